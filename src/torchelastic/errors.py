@@ -1,0 +1,53 @@
+"""Every exception torchelastic raises, and every exit code it ends with.
+
+TorchElasticError
+├── ConfigError            bad input: one sentence, what is wrong and what to do (exit 2)
+├── RendezvousError
+│   ├── RendezvousClosed   the job has ended: nothing to join any more
+│   ├── RendezvousLost     the store cannot be reached any longer (exit 171)
+│   └── RendezvousRefused  the store answered, but this agent may not join it
+├── NotEnoughNodes         fewer than min nodes for longer than allowed (exit 170)
+└── SpawnError             a worker process could not be started
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+# From 128 on a scheduler may take the end for an interruption and start the job again.
+EXIT_SIGNAL_BASE = 128
+EXIT_NOT_ENOUGH_NODES = 170
+EXIT_RENDEZVOUS_LOST = 171
+
+
+class TorchElasticError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(TorchElasticError, ValueError):
+    """The user's input is wrong; the message says what to do about it."""
+
+
+class RendezvousError(TorchElasticError):
+    """The nodes could not agree on a world."""
+
+
+class RendezvousClosed(RendezvousError):
+    """The job has ended."""
+
+
+class RendezvousLost(RendezvousError):
+    """The store that the nodes meet at is out of reach."""
+
+
+class RendezvousRefused(RendezvousError):
+    """The store at the endpoint serves another job or speaks another protocol."""
+
+
+class NotEnoughNodes(RendezvousError):
+    """The job waited for nodes longer than it was allowed to."""
+
+
+class SpawnError(TorchElasticError):
+    """A worker process could not be started."""
