@@ -5,6 +5,7 @@ TorchElasticError
 ├── RendezvousError
 │   ├── RendezvousClosed   the job has ended: nothing to join any more
 │   ├── RendezvousLost     the store cannot be reached any longer (exit 171)
+│   ├── LeaseExpired       the store has given this node up
 │   └── RendezvousRefused  the store answered, but this agent may not join it
 ├── NotEnoughNodes         fewer than min nodes for longer than allowed (exit 170)
 └── SpawnError             a worker process could not be started
@@ -51,3 +52,7 @@ class NotEnoughNodes(RendezvousError):
 
 class SpawnError(TorchElasticError):
     """A worker process could not be started."""
+
+
+class LeaseExpired(RendezvousError):
+    """The store has given this node up: it must stop its workers and join anew."""

@@ -1,0 +1,293 @@
+"""What a job is to be: the data the command line or a Python caller makes, and its parsers.
+
+Nothing here reads the environment, touches the disk or starts anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torchelastic.errors import ConfigError
+
+DEFAULT_PORT = 29400
+DEFAULT_STATIC_PORT = 29500
+DEFAULT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+
+
+class Std(enum.IntFlag):
+    """Which of a worker's two output streams."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    ALL = 3
+
+    @classmethod
+    def from_str(cls, text: str) -> Std | dict[int, Std]:
+        """`"3"` for every local rank, `"0:1,11:3"` for some.
+
+        >>> Std.from_str("0:1,11:3") == {0: Std.OUT, 11: Std.ALL}
+        True
+        """
+        if re.fullmatch(r"[0-3]", text):
+            return cls(int(text))
+        if re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
+            pairs = (item.split(":") for item in text.split(","))
+            return {int(rank): cls(int(mask)) for rank, mask in pairs}
+        raise ConfigError(
+            f"'{text}' does not name output streams: write 0, 1 (stdout), 2 (stderr) or 3 (both), "
+            "or one per local rank as in 0:1,1:3."
+        )
+
+
+@dataclass(frozen=True)
+class Grow:
+    """When newcomers may come into a running world (`--grow`)."""
+
+    when: Literal["any", "every", "after-checkpoint"] = "any"
+    seconds: float = 0.0
+    path: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Grow:
+        """`any`, `every:SECONDS` or `after-checkpoint:PATH`."""
+        kind, _, value = text.partition(":")
+        if kind == "any" and not value:
+            return cls()
+        if kind == "every" and re.fullmatch(r"\d+(\.\d+)?", value) and float(value) > 0:
+            return cls("every", seconds=float(value))
+        if kind == "after-checkpoint" and value:
+            return cls("after-checkpoint", path=value)
+        raise ConfigError(
+            f"--grow does not understand '{text}': write any, every:SECONDS "
+            "or after-checkpoint:PATH."
+        )
+
+    def __str__(self) -> str:
+        if self.when == "every":
+            return f"every:{self.seconds:g}"
+        if self.when == "after-checkpoint":
+            return f"after-checkpoint:{self.path}"
+        return "any"
+
+
+@dataclass(frozen=True)
+class WorldSizes:
+    """Which numbers of nodes may form a world (`--world-sizes`); empty means any."""
+
+    allowed: tuple[int, ...] = ()
+    multiple: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> WorldSizes:
+        """`1,2,4,8` or `multiple:K`."""
+        if match := re.fullmatch(r"multiple:(\d+)", text):
+            if int(match[1]) > 0:
+                return cls(multiple=int(match[1]))
+        elif re.fullmatch(r"\d+(,\d+)*", text):
+            sizes = tuple(sorted({int(size) for size in text.split(",")}))
+            if sizes[0] > 0:
+                return cls(allowed=sizes)
+        raise ConfigError(
+            f"--world-sizes does not understand '{text}': write numbers of nodes as in 1,2,4,8, "
+            "or multiple:K."
+        )
+
+    def largest(self, at_most: int) -> int:
+        """The largest allowed number of nodes not above `at_most`; 0 if there is none."""
+        if self.allowed:
+            return max((size for size in self.allowed if size <= at_most), default=0)
+        return at_most - at_most % self.multiple
+
+    def __str__(self) -> str:
+        if self.allowed:
+            return ",".join(map(str, self.allowed))
+        return f"multiple:{self.multiple}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a worker runs."""
+
+    kind: Literal["script", "module", "program", "function"]
+    #: A path, a module name, a program, or (function) the path of a pickled call.
+    target: str
+    args: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.target
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """A job as one node sees it. The field names torch's `LaunchConfig` has mean the same here."""
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    nproc_per_node: int = 1
+    #: Empty: a unique one is made.
+    run_id: str = ""
+    role: str = "default"
+
+    #: `c10d` is the embedded rendezvous; `static` the same with `node_rank` for the order.
+    rdzv_backend: str = "c10d"
+    #: `host[:port]`; empty: a private one on this machine (single node only).
+    rdzv_endpoint: str = ""
+    rdzv_configs: Mapping[str, str] = field(default_factory=dict)
+    node_rank: int | None = None
+    local_addr: str | None = None
+
+    #: Restarts the whole job may spend; refilled by progress.
+    max_restarts: int = 100
+    #: Membership changes spend the budget too.
+    count_resizes: bool = False
+    #: Seconds without a newcomer after which a world between min and max is complete.
+    settle: float = 1.0
+    #: Seconds of silence after which a node counts as failed.
+    lease: float = 3.0
+    #: Seconds to wait below `min_nodes`; 0 waits for ever.
+    wait_for_nodes: float = 3600.0
+    grow: Grow = field(default_factory=Grow)
+    world_sizes: WorldSizes = field(default_factory=WorldSizes)
+
+    zygote: bool = True
+    preload: tuple[str, ...] = ()
+    start_method: str = "spawn"
+    virtual_local_rank: bool = False
+    numa_binding: str | None = None
+
+    #: None: a temporary directory, removed after success.
+    log_dir: str | None = None
+    redirects: Std | Mapping[int, Std] = Std.NONE
+    tee: Std | Mapping[int, Std] = Std.NONE
+    local_ranks_filter: frozenset[int] | None = None
+    duplicate_stdout_filters: tuple[str, ...] = ()
+    duplicate_stderr_filters: tuple[str, ...] = ()
+    log_line_prefix_template: str | None = None
+    event_log_handler: str = "null"
+
+    signals_to_handle: tuple[str, ...] = DEFAULT_SIGNALS
+    #: Seconds between SIGTERM and SIGKILL, on every path.
+    shutdown_timeout: float = 30.0
+    #: Kept for torch's callers; workers are watched by pidfd, nothing is polled.
+    monitor_interval: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_nodes <= self.max_nodes:
+            raise ConfigError(
+                f"--nnodes {self.min_nodes}:{self.max_nodes} is no range of nodes: write N or "
+                "MIN:MAX with 1 <= MIN <= MAX."
+            )
+        for name in ("nproc_per_node",):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}."
+                )
+        for name in ("max_restarts", "settle", "wait_for_nodes", "shutdown_timeout"):
+            if getattr(self, name) < 0:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} must not be negative, not {getattr(self, name)}."
+                )
+        if self.lease <= 0:
+            raise ConfigError(f"The lease must be longer than 0 s, not {self.lease:g}.")
+        if self.world_sizes.largest(self.max_nodes) < self.min_nodes:
+            raise ConfigError(
+                f"--world-sizes {self.world_sizes} allows no number of nodes between "
+                f"{self.min_nodes} and {self.max_nodes}: change it or --nnodes."
+            )
+        if self.max_nodes > 1 and not self.rdzv_endpoint:
+            raise ConfigError(
+                "A job of several nodes needs a place to meet: give every node the same "
+                f"--rdzv-endpoint HOST:PORT (default port {DEFAULT_PORT})."
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data from which `from_json` makes an equal config."""
+        data = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        data["grow"] = str(self.grow)
+        data["world_sizes"] = str(self.world_sizes)
+        data["rdzv_configs"] = dict(self.rdzv_configs)
+        for name in ("redirects", "tee"):
+            value = data[name]
+            data[name] = (
+                int(value)
+                if isinstance(value, Std)
+                else {str(rank): int(mask) for rank, mask in value.items()}
+            )
+        if self.local_ranks_filter is not None:
+            data["local_ranks_filter"] = sorted(self.local_ranks_filter)
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> LaunchConfig:
+        made = dict(data)
+        made["grow"] = Grow.parse(made["grow"])
+        made["world_sizes"] = WorldSizes.parse(made["world_sizes"])
+        for name in ("redirects", "tee"):
+            value = made[name]
+            made[name] = (
+                Std(value)
+                if isinstance(value, int)
+                else {int(rank): Std(mask) for rank, mask in value.items()}
+            )
+        if made["local_ranks_filter"] is not None:
+            made["local_ranks_filter"] = frozenset(made["local_ranks_filter"])
+        for name in (
+            "preload",
+            "duplicate_stdout_filters",
+            "duplicate_stderr_filters",
+            "signals_to_handle",
+        ):
+            made[name] = tuple(made[name])
+        return cls(**made)
+
+
+def std_for(streams: Std | Mapping[int, Std], local_rank: int) -> Std:
+    """The streams meant for one local rank."""
+    if isinstance(streams, Std):
+        return streams
+    return streams.get(local_rank, Std.NONE)
+
+
+def parse_nnodes(text: str) -> tuple[int, int]:
+    """`4` or `1:4`.
+
+    >>> parse_nnodes("1:4")
+    (1, 4)
+    """
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2] or match[1]):
+        raise ConfigError(
+            f"--nnodes {text} is no range of nodes: write N or MIN:MAX with 1 <= MIN <= MAX."
+        )
+    return int(match[1]), int(match[2] or match[1])
+
+
+def parse_shape(text: str) -> tuple[int, int, int]:
+    """`-j [MIN:]NODESxPROCS` as (min nodes, max nodes, workers per node).
+
+    >>> parse_shape("1:4x8")
+    (1, 4, 8)
+    """
+    match = re.fullmatch(r"(?:(\d+):)?(\d+)x(\d+)", text)
+    if not match or not 1 <= int(match[1] or match[2]) <= int(match[2]) or int(match[3]) < 1:
+        raise ConfigError(f"-j {text} is no shape: write [MIN:]NODESxPROCS as in 2x8 or 1:4x8.")
+    return int(match[1] or match[2]), int(match[2]), int(match[3])
+
+
+def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
+    """`host`, `host:port`, `[v6]:port` as (host, port).
+
+    >>> parse_endpoint("[::1]:80"), parse_endpoint("node1")
+    (('::1', 80), ('node1', 29400))
+    """
+    match = re.fullmatch(r"(?:\[([^\]]+)\]|([^:\s]+))(?::(\d{1,5}))?", text.strip())
+    if not match or int(match[3] or 0) > 65535:
+        raise ConfigError(f"'{text}' is no endpoint: write HOST[:PORT] as in node1:29400.")
+    return match[1] or match[2], int(match[3]) if match[3] else default_port

@@ -1,0 +1,78 @@
+"""Every environment variable torchelastic reads or writes, declared once; the only reader of them.
+
+`docs/environment.md` is generated from `VARIABLES`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable: who sets it and what it means."""
+
+    name: str
+    #: `worker`: given to workers. `agent`: read by the agent. `flag`: a flag's default.
+    side: str
+    meaning: str
+
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable("RANK", "worker", "global rank"),
+    Variable("LOCAL_RANK", "worker", "rank on this node (0 with --virtual-local-rank)"),
+    Variable("NODE_RANK", "worker", "rank of the node in the world"),
+    Variable("GROUP_RANK", "worker", "the same, by torchrun's name"),
+    Variable("ROLE_RANK", "worker", "rank among the workers of the same role"),
+    Variable("ROLE_NAME", "worker", "the role (--role)"),
+    Variable("LOCAL_WORLD_SIZE", "worker", "workers on this node"),
+    Variable("WORLD_SIZE", "worker", "workers in the world"),
+    Variable("GROUP_WORLD_SIZE", "worker", "nodes in the world"),
+    Variable("ROLE_WORLD_SIZE", "worker", "workers of the same role"),
+    Variable("MASTER_ADDR", "worker", "host of the store made for this generation"),
+    Variable("MASTER_PORT", "worker", "port of that store"),
+    Variable("TORCHELASTIC_RESTART_COUNT", "worker", "the generation: 0 in the first world"),
+    Variable("TORCHELASTIC_MAX_RESTARTS", "worker", "the restart budget of the job"),
+    Variable("TORCHELASTIC_RUN_ID", "worker", "the job id"),
+    Variable("TORCHELASTIC_USE_AGENT_STORE", "worker", "True: workers are clients of the store"),
+    Variable("TORCHELASTIC_ERROR_FILE", "worker", "where a failing worker writes its error.json"),
+    Variable("TORCHELASTIC_SIGNALS_TO_HANDLE", "worker", "signals the agent handles"),
+    Variable("TORCHELASTIC_CHANNEL_FD", "worker", "descriptor of the channel to the agent"),
+    Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "worker", "1 unless set"),
+    Variable("OMP_NUM_THREADS", "worker", "1 if unset and the node has several workers"),
+    Variable("CUDA_VISIBLE_DEVICES", "worker", "narrowed to one device by --virtual-local-rank"),
+    Variable("PYTHON_EXEC", "agent", "the Python that runs scripts"),
+    Variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "agent", "default of --shutdown-timeout"),
+    Variable(
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
+        "agent",
+        "line prefix with ${role_name}, ${rank}, ${local_rank}",
+    ),
+    Variable("LOGLEVEL", "agent", "level of the agent's own log (default INFO)"),
+    Variable("XDG_RUNTIME_DIR", "agent", "where jobs of this machine are listed"),
+    Variable("TMPDIR", "agent", "where temporary logs go"),
+)
+
+
+def get(name: str, default: str = "") -> str:
+    """The value of a variable, `default` when it is unset or empty."""
+    return os.environ.get(name) or default
+
+
+def snapshot() -> dict[str, str]:
+    """A copy of the whole environment, to be handed to workers."""
+    return dict(os.environ)
+
+
+def replace(values: Mapping[str, str]) -> None:
+    """Make the environment exactly `values`."""
+    for name in set(os.environ) - set(values):
+        del os.environ[name]
+    os.environ.update(values)
+
+
+def update(values: Mapping[str, str]) -> None:
+    """Set some variables, leave the others."""
+    os.environ.update(values)
