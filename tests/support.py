@@ -1,0 +1,21 @@
+"""What tests share: waiting for a condition, never for a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def poll_for(probe: Callable[[], T], *, what: str, timeout: float = 30.0) -> T:
+    """Call `probe` until it returns something true; fail, naming `what`, after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while True:
+        found = probe()
+        if found:
+            return found
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not seen within {timeout:g} s: {what}")
+        time.sleep(0.005)
