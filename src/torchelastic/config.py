@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -64,8 +65,8 @@ class Grow:
         if kind == "after-checkpoint" and value:
             return cls("after-checkpoint", path=value)
         raise ConfigError(
-            f"--grow does not understand '{text}': write any, every:SECONDS "
-            "or after-checkpoint:PATH."
+            f"'{text}' does not say when to grow: write any, every:SECONDS or "
+            "after-checkpoint:PATH."
         )
 
     def __str__(self) -> str:
@@ -94,8 +95,8 @@ class WorldSizes:
             if sizes[0] > 0:
                 return cls(allowed=sizes)
         raise ConfigError(
-            f"--world-sizes does not understand '{text}': write numbers of nodes as in 1,2,4,8, "
-            "or multiple:K."
+            f"'{text}' does not say which numbers of nodes are allowed: list them as in 1,2,4,8, "
+            "or write multiple:K."
         )
 
     def largest(self, at_most: int) -> int:
@@ -131,15 +132,18 @@ class LaunchConfig:
     min_nodes: int = 1
     max_nodes: int = 1
     nproc_per_node: int = 1
-    #: Empty: a unique one is made.
+    #: The job's id. Empty: the launcher takes `default_run_id`.
     run_id: str = ""
     role: str = "default"
 
     #: `c10d` is the embedded rendezvous; `static` the same with `node_rank` for the order.
     rdzv_backend: str = "c10d"
-    #: `host[:port]`; empty: a private one on this machine (single node only).
+    #: `host:port` once made (a missing port is filled in, port 0 means private); empty: a private
+    #: rendezvous on this machine, for a single node only.
     rdzv_endpoint: str = ""
+    #: Every `key=value` of `--rdzv-conf`, as given; those with a meaning have set a field as well.
     rdzv_configs: Mapping[str, str] = field(default_factory=dict)
+    #: The place in a static rendezvous.
     node_rank: int | None = None
     local_addr: str | None = None
 
@@ -162,7 +166,7 @@ class LaunchConfig:
     virtual_local_rank: bool = False
     numa_binding: str | None = None
 
-    #: None: a temporary directory, removed after success.
+    #: None: a temporary directory, removed after success; `os.devnull`: no log files.
     log_dir: str | None = None
     redirects: Std | Mapping[int, Std] = Std.NONE
     tee: Std | Mapping[int, Std] = Std.NONE
@@ -178,34 +182,52 @@ class LaunchConfig:
     #: Kept for torch's callers; workers are watched by pidfd, nothing is polled.
     monitor_interval: float = 0.1
 
+    #: Sentences the agent logs once at the start: flags and keys accepted without a meaning here.
+    notes: tuple[str, ...] = ()
+
     def __post_init__(self) -> None:
-        if not 1 <= self.min_nodes <= self.max_nodes:
-            raise ConfigError(
-                f"--nnodes {self.min_nodes}:{self.max_nodes} is no range of nodes: write N or "
-                "MIN:MAX with 1 <= MIN <= MAX."
-            )
-        for name in ("nproc_per_node",):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}."
-                )
-        for name in ("max_restarts", "settle", "wait_for_nodes", "shutdown_timeout"):
-            if getattr(self, name) < 0:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} must not be negative, not {getattr(self, name)}."
-                )
-        if self.lease <= 0:
-            raise ConfigError(f"The lease must be longer than 0 s, not {self.lease:g}.")
+        self._check_numbers()
         if self.world_sizes.largest(self.max_nodes) < self.min_nodes:
             raise ConfigError(
                 f"--world-sizes {self.world_sizes} allows no number of nodes between "
                 f"{self.min_nodes} and {self.max_nodes}: change it or --nnodes."
             )
+        object.__setattr__(self, "rdzv_endpoint", self._canonical_endpoint())
         if self.max_nodes > 1 and not self.rdzv_endpoint:
             raise ConfigError(
                 "A job of several nodes needs a place to meet: give every node the same "
-                f"--rdzv-endpoint HOST:PORT (default port {DEFAULT_PORT})."
+                f"--rdzv-endpoint HOST:PORT (default port {DEFAULT_PORT}), a node of the job and "
+                "a free port there."
             )
+
+    def _check_numbers(self) -> None:
+        if not 1 <= self.min_nodes <= self.max_nodes:
+            raise ConfigError(
+                f"min_nodes={self.min_nodes}, max_nodes={self.max_nodes} is no range of nodes: "
+                "1 <= min_nodes <= max_nodes must hold."
+            )
+        if self.nproc_per_node < 1:
+            raise ConfigError(f"nproc_per_node must be at least 1, not {self.nproc_per_node}.")
+        for name in ("max_restarts", "settle", "wait_for_nodes", "shutdown_timeout"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, not {getattr(self, name)}.")
+        if self.lease <= 0:
+            raise ConfigError(f"lease must be longer than 0 seconds, not {self.lease:g}.")
+        if self.node_rank is not None and not 0 <= self.node_rank < self.max_nodes:
+            raise ConfigError(
+                f"--node-rank {self.node_rank} does not fit a job of {self.max_nodes} node(s): "
+                f"write 0 to {self.max_nodes - 1}, another one on every node."
+            )
+
+    def _canonical_endpoint(self) -> str:
+        if not self.rdzv_endpoint:
+            return ""
+        static = self.rdzv_backend == "static"
+        host, port = parse_endpoint(
+            self.rdzv_endpoint, DEFAULT_STATIC_PORT if static else DEFAULT_PORT
+        )
+        # torch's form for "any free port on this machine": nobody else could know it.
+        return format_endpoint(host, port) if port else ""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data from which `from_json` makes an equal config."""
@@ -243,6 +265,7 @@ class LaunchConfig:
             "duplicate_stdout_filters",
             "duplicate_stderr_filters",
             "signals_to_handle",
+            "notes",
         ):
             made[name] = tuple(made[name])
         return cls(**made)
@@ -264,7 +287,7 @@ def parse_nnodes(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if not match or not 1 <= int(match[1]) <= int(match[2] or match[1]):
         raise ConfigError(
-            f"--nnodes {text} is no range of nodes: write N or MIN:MAX with 1 <= MIN <= MAX."
+            f"'{text}' is no range of nodes: write N or MIN:MAX with 1 <= MIN <= MAX."
         )
     return int(match[1]), int(match[2] or match[1])
 
@@ -277,7 +300,7 @@ def parse_shape(text: str) -> tuple[int, int, int]:
     """
     match = re.fullmatch(r"(?:(\d+):)?(\d+)x(\d+)", text)
     if not match or not 1 <= int(match[1] or match[2]) <= int(match[2]) or int(match[3]) < 1:
-        raise ConfigError(f"-j {text} is no shape: write [MIN:]NODESxPROCS as in 2x8 or 1:4x8.")
+        raise ConfigError(f"'{text}' is no shape: write [MIN:]NODESxPROCS as in 2x8 or 1:4x8.")
     return int(match[1] or match[2]), int(match[2]), int(match[3])
 
 
@@ -291,3 +314,24 @@ def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, in
     if not match or int(match[3] or 0) > 65535:
         raise ConfigError(f"'{text}' is no endpoint: write HOST[:PORT] as in node1:29400.")
     return match[1] or match[2], int(match[3]) if match[3] else default_port
+
+
+def format_endpoint(host: str, port: int) -> str:
+    """The text `parse_endpoint` reads back.
+
+    >>> format_endpoint("::1", 80)
+    '[::1]:80'
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def default_run_id(max_nodes: int, endpoint: str) -> str:
+    """The id of a job whose user gave none.
+
+    A job of one node gets one of its own. Nodes that must meet need the same, and know in common
+    only the endpoint; of that, the port alone, since the host may be `localhost` to one of them
+    and a name or an address to the others.
+    """
+    if max_nodes == 1:
+        return f"job-{os.urandom(4).hex()}"
+    return f"job-{parse_endpoint(endpoint)[1]}"
