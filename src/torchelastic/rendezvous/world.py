@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torchelastic.failure import Failure
+from torchelastic.rendezvous.restart_policy import RestartLedger
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,8 @@ class Member:
     gone: int = -1
     #: The generation in which every worker here succeeded.
     done: int = -1
+    #: The highest step a worker here has reported.
+    step: int = -1
     #: What went wrong here in the current generation, first thing first.
     failures: tuple[Failure, ...] = ()
     #: Announced departure; the signal or reason, empty while staying.
@@ -72,7 +75,8 @@ class World:
     store: str = ""
     #: Why the world is as it is, in a sentence.
     reason: str = ""
-    restarts_used: int = 0
+    #: What the job has spent on restarts, up to and including this generation.
+    ledger: RestartLedger = RestartLedger()
     #: The first failure of the last generation that failed, and those that fell because of it.
     cause: Failure | None = None
     consequences: tuple[Failure, ...] = ()
@@ -106,6 +110,7 @@ class World:
         made["nodes"] = tuple(WorldNode(**_known(WorldNode, node)) for node in made["nodes"])
         if made.get("cause") is not None:
             made["cause"] = Failure.from_json(made["cause"])
+        made["ledger"] = RestartLedger(**_known(RestartLedger, made["ledger"]))
         made["consequences"] = tuple(Failure.from_json(item) for item in made["consequences"])
         for name in ("spares", "missing"):
             made[name] = tuple(made[name])

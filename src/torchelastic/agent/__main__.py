@@ -1,0 +1,23 @@
+"""`python -m torchelastic.agent REQUEST OUTCOME`: an agent for `elastic_launch`, in its own process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from torchelastic.agent.linux import die_with_parent
+from torchelastic.agent.main import run_job
+from torchelastic.config import Entry, LaunchConfig
+
+
+def main() -> int:
+    request = json.loads(Path(sys.argv[1]).read_text())
+    die_with_parent(request["parent"])
+    config = LaunchConfig.from_json(request["config"])
+    entry = Entry(request["kind"], request["target"], tuple(request["args"]))
+    return run_job(config, entry, outcome=Path(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,437 @@
+"""The agent: one per node. It observes, lets `group_state` decide, and performs what that says.
+
+`run` is the whole agent; everything below it is how one command is performed or one event made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchelastic import env, jobs
+from torchelastic.agent import group_state, logs, report
+from torchelastic.agent.cgroup import Cgroup
+from torchelastic.agent.group_state import GroupState, Phase
+from torchelastic.agent.guard import GUARD_LOST_SIGNAL
+from torchelastic.agent.meeting import Meeting, meet
+from torchelastic.agent.membership import Membership, claim_name
+from torchelastic.agent.narrator import Narrator
+from torchelastic.agent.nursery import Nursery
+from torchelastic.agent.supervisor import Supervisor, WorkerExit, WorkerSpawn
+from torchelastic.agent.worker_env import entry_for, node_env, worker_env
+from torchelastic.clock import Clock, SystemClock
+from torchelastic.config import Entry, LaunchConfig, parse_endpoint
+from torchelastic.errors import (
+    LeaseExpired,
+    RendezvousLost,
+    RendezvousRefused,
+    SpawnError,
+)
+from torchelastic.events import types as events
+from torchelastic.events.log import EventLog
+from torchelastic.failure import Failure
+from torchelastic.rendezvous.leader import WORLD_KEY, Leader
+from torchelastic.rendezvous.round import RoundRules
+from torchelastic.rendezvous.world import Member, World
+from torchelastic.worker import error_file
+
+logger = logging.getLogger(__name__)
+
+#: How long an ending agent waits for its last words to be heard.
+LAST_WORDS = 2.0
+#: How long the host of the rendezvous stays for others to hear that the job is closed.
+HOST_STAYS = 5.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the job ended on this node."""
+
+    exitcode: int
+    reason: str
+    world: World | None
+    #: Global rank -> where a function's pickled result lies.
+    results: dict[int, str]
+
+    def to_json(self) -> dict[str, Any]:
+        world = self.world.to_json() if self.world is not None else None
+        return {**dataclasses.asdict(self), "world": world}
+
+
+class Agent:
+    """Supervises the workers of one node until the job ends."""
+
+    def __init__(self, config: LaunchConfig, entry: Entry, *, clock: Clock | None = None) -> None:
+        self._config = config
+        self._entry = entry
+        self._clock = clock or SystemClock()
+        self._node = secrets.token_hex(4)
+        self._state = GroupState(node=self._node, nproc=config.nproc_per_node)
+        self._queue: asyncio.Queue[group_state.Event | BaseException] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._action: asyncio.Task[None] | None = None
+        self._stopping_by: int | None = None
+        self._steps: dict[int, int] = {}
+        self._results: dict[int, str] = {}
+        self._meeting: Meeting | None = None
+        self._membership: Membership | None = None
+        self._generation_logs: logs.GenerationLogs | None = None
+
+    async def run(self) -> Outcome:
+        """Join, supervise, leave."""
+        self._open()
+        try:
+            self._install_signals()
+            self._background(self._join(), "join")
+            while not self._state.is_terminal:
+                event = await self._next_event()
+                self._state, commands = group_state.handle(self._state, event)
+                for command in commands:
+                    self._perform(command)
+            return self._outcome()
+        finally:
+            await self._close()
+
+    # --- parts -----------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        config = self._config
+        self._run_dir = logs.make_run_dir(config)
+        self._logs = logs.NodeLogs(config, self._run_dir)
+        registry_dir = jobs.directory_for(config.run_id, self._node)
+        path = jobs.events_path(config, self._run_dir, registry_dir)
+        self._registration = jobs.register(
+            config.run_id,
+            self._node,
+            pid=os.getpid(),
+            name=socket.gethostname(),
+            endpoint=config.rdzv_endpoint,
+            command=[self._entry.target, *self._entry.args],
+            events=path,
+        )
+        self._events = EventLog(path, job=config.run_id, node=self._node, clock=self._clock)
+        self._narrator = Narrator(self._events, config)
+        self._env = node_env(env.snapshot(), config)
+        self._nursery = Nursery(config, self._entry, self._env)
+        self._supervisor = Supervisor(
+            zygote=self._nursery.zygote,
+            cgroup=Cgroup.create(),
+            on_exit=self._worker_exited,
+            on_message=self._worker_said,
+        )
+        for note in config.notes:
+            self._narrator.note(note)
+
+    async def _close(self) -> None:
+        """Leave nothing behind: no worker, no task, no file that only we needed."""
+        if self._action is not None:
+            await asyncio.wait({self._action})
+        await self._supervisor.stop(signal.SIGKILL, 0.0)
+        await self._last_words()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._meeting is not None:
+            closed = self._state.world is not None and self._state.world.phase == "closed"
+            await self._meeting.close(HOST_STAYS if closed else 0.0)
+        await self._nursery.close()
+        self._supervisor.close()
+        self._logs.close(success=self._state.exitcode == 0)
+        self._narrator.ended(self._state.exitcode, self._state.reason, self._state.world)
+        self._events.close()
+        self._registration.close()
+
+    async def _last_words(self) -> None:
+        if self._membership is not None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._membership.flush(), LAST_WORDS)
+
+    def _outcome(self) -> Outcome:
+        state = self._state
+        return Outcome(state.exitcode or 0, state.reason, state.world, dict(self._results))
+
+    # --- joining ---------------------------------------------------------------------------------
+
+    async def _join(self) -> None:
+        """Meet the other nodes and warm up side by side; say `ready` when both are done."""
+        warming = self._background(self._nursery.warm_up(), "warm-up")
+        self._meeting = await meet(self._config, self._clock)
+        store = self._meeting.store
+        await store.open_lease(self._config.lease)
+        name = await claim_name(store, socket.gethostname(), self._node)
+        self._narrator.named(name, self._node)
+        member = Member(
+            node=self._node,
+            name=name,
+            addr=self._meeting.addr,
+            nproc=self._config.nproc_per_node,
+            role=self._config.role,
+            node_rank=self._config.node_rank,
+        )
+        self._membership = Membership(store, member)
+        self._narrator.joined(self._meeting)
+        self._background(self._watch_world(), "watch-world")
+        self._background(self._watch_lease(), "watch-lease")
+        self._be_member()
+        self._narrator.warmed_up(await warming)
+        self._supervisor.exempt.update(self._nursery.pids)
+        await self._offer_store()
+        self._membership.update(ready=True)
+
+    def _be_member(self) -> None:
+        """Put the member record from now on, and lead when it is our turn."""
+        assert self._meeting is not None
+        assert self._membership is not None
+        self._membership.update()
+        self._background(self._membership.run(), "membership")
+        rules = RoundRules.from_config(self._config)
+        leader = Leader(self._meeting.store, self._node, rules, self._clock, self._narrator)
+        self._background(leader.run(), "leader")
+
+    async def _rejoin(self) -> None:
+        assert self._meeting is not None
+        assert self._membership is not None
+        store = self._meeting.store
+        await store.open_lease(self._config.lease)
+        self._membership.update(
+            name=await claim_name(store, socket.gethostname(), self._node),
+            gone=self._state.generation,
+            failures=(),
+        )
+        self._be_member()
+        self._background(self._watch_lease(), "watch-lease")
+
+    async def _watch_world(self) -> None:
+        assert self._meeting is not None
+        store = self._meeting.store
+        listing = await store.get(WORLD_KEY)
+        if WORLD_KEY in listing.items:
+            self._world_seen(World.from_json(listing.items[WORLD_KEY].value))
+        async with contextlib.aclosing(store.watch(WORLD_KEY, after=listing.revision)) as changes:
+            async for change in changes:
+                if change.item is not None:
+                    self._world_seen(World.from_json(change.item.value))
+
+    def _world_seen(self, world: World) -> None:
+        self._narrator.world_seen(world)
+        self._queue.put_nowait(group_state.WorldSeen(world))
+        if world.phase == "running":
+            self._background(self._renew_store(world), "renew-store")
+
+    async def _watch_lease(self) -> None:
+        assert self._meeting is not None
+        await self._meeting.store.lease_lost.wait()
+        self._narrator.lease_lost()
+        self._queue.put_nowait(group_state.LeaseLost())
+
+    async def _offer_store(self) -> None:
+        assert self._meeting is not None
+        assert self._membership is not None
+        port = await self._nursery.stores.open()
+        addr = self._meeting.addr
+        self._membership.update(store=f"[{addr}]:{port}" if ":" in addr else f"{addr}:{port}")
+
+    async def _renew_store(self, world: World) -> None:
+        """A generation uses up the store it meets at: offer another, drop those before it."""
+        assert self._membership is not None
+        stores = self._nursery.stores
+        if world.store and world.store == self._membership.member.store:
+            stores.used(world.generation, parse_endpoint(world.store)[1])
+            self._membership.update(store="")
+            await self._offer_store()
+        await stores.retire(before=world.generation)
+
+    # --- events ----------------------------------------------------------------------------------
+
+    async def _next_event(self) -> group_state.Event:
+        event = await self._queue.get()
+        if isinstance(event, BaseException):
+            raise event
+        return event
+
+    def _background(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Run beside the loop; what goes wrong there becomes an event."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._background_done)
+        return task
+
+    def _background_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is None or isinstance(error, LeaseExpired):  # `_watch_lease` tells that
+            return
+        if isinstance(error, RendezvousLost):
+            self._queue.put_nowait(group_state.StoreLost(str(error)))
+        else:
+            self._queue.put_nowait(error)
+
+    def _install_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for name in self._config.signals_to_handle:
+            signum = signal.Signals[name]
+            loop.add_signal_handler(signum, partial(self._asked_to_leave, signum))
+        for signum in (signal.SIGUSR1, signal.SIGUSR2):
+            if signum.name not in self._config.signals_to_handle:
+                loop.add_signal_handler(signum, partial(self._forward, signum))
+        loop.add_signal_handler(GUARD_LOST_SIGNAL, self._guard_lost)
+
+    def _asked_to_leave(self, signum: signal.Signals) -> None:
+        self._narrator.signal(signum.name, "leaving the job")
+        self._queue.put_nowait(group_state.LeaveRequested(signum))
+
+    def _forward(self, signum: signal.Signals) -> None:
+        self._narrator.signal(signum.name, "forwarded to the workers")
+        self._supervisor.signal(signum)
+
+    def _guard_lost(self) -> None:
+        """`kill -9` of the command the user started: nothing of it may live on."""
+        self._supervisor.kill_everything()
+        os._exit(128 + signal.SIGKILL)
+
+    def _worker_said(self, local_rank: int, message: dict[str, Any]) -> None:
+        if message.get("type") == "progress" and isinstance(message.get("step"), int):
+            self._steps[local_rank] = message["step"]
+
+    def _worker_exited(self, exit: WorkerExit) -> None:
+        generation = self._state.generation
+        self._narrator.worker_exited(self._rank(exit.local_rank), exit, generation)
+        if exit.exitcode == 0:
+            self._queue.put_nowait(group_state.WorkerSucceeded(generation, exit.local_rank))
+            return
+        failure = self._failure(exit)
+        stopped = self._stopping_by is not None and exit.exitcode in (
+            -self._stopping_by,
+            128 + self._stopping_by,
+            -signal.SIGKILL,
+        )
+        if failure.told or not stopped:
+            self._narrator.worker_failed(failure)
+            self._queue.put_nowait(group_state.WorkerFailed(failure))
+
+    def _failure(self, exit: WorkerExit) -> Failure:
+        path = self._error_file(exit.local_rank)
+        told = error_file.read(path) if path else None
+        return Failure(
+            generation=self._state.generation,
+            node=self._narrator.name,
+            rank=self._rank(exit.local_rank),
+            local_rank=exit.local_rank,
+            pid=exit.pid,
+            exitcode=exit.exitcode,
+            message=told.message if told else report.exit_words(exit.exitcode),
+            traceback=told.traceback if told else "",
+            role=self._config.role,
+            step=self._steps.get(exit.local_rank),
+            error_file=path if told else "",
+            wall_time=time.time(),
+        )
+
+    def _error_file(self, local_rank: int) -> str:
+        if self._generation_logs is None:
+            return ""
+        return self._generation_logs.streams[local_rank].error_file
+
+    def _rank(self, local_rank: int) -> int:
+        return self._first_rank + local_rank
+
+    # --- commands --------------------------------------------------------------------------------
+
+    def _perform(self, command: group_state.Command) -> None:
+        """The only place with side effects."""
+        match command:
+            case group_state.Start(world):
+                self._act(self._start_workers(world))
+            case group_state.Stop(signum) if self._stopping_by is None:
+                self._stopping_by = signum
+                self._act(self._stop_workers(signum))
+            case group_state.Stop(signum):
+                self._supervisor.signal(signum)
+            case group_state.Report(changes) if self._membership is not None:
+                self._membership.update(**changes, step=max(self._steps.values(), default=-1))
+            case group_state.Rejoin():
+                self._background(self._rejoin(), "rejoin")
+            case group_state.Say(sentence):
+                self._narrator.say(sentence)
+
+    def _act(self, work: Coroutine[Any, Any, None]) -> None:
+        """Perform after what is under way: a stop does not overtake the start it ends."""
+        self._action = self._background(self._after(self._action, work), "action")
+
+    async def _after(
+        self, before: asyncio.Task[None] | None, work: Coroutine[Any, Any, None]
+    ) -> None:
+        if before is not None:
+            await asyncio.wait({before})
+        await work
+
+    async def _start_workers(self, world: World) -> None:
+        began = self._clock.now()
+        node_rank = world.place(self._node)
+        assert node_rank is not None
+        self._first_rank = world.nodes[node_rank].first_rank
+        self._steps.clear()
+        local_ranks = range(self._config.nproc_per_node)
+        ranks = {local_rank: self._rank(local_rank) for local_rank in local_ranks}
+        opened = self._generation_logs = self._logs.open(world.generation, ranks)
+        spawns = [self._spawn(world, node_rank, local_rank, opened) for local_rank in local_ranks]
+        try:
+            pids = await self._supervisor.start(spawns)
+        except SpawnError as error:
+            self._queue.put_nowait(group_state.WorkerFailed(self._not_started(world, str(error))))
+            return
+        finally:
+            opened.started()
+        self._narrator.workers_started(world.generation, ranks, pids, self._clock.now() - began)
+        self._queue.put_nowait(group_state.WorkersUp(world.generation))
+
+    def _spawn(
+        self, world: World, node_rank: int, local_rank: int, opened: logs.GenerationLogs
+    ) -> WorkerSpawn:
+        streams = opened.streams[local_rank]
+        return WorkerSpawn(
+            local_rank=local_rank,
+            rank=self._rank(local_rank),
+            generation=world.generation,
+            entry=entry_for(self._entry, local_rank),
+            env=worker_env(
+                self._env, self._config, world, node_rank, local_rank, streams.error_file
+            ),
+            stdout=streams.stdout,
+            stderr=streams.stderr,
+        )
+
+    def _not_started(self, world: World, message: str) -> Failure:
+        return Failure(
+            generation=world.generation,
+            node=self._narrator.name,
+            rank=self._rank(0),
+            local_rank=0,
+            pid=0,
+            exitcode=1,
+            message=message,
+            role=self._config.role,
+            wall_time=time.time(),
+        )
+
+    async def _stop_workers(self, signum: int) -> None:
+        began = self._clock.now()
+        await self._supervisor.stop(signum, self._config.shutdown_timeout)
+        if self._generation_logs is not None:
+            await self._generation_logs.drained(LAST_WORDS)
+            self._generation_logs = None
+        self._stopping_by = None
+        self._narrator.workers_stopped(self._state.generation, self._clock.now() - began)
+        self._queue.put_nowait(group_state.WorkersGone())

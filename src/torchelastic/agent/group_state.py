@@ -1,0 +1,381 @@
+"""The workers of one node as a state machine: an event in, a new state and commands out. Pure.
+
+            Start                    up                  all succeeded
+    idle ──────────▶ starting ──────────▶ running ─────────────────────▶ idle
+     ▲                   │                   │
+     │ gone              │  failure, world over, leave, lease lost, job closed
+     └──── stopping ◀────┴───────────────────┘
+               │
+               └── job closed, left, store lost ──▶ ended
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchelastic.errors import EXIT_RENDEZVOUS_LOST, EXIT_SIGNAL_BASE
+from torchelastic.failure import Failure, signal_name
+from torchelastic.rendezvous.world import World
+
+SIGTERM = 15
+
+
+class Phase(enum.Enum):
+    """Where the node's workers stand."""
+
+    IDLE = "idle"
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+# --- events --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WorldSeen:
+    """The leader has published a world."""
+
+    world: World
+
+
+@dataclass(frozen=True)
+class WorkersUp:
+    """Every worker of the generation has been started."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class WorkerSucceeded:
+    generation: int
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class WorkerFailed:
+    """A worker ended otherwise than by success, or could not be started."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class WorkersGone:
+    """No worker is left on this node, nor anything a worker started."""
+
+
+@dataclass(frozen=True)
+class LeaveRequested:
+    """A signal (or notice) asks this node to go."""
+
+    signum: int
+
+
+@dataclass(frozen=True)
+class LeaseLost:
+    """The store has given this node up: somebody else may train in its place already."""
+
+
+@dataclass(frozen=True)
+class StoreLost:
+    """The store is out of reach for good."""
+
+    reason: str
+
+
+Event = (
+    WorldSeen
+    | WorkersUp
+    | WorkerSucceeded
+    | WorkerFailed
+    | WorkersGone
+    | LeaveRequested
+    | LeaseLost
+    | StoreLost
+)
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start the workers of this world."""
+
+    world: World
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Send the signal to every worker's process group; answer `WorkersGone`."""
+
+    signum: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """Change what this node's member record says."""
+
+    changes: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rejoin:
+    """Open a new lease and put the member record again, as a newcomer."""
+
+
+@dataclass(frozen=True)
+class Say:
+    """Tell the user."""
+
+    sentence: str
+
+
+Command = Start | Stop | Report | Rejoin | Say
+
+
+# --- state ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupState:
+    """All that decides what this node does next."""
+
+    phase: Phase = Phase.IDLE
+    #: The generation whose workers run here, or ran last.
+    generation: int = -1
+    #: Local ranks that have not succeeded yet.
+    running: frozenset[int] = frozenset()
+    nproc: int = 1
+    #: Failures of this generation here, in the order they happened.
+    failures: tuple[Failure, ...] = ()
+    #: The latest world; what to do once the workers are gone.
+    world: World | None = None
+    #: The signal this node leaves by, 0 while it stays.
+    leaving: int = 0
+    #: The lease was lost: join anew once the workers are gone.
+    rejoin: bool = False
+    node: str = ""
+    exitcode: int | None = None
+    reason: str = ""
+
+    @property
+    def is_terminal(self) -> bool:
+        return self.phase is Phase.ENDED
+
+    def sentence(self) -> str:
+        """What this node is doing, for people."""
+        if self.phase is Phase.IDLE and self.world is not None and self.world.phase == "running":
+            if self.world.place(self.node) is None:
+                return f"spare beside generation {self.world.generation}"
+            return f"done with generation {self.generation}, waiting for the others"
+        if self.phase is Phase.IDLE:
+            return "waiting for a world"
+        return f"{self.phase.value}, generation {self.generation}"
+
+
+Step = tuple[GroupState, list[Command]]
+
+
+class InvalidTransition(AssertionError):
+    """An event came in a phase in which it cannot happen: a bug in the loop that performs."""
+
+
+def handle(state: GroupState, event: Event) -> Step:
+    """The whole machine."""
+    handler = _TRANSITIONS.get((state.phase, type(event)))
+    if handler is None:
+        raise InvalidTransition(f"{type(event).__name__} while {state.sentence()}: {event}")
+    return handler(state, event)
+
+
+# --- what a new world calls for ------------------------------------------------------------------
+
+
+def _world_while_idle(state: GroupState, event: WorldSeen) -> Step:
+    return _act_on_world(replace(state, world=event.world))
+
+
+def _act_on_world(state: GroupState) -> Step:
+    """No worker runs here: do what the latest world says."""
+    world = state.world
+    if world is None or world.phase == "waiting":
+        return state, []
+    if world.phase == "closed":
+        return _end(state, world.exitcode, world.reason), []
+    if world.phase == "over":
+        return state, [Report({"gone": world.generation})]
+    if world.place(state.node) is None or world.generation <= state.generation:
+        return state, []
+    return _begin(state, world)
+
+
+def _begin(state: GroupState, world: World) -> Step:
+    state = replace(
+        state,
+        phase=Phase.STARTING,
+        generation=world.generation,
+        running=frozenset(range(state.nproc)),
+        failures=(),
+    )
+    return state, [Start(world)]
+
+
+def _world_while_busy(state: GroupState, event: WorldSeen) -> Step:
+    """Workers run here: stop them if the latest world has no place for them."""
+    world = event.world
+    state = replace(state, world=world)
+    if world.phase == "running" and world.generation == state.generation:
+        return state, []
+    if world.generation < state.generation or world.phase == "waiting":
+        return state, []
+    return _stop(state, SIGTERM)
+
+
+def _world_while_stopping(state: GroupState, event: WorldSeen) -> Step:
+    return replace(state, world=event.world), []
+
+
+# --- what workers do -----------------------------------------------------------------------------
+
+
+def _up(state: GroupState, event: WorkersUp) -> Step:
+    if not state.running:  # they were quicker than the news of their start
+        return _stop(state, SIGTERM)
+    return replace(state, phase=Phase.RUNNING), []
+
+
+def _ignore(state: GroupState, event: Event) -> Step:
+    return state, []
+
+
+def _succeeded(state: GroupState, event: WorkerSucceeded) -> Step:
+    running = state.running - {event.local_rank}
+    state = replace(state, running=running)
+    if running or state.phase is Phase.STARTING:
+        return state, []
+    return _stop(state, SIGTERM)  # nothing to stop but what the workers left behind
+
+
+def _failed(state: GroupState, event: WorkerFailed) -> Step:
+    """The first failure here ends the generation here; the leader ends it everywhere."""
+    failures = (*state.failures, event.failure)
+    state, commands = _stop(replace(state, failures=failures), SIGTERM)
+    return state, [Report({"failures": failures}), *commands]
+
+
+def _failed_while_stopping(state: GroupState, event: WorkerFailed) -> Step:
+    """Another one fell before the stop reached it: a consequence, worth telling."""
+    failures = (*state.failures, event.failure)
+    return replace(state, failures=failures), [Report({"failures": failures})]
+
+
+def _gone(state: GroupState, event: WorkersGone) -> Step:
+    """Nothing of the generation is left here: say so, then do what has come up meanwhile."""
+    report: dict[str, Any] = {"gone": state.generation}
+    succeeded = not state.running and not state.failures
+    if succeeded:
+        report["done"] = state.generation
+    state = replace(state, phase=Phase.IDLE)
+    if state.leaving:
+        return _left(state)
+    if state.exitcode is not None:
+        return replace(state, phase=Phase.ENDED), []
+    first: Command = Rejoin() if state.rejoin else Report(report)
+    state, commands = _act_on_world(replace(state, rejoin=False))
+    return state, [first, *commands]
+
+
+def _stop(state: GroupState, signum: int) -> Step:
+    return replace(state, phase=Phase.STOPPING), [Stop(signum)]
+
+
+# --- leaving and ending --------------------------------------------------------------------------
+
+
+def _leave_while_idle(state: GroupState, event: LeaveRequested) -> Step:
+    state, commands = _left(replace(state, leaving=event.signum))
+    return state, [_announce(event), *commands]
+
+
+def _leave_while_busy(state: GroupState, event: LeaveRequested) -> Step:
+    """Announce and signal at once: peers go on without waiting for our workers."""
+    state, commands = _stop(replace(state, leaving=event.signum), event.signum)
+    return state, [_announce(event), *commands]
+
+
+def _leave_while_stopping(state: GroupState, event: LeaveRequested) -> Step:
+    if state.leaving:
+        return state, []
+    return replace(state, leaving=event.signum), [_announce(event), Stop(event.signum)]
+
+
+def _announce(event: LeaveRequested) -> Report:
+    return Report({"leaving": signal_name(event.signum)})
+
+
+def _left(state: GroupState) -> Step:
+    name = signal_name(state.leaving)
+    return _end(state, EXIT_SIGNAL_BASE + state.leaving, f"left the job ({name})"), []
+
+
+def _lease_lost_while_idle(state: GroupState, event: LeaseLost) -> Step:
+    return state, [Rejoin()]
+
+
+def _lease_lost_while_busy(state: GroupState, event: LeaseLost) -> Step:
+    """Others go on without us: our workers must not write anything any more."""
+    state, commands = _stop(replace(state, rejoin=True), SIGTERM)
+    return state, [Say("this node was given up by the others: stopping its workers"), *commands]
+
+
+def _lease_lost_while_stopping(state: GroupState, event: LeaseLost) -> Step:
+    return replace(state, rejoin=True), []
+
+
+def _store_lost_while_idle(state: GroupState, event: StoreLost) -> Step:
+    return _end(state, EXIT_RENDEZVOUS_LOST, event.reason), []
+
+
+def _store_lost_while_busy(state: GroupState, event: StoreLost) -> Step:
+    lost = replace(state, exitcode=EXIT_RENDEZVOUS_LOST, reason=event.reason)
+    if state.phase is Phase.STOPPING:
+        return lost, []
+    return _stop(lost, SIGTERM)
+
+
+def _end(state: GroupState, exitcode: int, reason: str) -> GroupState:
+    return replace(state, phase=Phase.ENDED, exitcode=exitcode, reason=reason)
+
+
+_TRANSITIONS: dict[tuple[Phase, type], Callable[[GroupState, Any], Step]] = {
+    (Phase.IDLE, WorldSeen): _world_while_idle,
+    (Phase.IDLE, LeaveRequested): _leave_while_idle,
+    (Phase.IDLE, LeaseLost): _lease_lost_while_idle,
+    (Phase.IDLE, StoreLost): _store_lost_while_idle,
+    (Phase.STARTING, WorldSeen): _world_while_busy,
+    (Phase.STARTING, WorkersUp): _up,
+    (Phase.STARTING, WorkerSucceeded): _succeeded,
+    (Phase.STARTING, WorkerFailed): _failed,
+    (Phase.STARTING, LeaveRequested): _leave_while_busy,
+    (Phase.STARTING, LeaseLost): _lease_lost_while_busy,
+    (Phase.STARTING, StoreLost): _store_lost_while_busy,
+    (Phase.RUNNING, WorldSeen): _world_while_busy,
+    (Phase.RUNNING, WorkerSucceeded): _succeeded,
+    (Phase.RUNNING, WorkerFailed): _failed,
+    (Phase.RUNNING, LeaveRequested): _leave_while_busy,
+    (Phase.RUNNING, LeaseLost): _lease_lost_while_busy,
+    (Phase.RUNNING, StoreLost): _store_lost_while_busy,
+    (Phase.STOPPING, WorldSeen): _world_while_stopping,
+    (Phase.STOPPING, WorkersUp): _ignore,
+    (Phase.STOPPING, WorkerSucceeded): _ignore,
+    (Phase.STOPPING, WorkerFailed): _failed_while_stopping,
+    (Phase.STOPPING, WorkersGone): _gone,
+    (Phase.STOPPING, LeaveRequested): _leave_while_stopping,
+    (Phase.STOPPING, LeaseLost): _lease_lost_while_stopping,
+    (Phase.STOPPING, StoreLost): _store_lost_while_busy,
+}

@@ -1,0 +1,60 @@
+"""This node's member record: what it says of itself, kept current in the store."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from torchelastic.rendezvous.leader import MEMBER_PREFIX
+from torchelastic.rendezvous.store import Store
+from torchelastic.rendezvous.world import Member
+
+
+class Membership:
+    """Puts the record whenever it changes; several changes before a put travel in one."""
+
+    def __init__(self, store: Store, member: Member) -> None:
+        self._store = store
+        self._member = member
+        self._changed = asyncio.Event()
+        self._settled = asyncio.Event()
+        self._settled.set()
+
+    @property
+    def member(self) -> Member:
+        return self._member
+
+    def update(self, **changes: Any) -> None:
+        """Change the record; it is put by `run`."""
+        self._member = replace(self._member, **changes)
+        self._changed.set()
+        self._settled.clear()
+
+    async def run(self) -> None:
+        """Put the record at every change. Ends by raising when the lease or the store is lost."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            await self._store.put(
+                MEMBER_PREFIX + self._member.node, self._member.to_json(), leased=True
+            )
+            if not self._changed.is_set():
+                self._settled.set()
+
+    async def flush(self) -> None:
+        """Wait until all that was said has been put."""
+        await self._settled.wait()
+
+
+async def claim_name(store: Store, host: str, node: str) -> str:
+    """A name for people: the host's, with a number where another agent of the job has it."""
+    number = 1
+    while True:
+        name = host if number == 1 else f"{host}-{number}"
+        won = await store.compare_and_set(
+            f"name/{name}", {"node": node}, expected=0, leased=True
+        )
+        if won is not None:
+            return name
+        number += 1

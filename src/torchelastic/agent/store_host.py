@@ -1,0 +1,94 @@
+"""The agent's end of the process that holds the workers' stores (`worker/store_host.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+
+from torchelastic.agent.supervisor import WorkerSpawn
+from torchelastic.config import Entry
+from torchelastic.errors import SpawnError
+
+logger = logging.getLogger(__name__)
+
+ENTRY = Entry("module", "torchelastic.worker.store_host")
+
+#: Starts a process and returns its pid: by the zygote, or plain.
+Spawner = Callable[[WorkerSpawn], Awaitable[int]]
+
+
+class StoreHost:
+    """Offers a fresh store for each generation and drops those of older ones."""
+
+    def __init__(self, spawn: Spawner, env: Mapping[str, str]) -> None:
+        self._spawn = spawn
+        self._env = env
+        self._pid: int | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._lock = asyncio.Lock()
+        #: Port by the generation that uses it.
+        self._used: dict[int, int] = {}
+
+    @property
+    def pid(self) -> int | None:
+        return self._pid
+
+    async def start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            spawn = WorkerSpawn(
+                local_rank=-1,
+                rank=-1,
+                generation=-1,
+                entry=ENTRY,
+                env=self._env,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+            )
+            try:
+                self._pid = await self._spawn(spawn)
+            except BaseException:
+                ours.close()
+                raise
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+
+    async def open(self) -> int:
+        """The port of a store nobody has used."""
+        return int(await self._ask("open"))
+
+    def used(self, generation: int, port: int) -> None:
+        """The store at `port` serves this generation from now on."""
+        self._used[generation] = port
+
+    async def retire(self, before: int) -> None:
+        """Drop the stores of generations older than `before`: no worker of theirs is left."""
+        for generation in [g for g in self._used if g < before]:
+            await self._ask(f"close {self._used.pop(generation)}")
+
+    async def _ask(self, request: str) -> str:
+        if self._reader is None or self._writer is None:
+            raise SpawnError("The process that holds the workers' stores is not running.")
+        async with self._lock:
+            self._writer.write(f"{request}\n".encode())
+            answer = await self._reader.readline()
+        if not answer:
+            raise SpawnError("The process that holds the workers' stores has ended.")
+        return answer.decode().strip()
+
+    async def close(self) -> None:
+        """End the process."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = self._reader = None
+        if self._pid is not None:
+            try:
+                os.kill(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)
+            except (ProcessLookupError, ChildProcessError):
+                logger.debug("the process that held the stores was gone already")
+            self._pid = None

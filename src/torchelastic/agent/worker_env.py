@@ -1,0 +1,71 @@
+"""The environment of a worker: torchrun's contract, and `NODE_RANK`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torchelastic.config import Entry, LaunchConfig, parse_endpoint
+from torchelastic.rendezvous.world import World
+
+
+def node_env(environ: Mapping[str, str], config: LaunchConfig) -> dict[str, str]:
+    """What every worker of this node has, in every world: also what the zygote imports under.
+
+    The OpenMP variable acts when torch is imported, so it must be right before the first fork.
+    """
+    env = dict(environ)
+    if config.nproc_per_node > 1:
+        env.setdefault("OMP_NUM_THREADS", "1")
+    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    env["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(config.signals_to_handle)
+    return env
+
+
+def worker_env(
+    base: Mapping[str, str],
+    config: LaunchConfig,
+    world: World,
+    node_rank: int,
+    local_rank: int,
+    error_file: str,
+) -> dict[str, str]:
+    """The whole environment of one worker in one world."""
+    node = world.nodes[node_rank]
+    host, port = parse_endpoint(world.store)
+    env = dict(base)
+    env.update(
+        RANK=str(node.first_rank + local_rank),
+        LOCAL_RANK=str(local_rank),
+        NODE_RANK=str(node_rank),
+        GROUP_RANK=str(node_rank),
+        ROLE_RANK=str(node.first_role_rank + local_rank),
+        ROLE_NAME=node.role,
+        LOCAL_WORLD_SIZE=str(node.nproc),
+        WORLD_SIZE=str(world.size),
+        GROUP_WORLD_SIZE=str(len(world.nodes)),
+        ROLE_WORLD_SIZE=str(world.role_size(node.role)),
+        MASTER_ADDR=host,
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RESTART_COUNT=str(world.generation),
+        TORCHELASTIC_MAX_RESTARTS=str(config.max_restarts),
+        TORCHELASTIC_RUN_ID=config.run_id,
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_ERROR_FILE=error_file,
+    )
+    if config.virtual_local_rank:
+        env.update(_one_device(base, local_rank))
+    return env
+
+
+def _one_device(base: Mapping[str, str], local_rank: int) -> dict[str, str]:
+    """Every worker believes that it is local rank 0 and sees its own device only."""
+    visible = base.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else []
+    device = devices[local_rank] if local_rank < len(devices) else str(local_rank)
+    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": device}
+
+
+def entry_for(entry: Entry, local_rank: int) -> Entry:
+    """The entry with `${local_rank}` in its arguments replaced, as torchrun does."""
+    args = tuple(arg.replace("${local_rank}", str(local_rank)) for arg in entry.args)
+    return Entry(entry.kind, entry.target, args)

@@ -1,0 +1,215 @@
+"""The one who decides: whoever holds the `leader` key turns member records into worlds.
+
+Every agent runs a `Leader`; all but one of them wait for the key to come free. A world is published
+on condition that nobody has published another one since: a leader that was paused, and woke up as
+an impostor, changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import glob
+import logging
+import os
+from typing import Protocol
+
+from torchelastic.clock import Clock
+from torchelastic.errors import RendezvousError
+from torchelastic.rendezvous import round as rounds
+from torchelastic.rendezvous.restart_policy import Kind
+from torchelastic.rendezvous.round import Decision, RoundRules, RoundState
+from torchelastic.rendezvous.store import Change, Store
+from torchelastic.rendezvous.world import Member, World
+
+LEADER_KEY = "leader"
+WORLD_KEY = "world"
+MEMBER_PREFIX = "member/"
+
+#: How often the checkpoint path is looked at.
+CHECKPOINT_POLL = 0.5
+
+logger = logging.getLogger(__name__)
+
+
+class LeaderObserver(Protocol):
+    """Who is told what the leader sees and decides."""
+
+    def became_leader(self) -> None: ...
+    def node_joined(self, member: Member) -> None: ...
+    def node_lost(self, name: str, reason: str) -> None: ...
+    def node_leaving(self, member: Member) -> None: ...
+    def decided(self, world: World, kind: Kind | None) -> None: ...
+
+
+class Leader:
+    """Campaigns for the leader key, and leads while it has it."""
+
+    def __init__(
+        self, store: Store, node: str, rules: RoundRules, clock: Clock, observer: LeaderObserver
+    ) -> None:
+        self._store = store
+        self._node = node
+        self._rules = rules
+        self._clock = clock
+        self._observer = observer
+        self._state = RoundState()
+        self._world_revision = 0
+        self._changes: asyncio.Queue[Change] = asyncio.Queue()
+        #: Looked at only while newcomers wait for a checkpoint.
+        self._checkpoint: CheckpointPath | None = None
+
+    async def run(self) -> None:
+        """Lead whenever the key is free; returns only when the store is lost or the job closed."""
+        while True:
+            await self._campaign()
+            self._observer.became_leader()
+            if await self._lead():
+                return
+
+    async def _campaign(self) -> None:
+        """Wait for the key to be free, and take it."""
+        while True:
+            listing = await self._store.get(LEADER_KEY)
+            if LEADER_KEY not in listing.items:
+                won = await self._store.compare_and_set(
+                    LEADER_KEY, {"node": self._node}, expected=0, leased=True
+                )
+                if won is not None:
+                    return
+                continue
+            async with contextlib.aclosing(
+                self._store.watch(LEADER_KEY, after=listing.revision)
+            ) as changes:
+                async for change in changes:
+                    if change.item is None:
+                        break
+
+    async def _lead(self) -> bool:
+        """Decide until the job is closed (True) or somebody else published a world (False)."""
+        revision = await self._take_over()
+        watching = asyncio.create_task(self._watch_members(revision), name="watch-members")
+        try:
+            return await self._decide_until_closed(watching)
+        finally:
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError, RendezvousError):
+                await watching
+
+    async def _take_over(self) -> int:
+        """Start from what the store holds; returns the revision it is as of."""
+        self._state = RoundState()
+        self._changes = asyncio.Queue()
+        now = self._clock.now()
+        listing = await self._store.get("")
+        held = listing.items.get(WORLD_KEY)
+        self._world_revision = held.modified if held else 0
+        if held:
+            self._state = rounds.published(self._state, World.from_json(held.value), now)
+        members = [(k, item) for k, item in listing.items.items() if k.startswith(MEMBER_PREFIX)]
+        for _, item in sorted(members, key=lambda pair: pair[1].modified):
+            self._take(Member.from_json(item.value), item.created)
+        for node in self._state.world.nodes if self._state.world else ():
+            if node.node not in self._state.members:
+                self._state = rounds.vanished(self._state, node.node)
+        return listing.revision
+
+    async def _watch_members(self, revision: int) -> None:
+        async with contextlib.aclosing(self._store.watch(MEMBER_PREFIX, after=revision)) as changes:
+            async for change in changes:
+                self._changes.put_nowait(change)
+
+    async def _decide_until_closed(self, watching: asyncio.Task[None]) -> bool:
+        while True:
+            decision = rounds.decide(self._rules, self._state, self._clock.now())
+            if decision.world is not None:
+                if not await self._publish(decision.world, decision.kind):
+                    return False
+                if decision.world.phase == "closed":
+                    return True
+                continue
+            await self._next_change(decision, watching)
+
+    async def _publish(self, world: World, kind: Kind | None) -> bool:
+        revision = await self._store.compare_and_set(
+            WORLD_KEY, world.to_json(), expected=self._world_revision
+        )
+        if revision is None:
+            logger.warning("another leader has published a world: stepping down")
+            return False
+        self._world_revision = revision
+        self._state = rounds.published(self._state, world, self._clock.now())
+        self._observer.decided(world, kind)
+        return True
+
+    async def _next_change(self, decision: Decision, watching: asyncio.Task[None]) -> None:
+        """Wait for a member to change or for the time the decision named, and take it up."""
+        timeout = None
+        if decision.wake_at is not None:
+            timeout = max(0.0, decision.wake_at - self._clock.now())
+        if self._awaits_checkpoint():
+            timeout = CHECKPOINT_POLL if timeout is None else min(CHECKPOINT_POLL, timeout)
+        getting = asyncio.ensure_future(self._changes.get())
+        await asyncio.wait(
+            {getting, watching}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+        )
+        if getting.done():
+            self._apply(getting.result())
+            while not self._changes.empty():
+                self._apply(self._changes.get_nowait())
+        else:
+            getting.cancel()
+            if watching.done():
+                watching.result()
+        if self._checkpoint is not None and self._checkpoint.changed():
+            self._state = rounds.checkpoint_seen(self._state, True)
+
+    def _awaits_checkpoint(self) -> bool:
+        """Whether newcomers wait for a checkpoint; looks at the path from their arrival on."""
+        if not rounds.waits_for_checkpoint(self._rules, self._state):
+            self._checkpoint = None
+            self._state = rounds.checkpoint_seen(self._state, False)
+        elif self._checkpoint is None:
+            self._checkpoint = CheckpointPath(self._rules.grow.path)
+        return self._checkpoint is not None
+
+    def _apply(self, change: Change) -> None:
+        if change.item is not None:
+            self._take(Member.from_json(change.item.value), change.item.created)
+            return
+        node = change.key.removeprefix(MEMBER_PREFIX)
+        present = self._state.members.get(node)
+        self._state = rounds.lost(self._state, node)
+        if present is not None and not present.member.leaving:
+            self._observer.node_lost(present.member.name, "its connection or lease ended")
+
+    def _take(self, member: Member, created: int) -> None:
+        before = self._state.members.get(member.node)
+        self._state = rounds.seen(self._state, member, created, self._clock.now())
+        if before is None or before.created != created:
+            self._observer.node_joined(member)
+        if member.leaving and (before is None or not before.member.leaving):
+            self._observer.node_leaving(member)
+
+
+class CheckpointPath:
+    """Notices that something new was written at a path (a file, a directory or a pattern)."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._newest = self._look()
+
+    def changed(self) -> bool:
+        """Whether the newest time of change differs from the first look's."""
+        newest = self._look()
+        return newest is not None and newest != self._newest
+
+    def _look(self) -> int | None:
+        found = []
+        for path in glob.glob(self._path):
+            for name in (path, *glob.glob(os.path.join(glob.escape(path), "*"))):
+                with contextlib.suppress(FileNotFoundError):
+                    found.append(os.stat(name).st_mtime_ns)
+        return max(found, default=None)
+
+

@@ -1,0 +1,203 @@
+"""The workers of one node, by table."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchelastic.agent.group_state import (
+    GroupState,
+    InvalidTransition,
+    LeaseLost,
+    LeaveRequested,
+    Phase,
+    Rejoin,
+    Report,
+    Start,
+    Stop,
+    StoreLost,
+    WorkerFailed,
+    WorkersGone,
+    WorkersUp,
+    WorkerSucceeded,
+    WorldSeen,
+    handle,
+)
+from torchelastic.failure import Failure
+from torchelastic.rendezvous.world import World, WorldNode
+
+
+def world(generation=0, phase="running", nodes="ab", **fields):
+    placed = tuple(
+        WorldNode(
+            node=name, name=name, addr=name, nproc=2, role="default", first_rank=0, first_role_rank=0
+        )
+        for name in nodes
+    )
+    return World(generation=generation, phase=phase, nodes=placed, store="a:1", **fields)
+
+
+def failure(local_rank=0, generation=0):
+    return Failure(
+        generation=generation,
+        node="a",
+        rank=local_rank,
+        local_rank=local_rank,
+        pid=7,
+        exitcode=1,
+        message="ValueError: no",
+    )
+
+
+class Node:
+    """Feeds events and remembers commands."""
+
+    def __init__(self, *events, nproc=2):
+        self.state = GroupState(node="a", nproc=nproc)
+        self.commands = []
+        self.feed(*events)
+
+    def feed(self, *events):
+        self.commands = []
+        for event in events:
+            self.state, commands = handle(self.state, event)
+            self.commands += commands
+        return self.commands
+
+
+def running():
+    return Node(WorldSeen(world()), WorkersUp(0))
+
+
+def test_a_world_with_a_place_for_us_starts_workers():
+    node = Node()
+    assert node.feed(WorldSeen(world())) == [Start(world())]
+    assert node.state.phase is Phase.STARTING
+    assert node.feed(WorkersUp(0)) == []
+    assert node.state.phase is Phase.RUNNING
+
+
+@pytest.mark.parametrize("phase", ["waiting", "running"])
+def test_a_world_without_us_starts_nothing(phase):
+    node = Node()
+    assert node.feed(WorldSeen(world(phase=phase, nodes="bc"))) == []
+    assert node.state.phase is Phase.IDLE
+
+
+def test_a_spare_says_so():
+    node = Node(WorldSeen(world(nodes="bc")))
+    assert node.state.sentence() == "spare beside generation 0"
+
+
+def test_a_spare_reports_gone_when_the_world_is_over():
+    node = Node(WorldSeen(world(nodes="bc")))
+    assert node.feed(WorldSeen(world(phase="over", nodes="bc"))) == [Report({"gone": 0})]
+
+
+def test_the_first_failure_is_reported_before_anything_is_stopped():
+    node = running()
+    assert node.feed(WorkerFailed(failure())) == [Report({"failures": (failure(),)}), Stop(15)]
+    assert node.feed(WorkerFailed(failure(1))) == [Report({"failures": (failure(), failure(1))})]
+    assert node.feed(WorkersGone()) == [Report({"gone": 0})]
+    assert node.state.phase is Phase.IDLE
+    assert node.feed(WorldSeen(world(1))) == [Start(world(1))]
+    assert node.state.failures == ()
+
+
+def test_over_stops_the_workers_and_the_next_world_starts_them():
+    node = running()
+    assert node.feed(WorldSeen(world(phase="over"))) == [Stop(15)]
+    assert node.feed(WorkersGone()) == [Report({"gone": 0}), Report({"gone": 0})]
+    assert node.feed(WorldSeen(world(1))) == [Start(world(1))]
+
+
+def test_a_world_that_came_while_stopping_is_not_forgotten():
+    node = running()
+    node.feed(WorldSeen(world(phase="over")), WorldSeen(world(1)))
+    assert node.feed(WorkersGone()) == [Report({"gone": 0}), Start(world(1))]
+
+
+def test_a_newer_world_stops_the_workers_of_the_older_one_first():
+    node = running()
+    assert node.feed(WorldSeen(world(3))) == [Stop(15)]
+    assert node.feed(WorkersGone()) == [Report({"gone": 0}), Start(world(3))]
+
+
+def test_the_same_world_twice_starts_once():
+    node = running()
+    assert node.feed(WorldSeen(world())) == []
+    assert node.state.phase is Phase.RUNNING
+
+
+def test_success_is_reported_when_the_last_worker_is_done():
+    node = running()
+    assert node.feed(WorkerSucceeded(0, 1)) == []
+    assert node.feed(WorkerSucceeded(0, 0)) == [Stop(15)]
+    assert node.feed(WorkersGone()) == [Report({"gone": 0, "done": 0})]
+    assert node.state.sentence() == "done with generation 0, waiting for the others"
+
+
+def test_workers_quicker_than_the_news_of_their_start():
+    node = Node(WorldSeen(world()))
+    assert node.feed(WorkerSucceeded(0, 0), WorkerSucceeded(0, 1)) == []
+    assert node.feed(WorkersUp(0)) == [Stop(15)]
+    assert node.feed(WorkersGone()) == [Report({"gone": 0, "done": 0})]
+
+
+def test_done_nodes_start_again_when_another_node_failed():
+    node = running()
+    node.feed(WorkerSucceeded(0, 0), WorkerSucceeded(0, 1), WorkersGone())
+    assert node.feed(WorldSeen(world(phase="over"))) == [Report({"gone": 0})]
+    assert node.feed(WorldSeen(world(1))) == [Start(world(1))]
+
+
+def test_closed_ends_with_the_jobs_exit_code_after_the_workers_are_gone():
+    node = running()
+    assert node.feed(WorldSeen(world(phase="closed", exitcode=1, reason="no"))) == [Stop(15)]
+    node.feed(WorkersGone())
+    assert (node.state.phase, node.state.exitcode, node.state.reason) == (Phase.ENDED, 1, "no")
+
+
+def test_a_leave_is_announced_and_the_signal_passed_on_at_once():
+    node = running()
+    assert node.feed(LeaveRequested(15)) == [Report({"leaving": "SIGTERM"}), Stop(15)]
+    assert node.feed(LeaveRequested(15)) == []
+    node.feed(WorkersGone())
+    assert (node.state.phase, node.state.exitcode) == (Phase.ENDED, 143)
+
+
+def test_a_leave_while_idle_ends_at_once():
+    node = Node()
+    assert node.feed(LeaveRequested(2)) == [Report({"leaving": "SIGINT"})]
+    assert (node.state.phase, node.state.exitcode) == (Phase.ENDED, 130)
+
+
+def test_a_leave_while_stopping_reaches_the_workers_too():
+    node = running()
+    node.feed(WorldSeen(world(phase="over")))
+    assert node.feed(LeaveRequested(15)) == [Report({"leaving": "SIGTERM"}), Stop(15)]
+
+
+def test_a_lost_lease_stops_the_workers_before_joining_anew():
+    node = running()
+    assert node.feed(LeaseLost())[-1] == Stop(15)
+    assert node.feed(WorldSeen(world(1, nodes="bc"))) == []
+    assert node.feed(WorkersGone()) == [Rejoin()]
+    assert node.state.phase is Phase.IDLE
+
+
+def test_a_lost_store_stops_the_workers_and_ends():
+    node = running()
+    assert node.feed(StoreLost("out of reach")) == [Stop(15)]
+    node.feed(WorkersGone())
+    assert (node.state.phase, node.state.exitcode) == (Phase.ENDED, 171)
+    assert node.state.reason == "out of reach"
+
+
+def test_a_lost_store_while_idle_ends_at_once():
+    node = Node(StoreLost("out of reach"))
+    assert (node.state.phase, node.state.exitcode) == (Phase.ENDED, 171)
+
+
+def test_an_event_out_of_place_is_a_bug_and_tells_where():
+    with pytest.raises(InvalidTransition, match="WorkersGone while running, generation 0"):
+        running().feed(WorkersGone())
