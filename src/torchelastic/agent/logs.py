@@ -1,0 +1,230 @@
+"""Where the workers' output goes, in torchrun's layout:
+
+    <log-dir>/<job>_<random>/attempt_<generation>/<local rank>/{stdout.log,stderr.log,error.json}
+    <log-dir>/<job>_<random>/attempt_<generation>/filtered_{stdout,stderr}.log
+
+A generation never touches the directory of another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import Literal
+
+from torchelastic.agent.console import Console
+from torchelastic.agent.tee import LineFile, Tee
+from torchelastic.config import LaunchConfig, Std, std_for
+from torchelastic.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+Route = Literal["inherit", "discard", "file", "tee"]
+
+_NAMES = {Std.OUT: "stdout", Std.ERR: "stderr"}
+
+
+@dataclass(frozen=True)
+class WorkerStreams:
+    """What to hand to a worker: descriptors (None: the agent's own), and its error file."""
+
+    stdout: int | None
+    stderr: int | None
+    #: Empty when files are switched off.
+    error_file: str
+
+
+def route(config: LaunchConfig, local_rank: int, stream: Std) -> Route:
+    """Where one stream of one worker goes.
+
+    Without log files (`--log-dir /dev/null`) a redirected stream stays on the console, as with
+    torchrun: output is never lost because there is no file for it.
+    """
+    shown = not config.local_ranks_filter or local_rank in config.local_ranks_filter
+    if shown and stream in std_for(config.tee, local_rank):
+        return "tee"
+    to_file = stream in (std_for(config.tee, local_rank) | std_for(config.redirects, local_rank))
+    if to_file and has_files(config):
+        return "file"
+    return "inherit" if shown else "discard"
+
+
+def line_prefix(config: LaunchConfig, local_rank: int, rank: int) -> str:
+    """`[default0]:`, with the role and the *local* rank, or what the user's template makes.
+
+    >>> line_prefix(LaunchConfig(log_line_prefix_template="${role_name}/${rank}|"), 0, 8)
+    'default/8|'
+    """
+    template = config.log_line_prefix_template or "[${role_name}${local_rank}]:"
+    return Template(template).safe_substitute(
+        role_name=config.role, rank=rank, local_rank=local_rank
+    )
+
+
+def has_files(config: LaunchConfig) -> bool:
+    """False with `--log-dir /dev/null`."""
+    return config.log_dir != os.devnull
+
+
+def make_run_dir(config: LaunchConfig) -> Path:
+    """Make the directory of this node's logs; `/dev/null` when there are to be none."""
+    if not has_files(config):
+        return Path(os.devnull)
+    job = re.sub(r"[^\w.-]", "_", config.run_id)[:100]
+    try:
+        base = config.log_dir or tempfile.mkdtemp(prefix="torchelastic_")
+        os.makedirs(base, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f"{job}_", dir=os.path.abspath(base)))
+    except OSError as error:
+        where = f"--log-dir {config.log_dir}" if config.log_dir else "The temporary directory"
+        raise ConfigError(
+            f"{where} cannot be used for logs ({error.strerror}): give a directory this user may "
+            "write to with --log-dir, or switch log files off with --log-dir /dev/null."
+        ) from error
+
+
+class NodeLogs:
+    """The logs of all generations on this node."""
+
+    def __init__(
+        self, config: LaunchConfig, run_dir: Path, *, consoles: tuple[int, int] = (1, 2)
+    ) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._consoles = {
+            stream: Console(fd) for stream, fd in zip((Std.OUT, Std.ERR), consoles, strict=True)
+        }
+
+    def open(self, generation: int, ranks: Mapping[int, int]) -> GenerationLogs:
+        """Make what a generation's workers write to; `ranks` maps local ranks to global ones."""
+        made = GenerationLogs(self._config, self._attempt_dir(generation), self._consoles)
+        try:
+            made.make(ranks)
+        except OSError:
+            made.close()  # a half-made generation would leak every descriptor it has
+            raise
+        return made
+
+    def close(self, success: bool) -> None:
+        """Let go of the console. A temporary directory goes too, unless a failure points there."""
+        for console in self._consoles.values():
+            console.close()
+        if success and self._config.log_dir is None:
+            try:
+                shutil.rmtree(self._run_dir.parent)
+            except OSError as error:
+                log.warning("%s is left behind (%s).", self._run_dir.parent, error.strerror)
+
+    def _attempt_dir(self, generation: int) -> Path | None:
+        return self._run_dir / f"attempt_{generation}" if has_files(self._config) else None
+
+
+class GenerationLogs:
+    """The logs of one generation's workers on this node."""
+
+    def __init__(
+        self, config: LaunchConfig, directory: Path | None, consoles: Mapping[Std, Console]
+    ) -> None:
+        self.streams: dict[int, WorkerStreams] = {}
+        self._config = config
+        self._directory = directory
+        self._consoles = consoles
+        self._handed_out: list[int] = []
+        self._tees: list[Tee] = []
+        self._filtered: dict[Std, LineFile] = {}
+
+    def make(self, ranks: Mapping[int, int]) -> None:
+        """Open everything these workers write to; `NodeLogs.open` calls it."""
+        if self._directory is not None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._open_filtered(self._directory)
+        for local_rank, rank in ranks.items():
+            self._add(local_rank, rank)
+
+    def started(self) -> None:
+        """The workers have their copies: close ours, or their streams would never end."""
+        while self._handed_out:
+            os.close(self._handed_out.pop())
+
+    async def drained(self, timeout: float) -> None:
+        """The workers are gone: wait until all they wrote is in the files and on the console.
+
+        After `timeout` seconds the rest is left: somebody outside holds a stream open, or nobody
+        reads the console.
+        """
+        self.started()
+        try:
+            await asyncio.wait_for(self._all_shown(), timeout)
+        except asyncio.TimeoutError:
+            log.debug("Not all output had arrived %g s after the workers' end.", timeout)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close everything now, with what has arrived so far."""
+        self.started()
+        while self._tees:
+            self._tees.pop().close()
+        while self._filtered:
+            self._filtered.popitem()[1].close()
+
+    def _add(self, local_rank: int, rank: int) -> None:
+        directory = None
+        if self._directory is not None:
+            directory = self._directory / str(local_rank)
+            directory.mkdir(exist_ok=True)
+        self.streams[local_rank] = WorkerStreams(
+            stdout=self._stream(Std.OUT, directory, local_rank, rank),
+            stderr=self._stream(Std.ERR, directory, local_rank, rank),
+            error_file=str(directory / "error.json") if directory else "",
+        )
+
+    async def _all_shown(self) -> None:
+        for tee in self._tees:
+            await tee.finished.wait()
+        if self._tees:
+            for console in self._consoles.values():
+                await console.flushed()
+
+    def _open_filtered(self, directory: Path) -> None:
+        wanted = {
+            Std.OUT: self._config.duplicate_stdout_filters,
+            Std.ERR: self._config.duplicate_stderr_filters,
+        }
+        for stream, needles in wanted.items():
+            if needles:
+                path = directory / f"filtered_{_NAMES[stream]}.log"
+                self._filtered[stream] = LineFile(path, needles)
+
+    def _stream(
+        self, stream: Std, directory: Path | None, local_rank: int, rank: int
+    ) -> int | None:
+        path = directory / f"{_NAMES[stream]}.log" if directory else None
+        chosen = route(self._config, local_rank, stream)
+        if chosen == "inherit":
+            return None
+        if chosen == "tee":
+            fd = self._tee(stream, path, line_prefix(self._config, local_rank, rank))
+        else:
+            target = os.devnull if chosen == "discard" or path is None else path
+            fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._handed_out.append(fd)
+        return fd
+
+    def _tee(self, stream: Std, path: Path | None, prefix: str) -> int:
+        tee = Tee(
+            prefix=prefix,
+            path=path,
+            console=self._consoles[stream],
+            filtered=self._filtered.get(stream),
+        )
+        self._tees.append(tee)
+        return tee.write_end
