@@ -20,7 +20,7 @@ from pathlib import Path
 from string import Template
 from typing import Literal
 
-from torchelastic.agent.console import Console
+from torchelastic.agent.output import Console
 from torchelastic.agent.tee import LineFile, Tee
 from torchelastic.config import LaunchConfig, Std, std_for
 from torchelastic.errors import ConfigError

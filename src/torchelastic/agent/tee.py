@@ -7,7 +7,7 @@ import logging
 import os
 from pathlib import Path
 
-from torchelastic.agent.console import Console
+from torchelastic.agent.output import Console
 
 log = logging.getLogger(__name__)
 

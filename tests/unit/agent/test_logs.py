@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from torchelastic.agent.console import Console
 from torchelastic.agent.logs import NodeLogs, line_prefix, make_run_dir, route
+from torchelastic.agent.output import Console
 from torchelastic.agent.tee import CHUNK, Backlog, Lines
 from torchelastic.config import LaunchConfig, Std
 from torchelastic.errors import ConfigError
