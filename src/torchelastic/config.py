@@ -18,6 +18,11 @@ from torchelastic.errors import ConfigError
 DEFAULT_PORT = 29400
 DEFAULT_STATIC_PORT = 29500
 DEFAULT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+# The words torch takes.
+_TRUTH = {
+    **dict.fromkeys(("1", "t", "true", "y", "yes"), True),
+    **dict.fromkeys(("0", "f", "false", "n", "no"), False),
+}
 
 
 class Std(enum.IntFlag):
@@ -187,6 +192,7 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         self._check_numbers()
+        _ = self.is_host  # a bad word is refused here, not later by the agent
         if self.world_sizes.largest(self.max_nodes) < self.min_nodes:
             raise ConfigError(
                 f"--world-sizes {self.world_sizes} allows no number of nodes between "
@@ -228,6 +234,17 @@ class LaunchConfig:
         )
         # torch's form for "any free port on this machine": nobody else could know it.
         return format_endpoint(host, port) if port else ""
+
+    @property
+    def is_host(self) -> bool | None:
+        """Whether this node is to host the rendezvous (`--rdzv-conf is_host=1`); None: find out."""
+        text = self.rdzv_configs.get("is_host")
+        if text is None:
+            return None
+        try:
+            return parse_truth(str(text))
+        except ConfigError as error:
+            raise ConfigError(f"--rdzv-conf is_host {error}") from None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data from which `from_json` makes an equal config."""
@@ -276,6 +293,17 @@ def std_for(streams: Std | Mapping[int, Std], local_rank: int) -> Std:
     if isinstance(streams, Std):
         return streams
     return streams.get(local_rank, Std.NONE)
+
+
+def parse_truth(text: str) -> bool:
+    """A word for yes or no, as torch reads them.
+
+    >>> parse_truth("1"), parse_truth("False")
+    (True, False)
+    """
+    if text.lower() not in _TRUTH:
+        raise ConfigError(f"'{text}' is neither yes nor no: write 1 or 0.")
+    return _TRUTH[text.lower()]
 
 
 def parse_nnodes(text: str) -> tuple[int, int]:

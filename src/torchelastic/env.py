@@ -42,7 +42,12 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("TORCHELASTIC_CHANNEL_FD", "worker", "descriptor of the channel to the agent"),
     Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "worker", "1 unless set"),
     Variable("OMP_NUM_THREADS", "worker", "1 if unset and the node has several workers"),
-    Variable("CUDA_VISIBLE_DEVICES", "worker", "narrowed to one device by --virtual-local-rank"),
+    Variable(
+        "CUDA_VISIBLE_DEVICES",
+        "worker",
+        "the devices --nproc-per-node gpu counts; one of them with --virtual-local-rank",
+    ),
+    Variable("HIP_VISIBLE_DEVICES", "agent", "the AMD devices --nproc-per-node gpu counts"),
     Variable("PYTHON_EXEC", "agent", "the Python that runs scripts"),
     Variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "agent", "default of --shutdown-timeout"),
     Variable(

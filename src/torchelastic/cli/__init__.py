@@ -1,1 +1,55 @@
+"""The command line: argv becomes a job, and nothing else happens here.
 
+parser (argv and PET_* -> values) -> job (values -> LaunchConfig, Entry) -> checks -> the agent.
+`flags` is the table behind parser, help and `docs/cli.md`.
+
+A command's module is imported when it is used: none of them imports torch, and `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from torchelastic.errors import EXIT_OK, EXIT_USAGE
+
+_HELP = """\
+usage: torchelastic COMMAND ...
+
+Elastic, fault-tolerant PyTorch training.
+
+Commands:
+  run       run a script in every worker of an elastic job
+  status    show the jobs of this machine
+
+`torchelastic COMMAND --help` says more. `torchelastic --version` names the version.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `torchelastic` program; returns the exit code."""
+    command, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
+    if command == "run":
+        from torchelastic.cli import run
+
+        return run.main(rest)
+    if command == "status":
+        from torchelastic.cli import status
+
+        return status.main(rest)
+    if command in ("-h", "--help", "help"):
+        print(_HELP, end="")
+        return EXIT_OK
+    if command in ("-V", "--version"):
+        from torchelastic import __version__
+
+        print(f"torchelastic {__version__}")
+        return EXIT_OK
+    print(f"torchelastic: error: {_unknown(command)}", file=sys.stderr)
+    return EXIT_USAGE
+
+
+def _unknown(command: str) -> str:
+    if command.endswith(".py"):
+        return f"There is no command '{command}': write torchelastic run {command}."
+    return f"There is no command '{command}': write run or status."

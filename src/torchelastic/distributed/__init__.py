@@ -1,1 +1,1 @@
-
+"""The entry points that users of torchrun, Bagua and torchelastic 0.2 know: `run`, `launch`."""

@@ -1,0 +1,521 @@
+"""Every flag, declared once: parser, help, `docs/cli.md` and the PET_* variables come from here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchelastic.cli import values
+from torchelastic.config import (
+    DEFAULT_SIGNALS,
+    Grow,
+    Std,
+    WorldSizes,
+    parse_nnodes,
+    parse_shape,
+    parse_truth,
+)
+
+SHAPE = "Job shape"
+RENDEZVOUS = "Rendezvous"
+ELASTICITY = "Elasticity"
+WORKERS = "Workers"
+LOGS = "Logs"
+COMPATIBILITY = "Compatibility"
+GROUPS = (SHAPE, RENDEZVOUS, ELASTICITY, WORKERS, LOGS, COMPATIBILITY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """One flag. Every name is also understood with underscores for its inner dashes."""
+
+    name: str
+    group: str
+    help: str
+    #: What stands for the value in the help; empty for a switch, which takes none.
+    metavar: str = ""
+    convert: Callable[[str], Any] = parse_truth
+    #: As text, read by `convert` like any other value.
+    default: str = "0"
+    #: The default in words, where its text would say nothing.
+    default_words: str = ""
+    short: str = ""
+    #: Whether torchrun has it: its abbreviations then go before those of the others.
+    torchrun: bool = False
+    #: Whether `PET_<NAME>` gives a default.
+    pet: bool = True
+    #: A variable read when neither the flag nor its PET_ variable is there.
+    also_read: str = ""
+    #: Given again, it adds to what was given before.
+    repeated: bool = False
+    #: Understood for the sake of old command lines; it does nothing here.
+    ignored: bool = False
+
+    @property
+    def dest(self) -> str:
+        return self.name.removeprefix("--").replace("-", "_")
+
+    @property
+    def is_switch(self) -> bool:
+        return not self.metavar
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The variables that set it, the stronger first."""
+        own = (f"PET_{self.dest.upper()}",) if self.pet else ()
+        return (*own, self.also_read) if self.also_read else own
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """One of the commands: the same flags with defaults of its own."""
+
+    prog: str
+    about: str
+    defaults: Mapping[str, str] = field(default_factory=dict)
+
+    def default(self, flag: Flag) -> str:
+        """The default of a flag, as text."""
+        return self.defaults.get(flag.dest, flag.default)
+
+
+RUN = Flavour("torchelastic run", "Run a script in every worker of an elastic job.")
+DISTRIBUTED_RUN = Flavour(
+    "python -m torchelastic.distributed.run",
+    "The same as `torchelastic run`, with torchrun's defaults.",
+    {"rdzv_backend": "static", "max_restarts": "0"},
+)
+DISTRIBUTED_LAUNCH = Flavour(
+    "python -m torchelastic.distributed.launch",
+    "The same as `torchelastic run`, with the defaults of torchelastic 0.2. Its etcd rendezvous is "
+    "not available in this version: a job of several nodes names c10d.",
+    {
+        "nproc_per_node": "auto",
+        "rdzv_backend": "etcd",
+        "max_restarts": "3",
+        "monitor_interval": "5",
+    },
+)
+FLAVOURS = (RUN, DISTRIBUTED_RUN, DISTRIBUTED_LAUNCH)
+
+
+#: Belongs to every command, to no group.
+HELP = Flag(
+    name="--help", short="-h", group="", pet=False, torchrun=True, help="Show this text and exit."
+)
+
+_SHAPE_FLAGS = (
+    Flag(
+        name="--shape",
+        short="-j",
+        group=SHAPE,
+        metavar="[MIN:]NODESxPROCS",
+        convert=values.optional(parse_shape),
+        default="",
+        help="Nodes and workers per node in one word: 2x8, or 1:4x8 for one to four nodes.",
+    ),
+    Flag(
+        name="--nnodes",
+        group=SHAPE,
+        metavar="N|MIN:MAX",
+        convert=parse_nnodes,
+        default="1:1",
+        torchrun=True,
+        help="Number of nodes, or the range the job may run with.",
+    ),
+    Flag(
+        name="--nproc-per-node",
+        group=SHAPE,
+        metavar="N",
+        convert=values.workers,
+        default="1",
+        torchrun=True,
+        help="Workers on this node: a number, gpu, xpu or cpu for one per device, or auto "
+        "(one per GPU, per CPU where there is no GPU). Nodes may differ.",
+    ),
+    Flag(
+        name="--role",
+        group=SHAPE,
+        metavar="NAME",
+        convert=values.text,
+        default="default",
+        torchrun=True,
+        help="Role of this node's workers.",
+    ),
+)
+
+_RENDEZVOUS_FLAGS = (
+    Flag(
+        name="--rdzv-endpoint",
+        group=RENDEZVOUS,
+        metavar="HOST[:PORT]",
+        convert=values.endpoint,
+        default="",
+        default_words="private, one node only",
+        torchrun=True,
+        help="Where the nodes meet: one node of the job and a free port on it, the same on every "
+        "node. The port defaults to 29400 (static: 29500); port 0 means private.",
+    ),
+    Flag(
+        name="--rdzv-id",
+        group=RENDEZVOUS,
+        metavar="ID",
+        convert=values.text,
+        default="none",
+        default_words="made up; job-PORT with several nodes",
+        torchrun=True,
+        help="Id of the job, the same on every node.",
+    ),
+    Flag(
+        name="--rdzv-backend",
+        group=RENDEZVOUS,
+        metavar="NAME",
+        convert=values.text,
+        default="c10d",
+        torchrun=True,
+        help="c10d: hosted by an agent, nothing to install. static: the same, with the order of "
+        "the nodes given by --node-rank; taken unasked when that flag is given, or --master-addr "
+        "or --master-port without --rdzv-endpoint.",
+    ),
+    Flag(
+        name="--rdzv-conf",
+        group=RENDEZVOUS,
+        metavar="KEY=VALUE,...",
+        convert=values.key_values,
+        default="",
+        torchrun=True,
+        help="torchrun's settings: last_call_timeout is --settle, keep_alive_interval times "
+        "keep_alive_max_attempt is --lease, join_timeout (or timeout) is --wait-for-nodes; the "
+        "flag wins. is_host says whether this node hosts. Other keys are named in the log and "
+        "ignored.",
+    ),
+    Flag(
+        name="--standalone",
+        group=RENDEZVOUS,
+        torchrun=True,
+        help="One node and a private rendezvous, whatever the other flags say.",
+    ),
+    Flag(
+        name="--node-rank",
+        group=RENDEZVOUS,
+        metavar="N",
+        convert=values.whole,
+        torchrun=True,
+        help="Place of this node in a static rendezvous.",
+    ),
+    Flag(
+        name="--master-addr",
+        group=RENDEZVOUS,
+        metavar="HOST",
+        convert=values.host,
+        default="127.0.0.1",
+        torchrun=True,
+        help="Host of node 0 in a static rendezvous without --rdzv-endpoint.",
+    ),
+    Flag(
+        name="--master-port",
+        group=RENDEZVOUS,
+        metavar="PORT",
+        convert=values.port,
+        default="",
+        default_words="29500",
+        torchrun=True,
+        help="Port on that host.",
+    ),
+    Flag(
+        name="--local-addr",
+        group=RENDEZVOUS,
+        metavar="HOST",
+        convert=values.optional_text,
+        default="",
+        default_words="found out",
+        torchrun=True,
+        help="Address under which the other nodes reach this one.",
+    ),
+)
+
+_ELASTICITY_FLAGS = (
+    Flag(
+        name="--max-restarts",
+        group=ELASTICITY,
+        metavar="N",
+        convert=values.whole,
+        default="100",
+        torchrun=True,
+        help="Restarts the whole job may spend; refilled by progress.",
+    ),
+    Flag(
+        name="--count-resizes",
+        group=ELASTICITY,
+        help="Let nodes that come and go spend restarts too.",
+    ),
+    Flag(
+        name="--settle",
+        group=ELASTICITY,
+        metavar="SECONDS",
+        convert=values.seconds,
+        default="1",
+        help="Between MIN and MAX nodes, begin after this long without a newcomer.",
+    ),
+    Flag(
+        name="--lease",
+        group=ELASTICITY,
+        metavar="SECONDS",
+        convert=values.positive_seconds,
+        default="3",
+        help="A node silent for this long has failed; one that dies is noticed at once.",
+    ),
+    Flag(
+        name="--wait-for-nodes",
+        group=ELASTICITY,
+        metavar="SECONDS",
+        convert=values.seconds,
+        default="3600",
+        help="How long to wait below MIN nodes before giving up; 0 waits for ever.",
+    ),
+    Flag(
+        name="--grow",
+        group=ELASTICITY,
+        metavar="WHEN",
+        convert=Grow.parse,
+        default="any",
+        help="When newcomers may come in, which restarts every worker: any (at any time), "
+        "every:SECONDS (at most so often), after-checkpoint:PATH (after PATH has changed).",
+    ),
+    Flag(
+        name="--world-sizes",
+        group=ELASTICITY,
+        metavar="LIST",
+        convert=WorldSizes.parse,
+        default="multiple:1",
+        help="Numbers of nodes that may train, as in 1,2,4,8 or multiple:4. The largest that fits "
+        "runs; the other nodes are spares.",
+    ),
+)
+
+_WORKER_FLAGS = (
+    Flag(
+        name="--module",
+        short="-m",
+        group=WORKERS,
+        torchrun=True,
+        help="SCRIPT is a module, to be run as by `python -m`.",
+    ),
+    Flag(
+        name="--no-python",
+        group=WORKERS,
+        torchrun=True,
+        help="SCRIPT is a program, to be run without Python.",
+    ),
+    Flag(
+        name="--run-path",
+        group=WORKERS,
+        torchrun=True,
+        help="SCRIPT is a script, even with --no-python or --module.",
+    ),
+    Flag(
+        name="--preload",
+        group=WORKERS,
+        metavar="MODULE,...",
+        convert=values.modules,
+        default="",
+        repeated=True,
+        help="Modules to import once per node, before workers are forked. May be repeated.",
+    ),
+    Flag(
+        name="--no-zygote",
+        group=WORKERS,
+        help="Start every worker as a new Python instead of forking a warm one.",
+    ),
+    Flag(
+        name="--start-method",
+        group=WORKERS,
+        metavar="METHOD",
+        convert=values.one_of("spawn", "fork", "forkserver"),
+        default="spawn",
+        torchrun=True,
+        help="How a Python function becomes a worker: spawn, fork or forkserver. Scripts do not "
+        "need it.",
+    ),
+    Flag(
+        name="--virtual-local-rank",
+        group=WORKERS,
+        torchrun=True,
+        help="Every worker sees LOCAL_RANK=0 and its own GPU as the only one.",
+    ),
+    Flag(
+        name="--numa-binding",
+        group=WORKERS,
+        metavar="MODE",
+        convert=values.optional(values.one_of("node", "socket", "exclusive", "core-complex")),
+        default="",
+        default_words="none",
+        torchrun=True,
+        pet=False,
+        help="Bind workers to the CPUs near their GPU: node, socket, exclusive or core-complex.",
+    ),
+    Flag(
+        name="--signals-to-handle",
+        group=WORKERS,
+        metavar="NAMES",
+        convert=values.signals,
+        default=",".join(DEFAULT_SIGNALS),
+        torchrun=True,
+        help="Signals that make this node leave, handing them to its workers first.",
+    ),
+    Flag(
+        name="--shutdown-timeout",
+        group=WORKERS,
+        metavar="SECONDS",
+        convert=values.seconds,
+        default="30",
+        torchrun=True,
+        also_read="TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+        help="Time a worker has between SIGTERM and SIGKILL.",
+    ),
+)
+
+_LOG_FLAGS = (
+    Flag(
+        name="--log-dir",
+        group=LOGS,
+        metavar="DIR",
+        convert=values.optional_text,
+        default="",
+        default_words="a temporary one",
+        torchrun=True,
+        help="Where log files go, in a directory per job, generation and rank. /dev/null: none.",
+    ),
+    Flag(
+        name="--redirects",
+        short="-r",
+        group=LOGS,
+        metavar="STREAMS",
+        convert=Std.from_str,
+        torchrun=True,
+        help="Write output to files instead of the console: 0 nothing, 1 stdout, 2 stderr, "
+        "3 both; or by local rank, as in 0:1,1:3.",
+    ),
+    Flag(
+        name="--tee",
+        short="-t",
+        group=LOGS,
+        metavar="STREAMS",
+        convert=Std.from_str,
+        torchrun=True,
+        help="Write output to files as well as the console.",
+    ),
+    Flag(
+        name="--local-ranks-filter",
+        group=LOGS,
+        metavar="RANKS",
+        convert=values.local_ranks,
+        default="",
+        default_words="all",
+        torchrun=True,
+        help="Local ranks whose output the console shows, as in 0,1.",
+    ),
+    Flag(
+        name="--duplicate-stdout-filters",
+        group=LOGS,
+        metavar="WORDS",
+        convert=values.words,
+        default="",
+        default_words="none",
+        torchrun=True,
+        help="Copy lines of teed stdout that contain one of these words to one file per node "
+        "(`,,` stands for a comma).",
+    ),
+    Flag(
+        name="--duplicate-stderr-filters",
+        group=LOGS,
+        metavar="WORDS",
+        convert=values.words,
+        default="",
+        default_words="none",
+        torchrun=True,
+        help="The same for stderr.",
+    ),
+    Flag(
+        name="--event-log-handler",
+        group=LOGS,
+        metavar="NAME",
+        convert=values.text,
+        default="null",
+        torchrun=True,
+        help="Where torchrun's events go besides the event log: null or console.",
+    ),
+)
+
+_COMPATIBILITY_FLAGS = (
+    Flag(
+        name="--monitor-interval",
+        group=COMPATIBILITY,
+        metavar="SECONDS",
+        convert=values.seconds,
+        default="0.1",
+        torchrun=True,
+        help="Understood, not needed: workers are watched, not polled.",
+    ),
+    Flag(
+        name="--logs-specs",
+        group=COMPATIBILITY,
+        metavar="NAME",
+        convert=values.optional(values.one_of("default")),
+        default="",
+        default_words="default",
+        torchrun=True,
+        pet=False,
+        help="torchrun's log plug-in; only `default` is available.",
+    ),
+    Flag(
+        name="--use-env",
+        group=COMPATIBILITY,
+        pet=False,
+        help="Tell workers their local rank by LOCAL_RANK only, which is the default here.",
+    ),
+    Flag(
+        name="--no-use-env",
+        group=COMPATIBILITY,
+        pet=False,
+        help="Also pass --local-rank=N to the script, as torch.distributed.launch does without "
+        "--use-env.",
+    ),
+)
+
+
+def _bagua(name: str, metavar: str = "") -> Flag:
+    return Flag(
+        name=name,
+        group=COMPATIBILITY,
+        metavar=metavar,
+        convert=values.text,
+        default="",
+        pet=False,
+        ignored=True,
+        help="Bagua's; named in the log and ignored.",
+    )
+
+
+_BAGUA_FLAGS = (
+    _bagua("--bagua-service-port", "PORT"),
+    _bagua("--default-bucket-size", "BYTES"),
+    _bagua("--autotune-level", "N"),
+    _bagua("--autotune-max-samples", "N"),
+    _bagua("--autotune-sampling-confidence-time", "SECONDS"),
+    _bagua("--autotune-warmup-time", "SECONDS"),
+    _bagua("--is-output-autotune-log"),
+    _bagua("--enable-bagua-net"),
+    _bagua("--bagua-net-switch-on"),
+)
+
+FLAGS: tuple[Flag, ...] = (
+    *_SHAPE_FLAGS,
+    *_RENDEZVOUS_FLAGS,
+    *_ELASTICITY_FLAGS,
+    *_WORKER_FLAGS,
+    *_LOG_FLAGS,
+    *_COMPATIBILITY_FLAGS,
+    *_BAGUA_FLAGS,
+)

@@ -1,0 +1,157 @@
+"""Writes the reference pages from the tables in the code.
+
+`python -m torchelastic.cli.reference docs`; a test compares the pages with what this would write.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from torchelastic import env
+from torchelastic.cli.flags import (
+    DISTRIBUTED_LAUNCH,
+    DISTRIBUTED_RUN,
+    FLAGS,
+    FLAVOURS,
+    GROUPS,
+    RUN,
+    Flag,
+)
+from torchelastic.cli.help import default_words, spellings
+
+_GENERATED = "<!-- Written by `python -m torchelastic.cli.reference docs`; do not edit. -->\n"
+
+_CLI_HEAD = f"""\
+{_GENERATED}
+# The command line
+
+    {RUN.prog} [flags] SCRIPT [arguments of the script]
+    {DISTRIBUTED_RUN.prog} [flags] SCRIPT [arguments of the script]
+    {DISTRIBUTED_LAUNCH.prog} [flags] SCRIPT [arguments of the script]
+
+All three understand the same flags, torchrun's and ours; they differ in these defaults:
+"""
+
+_CLI_TAIL = """\
+## Rules
+
+**Spelling.** A name may be written with dashes or underscores, and abbreviated as long as it stays
+unambiguous; where an abbreviation fits a flag of torchrun's and one of ours, torchrun's is meant.
+`--flag VALUE` and `--flag=VALUE` are the same. Flags end at the first word that is none: that is
+the script, and the rest belongs to it. `${local_rank}` in the rest becomes the worker's local rank.
+
+**Precedence.** A flag wins over its variable, a variable over the default. An empty variable counts
+as unset. `-j` and `--nnodes` (or `--nproc-per-node`) exclude each other.
+
+**Which rendezvous.** The one named by `--rdzv-backend`. Where none is named: `static` if
+`--node-rank` is given, or `--master-addr` or `--master-port` without `--rdzv-endpoint`; a private
+one if no address is given at all, which is enough for one node; else the command's default. A
+`static` rendezvous of one node without endpoint and `--master-port` is private, as with torchrun,
+and so is an endpoint with port 0. `etcd`, `etcd-v2`, `etcd-v3` are not available in this version.
+
+**Job id.** `--rdzv-id` where given, also with `--standalone`. Otherwise a job of one node gets a
+unique one. Nodes that are to meet need the same id and have only the endpoint in common, so theirs
+is `job-PORT`: the host is left out because nodes may spell it differently. Give an id to tell jobs
+apart that use the same port one after the other.
+
+**Times.** `--settle`, `--lease` and `--wait-for-nodes` win over the keys of `--rdzv-conf`:
+
+| key | means |
+|---|---|
+| `last_call_timeout` | `--settle` |
+| `keep_alive_interval` times `keep_alive_max_attempt` | `--lease`; the one not given counts 5 or 3 |
+| `join_timeout`, else `timeout` | `--wait-for-nodes` |
+| `is_host` | whether this node hosts the rendezvous, instead of finding out |
+
+Other keys are named once in the log and ignored; so are Bagua's flags.
+
+**Counting devices.** torch is not asked. `gpu` counts NVIDIA devices in `/dev` and `/proc`, or AMD
+devices in `/sys`, as far as `CUDA_VISIBLE_DEVICES` (`HIP_VISIBLE_DEVICES`) shows them; `xpu` counts
+Intel graphics devices in `/sys`; `cpu` counts the CPUs this process may use. `auto` is `gpu` where
+there is one, else `cpu`.
+
+**Local rank.** Workers find it in `LOCAL_RANK`, as with torchrun, torchelastic 0.2 and Bagua;
+`--use-env` asks for just that. A script that wants it as an argument, as
+`torch.distributed.launch` passes it, gets `--local-rank=N` with `--no-use-env`.
+
+**Bad input** is refused before anything has started, in one sentence on stderr, with exit code 2.
+"""
+
+_ENVIRONMENT_HEAD = f"""\
+{_GENERATED}
+# Environment variables
+
+An empty variable counts as unset, unless said otherwise.
+"""
+
+_SIDES = (
+    ("worker", "Given to workers"),
+    ("agent", "Read by the agent"),
+    ("flag", "Read for the default of a flag"),
+)
+
+
+_HEADS_DEFAULTS = ("flag", *(f"`{flavour.prog}`" for flavour in FLAVOURS))
+_HEADS_FLAGS = ("flag", "default", "variable", "meaning")
+
+
+def cli_page() -> str:
+    """The text of `docs/cli.md`."""
+    parts = [_CLI_HEAD, _table(_HEADS_DEFAULTS, _differing_defaults())]
+    for group in GROUPS:
+        flags = [flag for flag in FLAGS if flag.group == group]
+        parts += [f"## {group}\n", _table(_HEADS_FLAGS, map(_flag_row, flags))]
+    parts.append(_CLI_TAIL)
+    return "\n".join(parts)
+
+
+def environment_page() -> str:
+    """The text of `docs/environment.md`."""
+    parts = [_ENVIRONMENT_HEAD]
+    for side, title in _SIDES:
+        rows = [(f"`{one.name}`", one.meaning) for one in env.VARIABLES if one.side == side]
+        if side == "flag":
+            rows += [
+                (f"`{name}`", f"default of `{flag.name}`")
+                for flag in FLAGS
+                for name in flag.variables
+                if name != flag.also_read
+            ]
+        parts += [f"## {title}\n", _table(("variable", "meaning"), rows)]
+    return "\n".join(parts)
+
+
+PAGES = {"cli.md": cli_page, "environment.md": environment_page}
+
+
+def _differing_defaults() -> Iterator[tuple[str, ...]]:
+    for flag in FLAGS:
+        defaults = [flavour.default(flag) for flavour in FLAVOURS]
+        if len(set(defaults)) > 1:
+            yield (f"`{flag.name}`", *(f"`{default}`" for default in defaults))
+
+
+def _flag_row(flag: Flag) -> tuple[str, ...]:
+    default = default_words(flag, RUN)
+    shown = default if flag.default_words or not default else f"`{default}`"
+    variables = ", ".join(f"`{name}`" for name in flag.variables)
+    return (f"`{spellings(flag)}`", shown, variables, flag.help)
+
+
+def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [heads, ("---",) * len(heads), *rows]
+    return "".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines
+    )
+
+
+def main(argv: list[str]) -> int:
+    for name, page in PAGES.items():
+        Path(argv[0], name).write_text(page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:] or ["docs"]))

@@ -1,0 +1,155 @@
+"""What the text of a flag or a variable means: one small function per kind of value.
+
+Each raises `ConfigError` with a sentence that begins with the text; the parser puts the flag's or
+the variable's name before it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+from collections.abc import Callable
+from typing import TypeVar
+
+from torchelastic.config import format_endpoint, parse_endpoint
+from torchelastic.errors import ConfigError
+
+T = TypeVar("T")
+
+#: Values of `--nproc-per-node` that stand for a number of devices.
+DEVICE_WORDS = ("auto", "cpu", "gpu", "xpu")
+_CANNOT_BE_HANDLED = ("SIGKILL", "SIGSTOP")
+
+
+def text(given: str) -> str:
+    return given
+
+
+def optional_text(given: str) -> str | None:
+    return given or None
+
+
+def whole(given: str) -> int:
+    if re.fullmatch(r"[0-9]+", given):
+        return int(given)
+    raise ConfigError(f"'{given}' is no number: write a whole number, 0 or more.")
+
+
+def seconds(given: str) -> float:
+    value = _number(given)
+    if value is None or value < 0:
+        raise ConfigError(f"'{given}' is no time: write a number of seconds, 0 or more.")
+    return value
+
+
+def positive_seconds(given: str) -> float:
+    value = _number(given)
+    if value is None or value <= 0:
+        raise ConfigError(f"'{given}' is no time: write a number of seconds above 0.")
+    return value
+
+
+def _number(given: str) -> float | None:
+    try:
+        value = float(given)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def port(given: str) -> int | None:
+    if not given:
+        return None
+    if re.fullmatch(r"[0-9]+", given) and int(given) <= 65535:
+        return int(given)
+    raise ConfigError(f"'{given}' is no port: write a number from 1 to 65535.")
+
+
+def workers(given: str) -> int | str:
+    """A number of workers, or the word for a kind of device to be counted."""
+    if given in DEVICE_WORDS:
+        return given
+    if re.fullmatch(r"[0-9]+", given) and int(given) > 0:
+        return int(given)
+    raise ConfigError(
+        f"'{given}' is no number of workers: write a number from 1 on, or auto, cpu, gpu or xpu."
+    )
+
+
+def endpoint(given: str) -> str:
+    """Checked, but kept as given: the default port depends on the rendezvous."""
+    if given:
+        parse_endpoint(given)
+    return given
+
+
+def host(given: str) -> str:
+    """A host name or an address, IPv6 with or without brackets."""
+    bare = given.strip().removeprefix("[").removesuffix("]")
+    parse_endpoint(format_endpoint(bare, 1))
+    return bare
+
+
+def key_values(given: str) -> dict[str, str]:
+    """`key=value,key=value`."""
+    found: dict[str, str] = {}
+    for item in filter(None, given.strip().split(",")):
+        key, _, value = (part.strip() for part in item.partition("="))
+        if not key or not value:
+            raise ConfigError(f"'{given}' is not in the form KEY=VALUE,KEY=VALUE.")
+        found[key] = value
+    return found
+
+
+def words(given: str) -> tuple[str, ...]:
+    """`a,b` as (a, b); a doubled comma stands for a comma."""
+    if not given:
+        return ()
+    placeholder = "\0"
+    items = given.replace(",,", placeholder).split(",")
+    return tuple(item.replace(placeholder, ",") for item in items)
+
+
+def modules(given: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in given.split(",") if name.strip())
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ConfigError(f"'{name}' is no module name: write names as in numpy,my.package.")
+    return names
+
+
+def local_ranks(given: str) -> frozenset[int] | None:
+    if not given:
+        return None
+    if re.fullmatch(r"\s*[0-9]+\s*(,\s*[0-9]+\s*)*", given):
+        return frozenset(int(rank) for rank in given.split(","))
+    raise ConfigError(f"'{given}' is no list of local ranks: write numbers as in 0,1,2.")
+
+
+def signals(given: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in given.split(","))
+    for name in names:
+        if name not in signal.Signals.__members__ or name in _CANNOT_BE_HANDLED:
+            raise ConfigError(
+                f"'{name}' is no signal that can be handled: write names as in SIGTERM,SIGUSR1."
+            )
+    return names
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """A converter that takes one of these words."""
+
+    def choose(given: str) -> str:
+        if given in choices:
+            return given
+        *others, last = choices
+        listed = f"{', '.join(others)} or {last}" if others else last
+        raise ConfigError(f"'{given}' is not known: write {listed}.")
+
+    return choose
+
+
+def optional(convert: Callable[[str], T]) -> Callable[[str], T | None]:
+    """`convert`, with None for no text."""
+    return lambda given: convert(given) if given else None
