@@ -6,8 +6,10 @@ TorchElasticError
 │   ├── RendezvousClosed   the job has ended: nothing to join any more
 │   ├── RendezvousLost     the store cannot be reached any longer (exit 171)
 │   ├── LeaseExpired       the store has given this node up
-│   └── RendezvousRefused  the store answered, but this agent may not join it
+│   ├── RendezvousRefused  the store answered, but this agent may not join it
+│   └── WireError          bytes that are not our protocol, or a message too large for it
 ├── NotEnoughNodes         fewer than min nodes for longer than allowed (exit 170)
+├── JobInterrupted         a signal asked this node to leave (exit 128 + signal)
 └── SpawnError             a worker process could not be started
 """
 
@@ -46,6 +48,10 @@ class RendezvousRefused(RendezvousError):
     """The store at the endpoint serves another job or speaks another protocol."""
 
 
+class WireError(RendezvousError):
+    """What came over a connection is not our protocol, or what is to go is too large for it."""
+
+
 class NotEnoughNodes(RendezvousError):
     """The job waited for nodes longer than it was allowed to."""
 
@@ -56,3 +62,7 @@ class SpawnError(TorchElasticError):
 
 class LeaseExpired(RendezvousError):
     """The store has given this node up: it must stop its workers and join anew."""
+
+
+class JobInterrupted(TorchElasticError):
+    """A signal made this node leave the job before it was done."""

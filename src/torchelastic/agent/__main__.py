@@ -15,7 +15,8 @@ def main() -> int:
     request = json.loads(Path(sys.argv[1]).read_text())
     die_with_parent(request["parent"])
     config = LaunchConfig.from_json(request["config"])
-    entry = Entry(request["kind"], request["target"], tuple(request["args"]))
+    asked = request["entry"]
+    entry = Entry(asked["kind"], asked["target"], tuple(asked["args"]))
     return run_job(config, entry, outcome=Path(sys.argv[2]))
 
 

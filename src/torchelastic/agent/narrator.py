@@ -1,0 +1,186 @@
+"""What the agent tells: the event log for programs, a line on stderr for people."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+
+from torchelastic import env
+from torchelastic.agent import report
+from torchelastic.agent.meeting import Meeting
+from torchelastic.agent.supervisor import WorkerExit
+from torchelastic.config import LaunchConfig
+from torchelastic.errors import EXIT_FAILED
+from torchelastic.events import types as events
+from torchelastic.events.log import EventLog
+from torchelastic.failure import Failure
+from torchelastic.rendezvous.restart_policy import Kind
+from torchelastic.rendezvous.world import Member, World
+
+logger = logging.getLogger("torchelastic")
+
+
+def set_up_log(name: str = "") -> None:
+    """The agent's own words go to stderr, marked with the node's name once it has one."""
+    handler = logging.StreamHandler(sys.stderr)
+    mark = f"torchelastic {name}".rstrip()
+    handler.setFormatter(logging.Formatter(f"[{mark}] %(message)s"))
+    logger.handlers[:] = [handler]
+    logger.setLevel(env.get("LOGLEVEL", "INFO").upper())
+    logger.propagate = False
+
+
+class Narrator:
+    """Every decision with its reason, once, in both places. The leader's observer, too."""
+
+    def __init__(self, log: EventLog, config: LaunchConfig) -> None:
+        self._log = log
+        self._config = config
+        self.name = ""
+        self._last_waiting = ""
+
+    def started(self, endpoint: str, command: list[str], pid: int) -> None:
+        config = self._config
+        for note in config.notes:
+            logger.info(note)
+            self._log.emit(events.Note(text=note))
+        self._log.emit(
+            events.AgentStarted(
+                pid=pid,
+                endpoint=endpoint,
+                command=command,
+                min_nodes=config.min_nodes,
+                max_nodes=config.max_nodes,
+                nproc=config.nproc_per_node,
+            )
+        )
+
+    def warmed_up(self, ready: float | str | None, warnings: list[str]) -> None:
+        """The zygote is there, or why it is not."""
+        for warning in warnings:
+            self.say(warning)
+        if isinstance(ready, str):
+            logger.info("workers start as plain processes: %s", ready)
+            self._log.emit(events.ZygoteUnavailable(reason=ready))
+        elif ready is not None:
+            self._log.emit(events.ZygoteReady(seconds=ready))
+
+    def joined(self, name: str, meeting: Meeting) -> None:
+        self.name = name
+        if self._config.max_nodes > 1:
+            set_up_log(name)
+            where = "hosting" if meeting.server is not None else "joined"
+            logger.info("%s job %s at %s", where, self._config.run_id, meeting.endpoint)
+        hosting = meeting.server is not None
+        self._log.emit(events.Joined(name=name, endpoint=meeting.endpoint, hosting=hosting))
+
+    def lease_lost(self) -> None:
+        reason = f"no sign of life reached the rendezvous for {self._config.lease:g} s"
+        logger.warning("this node was given up by the others: %s", reason)
+        self._log.emit(events.LeaseLost(reason=reason))
+
+    def say(self, sentence: str) -> None:
+        logger.info(sentence)
+        self._log.emit(events.Note(text=sentence))
+
+    def signal(self, name: str, action: str) -> None:
+        logger.info("%s: %s", name, action)
+        self._log.emit(events.SignalReceived(signal=name, action=action))
+
+    # --- what the leader sees and decides --------------------------------------------------------
+
+    def became_leader(self) -> None:
+        self._log.emit(events.BecameLeader())
+
+    def node_joined(self, member: Member) -> None:
+        self._log.emit(events.NodeJoined(name=member.name))
+
+    def node_lost(self, name: str, reason: str) -> None:
+        self._log.emit(events.NodeLost(name=name, reason=reason))
+
+    def node_leaving(self, member: Member) -> None:
+        self._log.emit(events.NodeLeaving(name=member.name, reason=member.leaving))
+
+    def decided(self, world: World, kind: Kind | None) -> None:
+        generation = world.generation
+        if world.phase == "over":
+            assert kind is not None
+            over = events.GenerationOver(kind=kind, reason=world.reason)
+            self._log.emit(over, generation=generation)
+        elif kind is not None:
+            restart = events.RestartDecided(restart=world.phase != "closed", reason=world.reason)
+            self._log.emit(restart, generation=generation)
+
+    # --- what every node sees --------------------------------------------------------------------
+
+    def world_seen(self, world: World) -> None:
+        if world.phase == "running":
+            self._world_runs(world)
+        elif world.phase == "over":
+            logger.info("generation %d is over: %s", world.generation, world.reason)
+        elif world.phase == "waiting":
+            self._waits(world)
+
+    def _world_runs(self, world: World) -> None:
+        names = [node.name for node in world.nodes]
+        logger.info(report.world_sentence(world))
+        formed = events.WorldFormed(
+            nodes=names,
+            size=world.size,
+            store=world.store,
+            reason=world.reason,
+            restarts_used=world.ledger.used,
+            spares=list(world.spares),
+        )
+        self._log.emit(formed, generation=world.generation)
+
+    def _waits(self, world: World) -> None:
+        if self._config.min_nodes == 1 and not world.nodes:
+            return  # a job that needs one node is not waiting for anybody, it settles
+        missing = f"; missing: {', '.join(world.missing)}" if world.missing else ""
+        logger.info("%s%s", world.reason, missing)
+        waiting = events.Waiting(
+            need=self._config.min_nodes, missing=list(world.missing), reason=world.reason
+        )
+        self._log.emit(waiting, generation=world.generation)
+
+    # --- workers ---------------------------------------------------------------------------------
+
+    def workers_started(
+        self, generation: int, ranks: Mapping[int, int], pids: Mapping[int, int], seconds: float
+    ) -> None:
+        started = events.WorkersStarted(
+            ranks=[ranks[local_rank] for local_rank in sorted(ranks)],
+            pids=[pids[local_rank] for local_rank in sorted(ranks)],
+            seconds=seconds,
+        )
+        self._log.emit(started, generation=generation)
+
+    def worker_exited(self, rank: int, exit: WorkerExit, generation: int) -> None:
+        exited = events.WorkerExited(
+            rank=rank, local_rank=exit.local_rank, worker_pid=exit.pid, exitcode=exit.exitcode
+        )
+        self._log.emit(exited, generation=generation)
+
+    def worker_failed(self, failure: Failure) -> None:
+        failed = events.WorkerFailed(failure=failure.to_json())
+        self._log.emit(failed, generation=failure.generation)
+
+    def workers_stopped(self, generation: int, seconds: float) -> None:
+        self._log.emit(events.WorkersStopped(seconds=seconds), generation=generation)
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def ended(self, exitcode: int | None, reason: str, world: World | None) -> None:
+        cause = world.cause if world is not None else None
+        if exitcode == EXIT_FAILED and world is not None:
+            print(report.job_failed(world), file=sys.stderr, flush=True)
+        elif exitcode:
+            logger.error("ended with exit code %d: %s", exitcode, reason)
+        ended = events.JobEnded(
+            exitcode=exitcode if exitcode is not None else EXIT_FAILED,
+            reason=reason,
+            cause=cause.to_json() if cause is not None else None,
+        )
+        self._log.emit(ended, generation=world.generation if world is not None else None)
