@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from torchelastic import env, jobs
-from torchelastic.agent import group_state, logs, report
+from torchelastic.agent import group_state, logs, numa, report
 from torchelastic.agent.cgroup import Cgroup
 from torchelastic.agent.group_state import GroupState, Phase
 from torchelastic.agent.guard import GUARD_LOST_SIGNAL
@@ -411,7 +411,14 @@ class Agent:
             ),
             stdout=streams.stdout,
             stderr=streams.stderr,
+            cpus=self._cpus(local_rank),
         )
+
+    def _cpus(self, local_rank: int) -> frozenset[int] | None:
+        binding, nproc = self._config.numa_binding, self._config.nproc_per_node
+        if binding is None:
+            return None
+        return numa.choose(binding, numa.machine(), local_rank, nproc, numa.gpu_nodes())
 
     def _not_started(self, world: World, message: str) -> Failure:
         return Failure(
