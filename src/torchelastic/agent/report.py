@@ -1,0 +1,137 @@
+"""What people read when something went wrong. Pure: facts in, text out.
+
+The last block keeps the labels of torch's `ChildFailedError`, which users and their tools look for;
+what it names is the first failure of the whole job, on every node the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from torchelastic.failure import Failure, signal_name
+from torchelastic.rendezvous.world import World
+
+_WIDTH = 60
+#: A list of a thousand nodes or failures helps nobody.
+_NAMES_SHOWN = 8
+_FAILURES_SHOWN = 16
+#: Longer error messages are cut where they have to fit in a line.
+_LINE = 200
+
+#: What a signal says beyond its name, where that is certain enough to be of help.
+_SIGNAL_WORDS = {
+    "SIGABRT": "it called abort(), often a failed check in C++ code",
+    "SIGBUS": "bus error, often a full /dev/shm or disk behind mapped memory",
+    "SIGFPE": "arithmetic error in native code",
+    "SIGILL": "the processor does not know an instruction",
+    "SIGSEGV": "segmentation fault in native code",
+}
+
+#: How shells report the end of what they ran.
+_SHELL_WORDS = {126: "a shell found a program it cannot execute", 127: "a shell found no program"}
+
+
+def exit_words(exitcode: int, *, out_of_memory: bool = False) -> str:
+    """What an exit code says, as `subprocess` has it: minus the number of a signal.
+
+    `out_of_memory` is for who knows that the kernel killed the worker; it is not guessed here.
+
+    >>> exit_words(-9), exit_words(3)
+    ('killed by SIGKILL', 'exit code 3')
+    """
+    if exitcode < 0:
+        return _signal_words(signal_name(-exitcode), out_of_memory)
+    words = _SHELL_WORDS.get(exitcode, "")
+    if 128 < exitcode <= 192:
+        words = f"a shell's word for {signal_name(exitcode - 128)}"
+    return f"exit code {exitcode} ({words})" if words else f"exit code {exitcode}"
+
+
+def _signal_words(name: str, out_of_memory: bool) -> str:
+    if out_of_memory:
+        return f"killed by {name}: the machine or its cgroup ran out of memory (see dmesg)"
+    words = _SIGNAL_WORDS.get(name)
+    return f"killed by {name} ({words})" if words else f"killed by {name}"
+
+
+def world_sentence(world: World) -> str:
+    """`generation 4: 4 workers on 2 nodes (node-a, node-b): rank 2 on node-b …; 1 of 3 restarts`."""
+    names = _listed([node.name for node in world.nodes], _NAMES_SHOWN)
+    spares = f", spare: {_listed(world.spares, _NAMES_SHOWN)}" if world.spares else ""
+    return (
+        f"generation {world.generation}: {_counted(world.size, 'worker')} on "
+        f"{_counted(len(world.nodes), 'node')} ({names}){spares}: {one_line(world.reason)}"
+    )
+
+
+def over_sentence(world: World) -> str:
+    """`generation 3 is over: rank 2 on node-b (local rank 0, pid 123): killed by SIGKILL`."""
+    return f"generation {world.generation} is over: {one_line(world.reason)}"
+
+
+def job_failed(world: World, *, name: str = "job") -> str:
+    """The last words of a job that ended by a failure."""
+    border, section = "=" * _WIDTH, "-" * _WIDTH
+    lines = [border, f"{name} FAILED in generation {world.generation}: {_ending(world)}", section]
+    if world.cause is not None:
+        lines += ["Root Cause (first observed failure):", "[0]:", *_details(world.cause), section]
+    if world.consequences:
+        lines += ["Fell because of it:" if world.cause else "Failures:"]
+        lines += _others(world.consequences)
+    elif world.cause is not None:
+        lines += ["Nothing else fell because of it."]
+    return "\n".join(["", *lines, border])
+
+
+def one_line(text: str) -> str:
+    """The first line, cut where it gets too long: gloo's messages run over a dozen.
+
+    >>> one_line("boom\\nat: here")
+    'boom …'
+    """
+    first, _, rest = text.strip().partition("\n")
+    if len(first) > _LINE:
+        return first[: _LINE - 1] + "…"
+    return f"{first} …" if rest else first
+
+
+def _ending(world: World) -> str:
+    """Why it was not restarted: the reason, without the failure that is shown in full below."""
+    cause = world.cause.sentence() if world.cause is not None else ""
+    return one_line(world.reason.removeprefix(cause).removeprefix("; ") or "a worker failed")
+
+
+def _details(failure: Failure) -> list[str]:
+    signal = f" ({signal_name(-failure.exitcode)})" if failure.exitcode < 0 else ""
+    when = datetime.fromtimestamp(failure.wall_time).isoformat(sep="_", timespec="milliseconds")
+    rows = {
+        "time": when,
+        "host": failure.node,
+        "rank": f"{failure.rank} (local_rank: {failure.local_rank})",
+        "step": failure.step,
+        "exitcode": f"{failure.exitcode} (pid: {failure.pid}){signal}",
+        "error_file": failure.error_file or "<N/A>",
+        "error": failure.message,
+        "traceback": failure.traceback or "none: the worker ended without a Python exception",
+    }
+    return [_row(label, str(value)) for label, value in rows.items() if value is not None]
+
+
+def _row(label: str, value: str) -> str:
+    return f"  {label:<10}: " + value.rstrip().replace("\n", "\n  ")
+
+
+def _others(failures: Sequence[Failure]) -> list[str]:
+    lines = [f"  {one_line(failure.sentence())}" for failure in failures[:_FAILURES_SHOWN]]
+    more = len(failures) - _FAILURES_SHOWN
+    return [*lines, f"  and {more} more"] if more > 0 else lines
+
+
+def _listed(names: Sequence[str], most: int) -> str:
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

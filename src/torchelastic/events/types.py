@@ -1,0 +1,335 @@
+"""What can happen in a job, one type each. A `type` name is part of the file format: it stays.
+
+`docs/events.md` is made from this file: the docstrings, the fields and the comments above them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Literal
+
+#: Version of the line format. Readers skip lines of a version they do not know.
+SCHEMA = 1
+
+Json = Mapping[str, Any]
+
+
+class Event:
+    """Base of all events."""
+
+    type: ClassVar[str]
+
+    def fields(self) -> dict[str, Any]:
+        """The event's own part of its line."""
+        return {name: getattr(self, name) for name in _field_names(type(self))}
+
+
+# --- an agent's life -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AgentStarted(Event):
+    """An agent begins."""
+
+    type: ClassVar[str] = "agent-started"
+    pid: int
+    #: Where the nodes of the job are to meet; empty: on this machine.
+    endpoint: str
+    #: What the workers run.
+    command: Sequence[str]
+    min_nodes: int
+    max_nodes: int
+    #: Workers on this node.
+    nproc: int
+
+
+@dataclass(frozen=True)
+class ZygoteReady(Event):
+    """Workers can be forked warm from now on."""
+
+    type: ClassVar[str] = "zygote-ready"
+    #: From its start.
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ZygoteUnavailable(Event):
+    """Workers are started as plain processes."""
+
+    type: ClassVar[str] = "zygote-unavailable"
+    reason: str
+
+
+@dataclass(frozen=True)
+class Joined(Event):
+    """This node has met the others."""
+
+    type: ClassVar[str] = "joined"
+    #: The node's name for people.
+    name: str
+    #: Address of the store they meet at.
+    endpoint: str
+    #: Whether this agent hosts that store.
+    hosting: bool
+
+
+@dataclass(frozen=True)
+class LeaseLost(Event):
+    """The store has given this node up; it stops its workers and joins anew."""
+
+    type: ClassVar[str] = "lease-lost"
+    reason: str
+
+
+@dataclass(frozen=True)
+class SignalReceived(Event):
+    """Somebody sent the agent a signal."""
+
+    type: ClassVar[str] = "signal-received"
+    #: As in `SIGTERM`.
+    signal: str
+    #: What the agent does about it.
+    action: str
+
+
+@dataclass(frozen=True)
+class Leaving(Event):
+    """This node announces its departure."""
+
+    type: ClassVar[str] = "leaving"
+    reason: str
+
+
+@dataclass(frozen=True)
+class Note(Event):
+    """Something worth knowing that changes nothing."""
+
+    type: ClassVar[str] = "note"
+    text: str
+
+
+@dataclass(frozen=True)
+class JobEnded(Event):
+    """The last line of an agent: how the job ended for this node."""
+
+    type: ClassVar[str] = "job-ended"
+    #: What the agent exits with.
+    exitcode: int
+    reason: str
+    #: The first failure of the job, as in `worker-failed`; null after success.
+    cause: Json | None = None
+
+
+# --- what the leader sees and decides ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BecameLeader(Event):
+    """This agent decides for the job from now on."""
+
+    type: ClassVar[str] = "became-leader"
+
+
+@dataclass(frozen=True)
+class NodeJoined(Event):
+    """The leader sees a new member."""
+
+    type: ClassVar[str] = "node-joined"
+    name: str
+
+
+@dataclass(frozen=True)
+class NodeLost(Event):
+    """A member is gone without having said so."""
+
+    type: ClassVar[str] = "node-lost"
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class NodeLeaving(Event):
+    """A member has announced its departure."""
+
+    type: ClassVar[str] = "node-leaving"
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class RestartDecided(Event):
+    """Whether the job goes on after a generation, and why."""
+
+    type: ClassVar[str] = "restart-decided"
+    restart: bool
+    reason: str
+
+
+# --- generations ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WorldFormed(Event):
+    """A generation begins."""
+
+    type: ClassVar[str] = "world-formed"
+    #: Names, in the order of their ranks.
+    nodes: Sequence[str]
+    #: Workers in the world.
+    size: int
+    #: Address of the store made for this generation alone.
+    store: str
+    reason: str
+    restarts_used: int
+    #: Names of the nodes that wait to step in.
+    spares: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class GenerationOver(Event):
+    """A generation ends: its workers are being stopped."""
+
+    type: ClassVar[str] = "generation-over"
+    #: What ended it.
+    kind: Literal["failure", "node-failure", "resize", "leave", "stop"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Waiting(Event):
+    """There are too few nodes for a world."""
+
+    type: ClassVar[str] = "waiting"
+    #: Nodes that are needed.
+    need: int
+    #: Names of former members that are not there.
+    missing: Sequence[str]
+    #: How many are there, and how long the job goes on waiting.
+    reason: str
+
+
+# --- workers -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WorkersStarted(Event):
+    """All workers of this node run."""
+
+    type: ClassVar[str] = "workers-started"
+    #: Global ranks, in the order of `pids`.
+    ranks: Sequence[int]
+    pids: Sequence[int]
+    #: From the first start to the last.
+    seconds: float
+
+
+@dataclass(frozen=True)
+class WorkerExited(Event):
+    """A worker has ended, well or not."""
+
+    type: ClassVar[str] = "worker-exited"
+    rank: int
+    local_rank: int
+    worker_pid: int
+    #: Minus the number of the signal that ended it.
+    exitcode: int
+
+
+@dataclass(frozen=True)
+class WorkerFailed(Event):
+    """A worker has ended otherwise than by success and was not asked to."""
+
+    type: ClassVar[str] = "worker-failed"
+    #: Generation, node, rank, exit code, message, traceback, step and more.
+    failure: Json
+
+
+@dataclass(frozen=True)
+class WorkersStopped(Event):
+    """No worker is left on this node, nor anything a worker started."""
+
+    type: ClassVar[str] = "workers-stopped"
+    #: From the order to stop.
+    seconds: float
+
+
+EVENTS: dict[str, type[Event]] = {
+    cls.type: cls
+    for cls in (
+        AgentStarted,
+        ZygoteReady,
+        ZygoteUnavailable,
+        Joined,
+        LeaseLost,
+        SignalReceived,
+        Leaving,
+        Note,
+        JobEnded,
+        BecameLeader,
+        NodeJoined,
+        NodeLost,
+        NodeLeaving,
+        RestartDecided,
+        WorldFormed,
+        GenerationOver,
+        Waiting,
+        WorkersStarted,
+        WorkerExited,
+        WorkerFailed,
+        WorkersStopped,
+    )
+}
+
+
+def from_fields(name: str, data: Json) -> Event | None:
+    """The event a line tells of; None for one this version does not know or that makes no sense."""
+    cls = EVENTS.get(name)
+    if cls is None:
+        return None
+    hints = _hints(cls)
+    given = {key: value for key, value in data.items() if key in hints}
+    if not all(_fits(value, hints[key]) for key, value in given.items()):
+        return None
+    try:
+        return cls(**given)
+    except TypeError:  # a field is missing
+        return None
+
+
+def _field_names(cls: type[Event]) -> list[str]:
+    return [item.name for item in dataclasses.fields(typing.cast(Any, cls))]
+
+
+_HINTS: dict[type[Event], dict[str, Any]] = {}
+
+
+def _hints(cls: type[Event]) -> dict[str, Any]:
+    """Field name -> type. Kept: to work it out costs more than to read the line."""
+    if cls not in _HINTS:
+        resolved = typing.get_type_hints(cls)
+        _HINTS[cls] = {name: resolved[name] for name in _field_names(cls)}
+    return _HINTS[cls]
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value read from JSON is what a field is declared to hold."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return value in args
+    if origin in (UnionType, typing.Union):
+        return any(_fits(value, arg) for arg in args)
+    if origin is Sequence:
+        return isinstance(value, list | tuple) and all(_fits(item, args[0]) for item in value)
+    if origin is Mapping:
+        return isinstance(value, dict)
+    if hint is NoneType:
+        return value is None
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)

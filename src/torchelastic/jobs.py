@@ -1,0 +1,292 @@
+"""The jobs of this machine: every agent writes down where it is, `torchelastic status` reads it.
+
+    $XDG_RUNTIME_DIR/torchelastic/<job>-<hash>/<node>/agent.json
+    <temporary directory>/torchelastic-<uid>/...                    where there is no such directory
+
+An agent's `events.jsonl` lies beside its `agent.json` unless `--log-dir` names a place for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torchelastic import env
+from torchelastic.config import LaunchConfig
+from torchelastic.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+#: Jobs that have ended are listed until so many newer ones are there.
+KEEP_JOBS = 20
+#: The same for agents that have ended within one job id.
+KEEP_AGENTS = 20
+
+EVENTS_FILE = "events.jsonl"
+_AGENT_FILE = "agent.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentEntry:
+    """What an agent of this machine says of itself."""
+
+    job: str
+    node: str
+    name: str
+    pid: int
+    #: Ticks from boot to the start of that process: a later process with its number has others.
+    pid_started: int
+    endpoint: str
+    command: tuple[str, ...]
+    events: Path
+    #: Wall clock, for people.
+    started: float
+    ended: float | None = None
+    exitcode: int | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether that very process runs."""
+        return self.ended is None and _start_ticks(self.pid) == self.pid_started
+
+    @property
+    def last_seen(self) -> float:
+        """Wall clock of its end or, if it could not say so, of its last event."""
+        if self.ended is not None:
+            return self.ended
+        try:
+            return max(self.started, self.events.stat().st_mtime)
+        except OSError:
+            return self.started
+
+    def to_json(self) -> dict[str, object]:
+        return dataclasses.asdict(self) | {"events": str(self.events)}
+
+    @classmethod
+    def read(cls, path: Path) -> AgentEntry | None:
+        """None where there is none, or one that another version wrote."""
+        try:
+            data = json.loads(path.read_bytes())
+            data["events"] = Path(data["events"])
+            data["command"] = tuple(data["command"])
+            return cls(**data)
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+
+@dataclass(frozen=True)
+class JobEntry:
+    """A job, as the agents of this machine know it: those of its last run, oldest first."""
+
+    job: str
+    agents: tuple[AgentEntry, ...]
+
+    @property
+    def alive(self) -> bool:
+        return any(agent.alive for agent in self.agents)
+
+    @property
+    def last_seen(self) -> float:
+        return max(agent.last_seen for agent in self.agents)
+
+
+class Registration:
+    """An agent's entry, from its start to its end."""
+
+    def __init__(self, directory: Path, entry: AgentEntry) -> None:
+        self.directory = directory
+        self._entry = entry
+        self._write()
+
+    def close(self, exitcode: int | None = None) -> None:
+        """Say that the agent has ended; the entry stays, among the recent jobs."""
+        self._entry = replace(self._entry, ended=time.time(), exitcode=exitcode)
+        self._write()
+
+    def _write(self) -> None:
+        """Whole or not at all: `status` may read at any moment. A full disk must not end a job."""
+        written = self.directory / f"{_AGENT_FILE}.new"
+        try:
+            written.write_text(json.dumps(self._entry.to_json()))
+            written.replace(self.directory / _AGENT_FILE)
+        except OSError as error:
+            log.warning("`torchelastic status` will not know this job (%s).", error)
+
+
+def registry() -> Path:
+    """The directory of all jobs of this user; it need not exist yet.
+
+    `XDG_RUNTIME_DIR` is often left over from another user (sudo, su): it counts only if it is ours.
+    """
+    runtime = env.get("XDG_RUNTIME_DIR")
+    if runtime:
+        try:
+            if os.stat(runtime).st_uid == os.geteuid():
+                return Path(runtime) / "torchelastic"
+        except OSError:
+            pass  # set, but not there: as good as unset
+    return Path(tempfile.gettempdir()) / f"torchelastic-{os.geteuid()}"
+
+
+def directory_for(job: str, node: str) -> Path:
+    """Make the registry directory of one agent."""
+    base = registry()
+    try:
+        base.mkdir(mode=0o700, exist_ok=True)
+        _refuse_foreign(base)
+        directory = base / _job_name(job) / _node_name(node)
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{base} cannot be used to list the jobs of this machine ({error.strerror}): set "
+            "XDG_RUNTIME_DIR or TMPDIR to a directory this user may write to."
+        ) from error
+    return directory
+
+
+def register(
+    job: str,
+    node: str,
+    *,
+    pid: int,
+    name: str,
+    endpoint: str,
+    command: Sequence[str],
+    events: Path,
+) -> Registration:
+    """List this agent among the jobs of this machine, and forget the oldest ended ones."""
+    entry = AgentEntry(
+        job=job,
+        node=node,
+        name=name,
+        pid=pid,
+        pid_started=_start_ticks(pid) or 0,
+        endpoint=endpoint,
+        command=tuple(command),
+        events=events,
+        started=time.time(),
+    )
+    directory = directory_for(job, node)
+    registration = Registration(directory, entry)
+    _prune(directory.parent.parent)
+    return registration
+
+
+def list_jobs() -> list[JobEntry]:
+    """Live jobs, then recent ones, each newest first."""
+    base = registry()
+    if not base.exists():
+        return []
+    _refuse_foreign(base)
+    jobs = []
+    for directory in _subdirectories(base):
+        agents = _agents(directory)
+        if agents:
+            jobs.append(JobEntry(agents[0].job, latest_run(agents)))
+    return sorted(jobs, key=lambda job: (job.alive, job.last_seen), reverse=True)
+
+
+def latest_run(agents: Iterable[AgentEntry]) -> tuple[AgentEntry, ...]:
+    """The agents of a job id's last run: a run begins when all earlier agents have ended."""
+    run: list[AgentEntry] = []
+    for agent in sorted(agents, key=lambda agent: agent.started):
+        if all(not other.alive and other.last_seen < agent.started for other in run):
+            run = []
+        run.append(agent)
+    return tuple(run)
+
+
+def events_path(config: LaunchConfig, run_dir: Path, registry_dir: Path) -> Path:
+    """Where an agent writes its events: with its logs if the user said where those go."""
+    wanted = config.log_dir is not None and config.log_dir != os.devnull
+    return (run_dir if wanted else registry_dir) / EVENTS_FILE
+
+
+def _refuse_foreign(base: Path) -> None:
+    """Anybody may make a name in the temporary directory: do not trust what is not ours alone."""
+    found = base.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"{base} is not a directory of this user: remove it, or set XDG_RUNTIME_DIR to a "
+            "directory of your own."
+        )
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        base.chmod(0o700)
+
+
+def _prune(base: Path) -> None:
+    jobs = [(directory, _agents(directory)) for directory in _subdirectories(base)]
+    ended = [(_last_seen(path, agents), path) for path, agents in jobs if not _any_alive(agents)]
+    alive = len(jobs) - len(ended)
+    for _, path in sorted(ended, reverse=True)[max(0, KEEP_JOBS - alive) :]:
+        _remove(path)
+    for path, agents in jobs:
+        old = sorted((agent for agent in agents if not agent.alive), key=lambda a: -a.last_seen)
+        for agent in old[KEEP_AGENTS:]:
+            _remove(path / _node_name(agent.node))
+
+
+def _remove(directory: Path) -> None:
+    # Another agent may be removing the same one: what is gone is gone.
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _agents(directory: Path) -> list[AgentEntry]:
+    found = (AgentEntry.read(path / _AGENT_FILE) for path in _subdirectories(directory))
+    return [agent for agent in found if agent is not None]
+
+
+def _any_alive(agents: Iterable[AgentEntry]) -> bool:
+    return any(agent.alive for agent in agents)
+
+
+def _last_seen(directory: Path, agents: Sequence[AgentEntry]) -> float:
+    if agents:
+        return max(agent.last_seen for agent in agents)
+    try:
+        return directory.stat().st_mtime  # an agent is just being registered there, or never was
+    except OSError:
+        return 0.0
+
+
+def _subdirectories(directory: Path) -> list[Path]:
+    try:
+        return [path for path in directory.iterdir() if path.is_dir()]
+    except OSError:
+        return []  # pruned by an agent that started meanwhile
+
+
+def _job_name(job: str) -> str:
+    """A directory name that people can read and that no two jobs share."""
+    digest = hashlib.sha256(job.encode(errors="surrogateescape")).hexdigest()[:8]
+    return f"{_plain(job)}-{digest}"
+
+
+def _node_name(node: str) -> str:
+    return node if re.fullmatch(r"\w[\w.-]{0,80}", node, re.ASCII) else _job_name(node)
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^\w.-]", "_", text, flags=re.ASCII)[:60]
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When the process started, in ticks since boot; None if it is gone or only a zombie."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    # The name of the program, in parentheses, may itself hold spaces and parentheses.
+    state, *fields = text.rpartition(b")")[2].split()
+    return None if state in (b"Z", b"X") else int(fields[18])
