@@ -1,0 +1,276 @@
+"""`torchelastic run` with real agents and workers: what a user sees when things break."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.process.jobs import alive, job
+from tests.support import poll_for
+
+
+def test_one_node_runs_to_the_end(tmp_path):
+    with job(tmp_path, "--standalone --nproc-per-node=2") as it:
+        node = it.start()
+        workers = it.world(0, 2)
+        it.order("finish")
+        assert node.wait() == 0, node.stderr
+        env = workers[1]["env"]
+        run_id = env.pop("TORCHELASTIC_RUN_ID")
+        assert run_id not in ("", "none")
+        assert env.pop("MASTER_PORT").isdigit()
+        assert env.pop("TORCHELASTIC_ERROR_FILE").endswith("/attempt_0/1/error.json")
+        assert env.pop("TORCHELASTIC_CHANNEL_FD").isdigit()
+        assert env == {
+            "RANK": "1",
+            "LOCAL_RANK": "1",
+            "NODE_RANK": "0",
+            "GROUP_RANK": "0",
+            "ROLE_RANK": "1",
+            "ROLE_NAME": "default",
+            "LOCAL_WORLD_SIZE": "2",
+            "WORLD_SIZE": "2",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "100",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+
+
+def test_crashes_of_every_kind_restart_the_world_and_are_explained(tmp_path):
+    """By exception, by SIGKILL, by exit code; every generation keeps its logs and its store."""
+    with job(tmp_path, "--standalone --nproc-per-node=2 --redirects=3") as it:
+        node = it.start()
+        it.world(0, 2)
+        it.order("raise out of luck", generation=0, rank=1)
+        second = it.world(1, 2)
+        os.kill(second[0]["pid"], signal.SIGKILL)
+        it.world(2, 2)
+        it.order("exit 3", generation=2, rank=0)
+        workers = it.world(3, 2)
+        it.order("finish")
+        assert node.wait() == 0, node.stderr
+
+        failures = [record["failure"] for record in node.events("worker-failed")]
+        assert [(f["rank"], f["exitcode"]) for f in failures] == [(1, 1), (0, -9), (0, 3)]
+        assert failures[0]["message"] == "ValueError: out of luck"
+        assert "obedient.py" in failures[0]["traceback"]
+        assert "out of luck" in node.stderr
+        assert "3 of 100 restarts used" in node.stderr
+        attempts = sorted(path.name for path in (node.directory / "logs").glob("*/attempt_*"))
+        assert attempts == ["attempt_0", "attempt_1", "attempt_2", "attempt_3"]
+        log = next((node.directory / "logs").glob("*/attempt_0/1/stderr.log"))
+        assert "ValueError: out of luck" in log.read_text()
+        ports = {line["env"]["MASTER_PORT"] for line in it.lines(event="start")}
+        assert len(ports) == 4
+        assert len({line["pid"] for line in it.lines(event="start")}) == 8
+        assert not any(alive(worker["pid"]) for worker in workers)
+
+
+def test_a_job_out_of_restarts_names_its_first_failure_on_every_node(tmp_path):
+    with job(tmp_path, "--nnodes=2 --max-restarts=0") as it:
+        first, second = it.start(), it.start()
+        it.world(0, 2)
+        it.order("raise out of luck", generation=0, rank=1)
+        assert [first.wait(), second.wait()] == [1, 1], it.said()
+        for node in (first, second):
+            assert "Root Cause" in node.stderr
+            assert "ValueError: out of luck" in node.stderr
+            assert "rank 1" in node.stderr
+            assert "--max-restarts 0" in node.stderr
+
+
+def test_a_failure_that_always_comes_back_ends_the_job_early(tmp_path):
+    with job(tmp_path, "--standalone") as it:
+        it.order("raise no such file")
+        node = it.start()
+        assert node.wait(60) == 1
+        assert len(it.lines(event="start")) == 5
+        assert "the same failure came back at once 5 times in a row" in node.stderr
+
+
+def test_node_kill_then_scale_up_then_leave(tmp_path):
+    """The life of an elastic job; ranks of survivors keep their order."""
+    with job(tmp_path, "--nnodes=1:3 --nproc-per-node=2") as it:
+        first = it.start()
+        it.world(0, 2)
+        second = it.start()
+        workers = it.world(1, 4)
+
+        second.kill()
+        third_generation = it.world(2, 2)
+        assert [worker["node_rank"] for worker in third_generation] == [0, 0]
+        for worker in workers:
+            poll_for(lambda pid=worker["pid"]: not alive(pid), what=f"{worker} gone")
+
+        third, fourth = it.start(), it.start()
+        it.world(3, 6)
+        third.process.terminate()
+        assert third.wait() == 143
+        it.world(4, 4)
+        it.order("finish")
+        assert [first.wait(), fourth.wait()] == [0, 0], it.said()
+        overs = [(record["kind"], record["generation"]) for record in first.events("generation-over")]
+        assert overs == [("resize", 0), ("node-failure", 1), ("resize", 2), ("leave", 3)]
+        assert "0 of 100" not in first.stderr
+
+
+def test_scale_up_and_down_at_once(tmp_path):
+    with job(tmp_path, "--nnodes=1:3") as it:
+        first, second = it.start(), it.start()
+        it.world(0, 2)
+        third = it.start()
+        poll_for(lambda: third.events("zygote-ready"), what="the newcomer is warm")
+        second.kill()
+        poll_for(lambda: it.lines(event="start", world_size=2, rank=1)[1:], what="a world without it")
+        it.order("finish")
+        assert [first.wait(), third.wait()] == [0, 0], it.said()
+
+
+def test_a_spare_steps_in_the_moment_a_member_fails(tmp_path):
+    with job(tmp_path, "--nnodes=2 --settle=600") as it:
+        first, second = it.start(), it.start()
+        it.world(0, 2)
+        spare = it.start()
+        poll_for(lambda: first.events("node-joined")[2:], what="the spare is known")
+        poll_for(lambda: spare.events("zygote-ready"), what="the spare is warm")
+        second.kill()
+        it.world(1, 2, timeout=10)
+        it.order("finish")
+        assert [first.wait(), spare.wait()] == [0, 0], it.said()
+
+
+def test_a_joiner_waits_for_a_late_host_and_places_are_kept_in_static_mode(tmp_path):
+    flags = "--nnodes=2 --rdzv-backend=static"
+    with job(tmp_path, flags) as it:
+        joiner = it.start("--node-rank=1 --rdzv-conf=is_host=false")
+        poll_for(lambda: joiner.events("zygote-ready"), what="the joiner is warm")
+        host = it.start("--node-rank=0")
+        workers = it.world(0, 2)
+        assert [worker["node_rank"] for worker in workers] == [0, 1]
+        it.order("finish")
+        assert [joiner.wait(), host.wait()] == [0, 0], it.said()
+
+
+def test_unequal_nodes_with_roles(tmp_path):
+    with job(tmp_path, "--nnodes=2") as it:
+        it.start("--nproc-per-node=1 --role=actor")
+        it.start("--nproc-per-node=2 --role=learner")
+        envs = [worker["env"] for worker in it.world(0, 3)]
+        assert {env["ROLE_NAME"]: env["ROLE_WORLD_SIZE"] for env in envs} == {
+            "actor": "1",
+            "learner": "2",
+        }
+        assert sorted(env["ROLE_RANK"] for env in envs) == ["0", "0", "1"]
+        it.order("finish")
+        assert [node.wait() for node in it.nodes] == [0, 0], it.said()
+
+
+def test_two_jobs_on_one_machine_do_not_meet(tmp_path):
+    with job(tmp_path / "a", "--nnodes=1") as one, job(tmp_path / "b", "--nnodes=1") as two:
+        nodes = [one.start(), two.start()]
+        one.world(0, 1)
+        two.world(0, 1)
+        one.order("finish")
+        two.order("finish")
+        assert [node.wait() for node in nodes] == [0, 0]
+
+
+def test_a_frozen_agent_is_given_up_and_stops_its_workers_when_it_wakes(tmp_path):
+    with job(tmp_path, "--nnodes=1:2 --lease=1") as it:
+        first, second = it.start(), it.start()
+        workers = it.world(0, 2)
+        os.kill(second.agent_pid, signal.SIGSTOP)
+        try:
+            it.world(1, 1)
+        finally:
+            os.kill(second.agent_pid, signal.SIGCONT)
+        theirs = next(w for w in workers if w["node_rank"] == 1)
+        poll_for(lambda: not alive(theirs["pid"]), what="its old worker is stopped")
+        it.world(2, 2)
+        assert second.events("lease-lost")
+        it.order("finish")
+        assert [first.wait(), second.wait()] == [0, 0], it.said()
+
+
+def test_below_min_for_too_long_ends_with_a_clear_message(tmp_path):
+    with job(tmp_path, "--nnodes=2 --wait-for-nodes=1") as it:
+        node = it.start()
+        assert node.wait() == 170
+        assert "fewer than 2 nodes for 1 s (1 there): giving up (--wait-for-nodes)" in node.stderr
+
+
+def test_a_stubborn_worker_is_killed_after_the_shutdown_timeout_on_restarts_too(tmp_path):
+    with job(tmp_path, "--standalone --nproc-per-node=2 --shutdown-timeout=0.5") as it:
+        node = it.start()
+        workers = it.world(0, 2)
+        it.order("ignore-term", generation=0, rank=0)
+        poll_for(lambda: it.lines(event="ignoring"), what="SIGTERM is ignored")
+        it.order("exit 1", generation=0, rank=1)
+        it.world(1, 2, timeout=10)
+        assert not alive(workers[0]["pid"])
+        stopped = node.events("workers-stopped")[0]["seconds"]
+        assert 0.5 <= stopped < 5.0
+        it.order("finish")
+        assert node.wait() == 0, node.stderr
+
+
+def test_user_signals_reach_the_workers(tmp_path):
+    with job(tmp_path, "--standalone --nproc-per-node=2") as it:
+        node = it.start()
+        it.world(0, 2)
+        os.kill(node.pid, signal.SIGUSR1)
+        poll_for(lambda: it.lines(event="signal", signal=10)[1:], what="both were told")
+        node.process.send_signal(signal.SIGINT)
+        assert node.wait() == 130
+
+
+@pytest.mark.parametrize("flags", ["--no-zygote", "--no-python"])
+def test_plain_processes(tmp_path, flags):
+    import sys
+
+    with job(tmp_path, f"--standalone {flags}") as it:
+        script = None
+        if flags == "--no-python":
+            script = [sys.executable, *map(str, (it.script, it._lines, it._orders))]
+        node = it.start(script=script)
+        it.world(0, 1)
+        it.order("exit 4", generation=0)
+        it.world(1, 1)
+        it.order("finish")
+        assert node.wait() == 0, node.stderr
+
+
+def test_twenty_generations_leak_nothing(tmp_path):
+    with job(tmp_path, "--standalone --nproc-per-node=2") as it:
+        node = it.start()
+        it.world(0, 2)
+        agent = node.agent_pid
+
+        def held() -> tuple[int, int, int]:
+            children = f"/proc/{agent}/task/{agent}/children"
+            with open(children) as file:
+                return (
+                    len(file.read().split()),
+                    len(os.listdir(f"/proc/{agent}/task")),
+                    len(os.listdir(f"/proc/{agent}/fd")),
+                )
+
+        before = None
+        for generation in range(20):
+            workers = it.world(generation, 2)
+            poll_for(lambda g=generation: len(node.events("workers-started")) == g + 1, what="up")
+            if generation == 1:
+                before = held()
+            os.kill(workers[generation % 2]["pid"], signal.SIGKILL)
+        it.world(20, 2)
+        poll_for(lambda: held() == before, what=f"{held()} to be {before} again", timeout=10)
+        it.order("finish")
+        assert node.wait() == 0, node.stderr
