@@ -1,0 +1,168 @@
+"""The demo behind scripts/demo: two nodes on this machine, three faults, and what each costs.
+
+The costs are read from the workers' own step lines: the time in which no step was finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PATIENCE = 120.0
+
+
+class Demo:
+    """An elastic job whose nodes are agents on this machine."""
+
+    def __init__(self, directory: Path, verbose: bool) -> None:
+        self.directory = directory
+        self.verbose = verbose
+        self.record = directory / "steps"
+        self.record.mkdir()
+        self.port = free_port()
+        self.nodes: list[subprocess.Popen[bytes]] = []
+        self.began = time.monotonic()
+
+    def tell(self, mark: str, text: str) -> None:
+        print(f"{time.monotonic() - self.began:6.1f} s  {mark} {text}", flush=True)
+
+    def start_node(self) -> subprocess.Popen[bytes]:
+        command = [
+            *(sys.executable, "-m", "torchelastic", "run"),
+            *("--nnodes=1:3", "--nproc-per-node=2", "--rdzv-id=demo"),
+            f"--rdzv-endpoint=127.0.0.1:{self.port}",
+            *(str(ROOT / "examples/train.py"), "--steps=1000000", f"--record={self.record}"),
+            f"--checkpoint={self.directory}/checkpoint.pt",
+        ]
+        output = None if self.verbose else (self.directory / f"node{len(self.nodes)}").open("wb")
+        node = subprocess.Popen(command, stdout=output, stderr=output)
+        self.nodes.append(node)
+        return node
+
+    def steps(self) -> list[dict[str, float]]:
+        """All finished steps of all workers, in order of time."""
+        found = []
+        for path in self.record.iterdir():
+            for line in path.read_text().splitlines():
+                if line.endswith("}"):
+                    found.append({**json.loads(line), "pid": int(path.stem)})
+        return sorted(found, key=lambda step: step["t"])
+
+    def trains(self, size: int, since: float) -> dict[str, float] | None:
+        """The first step after `since` that a world of `size` workers finished, all of them."""
+        seen: dict[float, set[float]] = {}
+        for step in self.steps():
+            if step["t"] > since and step["size"] == size:
+                ranks = seen.setdefault(step["step"], set())
+                ranks.add(step["rank"])
+                if len(ranks) == size:
+                    return step
+        return None
+
+    def wait(self, probe: Callable[[], dict[str, float] | None], what: str) -> dict[str, float]:
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            found = probe()
+            if found:
+                return found
+            if any(node.poll() not in (None, -signal.SIGKILL) for node in self.nodes):
+                raise SystemExit(f"a node ended too early while waiting for {what}")
+            time.sleep(0.05)
+        raise SystemExit(f"not seen within {PATIENCE:g} s: {what}")
+
+    def train_on(self, count: int = 100) -> None:
+        """Let the job train undisturbed for a while."""
+        last = self.steps()[-1]["step"]
+        self.wait(
+            lambda: next((s for s in reversed(self.steps()) if s["step"] >= last + count), None),
+            f"{count} more steps",
+        )
+
+    def worker(self) -> dict[str, float]:
+        """The worker with the highest rank that trains now."""
+        return max(self.steps()[-8:], key=lambda step: step["rank"])
+
+    def longest_pause(self, since: float, until: float) -> float:
+        """The longest time in which nobody finished a step."""
+        times = [step["t"] for step in self.steps() if since - 1 <= step["t"] <= until]
+        return max(b - a for a, b in zip(times, times[1:], strict=False))
+
+    def close(self) -> None:
+        for node in self.nodes:
+            if node.poll() is None:
+                node.terminate()
+        for node in self.nodes:
+            node.wait(60)
+
+
+def run(demo: Demo) -> None:
+    demo.tell("·", "two nodes of two workers each are started")
+    demo.start_node()
+    second = demo.start_node()
+    demo.wait(lambda: demo.trains(4, 0), "the first steps of four workers")
+    demo.tell("✔", "4 workers on 2 nodes train")
+    demo.train_on()
+
+    victim = demo.worker()
+    fault = time.monotonic()
+    os.kill(int(victim["pid"]), signal.SIGKILL)
+    demo.tell("✘", f"kill -9 of a worker (rank {victim['rank']:.0f})")
+    step = demo.wait(lambda: demo.trains(4, fault), "four workers after the kill")
+    demo.tell("✔", f"all 4 workers train again: {step['t'] - fault:.2f} s after the kill")
+    demo.train_on()
+
+    fault = time.monotonic()
+    kill_node(second)
+    demo.tell("✘", "kill -9 of a node: its agent and both its workers")
+    step = demo.wait(lambda: demo.trains(2, fault), "the survivors")
+    demo.tell("✔", f"the other 2 workers train on: {step['t'] - fault:.2f} s after the kill")
+    demo.train_on()
+
+    fault = time.monotonic()
+    demo.start_node()
+    demo.tell("+", "another node is started; it warms up while the others train")
+    step = demo.wait(lambda: demo.trains(4, fault), "four workers with the newcomer")
+    pause = demo.longest_pause(fault, step["t"])
+    demo.tell("✔", f"4 workers train: nobody trained for {pause:.2f} s")
+    demo.train_on()
+    demo.tell("·", f"{demo.steps()[-1]['step']:.0f} steps done; stopping")
+
+
+def kill_node(guard: subprocess.Popen[bytes]) -> None:
+    """As when the power goes: the agent first, then the process that would clean up after it."""
+    children = Path(f"/proc/{guard.pid}/task/{guard.pid}/children").read_text().split()
+    for pid in (*map(int, children), guard.pid):
+        os.kill(pid, signal.SIGKILL)
+    guard.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--verbose", action="store_true", help="show what the nodes print")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="torchelastic_demo_") as directory:
+        demo = Demo(Path(directory), arguments.verbose)
+        try:
+            run(demo)
+        finally:
+            demo.close()
+
+
+if __name__ == "__main__":
+    main()
