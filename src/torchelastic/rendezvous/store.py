@@ -1,4 +1,4 @@
-"""What the rendezvous needs from a store: five verbs, on keys that are paths and values that are JSON.
+"""What the rendezvous needs from a store: five verbs, on keys that are paths, values that are JSON.
 
 Every change has a revision; revisions only grow. A key put with a lease is deleted when the lease
 ends, and a lease ends when nobody has kept it alive for its time to live, or when it is revoked.
@@ -6,6 +6,7 @@ ends, and a lease ends when nobody has kept it alive for its time to live, or wh
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -42,14 +43,28 @@ class Change:
 
 
 class Store(Protocol):
-    """One connection to a store, of one job. Every verb may raise `RendezvousLost`."""
+    """One connection to a store, of one job. Every verb may raise `RendezvousLost`.
+
+    A connection that breaks is made again unseen; verbs wait meanwhile. `RendezvousLost` says that
+    it could not be made again in time, and is then the answer to everything.
+    """
+
+    #: Set when the lease has ended, as the store says or as our own clock must assume, and before
+    #: any other verb succeeds; cleared by `open_lease`.
+    lease_lost: asyncio.Event
+
+    @property
+    def local_addr(self) -> str:
+        """The address of this node that its peers can reach."""
+        ...
 
     async def get(self, prefix: str) -> Listing: ...
 
     async def put(self, key: str, value: Json, *, leased: bool = False) -> int:
         """Set a key, under this connection's lease if asked; returns the revision.
 
-        Raises `LeaseExpired` when the lease is over: nothing is written then.
+        A key put without a lease stays, whatever it was under before. Raises `LeaseExpired` when
+        the lease is over: nothing is written then.
         """
         ...
 
@@ -58,20 +73,27 @@ class Store(Protocol):
     ) -> int | None:
         """Set a key whose last change was at revision `expected` (0: it is absent).
 
-        Returns the new revision, None if the key has changed meanwhile.
+        Returns the new revision, None if the key has changed meanwhile. Raises as `put` does.
         """
         ...
 
     def watch(self, prefix: str, *, after: int) -> AsyncIterator[Change]:
-        """Every change under a prefix after a revision, in order, without gaps."""
+        """Every change under a prefix after a revision, in order, without gaps.
+
+        From further back than the store remembers, the last change of each key stands for all of
+        its changes; deletions are never left out.
+        """
         ...
 
     async def keep_alive(self) -> bool:
-        """Renew this connection's lease; False if it has ended. A new one is opened by `open_lease`."""
+        """Renew this connection's lease; False if it has ended.
+
+        An open lease is also renewed by itself.
+        """
         ...
 
     async def open_lease(self, seconds: float) -> None:
-        """Open a lease for this connection, in place of an ended one."""
+        """Open a lease for this connection; one it still has is ended first."""
         ...
 
     async def close(self) -> None:

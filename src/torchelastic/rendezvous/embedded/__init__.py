@@ -1,1 +1,18 @@
+"""The store that needs nothing installed: hosted by the agent that can bind the endpoint.
 
+table.py     the state, pure: rows, revisions, leases, history
+wire.py      the messages and their frames, pure
+link.py      one connection that carries frames, the same at both ends
+endpoint.py  whose machine the endpoint is on; its listening sockets
+server.py    the store over connections
+dial.py      getting a connection, waiting for the host
+client.py    the `Store` protocol over connections that may break
+joining.py   host or join, whichever this agent can
+"""
+
+from torchelastic.rendezvous.embedded.client import EmbeddedStore
+from torchelastic.rendezvous.embedded.endpoint import bind_endpoint
+from torchelastic.rendezvous.embedded.joining import host_or_join
+from torchelastic.rendezvous.embedded.server import EmbeddedServer
+
+__all__ = ["EmbeddedServer", "EmbeddedStore", "bind_endpoint", "host_or_join"]

@@ -1,0 +1,458 @@
+"""A client's connection to the embedded store: the five verbs, over connections that may break.
+
+A verb is a request kept until it is answered. When the connection is lost, it is made again at
+once, the lease is taken up, the watches go on after the last change they saw, and what was not
+answered is sent again (the server does it once, see `Table.revision_of`). Callers notice nothing
+but the delay, until the store is out of reach for good: then everything raises `RendezvousLost`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import secrets
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
+from torchelastic.clock import Clock, SystemClock
+from torchelastic.errors import (
+    LeaseExpired,
+    RendezvousError,
+    RendezvousLost,
+    WireError,
+)
+from torchelastic.rendezvous.embedded import wire
+from torchelastic.rendezvous.embedded.dial import Endpoint, dial
+from torchelastic.rendezvous.embedded.endpoint import reachable_address
+from torchelastic.rendezvous.embedded.link import Link
+from torchelastic.rendezvous.embedded.table import Row
+from torchelastic.rendezvous.store import Change, Item, Json, Listing
+
+log = logging.getLogger(__name__)
+
+#: Seconds to come back to a lost store while no lease says how long.
+RECONNECT_TIMEOUT = 3.0
+#: A lease is renewed this many times before it would end.
+RENEWALS = 3
+#: Seconds the server has to take our goodbye.
+GOODBYE = 1.0
+
+
+class _Request:
+    """A request that is not answered yet."""
+
+    def __init__(self, frame: bytes) -> None:
+        self.frame = frame
+        self.answer: asyncio.Future[wire.Message] = asyncio.get_running_loop().create_future()
+        #: The parts of an answer in several frames.
+        self.rows: list[Row] = []
+
+
+class _Feed:
+    """What one `watch` is to tell next."""
+
+    def __init__(self, prefix: str, after: int) -> None:
+        self.prefix = prefix
+        self.seen = after
+        #: Whether the server has told what was before now; news is out of order until then.
+        self.live = False
+        self._rows: deque[Row] = deque()
+        self._news = asyncio.Event()
+        self._lost: str | None = None
+
+    def take(self, rows: list[Row]) -> None:
+        for row in rows:
+            # After a lost connection the server may tell again what was on its way.
+            if row.modified > self.seen:
+                self.seen = row.modified
+                self._rows.append(row)
+                self._news.set()
+
+    def lose(self, sentence: str) -> None:
+        self._lost = sentence
+        self._news.set()
+
+    async def next(self) -> Row:
+        while not self._rows:
+            if self._lost is not None:
+                raise RendezvousLost(self._lost)
+            self._news.clear()
+            await self._news.wait()
+        return self._rows.popleft()
+
+
+class _HeldLease:
+    """Our lease, as far as we can know: `until` is counted from before the request left."""
+
+    def __init__(self, token: str, seconds: float, sent: float) -> None:
+        self.token = token
+        self.seconds = seconds
+        self.until = sent + seconds
+
+    def renewed(self, sent: float) -> None:
+        self.until = max(self.until, sent + self.seconds)
+
+
+class EmbeddedStore:
+    """The `Store` protocol over the embedded server. Made by `connect`."""
+
+    def __init__(
+        self, endpoint: Endpoint, *, clock: Clock, reconnect_timeout: float | None
+    ) -> None:
+        self._endpoint = endpoint
+        self._clock = clock
+        self._reconnect_timeout = reconnect_timeout
+        #: Makes the stamps of this client's writes its own.
+        self._name = secrets.token_hex(8)
+        self._ids = itertools.count(1)
+        self._requests: dict[int, _Request] = {}
+        self._feeds: list[_Feed] = []
+        #: Feeds that wait for what was before now, by the request that asked for it.
+        self._catching_up: dict[int, _Feed] = {}
+        self._link: Link | None = None
+        self._store_name = ""
+        self._local_addr = ""
+        #: Why nothing works any more.
+        self._lost: str | None = None
+        self._connector: asyncio.Task[None] | None = None
+        self._lease: _HeldLease | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._lease_timer: asyncio.TimerHandle | None = None
+        self._silence_timer: asyncio.TimerHandle | None = None
+        self._frames_heard = 0
+        #: Set when the lease of this connection has ended, cleared by `open_lease`.
+        self.lease_lost = asyncio.Event()
+
+    @classmethod
+    async def connect(
+        cls,
+        host: str,
+        port: int,
+        job: str,
+        *,
+        timeout: float | None,
+        reconnect_timeout: float | None = None,
+        clock: Clock | None = None,
+        meanwhile: Callable[[], Awaitable[None]] | None = None,
+    ) -> EmbeddedStore:
+        """Connect to the store of a job, waiting up to `timeout` seconds (None: for ever) for it.
+
+        `meanwhile` is called every now and then while nobody is there. Raises `RendezvousLost` if
+        nobody comes, `RendezvousRefused` if who is there is not for us.
+        """
+        store = cls(
+            Endpoint(host, port, job),
+            clock=clock or SystemClock(),
+            reconnect_timeout=reconnect_timeout,
+        )
+        link, welcome = await dial(
+            store._endpoint,
+            None,
+            timeout=math.inf if timeout is None else timeout,
+            clock=store._clock,
+            meanwhile=meanwhile,
+        )
+        store._store_name = welcome.store
+        store._adopt(link)
+        store._connector = asyncio.create_task(
+            store._stay_connected(link), name="rendezvous connection"
+        )
+        return store
+
+    @property
+    def local_addr(self) -> str:
+        """This node's address towards the store: what its peers can reach as well."""
+        return self._local_addr
+
+    # The verbs
+
+    async def get(self, prefix: str) -> Listing:
+        request = await self._ask(lambda id: wire.Get(id, prefix))
+        answer = request.answer.result()
+        assert isinstance(answer, wire.Rows)
+        return Listing(answer.revision, {row.key: _item(row) for row in request.rows})
+
+    async def put(self, key: str, value: Json, *, leased: bool = False) -> int:
+        revision = await self._write(key, value, None, leased)
+        assert revision is not None
+        return revision
+
+    async def compare_and_set(
+        self, key: str, value: Json, *, expected: int, leased: bool = False
+    ) -> int | None:
+        return await self._write(key, value, expected, leased)
+
+    async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Change, None]:
+        self._check()
+        feed = _Feed(prefix, after)
+        self._feeds.append(feed)
+        self._subscribe(feed)
+        try:
+            while True:
+                yield _change(await feed.next())
+        finally:
+            self._drop(feed)
+
+    async def keep_alive(self) -> bool:
+        lease = self._lease
+        self._check()
+        if lease is None or lease is not self._lease:
+            return False
+        sent = self._clock.now()
+        request = await self._ask(wire.KeepAlive)
+        if isinstance(request.answer.result(), wire.NoLease):
+            self._end_lease(lease)
+        else:
+            lease.renewed(sent)
+        return lease is self._lease
+
+    async def open_lease(self, seconds: float) -> None:
+        token = secrets.token_hex(16)
+        sent = self._clock.now()
+        await self._ask(lambda id: wire.OpenLease(id, token, seconds))
+        await self._stop_keeping()
+        self._lease = _HeldLease(token, seconds, sent)
+        self.lease_lost.clear()
+        self._watch_lease()
+        self._keeper = asyncio.create_task(self._keep(self._lease), name="rendezvous lease")
+
+    async def close(self) -> None:
+        # Given back, not lost.
+        self._lease = None
+        if self._lost is None:
+            self._lose("This connection to the rendezvous was closed.")
+        await self._stop_keeping()
+        if self._connector is not None:
+            self._connector.cancel()
+            await asyncio.wait([self._connector])
+        if self._link is not None:
+            self._link.send(wire.Bye())
+            await asyncio.wait([self._link.ended], timeout=GOODBYE)
+            self._link.abort()
+            await asyncio.wait([self._link.ended])
+            self._link = None
+
+    # Requests and answers
+
+    async def _write(self, key: str, value: Json, expected: int | None, leased: bool) -> int | None:
+        text = wire.encode_value(key, value)
+        self._check()
+        lease = self._lease
+        if leased and lease is None:
+            raise LeaseExpired(f"This node holds no lease: '{key}' was not written.")
+        request = await self._ask(
+            lambda id: wire.Put(id, key, text, f"{self._name}/{id}", expected, leased)
+        )
+        answer = request.answer.result()
+        if isinstance(answer, wire.NoLease):
+            self._end_lease(lease)
+            raise LeaseExpired(f"The rendezvous has given this node up: '{key}' was not written.")
+        assert isinstance(answer, wire.Done)
+        return answer.revision
+
+    async def _ask(self, make: Callable[[int], wire.Message]) -> _Request:
+        """Send a request, now or when there is a connection again, and wait for its answer."""
+        self._check()
+        id = next(self._ids)
+        request = _Request(wire.pack(make(id)))
+        self._requests[id] = request
+        if self._link is not None:
+            self._link.send(request.frame)
+            self._expect_answer()
+        try:
+            await request.answer
+        finally:
+            self._requests.pop(id, None)
+        return request
+
+    def _check(self) -> None:
+        """Before a verb does anything: is there still a store, is there still a lease?"""
+        self._check_lease()
+        if self._lost is not None:
+            raise RendezvousLost(self._lost)
+
+    def _hear(self, payload: bytes) -> None:
+        self._frames_heard += 1
+        # First: after this process stood still, what is read now is old, and so may the lease be.
+        self._check_lease()
+        message = wire.parse(payload, wire.ANSWERS)
+        match message:
+            case wire.Changed(prefix=prefix, rows=rows):
+                for feed in self._feeds:
+                    if feed.live and feed.prefix == prefix:
+                        feed.take(rows)
+            case wire.LeaseEnded(token=token):
+                if self._lease is not None and self._lease.token == token:
+                    self._end_lease(self._lease)
+            case wire.Refusal(sentence=sentence):
+                self._lose(f"The rendezvous at {self._endpoint} is over: {sentence}")
+            case wire.Rows() | wire.Done() | wire.NoLease():
+                self._answered(message)
+
+    def _answered(self, message: wire.Rows | wire.Done | wire.NoLease) -> None:
+        last = not isinstance(message, wire.Rows) or message.last
+        if isinstance(message, wire.Rows) and (feed := self._catching_up.get(message.id)):
+            feed.take(message.rows)
+            if last:
+                feed.live = True
+                del self._catching_up[message.id]
+        elif request := self._requests.get(message.id):
+            if isinstance(message, wire.Rows):
+                request.rows += message.rows
+            if last and not request.answer.done():
+                request.answer.set_result(message)
+
+    # Watches
+
+    def _subscribe(self, feed: _Feed) -> None:
+        feed.live = False
+        if self._link is not None:
+            id = next(self._ids)
+            self._catching_up[id] = feed
+            self._link.send(wire.Watch(id, feed.prefix, feed.seen))
+
+    def _drop(self, feed: _Feed) -> None:
+        self._feeds.remove(feed)
+        for id in [id for id, waiting in self._catching_up.items() if waiting is feed]:
+            del self._catching_up[id]
+        shared = any(other.prefix == feed.prefix for other in self._feeds)
+        if self._link is not None and not shared:
+            self._link.send(wire.Unwatch(feed.prefix))
+
+    # The connection
+
+    def _adopt(self, link: Link) -> None:
+        """Go on where the last connection ended."""
+        self._link = link
+        self._local_addr = reachable_address(link.local_addr, self._endpoint.host)
+        link.deliver_to(self._hear)
+        self._catching_up.clear()
+        for feed in self._feeds:
+            self._subscribe(feed)
+        for request in self._requests.values():
+            request.rows.clear()
+            link.send(request.frame)
+        self._expect_answer()
+
+    async def _stay_connected(self, link: Link) -> None:
+        """Make the connection anew whenever it is lost; give up when that takes too long."""
+        while True:
+            error = await asyncio.shield(link.ended)
+            self._link = None
+            if self._lost is not None:
+                return
+            if isinstance(error, WireError):
+                # Asked again, it would say the same again.
+                self._lose(f"The rendezvous at {self._endpoint} cannot be understood: {error}")
+                return
+            log.info("The connection to the rendezvous was lost (%s).", error or "closed")
+            try:
+                link = await self._dial_again()
+            except RendezvousLost as problem:
+                self._lose(str(problem))
+                return
+            except RendezvousError as problem:
+                self._lose(f"The rendezvous at {self._endpoint} is gone: {problem}")
+                return
+
+    async def _dial_again(self) -> Link:
+        lease = self._lease
+        token = None if lease is None else lease.token
+        link, welcome = await dial(
+            self._endpoint, token, timeout=self._patience(), clock=self._clock
+        )
+        if welcome.store != self._store_name:
+            link.abort()
+            raise RendezvousLost(
+                f"The rendezvous at {self._endpoint} was started anew and has forgotten this job."
+            )
+        if lease is not None and not welcome.lease:
+            self._end_lease(lease)
+        self._adopt(link)
+        return link
+
+    def _patience(self) -> float:
+        if self._reconnect_timeout is not None:
+            return self._reconnect_timeout
+        return self._lease.seconds if self._lease is not None else RECONNECT_TIMEOUT
+
+    def _expect_answer(self) -> None:
+        """Notice a host that is frozen: its machine still takes what we send."""
+        if self._silence_timer is None and self._requests and self._lost is None:
+            loop = asyncio.get_running_loop()
+            self._silence_timer = loop.call_later(
+                self._patience(), self._notice_silence, self._frames_heard
+            )
+
+    def _notice_silence(self, heard_before: int) -> None:
+        self._silence_timer = None
+        if self._requests and self._link is not None and self._frames_heard == heard_before:
+            self._link.abort(ConnectionError("it does not answer"))
+        self._expect_answer()
+
+    def _lose(self, sentence: str) -> None:
+        """The end: every verb and every watch, now and later, says this."""
+        self._lost = sentence
+        for request in self._requests.values():
+            if not request.answer.done():
+                request.answer.set_exception(RendezvousLost(sentence))
+        for feed in self._feeds:
+            feed.lose(sentence)
+        if self._silence_timer is not None:
+            self._silence_timer.cancel()
+        self._end_lease(self._lease)
+
+    # The lease
+
+    async def _keep(self, lease: _HeldLease) -> None:
+        """Renew the lease until it ends."""
+        while lease is self._lease:
+            await asyncio.sleep(lease.seconds / RENEWALS)
+            try:
+                await self.keep_alive()
+            except RendezvousLost:
+                return
+
+    def _watch_lease(self) -> None:
+        """Set the timer by which the lease is over unless it was renewed."""
+        if self._lease is not None:
+            delay = max(self._lease.until - self._clock.now(), 0.0)
+            loop = asyncio.get_running_loop()
+            self._lease_timer = loop.call_later(delay, self._lease_may_be_over)
+
+    def _lease_may_be_over(self) -> None:
+        self._check_lease()
+        self._watch_lease()
+
+    def _check_lease(self) -> None:
+        """Whatever the server thinks: not renewed in time, a lease may be over, so it is."""
+        if self._lease is not None and self._clock.now() >= self._lease.until:
+            self._end_lease(self._lease)
+
+    def _end_lease(self, lease: _HeldLease | None) -> None:
+        if lease is not None and lease is self._lease:
+            self._lease = None
+            self.lease_lost.set()
+            if self._lease_timer is not None:
+                self._lease_timer.cancel()
+
+    async def _stop_keeping(self) -> None:
+        if self._lease_timer is not None:
+            self._lease_timer.cancel()
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait([self._keeper])
+            self._keeper = None
+
+
+def _item(row: Row) -> Item:
+    if row.text is None:
+        raise WireError(f"The rendezvous lists '{row.key}' without a value.")
+    return Item(wire.decode_value(row.text), row.created, row.modified)
+
+
+def _change(row: Row) -> Change:
+    item = None if row.text is None else _item(row)
+    return Change(row.key, item, row.modified)

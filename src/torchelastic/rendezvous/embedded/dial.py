@@ -1,0 +1,148 @@
+"""Getting a connection to the store: try until its host is there, then greet."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from torchelastic.clock import Clock
+from torchelastic.errors import ConfigError, RendezvousLost, RendezvousRefused, WireError
+from torchelastic.rendezvous.embedded import wire
+from torchelastic.rendezvous.embedded.endpoint import loopback_addresses
+from torchelastic.rendezvous.embedded.link import Link
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE = 0.01
+LONGEST_PAUSE = 0.25
+#: Seconds one attempt may take: a packet filter that swallows packets gives no answer at all.
+ATTEMPT = 5.0
+#: Seconds between the addresses of a name that has several.
+NEXT_ADDRESS = 0.25
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the store of a job is to be found."""
+
+    host: str
+    port: int
+    job: str
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class _NoAnswer(Exception):
+    """Something took the connection and said nothing."""
+
+
+async def dial(
+    endpoint: Endpoint,
+    lease: str | None,
+    *,
+    timeout: float,
+    clock: Clock,
+    meanwhile: Callable[[], Awaitable[None]] | None = None,
+) -> tuple[Link, wire.Welcome]:
+    """A greeted connection, which takes up `lease` if it can; waits for the host to be there.
+
+    `meanwhile` is called after every attempt in vain. Raises `RendezvousRefused` at once when the
+    store refuses or something else lives at the port, `RendezvousLost` when nobody is there until
+    the time is up.
+    """
+    deadline = clock.now() + timeout
+    pause = FIRST_PAUSE
+    while True:
+        try:
+            left = max(deadline - clock.now(), FIRST_PAUSE)
+            return await _attempt(endpoint, lease, min(ATTEMPT, left))
+        except (OSError, asyncio.TimeoutError, _NoAnswer) as error:
+            problem = error
+        log.debug("No rendezvous at %s yet: %s.", endpoint, _words(problem))
+        if clock.now() + pause >= deadline:
+            raise _verdict(endpoint, timeout, problem) from problem
+        if meanwhile is not None:
+            await meanwhile()
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def _verdict(
+    endpoint: Endpoint, timeout: float, problem: Exception
+) -> RendezvousLost | RendezvousRefused:
+    if isinstance(problem, _NoAnswer):
+        return RendezvousRefused(
+            f"Something at {endpoint} takes connections but does not answer as a torchelastic "
+            "rendezvous: choose another port in --rdzv-endpoint."
+        )
+    return RendezvousLost(
+        f"No rendezvous answered at {endpoint} within {timeout:g} s ({_words(problem)}): see "
+        "whether the agent on that host runs, and whether --rdzv-endpoint names it."
+    )
+
+
+def _words(problem: Exception) -> str:
+    if isinstance(problem, _NoAnswer):
+        return "no answer to our hello"
+    if isinstance(problem, socket.gaierror):
+        return "its name is not known"
+    if isinstance(problem, asyncio.TimeoutError):
+        return "no answer"
+    if isinstance(problem, ConnectionRefusedError):
+        return "connection refused"
+    return str(problem) or type(problem).__name__
+
+
+async def _attempt(
+    endpoint: Endpoint, lease: str | None, timeout: float
+) -> tuple[Link, wire.Welcome]:
+    link = Link()
+    try:
+        await asyncio.wait_for(_connect(link, endpoint), timeout)
+        return link, await _greet(link, endpoint, lease, timeout)
+    except BaseException:
+        # Whatever it was, a cancellation included: no half-made connection is left behind.
+        link.abort()
+        raise
+
+
+async def _connect(link: Link, endpoint: Endpoint) -> None:
+    loop = asyncio.get_running_loop()
+    # The loopback addresses by themselves: no thread for the name service is needed then.
+    *others, final = loopback_addresses(endpoint.host) or (endpoint.host,)
+    for address in others:
+        try:
+            await loop.create_connection(lambda: link, address, endpoint.port)
+        except OSError:
+            continue
+        return
+    try:
+        await loop.create_connection(
+            lambda: link, final, endpoint.port, happy_eyeballs_delay=NEXT_ADDRESS
+        )
+    except UnicodeError as error:
+        raise ConfigError(f"'{endpoint.host}' is no host name: correct --rdzv-endpoint.") from error
+
+
+async def _greet(link: Link, endpoint: Endpoint, lease: str | None, timeout: float) -> wire.Welcome:
+    """Say hello. An answer to a challenge for the job's secret would go here."""
+    link.send(wire.Hello(wire.PROTOCOL, wire.VERSION, endpoint.job, lease))
+    try:
+        frame = await asyncio.wait_for(link.next_frame(), timeout)
+        answer = wire.parse(frame, wire.ANSWERS_TO_HELLO)
+    except WireError as error:
+        raise RendezvousRefused(
+            f"The port of {endpoint} is used by something that is not a torchelastic "
+            "rendezvous: choose another port in --rdzv-endpoint."
+        ) from error
+    except (OSError, EOFError, asyncio.TimeoutError) as error:
+        # Not a refusal yet: proxies take connections for a host that is still to come.
+        raise _NoAnswer from error
+    if isinstance(answer, wire.Refusal):
+        raise RendezvousRefused(answer.sentence)
+    assert isinstance(answer, wire.Welcome)
+    return answer

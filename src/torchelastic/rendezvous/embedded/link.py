@@ -1,0 +1,122 @@
+"""One TCP connection that carries frames; the same at both ends."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable
+
+from torchelastic.errors import WireError
+from torchelastic.rendezvous.embedded.wire import Message, Unpacker, pack
+
+#: Seconds the kernel keeps trying to reach a peer that does not acknowledge.
+PEER_TIMEOUT = 15
+
+_SOCKET_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    # Without these a machine that lost its power would be a connection for ever.
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PEER_TIMEOUT // 3),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PEER_TIMEOUT // 3),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, PEER_TIMEOUT * 1000),
+)
+
+
+class Link(asyncio.Protocol):
+    """Whole frames in and out; `ended` tells that it is over, and why. Made in a running loop."""
+
+    def __init__(self, *, backlog: int | None = None) -> None:
+        #: Done when the connection is over; the result is the error that ended it, if any.
+        self.ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+        self.local_addr = ""
+        self._backlog = backlog
+        self._transport: asyncio.Transport | None = None
+        self._unpacker = Unpacker()
+        self._handler: Callable[[bytes], None] | None = None
+        #: Frames that came before anybody wanted them.
+        self._early: deque[bytes] = deque()
+        self._wanted: asyncio.Future[bytes] | None = None
+        self._error: Exception | None = None
+
+    # What the owner calls
+
+    def deliver_to(self, handler: Callable[[bytes], None]) -> None:
+        """Hand every frame to `handler`, beginning with those already here."""
+        self._handler = handler
+        while self._early and not self.is_closing:
+            handler(self._early.popleft())
+
+    async def next_frame(self) -> bytes:
+        """The next frame, for the greeting. Raises what ended the connection instead of it."""
+        if self._early:
+            return self._early.popleft()
+        if self.ended.done():
+            raise self.ended.result() or EOFError("the connection was closed")
+        self._wanted = asyncio.get_running_loop().create_future()
+        return await self._wanted
+
+    def send(self, message: Message | bytes) -> None:
+        """Send a message, or a frame packed before; nothing happens if the connection is over."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(message if isinstance(message, bytes) else pack(message))
+
+    def close(self) -> None:
+        """End the connection once everything is sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self, error: Exception | None = None) -> None:
+        """End the connection now."""
+        self._error = self._error or error
+        if self._transport is not None:
+            self._transport.abort()
+        elif not self.ended.done():
+            # Never connected: nobody else will say that it is over.
+            self.ended.set_result(self._error)
+
+    @property
+    def is_closing(self) -> bool:
+        return self._transport is None or self._transport.is_closing()
+
+    # What the event loop calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        sock = transport.get_extra_info("socket")
+        for level, option, value in _SOCKET_OPTIONS:
+            sock.setsockopt(level, option, value)
+        self.local_addr = sock.getsockname()[0]
+        if self._backlog is not None:
+            transport.set_write_buffer_limits(high=self._backlog)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for payload in self._unpacker.feed(data):
+                self._hand_over(payload)
+                if self.is_closing:
+                    return
+        except WireError as error:
+            self.abort(error)
+
+    def _hand_over(self, payload: bytes) -> None:
+        if self._handler is not None:
+            self._handler(payload)
+        elif self._wanted is not None and not self._wanted.done():
+            self._wanted.set_result(payload)
+        else:
+            self._early.append(payload)
+
+    def pause_writing(self) -> None:
+        """The peer reads slower than we write: rather lose it than our memory or our time."""
+        if self._backlog is not None:
+            self.abort(ConnectionError("it does not read what it is sent"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        error = self._error or exc
+        if not self.ended.done():
+            self.ended.set_result(error)
+        if self._wanted is not None and not self._wanted.done():
+            self._wanted.set_exception(error or EOFError("the connection was closed"))

@@ -1,0 +1,321 @@
+"""The store as a TCP server in the event loop of the agent that hosts it.
+
+Everything is done in the callback that brought it: a request is read, the table changed, the
+answer written and the watchers told, in one go. So requests are done one after the other, there
+are no tasks, and an idle server does nothing but answer keep-alives. One timer, set to the
+earliest deadline, ends leases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+import socket
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from torchelastic.clock import Clock, SystemClock
+from torchelastic.errors import LeaseExpired, WireError
+from torchelastic.rendezvous.embedded import wire
+from torchelastic.rendezvous.embedded.endpoint import LISTEN_BACKLOG, bind_endpoint
+from torchelastic.rendezvous.embedded.link import Link
+from torchelastic.rendezvous.embedded.table import Row, Table
+
+__all__ = ["EmbeddedServer", "bind_endpoint"]
+
+log = logging.getLogger(__name__)
+
+#: Seconds in which a client whose connection ended may come back and take its lease up again.
+GRACE = 0.05
+#: Bytes not yet sent to a client at which it is dropped.
+BACKLOG = 16 * 1024 * 1024
+#: Seconds a new connection has to say hello, and a closing one to take its last words.
+PATIENCE = 10.0
+CLOSING_PATIENCE = 1.0
+
+
+class _Peer:
+    """A client as the server sees it."""
+
+    def __init__(self, link: Link, hello_due: asyncio.TimerHandle) -> None:
+        self.link = link
+        self.hello_due = hello_due
+        self.admitted = False
+        self.lease: str | None = None
+        self.prefixes: set[str] = set()
+
+    def refuse(self, sentence: str) -> None:
+        """Say why, and end the connection."""
+        self.link.send(wire.Refusal(sentence))
+        self.link.close()
+
+
+class EmbeddedServer:
+    """Hosts the store of one job."""
+
+    def __init__(
+        self,
+        job: str,
+        *,
+        clock: Clock | None = None,
+        grace: float = GRACE,
+        backlog: int = BACKLOG,
+        table: Table | None = None,
+    ) -> None:
+        self._job = job
+        self._clock = clock or SystemClock()
+        self._grace = grace
+        self._backlog = backlog
+        self._table = table or Table()
+        #: A client that comes back to another name than it left has lost its store.
+        self._name = secrets.token_hex(8)
+        self._listeners: list[asyncio.Server] = []
+        self._peers: set[_Peer] = set()
+        #: Who watches a prefix. A dict for its order.
+        self._watchers: dict[str, dict[_Peer, None]] = {}
+        #: The connection each lease belongs to; none while its client is to come back.
+        self._holders: dict[str, _Peer] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._departure = asyncio.Event()
+        self._closing = False
+        self.port = 0
+
+    async def start(self, sockets: Sequence[socket.socket]) -> int:
+        """Serve on the sockets `bind_endpoint` gave; returns the port."""
+        loop = asyncio.get_running_loop()
+        for sock in sockets:
+            # Written out, for the default backlog makes the 101st joiner wait for a second.
+            listener = await loop.create_server(self._accept, sock=sock, backlog=LISTEN_BACKLOG)
+            self._listeners.append(listener)
+        self.port = int(sockets[0].getsockname()[1])
+        return self.port
+
+    @property
+    def clients(self) -> int:
+        """How many clients are connected."""
+        return sum(peer.admitted for peer in self._peers)
+
+    async def wait_alone(self, timeout: float, *, own: int = 0) -> bool:
+        """Wait until no more than `own` clients are connected; False if some still are."""
+        deadline = self._clock.now() + timeout
+        while self.clients > own:
+            self._departure.clear()
+            left = deadline - self._clock.now()
+            try:
+                await asyncio.wait_for(self._departure.wait(), max(left, 0.0))
+            except asyncio.TimeoutError:
+                return self.clients <= own
+        return True
+
+    async def close(self) -> None:
+        """Stop; clients are told that the store is gone for good."""
+        self._closing = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for listener in self._listeners:
+            listener.close()
+        ends = [peer.link.ended for peer in self._peers]
+        for peer in self._peers:
+            peer.refuse("The agent that hosted the rendezvous has ended.")
+        if ends:
+            await asyncio.wait(ends, timeout=CLOSING_PATIENCE)
+        for peer in self._peers:
+            peer.link.abort()
+        if ends:
+            await asyncio.wait(ends)
+        for listener in self._listeners:
+            await listener.wait_closed()
+
+    # Connections
+
+    def _accept(self) -> Link:
+        link = Link(backlog=self._backlog)
+        hello_due = asyncio.get_running_loop().call_later(PATIENCE, link.abort)
+        peer = _Peer(link, hello_due)
+        link.deliver_to(partial(self._greet, peer))
+        link.ended.add_done_callback(partial(self._gone, peer))
+        self._peers.add(peer)
+        return link
+
+    def _greet(self, peer: _Peer, payload: bytes) -> None:
+        """The first frame. A challenge for the job's secret would go here, before the welcome."""
+        # What raises here is no client of ours: the link ends the connection without a word.
+        hello = wire.parse_hello(payload)
+        peer.hello_due.cancel()
+        if self._closing:
+            peer.refuse("The agent that hosted the rendezvous has ended.")
+        elif hello is None:
+            peer.refuse(
+                f"The rendezvous speaks version {wire.VERSION} of its protocol, this agent "
+                "another: install the same torchelastic on every node."
+            )
+        elif hello.job != self._job:
+            peer.refuse(
+                f"The rendezvous belongs to job '{self._job}', not to '{hello.job}': give every "
+                "node of a job the same --rdzv-id, and every job a port of its own."
+            )
+        else:
+            self._admit(peer, hello)
+
+    def _admit(self, peer: _Peer, hello: wire.Hello) -> None:
+        peer.admitted = True
+        resumed = hello.lease is not None and self._table.keep_alive(hello.lease, self._clock.now())
+        if resumed and hello.lease is not None:
+            self._hold(peer, hello.lease)
+        peer.link.send(wire.Welcome(wire.PROTOCOL, wire.VERSION, self._name, resumed))
+        peer.link.deliver_to(partial(self._serve, peer))
+
+    def _hold(self, peer: _Peer, token: str) -> None:
+        """Make a lease this connection's. An older connection that had it is a dead one."""
+        before = self._holders.get(token)
+        if before is not None and before is not peer:
+            before.lease = None
+            before.link.abort()
+        self._holders[token] = peer
+        peer.lease = token
+
+    def _gone(self, peer: _Peer, ended: asyncio.Future[Exception | None]) -> None:
+        peer.hello_due.cancel()
+        self._peers.discard(peer)
+        for prefix in peer.prefixes:
+            self._unwatch(peer, prefix)
+        if error := ended.result():
+            log.debug("A client's connection ended: %s.", error)
+        if peer.lease is not None and not self._closing:
+            del self._holders[peer.lease]
+            self._table.shorten(peer.lease, self._clock.now() + self._grace)
+            self._set_timer()
+        self._departure.set()
+
+    # Requests
+
+    def _serve(self, peer: _Peer, payload: bytes) -> None:
+        try:
+            self._perform(peer, wire.parse(payload, wire.REQUESTS))
+        except WireError as error:
+            log.warning("A client of the rendezvous is sent away: %s", error)
+            peer.refuse(str(error))
+
+    def _perform(self, peer: _Peer, request: wire.Message) -> None:
+        match request:
+            case wire.Put():
+                self._put(peer, request)
+            case wire.KeepAlive(id=id):
+                self._keep_alive(peer, id)
+            case wire.Get(id=id, prefix=prefix):
+                self._send_rows(peer, id, self._table.get(prefix))
+            case wire.Watch():
+                self._watch(peer, request)
+            case wire.Unwatch(prefix=prefix):
+                peer.prefixes.discard(prefix)
+                self._unwatch(peer, prefix)
+            case wire.OpenLease():
+                self._open_lease(peer, request)
+            case wire.Bye():
+                self._end_lease(peer)
+                peer.link.close()
+
+    def _put(self, peer: _Peer, put: wire.Put) -> None:
+        revision = self._table.revision_of(put.stamp)
+        if revision is not None:
+            peer.link.send(wire.Done(put.id, revision))
+            return
+        # Whoever wrote it is sent away for it, not all those who would read it.
+        wire.decode_value(put.value)
+        try:
+            row = self._table.put(
+                put.key,
+                put.value,
+                expected=put.expected,
+                lease=(peer.lease or "") if put.leased else None,
+                stamp=put.stamp,
+            )
+        except LeaseExpired:
+            peer.link.send(wire.NoLease(put.id))
+            return
+        peer.link.send(wire.Done(put.id, row.modified if row else None))
+        if row:
+            self._publish([row])
+
+    def _send_rows(self, peer: _Peer, id: int, rows: list[Row]) -> None:
+        portions = wire.batches(rows)
+        for number, portion in enumerate(portions, start=1):
+            last = number == len(portions)
+            peer.link.send(wire.Rows(id, self._table.revision, portion, last))
+
+    def _watch(self, peer: _Peer, watch: wire.Watch) -> None:
+        rows = self._table.since(watch.prefix, watch.after)
+        if rows is None:
+            peer.refuse("This agent was away for too long to be told what it has missed.")
+            return
+        self._send_rows(peer, watch.id, rows)
+        peer.prefixes.add(watch.prefix)
+        self._watchers.setdefault(watch.prefix, {})[peer] = None
+
+    def _unwatch(self, peer: _Peer, prefix: str) -> None:
+        watchers = self._watchers.get(prefix, {})
+        watchers.pop(peer, None)
+        if not watchers:
+            self._watchers.pop(prefix, None)
+
+    def _publish(self, rows: Iterable[Row]) -> None:
+        """Tell who watches. A frame is packed once for all the watchers of a prefix."""
+        for prefix, peers in self._watchers.items():
+            news = [row for row in rows if row.key.startswith(prefix)]
+            for portion in wire.batches(news) if news else ():
+                frame = wire.pack(wire.Changed(prefix, portion))
+                for peer in peers:
+                    peer.link.send(frame)
+
+    # Leases
+
+    def _open_lease(self, peer: _Peer, request: wire.OpenLease) -> None:
+        if not (math.isfinite(request.seconds) and request.seconds > 0):
+            raise WireError(f"A lease cannot last {request.seconds} s.")
+        if not 16 <= len(request.token) <= wire.TOKEN_LIMIT:
+            raise WireError("A lease needs a token of 16 characters at least.")
+        if peer.lease != request.token:
+            self._end_lease(peer)
+        self._table.open_lease(request.token, request.seconds, self._clock.now())
+        self._hold(peer, request.token)
+        self._set_timer()
+        peer.link.send(wire.Done(request.id, None))
+
+    def _keep_alive(self, peer: _Peer, id: int) -> None:
+        alive = peer.lease is not None and self._table.keep_alive(peer.lease, self._clock.now())
+        peer.link.send(wire.Done(id, None) if alive else wire.NoLease(id))
+
+    def _end_lease(self, peer: _Peer) -> None:
+        if peer.lease is not None:
+            token, peer.lease = peer.lease, None
+            del self._holders[token]
+            self._publish(self._table.end_lease(token))
+
+    def _set_timer(self) -> None:
+        """See to it that the timer runs out no later than the next deadline.
+
+        Keep-alives only move deadlines away, so they need not touch it: it runs out in vain once
+        in a while instead.
+        """
+        due = self._table.next_deadline()
+        if due is None:
+            return
+        loop = asyncio.get_running_loop()
+        delay = max(due - self._clock.now(), 0.0)
+        if self._timer is not None:
+            if self._timer.when() <= loop.time() + delay:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_later(delay, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        for token, rows in self._table.expire(self._clock.now()).items():
+            holder = self._holders.pop(token, None)
+            if holder is not None:
+                holder.lease = None
+                holder.link.send(wire.LeaseEnded(token))
+            self._publish(rows)
+        self._set_timer()

@@ -1,0 +1,225 @@
+"""The store's state as plain data: rows, revisions, leases, and enough history to catch up from.
+
+Pure: no socket, no clock, no task. Whoever holds a `Table` hands in `now` and tells the watchers
+what changed. Values are kept as the JSON text they came in: the table has no use for what they
+mean, text takes a fraction of the memory, and nobody can change a value that others also hold.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torchelastic.errors import LeaseExpired
+
+#: Changes kept in full: at most this many, and at most this many characters of values.
+HISTORY_ROWS = 4096
+HISTORY_CHARS = 8 * 1024 * 1024
+#: Deleted keys remembered by name, for those who fell behind the history.
+GRAVES = 65536
+
+
+class Row(NamedTuple):
+    """One key as of one revision: its JSON text, or None where the change was its deletion."""
+
+    key: str
+    text: str | None
+    created: int
+    modified: int
+
+
+@dataclass
+class Lease:
+    """A promise to keep some keys until `deadline`, which every keep-alive moves."""
+
+    seconds: float
+    deadline: float
+    #: A dict for its order: keys are deleted in the order they were put.
+    keys: dict[str, None] = field(default_factory=dict)
+
+
+class History:
+    """The last changes, in full, and which request made each."""
+
+    def __init__(self, rows: int, chars: int) -> None:
+        self._max_rows = rows
+        self._max_chars = chars
+        self._chars = 0
+        self._rows: deque[tuple[Row, str]] = deque()
+        self._stamps: dict[str, int] = {}
+        #: Every change after this revision is here.
+        self.floor = 0
+
+    def append(self, row: Row, stamp: str) -> None:
+        self._rows.append((row, stamp))
+        self._chars += len(row.text or "")
+        if stamp:
+            self._stamps[stamp] = row.modified
+        while len(self._rows) > self._max_rows or self._chars > self._max_chars:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        row, stamp = self._rows.popleft()
+        self._chars -= len(row.text or "")
+        self._stamps.pop(stamp, None)
+        self.floor = row.modified
+
+    def since(self, after: int) -> list[Row]:
+        """The changes after a revision that is not below `floor`, oldest first."""
+        found: list[Row] = []
+        for row, _ in reversed(self._rows):
+            if row.modified <= after:
+                break
+            found.append(row)
+        return found[::-1]
+
+    def revision_of(self, stamp: str) -> int | None:
+        """The revision made by the request with this stamp, if it is remembered."""
+        return self._stamps.get(stamp)
+
+
+class Table:
+    """Keys, leases and revisions. Every change has a revision of its own."""
+
+    def __init__(
+        self,
+        *,
+        history_rows: int = HISTORY_ROWS,
+        history_chars: int = HISTORY_CHARS,
+        graves: int = GRAVES,
+    ) -> None:
+        self.revision = 0
+        self._rows: dict[str, Row] = {}
+        self._leases: dict[str, Lease] = {}
+        #: The lease each leased key is under.
+        self._owners: dict[str, str] = {}
+        self._history = History(history_rows, history_chars)
+        #: The deletions of keys that are still absent, oldest first.
+        self._graves: dict[str, Row] = {}
+        self._max_graves = graves
+        #: Every deletion after this revision is in `_graves`.
+        self._graves_floor = 0
+
+    # Reading
+
+    def get(self, prefix: str) -> list[Row]:
+        """The rows under a prefix, in order of arrival."""
+        found = [row for key, row in self._rows.items() if key.startswith(prefix)]
+        return sorted(found, key=lambda row: row.created)
+
+    def since(self, prefix: str, after: int) -> list[Row] | None:
+        """Every change under a prefix after a revision, in order.
+
+        Where the history does not reach back, only the last change of each key is told; a
+        watcher ends up with the same keys. None: not even the deletions reach back that far.
+        """
+        if after >= self._history.floor:
+            changes: Iterable[Row] = self._history.since(after)
+        elif after == 0 or after >= self._graves_floor:
+            changes = self._last_changes(after)
+        else:
+            return None
+        return [row for row in changes if row.key.startswith(prefix)]
+
+    def _last_changes(self, after: int) -> list[Row]:
+        present_or_gone = (*self._rows.values(), *self._graves.values())
+        changed = [row for row in present_or_gone if row.modified > after]
+        return sorted(changed, key=lambda row: row.modified)
+
+    def revision_of(self, stamp: str) -> int | None:
+        """The revision a request made when it came the first time, None if it has made none.
+
+        A client that lost its connection sends again what was not answered; without this, a
+        compare-and-set that was done would be told that it lost.
+        """
+        return self._history.revision_of(stamp)
+
+    # Writing
+
+    def put(
+        self,
+        key: str,
+        text: str,
+        *,
+        expected: int | None = None,
+        lease: str | None = None,
+        stamp: str = "",
+    ) -> Row | None:
+        """Set a key. With `expected`, only if its last change was then (0: it is absent).
+
+        Returns the change, None where `expected` is not so. Raises `LeaseExpired` if the lease
+        it is to be under has ended.
+        """
+        if lease is not None and lease not in self._leases:
+            raise LeaseExpired(f"The lease has ended: '{key}' was not written.")
+        old = self._rows.get(key)
+        if expected is not None and expected != (old.modified if old else 0):
+            return None
+        self.revision += 1
+        row = Row(key, text, old.created if old else self.revision, self.revision)
+        self._rows[key] = row
+        self._graves.pop(key, None)
+        self._own(key, lease)
+        self._history.append(row, stamp)
+        return row
+
+    def _own(self, key: str, lease: str | None) -> None:
+        """Put a key under a lease, or under none; it leaves the one it was under."""
+        before = self._owners.pop(key, None)
+        if before is not None and before != lease:
+            del self._leases[before].keys[key]
+        if lease is not None:
+            self._owners[key] = lease
+            self._leases[lease].keys[key] = None
+
+    def _delete(self, key: str) -> Row:
+        self.revision += 1
+        row = Row(key, None, self._rows.pop(key).created, self.revision)
+        self._owners.pop(key, None)
+        self._graves[key] = row
+        if len(self._graves) > self._max_graves:
+            oldest = next(iter(self._graves))
+            self._graves_floor = self._graves.pop(oldest).modified
+        self._history.append(row, "")
+        return row
+
+    # Leases
+
+    def open_lease(self, token: str, seconds: float, now: float) -> None:
+        """Open a lease. One that is open already is renewed: the request may come twice."""
+        lease = self._leases.setdefault(token, Lease(seconds, now + seconds))
+        lease.seconds = seconds
+        lease.deadline = now + seconds
+
+    def keep_alive(self, token: str, now: float) -> bool:
+        """Renew a lease; False if it has ended.
+
+        A lease ends when `expire` ends it, not when its time is up: after the host itself stood
+        still, the keep-alives that have piled up are read before anybody is given up.
+        """
+        lease = self._leases.get(token)
+        if lease is None:
+            return False
+        lease.deadline = now + lease.seconds
+        return True
+
+    def shorten(self, token: str, deadline: float) -> None:
+        """Let a lease end at `deadline` unless it is kept alive before."""
+        if lease := self._leases.get(token):
+            lease.deadline = min(lease.deadline, deadline)
+
+    def end_lease(self, token: str) -> list[Row]:
+        """End a lease; returns the deletions of its keys."""
+        lease = self._leases.pop(token, None)
+        return [self._delete(key) for key in lease.keys] if lease else []
+
+    def expire(self, now: float) -> dict[str, list[Row]]:
+        """End every lease whose time is up; returns their tokens and their keys' deletions."""
+        due = [token for token, lease in self._leases.items() if lease.deadline <= now]
+        return {token: self.end_lease(token) for token in due}
+
+    def next_deadline(self) -> float | None:
+        """When the next lease may end, None if there is none."""
+        return min((lease.deadline for lease in self._leases.values()), default=None)

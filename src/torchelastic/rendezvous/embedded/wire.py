@@ -1,0 +1,358 @@
+"""What goes over a connection: frames of JSON, each message a checked dataclass. Never pickle.
+
+A frame is a 4-byte big-endian length and that many bytes of UTF-8 JSON, an object whose `kind`
+names the message. The conversation:
+
+    client                          server
+    hello                      ->
+                               <-   welcome, or refusal (then the connection ends)
+    get, watch                 ->
+                               <-   rows (one or more)
+    put, open_lease, keep_alive ->
+                               <-   done, or no_lease
+    unwatch, bye               ->
+                               <-   changed (to who watches), lease_ended, refusal
+
+Requests may be sent without waiting for earlier answers; answers carry the request's id.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, get_type_hints
+
+from torchelastic.errors import WireError
+from torchelastic.rendezvous.embedded.table import Row
+
+PROTOCOL = "torchelastic-rendezvous"
+VERSION = 1
+
+FRAME_LIMIT = 4 * 1024 * 1024
+#: A row travels back in another message than it came in: what the two may differ by.
+ROOM = 16 * 1024
+KEY_LIMIT = 512
+TOKEN_LIMIT = 128
+
+_LENGTH = struct.Struct(">I")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Something one end says to the other."""
+
+    kind: ClassVar[str]
+
+
+# What a client says
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Message):
+    """The first frame of a connection."""
+
+    kind = "hello"
+    protocol: str
+    version: int
+    job: str
+    #: The lease to take up again, after a connection was lost.
+    lease: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Get(Message):
+    """Asks for the rows under a prefix."""
+
+    kind = "get"
+    id: int
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Put(Message):
+    """Sets a key; with `expected`, only if its last change was at that revision."""
+
+    kind = "put"
+    id: int
+    key: str
+    value: str
+    #: The same when the request is sent again after a lost connection, so that it is done once.
+    stamp: str
+    expected: int | None
+    leased: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Watch(Message):
+    """Asks for the changes under a prefix after a revision: as `rows` first, then as `changed`."""
+
+    kind = "watch"
+    id: int
+    prefix: str
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unwatch(Message):
+    """Ends every watch of this connection on a prefix."""
+
+    kind = "unwatch"
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLease(Message):
+    """Opens a lease, ending the one this connection had. The client makes up the token."""
+
+    kind = "open_lease"
+    id: int
+    token: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAlive(Message):
+    """Renews this connection's lease."""
+
+    kind = "keep_alive"
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bye(Message):
+    """Ends this connection's lease at once, and the connection."""
+
+    kind = "bye"
+
+
+# What the server says
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(Message):
+    """The answer to a hello."""
+
+    kind = "welcome"
+    protocol: str
+    version: int
+    #: Names this server's state; another name at the same port knows nothing of what was before.
+    store: str
+    #: Whether the lease named in the hello was taken up.
+    lease: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal(Message):
+    """Why the server ends the connection, for people. Every version has this message."""
+
+    kind = "refusal"
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rows(Message):
+    """Answers `get` and `watch`; more of the same answer follows unless `last`."""
+
+    kind = "rows"
+    id: int
+    revision: int
+    rows: list[Row]
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Message):
+    """Answers `put` (the revision, None: `expected` was not so), `open_lease`, `keep_alive`."""
+
+    kind = "done"
+    id: int
+    revision: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class NoLease(Message):
+    """Answers what needed a lease: there is none, nothing was done."""
+
+    kind = "no_lease"
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Changed(Message):
+    """Tells who watches a prefix what changed under it."""
+
+    kind = "changed"
+    prefix: str
+    rows: list[Row]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded(Message):
+    """Tells the holder of a lease that its time was up."""
+
+    kind = "lease_ended"
+    token: str
+
+
+Kinds = Mapping[str, type[Message]]
+
+
+def _by_kind(*classes: type[Message]) -> Kinds:
+    return {cls.kind: cls for cls in classes}
+
+
+GREETINGS = _by_kind(Hello)
+ANSWERS_TO_HELLO = _by_kind(Welcome, Refusal)
+REQUESTS = _by_kind(Get, Put, Watch, Unwatch, OpenLease, KeepAlive, Bye)
+ANSWERS = _by_kind(Rows, Done, NoLease, Changed, LeaseEnded, Refusal)
+
+
+def _hints(cls: type[Message]) -> dict[str, Any]:
+    hints = get_type_hints(cls)
+    return {item.name: hints[item.name] for item in fields(cls)}
+
+
+_HINTS = {
+    cls: _hints(cls)
+    for kinds in (GREETINGS, ANSWERS_TO_HELLO, REQUESTS, ANSWERS)
+    for cls in kinds.values()
+}
+
+
+# Messages to bytes
+
+
+def pack(message: Message) -> bytes:
+    """A message as one frame."""
+    content = {"kind": message.kind}
+    content.update((name, getattr(message, name)) for name in _HINTS[type(message)])
+    payload = json.dumps(content, separators=(",", ":")).encode()
+    if len(payload) > FRAME_LIMIT:
+        raise WireError(
+            f"A message of {len(payload)} bytes is too large for the rendezvous, which takes "
+            f"{FRAME_LIMIT}."
+        )
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def batches(rows: Iterable[Row], limit: int = FRAME_LIMIT // 2) -> list[list[Row]]:
+    """Rows in portions that fit a frame each; one empty portion if there are none."""
+    portions: list[list[Row]] = [[]]
+    weight = 0
+    for row in rows:
+        # JSON inside JSON: at most every character of the text is a quote to be escaped.
+        size = 2 * len(row.text or "") + 6 * len(row.key) + 64
+        if portions[-1] and weight + size > limit:
+            portions.append([])
+            weight = 0
+        portions[-1].append(row)
+        weight += size
+    return portions
+
+
+def encode_value(key: str, value: Mapping[str, Any]) -> str:
+    """A value as the text that is stored, refused here if no frame could carry it."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    if not key or len(key) > KEY_LIMIT:
+        raise WireError(f"A key has 1 to {KEY_LIMIT} characters, not {len(key)}.")
+    size = len(json.dumps(text))
+    if size > FRAME_LIMIT - ROOM:
+        raise WireError(
+            f"The value of '{key}' takes {size} bytes; the rendezvous takes {FRAME_LIMIT - ROOM}."
+        )
+    return text
+
+
+# Bytes to messages
+
+
+class Unpacker:
+    """Cuts a stream of bytes into the payloads of its frames."""
+
+    def __init__(self, limit: int = FRAME_LIMIT) -> None:
+        self._limit = limit
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Take in more bytes; yields the payloads they complete."""
+        self._buffer += data
+        while (payload := self._next()) is not None:
+            yield payload
+
+    def _next(self) -> bytes | None:
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if length > self._limit:
+            # Before it is waited for: text of another protocol reads as a length of gigabytes.
+            raise WireError(f"A frame of {length} bytes is announced; {self._limit} is the limit.")
+        end = _LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        payload = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        return payload
+
+
+def _load(payload: bytes | str, what: str) -> dict[str, Any]:
+    try:
+        content = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"{what} is not JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise WireError(f"{what} is JSON, but not an object.")
+    return content
+
+
+def parse(payload: bytes, kinds: Kinds) -> Message:
+    """The message a frame holds, if it is one of these kinds and its fields are as declared."""
+    content = _load(payload, "A frame")
+    cls = kinds.get(str(content.pop("kind", None)))
+    if cls is None:
+        raise WireError(f"A frame is none of: {', '.join(kinds)}.")
+    made = {}
+    for name, hint in _HINTS[cls].items():
+        if name not in content:
+            raise WireError(f"A '{cls.kind}' message lacks '{name}'.")
+        made[name] = _checked(content[name], hint, f"'{name}' of a '{cls.kind}' message")
+    # Fields nobody here knows are left alone: a later release of this version may say more.
+    return cls(**made)
+
+
+def parse_hello(payload: bytes) -> Hello | None:
+    """The hello of a client; None if it speaks another version of the protocol."""
+    content = _load(payload, "A frame")
+    if content.get("kind") != Hello.kind or content.get("protocol") != PROTOCOL:
+        raise WireError(f"The first frame of a connection is no hello of {PROTOCOL}.")
+    if content.get("version") != VERSION:
+        return None
+    hello = parse(payload, GREETINGS)
+    assert isinstance(hello, Hello)
+    return hello
+
+
+def decode_value(text: str) -> dict[str, Any]:
+    """A stored text as the value it stands for."""
+    return _load(text, "A value")
+
+
+def _checked(value: Any, hint: Any, what: str) -> Any:
+    if hint == list[Row]:
+        if not isinstance(value, list):
+            raise WireError(f"{what} is not a list.")
+        return [_row(item, what) for item in value]
+    if hint is float:
+        hint = int | float
+    # A bool is an int to Python, and to nobody else.
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise WireError(f"{what} is of the wrong type: {type(value).__name__}.")
+    return value
+
+
+def _row(item: Any, what: str) -> Row:
+    match item:
+        case [str(key), str() | None as text, int(created), int(modified)]:
+            return Row(key, text, created, modified)
+    raise WireError(f"{what} holds something that is no row.")
