@@ -28,7 +28,7 @@ ${local_rank} in it becomes the worker's local rank."""
 def help_text(flavour: Flavour, width: int = 80) -> str:
     """The whole help, not wider than `width`."""
     parts = [
-        f"usage: {flavour.prog} [flags] SCRIPT [arguments of the script]",
+        f"usage: {flavour.prog} [flags] SCRIPT [arguments]",
         textwrap.fill(_about(flavour), width),
         *(_group(group, flavour, width) for group in GROUPS),
         textwrap.fill(_CLOSING, width),

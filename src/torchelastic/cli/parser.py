@@ -54,7 +54,7 @@ def parse(argv: Sequence[str], flavour: Flavour, environ: Mapping[str, str]) -> 
             value = values[flag.dest] + value
         values[flag.dest] = value
         strength[flag.dest] = ARGUMENT
-    return Parsed(values, strength, tuple(words))
+    return Parsed(values, strength, _command(words))
 
 
 def _set_variables(environ: Mapping[str, str]) -> Iterator[tuple[Flag, str]]:
@@ -75,15 +75,28 @@ def _convert(flag: Flag, source: str, text: str) -> Any:
 def _read_flags(words: deque[str]) -> Iterator[tuple[Flag, str, str]]:
     """Take flags, their spelling and their value off `words`, up to the first word that is none."""
     while words and words[0].startswith("-") and words[0] != "-":
-        word = words.popleft()
-        if word == "--":
+        if words[0] == "--":
             return
+        word = words.popleft()
         if word.startswith("--"):
             spelling, equals, value = word.partition("=")
             flag = _find(spelling)
             yield flag, flag.name, _value(flag, spelling, value if equals else None, words)
         else:
             yield from _read_short(word, words)
+
+
+def _command(words: Sequence[str]) -> tuple[str, ...]:
+    """The script and its arguments, without a `--` before or right after the script.
+
+    argparse drops either, so a script under torchrun does not see it.
+    """
+    command = list(words)
+    for place in (0, 1):
+        if command[place : place + 1] == ["--"]:
+            del command[place]
+            break
+    return tuple(command)
 
 
 def _read_short(word: str, words: deque[str]) -> Iterator[tuple[Flag, str, str]]:
@@ -141,7 +154,10 @@ def _unknown(spelling: str) -> str:
     # Imported here: only a mistake pays for it.
     import difflib
 
-    names = [*_BY_NAME, *_BY_SHORT]
-    near = difflib.get_close_matches(spelling.replace("_", "-"), names, n=1)
-    hint = f"did you mean {near[0]}?" if near else "--help lists the flags there are."
+    name = spelling.replace("_", "-")
+    # Beginnings too: `--nprocs` is nearer to `--nproc-` than to `--nnodes`.
+    meant = {flag.name[: len(name)]: flag.name for flag in _KNOWN}
+    meant |= {flag.name: flag.name for flag in _KNOWN}
+    near = difflib.get_close_matches(name, meant, n=1)
+    hint = f"did you mean {meant[near[0]]}?" if near else "--help lists the flags there are."
     return f"There is no flag {spelling}: {hint}"

@@ -61,7 +61,7 @@ apart that use the same port one after the other.
 | key | means |
 |---|---|
 | `last_call_timeout` | `--settle` |
-| `keep_alive_interval` times `keep_alive_max_attempt` | `--lease`; the one not given counts 5 or 3 |
+| `keep_alive_interval` times `keep_alive_max_attempt` | `--lease`; one not given counts 5 or 3 |
 | `join_timeout`, else `timeout` | `--wait-for-nodes` |
 | `is_host` | whether this node hosts the rendezvous, instead of finding out |
 

@@ -1,0 +1,105 @@
+"""The commands from outside: exit codes, one line on stderr, what reaches the agent."""
+
+import sys
+import types
+
+import pytest
+
+from torchelastic import __version__, cli
+from torchelastic.config import Entry
+from torchelastic.distributed import launch
+from torchelastic.distributed import run as distributed_run
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """The jobs handed to the agent, which is not started."""
+    jobs = []
+
+    def run_job(config, entry):
+        jobs.append((config, entry))
+        return 7
+
+    agent = types.SimpleNamespace(run_job=run_job)
+    monkeypatch.setitem(sys.modules, "torchelastic.agent.main", agent)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    return jobs
+
+
+@pytest.mark.parametrize(
+    ("main", "argv", "restarts"),
+    [
+        (cli.main, ["run", "-j", "1x2", "train.py", "--lr", "1"], 100),
+        (distributed_run.main, ["--nproc_per_node=2", "train.py", "--lr", "1"], 0),
+        (launch.main, ["--use_env", "--nproc_per_node=2", "train.py", "--lr", "1"], 3),
+    ],
+    ids=["torchelastic run", "distributed.run", "distributed.launch"],
+)
+def test_a_job_reaches_the_agent_whose_code_comes_back(started, main, argv, restarts):
+    assert main(argv) == 7
+    ((config, entry),) = started
+    assert (config.nproc_per_node, config.max_restarts) == (2, restarts)
+    assert entry == Entry("script", "train.py", ("--lr", "1"))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--bogus", "train.py"],
+        ["--nnodes", "4:1", "train.py"],
+        ["--nproc", "0", "train.py"],
+        ["--max-restarts", "-1", "train.py"],
+        ["gone.py"],
+        ["-m", "gone"],
+        ["--log-dir", "train.py", "train.py"],
+        ["--signals-to-handle", "SIGKILL", "train.py"],
+        ["-m", "--no-python", "json"],
+        ["--preload", "gone", "train.py"],
+        ["--rdzv-backend", "etcd", "train.py"],
+        ["--nnodes", "2", "train.py"],
+        [],
+    ],
+    ids=" ".join,
+)
+def test_bad_input_is_refused_in_one_sentence_before_anything_starts(started, capsys, argv):
+    assert cli.main(["run", *argv]) == 2
+    assert started == []
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("torchelastic run: error: ")
+    assert err.count("\n") == 1
+    assert err.rstrip()[-1] in ".?"
+
+
+def test_the_other_commands_name_themselves(started, capsys):
+    assert distributed_run.main(["gone.py"]) == 2
+    assert launch.main(["gone.py"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(": error: ")[0] for line in lines] == [
+        "python -m torchelastic.distributed.run",
+        "python -m torchelastic.distributed.launch",
+    ]
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]], ids=" ".join)
+def test_help_lists_the_commands(capsys, argv):
+    assert cli.main(argv) == 0
+    assert "run " in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"torchelastic {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("train.py", "There is no command 'train.py': write torchelastic run train.py."),
+        ("rnu", "There is no command 'rnu': write run or status."),
+    ],
+)
+def test_an_unknown_command_is_refused(capsys, command, sentence):
+    assert cli.main([command]) == 2
+    assert capsys.readouterr().err == f"torchelastic: error: {sentence}\n"

@@ -1,0 +1,176 @@
+"""Which rendezvous a command line means, by table."""
+
+import dataclasses
+
+import pytest
+
+from torchelastic.cli.flags import DISTRIBUTED_LAUNCH, DISTRIBUTED_RUN, RUN
+from torchelastic.cli.job import launch_config
+from torchelastic.cli.parser import parse
+from torchelastic.cli.rendezvous_rules import Meeting, arrange, patience
+from torchelastic.errors import ConfigError
+
+EVERY = (RUN, DISTRIBUTED_RUN, DISTRIBUTED_LAUNCH)
+PRIVATE = Meeting("c10d")
+
+
+def config_of(line, flavour=RUN, environ=None):
+    return launch_config(parse(line.split(), flavour, environ or {}), {})
+
+
+def meeting_of(line, flavour, environ=None):
+    parsed = parse(line.split(), flavour, environ or {})
+    return arrange(parsed, parsed["nnodes"][1])
+
+
+@pytest.mark.parametrize("flavour", EVERY, ids=lambda flavour: flavour.prog)
+@pytest.mark.parametrize(
+    ("line", "meeting"),
+    [
+        ("", PRIVATE),
+        ("--standalone", PRIVATE),
+        ("--standalone --rdzv-backend etcd --rdzv-endpoint a:1", PRIVATE),
+        ("--rdzv-backend c10d", PRIVATE),
+        ("--rdzv-backend c10d --rdzv-endpoint a", Meeting("c10d", "a")),
+        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a:1", Meeting("c10d", "a:1")),
+        # static as torchrun has it
+        ("--rdzv-backend static", PRIVATE),
+        ("--node-rank 0", PRIVATE),
+        ("--master-addr a", PRIVATE),
+        ("--master-port 12", Meeting("static", "127.0.0.1:12", 0)),
+        ("--master-addr a --master-port 12", Meeting("static", "a:12", 0)),
+        ("--nnodes 2 --node-rank 1", Meeting("static", "127.0.0.1:29500", 1)),
+        ("--nnodes 2 --master-addr a", Meeting("static", "a:29500", 0)),
+        ("--nnodes 2 --master-addr [::1] --node-rank 1", Meeting("static", "[::1]:29500", 1)),
+        ("--nnodes 2 --node-rank 1 --rdzv-endpoint a:1", Meeting("static", "a:1", 1)),
+        ("--nnodes 2 --rdzv-backend static --rdzv-endpoint a:1", Meeting("static", "a:1", 0)),
+        # a backend that was named stays
+        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a --node-rank 1", Meeting("c10d", "a")),
+    ],
+)
+def test_rendezvous_meant_by_all_commands(flavour, line, meeting):
+    assert meeting_of(line, flavour) == meeting
+
+
+@pytest.mark.parametrize(
+    ("flavour", "meeting"),
+    [(RUN, Meeting("c10d", "a:1")), (DISTRIBUTED_RUN, Meeting("static", "a:1", 0))],
+    ids=lambda value: getattr(value, "prog", None),
+)
+def test_an_endpoint_alone_means_the_commands_own_backend(flavour, meeting):
+    assert meeting_of("--nnodes 2 --rdzv-endpoint a:1", flavour) == meeting
+
+
+def test_variables_are_heeded_like_flags():
+    # what Kubeflow's operator gives a job without elasticity
+    environ = {
+        "PET_NNODES": "2",
+        "PET_NODE_RANK": "1",
+        "PET_MASTER_ADDR": "job-master-0",
+        "PET_MASTER_PORT": "23456",
+    }
+    assert meeting_of("", RUN, environ) == Meeting("static", "job-master-0:23456", 1)
+
+
+@pytest.mark.parametrize(
+    ("flavour", "line", "sentence"),
+    [
+        (RUN, "--rdzv-backend etcd --rdzv-endpoint a:1", "The etcd rendezvous is not available"),
+        (RUN, "--rdzv-backend etcd-v2", "The etcd-v2 rendezvous is not available"),
+        (DISTRIBUTED_LAUNCH, "--rdzv-backend etcd-v3", "write --rdzv-backend c10d"),
+        (DISTRIBUTED_LAUNCH, "--rdzv-endpoint a:1", "The etcd rendezvous is not available"),
+        (
+            RUN,
+            "--rdzv-backend mine",
+            "--rdzv-backend 'mine' is not available: write c10d or static",
+        ),
+        (RUN, "--nnodes 2", "needs a place to meet"),
+        (DISTRIBUTED_RUN, "--nnodes 1:2", "needs a place to meet"),
+        (DISTRIBUTED_LAUNCH, "--nnodes 2", "needs a place to meet"),
+        (RUN, "--nnodes 2 --rdzv-endpoint localhost:0", "needs a place to meet"),
+        (RUN, "--node-rank 1", "--node-rank 1 does not fit a job of 1 node"),
+        (RUN, "--nnodes 2 --node-rank 2", "--node-rank 2 does not fit a job of 2 node"),
+    ],
+)
+def test_what_cannot_work_is_refused(flavour, line, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        config_of(line, flavour)
+
+
+@pytest.mark.parametrize(
+    ("line", "endpoint"),
+    [
+        ("--rdzv-backend c10d --rdzv-endpoint localhost:0", ""),
+        ("--master-port 0", ""),
+        ("--nnodes 2 --rdzv-endpoint a", "a:29400"),
+        ("--nnodes 2 --rdzv-backend static --rdzv-endpoint a", "a:29500"),
+    ],
+)
+def test_ports(line, endpoint):
+    assert config_of(line).rdzv_endpoint == endpoint
+
+
+def test_job_ids():
+    assert config_of("").run_id != config_of("").run_id
+    first, second = (config_of(f"--nnodes 2 --rdzv-endpoint {host}") for host in ("a", "localhost"))
+    assert first.run_id == second.run_id == "job-29400"
+    assert config_of("--nnodes 2 --rdzv-endpoint a --rdzv-id none").run_id == "none"
+    assert config_of("", environ={"PET_RDZV_ID": "x"}).run_id == "x"
+
+
+@pytest.mark.parametrize(
+    ("line", "times"),
+    [
+        ("", (1, 3, 3600)),
+        ("--rdzv-conf last_call_timeout=7", (7, 3, 3600)),
+        ("--rdzv-conf keep_alive_interval=1,keep_alive_max_attempt=2", (1, 2, 3600)),
+        ("--rdzv-conf keep_alive_interval=1", (1, 3, 3600)),
+        ("--rdzv-conf keep_alive_max_attempt=2", (1, 10, 3600)),
+        ("--rdzv-conf join_timeout=60", (1, 3, 60)),
+        ("--rdzv-conf timeout=90", (1, 3, 90)),
+        ("--rdzv-conf timeout=90,join_timeout=60", (1, 3, 60)),
+        (
+            "--rdzv-conf last_call_timeout=7,join_timeout=60 --settle 2 --wait-for-nodes 0",
+            (2, 3, 0),
+        ),
+        ("--rdzv-conf keep_alive_interval=9 --lease 4", (1, 4, 3600)),
+    ],
+)
+def test_times(line, times):
+    assert dataclasses.astuple(patience(parse(line.split(), RUN, {}))) == times
+
+
+@pytest.mark.parametrize(
+    ("conf", "sentence"),
+    [
+        ("last_call_timeout=soon", "--rdzv-conf last_call_timeout 'soon' is no time"),
+        ("join_timeout=-1", "--rdzv-conf join_timeout '-1' is no time"),
+        ("keep_alive_interval=0", "keep_alive_interval and keep_alive_max_attempt must be > 0"),
+        ("is_host=perhaps", "--rdzv-conf is_host 'perhaps' is neither yes nor no"),
+    ],
+)
+def test_bad_times_are_refused(conf, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        config_of(f"--rdzv-conf {conf}")
+
+
+@pytest.mark.parametrize(
+    ("line", "notes"),
+    [
+        ("--rdzv-conf last_call_timeout=1,is_host=1,join_timeout=5", ()),
+        (
+            "--rdzv-conf read_timeout=1,close_timeout=2,store_type=file",
+            (
+                "These keys of --rdzv-conf have no meaning here and are ignored: "
+                "close_timeout, read_timeout, store_type.",
+            ),
+        ),
+        (
+            "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a --node-rank 1 --master-addr b",
+            ("Only a static rendezvous uses --node-rank, --master-addr: ignored.",),
+        ),
+        ("--node-rank 0 --master-addr localhost", ()),
+    ],
+)
+def test_what_is_ignored_is_noted(line, notes):
+    assert config_of(line).notes == notes

@@ -1,0 +1,142 @@
+"""Every option of the installed torchrun means the same here."""
+
+import argparse
+
+import pytest
+
+from torchelastic.cli.flags import DISTRIBUTED_RUN, FLAGS
+from torchelastic.cli.job import launch_config
+from torchelastic.cli.parser import parse
+
+run = pytest.importorskip("torch.distributed.run")
+
+BY_DEST = {flag.dest: flag for flag in FLAGS}
+# Values torch's own parser takes; for the other options any word will do.
+VALUES = {
+    "nnodes": "2:3",
+    "nproc_per_node": "4",
+    "max_restarts": "5",
+    "monitor_interval": "2.5",
+    "start_method": "fork",
+    "redirects": "0:1,1:3",
+    "tee": "3",
+    "local_ranks_filter": "0,1",
+    "duplicate_stdout_filters": "a,,b,c",
+    "duplicate_stderr_filters": "a",
+    "node_rank": "1",
+    "master_addr": "node1",
+    "master_port": "1234",
+    "rdzv_endpoint": "node1:80",
+    "rdzv_conf": "a=1,b=2",
+    "numa_binding": "socket",
+    "logs_specs": "default",
+    "signals_to_handle": "SIGTERM,SIGUSR1",
+    "shutdown_timeout": "9",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for flag in FLAGS:
+        for name in flag.variables:
+            monkeypatch.delenv(name, raising=False)
+
+
+def options():
+    actions = run.get_args_parser()._actions
+    return [
+        (option, action)
+        for action in actions
+        for option in action.option_strings
+        if action.dest != "help"
+    ]
+
+
+def as_ours(dest, value):
+    """torch's value, read by our flag where torch leaves it a text."""
+    if isinstance(value, str):
+        return BY_DEST[dest].convert(value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(("option", "action"), options(), ids=[option for option, _ in options()])
+def test_every_option_of_torchrun_is_understood(option, action):
+    takes_value = action.nargs != 0
+    argv = [option, *([VALUES.get(action.dest, "word")] if takes_value else []), "train.py", "-x"]
+    theirs = vars(run.parse_args(argv))
+    ours = parse(argv, DISTRIBUTED_RUN, {})
+    assert ours.given(action.dest)
+    assert ours[action.dest] == as_ours(action.dest, theirs[action.dest])
+    assert list(ours.command) == [theirs["training_script"], *theirs["training_script_args"]]
+    assert BY_DEST[action.dest].torchrun
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train.py",
+        "--standalone --nproc-per-node=2 train.py --lr 0.1",
+        "--nnodes=2 --nproc_per_node=8 --rdzv_id=j --rdzv_backend=c10d --rdzv_endpoint=a:1 a.py",
+        "--nnodes 1:4 --max-restarts 3 --rdzv-conf last_call_timeout=5 -m pkg.train -m x",
+        "--nnodes=2 --node_rank=1 --master_addr=a --master_port=1 train.py",
+        "train.py -- --flag -- -x",
+        "train.py a -- --flag",
+        "-- train.py -- --flag",
+        "--redirect=3 --log-dir /tmp/x train.py",
+        "-r 0:1 -t3 --local-ranks-filter 0 train.py",
+        "-mr3 pkg.train",
+        "--no-python bash -c true",
+        # before Python 3.12.3, argparse understands no other abbreviations
+        "--stand --redir 1 --te 2 --rol x --mod --nn 2 pkg.train",
+    ],
+)
+def test_command_lines_mean_the_same(line):
+    argv = line.split()
+    theirs = vars(run.parse_args(argv))
+    ours = parse(argv, DISTRIBUTED_RUN, {})
+    for dest in BY_DEST.keys() & theirs.keys() - {
+        "shutdown_timeout"
+    }:  # where torch has None for 30
+        assert ours[dest] == as_ours(dest, theirs[dest]), dest
+    assert list(ours.command) == [theirs["training_script"], *theirs["training_script_args"]]
+
+
+def test_the_same_flags_have_variables(monkeypatch):
+    """torch reads PET_<DEST> where the action says so; ours are read for the same flags."""
+    actions = [
+        action
+        for action in run.get_args_parser()._actions
+        if action.option_strings and not isinstance(action, argparse._HelpAction)
+    ]
+    for action in actions:
+        name = f"PET_{action.dest.upper()}"
+        text = "1" if action.nargs == 0 else VALUES.get(action.dest, "word")
+        monkeypatch.setenv(name, text)
+        theirs = vars(run.parse_args(["train.py"]))[action.dest]
+        monkeypatch.delenv(name)
+        without = vars(run.parse_args(["train.py"]))[action.dest]
+        ours = parse(["train.py"], DISTRIBUTED_RUN, {name: text})
+        assert ours.given(action.dest) == (theirs != without), name
+        if ours.given(action.dest):
+            assert ours[action.dest] == as_ours(action.dest, theirs), name
+
+
+def test_torchruns_defaults_hold_for_its_module():
+    theirs, _, _ = run.config_from_args(run.parse_args(["--master-port", "29500", "train.py"]))
+    ours = launch_config(parse(["--master-port", "29500"], DISTRIBUTED_RUN, {}), {})
+    for name in (
+        "min_nodes",
+        "max_nodes",
+        "nproc_per_node",
+        "role",
+        "rdzv_backend",
+        "rdzv_endpoint",
+        "max_restarts",
+        "monitor_interval",
+        "start_method",
+        "local_addr",
+        "event_log_handler",
+        "virtual_local_rank",
+    ):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ",".join(ours.signals_to_handle) == theirs.signals_to_handle
