@@ -71,7 +71,10 @@ class Leader:
         """Wait for the key to be free, and take it."""
         while True:
             listing = await self._store.get(LEADER_KEY)
-            if LEADER_KEY not in listing.items:
+            holder = listing.items.get(LEADER_KEY)
+            if holder is not None and holder.value.get("node") == self._node:
+                return  # ours still: the last publication came too late, not the key
+            if holder is None:
                 won = await self._store.compare_and_set(
                     LEADER_KEY, {"node": self._node}, expected=0, leased=True
                 )
@@ -135,7 +138,7 @@ class Leader:
             WORLD_KEY, world.to_json(), expected=self._world_revision
         )
         if revision is None:
-            logger.warning("another leader has published a world: stepping down")
+            logger.warning("somebody else has published a world meanwhile: looking again")
             return False
         self._world_revision = revision
         self._state = rounds.published(self._state, world, self._clock.now())

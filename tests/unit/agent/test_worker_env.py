@@ -1,0 +1,83 @@
+"""The worker's environment, by table."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchelastic.agent.worker_env import entry_for, node_env, worker_env
+from torchelastic.config import Entry, LaunchConfig
+from torchelastic.rendezvous.world import World, WorldNode
+
+WORLD = World(
+    generation=7,
+    phase="running",
+    store="[fe80::1]:4321",
+    nodes=tuple(
+        WorldNode(
+            node=name,
+            name=name,
+            addr=name,
+            nproc=nproc,
+            role=role,
+            first_rank=first_rank,
+            first_role_rank=first_role_rank,
+        )
+        for name, nproc, role, first_rank, first_role_rank in [
+            ("a", 1, "actor", 0, 0),
+            ("b", 3, "learner", 1, 0),
+            ("c", 2, "actor", 4, 1),
+        ]
+    ),
+)
+
+
+def test_a_worker_of_an_unequal_world():
+    config = LaunchConfig(run_id="job", max_restarts=5)
+    env = worker_env({"HOME": "/h"}, config, WORLD, 2, 1, "/logs/error.json")
+    assert env == {
+        "HOME": "/h",
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "NODE_RANK": "2",
+        "GROUP_RANK": "2",
+        "ROLE_RANK": "2",
+        "ROLE_NAME": "actor",
+        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": "6",
+        "GROUP_WORLD_SIZE": "3",
+        "ROLE_WORLD_SIZE": "3",
+        "MASTER_ADDR": "fe80::1",
+        "MASTER_PORT": "4321",
+        "TORCHELASTIC_RESTART_COUNT": "7",
+        "TORCHELASTIC_MAX_RESTARTS": "5",
+        "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": "/logs/error.json",
+    }
+
+
+@pytest.mark.parametrize(
+    ("environ", "nproc", "threads"),
+    [({}, 2, "1"), ({}, 1, None), ({"OMP_NUM_THREADS": "3"}, 2, "3")],
+)
+def test_threads_are_limited_only_where_workers_share_a_node(environ, nproc, threads):
+    env = node_env(environ, LaunchConfig(nproc_per_node=nproc))
+    assert env.get("OMP_NUM_THREADS") == threads
+
+
+def test_what_the_user_set_for_nccl_stays():
+    env = node_env({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, LaunchConfig())
+    assert env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+
+
+@pytest.mark.parametrize(("visible", "device"), [("4,5,6", "5"), (None, "1")])
+def test_a_virtual_local_rank_sees_one_device(visible, device):
+    base = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+    config = LaunchConfig(run_id="job", virtual_local_rank=True)
+    env = worker_env(base, config, WORLD, 2, 1, "")
+    assert (env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"], env["RANK"]) == ("0", device, "5")
+
+
+def test_local_rank_in_arguments():
+    entry = Entry("script", "t.py", ("--gpu=${local_rank}", "x"))
+    assert entry_for(entry, 3).args == ("--gpu=3", "x")

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from torchelastic.errors import ConfigError
+from torchelastic.rendezvous.embedded import endpoint
+from torchelastic.rendezvous.embedded.endpoint import (
+    bind_endpoint,
+    loopback_addresses,
+    reachable_address,
+)
+
+#: For documentation: no machine has it.
+NOBODYS = "192.0.2.7"
+real_getaddrinfo = socket.getaddrinfo
+
+
+@contextlib.contextmanager
+def bound(host: str, port: int = 0, **options) -> Iterator[list[socket.socket]]:
+    sockets = bind_endpoint(host, port, **options)
+    assert sockets is not None
+    try:
+        yield sockets
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+def names(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+    """Let the name `node1` have these addresses."""
+
+    def fake(host, *args, **kwargs):
+        found = [real_getaddrinfo(address, *args, **kwargs)[0] for address in addresses]
+        if not found:
+            raise socket.gaierror(socket.EAI_NONAME, "no such name")
+        return found
+
+    monkeypatch.setattr(endpoint.socket, "getaddrinfo", fake)
+
+
+@pytest.mark.parametrize(
+    ("host", "addresses"),
+    [
+        ("localhost", ("127.0.0.1", "::1")),
+        ("127.0.0.1", ("127.0.0.1",)),
+        ("127.1.2.3", ("127.1.2.3",)),
+        ("::1", ("::1",)),
+        ("0.0.0.0", ()),
+        ("10.0.0.1", ()),
+        ("node1", ()),
+    ],
+)
+def test_hosts_that_mean_this_machine_only(host, addresses):
+    assert loopback_addresses(host) == addresses
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_a_loopback_endpoint_is_not_open_to_the_network(host):
+    with bound(host) as sockets:
+        assert sockets[0].getsockname()[0] == "127.0.0.1"
+        ports = {sock.getsockname()[1] for sock in sockets}
+        assert len(ports) == 1
+        assert ports != {0}
+
+
+def test_another_endpoint_listens_everywhere(monkeypatch):
+    # As /etc/hosts of Debian has a machine's own name.
+    names(monkeypatch, "127.0.1.1")
+    with bound("node1") as sockets:
+        assert sockets[0].getsockname()[0] in ("::", "0.0.0.0")
+        port = sockets[0].getsockname()[1]
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+
+
+def test_a_wildcard_endpoint_is_this_machine():
+    with bound("0.0.0.0") as sockets:
+        assert sockets[0].getsockname()[0] in ("::", "0.0.0.0")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
+def test_only_one_agent_of_a_machine_hosts(host):
+    with bound(host) as sockets:
+        assert bind_endpoint(host, sockets[0].getsockname()[1]) is None
+
+
+def test_the_port_of_a_host_that_just_ended_is_free():
+    with bound("127.0.0.1") as sockets:
+        port = sockets[0].getsockname()[1]
+        client = socket.create_connection(("127.0.0.1", port), timeout=5)
+        accepted, _ = sockets[0].accept()
+        accepted.close()
+        client.close()
+    with bound("127.0.0.1", port):
+        pass
+
+
+@pytest.mark.parametrize(
+    "addresses",
+    [(), (NOBODYS,), ("127.0.1.1", NOBODYS)],
+    ids=["unknown", "another machine", "several machines"],
+)
+def test_endpoints_that_others_host(monkeypatch, addresses):
+    names(monkeypatch, *addresses)
+    assert bind_endpoint("node1", 0) is None
+
+
+def test_a_name_of_several_machines_is_warned_of(monkeypatch, caplog):
+    names(monkeypatch, "127.0.1.1", NOBODYS)
+    bind_endpoint("node1", 0)
+    assert "names this machine and others" in caplog.text
+
+
+def test_the_user_knows_better(monkeypatch):
+    names(monkeypatch, NOBODYS)
+    with bound("node1", is_host=True):
+        pass
+    assert bind_endpoint("localhost", 0, is_host=False) is None
+
+
+def test_where_every_address_can_be_bound_the_route_decides(monkeypatch):
+    names(monkeypatch, NOBODYS)
+    monkeypatch.setattr(endpoint, "_can_bind", lambda family, address: True)
+    assert bind_endpoint("node1", 0) is None
+    names(monkeypatch, "127.0.0.1")
+    with bound("node1"):
+        pass
+
+
+def test_a_port_that_may_not_be_bound_is_the_users_mistake(monkeypatch):
+    def refuse(*args):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(endpoint, "_listen", refuse)
+    with pytest.raises(ConfigError, match="may not listen on port 80"):
+        bind_endpoint("localhost", 80)
+
+
+def test_ipv4_alone_will_do(monkeypatch):
+    real = endpoint._listen
+
+    def without_ipv6(family, address, port):
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported")
+        return real(family, address, port)
+
+    monkeypatch.setattr(endpoint, "_listen", without_ipv6)
+    for host in ("0.0.0.0", "localhost"):
+        with bound(host) as sockets:
+            assert [sock.family for sock in sockets] == [socket.AF_INET]
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "told"),
+    [("127.0.0.1", "localhost", "127.0.0.1"), ("10.1.1.1", "node1", "10.1.1.1")],
+)
+def test_the_address_of_the_connection_is_what_peers_reach(address, host, told):
+    assert reachable_address(address, host) == told
+
+
+def test_a_host_that_met_itself_by_name_tells_its_address_on_the_network():
+    told = reachable_address("127.0.0.1", "node1")
+    # Without any network the loopback address is all there is.
+    assert told == "127.0.0.1" or not loopback_addresses(told)

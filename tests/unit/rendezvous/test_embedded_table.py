@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchelastic.errors import LeaseExpired
+from torchelastic.rendezvous.embedded.table import Row, Table
+
+NEVER = 1e9
+
+
+def filled(table: Table, *keys: str) -> Table:
+    for key in keys:
+        table.put(key, "{}")
+    return table
+
+
+def with_lease(*keys: str, seconds: float = 3.0, now: float = 0.0) -> Table:
+    table = Table()
+    table.open_lease("L", seconds, now)
+    for key in keys:
+        table.put(key, "{}", lease="L")
+    return table
+
+
+def test_a_new_table_is_empty_and_at_revision_zero():
+    table = Table()
+    assert (table.revision, table.get(""), table.next_deadline()) == (0, [], None)
+
+
+def test_every_put_has_a_revision_of_its_own_and_keeps_the_day_of_birth():
+    table = filled(Table(), "a", "b", "a")
+    assert table.revision == 3
+    assert table.get("") == [Row("a", "{}", 1, 3), Row("b", "{}", 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "keys"),
+    [
+        ("", ["member/1", "member/2", "world"]),
+        ("member/", ["member/1", "member/2"]),
+        ("member/2", ["member/2"]),
+        ("nothing", []),
+    ],
+)
+def test_get_finds_what_is_under_a_prefix_in_order_of_arrival(prefix, keys):
+    table = filled(Table(), "member/1", "member/2", "world", "member/1")
+    assert [row.key for row in table.get(prefix)] == keys
+
+
+@pytest.mark.parametrize(
+    ("before", "expected", "written"),
+    [
+        ([], 0, True),
+        ([], 1, False),
+        (["a"], 0, False),
+        (["a"], 1, True),
+        (["a", "a"], 1, False),
+        (["a", "b"], 1, True),
+    ],
+)
+def test_compare_and_set(before, expected, written):
+    table = filled(Table(), *before)
+    revision = table.revision
+    row = table.put("a", '{"new":1}', expected=expected)
+    assert (row is not None) is written
+    assert table.revision == revision + written
+
+
+def test_a_deleted_key_counts_as_absent_and_is_born_anew():
+    table = with_lease("a")
+    table.end_lease("L")
+    row = table.put("a", "{}", expected=0)
+    assert row == Row("a", "{}", 3, 3)
+
+
+# Leases
+
+
+@pytest.mark.parametrize(
+    ("kept_at", "now", "alive"),
+    [
+        (None, 2.9, True),
+        (None, 3.0, False),
+        (2.0, 4.9, True),
+        (2.0, 5.0, False),
+        # Late, but nobody had ended it yet.
+        (7.0, 9.9, True),
+    ],
+)
+def test_a_lease_lasts_from_its_last_keep_alive(kept_at, now, alive):
+    table = with_lease("a", seconds=3.0)
+    if kept_at is not None:
+        assert table.keep_alive("L", kept_at)
+    ended = table.expire(now)
+    assert (ended == {}) is alive
+    assert [row.key for row in table.get("")] == (["a"] if alive else [])
+    assert table.keep_alive("L", now) is alive
+
+
+def test_the_end_of_a_lease_deletes_its_keys_in_the_order_they_were_put():
+    table = with_lease("b", "a")
+    table.put("kept", "{}")
+    assert table.expire(NEVER) == {"L": [Row("b", None, 1, 4), Row("a", None, 2, 5)]}
+    assert [row.key for row in table.get("")] == ["kept"]
+    assert table.expire(NEVER) == {}
+
+
+def test_only_leases_whose_time_is_up_end():
+    table = Table()
+    table.open_lease("short", 1.0, 0.0)
+    table.open_lease("long", 2.0, 0.0)
+    assert table.next_deadline() == 1.0
+    assert list(table.expire(1.5)) == ["short"]
+    assert table.next_deadline() == 2.0
+
+
+@pytest.mark.parametrize(("shortened_to", "deadline"), [(0.05, 0.05), (5.0, 3.0)])
+def test_a_lease_can_be_shortened_never_lengthened(shortened_to, deadline):
+    table = with_lease()
+    table.shorten("L", shortened_to)
+    assert table.next_deadline() == deadline
+
+
+def test_a_keep_alive_undoes_the_shortening():
+    table = with_lease()
+    table.shorten("L", 0.05)
+    assert table.keep_alive("L", 0.04)
+    assert table.next_deadline() == 3.04
+
+
+def test_a_lease_opened_twice_is_one_lease():
+    table = with_lease("a")
+    table.open_lease("L", 4.0, 1.0)
+    assert table.next_deadline() == 5.0
+    assert [row.key for row in table.end_lease("L")] == ["a"]
+
+
+def test_nothing_is_written_under_an_ended_lease():
+    table = with_lease("a")
+    table.expire(NEVER)
+    revision = table.revision
+    with pytest.raises(LeaseExpired, match="'a' was not written"):
+        table.put("a", "{}", lease="L")
+    assert table.revision == revision
+
+
+@pytest.mark.parametrize(("next_lease", "left"), [(None, ["a"]), ("M", ["a"]), ("L", [])])
+def test_a_key_belongs_to_the_lease_it_was_last_put_under(next_lease, left):
+    table = with_lease("a")
+    table.open_lease("M", 3.0, 0.0)
+    table.put("a", "{}", lease=next_lease)
+    table.end_lease("L")
+    assert [row.key for row in table.get("")] == left
+
+
+def test_unknown_leases_are_no_harm():
+    table = Table()
+    table.shorten("?", 1.0)
+    assert not table.keep_alive("?", 0.0)
+    assert table.end_lease("?") == []
+
+
+# History
+
+
+def test_changes_since_a_revision_come_in_order():
+    table = with_lease("m/1", "x", "m/2", "m/1")
+    table.end_lease("L")
+    changes = table.since("m/", 1)
+    assert changes is not None
+    assert [(row.key, row.text is None, row.modified) for row in changes] == [
+        ("m/2", False, 3),
+        ("m/1", False, 4),
+        ("m/1", True, 5),
+        ("m/2", True, 7),
+    ]
+    assert table.since("m/", 7) == []
+
+
+def test_beyond_the_history_the_last_change_of_each_key_is_told():
+    table = Table(history_rows=2)
+    table.open_lease("L", 3.0, 0.0)
+    table.put("gone", "{}", lease="L")
+    filled(table, "a", "b", "a")
+    table.end_lease("L")
+    changes = table.since("", 1)
+    assert changes is not None
+    assert [(row.key, row.text) for row in changes] == [("b", "{}"), ("a", "{}"), ("gone", None)]
+
+
+def test_the_history_is_bounded_by_characters_too():
+    table = Table(history_rows=100, history_chars=100)
+    for _ in range(10):
+        table.put("a", "x" * 60)
+    changes = table.since("", 0)
+    assert changes is not None
+    assert [row.modified for row in changes] == [10]
+
+
+def test_who_missed_forgotten_deletions_is_told_so():
+    table = Table(history_rows=1, graves=1)
+    table.open_lease("L", 3.0, 0.0)
+    for key in ("a", "b"):
+        table.put(key, "{}", lease="L")
+    table.end_lease("L")
+    assert table.since("", 2) is None
+    assert table.since("", 3) == [Row("b", None, 2, 4)]
+    # Who knew nothing has missed nothing.
+    assert table.since("", 0) == [Row("b", None, 2, 4)]
+
+
+def test_a_request_that_comes_again_is_known_by_its_stamp():
+    table = Table(history_rows=2)
+    table.put("a", "{}", stamp="me/1")
+    assert table.revision_of("me/1") == 1
+    assert table.revision_of("me/2") is None
+    filled(table, "b", "c")
+    assert table.revision_of("me/1") is None
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from("abc"), st.sampled_from(["put", "leased", "end"])), max_size=30
+)
+
+
+@given(steps=STEPS, history=st.integers(0, 8), watched_from=st.integers(0, 30))
+def test_a_watcher_who_was_away_ends_up_with_what_is_there(steps, history, watched_from):
+    table = Table(history_rows=history)
+    known: dict[str, Row] = {}
+    seen = 0
+    for number, (key, action) in enumerate(steps):
+        if action == "end":
+            table.end_lease("L")
+        else:
+            table.open_lease("L", 1.0, 0.0)
+            table.put(key, str(number), lease="L" if action == "leased" else None)
+        if number == watched_from:
+            known, seen = {row.key: row for row in table.get("")}, table.revision
+    changes = table.since("", seen)
+    assert changes is not None
+    assert [row.modified for row in changes] == sorted({row.modified for row in changes})
+    for row in changes:
+        if row.text is None:
+            known.pop(row.key, None)
+        else:
+            known[row.key] = row
+    assert known == {row.key: row for row in table.get("")}

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from torchelastic.errors import WireError
+from torchelastic.rendezvous.embedded import wire
+from torchelastic.rendezvous.embedded.table import Row
+
+MESSAGES = [
+    wire.Hello(wire.PROTOCOL, wire.VERSION, "job", None),
+    wire.Hello(wire.PROTOCOL, wire.VERSION, "job", "token"),
+    wire.Get(1, "member/"),
+    wire.Put(2, "k", '{"a":"é\\u0000\\""}', "me/2", None, False),
+    wire.Put(3, "k", "{}", "me/3", 0, True),
+    wire.Watch(4, "", 7),
+    wire.Unwatch("member/"),
+    wire.OpenLease(5, "token", 0.5),
+    wire.OpenLease(5, "token", 3),
+    wire.KeepAlive(6),
+    wire.Bye(),
+    wire.Welcome(wire.PROTOCOL, wire.VERSION, "name", True),
+    wire.Refusal("No."),
+    wire.Rows(7, 9, [Row("k", "{}", 1, 2), Row("gone", None, 1, 3)], False),
+    wire.Done(8, None),
+    wire.Done(8, 12),
+    wire.NoLease(9),
+    wire.Changed("k", [Row("k", "{}", 1, 2)]),
+    wire.LeaseEnded("token"),
+]
+ALL = {**wire.GREETINGS, **wire.ANSWERS_TO_HELLO, **wire.REQUESTS, **wire.ANSWERS}
+
+
+def payloads(data: bytes, step: int | None = None) -> list[bytes]:
+    unpacker = wire.Unpacker()
+    step = step or len(data)
+    pieces = (data[start : start + step] for start in range(0, len(data), step))
+    return [payload for piece in pieces for payload in unpacker.feed(piece)]
+
+
+def payload_of(**content: object) -> bytes:
+    return json.dumps(content).encode()
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
+def test_messages_survive_the_wire(message):
+    (payload,) = payloads(wire.pack(message))
+    assert wire.parse(payload, ALL) == message
+
+
+def test_every_kind_of_message_is_tried_above():
+    assert {message.kind for message in MESSAGES} == set(ALL)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 5, 7, 64, 1000])
+def test_frames_are_found_however_the_bytes_arrive(step):
+    data = b"".join(map(wire.pack, MESSAGES))
+    assert [wire.parse(payload, ALL) for payload in payloads(data, step)] == MESSAGES
+
+
+def test_frames_before_a_bad_one_are_handed_out():
+    unpacker = wire.Unpacker()
+    found = unpacker.feed(wire.pack(wire.Bye()) + b"HTTP/1.1 400")
+    assert next(found)
+    with pytest.raises(WireError, match="1213486160 bytes is announced"):
+        next(found)
+
+
+@pytest.mark.parametrize(
+    ("payload", "problem"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "not an object"),
+        (b"{}", "none of"),
+        (payload_of(kind="steal"), "none of"),
+        (payload_of(kind=["get"]), "none of"),
+        (payload_of(kind="get", id=1), "lacks 'prefix'"),
+        (payload_of(kind="get", id="1", prefix=""), "'id' .* wrong type: str"),
+        (payload_of(kind="get", id=True, prefix=""), "'id' .* wrong type: bool"),
+        (payload_of(kind="get", id=1, prefix=None), "'prefix' .* wrong type"),
+        (payload_of(kind="done", id=1, revision=True), "'revision' .* wrong type"),
+        (payload_of(kind="open_lease", id=1, token="t", seconds="3"), "'seconds' .* wrong"),
+        (payload_of(kind="open_lease", id=1, token="t", seconds=False), "'seconds' .* wrong"),
+        (payload_of(kind="changed", prefix="", rows={}), "not a list"),
+        (payload_of(kind="changed", prefix="", rows=[["k", "{}", 1]]), "no row"),
+        (payload_of(kind="changed", prefix="", rows=[["k", {}, 1, 2]]), "no row"),
+    ],
+)
+def test_garbage_is_named(payload, problem):
+    with pytest.raises(WireError, match=problem):
+        wire.parse(payload, ALL)
+
+
+def test_kinds_of_the_other_direction_are_refused():
+    with pytest.raises(WireError, match="none of"):
+        wire.parse(payload_of(kind="done", id=1, revision=1), wire.REQUESTS)
+
+
+def test_fields_of_a_later_release_are_left_alone():
+    payload = payload_of(kind="keep_alive", id=1, mood="fine")
+    assert wire.parse(payload, ALL) == wire.KeepAlive(1)
+
+
+def test_a_hello_of_another_version_is_told_from_a_stranger():
+    other = payload_of(kind="hello", protocol=wire.PROTOCOL, version=99, who="?")
+    assert wire.parse_hello(other) is None
+    with pytest.raises(WireError, match="no hello"):
+        wire.parse_hello(payload_of(kind="hello", protocol="redis", version=1))
+    with pytest.raises(WireError, match="lacks 'job'"):
+        wire.parse_hello(payload_of(kind="hello", protocol=wire.PROTOCOL, version=wire.VERSION))
+
+
+# Values
+
+
+def test_values_come_back_as_they_went():
+    value = {"text": 'é " \\ \udc80', "number": 1.5, "list": [None, True]}
+    assert wire.decode_value(wire.encode_value("k", value)) == value
+
+
+@pytest.mark.parametrize(
+    ("key", "problem"), [("", "1 to 512 characters"), ("k" * 513, "1 to 512 characters")]
+)
+def test_keys_have_a_length(key, problem):
+    with pytest.raises(WireError, match=problem):
+        wire.encode_value(key, {})
+
+
+def test_a_value_that_fits_no_frame_is_refused_by_name():
+    with pytest.raises(WireError, match="value of 'world' takes"):
+        wire.encode_value("world", {"x": '"' * (wire.FRAME_LIMIT // 2)})
+
+
+def test_what_is_no_number_to_others_is_refused():
+    with pytest.raises(ValueError, match="JSON compliant"):
+        wire.encode_value("k", {"x": float("nan")})
+
+
+@pytest.mark.parametrize("text", ["[]", "nonsense", "1"])
+def test_stored_texts_are_objects(text):
+    with pytest.raises(WireError):
+        wire.decode_value(text)
+
+
+@pytest.mark.parametrize("filler", ["x", '"', "é", "\\"])
+def test_the_largest_value_can_travel_in_every_message(filler):
+    key = "\udc80" * wire.KEY_LIMIT
+    size = wire.FRAME_LIMIT // 2
+    while True:
+        try:
+            text = wire.encode_value(key, {"x": filler * size})
+            break
+        except WireError:
+            size = size * 9 // 10
+    big = 2**62
+    row = Row(key, text, big, big)
+    wire.pack(wire.Put(big, key, text, "s" * 64, big, True))
+    wire.pack(wire.Rows(big, big, [row], False))
+    wire.pack(wire.Changed(key, [row]))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "portions"),
+    [
+        ([], [0]),
+        ([10, 10], [2]),
+        ([100, 100, 100], [2, 1]),
+        ([1000, 10], [1, 1]),
+        ([10, 1000, 10], [1, 1, 1]),
+    ],
+)
+def test_rows_go_in_portions_that_fit(sizes, portions):
+    rows = [Row("k", "x" * size, 1, 2) for size in sizes]
+    made = wire.batches(rows, limit=600)
+    assert [len(portion) for portion in made] == portions
+    assert [row for portion in made for row in portion] == rows

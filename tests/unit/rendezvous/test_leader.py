@@ -1,0 +1,152 @@
+"""The leader over a real embedded store: who leads, what is published, who is fenced."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+
+from torchelastic.clock import SystemClock
+from torchelastic.rendezvous.embedded.client import EmbeddedStore
+from torchelastic.rendezvous.embedded.endpoint import bind_endpoint
+from torchelastic.rendezvous.embedded.server import EmbeddedServer
+from torchelastic.rendezvous.leader import WORLD_KEY, CheckpointPath, Leader
+from torchelastic.rendezvous.round import RoundRules
+from torchelastic.rendezvous.world import Member, World
+
+DEADLINE = 10.0
+
+
+class Told:
+    """An observer that remembers."""
+
+    def __init__(self):
+        self.leads = asyncio.Event()
+        self.decisions = []
+        self.lost = []
+
+    def became_leader(self):
+        self.leads.set()
+
+    def node_joined(self, member):
+        pass
+
+    def node_lost(self, name, reason):
+        self.lost.append(name)
+
+    def node_leaving(self, member):
+        pass
+
+    def decided(self, world, kind):
+        self.decisions.append((world.phase, kind))
+
+
+class Node:
+    """A member that stops at once whenever it is told to."""
+
+    def __init__(self, store, name, rules):
+        self.store, self.name = store, name
+        self.told = Told()
+        self.member = Member(node=name, name=name, addr=name, nproc=1, ready=True, store=f"{name}:1")
+        self.leading = asyncio.create_task(
+            Leader(store, name, rules, SystemClock(), self.told).run()
+        )
+
+    async def say(self, **changes):
+        self.member = replace(self.member, **changes)
+        await self.store.put(f"member/{self.name}", self.member.to_json(), leased=True)
+
+    async def world(self, generation, phase="running"):
+        """Wait for a world; answer everything that is over on the way there."""
+
+        async def look():
+            async with aclosing(self.store.watch(WORLD_KEY, after=0)) as changes:
+                async for change in changes:
+                    world = World.from_json(change.item.value)
+                    if (world.generation, world.phase) == (generation, phase):
+                        return world
+            raise AssertionError("the watch ended")
+
+        return await asyncio.wait_for(look(), DEADLINE)
+
+    async def close(self):
+        self.leading.cancel()
+        await asyncio.gather(self.leading, return_exceptions=True)
+        await self.store.close()
+
+
+@asynccontextmanager
+async def cluster(rules, *names):
+    sockets = bind_endpoint("127.0.0.1", 0)
+    server = EmbeddedServer("job", clock=SystemClock())
+    port = await server.start(sockets)
+    nodes = []
+    try:
+        for name in names:
+            store = await EmbeddedStore.connect("127.0.0.1", port, "job", timeout=DEADLINE)
+            await store.open_lease(5.0)
+            nodes.append(Node(store, name, rules))
+        yield nodes
+    finally:
+        for node in nodes:
+            await node.close()
+        await server.close()
+
+
+def test_one_leads_and_its_successor_takes_the_world_up():
+    async def run():
+        rules = RoundRules(min_nodes=1, max_nodes=3, settle=0.05)
+        async with cluster(rules, "a", "b", "c") as (a, b, c):
+            await asyncio.wait_for(a.told.leads.wait(), DEADLINE)
+            for node in (a, b, c):
+                await node.say()
+            first = await b.world(0)
+            assert [node.name for node in first.nodes] == ["a", "b", "c"]
+            assert not b.told.leads.is_set()
+
+            await a.close()
+            leads = [asyncio.create_task(node.told.leads.wait()) for node in (b, c)]
+            done, rest = await asyncio.wait(
+                leads, timeout=DEADLINE, return_when=asyncio.FIRST_COMPLETED
+            )
+            assert len(done) == 1
+            for task in rest:
+                task.cancel()
+            await b.world(0, "over")
+            await b.say(gone=0, store="b:2")
+            await c.say(gone=0, store="c:2")
+            second = await c.world(1)
+            assert [node.name for node in second.nodes] == ["b", "c"]
+            assert second.store == "b:2"
+
+    asyncio.run(run())
+
+
+def test_a_leader_that_was_overtaken_publishes_nothing():
+    async def run():
+        rules = RoundRules(min_nodes=1, max_nodes=2, settle=0.05)
+        async with cluster(rules, "a") as (a,):
+            await asyncio.wait_for(a.told.leads.wait(), DEADLINE)
+            await a.say()
+            await a.world(0)
+            usurped = replace(await a.world(0), generation=9, reason="another leader's")
+            await a.store.put(WORLD_KEY, usurped.to_json())
+            await a.say(done=0)  # of a generation that is history: its end must not be published
+            await a.say(done=9)
+            closed = await a.world(9, "closed")
+            assert closed.generation == 9
+            assert a.told.decisions == [("waiting", None), ("running", None), ("closed", None)]
+
+    asyncio.run(run())
+
+
+def test_a_checkpoint_is_seen_in_a_file_a_directory_and_a_pattern(tmp_path):
+    directory = tmp_path / "checkpoints"
+    directory.mkdir()
+    paths = [
+        CheckpointPath(str(path))
+        for path in (directory / "last.pt", directory, tmp_path / "*" / "last.*")
+    ]
+    assert not any(path.changed() for path in paths)
+    (directory / "last.pt").write_text("weights")
+    assert all(path.changed() for path in paths)
