@@ -48,11 +48,12 @@ class Failure:
         return f"exit code {self.exitcode}"
 
     def sentence(self) -> str:
-        """`rank 3 on node-b (local rank 1, pid 42) at step 17: RuntimeError: boom`."""
+        """`rank 3 on node-b (local rank 1, pid 42) at step 17: RuntimeError: boom`, in one line."""
         step = f" at step {self.step}" if self.step is not None else ""
+        first_line = self.message.strip().partition("\n")[0]
         return (
             f"rank {self.rank} on {self.node} (local rank {self.local_rank}, pid {self.pid})"
-            f"{step}: {self.message}"
+            f"{step}: {first_line}"
         )
 
     def signature(self) -> tuple[int, str, str]:
