@@ -56,7 +56,7 @@ def _signal_words(name: str, out_of_memory: bool) -> str:
 
 
 def world_sentence(world: World) -> str:
-    """`generation 4: 4 workers on 2 nodes (node-a, node-b): rank 2 on node-b …; 1 of 3 restarts`."""
+    """`generation 4: 4 workers on 2 nodes (node-a, node-b): rank 2 …; 1 of 3 restarts used`."""
     names = _listed([node.name for node in world.nodes], _NAMES_SHOWN)
     spares = f", spare: {_listed(world.spares, _NAMES_SHOWN)}" if world.spares else ""
     return (
@@ -72,14 +72,20 @@ def over_sentence(world: World) -> str:
 
 def job_failed(world: World, *, name: str = "job") -> str:
     """The last words of a job that ended by a failure."""
+    title = f"{name} FAILED in generation {world.generation}: {_ending(world)}"
+    return failures_block(title, world.cause, world.consequences)
+
+
+def failures_block(title: str, cause: Failure | None, others: Sequence[Failure]) -> str:
+    """The first failure in full, the others in a line each."""
     border, section = "=" * _WIDTH, "-" * _WIDTH
-    lines = [border, f"{name} FAILED in generation {world.generation}: {_ending(world)}", section]
-    if world.cause is not None:
-        lines += ["Root Cause (first observed failure):", "[0]:", *_details(world.cause), section]
-    if world.consequences:
-        lines += ["Fell because of it:" if world.cause else "Failures:"]
-        lines += _others(world.consequences)
-    elif world.cause is not None:
+    lines = [border, title, section]
+    if cause is not None:
+        lines += ["Root Cause (first observed failure):", "[0]:", *_details(cause), section]
+    if others:
+        lines += ["Fell because of it:" if cause else "Failures:"]
+        lines += _others(others)
+    elif cause is not None:
         lines += ["Nothing else fell because of it."]
     return "\n".join(["", *lines, border])
 

@@ -22,6 +22,7 @@ from torchelastic.jobs import JobEntry
 _WIDTH = 100
 #: Nodes of one job that the overview names.
 _NODES_SHOWN = 8
+_NODES_IN_DETAILS = 100
 #: Ended jobs that the overview names.
 _RECENT_SHOWN = 10
 #: Lines of history that the details show.
@@ -119,7 +120,7 @@ def details(entry: JobEntry, seen: JobView, now: float) -> str:
             "events": "\n".join(str(agent.events) for agent in entry.agents),
         }
     )
-    lines += ["", "  nodes", *_nodes(entry, seen, most=_WIDTH)]
+    lines += ["", "  nodes", *_nodes(entry, seen, most=_NODES_IN_DETAILS)]
     if seen.history:
         lines += ["", "  what happened", *_history(seen.history[-_HISTORY_SHOWN:])]
     if seen.cause is not None:
@@ -181,11 +182,11 @@ def _node(node: NodeView, width: int, pid: int | None) -> str:
 def _recent(recent: Sequence[tuple[JobEntry, JobView]], now: float) -> list[str]:
     """A table of the jobs that are no more."""
     rows = [_recent_row(entry, seen, now) for entry, seen in recent[:_RECENT_SHOWN]]
-    widths = [min(40, max(map(len, column))) for column in zip(*rows, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["Recent:"]
     for row in rows:
-        cells = (f"{_cut(cell, width):<{width}}" for cell, width in zip(row[:-1], widths))
-        lines.append(_cut("  " + "  ".join([*cells, row[-1]]), _WIDTH).rstrip())
+        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        lines.append(_cut("  " + "  ".join(cells).rstrip(), _WIDTH))
     more = len(recent) - len(rows)
     return [*lines, f"  and {more} more"] if more > 0 else lines
 
@@ -197,7 +198,7 @@ def _recent_row(entry: JobEntry, seen: JobView, now: float) -> tuple[str, ...]:
     if not ended and seen.generation is not None:
         why = f"in generation {seen.generation}"
     return (
-        entry.job,
+        _cut(entry.job, 40),
         _ago(now - entry.last_seen),
         f"exit {seen.exitcode}" if ended else "killed",
         f"after {took}",

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime
+
+import pytest
+
+from torchelastic.agent import report
+from torchelastic.failure import Failure
+from torchelastic.rendezvous.world import World, WorldNode
+
+CAUSE = Failure(
+    generation=3,
+    node="node-b",
+    rank=2,
+    local_rank=0,
+    pid=123,
+    exitcode=1,
+    message="RuntimeError: boom\nwith a second line",
+    traceback='Traceback (most recent call last):\n  File "t.py", line 1\nRuntimeError: boom\n',
+    step=17,
+    error_file="/logs/error.json",
+    wall_time=datetime(2026, 5, 1, 12, 30, 0, 250_000).timestamp(),
+)
+FELL = replace(
+    CAUSE, node="node-a", rank=0, pid=77, message="Connection closed by peer", traceback=""
+)
+
+
+def node(name: str) -> WorldNode:
+    return WorldNode(
+        node=name, name=name, addr=name, nproc=2, role="default", first_rank=0, first_role_rank=0
+    )
+
+
+WORLD = World(
+    generation=3,
+    phase="closed",
+    nodes=(node("node-a"), node("node-b")),
+    reason=f"{CAUSE.sentence()}; all 3 restarts are used (--max-restarts)",
+    cause=CAUSE,
+    consequences=(FELL,),
+    exitcode=1,
+)
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "words"),
+    [
+        (0, "exit code 0"),
+        (1, "exit code 1"),
+        (-9, "killed by SIGKILL"),
+        (-15, "killed by SIGTERM"),
+        (-11, "killed by SIGSEGV (segmentation fault in native code)"),
+        (-6, "killed by SIGABRT (it called abort(), often a failed check in C++ code)"),
+        (-7, "killed by SIGBUS (bus error, often a full /dev/shm or disk behind mapped memory)"),
+        (-99, "killed by signal 99"),
+        (126, "exit code 126 (a shell found a program it cannot execute)"),
+        (127, "exit code 127 (a shell found no program)"),
+        (128, "exit code 128"),
+        (137, "exit code 137 (a shell's word for SIGKILL)"),
+        (143, "exit code 143 (a shell's word for SIGTERM)"),
+        (255, "exit code 255"),
+    ],
+)
+def test_exit_words(exitcode, words):
+    assert report.exit_words(exitcode) == words
+
+
+def test_lack_of_memory_is_named_only_by_who_knows_of_it():
+    assert "memory" not in report.exit_words(-9)
+    assert "ran out of memory (see dmesg)" in report.exit_words(-9, out_of_memory=True)
+
+
+def test_the_last_block_names_the_first_failure_of_the_job_and_who_fell_because_of_it():
+    assert report.job_failed(WORLD, name="train.py") == (
+        "\n"
+        "============================================================\n"
+        "train.py FAILED in generation 3: all 3 restarts are used (--max-restarts)\n"
+        "------------------------------------------------------------\n"
+        "Root Cause (first observed failure):\n"
+        "[0]:\n"
+        "  time      : 2026-05-01_12:30:00.250\n"
+        "  host      : node-b\n"
+        "  rank      : 2 (local_rank: 0)\n"
+        "  step      : 17\n"
+        "  exitcode  : 1 (pid: 123)\n"
+        "  error_file: /logs/error.json\n"
+        "  error     : RuntimeError: boom\n"
+        "  with a second line\n"
+        "  traceback : Traceback (most recent call last):\n"
+        '    File "t.py", line 1\n'
+        "  RuntimeError: boom\n"
+        "------------------------------------------------------------\n"
+        "Fell because of it:\n"
+        "  rank 0 on node-a (local rank 0, pid 77) at step 17: Connection closed by peer\n"
+        "============================================================"
+    )
+
+
+def test_a_killed_worker_has_no_traceback_and_says_so():
+    killed = replace(
+        CAUSE, exitcode=-9, message="killed by SIGKILL", traceback="", step=None, error_file=""
+    )
+    text = report.job_failed(replace(WORLD, cause=killed, consequences=()))
+    assert "  exitcode  : -9 (pid: 123) (SIGKILL)\n" in text
+    assert "  error_file: <N/A>\n" in text
+    assert "  traceback : none: the worker ended without a Python exception\n" in text
+    assert "  step" not in text
+    assert "Nothing else fell because of it." in text
+
+
+def test_a_job_may_end_without_a_failing_worker():
+    text = report.job_failed(replace(WORLD, cause=None, reason="node-b failed; no restarts"))
+    assert "job FAILED in generation 3: node-b failed; no restarts\n" in text
+    assert "Root Cause" not in text
+    assert "Failures:\n  rank 0 on node-a" in text
+
+
+def test_a_thousand_failures_are_not_listed():
+    text = report.job_failed(replace(WORLD, consequences=(FELL,) * 1000))
+    assert text.count("Connection closed by peer") == 16
+    assert "  and 984 more\n" in text
+
+
+def test_world_sentence():
+    first = World(generation=0, phase="running", nodes=(node("node-a"),), reason="the job starts")
+    assert (
+        report.world_sentence(first) == "generation 0: 2 workers on 1 node (node-a): the job starts"
+    )
+    next_one = replace(
+        WORLD, generation=4, reason=f"{CAUSE.sentence()}; 1 of 100 restarts used", spares=("c", "d")
+    )
+    assert report.world_sentence(next_one) == (
+        "generation 4: 4 workers on 2 nodes (node-a, node-b), spare: c, d: rank 2 on node-b "
+        "(local rank 0, pid 123) at step 17: RuntimeError: boom; 1 of 100 restarts used"
+    )
+
+
+def test_over_sentence():
+    over = replace(WORLD, reason=CAUSE.sentence())
+    assert report.over_sentence(over) == (
+        "generation 3 is over: rank 2 on node-b (local rank 0, pid 123) at step 17: "
+        "RuntimeError: boom"
+    )
+
+
+def test_many_nodes_are_counted_not_listed():
+    world = replace(WORLD, nodes=tuple(node(f"n{number}") for number in range(100)))
+    sentence = report.world_sentence(world)
+    assert "200 workers on 100 nodes (n0, n1, n2, n3, n4, n5, n6, n7 and 92 more)" in sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("a", "a"), ("a\nb", "a …"), ("\na\n", "a"), ("x" * 300, "x" * 199 + "…"), ("", "")],
+)
+def test_one_line(text, expected):
+    assert report.one_line(text) == expected

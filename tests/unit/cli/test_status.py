@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from torchelastic import jobs
+from torchelastic.cli import status
+from torchelastic.clock import FakeClock
+from torchelastic.errors import EXIT_OK, EXIT_USAGE
+from torchelastic.events import types as events
+from torchelastic.events.log import EventLog
+from torchelastic.failure import Failure
+
+CAUSE = Failure(
+    generation=0,
+    node="node-b",
+    rank=9,
+    local_rank=1,
+    pid=4242,
+    exitcode=1,
+    message="RuntimeError: boom " + "x" * 200,
+    traceback="Traceback (most recent call last):\nRuntimeError: boom",
+    step=7,
+)
+
+
+@pytest.fixture(autouse=True)
+def runtime_dir(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+class Agent:
+    """An agent's entry and event log, without the agent."""
+
+    def __init__(self, job: str, name: str = "node-a", *, pid: int | None = None) -> None:
+        node = f"id-{name}"
+        path = jobs.directory_for(job, node) / "events.jsonl"
+        self.registration = jobs.register(
+            job,
+            node,
+            pid=pid or os.getpid(),
+            name=name,
+            endpoint="node-a:29400",
+            command=["train.py", "--lr", "0.1"],
+            events=path,
+        )
+        self.clock = FakeClock(time.monotonic())
+        self.log = EventLog(path, job=job, node=node, clock=self.clock)
+        self.tell(events.AgentStarted(os.getpid(), "node-a:29400", ["train.py"], 1, 4, 2))
+        self.tell(events.Joined(name, "node-a:29400", True))
+
+    def tell(self, event: events.Event, generation: int | None = None) -> Agent:
+        self.clock.advance(1)
+        self.log.emit(event, generation=generation)
+        return self
+
+    def world(self, generation: int, *names: str, reason: str = "the job starts") -> Agent:
+        formed = events.WorldFormed(names, 2 * len(names), "s", reason, generation)
+        return self.tell(formed, generation)
+
+    def end(self, exitcode: int, reason: str, cause: Failure | None = None) -> None:
+        told = cause.to_json() if cause else None
+        self.tell(events.JobEnded(exitcode, reason, told))
+        self.log.close()
+        self.registration.close(exitcode)
+
+
+@pytest.fixture
+def show(capsys):
+    def run(*argv: str) -> str:
+        assert status.main(argv) == EXIT_OK
+        text = capsys.readouterr().out
+        for line in text.splitlines():
+            assert len(line) <= 100 or "events.jsonl" in line, "a path is to be copied whole"
+        return text
+
+    return run
+
+
+def test_no_jobs(show):
+    assert show().startswith("No job runs on this machine.\n")
+
+
+def test_a_live_job(show):
+    agent = Agent("imagenet").tell(events.BecameLeader()).world(0, "node-a", "node-b")
+    agent.world(1, "node-a", reason="node-b failed; a node failure spends no restart")
+    agent.log.close()
+    lines = show().splitlines()
+    assert lines[0].startswith("imagenet  ")
+    assert lines[0].endswith("  running for 0 s")
+    assert lines[1] == "  generation 1: 2 workers on 1 node, 1 restart used"
+    assert lines[2] == (
+        f"    node-a  running    leader, hosts the rendezvous, agent pid {os.getpid()}"
+    )
+    assert lines[3] == (
+        "  just now: generation 1 began: node-b failed; a node failure spends no restart"
+    )
+
+
+def test_a_job_that_has_just_started(show):
+    path = jobs.directory_for("new", "id") / "events.jsonl"
+    jobs.register("new", "id", pid=os.getpid(), name="node-a", endpoint="", command=[], events=path)
+    assert show().endswith("starting for 0 s\n")
+    assert "new" in show("new")
+
+
+def test_two_agents_of_one_job_make_one_picture(show):
+    one, other = Agent("job", "node-a"), Agent("job", "node-b")
+    other.clock.advance(100)
+    one.world(0, "node-a", "node-b")
+    other.world(1, "node-a", "node-b", reason="later")
+    text = show()
+    assert text.count("job  ") == 1
+    assert "generation 1: 4 workers on 2 nodes" in text
+    assert "generation 1 began: later" in text
+
+
+def test_recent_jobs_are_a_table(show):
+    Agent("done").world(0, "node-a").end(0, "every worker succeeded")
+    Agent("failed").world(0, "node-a").end(1, CAUSE.sentence(), CAUSE)
+    Agent("killed", pid=2**22 + 1).world(3, "node-a").log.close()
+    lines = show().splitlines()
+    assert lines[:3] == ["No job runs on this machine.", "", "Recent:"]
+    rows = {line.split()[0]: line for line in lines[3:]}
+    assert rows["done"] == "  done    just now  exit 0  after 0 s  every worker succeeded"
+    assert rows["killed"] == "  killed  just now  killed  after 0 s  in generation 3"
+    assert rows["failed"].startswith("  failed  just now  exit 1  after 0 s  rank 9 on node-b")
+    assert rows["failed"].endswith("…")
+
+
+def test_details_tell_what_happened_without_saying_anything_twice(show):
+    agent = Agent("imagenet").world(0, "node-a", "node-b")
+    agent.tell(events.GenerationOver("failure", CAUSE.sentence()), 0)
+    agent.world(1, "node-a", "node-b", reason=f"{CAUSE.sentence()}; 1 of 3 restarts used")
+    agent.end(1, "the same failure came back", CAUSE)
+    text = show("image")
+    assert "command       train.py --lr 0.1\n" in text
+    assert "meets at      node-a:29400\n" in text
+    assert "nodes wanted  1 to 4\n" in text
+    assert "generation 0 is over: rank 9 on node-b" in text
+    assert "generation 1 began: 1 of 3 restarts used\n" in text
+    assert "node-a ended with exit code 1: the same failure came back\n" in text
+    assert "first failure\n    rank 9 on node-b (local rank 1, pid 4242) at step 7:" in text
+    assert "    Traceback (most recent call last):\n    RuntimeError: boom" in text
+
+
+def test_an_exact_job_id_goes_before_longer_ones(show):
+    Agent("job").log.close()
+    Agent("job-2").log.close()
+    assert "job-2" not in show("job")
+    assert "job-2" in show("jo")
+
+
+def test_an_unknown_job_is_named_in_a_sentence(capsys):
+    assert status.main(["nope"]) == EXIT_USAGE
+    assert capsys.readouterr().err == (
+        "torchelastic status: This machine knows no job 'nope': `torchelastic status` lists those "
+        "it knows.\n"
+    )
+
+
+def test_a_registry_that_is_not_ours_is_named_in_a_sentence(capsys, runtime_dir):
+    (runtime_dir / "torchelastic").symlink_to("/")
+    assert status.main([]) == EXIT_USAGE
+    assert "is not a directory of this user" in capsys.readouterr().err
+
+
+def test_json_for_programs(show):
+    Agent("job").world(0, "node-a").log.close()
+    (job,) = json.loads(show("--json"))
+    assert (job["job"], job["alive"], job["phase"]) == ("job", True, "running")
+    assert (job["generation"], job["size"]) == (0, 2)
+    assert job["nodes"][0]["name"] == "node-a"
+    assert job["agents"][0]["pid"] == os.getpid()
+    assert job["history"][0]["why"] == "the job starts"
+
+
+def test_no_job_is_an_empty_list_for_programs(show):
+    assert json.loads(show("--json")) == []
+
+
+def test_big_jobs_fit(show):
+    agent = Agent("x" * 200).world(0, *(f"node-{number}" for number in range(300)))
+    agent.log.close()
+    assert "and 293 more nodes" in show()
+    assert "and 201 more nodes" in show("x")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (-1, "0 s"),
+        (59.9, "59 s"),
+        (60, "1 min"),
+        (3599, "59 min"),
+        (3600, "1 h"),
+        (8000, "2 h 13 min"),
+        (86400, "1 d"),
+        (100000, "1 d 3 h"),
+    ],
+)
+def test_durations(seconds, words):
+    assert status._duration(seconds) == words

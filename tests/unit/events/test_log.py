@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+
+from torchelastic.clock import FakeClock
+from torchelastic.errors import ConfigError
+from torchelastic.events.log import EventLog, Record, read, sink_for
+from torchelastic.events.types import Joined, Note, WorldFormed
+
+
+def open_log(path: Path, **changes) -> EventLog:
+    return EventLog(path, job="job", node="8f2c", clock=FakeClock(12.5), **changes)
+
+
+def texts(path: Path) -> list[str]:
+    return [record.fields["text"] for record in read(path)]
+
+
+def test_a_line_has_an_envelope_and_the_fields_of_its_event(tmp_path):
+    path = tmp_path / "events.jsonl"
+    log = open_log(path)
+    log.emit(WorldFormed(("a", "b"), 4, "a:1", "the job starts", 0), generation=0)
+    log.emit(Note("hello"))
+    log.close()
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    wall = first.pop("wall")
+    assert wall > 1.7e9
+    assert first == {
+        "v": 1,
+        "type": "world-formed",
+        "job": "job",
+        "node": "8f2c",
+        "mono": 12.5,
+        "generation": 0,
+        "nodes": ["a", "b"],
+        "size": 4,
+        "store": "a:1",
+        "reason": "the job starts",
+        "restarts_used": 0,
+        "spares": [],
+    }
+    assert second["generation"] is None
+
+
+def test_what_is_written_is_read(tmp_path):
+    log = open_log(tmp_path / "events.jsonl")
+    event = Joined("node-a", "node-a:29400", True)
+    log.emit(event, generation=7)
+    log.close()
+    (record,) = read(log.path)
+    assert record.event == event
+    assert (record.type, record.job, record.node) == ("joined", "job", "8f2c")
+    assert (record.mono, record.generation) == (12.5, 7)
+
+
+def test_a_line_is_there_as_soon_as_it_is_emitted(tmp_path):
+    log = open_log(tmp_path / "events.jsonl")
+    log.emit(Note("now"))
+    assert texts(log.path) == ["now"]
+    log.close()
+
+
+def test_junk_and_half_lines_are_skipped(tmp_path):
+    path = tmp_path / "events.jsonl"
+    log = open_log(path)
+    log.emit(Note("one"))
+    log.close()
+    good = path.read_bytes()
+    future = good.replace(b'"v":1', b'"v":2')
+    strange = good.replace(b'"generation":null', b'"generation":"x"')
+    junk = [b"\n", b"\xff\xfe\n", b"[]\n", b"3\n", b"null\n", b'{"v":1}\n', future, strange]
+    path.write_bytes(b"".join(junk) + good + good[: len(good) // 2])
+    assert texts(path) == ["one"]
+
+
+def test_an_event_of_a_later_version_is_kept_as_plain_fields(tmp_path):
+    line = {"v": 1, "type": "new", "job": "j", "node": "n", "wall": 1, "mono": 1}
+    record = Record.parse(json.dumps(line | {"generation": None, "extra": 5}).encode())
+    assert record is not None
+    assert (record.event, record.fields) == (None, {"extra": 5})
+
+
+def test_no_file_has_no_records(tmp_path):
+    assert list(read(tmp_path / "none")) == []
+
+
+def test_the_log_is_bounded(tmp_path):
+    log = open_log(tmp_path / "events.jsonl", max_bytes=2000)
+    for number in range(100):
+        log.emit(Note(str(number)))
+    log.close()
+    assert sorted(os.listdir(tmp_path)) == ["events.jsonl", "events.jsonl.1"]
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2 * 2200
+    kept = [int(text) for text in texts(log.path)]
+    assert kept == list(range(kept[0], 100))
+
+
+def test_the_size_counts_from_what_is_there_already(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"\n" * 3000)
+    log = open_log(path, max_bytes=2000)
+    log.emit(Note("x"))
+    log.close()
+    assert not path.exists()
+
+
+def test_a_device_is_never_renamed():
+    log = open_log(Path(os.devnull), max_bytes=10)
+    log.emit(Note("x"))
+    log.emit(Note("y"))
+    log.close()
+    assert not Path(os.devnull).is_file()
+    assert log.dropped == 0
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "/nonexistent/events.jsonl"])
+def test_a_disk_that_cannot_be_written_costs_events_not_the_job(path, caplog):
+    log = open_log(Path(path))
+    log.emit(Note("x"))
+    log.emit(Note("y"))
+    log.close()
+    assert log.dropped == 2
+    assert caplog.text.count("Events are lost") == 1
+
+
+@pytest.fixture
+def file_size_limit():
+    """A disk that is full after so many bytes, made by the kernel's limit on the size of files."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_line_cut_short_by_a_full_disk_spoils_no_other(tmp_path, file_size_limit):
+    log = open_log(tmp_path / "events.jsonl")
+    log.emit(Note("one"))
+    file_size_limit(log.path.stat().st_size + 20)
+    log.emit(Note("lost"))
+    log.emit(Note("lost too"))
+    file_size_limit(1 << 20)
+    log.emit(Note("two"))
+    log.close()
+    assert texts(log.path) == ["one", "two"]
+    assert log.dropped == 2
+
+
+def test_a_second_sink_sees_every_line(tmp_path, capsys):
+    log = open_log(tmp_path / "events.jsonl", sink=sink_for("console"))
+    log.emit(Note("seen"))
+    log.close()
+    assert capsys.readouterr().err == log.path.read_text()
+
+
+@pytest.mark.parametrize("handler", ["null", "dynamic_rendezvous"])
+def test_no_second_sink(handler):
+    assert sink_for(handler) is None
+
+
+def test_an_unknown_handler_is_refused_in_a_sentence():
+    with pytest.raises(ConfigError, match="does not know 'kafka': write null or console"):
+        sink_for("kafka")

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from torchelastic.events import types
+from torchelastic.events.types import EVENTS, Event, from_fields
+
+ENVELOPE = {"v", "type", "job", "node", "wall", "mono", "generation"}
+
+
+def test_the_names_are_part_of_the_format_and_stay():
+    assert sorted(EVENTS) == [
+        "agent-started",
+        "became-leader",
+        "generation-over",
+        "job-ended",
+        "joined",
+        "lease-lost",
+        "leaving",
+        "node-joined",
+        "node-leaving",
+        "node-lost",
+        "note",
+        "restart-decided",
+        "signal-received",
+        "waiting",
+        "worker-exited",
+        "worker-failed",
+        "workers-started",
+        "workers-stopped",
+        "world-formed",
+        "zygote-ready",
+        "zygote-unavailable",
+    ]
+
+
+def test_every_event_type_is_listed():
+    declared = {item for item in vars(types).values() if isinstance(item, type)}
+    events = {item for item in declared if issubclass(item, Event) and item is not Event}
+    assert events == set(EVENTS.values())
+
+
+@pytest.mark.parametrize("cls", EVENTS.values())
+def test_no_field_hides_the_envelope(cls):
+    assert not {item.name for item in dataclasses.fields(cls)} & ENVELOPE
+
+
+WORLD = {
+    "nodes": ["a", "b"],
+    "size": 4,
+    "store": "a:1",
+    "reason": "",
+    "restarts_used": 0,
+    "spares": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "expected"),
+    [
+        ("note", {"text": "x"}, types.Note("x")),
+        ("note", {"text": "x", "added later": 1}, types.Note("x")),
+        ("note", {"text": 3}, None),
+        ("note", {}, None),
+        ("unheard-of", {}, None),
+        ("zygote-ready", {"seconds": 1}, types.ZygoteReady(1)),
+        ("zygote-ready", {"seconds": True}, None),
+        ("world-formed", WORLD, types.WorldFormed(["a", "b"], 4, "a:1", "", 0, [])),
+        ("world-formed", WORLD | {"nodes": "ab"}, None),
+        ("world-formed", WORLD | {"nodes": [1]}, None),
+        ("generation-over", {"kind": "resize", "reason": ""}, types.GenerationOver("resize", "")),
+        ("generation-over", {"kind": "whim", "reason": ""}, None),
+        ("job-ended", {"exitcode": 0, "reason": "", "cause": None}, types.JobEnded(0, "")),
+        ("job-ended", {"exitcode": 0, "reason": "", "cause": []}, None),
+        ("worker-failed", {"failure": {"rank": 1}}, types.WorkerFailed({"rank": 1})),
+    ],
+)
+def test_a_line_becomes_the_event_it_tells_of(name, data, expected):
+    assert from_fields(name, data) == expected

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import pytest
+
+from torchelastic.events import types as events
+from torchelastic.events.log import Record
+from torchelastic.events.types import Event
+from torchelastic.events.view import HISTORY, JobView, fold, without
+
+
+class Story:
+    """Records in order, one second apart."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def tell(self, event: Event, *, by: str = "id-a", generation: int | None = None) -> Story:
+        now = float(len(self.records))
+        self.records.append(
+            Record(
+                type=event.type,
+                job="job",
+                node=by,
+                wall=1000 + now,
+                mono=now,
+                generation=generation,
+                event=event,
+            )
+        )
+        return self
+
+    def agent(self, name: str, *, hosting: bool = False) -> Story:
+        started = events.AgentStarted(1, "a:1", ["train.py"], 1, 3, 2)
+        self.tell(started, by=f"id-{name}")
+        return self.tell(events.Joined(name, "a:1", hosting), by=f"id-{name}")
+
+    def world(self, generation: int, *names: str, by: str = "id-a", **changes) -> Story:
+        formed = events.WorldFormed(
+            list(names),
+            2 * len(names),
+            "a:2",
+            changes.get("reason", "the job starts"),
+            changes.get("restarts_used", 0),
+            changes.get("spares", []),
+        )
+        return self.tell(formed, by=by, generation=generation)
+
+    def view(self) -> JobView:
+        return fold(self.records)
+
+    def states(self) -> dict[str, str]:
+        return {name: node.state for name, node in self.view().nodes.items()}
+
+
+def test_nothing_is_known_before_the_first_record():
+    assert fold([]) == JobView()
+
+
+def test_an_agent_goes_by_its_id_until_it_has_a_name():
+    story = Story().tell(events.AgentStarted(1, "", ["t"], 1, 3, 2))
+    assert story.states() == {"id-a": "starting"}
+    story.tell(events.Joined("a", "a:1", True))
+    assert story.states() == {"a": "joined"}
+    node = story.view().nodes["a"]
+    assert (node.agent, node.hosting, node.last_seen) == ("id-a", True, 1001)
+    assert (story.view().min_nodes, story.view().max_nodes) == (1, 3)
+
+
+def test_a_world_says_who_runs_and_who_waits():
+    story = Story().agent("a").world(0, "a", "b", spares=["c"], restarts_used=2)
+    view = story.view()
+    assert story.states() == {"a": "running", "b": "running", "c": "spare"}
+    assert (view.phase, view.generation, view.size) == ("running", 0, 4)
+    assert (view.restarts_used, view.started) == (2, 1000)
+    assert [node.name for node in view.members()] == ["a", "b"]
+    assert view.last_change.what == "generation 0 began"
+    assert view.last_change.why == "the job starts"
+
+
+def test_a_world_told_by_several_agents_counts_once():
+    story = Story().agent("a").agent("b").world(0, "a", "b").world(0, "a", "b", by="id-b")
+    assert [change.what for change in story.view().history] == ["generation 0 began"]
+
+
+def test_the_leader_tells_who_comes_and_goes():
+    story = Story().agent("a").tell(events.BecameLeader()).world(0, "a", "b", "c")
+    story.tell(events.NodeLost("b", "its lease ended"))
+    story.tell(events.NodeLeaving("c", "SIGTERM"))
+    story.tell(events.NodeJoined("d"))
+    assert story.states() == {"a": "running", "b": "lost", "c": "leaving", "d": "joined"}
+    assert story.view().nodes["a"].leader
+    story.world(1, "a", "d")
+    assert story.states() == {"a": "running", "d": "running"}
+
+
+def test_a_node_of_this_machine_stays_listed_outside_the_world():
+    story = Story().agent("a").agent("b").world(0, "a", "b").world(1, "a")
+    assert story.states() == {"a": "running", "b": "joined"}
+
+
+def test_a_lost_node_that_joins_again_is_there_again():
+    story = Story().agent("a").world(0, "a", "b").tell(events.NodeLost("b", "silence"))
+    assert story.tell(events.NodeJoined("b")).states()["b"] == "joined"
+
+
+@pytest.mark.parametrize(
+    ("event", "phase"),
+    [
+        (events.GenerationOver("failure", "boom"), "restarting"),
+        (events.WorkersStopped(0.1), "restarting"),
+        (events.WorkerExited(0, 0, 7, 1), "running"),
+        (events.Note("hello"), "running"),
+        (events.Waiting(2, ["b"], "1 of 2 ready"), "waiting"),
+        (events.JobEnded(1, "all restarts are used"), "ended"),
+    ],
+)
+def test_the_phase_follows_events(event, phase):
+    story = Story().agent("a").world(4, "a").tell(event, generation=4)
+    assert story.view().phase == phase
+
+
+def test_workers_of_an_older_generation_change_nothing():
+    story = Story().agent("a").world(4, "a").tell(events.WorkersStopped(0.1), generation=3)
+    assert story.view().phase == "running"
+
+
+def test_waiting_is_said_every_minute_and_remembered_once():
+    story = Story().agent("a")
+    for minutes in (3, 2, 1):
+        story.tell(events.Waiting(2, [], f"for {minutes} min more"), generation=0)
+    assert [change.why for change in story.view().history] == ["for 1 min more"]
+
+
+def test_a_lost_lease_and_a_signal_are_told():
+    story = Story().agent("a").world(0, "a").tell(events.LeaseLost("silence for 3 s"))
+    assert story.states() == {"a": "rejoining"}
+    story.tell(events.SignalReceived("SIGTERM", "leaving the job")).tell(events.Leaving("SIGTERM"))
+    assert story.states() == {"a": "leaving"}
+    assert [change.what for change in story.view().history[-2:]] == [
+        "a was given up by the others",
+        "a got SIGTERM",
+    ]
+
+
+def test_a_job_has_ended_when_all_agents_of_this_machine_have():
+    story = Story().agent("a").agent("b").world(0, "a", "b")
+    story.tell(events.JobEnded(143, "left"), by="id-b")
+    assert (story.view().phase, story.view().ended) == ("running", None)
+    story.tell(events.JobEnded(1, "failed", {"rank": 3}), by="id-a")
+    view = story.view()
+    assert (view.phase, view.exitcode, view.cause) == ("ended", 1, {"rank": 3})
+    assert view.ended == story.records[-1].wall
+    assert view.nodes["b"].exitcode == 143
+
+
+def test_an_agent_that_comes_back_begins_anew():
+    story = Story().agent("a").world(0, "a").tell(events.JobEnded(143, "left"))
+    story.tell(events.AgentStarted(2, "a:1", ["train.py"], 1, 3, 2), by="id-again")
+    assert (story.view().phase, story.view().ended) == ("starting", None)
+
+
+def test_agents_that_died_without_a_word():
+    story = Story().agent("a").agent("b").world(0, "a", "b", "c")
+    one = without(story.view(), {"id-a"})
+    assert (one.phase, one.nodes["a"].state, one.nodes["b"].state) == ("running", "died", "running")
+    assert without(story.view(), {"id-a", "id-b"}).phase == "died"
+
+
+def test_an_agent_that_has_ended_has_not_died():
+    view = Story().agent("a").tell(events.JobEnded(0, "done")).view()
+    assert without(view, {"id-a"}) == view
+
+
+def test_events_of_a_later_version_do_no_harm():
+    story = Story().agent("a").world(0, "a")
+    unknown = Record(
+        type="new", job="job", node="id-a", wall=2000, mono=9, generation=None, event=None
+    )
+    view = fold([*story.records, unknown])
+    assert view.phase == "running"
+    assert view.nodes["a"].last_seen == 2000
+
+
+def test_the_history_is_bounded():
+    story = Story().agent("a")
+    for generation in range(3 * HISTORY):
+        story.world(generation, "a")
+    history = story.view().history
+    assert len(history) == HISTORY
+    assert history[-1].what == f"generation {3 * HISTORY - 1} began"
