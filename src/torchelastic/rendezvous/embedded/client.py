@@ -32,7 +32,7 @@ from torchelastic.rendezvous.store import Change, Item, Json, Listing
 
 log = logging.getLogger(__name__)
 
-#: Seconds to come back to a lost store while no lease says how long.
+#: Seconds to come back to a lost store before any lease says how long.
 RECONNECT_TIMEOUT = 3.0
 #: A lease is renewed this many times before it would end.
 RENEWALS = 3
@@ -104,6 +104,8 @@ class EmbeddedStore:
         self._endpoint = endpoint
         self._clock = clock
         self._reconnect_timeout = reconnect_timeout
+        #: Seconds without the store after which it is lost.
+        self._patience = RECONNECT_TIMEOUT if reconnect_timeout is None else reconnect_timeout
         #: Makes the stamps of this client's writes its own.
         self._name = secrets.token_hex(8)
         self._ids = itertools.count(1)
@@ -214,6 +216,8 @@ class EmbeddedStore:
         await self._ask(lambda id: wire.OpenLease(id, token, seconds))
         await self._stop_keeping()
         self._lease = _HeldLease(token, seconds, sent)
+        if self._reconnect_timeout is None:
+            self._patience = seconds
         self.lease_lost.clear()
         self._watch_lease()
         self._keeper = asyncio.create_task(self._keep(self._lease), name="rendezvous lease")
@@ -265,6 +269,7 @@ class EmbeddedStore:
             await request.answer
         finally:
             self._requests.pop(id, None)
+            self._expect_answer()
         return request
 
     def _check(self) -> None:
@@ -361,7 +366,7 @@ class EmbeddedStore:
         lease = self._lease
         token = None if lease is None else lease.token
         link, welcome = await dial(
-            self._endpoint, token, timeout=self._patience(), clock=self._clock
+            self._endpoint, token, timeout=self._patience, clock=self._clock, again=True
         )
         if welcome.store != self._store_name:
             link.abort()
@@ -373,22 +378,20 @@ class EmbeddedStore:
         self._adopt(link)
         return link
 
-    def _patience(self) -> float:
-        if self._reconnect_timeout is not None:
-            return self._reconnect_timeout
-        return self._lease.seconds if self._lease is not None else RECONNECT_TIMEOUT
-
     def _expect_answer(self) -> None:
-        """Notice a host that is frozen: its machine still takes what we send."""
-        if self._silence_timer is None and self._requests and self._lost is None:
-            loop = asyncio.get_running_loop()
-            self._silence_timer = loop.call_later(
-                self._patience(), self._notice_silence, self._frames_heard
+        """While something is unanswered, notice a frozen host: its machine takes what we send."""
+        if not self._requests or self._lost is not None:
+            if self._silence_timer is not None:
+                self._silence_timer.cancel()
+                self._silence_timer = None
+        elif self._silence_timer is None:
+            self._silence_timer = asyncio.get_running_loop().call_later(
+                self._patience, self._notice_silence, self._frames_heard
             )
 
     def _notice_silence(self, heard_before: int) -> None:
         self._silence_timer = None
-        if self._requests and self._link is not None and self._frames_heard == heard_before:
+        if self._link is not None and self._frames_heard == heard_before:
             self._link.abort(ConnectionError("it does not answer"))
         self._expect_answer()
 
@@ -400,8 +403,7 @@ class EmbeddedStore:
                 request.answer.set_exception(RendezvousLost(sentence))
         for feed in self._feeds:
             feed.lose(sentence)
-        if self._silence_timer is not None:
-            self._silence_timer.cancel()
+        self._expect_answer()
         self._end_lease(self._lease)
 
     # The lease

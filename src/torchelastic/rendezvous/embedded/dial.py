@@ -46,13 +46,14 @@ async def dial(
     *,
     timeout: float,
     clock: Clock,
+    again: bool = False,
     meanwhile: Callable[[], Awaitable[None]] | None = None,
 ) -> tuple[Link, wire.Welcome]:
     """A greeted connection, which takes up `lease` if it can; waits for the host to be there.
 
-    `meanwhile` is called after every attempt in vain. Raises `RendezvousRefused` at once when the
-    store refuses or something else lives at the port, `RendezvousLost` when nobody is there until
-    the time is up.
+    `again` says that there was one already; `meanwhile` is called after every attempt in vain.
+    Raises `RendezvousRefused` at once when the store refuses or something else lives at the port,
+    `RendezvousLost` when nobody is there until the time is up.
     """
     deadline = clock.now() + timeout
     pause = FIRST_PAUSE
@@ -63,17 +64,22 @@ async def dial(
         except (OSError, asyncio.TimeoutError, _NoAnswer) as error:
             problem = error
         log.debug("No rendezvous at %s yet: %s.", endpoint, _words(problem))
-        if clock.now() + pause >= deadline:
-            raise _verdict(endpoint, timeout, problem) from problem
+        if clock.now() >= deadline:
+            raise _verdict(endpoint, timeout, problem, again) from problem
         if meanwhile is not None:
             await meanwhile()
-        await asyncio.sleep(pause)
+        await asyncio.sleep(min(pause, max(deadline - clock.now(), 0.0)))
         pause = min(2 * pause, LONGEST_PAUSE)
 
 
 def _verdict(
-    endpoint: Endpoint, timeout: float, problem: Exception
+    endpoint: Endpoint, timeout: float, problem: Exception, again: bool
 ) -> RendezvousLost | RendezvousRefused:
+    if again:
+        return RendezvousLost(
+            f"The rendezvous at {endpoint} was lost and has not answered for {timeout:g} s "
+            f"({_words(problem)}): its host has ended, is frozen or cannot be reached."
+        )
     if isinstance(problem, _NoAnswer):
         return RendezvousRefused(
             f"Something at {endpoint} takes connections but does not answer as a torchelastic "

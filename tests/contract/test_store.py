@@ -1,0 +1,299 @@
+"""What every store does, whoever implements it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+
+import pytest
+
+from tests.unit.rendezvous.embedded_support import JOB, run, serving, within
+from torchelastic.clock import Clock, FakeClock, SystemClock
+from torchelastic.errors import LeaseExpired, RendezvousLost
+from torchelastic.rendezvous.embedded import EmbeddedStore
+from torchelastic.rendezvous.store import Change, Store
+
+#: Opens one more connection to the store; the clock is what that client tells the time by.
+Connect = Callable[..., "asyncio.Future[Store]"]
+Backend = Callable[[], AbstractAsyncContextManager[Connect]]
+
+PATIENCE = 10.0
+
+
+async def take(changes: AsyncIterator[Change], count: int) -> list[Change]:
+    return [await within(PATIENCE, changes.__anext__()) for _ in range(count)]
+
+
+def told(changes: list[Change]) -> list[tuple[str, object]]:
+    return [(change.key, change.item and change.item.value) for change in changes]
+
+
+class StoreContract:
+    """Subclass it, with a `backend` fixture, for every implementation of `Store`."""
+
+    #: As short as the implementation allows.
+    lease_seconds = 0.6
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        raise NotImplementedError
+
+    def test_an_empty_store(self, backend):
+        async def story():
+            async with backend() as connect:
+                store = await connect()
+                listing = await store.get("")
+                assert listing.items == {}
+                assert store.local_addr
+
+        run(story())
+
+    def test_what_one_puts_another_gets(self, backend):
+        async def story():
+            async with backend() as connect:
+                one, other = await connect(), await connect()
+                value = {"name": "é\n\"'", "numbers": [1, 2.5, None, True], "deep": {"x": {}}}
+                revision = await one.put("a/1", value)
+                await one.put("b/1", {})
+                listing = await other.get("a/")
+                assert list(listing.items) == ["a/1"]
+                assert listing.items["a/1"].value == value
+                assert listing.items["a/1"].modified == revision
+                assert listing.revision > revision
+
+        run(story())
+
+    def test_created_stays_and_modified_moves(self, backend):
+        async def story():
+            async with backend() as connect:
+                store = await connect()
+                first = await store.put("a", {"n": 1})
+                between = await store.put("b", {})
+                second = await store.put("a", {"n": 2})
+                item = (await store.get("a")).items["a"]
+                assert (item.created, item.modified) == (first, second)
+                assert first < between < second
+
+        run(story())
+
+    def test_compare_and_set_needs_the_last_revision(self, backend):
+        async def story():
+            async with backend() as connect:
+                store = await connect()
+                first = await store.compare_and_set("a", {"n": 1}, expected=0)
+                assert first is not None
+                assert await store.compare_and_set("a", {"n": 2}, expected=0) is None
+                second = await store.compare_and_set("a", {"n": 2}, expected=first)
+                assert second is not None
+                assert second > first
+                assert await store.compare_and_set("a", {"n": 3}, expected=first) is None
+                assert (await store.get("a")).items["a"].value == {"n": 2}
+
+        run(story())
+
+    def test_of_many_that_set_at_once_one_wins(self, backend):
+        async def story():
+            async with backend() as connect:
+                stores = [await connect() for _ in range(8)]
+                results = await asyncio.gather(
+                    *(
+                        store.compare_and_set("leader", {"n": n}, expected=0)
+                        for n, store in enumerate(stores)
+                    )
+                )
+                winners = [n for n, revision in enumerate(results) if revision is not None]
+                assert len(winners) == 1
+                assert (await stores[0].get("leader")).items["leader"].value == {"n": winners[0]}
+
+        run(story())
+
+    def test_watching_tells_every_change_in_order(self, backend):
+        async def story():
+            async with backend() as connect:
+                writer, watcher = await connect(), await connect()
+                await writer.put("a/0", {"n": 0})
+                start = (await watcher.get("a/")).revision
+                changes = watcher.watch("a/", after=start)
+                for n in range(1, 20):
+                    await writer.put(f"a/{n % 3}", {"n": n})
+                    await writer.put("other", {"n": n})
+                seen = await take(changes, 19)
+                assert told(seen) == [(f"a/{n % 3}", {"n": n}) for n in range(1, 20)]
+                revisions = [change.revision for change in seen]
+                assert revisions == sorted(set(revisions))
+                assert all(change.item.modified == change.revision for change in seen)
+
+        run(story())
+
+    def test_watching_from_an_old_revision(self, backend):
+        async def story():
+            async with backend() as connect:
+                store = await connect()
+                first = await store.put("a", {"n": 1})
+                await store.put("a", {"n": 2})
+                await store.put("b", {"n": 3})
+                changes = store.watch("", after=first)
+                assert told(await take(changes, 2)) == [("a", {"n": 2}), ("b", {"n": 3})]
+                await store.put("a", {"n": 4})
+                assert told(await take(changes, 1)) == [("a", {"n": 4})]
+
+        run(story())
+
+    def test_several_watches_of_one_connection(self, backend):
+        async def story():
+            async with backend() as connect:
+                store = await connect()
+                first = await store.put("a/1", {"n": 1})
+                early = store.watch("a/", after=0)
+                assert told(await take(early, 1)) == [("a/1", {"n": 1})]
+                late, all_of_it = store.watch("a/", after=first), store.watch("", after=0)
+                await store.put("a/2", {"n": 2})
+                assert told(await take(early, 1)) == [("a/2", {"n": 2})]
+                assert told(await take(late, 1)) == [("a/2", {"n": 2})]
+                assert told(await take(all_of_it, 2)) == [("a/1", {"n": 1}), ("a/2", {"n": 2})]
+
+        run(story())
+
+    def test_closing_deletes_leased_keys_at_once(self, backend):
+        async def story():
+            async with backend() as connect:
+                leaver, other = await connect(), await connect()
+                await leaver.open_lease(60.0)
+                await leaver.put("member/1", {}, leased=True)
+                await leaver.put("kept", {})
+                changes = other.watch("member/", after=0)
+                await take(changes, 1)
+                await leaver.close()
+                (gone,) = await take(changes, 1)
+                assert (gone.key, gone.item) == ("member/1", None)
+                listing = await other.get("")
+                assert list(listing.items) == ["kept"]
+                assert listing.revision >= gone.revision
+
+        run(story())
+
+    def test_a_lease_is_kept_by_itself(self, backend):
+        async def story():
+            async with backend() as connect:
+                holder, other = await connect(), await connect()
+                await holder.open_lease(self.lease_seconds)
+                await holder.put("member/1", {}, leased=True)
+                changes = other.watch("member/", after=0)
+                await take(changes, 1)
+                with pytest.raises(asyncio.TimeoutError):
+                    await within(2 * self.lease_seconds, changes.__anext__())
+                assert await holder.keep_alive()
+                assert not holder.lease_lost.is_set()
+
+        run(story())
+
+    def test_a_lease_that_is_not_kept_ends(self, backend):
+        async def story():
+            async with backend() as connect:
+                clock = FakeClock()
+                holder, other = await connect(clock=clock), await connect()
+                await holder.open_lease(self.lease_seconds)
+                await holder.put("member/1", {}, leased=True)
+                changes = other.watch("member/", after=0)
+                await take(changes, 1)
+                # As after a stop of the process: it finds that it has missed its time.
+                clock.advance(self.lease_seconds)
+                assert not await holder.keep_alive()
+                assert holder.lease_lost.is_set()
+                assert told(await take(changes, 1)) == [("member/1", None)]
+                with pytest.raises(LeaseExpired):
+                    await holder.put("member/1", {}, leased=True)
+                with pytest.raises(LeaseExpired):
+                    await holder.compare_and_set("member/1", {}, expected=0, leased=True)
+                await holder.put("unleased", {})
+
+        run(story())
+
+    def test_a_lease_can_be_opened_anew(self, backend):
+        async def story():
+            async with backend() as connect:
+                clock = FakeClock()
+                holder, other = await connect(clock=clock), await connect()
+                await holder.open_lease(60.0)
+                await holder.put("member/1", {"n": 1}, leased=True)
+                clock.advance(60.0)
+                assert not await holder.keep_alive()
+                await holder.open_lease(60.0)
+                assert not holder.lease_lost.is_set()
+                assert await holder.keep_alive()
+                # What was under the old lease is gone, though its time was not up at the store.
+                assert (await other.get("")).items == {}
+                await holder.put("member/1", {"n": 2}, leased=True)
+                assert list((await other.get("")).items) == ["member/1"]
+
+        run(story())
+
+    def test_without_a_lease_nothing_is_leased(self, backend):
+        async def story():
+            async with backend() as connect:
+                store = await connect()
+                assert not await store.keep_alive()
+                with pytest.raises(LeaseExpired, match="'a' was not written"):
+                    await store.put("a", {}, leased=True)
+
+        run(story())
+
+    def test_a_key_put_without_the_lease_outlives_it(self, backend):
+        async def story():
+            async with backend() as connect:
+                leaver, other = await connect(), await connect()
+                await leaver.open_lease(60.0)
+                await leaver.put("world", {"n": 1}, leased=True)
+                await other.put("world", {"n": 2})
+                await leaver.close()
+                assert list((await other.get("")).items) == ["world"]
+
+        run(story())
+
+    def test_after_closing_every_verb_says_so(self, backend):
+        async def story():
+            async with backend() as connect:
+                store = await connect()
+                changes = store.watch("", after=0)
+                waiting = asyncio.ensure_future(changes.__anext__())
+                await asyncio.sleep(0)
+                await store.close()
+                await store.close()
+                for verb in (
+                    waiting,
+                    store.get(""),
+                    store.put("a", {}),
+                    store.compare_and_set("a", {}, expected=0),
+                    store.keep_alive(),
+                    store.open_lease(1.0),
+                    store.watch("", after=0).__anext__(),
+                ):
+                    with pytest.raises(RendezvousLost, match="closed"):
+                        await verb
+
+        run(story())
+
+
+class TestEmbedded(StoreContract):
+    @pytest.fixture
+    def backend(self) -> Backend:
+        return embedded
+
+
+@contextlib.asynccontextmanager
+async def embedded() -> AsyncIterator[Connect]:
+    stores: list[EmbeddedStore] = []
+    async with serving() as server:
+
+        async def connect(clock: Clock | None = None) -> EmbeddedStore:
+            store = await EmbeddedStore.connect(
+                "localhost", server.port, JOB, timeout=PATIENCE, clock=clock or SystemClock()
+            )
+            stores.append(store)
+            return store
+
+        yield connect
+        for store in stores:
+            await store.close()

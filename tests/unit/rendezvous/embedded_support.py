@@ -1,0 +1,135 @@
+"""A server, clients and a connection that can be made to fail, in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any
+
+from torchelastic.rendezvous.embedded import EmbeddedServer, EmbeddedStore, bind_endpoint
+
+JOB = "job-1"
+#: A failed test ends by this, never by hanging.
+LIMIT = 30.0
+
+
+def run(story: Coroutine[Any, Any, None]) -> None:
+    """Run a story to its end; it must leave no task and no descriptor behind."""
+    # The first loop of a process may open descriptors that stay.
+    asyncio.run(asyncio.sleep(0))
+    before = set(os.listdir("/proc/self/fd"))
+    asyncio.run(_bounded(story))
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+async def _bounded(story: Coroutine[Any, Any, None]) -> None:
+    await asyncio.wait_for(story, LIMIT)
+    # What was cancelled or closed last ends in the next turns of the loop.
+    for _ in range(3):
+        await asyncio.sleep(0)
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not left
+
+
+async def soon(probe: Callable[[], bool], what: str) -> None:
+    """Wait until something is so."""
+    deadline = time.monotonic() + LIMIT
+    while not probe():
+        assert time.monotonic() < deadline, f"never: {what}"
+        await asyncio.sleep(0.002)
+
+
+async def within(seconds: float, awaitable: Awaitable[Any]) -> Any:
+    return await asyncio.wait_for(awaitable, seconds)
+
+
+@contextlib.asynccontextmanager
+async def serving(port: int = 0, **options: Any) -> AsyncIterator[EmbeddedServer]:
+    server = EmbeddedServer(options.pop("job", JOB), **options)
+    sockets = bind_endpoint("127.0.0.1", port)
+    assert sockets is not None
+    await server.start(sockets)
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+@contextlib.asynccontextmanager
+async def connected(port: int, **options: Any) -> AsyncIterator[EmbeddedStore]:
+    store = await EmbeddedStore.connect("127.0.0.1", port, JOB, timeout=10, **options)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+class Proxy:
+    """Passes bytes on between clients and a server, as long as it is told to."""
+
+    def __init__(self, server_port: int) -> None:
+        self.server_port = server_port
+        self._writers: list[asyncio.StreamWriter] = []
+        self._pumps: set[asyncio.Task[None]] = set()
+        self._listener: asyncio.Server | None = None
+        #: Whether what the server says gets through; what is held is lost when the line is cut.
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.port = 0
+
+    async def open(self) -> None:
+        """Take connections, at the same port as before."""
+        self._listener = await asyncio.start_server(self._connect, "127.0.0.1", self.port)
+        self.port = self._listener.sockets[0].getsockname()[1]
+
+    async def shut(self) -> None:
+        """Take no more connections, and cut those that are."""
+        assert self._listener is not None
+        self._listener.close()
+        await self.cut()
+
+    async def cut(self) -> None:
+        """Reset every connection, at both ends."""
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+        for pump in self._pumps:
+            pump.cancel()
+        if self._pumps:
+            await asyncio.wait(self._pumps)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.server_port)
+        self._writers += [writer, far_writer]
+        always = asyncio.Event()
+        always.set()
+        for pump in (
+            self._pump(reader, far_writer, always),
+            self._pump(far_reader, writer, self.answers),
+        ):
+            task = asyncio.create_task(pump)
+            self._pumps.add(task)
+            task.add_done_callback(self._pumps.discard)
+
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gate: asyncio.Event
+    ) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                await gate.wait()
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+
+@contextlib.asynccontextmanager
+async def proxied(server_port: int) -> AsyncIterator[Proxy]:
+    proxy = Proxy(server_port)
+    await proxy.open()
+    try:
+        yield proxy
+    finally:
+        await proxy.shut()
