@@ -423,6 +423,25 @@ def test_a_host_that_cannot_be_understood_is_a_loss():
     run(story())
 
 
+def test_a_defect_in_making_connections_leaves_nobody_waiting(monkeypatch, caplog):
+    async def defect(*args, **kwargs):
+        raise ZeroDivisionError
+
+    async def story():
+        async with (
+            serving() as server,
+            proxied(server.port) as proxy,
+            connected(proxy.port) as store,
+        ):
+            monkeypatch.setattr("torchelastic.rendezvous.embedded.client.dial", defect)
+            await proxy.cut()
+            with pytest.raises(RendezvousLost, match="ZeroDivisionError"):
+                await within(10, store.get(""))
+
+    run(story())
+    assert "ZeroDivisionError" in caplog.text
+
+
 # Silence
 
 

@@ -161,6 +161,7 @@ class EmbeddedStore:
         store._connector = asyncio.create_task(
             store._stay_connected(link), name="rendezvous connection"
         )
+        store._connector.add_done_callback(store._disconnected)
         return store
 
     @property
@@ -214,7 +215,8 @@ class EmbeddedStore:
         token = secrets.token_hex(16)
         sent = self._clock.now()
         await self._ask(lambda id: wire.OpenLease(id, token, seconds))
-        await self._stop_keeping()
+        # No waiting from here on: a connection lost meanwhile would not take this lease up.
+        self._stop_keeping()
         self._lease = _HeldLease(token, seconds, sent)
         if self._reconnect_timeout is None:
             self._patience = seconds
@@ -227,15 +229,19 @@ class EmbeddedStore:
         self._lease = None
         if self._lost is None:
             self._lose("This connection to the rendezvous was closed.")
-        await self._stop_keeping()
-        if self._connector is not None:
-            self._connector.cancel()
-            await asyncio.wait([self._connector])
-        if self._link is not None:
-            self._link.send(wire.Bye())
-            await asyncio.wait([self._link.ended], timeout=GOODBYE)
-            self._link.abort()
-            await asyncio.wait([self._link.ended])
+        self._stop_keeping()
+        tasks = [task for task in (self._keeper, self._connector) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        if (link := self._link) is not None:
+            link.send(wire.Bye())
+            try:
+                await asyncio.wait([link.ended], timeout=GOODBYE)
+            finally:
+                link.abort()
+            await asyncio.wait([link.ended])
             self._link = None
 
     # Requests and answers
@@ -362,6 +368,12 @@ class EmbeddedStore:
                 self._lose(f"The rendezvous at {self._endpoint} is gone: {problem}")
                 return
 
+    def _disconnected(self, connector: asyncio.Task[None]) -> None:
+        """No verb may wait for a connection that nobody makes any more, whatever went wrong."""
+        if not connector.cancelled() and (bug := connector.exception()) is not None:
+            log.error("The connection to the rendezvous cannot be made again.", exc_info=bug)
+            self._lose(f"The rendezvous at {self._endpoint} is lost: {bug!r}.")
+
     async def _dial_again(self) -> Link:
         lease = self._lease
         token = None if lease is None else lease.token
@@ -440,13 +452,11 @@ class EmbeddedStore:
             if self._lease_timer is not None:
                 self._lease_timer.cancel()
 
-    async def _stop_keeping(self) -> None:
+    def _stop_keeping(self) -> None:
         if self._lease_timer is not None:
             self._lease_timer.cancel()
         if self._keeper is not None:
             self._keeper.cancel()
-            await asyncio.wait([self._keeper])
-            self._keeper = None
 
 
 def _item(row: Row) -> Item:

@@ -70,13 +70,7 @@ def reachable_address(address: str, host: str) -> str:
     """
     if loopback_addresses(host) or not loopback_addresses(address):
         return address
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            # Sends nothing: connecting a datagram socket only chooses the way out.
-            probe.connect((_NOBODYS[socket.AF_INET], 9))
-        except OSError:
-            return address
-        return str(probe.getsockname()[0])
+    return _source_towards(socket.AF_INET, _NOBODYS[socket.AF_INET]) or address
 
 
 def _is_this_machine(host: str) -> bool:
@@ -122,6 +116,7 @@ def _can_bind(family: int, address: str) -> bool:
 def _source_towards(family: int, address: str) -> str | None:
     """The address this machine would send from; to itself that is the same one."""
     try:
+        # Nothing is sent: connecting a datagram socket only chooses the way out.
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))
             return str(probe.getsockname()[0])

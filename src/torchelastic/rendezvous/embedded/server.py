@@ -161,9 +161,10 @@ class EmbeddedServer:
 
     def _admit(self, peer: _Peer, hello: wire.Hello) -> None:
         peer.admitted = True
-        resumed = hello.lease is not None and self._table.keep_alive(hello.lease, self._clock.now())
-        if resumed and hello.lease is not None:
-            self._hold(peer, hello.lease)
+        lease = hello.lease
+        if lease is not None and self._table.keep_alive(lease, self._clock.now()):
+            self._hold(peer, lease)
+        resumed = peer.lease is not None
         peer.link.send(wire.Welcome(wire.PROTOCOL, wire.VERSION, self._name, resumed))
         peer.link.deliver_to(partial(self._serve, peer))
 
