@@ -1,4 +1,4 @@
-"""Writes `docs/events.md` from `types.py`: `python -m torchelastic.events.reference > docs/events.md`."""
+"""Makes `docs/events.md`: `python -m torchelastic.events.reference > docs/events.md`."""
 
 from __future__ import annotations
 
