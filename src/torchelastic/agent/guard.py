@@ -1,0 +1,112 @@
+"""The process the user sees: it forks the agent, hands signals on, and leaves nothing behind.
+
+Whatever ends the agent, `kill -9` included, its orphans become children of the guard, which is a
+subreaper, and die here. If the guard itself is killed, the agent gets `GUARD_LOST_SIGNAL`.
+The guard does nothing else and imports next to nothing: there is little in it that could fail.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Collection
+from typing import NoReturn
+
+from torchelastic.agent import cgroup, linux
+
+#: What the agent gets when the guard is gone. Its default action ends a process, which is right
+#: for an agent that has not started anything yet; an agent with workers must end those first.
+GUARD_LOST_SIGNAL = signal.SIGRTMIN + 6
+
+FORWARDED = frozenset(
+    {
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGHUP,
+        signal.SIGQUIT,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+    }
+)
+
+
+def guarded(run: Callable[[], int]) -> int:
+    """Fork an agent that runs `run` and ends with the exit code this returns, guard it, and return
+    its exit code, 128+n for signal n.
+
+    Only the guard returns from here. The agent leaves without the caller's `finally` blocks and
+    exit handlers, so that nothing of the caller's is done twice.
+    """
+    _open_standard_streams()
+    linux.become_subreaper()
+    # Children from before (a shell script's, that ended in `exec torchelastic`) are not ours.
+    keep = frozenset(linux.children())
+    # With SIGCHLD ignored, as a parent may leave it, the agent's exit code would be lost.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    guard = os.getpid()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED | {signal.SIGCHLD})
+    agent = os.fork()
+    if agent == 0:
+        _be_agent(run, guard, before)
+    try:
+        cgroups = cgroup.prefix_of(agent)
+        exitcode = _wait_for(agent, keep)
+        cgroup.remove_all(cgroups)
+        linux.kill_descendants(keep)
+        return exitcode
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _open_standard_streams() -> None:
+    """Fill closed descriptors 0 to 2: else a socket gets the number, and a worker prints on it."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
+def _be_agent(run: Callable[[], int], guard: int, mask: Collection[int]) -> NoReturn:
+    exitcode = 1
+    try:
+        linux.die_with_parent(guard, GUARD_LOST_SIGNAL)
+        linux.become_subreaper()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        exitcode = run()
+    except SystemExit as end:
+        exitcode = _exitcode_of(end)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exitcode)
+
+
+def _exitcode_of(end: SystemExit) -> int:
+    """What Python itself would make of it."""
+    if end.code is None or isinstance(end.code, int):
+        return end.code or 0
+    print(end.code, file=sys.stderr)
+    return 1
+
+
+def _wait_for(agent: int, keep: Collection[int]) -> int:
+    """Hand signals to the agent until it ends; then its exit code."""
+    while True:
+        info = signal.sigwaitinfo(FORWARDED | {signal.SIGCHLD})
+        if info.si_signo == signal.SIGCHLD:
+            ended, status = os.waitpid(agent, os.WNOHANG)
+            if ended:
+                return _exitcode(status)
+            linux.reap(keep={agent, *keep})
+        elif info.si_code <= 0:  # sent by a process; a terminal sends to the agent as well
+            os.kill(agent, info.si_signo)
+
+
+def _exitcode(status: int) -> int:
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,167 @@
+"""The few Linux calls Python has no name for, and the tree of processes below this one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Collection, Sequence
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def become_subreaper() -> None:
+    """From now on, a descendant whose parent dies becomes a child of this process."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process `signum` when its parent dies.
+
+    If `parent` is not the parent any more, it died before the call and the signal would never
+    come: the process ends here and now. A fork forgets the setting, exec keeps it.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:
+        os._exit(128 + signum)
+
+
+def outlive_parent() -> None:
+    """Undo `die_with_parent`."""
+    _prctl(_PR_SET_PDEATHSIG, 0)
+
+
+def children(pid: int | None = None) -> list[int]:
+    """The processes whose parent is `pid` (default: this process), zombies included.
+
+    Read while children end, the list may lack one that lives; it is never empty by mistake.
+    """
+    pid = os.getpid() if pid is None else pid
+    found: list[int] = []
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children", "rb") as file:
+                found += map(int, file.read().split())
+    except (FileNotFoundError, ProcessLookupError):
+        if not os.path.exists("/proc/thread-self/children"):
+            return _children_by_stat(pid)  # a kernel without CONFIG_PROC_CHILDREN
+    return found
+
+
+def _children_by_stat(pid: int) -> list[int]:
+    """The same from every process's `stat`: slow on a busy machine, but always there."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (fields := _stat(int(entry))) and int(fields[1]) == pid:
+            found.append(int(entry))
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of `/proc/<pid>/stat` from the third on (state, ppid, …); empty if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def start_time(pid: int) -> int:
+    """When a process began, in clock ticks since boot: with its pid, a name nobody else has had."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else 0
+
+
+def thread_names() -> list[str]:
+    """The names of this process's threads, those that Python does not know included."""
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/comm", encoding="utf-8", errors="replace") as file:
+            names.append(file.read().strip())
+    return names
+
+
+def exitcode(pidfd: int) -> int | None:
+    """Reap a child: its exit code or minus the signal that ended it; None while it runs.
+
+    255 if somebody else has reaped it, which nobody should.
+    """
+    try:
+        ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
+    except ChildProcessError:
+        return 255
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def reap(keep: Collection[int] = ()) -> None:
+    """Take note of the end of children that nobody else waits for; `keep` are somebody's."""
+    for pid in children():
+        if pid not in keep:
+            _reap(pid)
+
+
+def _reap(pid: int) -> None:
+    try:
+        os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return  # reaped between the listing and now
+
+
+def kill_round(keep: Collection[int] = ()) -> bool:
+    """SIGKILL and reap every child but `keep`; True if there was none.
+
+    Only children are killed: their pids cannot be reused before we reap them. Whatever they had
+    started is ours, the subreaper's, as soon as they are dead, and falls in the next round.
+    """
+    found = [pid for pid in children() if pid not in keep]
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+        _reap(pid)
+    return not found
+
+
+def kill_descendants(keep: Collection[int] = ()) -> None:
+    """End everything below this process except `keep` and what is below those; returns when done.
+
+    Needs `become_subreaper`; without it grandchildren escape.
+    """
+    clean = 0
+    while clean < 2:  # twice: see `children`
+        clean = clean + 1 if kill_round(keep) else 0
+        if not clean:
+            time.sleep(0.001)
+
+
+def write_command_line(argv: Sequence[str]) -> bool:
+    """Make `/proc/self/cmdline` show `argv`, as far as the memory of the original one reaches.
+
+    False where the kernel does not let a process do that to itself.
+    """
+    fields = _stat(os.getpid())
+    begin, end = int(fields[45]), int(fields[46])
+    text = b"".join(os.fsencode(word) + b"\0" for word in argv)
+    room = end - begin
+    # The last byte stays NUL: with another there, the kernel takes the environment for arguments.
+    text = text[: room - 1].ljust(room, b"\0")
+    try:
+        memory = os.open("/proc/self/mem", os.O_WRONLY)
+    except OSError:
+        return False
+    try:
+        return os.pwrite(memory, text, begin) == room
+    except OSError:
+        return False
+    finally:
+        os.close(memory)

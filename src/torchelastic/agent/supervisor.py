@@ -1,0 +1,226 @@
+"""The workers of one generation: start them, see them end, stop them and all they have started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from signal import SIGCHLD, SIGCONT, SIGKILL, SIGTERM, pidfd_send_signal
+from typing import Any
+
+from torchelastic.agent import linux
+from torchelastic.agent.cgroup import Cgroup
+from torchelastic.agent.processes import WorkerSpawn, default_python, spawn_plain
+from torchelastic.agent.zygote import Zygote
+from torchelastic.errors import SpawnError
+from torchelastic.worker import channel
+
+__all__ = ["Supervisor", "WorkerExit", "WorkerSpawn"]
+
+logger = logging.getLogger(__name__)
+
+#: How often to say that a process does not die, in seconds.
+PATIENCE = 10.0
+#: Messages read from one worker before another one gets its turn.
+BURST = 64
+
+
+@dataclass(frozen=True)
+class WorkerExit:
+    """The end of a worker."""
+
+    local_rank: int
+    pid: int
+    #: As `subprocess` has it: the exit code, or minus the signal's number.
+    exitcode: int
+
+
+@dataclass(frozen=True)
+class _Worker:
+    local_rank: int
+    pid: int
+    pidfd: int
+    #: Our end of its channel.
+    channel: socket.socket
+
+
+class Supervisor:
+    """Watches by pidfd, never by polling. All of it runs in the event loop of one process, which
+    must be a subreaper (`guard.guarded` makes it one), so that orphans come to it."""
+
+    def __init__(
+        self,
+        *,
+        zygote: Zygote | None,
+        cgroup: Cgroup | None,
+        on_exit: Callable[[WorkerExit], None],
+        on_message: Callable[[int, dict[str, Any]], None],
+        python: str | None = None,
+    ) -> None:
+        #: Children that are no workers and must not be taken for strays of workers. A helper's
+        #: owner adds it at once, before anything else is awaited.
+        self.exempt: set[int] = set(linux.children())
+        self._zygote = zygote
+        self._cgroup = cgroup
+        self._on_exit = on_exit
+        self._on_message = on_message
+        self._python = python or default_python()
+        self._workers: dict[int, _Worker] = {}
+        self._none_left = asyncio.Event()
+        self._none_left.set()
+        self._said_plain = False
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """Local ranks of the workers that have not ended."""
+        return tuple(sorted(self._workers))
+
+    # --- starting --------------------------------------------------------------------------------
+
+    async def start(self, spawns: Sequence[WorkerSpawn]) -> dict[int, int]:
+        """Start all these workers or none; returns local rank -> pid."""
+        asyncio.get_running_loop().add_signal_handler(SIGCHLD, self._reap_strays)
+        try:
+            return {spawn.local_rank: await self._start(spawn) for spawn in spawns}
+        except BaseException:
+            await self.stop(SIGKILL, 0.0)
+            raise
+
+    async def _start(self, spawn: WorkerSpawn) -> int:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                pid = await self._spawn(spawn, theirs.fileno())
+            except BaseException:
+                ours.close()
+                raise
+        worker = _Worker(spawn.local_rank, pid, os.pidfd_open(pid), ours)
+        self._workers[spawn.local_rank] = worker
+        self._none_left.clear()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(worker.pidfd, self._ended, worker)
+        loop.add_reader(worker.channel, self._hear, worker)
+        return pid
+
+    async def _spawn(self, spawn: WorkerSpawn, channel_fd: int) -> int:
+        if self._zygote is not None and spawn.entry.kind != "program":
+            try:
+                return await self._zygote.fork(spawn, channel_fd, self._cgroup)
+            except SpawnError as error:
+                self._say_plain(str(error))
+        return spawn_plain(spawn, python=self._python, channel_fd=channel_fd, cgroup=self._cgroup)
+
+    def _say_plain(self, reason: str) -> None:
+        if not self._said_plain:
+            logger.warning("Workers start as plain processes, not warm: %s.", reason)
+        self._said_plain = True
+
+    # --- watching --------------------------------------------------------------------------------
+
+    def _ended(self, worker: _Worker) -> None:
+        exitcode = linux.exitcode(worker.pidfd)
+        if exitcode is None:
+            return
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(worker.pidfd)
+        os.close(worker.pidfd)
+        self._hear(worker)  # its last words come before its end
+        loop.remove_reader(worker.channel)
+        worker.channel.close()
+        del self._workers[worker.local_rank]
+        if not self._workers:
+            self._none_left.set()
+        self._on_exit(WorkerExit(worker.local_rank, worker.pid, exitcode))
+
+    def _hear(self, worker: _Worker) -> None:
+        """Pass on what the worker has sent; the end of its channel means nothing, its children may
+        hold it open or it may have closed it."""
+        for _ in range(BURST):
+            try:
+                data, _, flags, _ = worker.channel.recvmsg(channel.LIMIT, 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                data, flags = b"", 0
+            if not data:
+                asyncio.get_running_loop().remove_reader(worker.channel)
+                return
+            message = None if flags & socket.MSG_TRUNC else _parse(data)
+            if message is None:
+                logger.debug("worker %d sent something unreadable", worker.local_rank)
+            else:
+                self._on_message(worker.local_rank, message)
+
+    def _reap_strays(self) -> None:
+        """A worker's orphan that has ended is a zombie of ours until we look."""
+        if self._zygote is None or not self._zygote.in_flight:  # else it may be a worker
+            linux.reap(keep=self.exempt | {worker.pid for worker in self._workers.values()})
+
+    # --- stopping --------------------------------------------------------------------------------
+
+    def signal(self, signum: int) -> None:
+        """To every worker's process group."""
+        for worker in self._workers.values():
+            try:
+                os.killpg(worker.pid, signum)
+            except ProcessLookupError:  # so new that it has no group of its own yet
+                pidfd_send_signal(worker.pidfd, signum)
+
+    async def stop(self, signum: int = SIGTERM, timeout: float = 30.0) -> None:
+        """End the workers, by force after `timeout` seconds, and whatever they have started.
+
+        Returns when all of it is gone.
+        """
+        self.signal(signum)
+        self.signal(SIGCONT)  # a stopped process would not see the signal
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._none_left.wait(), timeout)
+        self.signal(SIGKILL)
+        if self._cgroup is not None:
+            self._cgroup.kill()
+        await self._until_none_left()
+        await self._kill_strays()
+        asyncio.get_running_loop().remove_signal_handler(SIGCHLD)
+
+    async def _until_none_left(self) -> None:
+        while self._workers:
+            try:
+                await asyncio.wait_for(self._none_left.wait(), PATIENCE)
+            except asyncio.TimeoutError:
+                pids = sorted(worker.pid for worker in self._workers.values())
+                logger.warning("Killed, but still there: pids %s. Waiting for the kernel.", pids)
+
+    async def _kill_strays(self) -> None:
+        """What workers have left behind is ours now: kill our children until none comes back."""
+        clean = 0
+        while clean < 2:  # twice: see `linux.children`
+            in_flight = self._zygote is not None and self._zygote.in_flight
+            clean = clean + 1 if not in_flight and linux.kill_round(self.exempt) else 0
+            if not clean:
+                await asyncio.sleep(0.001)
+
+    def kill_everything(self) -> None:
+        """At once and without the event loop: for an agent whose guard is gone."""
+        if self._cgroup is not None:
+            self._cgroup.kill()
+        linux.kill_descendants()
+        if self._cgroup is not None:
+            self._cgroup.remove()
+
+    def close(self) -> None:
+        """When everything is stopped: remove the cgroup."""
+        if self._cgroup is not None:
+            self._cgroup.remove()
+
+
+def _parse(data: bytes) -> dict[str, Any] | None:
+    try:
+        message = json.loads(data)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) else None

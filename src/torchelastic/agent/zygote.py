@@ -1,0 +1,232 @@
+"""The agent's side of the zygote: start it, ask it for workers, end it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchelastic.agent import linux, startup
+from torchelastic.agent.cgroup import Cgroup
+from torchelastic.agent.processes import WorkerSpawn, command_line, start_program
+from torchelastic.agent.report import exit_words
+from torchelastic.errors import SpawnError
+
+logger = logging.getLogger(__name__)
+
+MESSAGE_LIMIT = 64 * 1024
+#: CPU seconds in which Python reaches our code; see `_stop_the_wrong_program`.
+START_LIMIT = 0.5
+
+#: Variables that act while modules are imported: what a worker has of them must be what the
+#: zygote had. (`TORCHELASTIC_` are ours, and read later.)
+IMPORT_TIME = (
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "BLIS_",
+    "NUMEXPR_",
+    "LD_",
+    "MALLOC_",
+    "GLIBC_",
+    "PYTHON",
+    "PYTORCH_",
+    "TORCH",
+    "TRITON_",
+)
+
+
+class Zygote:
+    """A process that has imported torch and is copied for each worker."""
+
+    def __init__(
+        self, pid: int, control: socket.socket, env: Mapping[str, str], command: Sequence[str]
+    ) -> None:
+        self.pid = pid
+        #: Modules that could not be preloaded, a sentence each.
+        self.warnings: list[str] = []
+        #: Why it forks no more; empty while it does.
+        self.aside = ""
+        #: Workers asked for but not yet known: they may be children of ours already.
+        self.in_flight = 0
+        self._pidfd = os.pidfd_open(pid)
+        self._ending: asyncio.Future[int] | None = None
+        self._control = control
+        self._env = env
+        self._command = tuple(command)
+        self._seconds: float | None = None
+        self._lock = asyncio.Lock()
+        self._requests = 0
+
+    @classmethod
+    def start(
+        cls, *, python: str, env: Mapping[str, str], preload: Sequence[str], command: Sequence[str]
+    ) -> Zygote:
+        """Start it for workers that run `command` in `env`; returns while it still imports.
+
+        To be called in the main thread: the zygote dies with the thread that started it.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                pid = start_program(
+                    [python, *command[1:]],
+                    env=startup.environment(env, f"zygote:{theirs.fileno()}"),
+                    keep=[theirs.fileno()],
+                    prepare=_stop_the_wrong_program,
+                )
+            except SpawnError:
+                ours.close()
+                raise
+        ours.setblocking(False)
+        ours.send(json.dumps({"preload": list(preload)}).encode())
+        return cls(pid, ours, env, command)
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is worth asking for a worker."""
+        return not self.aside
+
+    async def wait_ready(self) -> float | str:
+        """How many seconds the imports took, or why there will be no worker from here."""
+        async with self._lock:
+            if self._seconds is None and not self.aside:
+                answer = await self._receive()
+                self.warnings = answer.get("warnings", [])
+                self._seconds = answer.get("seconds")
+        return self.aside or self._seconds or 0.0
+
+    async def fork(
+        self, spawn: WorkerSpawn, channel_fd: int | None, cgroup: Cgroup | None = None
+    ) -> int:
+        """The pid of a new worker, a child of ours in a session of its own.
+
+        Raises `SpawnError`: for this worker if it needs what a copy cannot have, for all if
+        `usable` is False afterwards.
+        """
+        request = self._request(spawn, cgroup)
+        await self.wait_ready()
+        self.in_flight += 1
+        try:
+            async with self._lock:
+                return await self._ask(request, spawn.streams, channel_fd)
+        finally:
+            self.in_flight -= 1
+
+    async def _ask(
+        self, request: Mapping[str, Any], streams: Sequence[int], channel_fd: int | None
+    ) -> int:
+        if self.aside:
+            raise SpawnError(self.aside)
+        self._requests += 1
+        with open(os.memfd_create("request"), "w+b") as file:
+            file.write(json.dumps(request).encode())
+            file.flush()
+            descriptors = [file.fileno(), *streams]
+            descriptors += [] if channel_fd is None else [channel_fd]
+            try:
+                socket.send_fds(self._control, [str(self._requests).encode()], descriptors)
+            except OSError as error:
+                logger.debug("the zygote does not listen: %s", error)
+        while True:
+            answer = await self._receive()
+            if answer.get("number", self._requests) != self._requests:
+                continue  # to a request that was cancelled
+            if "error" in answer:
+                raise SpawnError(answer["error"])
+            return int(answer["pid"])
+
+    async def _receive(self) -> dict[str, Any]:
+        """The next answer; when there is none to come, one that says so."""
+        try:
+            data = await asyncio.get_running_loop().sock_recv(self._control, MESSAGE_LIMIT)
+        except ConnectionError:
+            data = b""
+        if data:
+            answer: dict[str, Any] = json.loads(data)
+        else:
+            answer = {"error": f"the zygote has ended ({await self._end()})", "aside": True}
+        if answer.get("aside"):
+            self.aside = str(answer["error"])
+        return answer
+
+    async def _end(self) -> str:
+        """Wait for the end of the process: `exit code 1`, `killed by SIGKILL`."""
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(_exit_of(self._pidfd))
+        return exit_words(await asyncio.shield(self._ending))
+
+    async def close(self) -> None:
+        """End it. Workers are not its children and live on."""
+        self.aside = self.aside or "the zygote was closed"
+        if self._ending is None:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        await self._end()
+        async with self._lock:  # whoever waits for an answer learns first that there is none
+            self._control.close()
+
+    def _request(self, spawn: WorkerSpawn, cgroup: Cgroup | None) -> dict[str, Any]:
+        """What the copy has to know; raises `SpawnError` if a copy cannot be this worker."""
+        if reason := unlike(spawn, self._env):
+            raise SpawnError(reason)
+        command = command_line(spawn.entry, self._command[0])
+        # A script and a module are one and two words after `python -u`; the rest are arguments.
+        words = 3 if spawn.entry.kind == "script" else 4
+        native = tuple(command[:words]) == self._command[:words]
+        if not native and spawn.entry.kind == "script":
+            raise SpawnError(f"the zygote was started to run {self._command[2]}")
+        return {
+            "command": command,
+            "args": command[words:],
+            "module": None if native else command[3],
+            "env": dict(spawn.env),
+            "cpus": None if spawn.cpus is None else sorted(spawn.cpus),
+            "cgroup": None if cgroup is None else cgroup.path,
+        }
+
+
+def unlike(spawn: WorkerSpawn, env: Mapping[str, str]) -> str:
+    """Why a worker cannot be a copy of a process that imported torch in `env`; empty if it can."""
+    if spawn.entry.kind == "program":
+        return f"{spawn.entry.target} is no Python program"
+    for name in sorted(env.keys() | spawn.env.keys()):
+        ours = name.startswith("TORCHELASTIC_")
+        if not ours and name.startswith(IMPORT_TIME) and env.get(name) != spawn.env.get(name):
+            return f"{name} acts when torch is imported, and is not what the zygote had"
+    if spawn.cpus is not None and "OMP_NUM_THREADS" not in spawn.env:
+        return "without OMP_NUM_THREADS its CPUs decide, when torch is imported, how many threads"
+    return ""
+
+
+async def _exit_of(pidfd: int) -> int:
+    """Wait for a child to end, reap it and close its descriptor."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+
+    def look() -> None:
+        exitcode = linux.exitcode(pidfd)
+        if exitcode is not None and not ended.done():
+            ended.set_result(exitcode)
+
+    loop.add_reader(pidfd, look)
+    try:
+        return await ended
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+
+
+def _stop_the_wrong_program() -> None:
+    """Should Python not import our `sitecustomize`, the zygote would be the user's program.
+
+    That needs a strange installation, but then it would train beside the workers. So the zygote
+    is killed after some CPU time, less than it takes to import torch, unless our code is reached.
+    """
+    signal.setitimer(signal.ITIMER_PROF, START_LIMIT)

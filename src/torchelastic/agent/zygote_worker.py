@@ -1,0 +1,131 @@
+"""A copy of the zygote becomes a worker: when `become` returns, nothing tells it from
+`python -u train.py` started by the agent in the ordinary way."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from io import BufferedReader, FileIO, TextIOWrapper
+from typing import Any, NoReturn
+
+from torchelastic import env
+from torchelastic.agent import linux
+from torchelastic.agent.cgroup import Cgroup
+from torchelastic.agent.processes import redirect
+from torchelastic.worker import bootstrap, channel
+
+#: What torch begins with in releases that do not seed at random.
+CONSTANT_SEED = 67280421310721
+
+
+def become(
+    request: Mapping[str, Any],
+    descriptors: Sequence[int],
+    agent: int,
+    env_changes: Mapping[str, str | None],
+) -> None:
+    """Take on everything that is this worker's own; ends the process if that fails."""
+    try:
+        _belong_to(agent)
+        _take_streams(descriptors[:3])
+        _take_environment(request["env"], env_changes, descriptors[3:])
+        if request["cgroup"]:
+            Cgroup(request["cgroup"]).join()
+        if request["cpus"] is not None:
+            os.sched_setaffinity(0, request["cpus"])
+        _take_command(request["command"], request["args"])
+        _reseed()
+    except BaseException as error:
+        traceback.print_exc()
+        bootstrap.report(error, error.__traceback__)
+        os._exit(1)
+    bootstrap.attach()
+    if request["module"]:
+        _run_here(request["module"])
+
+
+def _belong_to(agent: int) -> None:
+    """Wait until the process between us and the agent has gone; then die when the agent does."""
+    between = os.getppid()
+    while os.getppid() == between != agent:
+        time.sleep(0.0001)
+    linux.die_with_parent(agent)
+    os.setsid()
+
+
+def _take_streams(descriptors: Sequence[int]) -> None:
+    """Standard input, output and error, and Python's objects for them.
+
+    The objects stay the same, since loggers made by imports hold them, but forget what they have
+    found out about the zygote's streams.
+    """
+    redirect((descriptors[0], descriptors[1], descriptors[2]))
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for number, stream in enumerate((sys.__stdin__, sys.__stdout__, sys.__stderr__)):
+        if isinstance(stream, TextIOWrapper):
+            _renew(stream, number)
+
+
+def _renew(stream: TextIOWrapper, number: int) -> None:
+    """What Python with `-u` does at its start, for one stream."""
+    raw = FileIO(number, "wb" if number else "rb", closefd=False)
+    raw.name = stream.name
+    TextIOWrapper.__init__(
+        stream,
+        raw if number else BufferedReader(raw),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        newline="\n",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+def _take_environment(
+    wanted: Mapping[str, str], env_changes: Mapping[str, str | None], channel_fd: Sequence[int]
+) -> None:
+    """Exactly what was asked for, and what imports have set since, as they do in any process."""
+    values: dict[str, str | None] = {**wanted, **env_changes}
+    for descriptor in channel_fd:
+        values[channel.VARIABLE] = str(descriptor)
+    env.replace({name: value for name, value in values.items() if value is not None})
+
+
+def _take_command(command: Sequence[str], args: Sequence[str]) -> None:
+    """`sys.argv[0]` is as Python wants it to be already."""
+    sys.argv[1:] = args
+    sys.orig_argv[:] = command
+    linux.write_command_line(command)
+
+
+def _reseed() -> None:
+    """Give the copy random numbers of its own, where a process of its own would have them."""
+    torch = sys.modules["torch"]
+    if torch.initial_seed() != CONSTANT_SEED:
+        torch.default_generator.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    multiprocessing.current_process().authkey = os.urandom(32)
+
+
+def _run_here(module: str) -> NoReturn:
+    """Run another module than the program the zygote was started as: a helper of ours."""
+    exitcode = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        exitcode = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        traceback.print_exc()
+        bootstrap.report(error, error.__traceback__)
+        exitcode = 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exitcode)

@@ -1,0 +1,101 @@
+"""What happens in a worker around the user's code: failures are told, functions are called."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from torchelastic import env
+from torchelastic.worker import channel, error_file
+
+#: How many characters of a message and of a traceback the agent is told, at most 12 bytes each in
+#: JSON; the error file has everything.
+TOLD_MESSAGE, TOLD_TRACEBACK = 2000, 8000
+
+
+def attach() -> None:
+    """Before the user's code: from now on an exception that nobody handles is told to the agent.
+
+    It is seen by an audit hook, since a program may replace `sys.excepthook` and may ask whether
+    it was replaced.
+    """
+    channel.adopt()
+    worker = os.getpid()
+
+    def watch(event: str, args: tuple[Any, ...]) -> None:
+        # No frame below us: the interpreter is about to end, not a C extension printing an error.
+        if event == "sys.excepthook" and os.getpid() == worker and _at_the_bottom():
+            report(args[2], args[3])
+
+    sys.addaudithook(watch)
+
+
+def _at_the_bottom() -> bool:
+    hook = sys._getframe(1)
+    return hook.f_back is None
+
+
+def report(error: BaseException, where: TracebackType | None) -> None:
+    """Write the error file and tell the agent; never raises."""
+    import traceback  # not before it is needed: a worker starts without it
+
+    text = "".join(traceback.format_exception(type(error), error, where))
+    message = _one_line(error)
+    path = env.get("TORCHELASTIC_ERROR_FILE")
+    try:
+        if path:
+            error_file.write(path, message, text)
+    except OSError as problem:
+        print(f"torchelastic: {path} could not be written: {problem}", file=sys.stderr)
+    channel.send(
+        {
+            "type": "failure",
+            "message": message[:TOLD_MESSAGE],
+            "traceback": text[-TOLD_TRACEBACK:],
+        },
+        patience=1.0,
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    """`RuntimeError: boom`, as torch writes it."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # the user's own __str__ failed
+        return f"{type(error).__name__}: <unprintable>"
+
+
+def write_call(path: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Pickle a call so that `run_call` can make it elsewhere, of a function of `__main__` too."""
+    from multiprocessing import spawn
+
+    preparation = spawn.get_preparation_data("MainProcess")
+    del preparation["authkey"]  # a secret, and of no use to a worker
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        # Two pickles: the second can be read only after the first has prepared the process.
+        pickle.dump(preparation, file)
+        pickle.dump((function, tuple(args)), file)
+
+
+def run_call(path: str) -> None:
+    """Make the call in file `path` and pickle what it returns to `result_path`."""
+    from multiprocessing import spawn
+
+    with open(path, "rb") as file:
+        spawn.prepare(pickle.load(file))
+        function, args = pickle.load(file)
+    result = function(*args)
+    generation = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    target = result_path(path, generation, int(env.get("RANK", "0")))
+    with open(f"{target}.part", "wb") as file:
+        pickle.dump(result, file)
+    os.replace(f"{target}.part", target)
+
+
+def result_path(call: str, generation: int, rank: int) -> str:
+    """Where `run_call` leaves the pickled result of the call in file `call`."""
+    return f"{call}.result-{generation}-{rank}"
