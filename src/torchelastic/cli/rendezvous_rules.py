@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchelastic.cli import values
 from torchelastic.cli.parser import Parsed
 from torchelastic.config import DEFAULT_STATIC_PORT, format_endpoint
 from torchelastic.errors import ConfigError
+from torchelastic.rendezvous.parameters import (
+    BACKENDS,
+    check_backend,
+    fields_from_conf,
+    keys_without_meaning,
+)
 
-BACKENDS = ("c10d", "static")
 _ETCD = ("etcd", "etcd-v2", "etcd-v3")
-
-# torch's defaults, for when a user sets only one of the two factors of the lease.
-_KEEP_ALIVE_INTERVAL = "5"
-_KEEP_ALIVE_MAX_ATTEMPT = "3"
-_LEASE_KEYS = ("keep_alive_interval", "keep_alive_max_attempt")
-_WAIT_KEYS = ("join_timeout", "timeout")
-_KEYS_WITH_MEANING = {"last_call_timeout", "is_host", *_LEASE_KEYS, *_WAIT_KEYS}
 
 
 @dataclass(frozen=True)
@@ -69,57 +66,29 @@ def choose_backend(parsed: Parsed) -> str:
         if not parsed["rdzv_endpoint"]:
             addressed = parsed.given("master_addr") or parsed.given("master_port")
             return "static" if addressed else "c10d"
-    if backend in _ETCD:
-        raise ConfigError(
-            f"The {backend} rendezvous is not available in this version: write --rdzv-backend c10d "
-            "with --rdzv-endpoint HOST:PORT naming a node of the job, which needs no server."
-        )
-    if backend not in BACKENDS:
+    if backend not in (*BACKENDS, *_ETCD):
         raise ConfigError(
             f"--rdzv-backend '{backend}' is not available: write {' or '.join(BACKENDS)}."
         )
+    check_backend(backend)
     return backend
 
 
 def patience(parsed: Parsed) -> Patience:
     """The times: by their own flags, else by torchrun's keys, else the defaults."""
-    settle, lease, wait = parsed["settle"], parsed["lease"], parsed["wait_for_nodes"]
-    conf: dict[str, str] = parsed["rdzv_conf"]
-    if not parsed.given("settle") and "last_call_timeout" in conf:
-        settle = _seconds(conf, "last_call_timeout")
-    if not parsed.given("lease") and any(key in conf for key in _LEASE_KEYS):
-        lease = _lease(conf)
-    wait_key = next((key for key in _WAIT_KEYS if key in conf), None)
-    if not parsed.given("wait_for_nodes") and wait_key is not None:
-        wait = _seconds(conf, wait_key)
-    return Patience(settle, lease, wait)
+    by_keys = fields_from_conf(parsed["rdzv_conf"])
 
+    def chosen(dest: str) -> float:
+        value: float = parsed[dest]
+        return value if parsed.given(dest) else by_keys.get(dest, value)
 
-def _lease(conf: dict[str, str]) -> float:
-    conf = {
-        "keep_alive_interval": _KEEP_ALIVE_INTERVAL,
-        "keep_alive_max_attempt": _KEEP_ALIVE_MAX_ATTEMPT,
-        **conf,
-    }
-    lease = _seconds(conf, "keep_alive_interval") * _seconds(conf, "keep_alive_max_attempt")
-    if lease == 0:
-        raise ConfigError(
-            "--rdzv-conf: keep_alive_interval and keep_alive_max_attempt must be > 0."
-        )
-    return lease
-
-
-def _seconds(conf: dict[str, str], key: str) -> float:
-    try:
-        return values.seconds(conf[key])
-    except ConfigError as error:
-        raise ConfigError(f"--rdzv-conf {key} {error}") from None
+    return Patience(chosen("settle"), chosen("lease"), chosen("wait_for_nodes"))
 
 
 def notes(parsed: Parsed, meeting: Meeting, max_nodes: int) -> tuple[str, ...]:
     """What was said about the rendezvous and is not heeded."""
     said = []
-    without_meaning = sorted(set(parsed["rdzv_conf"]) - _KEYS_WITH_MEANING)
+    without_meaning = keys_without_meaning(parsed["rdzv_conf"])
     if without_meaning:
         said.append(
             f"These keys of --rdzv-conf have no meaning here and are ignored: "

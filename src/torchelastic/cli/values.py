@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable
 from typing import TypeVar
 
-from torchelastic.config import format_endpoint, parse_endpoint
+from torchelastic.config import parse_endpoint
 from torchelastic.errors import ConfigError
 
 T = TypeVar("T")
@@ -87,7 +87,8 @@ def endpoint(given: str) -> str:
 def host(given: str) -> str:
     """A host name or an address, IPv6 with or without brackets."""
     bare = given.strip().removeprefix("[").removesuffix("]")
-    parse_endpoint(format_endpoint(bare, 1))
+    if not re.fullmatch(r"[^:\s\[\]]+|[0-9a-fA-F]*:[0-9a-fA-F.]*:[0-9a-fA-F:.]*(%\w+)?", bare):
+        raise ConfigError(f"'{given}' is no host: write a name or an address, without a port.")
     return bare
 
 

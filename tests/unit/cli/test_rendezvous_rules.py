@@ -75,10 +75,10 @@ def test_variables_are_heeded_like_flags():
 @pytest.mark.parametrize(
     ("flavour", "line", "sentence"),
     [
-        (RUN, "--rdzv-backend etcd --rdzv-endpoint a:1", "The etcd rendezvous is not available"),
-        (RUN, "--rdzv-backend etcd-v2", "The etcd-v2 rendezvous is not available"),
-        (DISTRIBUTED_LAUNCH, "--rdzv-backend etcd-v3", "write --rdzv-backend c10d"),
-        (DISTRIBUTED_LAUNCH, "--rdzv-endpoint a:1", "The etcd rendezvous is not available"),
+        (RUN, "--rdzv-backend etcd --rdzv-endpoint a:1", "The rendezvous 'etcd' is not available"),
+        (RUN, "--rdzv-backend etcd-v2", "The rendezvous 'etcd-v2' is not available"),
+        (DISTRIBUTED_LAUNCH, "--rdzv-backend etcd-v3", "take c10d"),
+        (DISTRIBUTED_LAUNCH, "--rdzv-endpoint a:1", "The rendezvous 'etcd' is not available"),
         (
             RUN,
             "--rdzv-backend mine",
@@ -143,9 +143,9 @@ def test_times(line, times):
 @pytest.mark.parametrize(
     ("conf", "sentence"),
     [
-        ("last_call_timeout=soon", "--rdzv-conf last_call_timeout 'soon' is no time"),
-        ("join_timeout=-1", "--rdzv-conf join_timeout '-1' is no time"),
-        ("keep_alive_interval=0", "keep_alive_interval and keep_alive_max_attempt must be > 0"),
+        ("last_call_timeout=soon", "key last_call_timeout: 'soon' is no time"),
+        ("join_timeout=-1", "key join_timeout: '-1' is no time"),
+        ("keep_alive_interval=0", "lease must be longer than 0 seconds"),
         ("is_host=perhaps", "--rdzv-conf is_host 'perhaps' is neither yes nor no"),
     ],
 )
