@@ -46,6 +46,7 @@ from torchelastic.rendezvous.leader import WORLD_KEY, Leader
 from torchelastic.rendezvous.round import RoundRules
 from torchelastic.rendezvous.world import Member, World
 from torchelastic.worker import error_file
+from torchelastic.worker.bootstrap import result_path
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,8 @@ class Outcome:
 
     exitcode: int
     reason: str
+    #: This node's id in the world.
+    node: str
     world: World | None
     #: Global rank -> where a function's pickled result lies.
     results: dict[int, str]
@@ -131,8 +134,9 @@ class Agent:
             on_exit=self._worker_exited,
             on_message=self._worker_said,
         )
-        for note in config.notes:
-            self._narrator.note(note)
+        self._supervisor.exempt = self._nursery.pids
+        command = [self._entry.target, *self._entry.args]
+        self._narrator.started(config.rdzv_endpoint, command, os.getpid())
 
     async def _close(self) -> None:
         """Leave nothing behind: no worker, no task, no file that only we needed."""
@@ -160,7 +164,9 @@ class Agent:
 
     def _outcome(self) -> Outcome:
         state = self._state
-        return Outcome(state.exitcode or 0, state.reason, state.world, dict(self._results))
+        return Outcome(
+            state.exitcode or 0, state.reason, self._node, state.world, dict(self._results)
+        )
 
     # --- joining ---------------------------------------------------------------------------------
 
@@ -171,7 +177,6 @@ class Agent:
         store = self._meeting.store
         await store.open_lease(self._config.lease)
         name = await claim_name(store, socket.gethostname(), self._node)
-        self._narrator.named(name, self._node)
         member = Member(
             node=self._node,
             name=name,
@@ -181,12 +186,11 @@ class Agent:
             node_rank=self._config.node_rank,
         )
         self._membership = Membership(store, member)
-        self._narrator.joined(self._meeting)
+        self._narrator.joined(name, self._meeting)
         self._background(self._watch_world(), "watch-world")
         self._background(self._watch_lease(), "watch-lease")
         self._be_member()
-        self._narrator.warmed_up(await warming)
-        self._supervisor.exempt.update(self._nursery.pids)
+        self._narrator.warmed_up(await warming, self._nursery.warnings)
         await self._offer_store()
         self._membership.update(ready=True)
 
@@ -309,6 +313,7 @@ class Agent:
         generation = self._state.generation
         self._narrator.worker_exited(self._rank(exit.local_rank), exit, generation)
         if exit.exitcode == 0:
+            self._keep_result(exit.local_rank)
             self._queue.put_nowait(group_state.WorkerSucceeded(generation, exit.local_rank))
             return
         failure = self._failure(exit)
@@ -320,6 +325,11 @@ class Agent:
         if failure.told or not stopped:
             self._narrator.worker_failed(failure)
             self._queue.put_nowait(group_state.WorkerFailed(failure))
+
+    def _keep_result(self, local_rank: int) -> None:
+        if self._entry.kind == "function":
+            rank = self._rank(local_rank)
+            self._results[rank] = result_path(self._entry.target, self._state.generation, rank)
 
     def _failure(self, exit: WorkerExit) -> Failure:
         path = self._error_file(exit.local_rank)
@@ -383,6 +393,7 @@ class Agent:
         assert node_rank is not None
         self._first_rank = world.nodes[node_rank].first_rank
         self._steps.clear()
+        self._results.clear()
         local_ranks = range(self._config.nproc_per_node)
         ranks = {local_rank: self._rank(local_rank) for local_rank in local_ranks}
         opened = self._generation_logs = self._logs.open(world.generation, ranks)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torchelastic.clock import Clock
 from torchelastic.config import LaunchConfig, parse_endpoint
 from torchelastic.rendezvous.embedded.client import EmbeddedStore
-from torchelastic.rendezvous.embedded.server import EmbeddedServer, bind_endpoint
+from torchelastic.rendezvous.embedded.endpoint import bind_endpoint, reachable_address
+from torchelastic.rendezvous.embedded.server import EmbeddedServer
 
 PRIVATE_ENDPOINT = "127.0.0.1:0"
 
@@ -34,14 +35,14 @@ class Meeting:
 async def meet(config: LaunchConfig, clock: Clock) -> Meeting:
     """Host the store or wait for its host, whichever this node is."""
     host, port = parse_endpoint(config.rdzv_endpoint or PRIVATE_ENDPOINT)
-    sockets = bind_endpoint(host, port)
     server = None
+    sockets = bind_endpoint(host, port, is_host=config.is_host)
     if sockets is not None:
         server = EmbeddedServer(config.run_id, clock=clock)
         port = await server.start(sockets)
     store = await EmbeddedStore.connect(
         host, port, config.run_id, timeout=config.wait_for_nodes or None
     )
-    # Peers reach the host where they reach the endpoint; its own connection may be a loopback one.
-    addr = config.local_addr or (host if server is not None else store.local_addr)
+    addr = config.local_addr or reachable_address(store.local_addr, host)
     return Meeting(store, server, addr, f"{host}:{port}")
+

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 
-from torchelastic import env as environment
-from torchelastic.agent.processes import spawn_plain
+from torchelastic.agent.processes import WorkerSpawn, command_line, default_python, spawn_plain
 from torchelastic.agent.store_host import StoreHost
-from torchelastic.agent.supervisor import WorkerSpawn
 from torchelastic.agent.zygote import Zygote
 from torchelastic.config import Entry, LaunchConfig
 
@@ -17,22 +14,24 @@ class Nursery:
     """The zygote and the store host of one agent."""
 
     def __init__(self, config: LaunchConfig, entry: Entry, env: Mapping[str, str]) -> None:
-        self.python = environment.get("PYTHON_EXEC", sys.executable)
+        self._python = default_python()
+        #: Processes of ours that are no workers.
+        self.pids: set[int] = set()
         self.zygote: Zygote | None = None
         if config.zygote and entry.kind != "program":
             self.zygote = Zygote.start(
-                python=self.python,
+                python=self._python,
                 env=env,
                 preload=config.preload,
-                command=command_line(self.python, entry),
+                command=command_line(entry, self._python),
             )
+            self.pids.add(self.zygote.pid)
         self.stores = StoreHost(self._spawn, env)
 
     @property
-    def pids(self) -> set[int]:
-        """Helper processes that are not workers."""
-        pids = {self.zygote.pid} if self.zygote is not None else set()
-        return pids | ({self.stores.pid} if self.stores.pid is not None else set())
+    def warnings(self) -> list[str]:
+        """What the zygote could not do, a sentence each."""
+        return self.zygote.warnings if self.zygote is not None else []
 
     async def warm_up(self) -> float | str | None:
         """Be able to start workers at once: the zygote's seconds, or why there is none."""
@@ -42,16 +41,13 @@ class Nursery:
 
     async def _spawn(self, spawn: WorkerSpawn) -> int:
         if self.zygote is not None and self.zygote.usable:
-            return await self.zygote.fork(spawn, None)
-        return spawn_plain(spawn, python=self.python, channel_fd=None)
+            pid = await self.zygote.fork(spawn, None, None)
+        else:
+            pid = spawn_plain(spawn, python=self._python, channel_fd=None)
+        self.pids.add(pid)
+        return pid
 
     async def close(self) -> None:
         await self.stores.close()
         if self.zygote is not None:
             await self.zygote.close()
-
-
-def command_line(python: str, entry: Entry) -> list[str]:
-    """What `ps` shows for a worker: the command a user would have typed."""
-    module = ["-m"] if entry.kind == "module" else []
-    return [python, "-u", *module, entry.target, *entry.args]

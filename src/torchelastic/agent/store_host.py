@@ -9,7 +9,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 
-from torchelastic.agent.supervisor import WorkerSpawn
+from torchelastic.agent.processes import WorkerSpawn
 from torchelastic.config import Entry
 from torchelastic.errors import SpawnError
 
