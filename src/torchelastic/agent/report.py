@@ -65,11 +65,6 @@ def world_sentence(world: World) -> str:
     )
 
 
-def over_sentence(world: World) -> str:
-    """`generation 3 is over: rank 2 on node-b (local rank 0, pid 123): killed by SIGKILL`."""
-    return f"generation {world.generation} is over: {one_line(world.reason)}"
-
-
 def job_failed(world: World, *, name: str = "job") -> str:
     """The last words of a job that ended by a failure."""
     title = f"{name} FAILED in generation {world.generation}: {_ending(world)}"

@@ -137,14 +137,6 @@ def test_world_sentence():
     )
 
 
-def test_over_sentence():
-    over = replace(WORLD, reason=CAUSE.sentence())
-    assert report.over_sentence(over) == (
-        "generation 3 is over: rank 2 on node-b (local rank 0, pid 123) at step 17: "
-        "RuntimeError: boom"
-    )
-
-
 def test_many_nodes_are_counted_not_listed():
     world = replace(WORLD, nodes=tuple(node(f"n{number}") for number in range(100)))
     sentence = report.world_sentence(world)
