@@ -20,6 +20,8 @@ FIRST_PAUSE = 0.01
 LONGEST_PAUSE = 0.25
 #: Seconds one attempt may take: a packet filter that swallows packets gives no answer at all.
 ATTEMPT = 5.0
+#: Seconds the last attempt has, though the time is up: enough to learn what is wrong.
+LAST_ATTEMPT = 0.25
 #: Seconds between the addresses of a name that has several.
 NEXT_ADDRESS = 0.25
 
@@ -59,7 +61,7 @@ async def dial(
     pause = FIRST_PAUSE
     while True:
         try:
-            left = max(deadline - clock.now(), FIRST_PAUSE)
+            left = max(deadline - clock.now(), LAST_ATTEMPT)
             return await _attempt(endpoint, lease, min(ATTEMPT, left))
         except (OSError, asyncio.TimeoutError, _NoAnswer) as error:
             problem = error
