@@ -7,7 +7,7 @@ ends, and a lease ends when nobody has kept it alive for its time to live, or wh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -77,11 +77,11 @@ class Store(Protocol):
         """
         ...
 
-    def watch(self, prefix: str, *, after: int) -> AsyncIterator[Change]:
+    def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Change, None]:
         """Every change under a prefix after a revision, in order, without gaps.
 
         From further back than the store remembers, the last change of each key stands for all of
-        its changes; deletions are never left out.
+        its changes; deletions are never left out. Close it (`aclosing`) to stop watching.
         """
         ...
 
