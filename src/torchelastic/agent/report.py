@@ -67,7 +67,7 @@ def world_sentence(world: World) -> str:
 
 def job_failed(world: World, *, name: str = "job") -> str:
     """The last words of a job that ended by a failure."""
-    title = f"{name} FAILED in generation {world.generation}: {_ending(world)}"
+    title = f"{name} FAILED in generation {world.generation}: {ending(world)}"
     return failures_block(title, world.cause, world.consequences)
 
 
@@ -97,7 +97,7 @@ def one_line(text: str) -> str:
     return f"{first} …" if rest else first
 
 
-def _ending(world: World) -> str:
+def ending(world: World) -> str:
     """Why it was not restarted: the reason, without the failure that is shown in full below."""
     cause = world.cause.sentence() if world.cause is not None else ""
     return one_line(world.reason.removeprefix(cause).removeprefix("; ") or "a worker failed")

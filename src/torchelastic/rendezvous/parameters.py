@@ -1,4 +1,4 @@
-"""What a 0.2 caller says about a rendezvous, and what torchrun's `rdzv_conf` keys mean here. Pure."""
+"""What 0.2's callers say about a rendezvous, and what torchrun's `rdzv_conf` keys mean here."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from torchelastic.rendezvous.parameters import RendezvousParameters, check_backe
 
 
 class EmbeddedRendezvousHandler:
-    """Says where the nodes meet. The agent of the job does the meeting; there is nothing to close."""
+    """Says where the nodes meet; the agent of the job does the meeting."""
 
     def __init__(self, params: RendezvousParameters) -> None:
         check_backend(params.backend)

@@ -1,0 +1,102 @@
+"""0.2's agent: a job from a `WorkerSpec`. Thin over the launcher."""
+
+from __future__ import annotations
+
+import abc
+
+from torchelastic.agent.server.worker_group import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torchelastic.config import LaunchConfig
+from torchelastic.errors import EXIT_OK, ConfigError
+from torchelastic.launcher import Ended, run_agent
+from torchelastic.rendezvous.registry import EmbeddedRendezvousHandler
+
+
+class ElasticAgent(abc.ABC):
+    """Runs the workers of one node."""
+
+    @abc.abstractmethod
+    def run(self, role: str = "default") -> RunResult:
+        """Run the workers until the job ends."""
+
+    @abc.abstractmethod
+    def get_worker_group(self, role: str = "default") -> WorkerGroup:
+        """The workers, as they are now."""
+
+
+class LocalElasticAgent(ElasticAgent):
+    """Runs the workers of one node as processes of this machine.
+
+    The agent itself is a process of its own: `run` waits for it. An agent has one role, that of
+    its spec.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        start_method: str = "spawn",
+        exit_barrier_timeout: float = 300,
+        log_dir: str | None = None,
+    ) -> None:
+        """`exit_barrier_timeout` is 0.2's: here the nodes agree on the end, without a barrier."""
+        self._group = WorkerGroup(spec)
+        self._config = launch_config(spec, start_method, log_dir)
+
+    def get_worker_group(self, role: str = "default") -> WorkerGroup:
+        return self._group
+
+    def run(self, role: str = "default") -> RunResult:
+        """Run this node's part of the job to its end.
+
+        Failed workers are a result; an end that is nobody's failure (too few nodes, a signal, a
+        lost rendezvous) is raised, as `torchelastic.launcher.launch_agent` does.
+        """
+        spec, group = self._group.spec, self._group
+        assert spec.entrypoint is not None
+        group.state = WorkerState.HEALTHY
+        try:
+            ended = run_agent(self._config, spec.entrypoint, spec.args)
+        except BaseException:
+            group.state = WorkerState.STOPPED
+            raise
+        if ended.world is not None and ended.node_rank is not None:
+            group.place(ended.world, ended.node_rank)
+        result = _result(ended)
+        group.state = result.state
+        if result.state is WorkerState.STOPPED:
+            raise ended.error(spec.get_entrypoint_name())
+        return result
+
+
+def launch_config(spec: WorkerSpec, start_method: str, log_dir: str | None) -> LaunchConfig:
+    """The job a spec describes."""
+    handler = spec.rdzv_handler
+    if not isinstance(handler, EmbeddedRendezvousHandler):
+        raise ConfigError(
+            f"{type(handler).__name__} is no rendezvous handler of this package: make one with "
+            "torchelastic.rendezvous.registry.get_rendezvous_handler(RendezvousParameters(...))."
+        )
+    params = handler.params
+    return LaunchConfig(
+        min_nodes=params.min_nodes,
+        max_nodes=params.max_nodes,
+        nproc_per_node=spec.local_world_size,
+        run_id=params.run_id,
+        role=spec.role,
+        rdzv_backend=params.backend,
+        rdzv_endpoint=params.endpoint,
+        rdzv_configs=params.config,
+        max_restarts=spec.max_restarts,
+        monitor_interval=spec.monitor_interval,
+        start_method=start_method,
+        log_dir=log_dir,
+        redirects=spec.redirects,
+        tee=spec.tee,
+    )
+
+
+def _result(ended: Ended) -> RunResult:
+    if ended.exitcode == EXIT_OK:
+        return RunResult(WorkerState.SUCCEEDED, ended.results)
+    if ended.failures:
+        return RunResult(WorkerState.FAILED, failures=ended.failures)
+    return RunResult(WorkerState.STOPPED)

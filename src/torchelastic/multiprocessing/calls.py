@@ -1,0 +1,39 @@
+"""A function call for another process, and what came of it. Both travel as files."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchelastic.config import Entry
+from torchelastic.errors import ConfigError
+from torchelastic.worker.bootstrap import write_call
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """What to call a function when talking to people."""
+    name = getattr(function, "__qualname__", None)
+    return name if isinstance(name, str) else repr(function)
+
+
+def function_entry(path: Path, function: Callable[..., Any], args: Sequence[Any]) -> Entry:
+    """Pickle a call to `path`, for a worker to make."""
+    try:
+        write_call(str(path), function, args)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{function_name(function)} cannot be handed to another process ({error}): take a "
+            "function at the top level of a module, and arguments that can be pickled."
+        ) from error
+    return Entry("function", str(path))
+
+
+def read_result(path: str) -> Any:
+    """What a function returned; None if it left by `sys.exit(0)` instead."""
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError:
+        return None
+    return pickle.loads(data)
