@@ -95,7 +95,11 @@ class Job:
         self._orders.mkdir()
 
     def start(self, flags: str = "", *, script: list[str] | None = None) -> Node:
-        """Start another node."""
+        """Start another node; the first one hosts, so the others come when it does."""
+        if self.nodes:
+            poll_for(lambda: self.nodes[0].events("agent-started"), what="the first agent")
+            if "is_host=false" not in str(self.nodes[0].process.args):
+                poll_for(lambda: self.nodes[0].events("joined"), what="the first node hosts")
         directory = self.directory / f"node{len(self.nodes)}"
         command = [sys.executable, "-m", "torchelastic", "run", f"--log-dir={directory}/logs"]
         if not any("--nnodes=1" == flag or "--standalone" == flag for flag in self.flags):

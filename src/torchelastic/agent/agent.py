@@ -32,7 +32,7 @@ from torchelastic.agent.nursery import Nursery
 from torchelastic.agent.supervisor import Supervisor, WorkerExit, WorkerSpawn
 from torchelastic.agent.worker_env import entry_for, node_env, worker_env
 from torchelastic.clock import Clock, SystemClock
-from torchelastic.config import Entry, LaunchConfig, parse_endpoint
+from torchelastic.config import Entry, LaunchConfig, format_endpoint, parse_endpoint
 from torchelastic.errors import (
     LeaseExpired,
     RendezvousLost,
@@ -40,7 +40,7 @@ from torchelastic.errors import (
     SpawnError,
 )
 from torchelastic.events import types as events
-from torchelastic.events.log import EventLog
+from torchelastic.events.log import EventLog, sink_for
 from torchelastic.failure import Failure
 from torchelastic.rendezvous.leader import WORLD_KEY, Leader
 from torchelastic.rendezvous.round import RoundRules
@@ -124,8 +124,14 @@ class Agent:
             command=[self._entry.target, *self._entry.args],
             events=path,
         )
-        self._events = EventLog(path, job=config.run_id, node=self._node, clock=self._clock)
-        self._narrator = Narrator(self._events, config)
+        self._events = EventLog(
+            path,
+            job=config.run_id,
+            node=self._node,
+            clock=self._clock,
+            sink=sink_for(config.event_log_handler),
+        )
+        self._narrator = Narrator(self._events, config, self._entry.name, self._node)
         self._env = node_env(env.snapshot(), config)
         self._nursery = Nursery(config, self._entry, self._env)
         self._supervisor = Supervisor(
@@ -135,8 +141,7 @@ class Agent:
             on_message=self._worker_said,
         )
         self._supervisor.exempt = self._nursery.pids
-        command = [self._entry.target, *self._entry.args]
-        self._narrator.started(config.rdzv_endpoint, command, os.getpid())
+        self._narrator.started([self._entry.target, *self._entry.args], os.getpid())
 
     async def _close(self) -> None:
         """Leave nothing behind: no worker, no task, no file that only we needed."""
@@ -152,10 +157,12 @@ class Agent:
             await self._meeting.close(HOST_STAYS if closed else 0.0)
         await self._nursery.close()
         self._supervisor.close()
+        if self._generation_logs is not None:
+            self._generation_logs.close()
         self._logs.close(success=self._state.exitcode == 0)
         self._narrator.ended(self._state.exitcode, self._state.reason, self._state.world)
         self._events.close()
-        self._registration.close()
+        self._registration.close(self._state.exitcode)
 
     async def _last_words(self) -> None:
         if self._membership is not None:
@@ -244,8 +251,7 @@ class Agent:
         assert self._meeting is not None
         assert self._membership is not None
         port = await self._nursery.stores.open()
-        addr = self._meeting.addr
-        self._membership.update(store=f"[{addr}]:{port}" if ":" in addr else f"{addr}:{port}")
+        self._membership.update(store=format_endpoint(self._meeting.addr, port))
 
     async def _renew_store(self, world: World) -> None:
         """A generation uses up the store it meets at: offer another, drop those before it."""
@@ -373,8 +379,6 @@ class Agent:
                 self._membership.update(**changes, step=max(self._steps.values(), default=-1))
             case group_state.Rejoin():
                 self._background(self._rejoin(), "rejoin")
-            case group_state.Say(sentence):
-                self._narrator.say(sentence)
 
     def _act(self, work: Coroutine[Any, Any, None]) -> None:
         """Perform after what is under way: a stop does not overtake the start it ends."""

@@ -128,14 +128,7 @@ class Rejoin:
     """Open a new lease and put the member record again, as a newcomer."""
 
 
-@dataclass(frozen=True)
-class Say:
-    """Tell the user."""
-
-    sentence: str
-
-
-Command = Start | Stop | Report | Rejoin | Say
+Command = Start | Stop | Report | Rejoin
 
 
 # --- state ---------------------------------------------------------------------------------------
@@ -329,8 +322,7 @@ def _lease_lost_while_idle(state: GroupState, event: LeaseLost) -> Step:
 
 def _lease_lost_while_busy(state: GroupState, event: LeaseLost) -> Step:
     """Others go on without us: our workers must not write anything any more."""
-    state, commands = _stop(replace(state, rejoin=True), SIGTERM)
-    return state, [Say("this node was given up by the others: stopping its workers"), *commands]
+    return _stop(replace(state, rejoin=True), SIGTERM)
 
 
 def _lease_lost_while_stopping(state: GroupState, event: LeaseLost) -> Step:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from torchelastic.agent.guard import guarded
 from torchelastic.config import Entry, LaunchConfig
+from torchelastic.errors import EXIT_USAGE, ConfigError, RendezvousRefused
 
 
 def run_job(config: LaunchConfig, entry: Entry, *, outcome: Path | None = None) -> int:
@@ -22,7 +24,11 @@ def _run_agent(config: LaunchConfig, entry: Entry, outcome: Path | None) -> int:
     from torchelastic.agent.narrator import set_up_log
 
     set_up_log()
-    ended = asyncio.run(Agent(config, entry).run())
+    try:
+        ended = asyncio.run(Agent(config, entry).run())
+    except (ConfigError, RendezvousRefused) as error:
+        print(f"torchelastic run: error: {error}", file=sys.stderr)
+        return EXIT_USAGE
     if outcome is not None:
         outcome.write_text(json.dumps(ended.to_json()))
     return ended.exitcode

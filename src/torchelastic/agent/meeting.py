@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchelastic.clock import Clock
-from torchelastic.config import LaunchConfig, parse_endpoint
+from torchelastic.config import LaunchConfig, format_endpoint, parse_endpoint
 from torchelastic.rendezvous.embedded.client import EmbeddedStore
-from torchelastic.rendezvous.embedded.endpoint import bind_endpoint, reachable_address
+from torchelastic.rendezvous.embedded.joining import host_or_join
 from torchelastic.rendezvous.embedded.server import EmbeddedServer
 
 PRIVATE_ENDPOINT = "127.0.0.1:0"
@@ -35,14 +35,13 @@ class Meeting:
 async def meet(config: LaunchConfig, clock: Clock) -> Meeting:
     """Host the store or wait for its host, whichever this node is."""
     host, port = parse_endpoint(config.rdzv_endpoint or PRIVATE_ENDPOINT)
-    server = None
-    sockets = bind_endpoint(host, port, is_host=config.is_host)
-    if sockets is not None:
-        server = EmbeddedServer(config.run_id, clock=clock)
-        port = await server.start(sockets)
-    store = await EmbeddedStore.connect(
-        host, port, config.run_id, timeout=config.wait_for_nodes or None
+    store, server = await host_or_join(
+        host,
+        port,
+        config.run_id,
+        timeout=config.wait_for_nodes or None,
+        clock=clock,
+        is_host=config.is_host,
     )
-    addr = config.local_addr or reachable_address(store.local_addr, host)
-    return Meeting(store, server, addr, f"{host}:{port}")
-
+    endpoint = format_endpoint(host, server.port if server is not None else port)
+    return Meeting(store, server, config.local_addr or store.local_addr, endpoint)

@@ -34,13 +34,14 @@ def set_up_log(name: str = "") -> None:
 class Narrator:
     """Every decision with its reason, once, in both places. The leader's observer, too."""
 
-    def __init__(self, log: EventLog, config: LaunchConfig) -> None:
+    def __init__(self, log: EventLog, config: LaunchConfig, entry: str, node: str) -> None:
         self._log = log
         self._config = config
+        self._entry = entry
+        self._node = node
         self.name = ""
-        self._last_waiting = ""
 
-    def started(self, endpoint: str, command: list[str], pid: int) -> None:
+    def started(self, command: list[str], pid: int) -> None:
         config = self._config
         for note in config.notes:
             logger.info(note)
@@ -48,7 +49,7 @@ class Narrator:
         self._log.emit(
             events.AgentStarted(
                 pid=pid,
-                endpoint=endpoint,
+                endpoint=config.rdzv_endpoint,
                 command=command,
                 min_nodes=config.min_nodes,
                 max_nodes=config.max_nodes,
@@ -76,8 +77,8 @@ class Narrator:
         self._log.emit(events.Joined(name=name, endpoint=meeting.endpoint, hosting=hosting))
 
     def lease_lost(self) -> None:
-        reason = f"no sign of life reached the rendezvous for {self._config.lease:g} s"
-        logger.warning("this node was given up by the others: %s", reason)
+        reason = f"no keep-alive has reached the rendezvous for {self._config.lease:g} s"
+        logger.warning("%s: this node counts as failed there and stops its workers", reason)
         self._log.emit(events.LeaseLost(reason=reason))
 
     def say(self, sentence: str) -> None:
@@ -124,7 +125,8 @@ class Narrator:
 
     def _world_runs(self, world: World) -> None:
         names = [node.name for node in world.nodes]
-        logger.info(report.world_sentence(world))
+        spare = "" if world.place(self._node) is not None else "; this node waits as a spare"
+        logger.info("%s%s", report.world_sentence(world), spare)
         formed = events.WorldFormed(
             nodes=names,
             size=world.size,
@@ -175,7 +177,7 @@ class Narrator:
     def ended(self, exitcode: int | None, reason: str, world: World | None) -> None:
         cause = world.cause if world is not None else None
         if exitcode == EXIT_FAILED and world is not None:
-            print(report.job_failed(world), file=sys.stderr, flush=True)
+            print(report.job_failed(world, name=self._entry), file=sys.stderr, flush=True)
         elif exitcode:
             logger.error("ended with exit code %d: %s", exitcode, reason)
         ended = events.JobEnded(

@@ -83,8 +83,13 @@ class Flavour:
 RUN = Flavour("torchelastic run", "Run a script in every worker of an elastic job.")
 DISTRIBUTED_RUN = Flavour(
     "python -m torchelastic.distributed.run",
-    "The same as `torchelastic run`, with torchrun's defaults.",
-    {"rdzv_backend": "static", "max_restarts": "0"},
+    "The same as `torchelastic run`, with the defaults of Bagua's launcher.",
+    {
+        "nproc_per_node": "auto",
+        "rdzv_backend": "static",
+        "max_restarts": "3",
+        "monitor_interval": "5",
+    },
 )
 DISTRIBUTED_LAUNCH = Flavour(
     "python -m torchelastic.distributed.launch",

@@ -15,7 +15,7 @@ import os
 from typing import Protocol
 
 from torchelastic.clock import Clock
-from torchelastic.errors import RendezvousError
+from torchelastic.errors import LeaseExpired, RendezvousError
 from torchelastic.rendezvous import round as rounds
 from torchelastic.rendezvous.restart_policy import Kind
 from torchelastic.rendezvous.round import Decision, RoundRules, RoundState
@@ -134,6 +134,8 @@ class Leader:
             await self._next_change(decision, watching)
 
     async def _publish(self, world: World, kind: Kind | None) -> bool:
+        if self._store.lease_lost.is_set():
+            raise LeaseExpired("This node is no leader any more: its lease has ended.")
         revision = await self._store.compare_and_set(
             WORLD_KEY, world.to_json(), expected=self._world_revision
         )

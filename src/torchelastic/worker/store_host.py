@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from datetime import timedelta
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public all the same
 
 
 def _open_store() -> TCPStore:

@@ -31,7 +31,7 @@ def started(monkeypatch, tmp_path):
     ("main", "argv", "restarts"),
     [
         (cli.main, ["run", "-j", "1x2", "train.py", "--lr", "1"], 100),
-        (distributed_run.main, ["--nproc_per_node=2", "train.py", "--lr", "1"], 0),
+        (distributed_run.main, ["--nproc_per_node=2", "train.py", "--lr", "1"], 3),
         (launch.main, ["--use_env", "--nproc_per_node=2", "train.py", "--lr", "1"], 3),
     ],
     ids=["torchelastic run", "distributed.run", "distributed.launch"],

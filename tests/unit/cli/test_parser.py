@@ -195,7 +195,7 @@ def test_shutdown_timeout_is_also_read_from_torchs_variable():
     ("flavour", "nproc", "backend", "restarts", "interval"),
     [
         (RUN, 1, "c10d", 100, 0.1),
-        (DISTRIBUTED_RUN, 1, "static", 0, 0.1),
+        (DISTRIBUTED_RUN, "auto", "static", 3, 5),
         (DISTRIBUTED_LAUNCH, "auto", "etcd", 3, 5.0),
     ],
     ids=lambda value: getattr(value, "prog", None),

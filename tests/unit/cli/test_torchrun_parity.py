@@ -4,11 +4,14 @@ import argparse
 
 import pytest
 
-from torchelastic.cli.flags import DISTRIBUTED_RUN, FLAGS
+from torchelastic.cli.flags import FLAGS, Flavour
 from torchelastic.cli.job import launch_config
 from torchelastic.cli.parser import parse
 
 run = pytest.importorskip("torch.distributed.run")
+
+#: Our parser with torchrun's defaults.
+TORCHRUN = Flavour("torchrun", "", {"rdzv_backend": "static", "max_restarts": "0"})
 
 BY_DEST = {flag.dest: flag for flag in FLAGS}
 # Values torch's own parser takes; for the other options any word will do.
@@ -64,7 +67,7 @@ def test_every_option_of_torchrun_is_understood(option, action):
     takes_value = action.nargs != 0
     argv = [option, *([VALUES.get(action.dest, "word")] if takes_value else []), "train.py", "-x"]
     theirs = vars(run.parse_args(argv))
-    ours = parse(argv, DISTRIBUTED_RUN, {})
+    ours = parse(argv, TORCHRUN, {})
     assert ours.given(action.dest)
     assert ours[action.dest] == as_ours(action.dest, theirs[action.dest])
     assert list(ours.command) == [theirs["training_script"], *theirs["training_script_args"]]
@@ -93,7 +96,7 @@ def test_every_option_of_torchrun_is_understood(option, action):
 def test_command_lines_mean_the_same(line):
     argv = line.split()
     theirs = vars(run.parse_args(argv))
-    ours = parse(argv, DISTRIBUTED_RUN, {})
+    ours = parse(argv, TORCHRUN, {})
     for dest in BY_DEST.keys() & theirs.keys() - {
         "shutdown_timeout"
     }:  # where torch has None for 30
@@ -115,15 +118,15 @@ def test_the_same_flags_have_variables(monkeypatch):
         theirs = vars(run.parse_args(["train.py"]))[action.dest]
         monkeypatch.delenv(name)
         without = vars(run.parse_args(["train.py"]))[action.dest]
-        ours = parse(["train.py"], DISTRIBUTED_RUN, {name: text})
+        ours = parse(["train.py"], TORCHRUN, {name: text})
         assert ours.given(action.dest) == (theirs != without), name
         if ours.given(action.dest):
             assert ours[action.dest] == as_ours(action.dest, theirs), name
 
 
-def test_torchruns_defaults_hold_for_its_module():
+def test_torchruns_rule_for_a_single_node():
     theirs, _, _ = run.config_from_args(run.parse_args(["--master-port", "29500", "train.py"]))
-    ours = launch_config(parse(["--master-port", "29500"], DISTRIBUTED_RUN, {}), {})
+    ours = launch_config(parse(["--master-port", "29500"], TORCHRUN, {}), {})
     for name in (
         "min_nodes",
         "max_nodes",
