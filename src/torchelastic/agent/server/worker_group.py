@@ -53,9 +53,9 @@ class WorkerSpec:
     def get_entrypoint_name(self) -> str:
         """The function's name, or the program."""
         assert self.entrypoint is not None
-        return (
-            self.entrypoint if isinstance(self.entrypoint, str) else function_name(self.entrypoint)
-        )
+        if isinstance(self.entrypoint, str):
+            return self.entrypoint
+        return function_name(self.entrypoint)
 
 
 @dataclass
