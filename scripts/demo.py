@@ -49,6 +49,11 @@ class Demo:
         self.nodes.append(node)
         return node
 
+    def is_hosted(self) -> dict[str, float] | None:
+        """Whether the first node listens: it is the one that must not be killed."""
+        with socket.socket() as sock:
+            return {"t": 0.0} if sock.connect_ex(("127.0.0.1", self.port)) == 0 else None
+
     def steps(self) -> list[dict[str, float]]:
         """All finished steps of all workers, in order of time."""
         found = []
@@ -108,6 +113,7 @@ class Demo:
 def run(demo: Demo) -> None:
     demo.tell("·", "two nodes of two workers each are started")
     demo.start_node()
+    demo.wait(demo.is_hosted, "the first node to host the rendezvous")
     second = demo.start_node()
     demo.wait(lambda: demo.trains(4, 0), "the first steps of four workers")
     demo.tell("✔", "4 workers on 2 nodes train")

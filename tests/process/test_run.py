@@ -151,7 +151,7 @@ def test_a_joiner_waits_for_a_late_host_and_places_are_kept_in_static_mode(tmp_p
     flags = "--nnodes=2 --rdzv-backend=static"
     with job(tmp_path, flags) as it:
         joiner = it.start("--node-rank=1 --rdzv-conf=is_host=false")
-        poll_for(lambda: joiner.events("zygote-ready"), what="the joiner is warm")
+        poll_for(lambda: joiner.events("agent-started"), what="the joiner is there")
         host = it.start("--node-rank=0")
         workers = it.world(0, 2)
         assert [worker["node_rank"] for worker in workers] == [0, 1]

@@ -334,8 +334,11 @@ def _wait(rules: RoundRules, state: RoundState, now: float) -> Decision:
     last = state.world
     still = last is not None and last.phase == "waiting"
     since = state.since if still else now
-    left = since + rules.wait_for_nodes - now if rules.wait_for_nodes else None
-    have = len(_candidates(state))
+    have = sum(not present.member.leaving for present in state.members.values())
+    warming = have >= rules.min_nodes
+    left = None
+    if rules.wait_for_nodes and not warming:
+        left = since + rules.wait_for_nodes - now
     if last is not None and left is not None and left <= 0:
         reason = (
             f"fewer than {rules.min_nodes} nodes for {rules.wait_for_nodes:g} s "
@@ -348,10 +351,11 @@ def _wait(rules: RoundRules, state: RoundState, now: float) -> Decision:
         again = state.said_at + SAY_EVERY
         return Decision(wake_at=again if left is None else min(again, now + left))
     limit = "" if left is None else f", for {left:.0f} s more"
+    what = "warming up" if warming else "waiting for nodes"
     world = replace(
         last or World(generation=0, phase="waiting"),
         phase="waiting",
-        reason=f"waiting for nodes: {have} of at least {rules.min_nodes} ready{limit}",
+        reason=f"{what}: {have} of at least {rules.min_nodes} there{limit}",
         missing=_missing(state),
     )
     return Decision(world)

@@ -160,7 +160,7 @@ def test_a_member_that_never_warms_up_does_not_hold_the_others_for_ever():
 def test_below_min_the_job_waits_and_says_so_every_minute():
     job = Job("2:2", wait_for_nodes=0)
     job.come("a")
-    assert job.world.reason == "waiting for nodes: 1 of at least 2 ready"
+    assert job.world.reason == "waiting for nodes: 1 of at least 2 there"
     job.wait(3 * SAY_EVERY + 1)
     assert [world.phase for world in job.worlds] == ["waiting"] * 4
 
@@ -171,6 +171,14 @@ def test_below_min_for_too_long_ends_the_job():
     job.wait(101)
     assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_NOT_ENOUGH_NODES)
     assert "--wait-for-nodes" in job.world.reason
+
+
+def test_nodes_that_warm_up_are_not_missing():
+    job = Job("2:2", wait_for_nodes=100)
+    job.come("a", "b", ready=False)
+    job.wait(1000)
+    assert job.world.phase == "waiting"
+    assert job.world.reason == "warming up: 2 of at least 2 there"
 
 
 def test_ranks_follow_unequal_nodes_and_roles():
