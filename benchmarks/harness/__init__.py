@@ -1,0 +1,1 @@
+"""What measures: launchers, jobs, the workers' logs, scenarios, statistics, report."""

@@ -1,0 +1,213 @@
+"""One job under test: its nodes on this machine, its workers' logs, its end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from benchmarks.harness import processes
+from benchmarks.harness.launchers import Launcher
+from benchmarks.harness.worker_log import History
+
+T = TypeVar("T")
+
+SCRIPTS = Path(__file__).resolve().parent.parent
+POLL_SECONDS = 0.1
+HEAD_START_SECONDS = 0.3
+#: Variables of the caller that would change what is measured.
+_FOREIGN = ("PET_", "TORCH", "GLOO_", "OMP_", "MKL_", "MASTER_", "RANK", "WORLD_", "XDG_RUNTIME_")
+
+
+class JobFailed(Exception):
+    """The job did not get to where a measurement can begin or end."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A launcher's process and when it was started."""
+
+    process: subprocess.Popen[bytes]
+    started: float
+
+    def kill(self) -> float:
+        """SIGKILL to the launcher and everything below it at once; return the time before it."""
+        pids = [self.process.pid, *processes.descendants(self.process.pid)]
+        killed = time.monotonic()
+        processes.kill(pids)
+        self.process.wait()
+        return killed
+
+
+class Job:
+    """Starts nodes, reads what their workers log, and leaves nothing behind.
+
+    One job lives at a time: ending it ends every process that descends from this one.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        script: str = "ddp_train.py",
+        arguments: Sequence[str] = (),
+        *,
+        workers: int = 2,
+        elastic: bool = True,
+    ) -> None:
+        self.launcher = launcher
+        self.workers = workers
+        self.nodes: list[Node] = []
+        self.history = History()
+        # Short: Unix sockets below it may have paths of 107 bytes at most.
+        self.directory = Path(tempfile.mkdtemp(prefix="bench-"))
+        self._script = [
+            str(SCRIPTS / script),
+            f"--record={self.directory / 'logs'}",
+            f"--checkpoint={self.directory / 'checkpoint.pt'}",
+            *arguments,
+        ]
+        self._endpoint = f"127.0.0.1:{_free_port()}" if elastic else ""
+        self._logs: dict[str, _Tail] = {}
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def start_node(self) -> Node:
+        script = self._script
+        if self._endpoint:
+            job = self.directory.name
+            command = self.launcher.elastic("1:3", self.workers, self._endpoint, job, script)
+        else:
+            command = self.launcher.single(self.workers, script)
+        with (self.directory / f"node-{len(self.nodes)}.out").open("wb") as output:
+            started = time.monotonic()
+            process = subprocess.Popen(
+                command,
+                env=self._environment(),
+                cwd=self.directory,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for us: we end the job in order
+            )
+        self.nodes.append(Node(process, started))
+        return self.nodes[-1]
+
+    def start_two_nodes(self) -> None:
+        """Two nodes, the first with a head start: it most likely hosts the rendezvous.
+
+        Waiting until it does would be unfair: torchrun then forms a world of one node first.
+        """
+        self.start_node()
+        time.sleep(HEAD_START_SECONDS)
+        self.start_node()
+
+    def guest(self) -> Node:
+        """The node of two that does not host the rendezvous."""
+        port = int(self._endpoint.split(":")[1])
+        hosts = [node for node in self.nodes if processes.listens(node.process.pid, port)]
+        guests = [node for node in self.nodes if node not in hosts]
+        if len(hosts) != 1 or len(guests) != 1:
+            raise JobFailed(f"{len(hosts)} of {len(self.nodes)} nodes host the rendezvous")
+        return guests[0]
+
+    def wait_for(self, probe: Callable[[], T | None], seconds: float) -> T | None:
+        """Read the logs and ask `probe` until it answers; None when time or the nodes are up."""
+        deadline = time.monotonic() + seconds
+        while True:
+            alive = any(node.process.poll() is None for node in self.nodes)
+            self.read_logs()
+            if (answer := probe()) or not alive or time.monotonic() > deadline:
+                return answer or None
+            time.sleep(POLL_SECONDS)
+
+    def wait_training(self, size: int, quiet: float) -> None:
+        """Until a world of `size` has trained without a break for `quiet` seconds."""
+
+        def trained() -> bool:
+            return self.history.trained_for(size, time.monotonic()) >= quiet
+
+        if not self.wait_for(trained, self.launcher.start_patience):
+            raise JobFailed(f"no world of {size} within {self.launcher.start_patience:g} s")
+
+    def read_logs(self) -> None:
+        """Take in what the workers have written since the last time."""
+        directory = self.directory / "logs"
+        for name in os.listdir(directory) if directory.exists() else ():
+            if name not in self._logs:
+                self._logs[name] = _Tail(directory / name)
+        for tail in self._logs.values():
+            for line in tail.new_lines():
+                self.history.add_line(line)
+
+    def worlds(self) -> list[dict[str, Any]]:
+        """Every world that trained, in order, in seconds since the first node was started."""
+        spans = sorted(self.history.spans.values(), key=lambda span: span.began)
+        return [span.to_json(self.nodes[0].started) for span in spans]
+
+    def output(self, lines: int = 15) -> str:
+        """The end of what each node printed."""
+        parts = []
+        for path in sorted(self.directory.glob("node-*.out")):
+            tail = path.read_text(errors="replace").splitlines()[-lines:]
+            parts.append("\n".join([f"--- {path.name}", *tail]))
+        return "\n".join(parts)
+
+    def close(self) -> None:
+        """Ask the nodes to end, end what is left, remove every file."""
+        running = [node.process for node in self.nodes if node.process.poll() is None]
+        for process in running:
+            process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 5
+        try:
+            for process in running:
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            pass  # what does not end is ended below
+        finally:
+            processes.end_descendants()
+            for tail in self._logs.values():
+                tail.close()
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+        return {
+            **kept,
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": str(SCRIPTS),  # where a preloaded module is found
+            "TMPDIR": str(self.directory),
+            **self.launcher.environment,
+        }
+
+
+class _Tail:
+    """The whole lines of a growing file, each once."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb")
+        self._rest = b""
+
+    def new_lines(self) -> list[str]:
+        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+        return [line.decode() for line in lines]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,178 @@
+"""The faults: what is done to a running job, and what its workers' logs say it cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.harness import processes
+from benchmarks.harness.job import Job, JobFailed
+from benchmarks.harness.launchers import Launcher
+
+FULL_WORLD = 4  # two nodes of two workers
+GROWN_WORLD = 6
+#: Each fault hits another rank: the first node's as well as the second's.
+VICTIMS = (3, 0, 2, 1)
+MAX_FAILED_STARTS = 2
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """One fault and its outcome; `seconds` is None if the job did not recover in time."""
+
+    seconds: float | None
+    note: str = ""
+    #: Pairs of worlds of the job that trained at the same time, seen so far.
+    overlaps: int = 0
+    details: dict[str, Any] = field(default_factory=dict)
+    #: What the nodes of a job that failed printed last; shown, not saved.
+    output: str = ""
+
+
+def quiet_seconds(index: int) -> float:
+    """How long a job trains before a fault: 2 to 4 s, spread evenly.
+
+    Heartbeats have a beat. At one fixed delay all faults would meet it at the same place.
+    """
+    return 2 + 2 * (index * 0.618 % 1)
+
+
+def kill_worker(job: Job, index: int) -> Repetition:
+    """SIGKILL to one worker, until all ranks of a world of full size have finished a step."""
+    job.wait_training(FULL_WORLD, quiet_seconds(index))
+    known = set(job.history.spans)
+    victim = job.history.latest().pids[VICTIMS[index % len(VICTIMS)]]
+    killed = time.monotonic()
+    processes.kill([victim])
+    return _recovery(job, killed, known, FULL_WORLD)
+
+
+def kill_node(job: Job, index: int) -> Repetition:
+    """SIGKILL to the node that does not host the rendezvous, until the survivors have stepped."""
+    job.wait_training(FULL_WORLD, quiet_seconds(index))
+    known = set(job.history.spans)
+    killed = job.guest().kill()
+    return _recovery(job, killed, known, None)
+
+
+def add_node(job: Job, index: int) -> Repetition:
+    """A third node, started while two train: the longest time in which nobody does."""
+    job.wait_training(FULL_WORLD, quiet_seconds(index))
+    asked = job.start_node().started
+    known = set(job.history.spans)
+    patience = job.launcher.patience
+    first = job.wait_for(
+        lambda: job.history.first_finish(after=asked, size=GROWN_WORLD, not_in=known), patience
+    )
+    if first is None:
+        return _failed(job, f"not admitted within {patience:g} s")
+    # Trained for a while, so that a world that lives beside the new one is seen.
+    job.wait_for(lambda: job.history.trained_for(GROWN_WORLD, time.monotonic()) >= 2, 10)
+    return _outcome(job, job.history.largest_gap(asked, first.time), admitted=first.time - asked)
+
+
+def _recovery(job: Job, killed: float, known: set[int], size: int | None) -> Repetition:
+    patience = job.launcher.patience
+    first = job.wait_for(
+        lambda: job.history.first_finish(after=killed, size=size, not_in=known), patience
+    )
+    if first is None:
+        return _failed(job, f"did not recover within {patience:g} s")
+    worlds = len(set(job.history.spans) - known)
+    return _outcome(job, first.time - killed, new_worlds=worlds)
+
+
+def _outcome(job: Job, seconds: float, **details: Any) -> Repetition:
+    overlaps = len(job.history.overlapping())
+    note = "two worlds trained at the same time" if overlaps else ""
+    return Repetition(seconds, note, overlaps, {**details, "worlds": job.worlds()})
+
+
+def _failed(job: Job, note: str) -> Repetition:
+    ended = not any(node.process.poll() is None for node in job.nodes)
+    note = "all nodes ended" if ended else note
+    overlaps = len(job.history.overlapping())
+    if overlaps:
+        note += "; two worlds trained at the same time"
+    return Repetition(None, note, overlaps, {"worlds": job.worlds()}, job.output())
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A fault, and whether one job may take several of them in a row."""
+
+    name: str
+    title: str
+    fault: Callable[[Job, int], Repetition]
+    faults_per_job: int = 1
+    script: str = "ddp_train.py"
+
+
+# A worker's restart leaves the job as it was: the same nodes, every worker new.
+# A killed or added node does not, so there each fault gets a fresh job.
+WORKER = Scenario(
+    "worker", "worker SIGKILL → next step of the full world", kill_worker, faults_per_job=5
+)
+NODE = Scenario("node", "node SIGKILL → next step of the survivors", kill_node)
+GROW = Scenario("grow", "a node joins: time in which nobody trains", add_node)
+IMPORTS = Scenario(
+    "imports",
+    "worker SIGKILL, script with 2 s more imports",
+    kill_worker,
+    faults_per_job=5,
+    script="slow_import_train.py",
+)
+
+
+def interleave(
+    launchers: Sequence[tuple[Launcher, int]], block: int
+) -> Iterator[tuple[Launcher, range]]:
+    """Blocks of repetitions (numbered) that alternate between launchers until each has its count.
+
+    Whatever else happens on the machine meanwhile meets all of them.
+    """
+    done = 0
+    while any(done < count for _, count in launchers):
+        for launcher, count in launchers:
+            if numbers := range(done, min(done + block, count)):
+                yield launcher, numbers
+        done += block
+
+
+def run_block(scenario: Scenario, launcher: Launcher, numbers: range) -> Iterator[Repetition]:
+    """The faults of these numbers, in one job while it recovers and may take more, else in new.
+
+    A job that does not get to train is no outcome of a fault: it is started again, and counted.
+    """
+    left = list(numbers)
+    failed_starts = 0
+    while left:
+        with Job(launcher, scenario.script) as job:
+            if not _start(job) and failed_starts < MAX_FAILED_STARTS:
+                failed_starts += 1
+                continue
+            for number in left[: scenario.faults_per_job]:
+                left.remove(number)
+                repetition = _attempt(scenario, job, number)
+                repetition.details["failed_starts"], failed_starts = failed_starts, 0
+                yield repetition
+                if repetition.seconds is None:
+                    break
+
+
+def _start(job: Job) -> bool:
+    try:
+        job.start_two_nodes()
+        job.wait_training(FULL_WORLD, quiet=0.5)
+    except JobFailed:
+        return False
+    return True
+
+
+def _attempt(scenario: Scenario, job: Job, number: int) -> Repetition:
+    try:
+        return scenario.fault(job, number)
+    except JobFailed as failure:
+        return _failed(job, str(failure))
