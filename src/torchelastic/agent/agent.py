@@ -46,7 +46,7 @@ from torchelastic.rendezvous.leader import WORLD_KEY, Leader
 from torchelastic.rendezvous.round import RoundRules
 from torchelastic.rendezvous.world import Member, World
 from torchelastic.worker import error_file
-from torchelastic.worker.bootstrap import result_path
+from torchelastic.worker.bootstrap import TOLD_MESSAGE, TOLD_TRACEBACK, result_path
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +236,8 @@ class Agent:
                     self._world_seen(World.from_json(change.item.value))
 
     def _world_seen(self, world: World) -> None:
-        self._narrator.world_seen(world)
+        if not self._state.leaving:
+            self._narrator.world_seen(world)
         self._queue.put_nowait(group_state.WorldSeen(world))
         if world.phase == "running":
             self._background(self._renew_store(world), "renew-store")
@@ -244,7 +245,8 @@ class Agent:
     async def _watch_lease(self) -> None:
         assert self._meeting is not None
         await self._meeting.store.lease_lost.wait()
-        self._narrator.lease_lost()
+        if not self._state.leaving:
+            self._narrator.lease_lost()
         self._queue.put_nowait(group_state.LeaseLost())
 
     async def _offer_store(self) -> None:
@@ -347,8 +349,8 @@ class Agent:
             local_rank=exit.local_rank,
             pid=exit.pid,
             exitcode=exit.exitcode,
-            message=told.message if told else report.exit_words(exit.exitcode),
-            traceback=told.traceback if told else "",
+            message=told.message[:TOLD_MESSAGE] if told else report.exit_words(exit.exitcode),
+            traceback=told.traceback[-TOLD_TRACEBACK:] if told else "",
             role=self._config.role,
             step=self._steps.get(exit.local_rank),
             error_file=path if told else "",

@@ -20,7 +20,7 @@ from torchelastic.errors import EXIT_RENDEZVOUS_LOST, EXIT_SIGNAL_BASE
 from torchelastic.failure import Failure, signal_name
 from torchelastic.rendezvous.world import World
 
-SIGTERM = 15
+SIGINT, SIGKILL, SIGTERM = 2, 9, 15
 
 
 class Phase(enum.Enum):
@@ -302,8 +302,8 @@ def _leave_while_busy(state: GroupState, event: LeaveRequested) -> Step:
 
 
 def _leave_while_stopping(state: GroupState, event: LeaveRequested) -> Step:
-    if state.leaving:
-        return state, []
+    if state.leaving:  # a second Ctrl-C means: now
+        return state, [Stop(SIGKILL)] if event.signum == SIGINT else []
     return replace(state, leaving=event.signum), [_announce(event), Stop(event.signum)]
 
 

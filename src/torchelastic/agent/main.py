@@ -8,7 +8,13 @@ from pathlib import Path
 
 from torchelastic.agent.guard import guarded
 from torchelastic.config import Entry, LaunchConfig
-from torchelastic.errors import EXIT_USAGE, ConfigError, RendezvousRefused
+from torchelastic.errors import (
+    EXIT_FAILED,
+    EXIT_USAGE,
+    ConfigError,
+    RendezvousRefused,
+    TorchElasticError,
+)
 
 
 def run_job(config: LaunchConfig, entry: Entry, *, outcome: Path | None = None) -> int:
@@ -26,9 +32,9 @@ def _run_agent(config: LaunchConfig, entry: Entry, outcome: Path | None) -> int:
     set_up_log()
     try:
         ended = asyncio.run(Agent(config, entry).run())
-    except (ConfigError, RendezvousRefused) as error:
+    except TorchElasticError as error:
         print(f"torchelastic run: error: {error}", file=sys.stderr)
-        return EXIT_USAGE
+        return EXIT_USAGE if isinstance(error, ConfigError | RendezvousRefused) else EXIT_FAILED
     if outcome is not None:
         outcome.write_text(json.dumps(ended.to_json()))
     return ended.exitcode

@@ -33,17 +33,19 @@ class Membership:
 
     async def run(self) -> None:
         """Put the record at every change. Ends by raising when the lease or the store is lost."""
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            await self._store.put(
-                MEMBER_PREFIX + self._member.node, self._member.to_json(), leased=True
-            )
-            if not self._changed.is_set():
-                self._settled.set()
+        key = MEMBER_PREFIX + self._member.node
+        try:
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                await self._store.put(key, self._member.to_json(), leased=True)
+                if not self._changed.is_set():
+                    self._settled.set()
+        finally:
+            self._settled.set()  # nobody is to wait for what cannot be said any more
 
     async def flush(self) -> None:
-        """Wait until all that was said has been put."""
+        """Wait until all that was said has been put, or nothing can be put any more."""
         await self._settled.wait()
 
 

@@ -27,8 +27,12 @@ def set_up_log(name: str = "") -> None:
     mark = f"torchelastic {name}".rstrip()
     handler.setFormatter(logging.Formatter(f"[{mark}] %(message)s"))
     logger.handlers[:] = [handler]
-    logger.setLevel(env.get("LOGLEVEL", "INFO").upper())
     logger.propagate = False
+    wanted = env.get("LOGLEVEL", "INFO").upper()
+    level = logging.getLevelName(wanted)
+    logger.setLevel(level if isinstance(level, int) else logging.INFO)
+    if not isinstance(level, int):
+        logger.warning("LOGLEVEL=%s is no level of logging: using INFO", wanted)
 
 
 class Narrator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -58,8 +59,15 @@ class StoreHost:
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
 
     async def open(self) -> int:
-        """The port of a store nobody has used."""
-        return int(await self._ask("open"))
+        """The port of a store nobody has used; the process is started anew if it has ended."""
+        try:
+            return int(await self._ask("open"))
+        except SpawnError as error:
+            logger.warning("%s Starting another one.", error)
+            await self.close()
+            self._used.clear()
+            await self.start()
+            return int(await self._ask("open"))
 
     def used(self, generation: int, port: int) -> None:
         """The store at `port` serves this generation from now on."""
@@ -68,14 +76,18 @@ class StoreHost:
     async def retire(self, before: int) -> None:
         """Drop the stores of generations older than `before`: no worker of theirs is left."""
         for generation in [g for g in self._used if g < before]:
-            await self._ask(f"close {self._used.pop(generation)}")
+            port = self._used.pop(generation)
+            with contextlib.suppress(SpawnError):  # gone with its process
+                await self._ask(f"close {port}")
 
     async def _ask(self, request: str) -> str:
         if self._reader is None or self._writer is None:
             raise SpawnError("The process that holds the workers' stores is not running.")
+        answer = b""
         async with self._lock:
-            self._writer.write(f"{request}\n".encode())
-            answer = await self._reader.readline()
+            with contextlib.suppress(ConnectionError):
+                self._writer.write(f"{request}\n".encode())
+                answer = await self._reader.readline()
         if not answer:
             raise SpawnError("The process that holds the workers' stores has ended.")
         return answer.decode().strip()

@@ -30,6 +30,8 @@ from torchelastic.rendezvous.world import Member, World, WorldNode
 WARM_UP_PATIENCE = 30.0
 #: How often a waiting job says what it is waiting for.
 SAY_EVERY = 60.0
+#: How many consequences of a failure are told.
+CONSEQUENCES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,9 +223,14 @@ def _newcomers(rules: RoundRules, state: RoundState) -> list[str]:
 def _over(state: RoundState, kind: Kind, reason: str) -> Decision:
     cause, consequences = root_cause.pick(state.failures)
     world = replace(
-        _world(state), phase="over", reason=reason, cause=cause, consequences=consequences
+        _world(state), phase="over", reason=reason, cause=cause, consequences=_brief(consequences)
     )
     return Decision(world, kind)
+
+
+def _brief(failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
+    """What of the consequences is worth sending to every node: a line each, and not thousands."""
+    return tuple(replace(failure, traceback="") for failure in failures[:CONSEQUENCES])
 
 
 # --- over ----------------------------------------------------------------------------------------
@@ -252,7 +259,7 @@ def _succeed(rules: RoundRules, state: RoundState, now: float) -> Decision:
             world,
             ledger=verdict.ledger,
             cause=cause,
-            consequences=consequences,
+            consequences=_brief(consequences),
             reason=f"{_why(state, kind, cause, world)}; {verdict.sentence}",
         ),
     )

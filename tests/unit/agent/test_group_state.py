@@ -29,7 +29,13 @@ from torchelastic.rendezvous.world import World, WorldNode
 def world(generation=0, phase="running", nodes="ab", **fields):
     placed = tuple(
         WorldNode(
-            node=name, name=name, addr=name, nproc=2, role="default", first_rank=0, first_role_rank=0
+            node=name,
+            name=name,
+            addr=name,
+            nproc=2,
+            role="default",
+            first_rank=0,
+            first_role_rank=0,
         )
         for name in nodes
     )
@@ -163,6 +169,12 @@ def test_a_leave_is_announced_and_the_signal_passed_on_at_once():
     assert node.feed(LeaveRequested(15)) == []
     node.feed(WorkersGone())
     assert (node.state.phase, node.state.exitcode) == (Phase.ENDED, 143)
+
+
+def test_a_second_interrupt_means_now():
+    node = running()
+    assert node.feed(LeaveRequested(2)) == [Report({"leaving": "SIGINT"}), Stop(2)]
+    assert node.feed(LeaveRequested(2)) == [Stop(9)]
 
 
 def test_a_leave_while_idle_ends_at_once():
