@@ -125,11 +125,19 @@ def kill_round(keep: Collection[int] = ()) -> bool:
     Only children are killed: their pids cannot be reused before we reap them. Whatever they had
     started is ours, the subreaper's, as soon as they are dead, and falls in the next round.
     """
-    found = [pid for pid in children() if pid not in keep]
+    found = [pid for pid in children() if pid not in keep and _kill(pid)]
     for pid in found:
-        os.kill(pid, signal.SIGKILL)
         _reap(pid)
     return not found
+
+
+def _kill(pid: int) -> bool:
+    """False if we may not: it has become another user, by a set-uid program."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except PermissionError:
+        return False
+    return True
 
 
 def kill_descendants(keep: Collection[int] = ()) -> None:

@@ -83,17 +83,32 @@ def write_call(path: str, function: Callable[..., Any], args: Sequence[Any]) -> 
 
 def run_call(path: str) -> None:
     """Make the call in file `path` and pickle what it returns to `result_path`."""
-    from multiprocessing import spawn
-
-    with open(path, "rb") as file:
-        spawn.prepare(pickle.load(file))
-        function, args = pickle.load(file)
+    function, args = _read_call(path)
     result = function(*args)
     generation = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
     target = result_path(path, generation, int(env.get("RANK", "0")))
     with open(f"{target}.part", "wb") as file:
         pickle.dump(result, file)
     os.replace(f"{target}.part", target)
+
+
+def _read_call(path: str) -> tuple[Callable[..., Any], Sequence[Any]]:
+    """Prepare the process as multiprocessing's spawn does, which imports the caller's script.
+
+    While it is imported, the process is marked: a script without `if __name__ == "__main__"`
+    is told so instead of launching its job again, from every worker, without end.
+    """
+    from multiprocessing import process, spawn
+
+    current: Any = process.current_process()
+    with open(path, "rb") as file:
+        current._inheriting = True
+        try:
+            spawn.prepare(pickle.load(file))
+            function, args = pickle.load(file)
+        finally:
+            del current._inheriting
+    return function, args
 
 
 def result_path(call: str, generation: int, rank: int) -> str:

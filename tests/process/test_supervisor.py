@@ -1,0 +1,369 @@
+"""The supervisor with real processes: they start, end, talk and are stopped."""
+
+import json
+import os
+import signal
+import sys
+import time
+from textwrap import dedent
+
+import pytest
+
+from tests.process.bench import bench, fake_torch
+from tests.support import poll_for
+from torchelastic.agent import linux
+from torchelastic.agent.cgroup import Cgroup
+from torchelastic.agent.supervisor import WorkerSpawn
+from torchelastic.config import Entry
+from torchelastic.errors import SpawnError
+
+
+@pytest.fixture
+def environ(tmp_path):
+    return fake_torch(tmp_path)
+
+
+@pytest.fixture(params=["zygote", "plain"])
+def made(request, tmp_path, environ):
+    """A supervisor, with a zygote for `train.py` and without."""
+    (tmp_path / "train.py").touch()
+    with bench(tmp_path) as made:
+        if request.param == "zygote":
+            made.start_zygote(Entry("script", str(tmp_path / "train.py")), environ)
+        yield made
+
+
+@pytest.fixture
+def plain(tmp_path):
+    with bench(tmp_path) as made:
+        yield made
+
+
+def spawns(made, environ, source, count, **more):
+    script = made.directory / "train.py"
+    script.write_text(dedent(source))
+    return [
+        WorkerSpawn(
+            local_rank=number,
+            rank=number,
+            generation=0,
+            entry=Entry("script", str(script)),
+            env={**environ, "RANK": str(number), "DIR": str(made.directory)},
+            **more,
+        )
+        for number in range(count)
+    ]
+
+
+def gone(pid):
+    return not os.path.exists(f"/proc/{pid}")
+
+
+def ready(made, *names):
+    """Wait until workers have made these files; returns what they say."""
+    paths = [made.directory / name for name in names]
+    poll_for(lambda: all(path.exists() and path.read_text() for path in paths), what=str(names))
+    return [path.read_text() for path in paths]
+
+
+SAY = """
+import os, signal, sys, time
+def say(name, text):
+    path = os.path.join(os.environ["DIR"], name)
+    with open(path + ".part", "w") as file:
+        file.write(str(text))
+    os.rename(path + ".part", path)
+rank = os.environ["RANK"]
+"""
+
+
+def test_workers_are_children_in_sessions_of_their_own(made, environ):
+    source = SAY + "say(rank, [os.getppid(), os.getpgid(0), os.getsid(0)]); signal.pause()"
+    pids = made.do(made.supervisor.start(spawns(made, environ, source, 2)))
+    assert sorted(pids) == [0, 1]
+    assert made.supervisor.alive == (0, 1)
+    for rank, said in enumerate(ready(made, "0", "1")):
+        assert json.loads(said) == [os.getpid(), pids[rank], pids[rank]]
+    made.do(made.supervisor.stop(timeout=60))
+    assert made.supervisor.alive == ()
+    assert [exit.exitcode for exit in made.exits] == [-signal.SIGTERM] * 2
+    assert all(gone(pid) for pid in pids.values())
+
+
+def test_workers_that_die_at_once_are_all_reported(made, environ):
+    source = SAY + "say(rank, 'up'); signal.pause()"
+    pids = made.do(made.supervisor.start(spawns(made, environ, source, 3)))
+    ready(made, "0", "1", "2")
+    for pid in pids.values():
+        os.kill(pid, signal.SIGKILL)
+    made.until(lambda: len(made.exits) == 3, "three ends")
+    assert {(exit.local_rank, exit.pid, exit.exitcode) for exit in made.exits} == {
+        (rank, pid, -signal.SIGKILL) for rank, pid in pids.items()
+    }
+
+
+def test_a_failure_is_told_before_the_end(made, environ, tmp_path):
+    error_file = str(tmp_path / "error.json")
+    ended = []
+    made.supervisor._on_exit = lambda exit: ended.append((exit.exitcode, list(made.messages)))
+    environ["TORCHELASTIC_ERROR_FILE"] = error_file
+    made.do(made.supervisor.start(spawns(made, environ, "raise RuntimeError('boom')", 1)))
+    made.until(lambda: ended, "the end")
+    exitcode, messages = ended[0]
+    assert exitcode == 1
+    [(local_rank, message)] = messages
+    assert (local_rank, message["type"]) == (0, "failure")
+    assert message["message"] == "RuntimeError: boom"
+    assert "train.py" in message["traceback"]
+    assert "torchelastic" not in message["traceback"].replace(str(tmp_path), "")
+    with open(error_file) as file:
+        said = json.load(file)["message"]
+    assert said["message"] == "RuntimeError: boom"
+    assert said["extraInfo"]["py_callstack"] == message["traceback"]
+    assert abs(int(said["extraInfo"]["timestamp"]) - time.time()) < 60
+
+
+NO_FAILURE = [
+    "import sys; sys.exit(3)",
+    "import os; os._exit(3)",
+    # An extension that prints an error and goes on.
+    """
+    import ctypes, sys
+    ctypes.pythonapi.PyRun_SimpleString(b"raise ValueError('only printed')")
+    sys.exit(3)
+    """,
+    # A thread that fails, and a child: neither is the end of this worker.
+    """
+    import os, sys, threading
+    def fail():
+        raise RuntimeError('in a thread')
+    thread = threading.Thread(target=fail)
+    thread.start()
+    thread.join()
+    pid = os.fork()
+    if pid == 0:
+        raise RuntimeError('in a child')
+    os.waitpid(pid, 0)
+    sys.exit(3)
+    """,
+]
+
+
+@pytest.mark.parametrize("source", NO_FAILURE)
+def test_what_is_no_failure_of_the_program_is_not_told(made, environ, tmp_path, source):
+    environ["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / "error.json")
+    made.do(made.supervisor.start(spawns(made, environ, source, 1)))
+    made.until(lambda: made.exits, "the end")
+    assert made.exits[0].exitcode == 3
+    assert made.messages == []
+    assert not (tmp_path / "error.json").exists()
+
+
+def test_messages_arrive_in_order_and_junk_is_ignored(plain, environ):
+    source = """
+    import os, socket
+    from torchelastic.worker import channel
+    channel.send({"type": "progress", "step": 0})
+    raw = socket.socket(fileno=os.dup(int(os.environ["TORCHELASTIC_CHANNEL_FD"])))
+    raw.send(b"junk")
+    raw.send(b"[1, 2]")
+    raw.send(b"x" * 150_000)
+    pid = os.fork()
+    if pid == 0:
+        channel.send({"type": "from a child"})
+        os._exit(0)
+    os.waitpid(pid, 0)
+    for step in range(1, 500):
+        channel.send({"type": "progress", "step": step}, patience=10)
+    """
+    plain.do(plain.supervisor.start(spawns(plain, environ, source, 1)))
+    plain.until(lambda: plain.exits, "the end")
+    assert [message["step"] for _, message in plain.messages] == list(range(500))
+
+
+def test_a_worker_that_sends_more_than_is_read_is_not_held_up(plain, environ):
+    source = """
+    from torchelastic.worker import channel
+    for step in range(20_000):
+        channel.send({"step": step})
+    """
+    plain.do(plain.supervisor.start(spawns(plain, environ, source, 1)))
+    # The loop does not run: nobody reads. The worker ends all the same.
+    pid = plain.supervisor._workers[0].pid
+    poll_for(lambda: state_of(pid) == "Z", what="the end of the worker")
+
+
+def state_of(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+
+
+def test_one_that_cannot_start_takes_the_others_with_it(plain, environ):
+    good = spawns(plain, environ, "import signal; signal.pause()", 1)
+    bad = WorkerSpawn(
+        local_rank=1, rank=1, generation=0, entry=Entry("program", "/no/such/thing"), env=environ
+    )
+    with pytest.raises(SpawnError, match="/no/such/thing cannot be started"):
+        plain.do(plain.supervisor.start([*good, bad]))
+    assert plain.supervisor.alive == ()
+    assert [exit.exitcode for exit in plain.exits] == [-signal.SIGKILL]
+
+
+def test_a_program_gets_its_streams_environment_and_nothing_else(plain, environ, tmp_path):
+    extra = os.open(os.devnull, os.O_RDONLY)
+    os.set_inheritable(extra, True)
+    command = "cat; echo $RANK $PYTHONPATH; ls /proc/$$/fd | wc -l"
+    entry = Entry("program", "sh", ("-c", command))
+    ran = plain.run(entry, {"PATH": environ["PATH"], "RANK": "4"}, stdin="in\n")
+    os.close(extra)
+    assert ran.stdout == "in\n4\n4\n", "standard streams and the channel"
+
+
+def test_a_worker_that_ignores_the_signal_is_killed_after_the_timeout(made, environ):
+    source = SAY + "signal.signal(15, signal.SIG_IGN); say(rank, 'up')\nwhile True: signal.pause()"
+    made.do(made.supervisor.start(spawns(made, environ, source, 2)))
+    ready(made, "0", "1")
+    began = time.monotonic()
+    made.do(made.supervisor.stop(timeout=0.3))
+    assert 0.3 <= time.monotonic() - began < 30
+    assert [exit.exitcode for exit in made.exits] == [-signal.SIGKILL] * 2
+
+
+def test_a_worker_may_clean_up_within_the_timeout(made, environ):
+    source = SAY + "signal.signal(15, lambda *_: sys.exit(9)); say(rank, 'up'); signal.pause()"
+    made.do(made.supervisor.start(spawns(made, environ, source, 1)))
+    ready(made, "0")
+    made.do(made.supervisor.stop(timeout=60))
+    assert made.exits[0].exitcode == 9
+
+
+def test_a_frozen_worker_sees_the_signal(made, environ):
+    source = SAY + "signal.signal(15, lambda *_: sys.exit(9)); say(rank, 'up'); signal.pause()"
+    pids = made.do(made.supervisor.start(spawns(made, environ, source, 1)))
+    ready(made, "0")
+    os.kill(pids[0], signal.SIGSTOP)
+    poll_for(lambda: state_of(pids[0]) == "T", what="a stopped worker")
+    made.do(made.supervisor.stop(timeout=60))
+    assert made.exits[0].exitcode == 9
+
+
+def test_a_signal_reaches_the_whole_process_group(made, environ):
+    source = SAY + (
+        "if os.fork() == 0: rank = 'child'\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: say(rank, 'heard'))\n"
+        "say(rank + '-up', 'up')\n"
+        "while True: signal.pause()"
+    )
+    made.do(made.supervisor.start(spawns(made, environ, source, 1)))
+    ready(made, "0-up", "child-up")
+    made.supervisor.signal(signal.SIGUSR1)
+    ready(made, "0", "child")
+
+
+def test_a_worker_signalled_the_moment_it_starts_ends(made, environ):
+    for _ in range(5):
+        made.do(made.supervisor.start(spawns(made, environ, "import time; time.sleep(60)", 2)))
+        made.do(made.supervisor.stop(timeout=60))
+    assert len(made.exits) == 10
+
+
+STRAYS = (
+    SAY
+    + """
+import subprocess
+subprocess.Popen(["sleep", "1000"])
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        say(rank, os.getpid())
+        while True: signal.pause()
+    os._exit(0)
+os.wait()
+"""
+)
+
+
+@pytest.mark.parametrize("ending", ["", "while True: signal.pause()"])
+def test_nothing_that_a_worker_has_started_is_left(made, environ, ending):
+    made.do(made.supervisor.start(spawns(made, environ, STRAYS + ending, 2)))
+    strays = [int(pid) for pid in ready(made, "0", "1")]
+    if not ending:
+        made.until(lambda: len(made.exits) == 2, "the workers' own end")
+        assert not any(gone(pid) for pid in strays), "others may still need them"
+    before = made.supervisor.exempt
+    made.do(made.supervisor.stop(timeout=0.2))
+    assert all(gone(pid) for pid in strays)
+    assert set(linux.children()) <= before
+
+
+def test_a_strays_end_leaves_no_zombie(plain, environ):
+    source = (
+        SAY
+        + """
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        say("stray", os.getpid())
+        os._exit(0)
+    os._exit(0)
+os.wait()
+signal.pause()
+"""
+    )
+    plain.do(plain.supervisor.start(spawns(plain, environ, source, 1)))
+    [stray] = ready(plain, "stray")
+    plain.until(lambda: gone(stray), "the zombie")
+    assert plain.supervisor.alive == (0,)
+
+
+def test_helpers_are_left_alone(plain, environ):
+    helper = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000")
+    plain.supervisor.exempt.add(helper)
+    plain.do(plain.supervisor.start(spawns(plain, environ, "pass", 1)))
+    plain.do(plain.supervisor.stop(timeout=10))
+    assert os.waitpid(helper, os.WNOHANG) == (0, 0)
+    os.kill(helper, signal.SIGKILL)
+    os.waitpid(helper, 0)
+
+
+def test_the_next_generation_may_start_after_a_stop(made, environ):
+    for _ in range(3):
+        made.do(made.supervisor.start(spawns(made, environ, "import signal; signal.pause()", 2)))
+        made.do(made.supervisor.stop(timeout=60))
+    assert len(made.exits) == 6
+
+
+def test_affinity_is_set_before_the_program_runs(made, environ):
+    cpu = min(os.sched_getaffinity(0))
+    source = SAY + "say(rank, sorted(os.sched_getaffinity(0)))"
+    environ["OMP_NUM_THREADS"] = "1"
+    made.do(made.supervisor.start(spawns(made, environ, source, 1, cpus=frozenset({cpu}))))
+    assert ready(made, "0") == [str([cpu])]
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_workers_are_in_the_cgroup_before_the_program_runs(tmp_path, environ, warm):
+    cgroup = Cgroup.create()
+    if cgroup is None:
+        pytest.skip("cgroups of version 2 are not writable here")
+    with bench(tmp_path, cgroup) as made:
+        if warm:
+            made.start_zygote(Entry("script", str(tmp_path / "train.py")), environ)
+        source = SAY + "say(rank, open('/proc/self/cgroup').read()); signal.pause()"
+        pids = made.do(made.supervisor.start(spawns(made, environ, source, 2)))
+        assert all(os.path.basename(cgroup.path) in said for said in ready(made, "0", "1"))
+        assert sorted(cgroup.processes()) == sorted(pids.values())
+        made.do(made.supervisor.stop(timeout=60))
+        assert cgroup.processes() == []
+    assert not os.path.exists(cgroup.path)
+
+
+def test_python_is_the_one_asked_for(plain, environ, tmp_path, monkeypatch):
+    wrapper = tmp_path / "my-python"
+    wrapper.write_text(f'#!/bin/sh\nWRAPPED=yes exec {sys.executable} "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("PYTHON_EXEC", str(wrapper))
+    source = SAY + "say(rank, os.environ['WRAPPED'])"
+    plain.do(plain.supervisor.start(spawns(plain, environ, source, 1)))
+    assert ready(plain, "0") == ["yes"]

@@ -1,0 +1,74 @@
+"""Failures are told in full to the file and in short to the agent; calls travel as files."""
+
+import json
+import pickle
+
+import pytest
+
+from torchelastic.worker import bootstrap, channel, error_file
+
+
+@pytest.fixture
+def told(monkeypatch):
+    messages = []
+    monkeypatch.setattr(channel, "send", lambda message, patience: messages.append(message))
+    return messages
+
+
+def raised(error):
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError("no")
+
+
+def test_a_failure_is_told_twice(told, tmp_path, monkeypatch):
+    path = str(tmp_path / "error.json")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
+    error = raised(RuntimeError("boom"))
+    bootstrap.report(error, error.__traceback__)
+    record = error_file.read(path)
+    assert record.message == "RuntimeError: boom"
+    assert "raise error" in record.traceback
+    assert told == [{"type": "failure", "message": record.message, "traceback": record.traceback}]
+
+
+@pytest.mark.parametrize("path", ["", "/no/such/directory/error.json"])
+def test_without_a_place_for_the_file_the_agent_is_told(told, monkeypatch, path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
+    bootstrap.report(ValueError("x"), None)
+    assert told[0]["message"] == "ValueError: x"
+
+
+def test_a_long_failure_fits_into_a_message(told, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")
+    bootstrap.report(RuntimeError("\U0001f525" * 100_000), None)
+    assert len(json.dumps(told[0])) < channel.LIMIT
+    assert told[0]["traceback"].endswith("\U0001f525\n")
+
+
+def test_an_error_that_cannot_be_printed_is_told(told, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")
+    bootstrap.report(Unprintable(), None)
+    assert told[0]["message"] == "Unprintable: <unprintable>"
+
+
+def test_a_call_is_made_and_its_result_kept(tmp_path, monkeypatch):
+    from multiprocessing import spawn
+
+    prepared = []
+    monkeypatch.setattr(spawn, "prepare", prepared.append)  # it would change this process
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    monkeypatch.setenv("RANK", "11")
+    call = str(tmp_path / "call")
+    bootstrap.write_call(call, divmod, (7, 2))
+    bootstrap.run_call(call)
+    with open(bootstrap.result_path(call, 3, 11), "rb") as file:
+        assert pickle.load(file) == (3, 1)
+    assert "authkey" not in prepared[0]
+    assert "sys_path" in prepared[0]

@@ -1,0 +1,83 @@
+"""A process that has no channel loses nothing by sending, and never writes on somebody else's."""
+
+import os
+import socket
+
+import pytest
+
+from torchelastic.worker import channel
+
+
+@pytest.fixture(autouse=True)
+def forget(monkeypatch):
+    monkeypatch.setattr(channel, "_opened", None)
+
+
+@pytest.mark.parametrize("value", ["", "x", "-1", "9999"])
+def test_without_a_channel_nothing_happens(monkeypatch, value):
+    monkeypatch.setenv(channel.VARIABLE, value)
+    channel.send({"type": "progress"})
+
+
+def test_another_file_with_the_number_is_left_alone(monkeypatch, tmp_path):
+    with (tmp_path / "data").open("w+b") as file:
+        monkeypatch.setenv(channel.VARIABLE, str(file.fileno()))
+        channel.send({"type": "progress"})
+        assert (tmp_path / "data").stat().st_size == 0
+
+
+def test_somebody_elses_socket_is_left_alone(monkeypatch):
+    """The environment is inherited by children, the descriptor is not: its number is used again."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        monkeypatch.setenv(channel.VARIABLE, str(theirs.fileno()))
+        channel.send({"type": "progress"})  # made by this process, not by its parent
+        ours.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            ours.recv(100)
+        theirs.send(b"still open")
+
+
+@pytest.fixture
+def peer(monkeypatch):
+    """The agent's end of a channel that counts as ours."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    monkeypatch.setattr(channel, "_peer", lambda _: os.getppid())
+    monkeypatch.setenv(channel.VARIABLE, str(theirs.fileno()))
+    ours.setblocking(False)
+    with ours, theirs:
+        yield ours
+        opened = channel._channel()
+        opened.close()
+
+
+def test_messages_are_json_lines(peer):
+    channel.send({"type": "progress", "step": 3})
+    assert peer.recv(100) == b'{"type": "progress", "step": 3}\n'
+
+
+def test_a_full_channel_drops_messages_and_does_not_wait(peer):
+    for step in range(5000):
+        channel.send({"step": step})
+    assert peer.recv(100) == b'{"step": 0}\n'
+
+
+def test_an_agent_that_is_gone_is_no_error(peer):
+    channel.send({})
+    peer.close()
+    channel.send({}, patience=5.0)
+
+
+def test_too_long_a_message_is_refused(peer):
+    with pytest.raises(ValueError, match="the limit is"):
+        channel.send({"text": "x" * channel.LIMIT})
+
+
+def test_programs_that_the_worker_starts_do_not_get_it(monkeypatch):
+    reader, writer = os.pipe()
+    os.set_inheritable(writer, True)
+    monkeypatch.setenv(channel.VARIABLE, str(writer))
+    channel.adopt()
+    assert not os.get_inheritable(writer)
+    os.close(reader)
+    os.close(writer)
