@@ -20,7 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 def save_checkpoint(path, model, optimizer, step):
     """A kill at any moment leaves the old checkpoint or the new one, never half of one."""
     part = path.with_suffix(".part")
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, part)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, part
+    )
     part.replace(path)
 
 

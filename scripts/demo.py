@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,7 +101,7 @@ class Demo:
     def longest_pause(self, since: float, until: float) -> float:
         """The longest time in which nobody finished a step."""
         times = [step["t"] for step in self.steps() if since - 1 <= step["t"] <= until]
-        return max(b - a for a, b in zip(times, times[1:], strict=False))
+        return max(b - a for a, b in pairwise(times))
 
     def close(self) -> None:
         for node in self.nodes:

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def poll_for(probe: Callable[[], T], *, what: str, timeout: float = 30.0) -> T:
-    """Call `probe` until it returns something true; fail, naming `what`, after `timeout` seconds."""
+    """Call `probe` until it returns something true; fail, naming `what`, after `timeout` s."""
     deadline = time.monotonic() + timeout
     while True:
         found = probe()

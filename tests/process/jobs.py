@@ -102,7 +102,7 @@ class Job:
                 poll_for(lambda: self.nodes[0].events("joined"), what="the first node hosts")
         directory = self.directory / f"node{len(self.nodes)}"
         command = [sys.executable, "-m", "torchelastic", "run", f"--log-dir={directory}/logs"]
-        if not any("--nnodes=1" == flag or "--standalone" == flag for flag in self.flags):
+        if not any(flag == "--nnodes=1" or flag == "--standalone" for flag in self.flags):
             command += [f"--rdzv-endpoint=127.0.0.1:{self.port}", f"--rdzv-id=job{self.port}"]
         command += [*self.flags, *flags.split()]
         command += script or [str(self.script), str(self._lines), str(self._orders)]
@@ -133,7 +133,9 @@ class Job:
             return lines if len(lines) == size else []
 
         try:
-            lines = poll_for(complete, what=f"{size} workers of generation {generation}", timeout=timeout)
+            lines = poll_for(
+                complete, what=f"{size} workers of generation {generation}", timeout=timeout
+            )
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.said()}") from None
         return sorted(lines, key=lambda line: line["rank"])

@@ -117,7 +117,9 @@ def test_node_kill_then_scale_up_then_leave(tmp_path):
         it.world(4, 4)
         it.order("finish")
         assert [first.wait(), fourth.wait()] == [0, 0], it.said()
-        overs = [(record["kind"], record["generation"]) for record in first.events("generation-over")]
+        overs = [
+            (record["kind"], record["generation"]) for record in first.events("generation-over")
+        ]
         assert overs == [("resize", 0), ("node-failure", 1), ("resize", 2), ("leave", 3)]
         assert "0 of 100" not in first.stderr
 
@@ -129,7 +131,9 @@ def test_scale_up_and_down_at_once(tmp_path):
         third = it.start()
         poll_for(lambda: third.events("zygote-ready"), what="the newcomer is warm")
         second.kill()
-        poll_for(lambda: it.lines(event="start", world_size=2, rank=1)[1:], what="a world without it")
+        poll_for(
+            lambda: it.lines(event="start", world_size=2, rank=1)[1:], what="a world without it"
+        )
         it.order("finish")
         assert [first.wait(), third.wait()] == [0, 0], it.said()
 

@@ -1,4 +1,4 @@
-"""`python -m torchelastic.agent REQUEST OUTCOME`: an agent for `elastic_launch`, in its own process."""
+"""`python -m torchelastic.agent REQUEST OUTCOME`: the agent process of `elastic_launch`."""
 
 from __future__ import annotations
 

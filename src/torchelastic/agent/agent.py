@@ -17,13 +17,12 @@ import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torchelastic import env, jobs
 from torchelastic.agent import group_state, logs, numa, report
 from torchelastic.agent.cgroup import Cgroup
-from torchelastic.agent.group_state import GroupState, Phase
+from torchelastic.agent.group_state import GroupState
 from torchelastic.agent.guard import GUARD_LOST_SIGNAL
 from torchelastic.agent.meeting import Meeting, meet
 from torchelastic.agent.membership import Membership, claim_name
@@ -36,10 +35,8 @@ from torchelastic.config import Entry, LaunchConfig, format_endpoint, parse_endp
 from torchelastic.errors import (
     LeaseExpired,
     RendezvousLost,
-    RendezvousRefused,
     SpawnError,
 )
-from torchelastic.events import types as events
 from torchelastic.events.log import EventLog, sink_for
 from torchelastic.failure import Failure
 from torchelastic.rendezvous.leader import WORLD_KEY, Leader

@@ -1,12 +1,12 @@
 """The workers of one node as a state machine: an event in, a new state and commands out. Pure.
 
-            Start                    up                  all succeeded
-    idle ──────────▶ starting ──────────▶ running ─────────────────────▶ idle
-     ▲                   │                   │
-     │ gone              │  failure, world over, leave, lease lost, job closed
-     └──── stopping ◀────┴───────────────────┘
-               │
-               └── job closed, left, store lost ──▶ ended
+        Start                    up                  all succeeded
+idle ──────────▶ starting ──────────▶ running ─────────────────────▶ idle
+ ▲                   │                   │
+ │ gone              │  failure, world over, leave, lease lost, job closed
+ └──── stopping ◀────┴───────────────────┘
+           │
+           └── job closed, left, store lost ──▶ ended
 """
 
 from __future__ import annotations

@@ -54,9 +54,7 @@ async def claim_name(store: Store, host: str, node: str) -> str:
     number = 1
     while True:
         name = host if number == 1 else f"{host}-{number}"
-        won = await store.compare_and_set(
-            f"name/{name}", {"node": node}, expected=0, leased=True
-        )
+        won = await store.compare_and_set(f"name/{name}", {"node": node}, expected=0, leased=True)
         if won is not None:
             return name
         number += 1

@@ -1,4 +1,4 @@
-"""`--numa-binding`: which CPUs a worker runs on. A pure choice over what /sys says of the machine."""
+"""`--numa-binding`: which CPUs a worker runs on. A pure choice over what /sys says."""
 
 from __future__ import annotations
 
@@ -63,9 +63,7 @@ def machine(sys: Path = Path("/sys")) -> list[Cpu]:
     return [_cpu(sys / f"devices/system/cpu/cpu{number}") for number in os.sched_getaffinity(0)]
 
 
-def gpu_nodes(
-    sys: Path = Path("/sys"), gpus: Path = Path("/proc/driver/nvidia/gpus")
-) -> list[int]:
+def gpu_nodes(sys: Path = Path("/sys"), gpus: Path = Path("/proc/driver/nvidia/gpus")) -> list[int]:
     """The NUMA node of each NVIDIA GPU in bus order; empty where there are none."""
     if not gpus.is_dir():
         return []

@@ -216,5 +216,3 @@ class CheckpointPath:
                 with contextlib.suppress(FileNotFoundError):
                     found.append(os.stat(name).st_mtime_ns)
         return max(found, default=None)
-
-

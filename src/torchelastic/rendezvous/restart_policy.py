@@ -97,7 +97,7 @@ def _credit_progress(ending: Ending, ledger: RestartLedger) -> RestartLedger:
 
 
 def _note_failure(ending: Ending, ledger: RestartLedger) -> RestartLedger:
-    """Count how often the same failure came at once; a signal from outside is never the same one."""
+    """Count how often the same failure came at once; signals from outside are never the same."""
     failure = ending.failure
     from_outside = failure is None or (not failure.told and failure.exitcode in (-9, -15))
     if failure is None or from_outside or ending.lifetime > AT_ONCE:

@@ -376,7 +376,7 @@ def _missing(state: RoundState) -> tuple[str, ...]:
 
 
 def _settled_at(rules: RoundRules, state: RoundState, nodes: Iterable[str]) -> float:
-    """When arrivals count as over: a settle time after the last of them, at once when all are there.
+    """When arrivals count as over: a settle time after the last one, at once when all are there.
 
     Members that are there but still warming up are waited for, within reason.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torchelastic.failure import Failure
@@ -76,7 +76,7 @@ class World:
     #: Why the world is as it is, in a sentence.
     reason: str = ""
     #: What the job has spent on restarts, up to and including this generation.
-    ledger: RestartLedger = RestartLedger()
+    ledger: RestartLedger = field(default_factory=RestartLedger)
     #: The first failure of the last generation that failed, and those that fell because of it.
     cause: Failure | None = None
     consequences: tuple[Failure, ...] = ()

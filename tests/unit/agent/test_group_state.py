@@ -17,8 +17,8 @@ from torchelastic.agent.group_state import (
     StoreLost,
     WorkerFailed,
     WorkersGone,
-    WorkersUp,
     WorkerSucceeded,
+    WorkersUp,
     WorldSeen,
     handle,
 )

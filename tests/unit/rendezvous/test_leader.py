@@ -47,7 +47,9 @@ class Node:
     def __init__(self, store, name, rules):
         self.store, self.name = store, name
         self.told = Told()
-        self.member = Member(node=name, name=name, addr=name, nproc=1, ready=True, store=f"{name}:1")
+        self.member = Member(
+            node=name, name=name, addr=name, nproc=1, ready=True, store=f"{name}:1"
+        )
         self.leading = asyncio.create_task(
             Leader(store, name, rules, SystemClock(), self.told).run()
         )
