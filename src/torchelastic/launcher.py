@@ -29,6 +29,7 @@ from torchelastic.errors import (
     EXIT_OK,
     EXIT_RENDEZVOUS_LOST,
     EXIT_SIGNAL_BASE,
+    ConfigError,
     JobInterrupted,
     NotEnoughNodes,
     RendezvousLost,
@@ -140,6 +141,11 @@ def run_agent(
 
 def completed(config: LaunchConfig) -> LaunchConfig:
     """The config with what the command line would have filled in."""
+    if not isinstance(config, LaunchConfig):
+        raise ConfigError(
+            f"{type(config).__module__}.{type(config).__name__} is not torchelastic.LaunchConfig: "
+            "make that instead; its fields have the same names."
+        )
     check_backend(config.rdzv_backend)
     changes: dict[str, Any] = {}
     for name, value in fields_from_conf(config.rdzv_configs).items():

@@ -127,6 +127,34 @@ def test_functions_and_classes_of_a_script_are_found(script):
     assert "results {0: ['a', '0']}" in out
 
 
+def test_a_script_that_would_launch_itself_without_end_is_told_so(script):
+    caller = script(
+        """
+        from torchelastic import LaunchConfig, elastic_launch
+
+        def train():
+            return 0
+
+        elastic_launch(LaunchConfig(zygote=False, max_restarts=0), train)()
+        """
+    )
+
+    out, _ = caller.communicate()
+
+    assert caller.returncode == 1
+    assert "if __name__ == '__main__':" in out
+
+
+def test_a_function_that_is_in_no_file_is_refused_at_once():
+    typed = (
+        "import torchelastic as t\ndef train(): ...\nt.elastic_launch(t.LaunchConfig(), train)()"
+    )
+
+    done = subprocess.run([sys.executable, "-c", typed], stderr=subprocess.PIPE, text=True)
+
+    assert "train was typed into an interactive session" in done.stderr
+
+
 CALLER = """
 import sys
 from tests.process.entrypoints import sleep_for_ever

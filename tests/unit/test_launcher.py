@@ -92,6 +92,11 @@ def test_a_rendezvous_that_is_not_there_is_refused():
         completed(LaunchConfig(rdzv_backend="etcd-v2"))
 
 
+def test_a_config_of_somebody_elses_is_refused():
+    with pytest.raises(ConfigError, match="object is not torchelastic"):
+        completed(object())
+
+
 def failure(rank, wall_time):
     return Failure(
         generation=1,

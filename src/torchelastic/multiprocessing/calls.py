@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,11 @@ def function_name(function: Callable[..., Any]) -> str:
 
 def function_entry(path: Path, function: Callable[..., Any], args: Sequence[Any]) -> Entry:
     """Pickle a call to `path`, for a worker to make."""
+    if _is_nowhere(function):
+        raise ConfigError(
+            f"{function_name(function)} was typed into an interactive session, where another "
+            "process cannot find it: put it into a file and import it from there."
+        )
     try:
         write_call(str(path), function, args)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -28,6 +34,13 @@ def function_entry(path: Path, function: Callable[..., Any], args: Sequence[Any]
             "function at the top level of a module, and arguments that can be pickled."
         ) from error
     return Entry("function", str(path))
+
+
+def _is_nowhere(function: Callable[..., Any]) -> bool:
+    """Whether a function is in a `__main__` that is no file: a notebook, `python -c`."""
+    main = sys.modules["__main__"]
+    in_main = getattr(function, "__module__", None) == "__main__"
+    return in_main and main.__spec__ is None and not hasattr(main, "__file__")
 
 
 def read_result(path: str) -> Any:
