@@ -84,7 +84,7 @@ class Grow:
 
 @dataclass(frozen=True)
 class WorldSizes:
-    """Which numbers of nodes may form a world (`--world-sizes`); empty means any."""
+    """How many workers a world may have (`--world-sizes`); empty means any number."""
 
     allowed: tuple[int, ...] = ()
     multiple: int = 1
@@ -100,15 +100,13 @@ class WorldSizes:
             if sizes[0] > 0:
                 return cls(allowed=sizes)
         raise ConfigError(
-            f"'{text}' does not say which numbers of nodes are allowed: list them as in 1,2,4,8, "
+            f"'{text}' does not say which numbers of workers are allowed: list them as in 1,2,4,8, "
             "or write multiple:K."
         )
 
-    def largest(self, at_most: int) -> int:
-        """The largest allowed number of nodes not above `at_most`; 0 if there is none."""
-        if self.allowed:
-            return max((size for size in self.allowed if size <= at_most), default=0)
-        return at_most - at_most % self.multiple
+    def allows(self, workers: int) -> bool:
+        """Whether a world may have this many workers."""
+        return workers in self.allowed if self.allowed else workers % self.multiple == 0
 
     def __str__(self) -> str:
         if self.allowed:
@@ -193,10 +191,10 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         self._check_numbers()
         _ = self.is_host  # a bad word is refused here, not later by the agent
-        if self.world_sizes.largest(self.max_nodes) < self.min_nodes:
+        if 0 < max(self.world_sizes.allowed, default=0) < self.min_nodes:
             raise ConfigError(
-                f"--world-sizes {self.world_sizes} allows no number of nodes between "
-                f"{self.min_nodes} and {self.max_nodes}: change it or --nnodes."
+                f"--world-sizes {self.world_sizes} allows fewer workers than the job has nodes "
+                f"at least ({self.min_nodes}): change it or --nnodes."
             )
         object.__setattr__(self, "rdzv_endpoint", self._canonical_endpoint())
         if self.max_nodes > 1 and not self.rdzv_endpoint:

@@ -126,18 +126,17 @@ def test_bad_grow_is_refused(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "at_most", "largest"),
+    ("text", "workers", "allowed"),
     [
-        ("1,2,4,8", 7, 4),
-        ("8,1,4,2", 8, 8),
-        ("2,4", 1, 0),
-        ("multiple:4", 11, 8),
-        ("multiple:4", 3, 0),
-        ("multiple:1", 5, 5),
+        ("8,1,4,2", 8, True),
+        ("1,2,4,8", 7, False),
+        ("multiple:4", 8, True),
+        ("multiple:4", 3, False),
+        ("multiple:1", 5, True),
     ],
 )
-def test_largest_allowed_world(text, at_most, largest):
-    assert WorldSizes.parse(text).largest(at_most) == largest
+def test_allowed_worlds(text, workers, allowed):
+    assert WorldSizes.parse(text).allows(workers) is allowed
 
 
 @pytest.mark.parametrize("text", ["", "0", "0,1", "1,", "multiple:0", "multiple:", "-1", "a"])
@@ -220,8 +219,8 @@ def test_truth():
         ({"rdzv_endpoint": "a:b"}, "no endpoint"),
         ({"rdzv_configs": {"is_host": "maybe"}}, "is_host 'maybe' is neither"),
         (
-            {"min_nodes": 2, "max_nodes": 3, "rdzv_endpoint": "a", "world_sizes": WorldSizes((4,))},
-            "allows no number of nodes between 2 and 3",
+            {"min_nodes": 2, "max_nodes": 3, "rdzv_endpoint": "a", "world_sizes": WorldSizes((1,))},
+            "allows fewer workers than the job has nodes",
         ),
     ],
 )

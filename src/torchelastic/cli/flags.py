@@ -294,8 +294,8 @@ _ELASTICITY_FLAGS = (
         metavar="LIST",
         convert=WorldSizes.parse,
         default="multiple:1",
-        help="Numbers of nodes that may train, as in 1,2,4,8 or multiple:4. The largest that fits "
-        "runs; the other nodes are spares.",
+        help="How many workers may train together (WORLD_SIZE), as in 8,16,32 or multiple:8. The "
+        "largest allowed world runs; the nodes left over are spares.",
     ),
 )
 

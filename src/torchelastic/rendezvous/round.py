@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from torchelastic.config import Grow, LaunchConfig, WorldSizes
 from torchelastic.errors import EXIT_FAILED, EXIT_NOT_ENOUGH_NODES
@@ -214,10 +215,10 @@ def _newcomers(rules: RoundRules, state: RoundState) -> list[str]:
     world = state.world
     if world is None or world.phase != "running":
         return []
-    staying = _candidates(state)
-    if _target(rules, len(staying)) <= len(world.nodes):
+    chosen = _choose(rules, _in_order(_candidates(state), world))
+    if sum(member.nproc for member in chosen) <= world.size:
         return []
-    return [present.member.node for present in staying if world.place(present.member.node) is None]
+    return [member.node for member in chosen if world.place(member.node) is None]
 
 
 def _over(state: RoundState, kind: Kind, reason: str) -> Decision:
@@ -310,16 +311,14 @@ def _why(state: RoundState, kind: Kind, cause: Failure | None, world: World) -> 
 
 def _form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> Decision:
     """The next world if enough members are ready, else a waiting one, else the end."""
-    candidates = _candidates(state)
-    target = _target(rules, len(candidates))
-    if target < rules.min_nodes:
+    ordered = _in_order(_candidates(state), state.world)
+    chosen = _choose(rules, ordered)
+    if not chosen:
         return _wait(rules, state, now)
-    if not at_once and target < rules.max_nodes:
-        at = _settled_at(rules, state, [item.member.node for item in candidates])
+    if not at_once and len(chosen) < rules.max_nodes:
+        at = _settled_at(rules, state, [member.node for member in ordered])
         if now < at:
             return Decision(wake_at=at) if state.world else _wait(rules, state, now)
-    ordered = _in_order(candidates, state.world)
-    chosen = ordered[:target]
     if not chosen[0].store:
         return Decision()
     last = state.world or World(generation=-1, phase="waiting", reason="the job starts")
@@ -330,7 +329,7 @@ def _form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) ->
         nodes=_place(chosen),
         store=chosen[0].store,
         reason="the job starts" if not last.nodes else last.reason,
-        spares=tuple(member.name for member in ordered[target:]),
+        spares=tuple(member.name for member in ordered[len(chosen) :]),
         missing=(),
     )
     return Decision(world)
@@ -412,8 +411,13 @@ def _candidates(state: RoundState) -> list[Present]:
     return found
 
 
-def _target(rules: RoundRules, available: int) -> int:
-    return rules.world_sizes.largest(min(available, rules.max_nodes))
+def _choose(rules: RoundRules, ordered: list[Member]) -> list[Member]:
+    """The longest beginning of the list that makes an allowed world; empty if none does."""
+    sizes = list(accumulate(member.nproc for member in ordered[: rules.max_nodes]))
+    for count in range(len(sizes), rules.min_nodes - 1, -1):
+        if rules.world_sizes.allows(sizes[count - 1]):
+            return ordered[:count]
+    return []
 
 
 def _in_order(candidates: Iterable[Present], last: World | None) -> list[Member]:

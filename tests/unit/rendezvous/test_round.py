@@ -418,7 +418,12 @@ def test_more_than_max_are_spares_and_step_in_the_moment_a_member_fails():
 
 @pytest.mark.parametrize(
     ("sizes", "nodes", "size"),
-    [("1,2,4,8", "abc", 2), ("multiple:2", "abc", 2), ("1,2,4,8", "abcdefg", 4), ("2,3", "abc", 3)],
+    [
+        ("2,4,8,16", "abc", 2),
+        ("multiple:4", "abc", 2),
+        ("2,4,8,16", "abcdefg", 4),
+        ("4,6", "abc", 3),
+    ],
 )
 def test_the_largest_allowed_world_runs_and_the_rest_are_spares(sizes, nodes, size):
     job = Job("1:8", world_sizes=WorldSizes.parse(sizes))
@@ -429,7 +434,7 @@ def test_the_largest_allowed_world_runs_and_the_rest_are_spares(sizes, nodes, si
 
 
 def test_a_newcomer_that_allows_no_larger_world_stays_a_spare():
-    job = Job("1:8", world_sizes=WorldSizes.parse("1,2,4"))
+    job = Job("1:8", world_sizes=WorldSizes.parse("2,4,8"))
     job.come("a", "b")
     job.wait(1.0)
     job.come("c")
@@ -464,3 +469,12 @@ def test_a_world_survives_the_wire():
     job.all_gone()
     assert World.from_json(job.world.to_json()) == job.world
     assert World.from_json({**job.world.to_json(), "from_a_newer_release": 1}) == job.world
+
+
+def test_world_sizes_count_workers_not_nodes():
+    job = Job("1:8", world_sizes=WorldSizes.parse("multiple:3"))
+    job.come("a", nproc=2)
+    job.come("b", nproc=1)
+    job.come("c", nproc=2)
+    job.wait(1.0)
+    assert (job.names, job.world.spares) == (["a", "b"], ("c",))
