@@ -178,7 +178,8 @@ def perform_all(run: Run, rows: Iterable[str]) -> bool:
 
 def main() -> int:
     arguments = parse(None)
-    signal.signal(signal.SIGTERM, _interrupt)  # jobs are ended whichever way we are
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)  # jobs are ended whichever way we are
     processes.become_subreaper()
     run = Run(arguments)
     whole = perform_all(run, arguments.rows)

@@ -186,7 +186,8 @@ class Job:
         return {
             **kept,
             "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONPATH": str(SCRIPTS),  # where a preloaded module is found
+            # Where a preloaded module is found.
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(SCRIPTS), kept.get("PYTHONPATH")])),
             "TMPDIR": str(self.directory),
             **self.launcher.environment,
         }
