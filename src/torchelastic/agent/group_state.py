@@ -1,12 +1,14 @@
 """The workers of one node as a state machine: an event in, a new state and commands out. Pure.
 
-        Start                    up                  all succeeded
-idle ──────────▶ starting ──────────▶ running ─────────────────────▶ idle
- ▲                   │                   │
- │ gone              │  failure, world over, leave, lease lost, job closed
- └──── stopping ◀────┴───────────────────┘
-           │
-           └── job closed, left, store lost ──▶ ended
+Its phases, and what leads from one to another:
+
+            Start                    up                  all succeeded
+    idle ──────────▶ starting ──────────▶ running ─────────────────────▶ idle
+     ▲                   │                   │
+     │ gone              │  failure, world over, leave, lease lost, job closed
+     └──── stopping ◀────┴───────────────────┘
+               │
+               └── job closed, left, store lost ──▶ ended
 """
 
 from __future__ import annotations
@@ -180,7 +182,7 @@ class InvalidTransition(AssertionError):
 
 def handle(state: GroupState, event: Event) -> Step:
     """The whole machine."""
-    handler = _TRANSITIONS.get((state.phase, type(event)))
+    handler = TRANSITIONS.get((state.phase, type(event)))
     if handler is None:
         raise InvalidTransition(f"{type(event).__name__} while {state.sentence()}: {event}")
     return handler(state, event)
@@ -190,6 +192,7 @@ def handle(state: GroupState, event: Event) -> Step:
 
 
 def _world_while_idle(state: GroupState, event: WorldSeen) -> Step:
+    """A place in a running world: start; over: report gone; closed: end."""
     return _act_on_world(replace(state, world=event.world))
 
 
@@ -219,7 +222,7 @@ def _begin(state: GroupState, world: World) -> Step:
 
 
 def _world_while_busy(state: GroupState, event: WorldSeen) -> Step:
-    """Workers run here: stop them if the latest world has no place for them."""
+    """The same world: nothing; over, closed or a newer one: stop."""
     world = event.world
     state = replace(state, world=world)
     if world.phase == "running" and world.generation == state.generation:
@@ -230,6 +233,7 @@ def _world_while_busy(state: GroupState, event: WorldSeen) -> Step:
 
 
 def _world_while_stopping(state: GroupState, event: WorldSeen) -> Step:
+    """Remember it until the workers are gone."""
     return replace(state, world=event.world), []
 
 
@@ -237,16 +241,19 @@ def _world_while_stopping(state: GroupState, event: WorldSeen) -> Step:
 
 
 def _up(state: GroupState, event: WorkersUp) -> Step:
+    """They run."""
     if not state.running:  # they were quicker than the news of their start
         return _stop(state, SIGTERM)
     return replace(state, phase=Phase.RUNNING), []
 
 
 def _ignore(state: GroupState, event: Event) -> Step:
+    """Nothing."""
     return state, []
 
 
 def _succeeded(state: GroupState, event: WorkerSucceeded) -> Step:
+    """The last one: stop what they left behind, then report done."""
     running = state.running - {event.local_rank}
     state = replace(state, running=running)
     if running or state.phase is Phase.STARTING:
@@ -255,20 +262,20 @@ def _succeeded(state: GroupState, event: WorkerSucceeded) -> Step:
 
 
 def _failed(state: GroupState, event: WorkerFailed) -> Step:
-    """The first failure here ends the generation here; the leader ends it everywhere."""
+    """Report it and stop the others here; the leader ends the generation everywhere."""
     failures = (*state.failures, event.failure)
     state, commands = _stop(replace(state, failures=failures), SIGTERM)
     return state, [Report({"failures": failures}), *commands]
 
 
 def _failed_while_stopping(state: GroupState, event: WorkerFailed) -> Step:
-    """Another one fell before the stop reached it: a consequence, worth telling."""
+    """Report it, too: a consequence, or another cause."""
     failures = (*state.failures, event.failure)
     return replace(state, failures=failures), [Report({"failures": failures})]
 
 
 def _gone(state: GroupState, event: WorkersGone) -> Step:
-    """Nothing of the generation is left here: say so, then do what has come up meanwhile."""
+    """Report gone; then end, join anew or do what the latest world says."""
     report: dict[str, Any] = {"gone": state.generation}
     succeeded = not state.running and not state.failures
     if succeeded:
@@ -291,18 +298,20 @@ def _stop(state: GroupState, signum: int) -> Step:
 
 
 def _leave_while_idle(state: GroupState, event: LeaveRequested) -> Step:
+    """Announce it and end."""
     state, commands = _left(replace(state, leaving=event.signum))
     return state, [_announce(event), *commands]
 
 
 def _leave_while_busy(state: GroupState, event: LeaveRequested) -> Step:
-    """Announce and signal at once: peers go on without waiting for our workers."""
+    """Announce it and pass the signal on at once; end when the workers are gone."""
     state, commands = _stop(replace(state, leaving=event.signum), event.signum)
     return state, [_announce(event), *commands]
 
 
 def _leave_while_stopping(state: GroupState, event: LeaveRequested) -> Step:
-    if state.leaving:  # a second Ctrl-C means: now
+    """The same, once; a second interrupt kills."""
+    if state.leaving:
         return state, [Stop(SIGKILL)] if event.signum == SIGINT else []
     return replace(state, leaving=event.signum), [_announce(event), Stop(event.signum)]
 
@@ -317,23 +326,27 @@ def _left(state: GroupState) -> Step:
 
 
 def _lease_lost_while_idle(state: GroupState, event: LeaseLost) -> Step:
+    """Join anew."""
     return state, [Rejoin()]
 
 
 def _lease_lost_while_busy(state: GroupState, event: LeaseLost) -> Step:
-    """Others go on without us: our workers must not write anything any more."""
+    """Stop, since others go on without us; then join anew."""
     return _stop(replace(state, rejoin=True), SIGTERM)
 
 
 def _lease_lost_while_stopping(state: GroupState, event: LeaseLost) -> Step:
+    """Join anew once the workers are gone."""
     return replace(state, rejoin=True), []
 
 
 def _store_lost_while_idle(state: GroupState, event: StoreLost) -> Step:
+    """End."""
     return _end(state, EXIT_RENDEZVOUS_LOST, event.reason), []
 
 
 def _store_lost_while_busy(state: GroupState, event: StoreLost) -> Step:
+    """Stop, and end when the workers are gone."""
     lost = replace(state, exitcode=EXIT_RENDEZVOUS_LOST, reason=event.reason)
     if state.phase is Phase.STOPPING:
         return lost, []
@@ -344,7 +357,8 @@ def _end(state: GroupState, exitcode: int, reason: str) -> GroupState:
     return replace(state, phase=Phase.ENDED, exitcode=exitcode, reason=reason)
 
 
-_TRANSITIONS: dict[tuple[Phase, type], Callable[[GroupState, Any], Step]] = {
+#: What happens in each phase at each event; `docs/states.md` is written from it.
+TRANSITIONS: dict[tuple[Phase, type], Callable[[GroupState, Any], Step]] = {
     (Phase.IDLE, WorldSeen): _world_while_idle,
     (Phase.IDLE, LeaveRequested): _leave_while_idle,
     (Phase.IDLE, LeaseLost): _lease_lost_while_idle,

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 from torchelastic import env
+from torchelastic.agent import group_state
 from torchelastic.cli.flags import (
     DISTRIBUTED_LAUNCH,
     DISTRIBUTED_RUN,
@@ -20,6 +23,7 @@ from torchelastic.cli.flags import (
     Flag,
 )
 from torchelastic.cli.help import default_words, spellings
+from torchelastic.rendezvous import round as rounds
 
 _GENERATED = "<!-- Written by `python -m torchelastic.cli.reference docs`; do not edit. -->\n"
 
@@ -32,6 +36,41 @@ _CLI_HEAD = f"""\
     {DISTRIBUTED_LAUNCH.prog} [flags] SCRIPT [arguments of the script]
 
 All three understand the same flags, torchrun's and ours; they differ in these defaults:
+"""
+
+
+def _drawing(module: ModuleType) -> str:
+    """The state diagram in a module's docstring: the part of it that is indented."""
+    lines = inspect.cleandoc(module.__doc__ or "").splitlines()
+    return "\n".join(line for line in lines if line.startswith("    "))
+
+
+_STATES_HEAD = f"""\
+# States
+
+## A world
+
+One leader decides (`rendezvous/round.py`). The world it publishes is in one of four phases:
+
+```
+{_drawing(rounds)}
+```
+
+| phase | what agents do |
+| --- | --- |
+| waiting | nothing: there are too few nodes, or they have not settled yet |
+| running | those with a place in it start their workers, the others are spares |
+| over | stop the workers, then report *gone* |
+| closed | stop the workers, then end with the world's exit code |
+
+## The workers of a node
+
+`agent/group_state.py` decides. Stopping is SIGTERM to every worker's process group, SIGKILL after
+`--shutdown-timeout`, and an end for whatever the workers had started.
+
+```
+{_drawing(group_state)}
+```
 """
 
 _CLI_TAIL = """\
@@ -123,7 +162,17 @@ def environment_page() -> str:
     return "\n".join(parts)
 
 
-PAGES = {"cli.md": cli_page, "environment.md": environment_page}
+def states_page() -> str:
+    """The text of `docs/states.md`."""
+    rows = (
+        (phase.value, event.__name__, (handler.__doc__ or "").strip())
+        for (phase, event), handler in group_state.TRANSITIONS.items()
+    )
+    table = _table(("while", "event", "what the node does"), rows)
+    return f"{_GENERATED}\n{_STATES_HEAD}\n{table}"
+
+
+PAGES = {"cli.md": cli_page, "environment.md": environment_page, "states.md": states_page}
 
 
 def _differing_defaults() -> Iterator[tuple[str, ...]]:
