@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchelastic import jobs
-from torchelastic.cli import status
+from torchelastic.cli import status, status_text
 from torchelastic.clock import FakeClock
 from torchelastic.errors import EXIT_OK, EXIT_USAGE
 from torchelastic.events import types as events
@@ -205,4 +205,4 @@ def test_big_jobs_fit(show):
     ],
 )
 def test_durations(seconds, words):
-    assert status._duration(seconds) == words
+    assert status_text._duration(seconds) == words
