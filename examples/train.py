@@ -35,6 +35,11 @@ def load_checkpoint(path, model, optimizer):
     return state["step"]
 
 
+def note(directory, **facts):
+    with open(directory / f"{os.getpid()}.jsonl", "a") as file:
+        file.write(json.dumps(facts) + "\n")
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=2000)
@@ -49,7 +54,6 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step = load_checkpoint(args.checkpoint, model, optimizer)
     ddp = DistributedDataParallel(model)
-    record = open(args.record / f"{os.getpid()}.jsonl", "a", buffering=1) if args.record else None
     if rank == 0:
         print(f"training on {world_size} workers from step {step}", flush=True)
 
@@ -61,9 +65,8 @@ def main():
         optimizer.step()
         time.sleep(0.01)  # an accelerator would be busy now
         step += 1
-        if record:
-            facts = {"t": time.monotonic(), "step": step, "size": world_size, "rank": rank}
-            record.write(json.dumps(facts) + "\n")
+        if args.record:
+            note(args.record, t=time.monotonic(), step=step, size=world_size, rank=rank)
         if rank == 0 and step % 10 == 0:
             save_checkpoint(args.checkpoint, model, optimizer, step)
         if rank == 0 and step % 100 == 0:
