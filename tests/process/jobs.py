@@ -140,6 +140,11 @@ class Job:
             raise AssertionError(f"{error}\n{self.said()}") from None
         return sorted(lines, key=lambda line: line["rank"])
 
+    def world_is(self, generation: int) -> bool:
+        """Whether no newer generation has been formed than this one."""
+        formed = self.nodes[0].events("world-formed")
+        return max(record["generation"] for record in formed) == generation
+
     def said(self) -> str:
         return "\n".join(f"--- node {i}:\n{node.stderr}" for i, node in enumerate(self.nodes))
 

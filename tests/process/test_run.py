@@ -75,7 +75,7 @@ def test_crashes_of_every_kind_restart_the_world_and_are_explained(tmp_path):
 
 
 def test_a_job_out_of_restarts_names_its_first_failure_on_every_node(tmp_path):
-    with job(tmp_path, "--nnodes=2 --max-restarts=0") as it:
+    with job(tmp_path, "--nnodes=2 --max-restarts=0 --no-zygote") as it:
         first, second = it.start(), it.start()
         it.world(0, 2)
         it.order("raise out of luck", generation=0, rank=1)
@@ -152,7 +152,7 @@ def test_a_spare_steps_in_the_moment_a_member_fails(tmp_path):
 
 
 def test_a_joiner_waits_for_a_late_host_and_places_are_kept_in_static_mode(tmp_path):
-    flags = "--nnodes=2 --rdzv-backend=static"
+    flags = "--nnodes=2 --rdzv-backend=static --no-zygote"
     with job(tmp_path, flags) as it:
         joiner = it.start("--node-rank=1 --rdzv-conf=is_host=false")
         poll_for(lambda: joiner.events("agent-started"), what="the joiner is there")
@@ -164,7 +164,7 @@ def test_a_joiner_waits_for_a_late_host_and_places_are_kept_in_static_mode(tmp_p
 
 
 def test_unequal_nodes_with_roles(tmp_path):
-    with job(tmp_path, "--nnodes=2") as it:
+    with job(tmp_path, "--nnodes=2 --no-zygote") as it:
         it.start("--nproc-per-node=1 --role=actor")
         it.start("--nproc-per-node=2 --role=learner")
         envs = [worker["env"] for worker in it.world(0, 3)]
@@ -178,7 +178,10 @@ def test_unequal_nodes_with_roles(tmp_path):
 
 
 def test_two_jobs_on_one_machine_do_not_meet(tmp_path):
-    with job(tmp_path / "a", "--nnodes=1") as one, job(tmp_path / "b", "--nnodes=1") as two:
+    with (
+        job(tmp_path / "a", "--nnodes=1 --no-zygote") as one,
+        job(tmp_path / "b", "--nnodes=1 --no-zygote") as two,
+    ):
         nodes = [one.start(), two.start()]
         one.world(0, 1)
         two.world(0, 1)
@@ -188,7 +191,7 @@ def test_two_jobs_on_one_machine_do_not_meet(tmp_path):
 
 
 def test_a_frozen_agent_is_given_up_and_stops_its_workers_when_it_wakes(tmp_path):
-    with job(tmp_path, "--nnodes=1:2 --lease=1") as it:
+    with job(tmp_path, "--nnodes=1:2 --lease=1 --no-zygote") as it:
         first, second = it.start(), it.start()
         workers = it.world(0, 2)
         os.kill(second.agent_pid, signal.SIGSTOP)
@@ -205,7 +208,7 @@ def test_a_frozen_agent_is_given_up_and_stops_its_workers_when_it_wakes(tmp_path
 
 
 def test_below_min_for_too_long_ends_with_a_clear_message(tmp_path):
-    with job(tmp_path, "--nnodes=2 --wait-for-nodes=1") as it:
+    with job(tmp_path, "--nnodes=2 --wait-for-nodes=1 --no-zygote") as it:
         node = it.start()
         assert node.wait() == 170
         assert "fewer than 2 nodes for 1 s (1 there): giving up (--wait-for-nodes)" in node.stderr
@@ -224,6 +227,38 @@ def test_a_stubborn_worker_is_killed_after_the_shutdown_timeout_on_restarts_too(
         assert 0.5 <= stopped < 5.0
         it.order("finish")
         assert node.wait() == 0, node.stderr
+
+
+def test_the_end_of_the_host_and_a_wrong_job_id_are_told_in_a_sentence(tmp_path):
+    with job(tmp_path, "--nnodes=1:2 --lease=1 --no-zygote") as it:
+        host, other = it.start(), it.start()
+        it.world(0, 2)
+        stranger = it.start("--rdzv-id=another")
+        assert stranger.wait() == 2
+        assert f"belongs to job 'job{it.port}', not to 'another'" in stranger.stderr
+        assert "Traceback" not in stranger.stderr
+        host.kill()
+        assert other.wait() == 171
+        assert "rendezvous" in other.stderr.splitlines()[-1]
+        assert not any(alive(line["pid"]) for line in it.lines(event="start"))
+
+
+def test_newcomers_wait_for_a_checkpoint_where_they_are_told_to(tmp_path):
+    checkpoint = tmp_path / "last.pt"
+    with job(tmp_path, f"--nnodes=1:2 --no-zygote --grow=after-checkpoint:{checkpoint}") as it:
+        first = it.start()
+        it.world(0, 1)
+        second = it.start()
+        poll_for(lambda: second.events("world-formed"), what="the newcomer has seen the world")
+
+        def save_and_look() -> bool:
+            checkpoint.write_text("weights")
+            return not it.world_is(0)
+
+        poll_for(save_and_look, what="a resize after a checkpoint")
+        it.world(1, 2)
+        it.order("finish")
+        assert [first.wait(), second.wait()] == [0, 0], it.said()
 
 
 def test_user_signals_reach_the_workers(tmp_path):
