@@ -9,7 +9,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -151,10 +151,11 @@ class Job:
             for line in tail.new_lines():
                 self.history.add_line(line)
 
-    def worlds(self) -> list[dict[str, Any]]:
-        """Every world that trained, in order, in seconds since the first node was started."""
+    def worlds(self, known: Container[int] = ()) -> list[dict[str, Any]]:
+        """Every world that trained and is not `known`, in seconds since the first node's start."""
         spans = sorted(self.history.spans.values(), key=lambda span: span.began)
-        return [span.to_json(self.nodes[0].started) for span in spans]
+        origin = self.nodes[0].started
+        return [span.to_json(origin) for span in spans if span.world not in known]
 
     def output(self, lines: int = 15) -> str:
         """The end of what each node printed."""

@@ -38,7 +38,7 @@ def draw(results: Results, path: Path) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 1.35 * len(groups) + 1.3), dpi=150)
+    figure, axes = pyplot.subplots(figsize=(9, 1.35 * len(groups) + 1.5), dpi=150)
     for index, (_, ours, theirs, best) in enumerate(groups):
         faster = f"{theirs.median / ours.median:.0f} times faster"
         _bar(axes, index - 0.19, ours, COLOURS["ours"], faster)
@@ -70,22 +70,25 @@ def _bar(axes: Axes, place: float, summary: Summary, colour: str, remark: str) -
 def _dress(axes: Axes, labels: list[str], results: Results) -> None:
     from matplotlib.patches import Patch
 
+    version = results.about["torch"].partition("+")[0]
     axes.set_xscale("log")
     left, right = axes.get_xlim()
     axes.set_xlim(min(left, 0.1), right * 4)  # room for the remarks
     axes.set_yticks(range(len(labels)), labels, fontsize=10)
     axes.invert_yaxis()
     axes.set_xlabel("seconds without training (log scale; median, whiskers from min to max)")
-    axes.set_title("What a fault costs: two nodes of two workers on one machine", loc="left")
+    axes.set_title(
+        "What a fault costs: two nodes of two workers on one machine", loc="left", pad=30
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.legend(
         handles=[
             Patch(color=COLOURS["ours"], label="torchelastic run"),
-            Patch(color=COLOURS["theirs"], label=f"torchrun {results.about['torch']}, tuned"),
+            Patch(color=COLOURS["theirs"], label=f"torchrun {version}, at its best setting"),
         ],
-        loc="lower right",
-        bbox_to_anchor=(1, 1),
+        loc="lower left",
+        bbox_to_anchor=(-0.01, 1),
         ncols=2,
         frameon=False,
         fontsize=9,

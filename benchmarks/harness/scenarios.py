@@ -16,6 +16,7 @@ GROWN_WORLD = 6
 #: Each fault hits another rank: the first node's as well as the second's.
 VICTIMS = (3, 0, 2, 1)
 MAX_FAILED_STARTS = 2
+SPLIT = "two worlds trained at the same time"
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Repetition:
 
     seconds: float | None
     note: str = ""
-    #: Pairs of worlds of the job that trained at the same time, seen so far.
+    #: Pairs of worlds that trained at the same time, at least one of them new.
     overlaps: int = 0
     details: dict[str, Any] = field(default_factory=dict)
     #: What the nodes of a job that failed printed last; shown, not saved.
@@ -61,16 +62,14 @@ def add_node(job: Job, index: int) -> Repetition:
     """A third node, started while two train: the longest time in which nobody does."""
     job.wait_training(FULL_WORLD, quiet_seconds(index))
     asked = job.start_node().started
-    known = set(job.history.spans)
     patience = job.launcher.patience
-    first = job.wait_for(
-        lambda: job.history.first_finish(after=asked, size=GROWN_WORLD, not_in=known), patience
-    )
+    first = job.wait_for(lambda: job.history.first_finish(after=asked, size=GROWN_WORLD), patience)
     if first is None:
-        return _failed(job, f"not admitted within {patience:g} s")
+        return _failed(job, set(), f"not admitted within {patience:g} s")
     # Trained for a while, so that a world that lives beside the new one is seen.
     job.wait_for(lambda: job.history.trained_for(GROWN_WORLD, time.monotonic()) >= 2, 10)
-    return _outcome(job, job.history.largest_gap(asked, first.time), admitted=first.time - asked)
+    gap = job.history.largest_gap(asked, first.time)
+    return _outcome(job, set(), gap, admitted=round(first.time - asked, 4))
 
 
 def _recovery(job: Job, killed: float, known: set[int], size: int | None) -> Repetition:
@@ -79,24 +78,22 @@ def _recovery(job: Job, killed: float, known: set[int], size: int | None) -> Rep
         lambda: job.history.first_finish(after=killed, size=size, not_in=known), patience
     )
     if first is None:
-        return _failed(job, f"did not recover within {patience:g} s")
-    worlds = len(set(job.history.spans) - known)
-    return _outcome(job, first.time - killed, new_worlds=worlds)
+        return _failed(job, known, f"did not recover within {patience:g} s")
+    return _outcome(job, known, first.time - killed)
 
 
-def _outcome(job: Job, seconds: float, **details: Any) -> Repetition:
-    overlaps = len(job.history.overlapping())
-    note = "two worlds trained at the same time" if overlaps else ""
-    return Repetition(seconds, note, overlaps, {**details, "worlds": job.worlds()})
+def _outcome(job: Job, known: set[int], seconds: float, **details: Any) -> Repetition:
+    overlaps = job.history.overlapping(known)
+    note = SPLIT if overlaps else ""
+    return Repetition(seconds, note, len(overlaps), {**details, "worlds": job.worlds(known)})
 
 
-def _failed(job: Job, note: str) -> Repetition:
+def _failed(job: Job, known: set[int], note: str) -> Repetition:
     ended = not any(node.process.poll() is None for node in job.nodes)
-    note = "all nodes ended" if ended else note
-    overlaps = len(job.history.overlapping())
-    if overlaps:
-        note += "; two worlds trained at the same time"
-    return Repetition(None, note, overlaps, {"worlds": job.worlds()}, job.output())
+    overlaps = job.history.overlapping(known)
+    notes = ["all nodes ended" if ended else note, *([SPLIT] if overlaps else [])]
+    details = {"worlds": job.worlds(known)}
+    return Repetition(None, "; ".join(notes), len(overlaps), details, job.output())
 
 
 @dataclass(frozen=True)
@@ -175,4 +172,4 @@ def _attempt(scenario: Scenario, job: Job, number: int) -> Repetition:
     try:
         return scenario.fault(job, number)
     except JobFailed as failure:
-        return _failed(job, str(failure))
+        return _failed(job, set(), str(failure))

@@ -131,10 +131,18 @@ class History:
         """The world that finished a step last."""
         return self.spans[max(self.finishes, key=lambda finish: finish.time).world]
 
-    def overlapping(self) -> list[tuple[Span, Span]]:
-        """Pairs of worlds of which one made a step before the other had made its last one."""
+    def overlapping(self, known: Iterable[int] = ()) -> list[tuple[Span, Span]]:
+        """Pairs of worlds of which one made a step before the other had made its last one.
+
+        Pairs of two `known` worlds are left out.
+        """
         spans = sorted(self.spans.values(), key=lambda span: span.began)
-        return [pair for pair in combinations(spans, 2) if pair[0].overlaps(pair[1])]
+        old = set(known)
+        return [
+            (one, other)
+            for one, other in combinations(spans, 2)
+            if one.overlaps(other) and not {one.world, other.world} <= old
+        ]
 
     def largest_gap(self, begin: float, end: float) -> float:
         """The longest time around [begin, end] in which no world finished a step.

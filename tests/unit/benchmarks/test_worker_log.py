@@ -118,6 +118,8 @@ def test_worlds_one_after_the_other_do_not_overlap():
 def test_two_worlds_that_train_in_turns_overlap():
     made = history(step(1, 0, 1, 10.0), step(2, 0, 1, 11.0), step(1, 0, 2, 12.0))
     assert [(a.world, b.world) for a, b in made.overlapping()] == [(1, 2)]
+    assert made.overlapping(known={1, 2}) == []
+    assert len(made.overlapping(known={1})) == 1
 
 
 def test_a_step_begun_before_the_last_step_of_the_old_world_overlaps():
