@@ -17,6 +17,7 @@ from torchelastic.errors import ConfigError
 
 DEFAULT_PORT = 29400
 DEFAULT_STATIC_PORT = 29500
+DEFAULT_SHUTDOWN_TIMEOUT = 30.0
 DEFAULT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 # The words torch takes.
 _TRUTH = {
@@ -132,9 +133,9 @@ class Entry:
 class LaunchConfig:
     """A job as one node sees it. The field names torch's `LaunchConfig` has mean the same here."""
 
-    min_nodes: int = 1
-    max_nodes: int = 1
-    nproc_per_node: int = 1
+    min_nodes: int = field(default=1, kw_only=False)
+    max_nodes: int = field(default=1, kw_only=False)
+    nproc_per_node: int = field(default=1, kw_only=False)
     #: The job's id. Empty: the launcher takes `default_run_id`.
     run_id: str = ""
     role: str = "default"
@@ -181,7 +182,7 @@ class LaunchConfig:
 
     signals_to_handle: tuple[str, ...] = DEFAULT_SIGNALS
     #: Seconds between SIGTERM and SIGKILL, on every path.
-    shutdown_timeout: float = 30.0
+    shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT
     #: Kept for torch's callers; workers are watched by pidfd, nothing is polled.
     monitor_interval: float = 0.1
 
@@ -189,6 +190,7 @@ class LaunchConfig:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        self._take_torchs_forms()
         self._check_numbers()
         _ = self.is_host  # a bad word is refused here, not later by the agent
         if 0 < max(self.world_sizes.allowed, default=0) < self.min_nodes:
@@ -203,6 +205,15 @@ class LaunchConfig:
                 f"--rdzv-endpoint HOST:PORT (default port {DEFAULT_PORT}), a node of the job and "
                 "a free port there."
             )
+
+    def _take_torchs_forms(self) -> None:
+        """torch's config has signals in one string, lists for filters and None for defaults."""
+        if isinstance(self.signals_to_handle, str):
+            object.__setattr__(self, "signals_to_handle", tuple(self.signals_to_handle.split(",")))
+        for name in ("duplicate_stdout_filters", "duplicate_stderr_filters"):
+            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
+        if self.shutdown_timeout is None:
+            object.__setattr__(self, "shutdown_timeout", DEFAULT_SHUTDOWN_TIMEOUT)
 
     def _check_numbers(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:

@@ -258,3 +258,20 @@ def test_nodes_that_spell_the_host_differently_get_the_same_id():
     spelled = ("node1:29400", "localhost:29400", "[::1]:29400", "node1.example.com")
     assert {default_run_id(4, endpoint) for endpoint in spelled} == {"job-29400"}
     assert default_run_id(4, "node1:1234") == "job-1234"
+
+
+def test_the_forms_torchs_callers_use():
+    config = LaunchConfig(
+        1,
+        1,
+        2,
+        signals_to_handle="SIGTERM,SIGUSR1",
+        duplicate_stdout_filters=None,
+        duplicate_stderr_filters=["loss"],
+        shutdown_timeout=None,
+    )
+    assert config.nproc_per_node == 2
+    assert config.signals_to_handle == ("SIGTERM", "SIGUSR1")
+    assert config.duplicate_stdout_filters == ()
+    assert config.duplicate_stderr_filters == ("loss",)
+    assert config.shutdown_timeout == 30.0

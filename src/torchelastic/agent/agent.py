@@ -73,8 +73,16 @@ class Outcome:
 class Agent:
     """Supervises the workers of one node until the job ends."""
 
-    def __init__(self, config: LaunchConfig, entry: Entry, *, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        config: LaunchConfig,
+        entry: Entry,
+        *,
+        prints_failure: bool = True,
+        clock: Clock | None = None,
+    ) -> None:
         self._config = config
+        self._prints_failure = prints_failure
         self._entry = entry
         self._clock = clock or SystemClock()
         self._node = secrets.token_hex(4)
@@ -128,7 +136,13 @@ class Agent:
             clock=self._clock,
             sink=sink_for(config.event_log_handler),
         )
-        self._narrator = Narrator(self._events, config, self._entry.name, self._node)
+        self._narrator = Narrator(
+            self._events,
+            config,
+            self._entry.name,
+            self._node,
+            prints_failure=self._prints_failure,
+        )
         self._env = node_env(env.snapshot(), config)
         self._nursery = Nursery(config, self._entry, self._env)
         self._supervisor = Supervisor(

@@ -91,6 +91,10 @@ def make_run_dir(config: LaunchConfig) -> Path:
         ) from error
 
 
+def _has_files_in(directory: Path) -> bool:
+    return any(path.is_file() for path in directory.rglob("*"))
+
+
 class NodeLogs:
     """The logs of all generations on this node."""
 
@@ -117,7 +121,7 @@ class NodeLogs:
         """Let go of the console. A temporary directory goes too, unless a failure points there."""
         for console in self._consoles.values():
             console.close()
-        if success and self._config.log_dir is None:
+        if self._config.log_dir is None and (success or not _has_files_in(self._run_dir)):
             try:
                 shutil.rmtree(self._run_dir.parent)
             except OSError as error:

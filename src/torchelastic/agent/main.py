@@ -31,7 +31,7 @@ def _run_agent(config: LaunchConfig, entry: Entry, outcome: Path | None) -> int:
 
     set_up_log()
     try:
-        ended = asyncio.run(Agent(config, entry).run())
+        ended = asyncio.run(Agent(config, entry, prints_failure=outcome is None).run())
     except TorchElasticError as error:
         print(f"torchelastic run: error: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, ConfigError | RendezvousRefused) else EXIT_FAILED

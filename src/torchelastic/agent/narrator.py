@@ -38,11 +38,15 @@ def set_up_log(name: str = "") -> None:
 class Narrator:
     """Every decision with its reason, once, in both places. The leader's observer, too."""
 
-    def __init__(self, log: EventLog, config: LaunchConfig, entry: str, node: str) -> None:
+    def __init__(
+        self, log: EventLog, config: LaunchConfig, entry: str, node: str, *, prints_failure: bool
+    ) -> None:
         self._log = log
         self._config = config
         self._entry = entry
         self._node = node
+        #: Whether nobody else is going to show the user how the job failed.
+        self._prints_failure = prints_failure
         self.name = ""
 
     def started(self, command: list[str], pid: int) -> None:
@@ -181,7 +185,8 @@ class Narrator:
     def ended(self, exitcode: int | None, reason: str, world: World | None) -> None:
         cause = world.cause if world is not None else None
         if exitcode == EXIT_FAILED and world is not None:
-            print(report.job_failed(world, name=self._entry), file=sys.stderr, flush=True)
+            if self._prints_failure:
+                print(report.job_failed(world, name=self._entry), file=sys.stderr, flush=True)
         elif exitcode:
             logger.error("ended with exit code %d: %s", exitcode, reason)
         ended = events.JobEnded(

@@ -241,13 +241,21 @@ def test_no_error_file_with_dev_null():
     logs.close(True)
 
 
-@pytest.mark.parametrize(("success", "left"), [(True, False), (False, True)])
-def test_temporary_logs_are_removed_after_success_only(tmp_path, monkeypatch, success, left):
+@pytest.mark.parametrize(
+    ("success", "written", "left"),
+    [(True, True, False), (False, True, True), (False, False, False)],
+)
+def test_temporary_logs_stay_only_where_a_failure_left_something(
+    tmp_path, monkeypatch, success, written, left
+):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     config = config_for(None)
     run_dir = make_run_dir(config)
     logs = NodeLogs(config, run_dir)
-    logs.open(0, {0: 0}).started()
+    opened = logs.open(0, {0: 0})
+    opened.started()
+    if written:
+        Path(opened.streams[0].error_file).write_text("{}")
     logs.close(success)
     assert run_dir.parent.name.startswith("torchelastic_")
     assert run_dir.parent.exists() is left
