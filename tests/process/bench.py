@@ -77,13 +77,18 @@ class Bench:
         self._supervisor: Supervisor | None = None
 
     def start_zygote(
-        self, entry: Entry, environ: Mapping[str, str], preload: Sequence[str] = ()
+        self,
+        entry: Entry,
+        environ: Mapping[str, str],
+        preload: Sequence[str] = (),
+        blanks: int = 0,
     ) -> float | str:
         self.zygote = Zygote.start(
             python=sys.executable,
             env=environ,
             preload=preload,
             command=command_line(entry, sys.executable),
+            blanks=blanks,
         )
         return self.do(self.zygote.wait_ready())
 

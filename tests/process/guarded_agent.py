@@ -1,7 +1,7 @@
-"""An agent under its guard, with two workers: `python guarded_agent.py DIRECTORY [zygote]`.
+"""An agent under its guard, with two workers: `python guarded_agent.py DIRECTORY [OPTION…]`.
 
-The workers run DIRECTORY/train.py. Their pids, the agent's and the zygote's go to
-DIRECTORY/pids.json when all have been started.
+Options are `zygote` and `cgroup`. The workers run DIRECTORY/train.py. Their pids, the agent's and
+the zygote's go to DIRECTORY/pids.json when all have been started.
 """
 
 import asyncio
@@ -40,7 +40,9 @@ async def be_agent(directory: Path, warm: bool) -> int:
     zygote = None
     if warm:
         command = command_line(entry, sys.executable)
-        zygote = Zygote.start(python=sys.executable, env=environ, preload=[], command=command)
+        zygote = Zygote.start(
+            python=sys.executable, env=environ, preload=[], command=command, blanks=WORKERS
+        )
     cgroup = Cgroup.create() if "cgroup" in sys.argv else None
     asked_to_end = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -59,6 +61,8 @@ async def be_agent(directory: Path, warm: bool) -> int:
             for rank in range(WORKERS)
         ]
     )
+    while zygote is not None and len(zygote.blanks()) < WORKERS:
+        await asyncio.sleep(0.005)
     everybody = {
         "agent": os.getpid(),
         "workers": list(pids.values()),

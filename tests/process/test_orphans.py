@@ -1,5 +1,6 @@
 """Nothing outlives its agent: whichever process is killed, everything that it led to is gone."""
 
+import contextlib
 import json
 import os
 import signal
@@ -100,8 +101,15 @@ class Job:
     def left(self):
         return [pid for pid in self.everybody if alive(pid)]
 
-    def close(self):
+    def end(self):
         self.guard.wait(30)
+        return self.guard.returncode
+
+    def close(self):
+        """Also of a test that failed."""
+        if self.guard.poll() is None:
+            self.guard.terminate()
+            self.guard.wait(30)
         self.guard.stdout.close()
         self.guard.stderr.close()
 
@@ -120,42 +128,45 @@ def assert_all_gone(job):
     assert time.monotonic() - began < 2
 
 
+@pytest.fixture
+def start(tmp_path):
+    """Starts one job in the test's directory."""
+    with contextlib.ExitStack() as jobs:
+        yield lambda *options, **more: jobs.enter_context(
+            contextlib.closing(Job(tmp_path, *options, **more))
+        )
+
+
 @pytest.mark.parametrize("options", [(), ("zygote",), ("zygote", "cgroup")], ids="-".join)
 @pytest.mark.parametrize("victim", ["guard", "agent"])
-def test_nothing_survives_kill_9(tmp_path, victim, options):
-    job = Job(tmp_path, *options)
-    assert len(job.everybody) >= 2 + 2 * 4 + len(options[:1])
+def test_nothing_survives_kill_9(start, victim, options):
+    job = start(*options)
+    assert len(job.everybody) >= 2 + 2 * 4 + (3 if "zygote" in options else 0)
     os.kill(job.guard.pid if victim == "guard" else job.agent, signal.SIGKILL)
     assert_all_gone(job)
-    job.close()
-    assert job.guard.returncode == (-9 if victim == "guard" else 137)
+    assert job.end() == (-9 if victim == "guard" else 137)
     assert job.cgroup is None or not os.path.exists(job.cgroup)
 
 
-def test_data_loaders_do_not_survive_kill_9_of_the_agent(tmp_path):
-    job = Job(tmp_path, "zygote", environ=env.snapshot(), source=LOADER, files=4)
+def test_data_loaders_do_not_survive_kill_9_of_the_agent(start):
+    job = start("zygote", environ=env.snapshot(), source=LOADER, files=4)
     os.kill(job.agent, signal.SIGKILL)
     assert_all_gone(job)
-    job.close()
 
 
-def test_nothing_survives_kill_9_of_both_where_there_is_a_cgroup(tmp_path):
-    job = Job(tmp_path, "zygote", "cgroup")
+def test_nothing_survives_kill_9_of_both_where_there_is_a_cgroup(start):
+    job = start("zygote", "cgroup")
     if job.cgroup is None:
-        job.guard.terminate()
-        job.close()
         pytest.skip("cgroups of version 2 are not writable here")
     os.kill(job.guard.pid, signal.SIGSTOP)  # so that it cannot do its work
     os.kill(job.agent, signal.SIGKILL)
     os.kill(job.guard.pid, signal.SIGKILL)
     assert_all_gone(job)
-    job.close()
     poll_for(lambda: not os.path.exists(job.cgroup), what="the end of the cgroup")
 
 
-def test_a_stop_takes_everything_and_ends_in_order(tmp_path):
-    job = Job(tmp_path, "zygote")
+def test_a_stop_takes_everything_and_ends_in_order(start):
+    job = start("zygote")
     os.kill(job.guard.pid, signal.SIGTERM)
     assert_all_gone(job)
-    job.close()
-    assert job.guard.returncode == 7
+    assert job.end() == 7

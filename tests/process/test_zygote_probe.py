@@ -1,6 +1,7 @@
 """A program cannot tell how it was started: what it finds out is what it would find out plain.
 
-`probe.py` runs as anybody would run it, as a plain worker, and forked from a zygote.
+`probe.py` runs as anybody would run it, as a plain worker, and forked from a zygote, when it is
+asked for or ahead.
 """
 
 import json
@@ -51,15 +52,25 @@ def looks(request, tmp_path_factory):
             ready = zygote_bench.start_zygote(entry, rankless)
             assert isinstance(ready, float), ready
             forked = zygote_bench.run(entry, environ, stdin="hello\n")
+        with bench(directory) as blank_bench:
+            blank_bench.start_zygote(entry, rankless, blanks=1)
+            blank_bench.until(lambda: blank_bench.zygote.blanks(), "a blank")
+            blank = blank_bench.run(entry, environ, stdin="hello\n")
         plain = run_plain(command_line(entry, sys.executable), environ, directory, stdin="hello\n")
     finally:
         os.chdir(before)
-    return {"plain": look(plain), "worker": look(as_worker), "forked": look(forked)}
+    return {
+        "plain": look(plain),
+        "worker": look(as_worker),
+        "forked": look(forked),
+        "blank": look(blank),
+    }
 
 
 @pytest.mark.parametrize("fact", FACTS)
-def test_a_forked_worker_looks_plain(looks, fact):
-    assert looks["forked"][fact] == looks["plain"][fact]
+@pytest.mark.parametrize("made", ["forked", "blank"])
+def test_a_forked_worker_looks_plain(looks, fact, made):
+    assert looks[made][fact] == looks["plain"][fact]
 
 
 @pytest.mark.parametrize("fact", FACTS)

@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -119,13 +119,15 @@ def _reap(pid: int) -> None:
         return  # reaped between the listing and now
 
 
-def kill_round(keep: Collection[int] = ()) -> bool:
-    """SIGKILL and reap every child but `keep`; True if there was none.
+def kill_round(keep: Callable[[], Collection[int]]) -> bool:
+    """SIGKILL and reap every child but `keep`, asked when all are listed; True if there was none.
 
     Only children are killed: their pids cannot be reused before we reap them. Whatever they had
     started is ours, the subreaper's, as soon as they are dead, and falls in the next round.
     """
-    found = [pid for pid in children() if pid not in keep and _kill(pid)]
+    there = children()
+    kept = keep()
+    found = [pid for pid in there if pid not in kept and _kill(pid)]
     for pid in found:
         _reap(pid)
     return not found
@@ -147,7 +149,7 @@ def kill_descendants(keep: Collection[int] = ()) -> None:
     """
     clean = 0
     while clean < 2:  # twice: see `children`
-        clean = clean + 1 if kill_round(keep) else 0
+        clean = clean + 1 if kill_round(lambda: keep) else 0
         if not clean:
             time.sleep(0.001)
 

@@ -65,6 +65,8 @@ class Supervisor:
         #: Children that are no workers and must not be taken for strays of workers. A helper's
         #: owner adds it at once, before anything else is awaited.
         self.exempt: set[int] = set(linux.children())
+        if zygote is not None:
+            self.exempt -= zygote.blanks()  # it is asked each time
         self._zygote = zygote
         self._cgroup = cgroup
         self._on_exit = on_exit
@@ -200,9 +202,13 @@ class Supervisor:
         clean = 0
         while clean < 2:  # twice: see `linux.children`
             in_flight = self._zygote is not None and self._zygote.in_flight
-            clean = clean + 1 if not in_flight and linux.kill_round(self.exempt) else 0
+            clean = clean + 1 if not in_flight and linux.kill_round(self._helpers) else 0
             if not clean:
                 await asyncio.sleep(0.001)
+
+    def _helpers(self) -> set[int]:
+        """Children of ours that are neither workers nor strays."""
+        return self.exempt | (self._zygote.blanks() if self._zygote is not None else set())
 
     def kill_everything(self) -> None:
         """At once and without the event loop: for an agent whose guard is gone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -64,14 +65,25 @@ class Zygote:
         self._seconds: float | None = None
         self._lock = asyncio.Lock()
         self._requests = 0
+        self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._listening = False
+        self._deaf = False
+        self._blanks: set[int] = set()
 
     @classmethod
     def start(
-        cls, *, python: str, env: Mapping[str, str], preload: Sequence[str], command: Sequence[str]
+        cls,
+        *,
+        python: str,
+        env: Mapping[str, str],
+        preload: Sequence[str],
+        command: Sequence[str],
+        blanks: int = 0,
     ) -> Zygote:
         """Start it for workers that run `command` in `env`; returns while it still imports.
 
-        To be called in the main thread: the zygote dies with the thread that started it.
+        `blanks` is how many copies it makes ahead, when nobody asks for a worker. To be called in
+        the main thread: the zygote dies with the thread that started it.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -86,13 +98,21 @@ class Zygote:
                 ours.close()
                 raise
         ours.setblocking(False)
-        ours.send(json.dumps({"preload": list(preload)}).encode())
+        ours.send(json.dumps({"preload": list(preload), "blanks": blanks}).encode())
         return cls(pid, ours, env, command)
 
     @property
     def usable(self) -> bool:
         """Whether it is worth asking for a worker."""
         return not self.aside
+
+    def blanks(self) -> set[int]:
+        """Children of ours that are no workers yet; those of a dead zygote end by themselves.
+
+        Asked after `linux.children`, it knows every one among them.
+        """
+        self._listen()
+        return set() if self._deaf else set(self._blanks)
 
     async def wait_ready(self) -> float | str:
         """How many seconds the imports took, or why there will be no worker from here."""
@@ -126,13 +146,14 @@ class Zygote:
         if self.aside:
             raise SpawnError(self.aside)
         self._requests += 1
+        message = {"number": self._requests, "cgroup": request["cgroup"]}
         with open(os.memfd_create("request"), "w+b") as file:
             file.write(json.dumps(request).encode())
             file.flush()
             descriptors = [file.fileno(), *streams]
             descriptors += [] if channel_fd is None else [channel_fd]
             try:
-                socket.send_fds(self._control, [str(self._requests).encode()], descriptors)
+                socket.send_fds(self._control, [json.dumps(message).encode()], descriptors)
             except OSError as error:
                 logger.debug("the zygote does not listen: %s", error)
         while True:
@@ -145,17 +166,42 @@ class Zygote:
 
     async def _receive(self) -> dict[str, Any]:
         """The next answer; when there is none to come, one that says so."""
-        try:
-            data = await asyncio.get_running_loop().sock_recv(self._control, MESSAGE_LIMIT)
-        except ConnectionError:
-            data = b""
-        if data:
-            answer: dict[str, Any] = json.loads(data)
-        else:
+        if not self._listening:
+            self._listening = True
+            asyncio.get_running_loop().add_reader(self._control, self._listen)
+        answer = await self._answers.get()
+        if answer is None:
             answer = {"error": f"the zygote has ended ({await self._end()})", "aside": True}
         if answer.get("aside"):
             self.aside = str(answer["error"])
         return answer
+
+    def _listen(self) -> None:
+        """Take what has arrived."""
+        while not self._deaf:
+            try:
+                data = self._control.recv(MESSAGE_LIMIT)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                data = b""
+            if data:
+                self._hear(json.loads(data))
+            else:
+                self._stop_listening()
+                self._answers.put_nowait(None)
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if "blank" in message:
+            self._blanks.add(message["blank"])
+        else:
+            self._blanks.discard(message.get("pid", 0))
+            self._answers.put_nowait(message)
+
+    def _stop_listening(self) -> None:
+        if self._listening:
+            asyncio.get_running_loop().remove_reader(self._control)
+        self._deaf = True
 
     async def _end(self) -> str:
         """Wait for the end of the process: `exit code 1`, `killed by SIGKILL`."""
@@ -167,8 +213,13 @@ class Zygote:
         """End it. Workers are not its children and live on."""
         self.aside = self.aside or "the zygote was closed"
         if self._ending is None:
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         await self._end()
+        self._listen()
+        for pid in self._blanks.intersection(linux.children()):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         async with self._lock:  # whoever waits for an answer learns first that there is none
             self._control.close()
 

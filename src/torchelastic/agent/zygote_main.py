@@ -3,11 +3,15 @@
 The zygote is `python -u train.py`, held up while it starts (`startup`). `serve` imports what every
 worker would import, forks on request, and returns in the copies, which go on to be train.py.
 
-The agent sends one message first, `{"preload": […]}`, and gets `{"seconds": …}` when the imports
-are done. From then on each message is the number of a request, with descriptors: the request
-itself as JSON in a file, standard input, output and error, and perhaps the channel. The answer is
-`{"number": …, "pid": …}`. `{"error": …}` says why there is no worker, and with `"aside": true` that
-there will never be one: the zygote has ended.
+Copying a process that has torch takes milliseconds, so some copies are made ahead: *blanks*, which
+wait to be told what they are.
+
+The agent's first message is `{"preload": […], "blanks": …}`; the answer `{"seconds": …}` comes when
+the imports are done. Every other message is a request, `{"number": …, "cgroup": …}` with
+descriptors: the rest of the request as JSON in a file, standard input, output and error, and
+perhaps the channel. The answer is `{"number": …, "pid": …}`. `{"error": …}` says why there is no
+worker, and with `"aside": true` that there will never be one: the zygote ends. `{"blank": pid}`
+comes before a blank becomes the agent's child.
 """
 
 from __future__ import annotations
@@ -17,12 +21,14 @@ import glob
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torchelastic import env
@@ -36,34 +42,22 @@ NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 TITLE = "torchelastic-zygote"
 MESSAGE_LIMIT = 64 * 1024
 DESCRIPTOR_LIMIT = 8
+#: Seconds without a request after which blanks are made: not while workers start, who need the CPU.
+QUIET = 0.5
 
 
 def serve(descriptor: int) -> None:
-    """Fork a worker for every request on this socket; returns in the workers, and only there."""
+    """Make a worker for every request on this socket; returns in the workers, and only there."""
     signal.setitimer(signal.ITIMER_PROF, 0)  # see `zygote._stop_the_wrong_program`
     agent = os.getppid()
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
     linux.write_command_line([TITLE])
-    env_changes = _warm_up(control)
+    config = json.loads(control.recv(MESSAGE_LIMIT))
+    env_changes = _warm_up(control, config["preload"])
     linux.outlive_parent()  # the end of the conversation tells, and leaves time to clean up
-    cgroup = None
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_LIMIT, DESCRIPTOR_LIMIT)
-        if not message:
-            _agent_is_gone(cgroup)
-        if reason := unfit_to_fork():
-            _step_aside(control, reason)
-        request = _read_request(descriptors.pop(0))
-        cgroup = Cgroup(request["cgroup"]) if request["cgroup"] else cgroup
-        answer = _fork_twice()
-        if answer is None:
-            control.close()
-            zygote_worker.become(request, descriptors, agent, env_changes)
-            return
-        for descriptor in descriptors:
-            os.close(descriptor)
-        _send(control, number=int(message), **answer)
+    descriptors = _Server(control, agent, config["blanks"]).run()
+    zygote_worker.become(descriptors, agent, env_changes)
 
 
 def _send(control: socket.socket, **answer: Any) -> None:
@@ -75,20 +69,121 @@ def _step_aside(control: socket.socket, reason: str) -> NoReturn:
     os._exit(0)
 
 
-def _agent_is_gone(cgroup: Cgroup | None) -> NoReturn:
-    """The last of the three to be there, if agent and guard were killed at once."""
-    if cgroup is not None:
-        cgroup.remove()
-    os._exit(0)
+@dataclass(frozen=True)
+class _Blank:
+    pid: int
+    #: Where to tell it what it is.
+    socket: socket.socket
+
+
+class _Server:
+    """The zygote once it is warm."""
+
+    def __init__(self, control: socket.socket, agent: int, wanted: int) -> None:
+        self._control = control
+        self._agent = agent
+        self._wanted = wanted
+        self._blanks: list[_Blank] = []
+        self._quiet_from = time.monotonic() + QUIET
+        self._cgroup: Cgroup | None = None
+
+    def run(self) -> list[int]:
+        """Serve until the agent is gone; returns in new processes, with a request's descriptors."""
+        while True:
+            descriptors = self._add_blank() if self._quiet() else self._answer()
+            if descriptors is not None:
+                return descriptors
+
+    def _quiet(self) -> bool:
+        """Wait for a request; True if there was none for a while and blanks are lacking."""
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        if len(self._blanks) >= self._wanted:
+            return not poll.poll()
+        return not poll.poll(max(0.0, self._quiet_from - time.monotonic()) * 1000)
+
+    def _answer(self) -> list[int] | None:
+        """One request; None unless this is the new process."""
+        data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_LIMIT, DESCRIPTOR_LIMIT)
+        if not data:
+            self._agent_is_gone()
+        if reason := unfit_to_fork():
+            _step_aside(self._control, reason)
+        message = json.loads(data)
+        self._cgroup = Cgroup(message["cgroup"]) if message["cgroup"] else self._cgroup
+        answer: dict[str, Any] = {"number": message["number"]}
+        try:
+            answer["pid"] = self._use_blank(descriptors) or fork_orphan()
+        except OSError as error:
+            answer["error"] = f"the zygote cannot fork: {error}"
+        if answer.get("pid") == 0:
+            self._close_all()
+            return descriptors
+        for descriptor in descriptors:
+            os.close(descriptor)
+        _send(self._control, **answer)
+        self._quiet_from = time.monotonic() + QUIET
+        return None
+
+    def _use_blank(self, descriptors: Sequence[int]) -> int | None:
+        """Let a blank be the worker; its pid, None if there is no blank that lives."""
+        while self._blanks:
+            blank = self._blanks.pop(0)
+            with blank.socket:
+                try:
+                    socket.send_fds(blank.socket, [b"be"], descriptors)
+                    return blank.pid
+                except OSError:
+                    continue  # it was killed while it waited
+        return None
+
+    def _add_blank(self) -> list[int] | None:
+        """Make one; returns in the blank, when it is told what it is."""
+        if unfit_to_fork():  # the next request will be told
+            self._wanted = 0
+            return None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                pid = fork_orphan(lambda pid: _send(self._control, blank=pid))
+            except OSError:
+                self._wanted = 0  # short of processes or memory: workers come first
+                ours.close()
+                return None
+            if pid == 0:
+                ours.close()
+                self._close_all()
+                return self._wait_to_be_told(theirs)
+        self._blanks.append(_Blank(pid, ours))
+        return None
+
+    def _wait_to_be_told(self, by_zygote: socket.socket) -> list[int]:
+        zygote_worker.belong_to(self._agent)
+        data, descriptors, _, _ = socket.recv_fds(by_zygote, MESSAGE_LIMIT, DESCRIPTOR_LIMIT)
+        if not data:  # the zygote has ended
+            os._exit(0)
+        return descriptors
+
+    def _close_all(self) -> None:
+        """What a copy has of the zygote: it must neither listen there nor keep others from seeing
+        the zygote's end."""
+        self._control.close()
+        for blank in self._blanks:
+            blank.socket.close()
+
+    def _agent_is_gone(self) -> NoReturn:
+        """The last of the three to be there, if agent and guard were killed at once."""
+        if self._cgroup is not None:
+            self._cgroup.remove()
+        os._exit(0)
 
 
 # --- importing -----------------------------------------------------------------------------------
 
 
-def _warm_up(control: socket.socket) -> dict[str, str | None]:
+def _warm_up(control: socket.socket, preload: Iterable[str]) -> dict[str, str | None]:
     """Import everything; returns what the preloaded modules did to the environment."""
     began = time.monotonic()
-    preload = json.loads(control.recv(MESSAGE_LIMIT))["preload"]
     env.update({NVML_CHECK: "1"})
     warnings_told = import_all(MODULES)
     if "torch" not in sys.modules:
@@ -182,41 +277,38 @@ def _devices() -> list[str]:
     return sorted({name for name in names if name.startswith(("/dev/nvidia", "/dev/kfd"))})
 
 
-def _read_request(descriptor: int) -> dict[str, Any]:
-    with open(descriptor, "rb") as file:
-        file.seek(0)  # the agent, with the same open file, has written to its end
-        request: dict[str, Any] = json.load(file)
-        return request
-
-
-def _fork_twice() -> dict[str, Any] | None:
+def fork_orphan(announce: Callable[[int], None] = lambda pid: None) -> int:
     """Fork a process whose parent leaves at once, so that the agent, a subreaper, takes its place.
 
-    None in the new process; elsewhere the answer to the agent, whose child it is by then.
+    0 in the new process. In the zygote its pid, when it is the agent's child; `announce` is told
+    the pid before.
     """
-    heard, said = os.pipe()
-    try:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
         between = os.fork()
         if between == 0:
-            _fork_and_leave(said)
-            return None
+            ours.close()
+            _fork_and_leave(theirs)
+            return 0
+        theirs.close()
+        pid = int(ours.recv(32) or 0)
+        if pid:
+            announce(pid)
+        ours.close()  # `between` may go
         os.waitpid(between, 0)
-        os.set_blocking(heard, False)
-        return {"pid": int(os.read(heard, 32))}
-    except OSError as error:
-        return {"error": f"the zygote cannot fork: {error}"}
-    finally:
-        os.close(heard)
-        os.close(said)
+    if not pid:
+        raise OSError("there can be no more processes")
+    return pid
 
 
-def _fork_and_leave(said: int) -> None:
+def _fork_and_leave(to_zygote: socket.socket) -> None:
     """Returns in the child only: a second zygote must not come out of here, whatever happens."""
     pid = -1
     try:
         pid = os.fork()
         if pid:
-            os.write(said, str(pid).encode())
+            to_zygote.send(str(pid).encode())
+            to_zygote.recv(1)  # until the zygote closes its end
     finally:
         if pid:
             os._exit(0)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import runpy
@@ -23,17 +24,14 @@ from torchelastic.worker import bootstrap, channel
 CONSTANT_SEED = 67280421310721
 
 
-def become(
-    request: Mapping[str, Any],
-    descriptors: Sequence[int],
-    agent: int,
-    env_changes: Mapping[str, str | None],
-) -> None:
+def become(descriptors: Sequence[int], agent: int, env_changes: Mapping[str, str | None]) -> None:
     """Take on everything that is this worker's own; ends the process if that fails."""
     try:
-        _belong_to(agent)
-        _take_streams(descriptors[:3])
-        _take_environment(request["env"], env_changes, descriptors[3:])
+        belong_to(agent)
+        os.setsid()
+        request = _read(descriptors[0])
+        _take_streams(descriptors[1:4])
+        _take_environment(request["env"], env_changes, descriptors[4:])
         if request["cgroup"]:
             Cgroup(request["cgroup"]).join()
         if request["cpus"] is not None:
@@ -49,13 +47,19 @@ def become(
         _run_here(request["module"])
 
 
-def _belong_to(agent: int) -> None:
+def belong_to(agent: int) -> None:
     """Wait until the process between us and the agent has gone; then die when the agent does."""
     between = os.getppid()
     while os.getppid() == between != agent:
         time.sleep(0.0001)
     linux.die_with_parent(agent)
-    os.setsid()
+
+
+def _read(descriptor: int) -> dict[str, Any]:
+    with open(descriptor, "rb") as file:
+        file.seek(0)  # the agent, with the same open file, has written to its end
+        request: dict[str, Any] = json.load(file)
+        return request
 
 
 def _take_streams(descriptors: Sequence[int]) -> None:

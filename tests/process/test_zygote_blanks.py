@@ -1,0 +1,97 @@
+"""Copies made ahead: they are used, replaced, left alone, and never left behind."""
+
+import os
+import signal
+
+import pytest
+
+from tests.process.bench import bench, fake_torch
+from tests.support import poll_for
+from torchelastic.agent import linux
+from torchelastic.agent.supervisor import WorkerSpawn
+from torchelastic.config import Entry
+
+COUNT = 2
+
+
+@pytest.fixture
+def environ(tmp_path):
+    return fake_torch(tmp_path)
+
+
+@pytest.fixture
+def made(tmp_path, environ):
+    (tmp_path / "train.py").write_text("import signal; signal.pause()")
+    with bench(tmp_path) as made:
+        made.start_zygote(Entry("script", str(tmp_path / "train.py")), environ, blanks=COUNT)
+        assert made.supervisor.alive == ()
+        wait_for_blanks(made)
+        yield made
+
+
+def wait_for_blanks(made):
+    made.until(lambda: len(made.zygote.blanks()) == COUNT, "blanks")
+    poll_for(
+        lambda: made.zygote.blanks() <= set(linux.children()), what="blanks that are our children"
+    )
+
+
+def start(made, environ, count):
+    entry = Entry("script", str(made.directory / "train.py"))
+    spawns = [
+        WorkerSpawn(local_rank=rank, rank=rank, generation=0, entry=entry, env=environ)
+        for rank in range(count)
+    ]
+    return set(made.do(made.supervisor.start(spawns)).values())
+
+
+def test_they_become_the_workers_and_are_replaced(made, environ):
+    for _ in range(3):
+        ready = made.zygote.blanks()
+        assert start(made, environ, COUNT) == ready
+        wait_for_blanks(made)
+        made.do(made.supervisor.stop(timeout=60))
+        assert len(made.zygote.blanks()) == COUNT, "stopping workers leaves them alone"
+        assert set(linux.children()) == {made.zygote.pid, *made.zygote.blanks()}
+
+
+def test_more_workers_than_blanks_are_forked_as_well(made, environ):
+    ready = made.zygote.blanks()
+    assert start(made, environ, COUNT + 1) > ready
+
+
+def test_one_that_was_killed_is_not_used(made, environ):
+    victim = min(made.zygote.blanks())
+    os.kill(victim, signal.SIGKILL)
+    poll_for(lambda: state_of(victim) == "Z", what="its end")
+    started = start(made, environ, COUNT)
+    assert victim not in started
+    assert len(started) == COUNT
+
+
+def state_of(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+
+
+def test_they_end_with_the_zygote(made, environ):
+    ready = made.zygote.blanks()
+    os.kill(made.zygote.pid, signal.SIGKILL)
+    poll_for(lambda: all(state_of(pid) == "Z" for pid in ready), what="their end")
+    workers = start(made, environ, COUNT)  # plain processes
+    assert not workers & ready
+    made.do(made.supervisor.stop(timeout=60))
+    assert set(linux.children()) <= {made.zygote.pid}, "and they are reaped"
+
+
+def test_closing_the_zygote_ends_them(made):
+    ready = made.zygote.blanks()
+    made.do(made.zygote.close())
+    assert not ready & set(linux.children())
+    assert made.zygote.blanks() == set()
+
+
+def test_they_show_what_they_are(made):
+    for pid in made.zygote.blanks():
+        with open(f"/proc/{pid}/cmdline") as file:
+            assert file.read().startswith("torchelastic-zygote\0")
