@@ -24,6 +24,7 @@ class Nursery:
                 env=env,
                 preload=config.preload,
                 command=command_line(entry, self._python),
+                blanks=config.nproc_per_node,
             )
             self.pids.add(self.zygote.pid)
         self.stores = StoreHost(self._spawn, env)
