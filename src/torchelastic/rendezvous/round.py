@@ -69,9 +69,8 @@ class Present:
     member: Member
     #: Orders members by arrival, the same for every leader.
     created: int
-    #: When the leader first saw it, and first saw it ready.
+    #: When the leader first saw it: its arrival, ready or not.
     seen_at: float
-    ready_at: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,13 +111,8 @@ def seen(state: RoundState, member: Member, created: int, now: float) -> RoundSt
     if before is not None and before.created != created:
         state = lost(state, member.node)
         before = None
-    ready_at = before.ready_at if before else None
-    present = Present(
-        member=member,
-        created=created,
-        seen_at=before.seen_at if before else now,
-        ready_at=now if member.ready and ready_at is None else ready_at,
-    )
+    seen_at = before.seen_at if before else now
+    present = Present(member=member, created=created, seen_at=seen_at)
     state = replace(state, members={**state.members, member.node: present})
     return _note_report(state, member)
 
@@ -381,8 +375,7 @@ def _settled_at(rules: RoundRules, state: RoundState, nodes: Iterable[str]) -> f
     """
     if len(_candidates(state)) >= rules.max_nodes:
         return 0.0
-    arrivals = [state.members[node].ready_at or 0.0 for node in nodes]
-    at = max(arrivals) + rules.settle
+    at = max(state.members[node].seen_at for node in nodes) + rules.settle
     warming = [
         present.seen_at
         for present in state.members.values()

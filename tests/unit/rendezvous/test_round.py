@@ -149,6 +149,14 @@ def test_a_member_that_warms_up_is_waited_for():
     assert job.names == ["a", "b"]
 
 
+def test_settling_and_warming_up_go_on_side_by_side():
+    job = Job("1:3", settle=1.0)
+    job.come("a", ready=False)
+    job.wait(5.0)
+    job.say("a", ready=True)
+    assert job.names == ["a"]
+
+
 def test_a_member_that_never_warms_up_does_not_hold_the_others_for_ever():
     job = Job("1:3")
     job.come("a")
