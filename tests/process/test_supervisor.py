@@ -181,6 +181,21 @@ def test_messages_arrive_in_order_and_junk_is_ignored(plain, environ):
     assert [message["step"] for _, message in plain.messages] == list(range(500))
 
 
+def test_the_last_words_are_heard_however_many_came_before(plain, environ):
+    source = """
+    from torchelastic.worker import channel
+    for step in range(100):
+        channel.send({"step": step})
+    raise RuntimeError("the end")
+    """
+    plain.do(plain.supervisor.start(spawns(plain, environ, source, 1)))
+    pid = plain.supervisor._workers[0].pid
+    poll_for(lambda: state_of(pid) == "Z", what="the end of the worker")  # nobody has read yet
+    plain.until(lambda: plain.exits, "the end")
+    assert len(plain.messages) == 101
+    assert plain.messages[-1][1]["message"] == "RuntimeError: the end"
+
+
 def test_a_worker_that_sends_more_than_is_read_is_not_held_up(plain, environ):
     source = """
     from torchelastic.worker import channel

@@ -11,6 +11,7 @@ import pytest
 
 from tests.process.bench import bench, fake_torch, pids_of
 from tests.support import poll_for
+from torchelastic.agent import zygote
 from torchelastic.agent.supervisor import WorkerSpawn
 from torchelastic.agent.zygote import Zygote
 from torchelastic.config import Entry
@@ -194,7 +195,7 @@ def test_a_python_that_skips_our_start_never_runs_the_program(made, environ, tmp
     made.zygote = Zygote.start(
         python=str(python), env=environ, preload=[], command=[str(python), "-u", str(script)]
     )
-    assert "SIGPROF" in made.do(made.zygote.wait_ready())
+    assert "does not import sitecustomize" in made.do(made.zygote.wait_ready())
 
 
 def test_a_package_that_is_broken_never_runs_the_program(made, script, environ, tmp_path):
@@ -246,6 +247,15 @@ def test_a_cancelled_request_does_not_confuse_the_next(made, script, environ):
     pid = made.do(cancel_and_ask_again())
     poll_for(lambda: len(pids_of(str(script))) == 2, what="both workers")
     assert pid == max(pids_of(str(script)))
+
+
+def test_a_frozen_zygote_is_given_up(made, script, environ, monkeypatch):
+    monkeypatch.setattr(zygote, "ANSWER_LIMIT", 0.2)
+    entry = Entry("script", str(script))
+    made.start_zygote(entry, environ)
+    os.kill(made.zygote.pid, signal.SIGSTOP)
+    assert made.run(entry, environ).stdout == "ran\n", "a plain process takes its place"
+    assert "has not answered" in made.zygote.aside
 
 
 def test_closing_it_tells_who_waits(made, script, environ, tmp_path):

@@ -62,14 +62,14 @@ class Cgroup:
         try:
             with open(os.path.join(self.path, "cgroup.procs"), encoding="ascii") as file:
                 return [int(line) for line in file]
-        except FileNotFoundError:
+        except OSError:  # it is gone, or going
             return []
 
     def kill(self) -> None:
         """SIGKILL to everything inside."""
         try:
             _write(os.path.join(self.path, "cgroup.kill"), "1")
-        except FileNotFoundError:  # a kernel before 5.14
+        except OSError:  # a kernel before 5.14 has no such file
             for pid in self.processes():
                 _kill(pid)
 
@@ -93,9 +93,11 @@ class Cgroup:
 def remove_all(prefix: str) -> None:
     """Kill and remove the cgroups whose name begins so: those of an agent that is no more."""
     home = own_directory()
-    for name in os.listdir(home) if home is not None else ():
+    if home is None or not os.access(home, os.R_OK | os.W_OK):
+        return
+    for name in os.listdir(home):
         if name.startswith(prefix):
-            Cgroup(os.path.join(str(home), name)).remove()
+            Cgroup(os.path.join(home, name)).remove()
 
 
 def prefix_of(agent: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -131,7 +130,8 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         loop.remove_reader(worker.pidfd)
         os.close(worker.pidfd)
-        self._hear(worker)  # its last words come before its end
+        while self._hear(worker):  # its last words come before its end
+            continue
         loop.remove_reader(worker.channel)
         worker.channel.close()
         del self._workers[worker.local_rank]
@@ -139,24 +139,27 @@ class Supervisor:
             self._none_left.set()
         self._on_exit(WorkerExit(worker.local_rank, worker.pid, exitcode))
 
-    def _hear(self, worker: _Worker) -> None:
-        """Pass on what the worker has sent; the end of its channel means nothing, its children may
-        hold it open or it may have closed it."""
+    def _hear(self, worker: _Worker) -> bool:
+        """Pass on what the worker has sent; True if there may be more.
+
+        The end of a channel says nothing: children may hold it open after the worker's end.
+        """
         for _ in range(BURST):
             try:
                 data, _, flags, _ = worker.channel.recvmsg(channel.LIMIT, 0, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                return
+                return False
             except ConnectionError:
                 data, flags = b"", 0
             if not data:
                 asyncio.get_running_loop().remove_reader(worker.channel)
-                return
+                return False
             message = None if flags & socket.MSG_TRUNC else _parse(data)
             if message is None:
                 logger.debug("worker %d sent something unreadable", worker.local_rank)
             else:
                 self._on_message(worker.local_rank, message)
+        return True
 
     def _reap_strays(self) -> None:
         """A worker's orphan that has ended is a zombie of ours until we look."""
@@ -180,8 +183,10 @@ class Supervisor:
         """
         self.signal(signum)
         self.signal(SIGCONT)  # a stopped process would not see the signal
-        with contextlib.suppress(asyncio.TimeoutError):
+        try:
             await asyncio.wait_for(self._none_left.wait(), timeout)
+        except asyncio.TimeoutError:
+            logger.info("Killing local ranks %s, %g s after %s.", self.alive, timeout, signum)
         self.signal(SIGKILL)
         if self._cgroup is not None:
             self._cgroup.kill()

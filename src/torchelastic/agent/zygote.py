@@ -21,6 +21,8 @@ from torchelastic.errors import SpawnError
 logger = logging.getLogger(__name__)
 
 MESSAGE_LIMIT = 64 * 1024
+#: Seconds that a fork may take, on a machine that is far too busy.
+ANSWER_LIMIT = 30.0
 #: CPU seconds in which Python reaches our code; see `_stop_the_wrong_program`.
 START_LIMIT = 0.5
 
@@ -66,7 +68,8 @@ class Zygote:
         self._lock = asyncio.Lock()
         self._requests = 0
         self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        self._listening = False
+        #: The loop that listens, once somebody has waited for an answer.
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._deaf = False
         self._blanks: set[int] = set()
 
@@ -157,7 +160,11 @@ class Zygote:
             except OSError as error:
                 logger.debug("the zygote does not listen: %s", error)
         while True:
-            answer = await self._receive()
+            try:
+                answer = await asyncio.wait_for(self._receive(), ANSWER_LIMIT)
+            except asyncio.TimeoutError:
+                self._give_up()
+                raise SpawnError(self.aside) from None
             if answer.get("number", self._requests) != self._requests:
                 continue  # to a request that was cancelled
             if "error" in answer:
@@ -166,9 +173,9 @@ class Zygote:
 
     async def _receive(self) -> dict[str, Any]:
         """The next answer; when there is none to come, one that says so."""
-        if not self._listening:
-            self._listening = True
-            asyncio.get_running_loop().add_reader(self._control, self._listen)
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._control, self._listen)
         answer = await self._answers.get()
         if answer is None:
             answer = {"error": f"the zygote has ended ({await self._end()})", "aside": True}
@@ -188,8 +195,7 @@ class Zygote:
             if data:
                 self._hear(json.loads(data))
             else:
-                self._stop_listening()
-                self._answers.put_nowait(None)
+                self._end_of_answers()
 
     def _hear(self, message: dict[str, Any]) -> None:
         if "blank" in message:
@@ -198,23 +204,35 @@ class Zygote:
             self._blanks.discard(message.get("pid", 0))
             self._answers.put_nowait(message)
 
-    def _stop_listening(self) -> None:
-        if self._listening:
-            asyncio.get_running_loop().remove_reader(self._control)
+    def _end_of_answers(self) -> None:
         self._deaf = True
+        if self._loop is not None:
+            self._loop.remove_reader(self._control)
+        self._answers.put_nowait(None)
 
     async def _end(self) -> str:
         """Wait for the end of the process: `exit code 1`, `killed by SIGKILL`."""
         if self._ending is None:
             self._ending = asyncio.ensure_future(_exit_of(self._pidfd))
-        return exit_words(await asyncio.shield(self._ending))
+        exitcode = await asyncio.shield(self._ending)
+        if exitcode == -signal.SIGPROF:
+            return "its Python does not import sitecustomize, by which we start"
+        return exit_words(exitcode)
+
+    def _give_up(self) -> None:
+        """It is frozen, or the machine is: a process without it is better than none."""
+        self.aside = f"the zygote has not answered for {ANSWER_LIMIT:g} s"
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._ending is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def close(self) -> None:
         """End it. Workers are not its children and live on."""
         self.aside = self.aside or "the zygote was closed"
-        if self._ending is None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        self._kill()
         await self._end()
         self._listen()
         for pid in self._blanks.intersection(linux.children()):

@@ -16,6 +16,7 @@ comes before a blank becomes the agent's child.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import glob
 import importlib
@@ -27,7 +28,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -61,7 +62,8 @@ def serve(descriptor: int) -> None:
 
 
 def _send(control: socket.socket, **answer: Any) -> None:
-    control.send(json.dumps(answer).encode())
+    with contextlib.suppress(ConnectionError):  # the agent is gone: the next read will tell
+        control.send(json.dumps(answer).encode())
 
 
 def _step_aside(control: socket.socket, reason: str) -> NoReturn:
@@ -185,18 +187,16 @@ def _warm_up(control: socket.socket, preload: Iterable[str]) -> dict[str, str | 
     """Import everything; returns what the preloaded modules did to the environment."""
     began = time.monotonic()
     env.update({NVML_CHECK: "1"})
-    warnings_told = import_all(MODULES)
+    told = import_all(MODULES)
     if "torch" not in sys.modules:
-        _step_aside(control, warnings_told[0])
+        _step_aside(control, told[0])
     before = env.snapshot()
-    sys.path[:0] = path_of_main()
-    warnings_told += import_all(preload)
-    for entry in path_of_main():
-        sys.path.remove(entry)
+    with _path_of_main():
+        told += import_all(preload)
     _settle()
     if reason := unfit_to_fork():
         _step_aside(control, reason)
-    _send(control, seconds=time.monotonic() - began, warnings=warnings_told)
+    _send(control, seconds=time.monotonic() - began, warnings=told)
     return changes(before, env.snapshot())
 
 
@@ -211,14 +211,23 @@ def import_all(names: Iterable[str]) -> list[str]:
     return told
 
 
-def path_of_main() -> list[str]:
-    """What Python is going to put before `sys.path` when it runs the program, if anything."""
-    if getattr(sys.flags, "safe_path", False):
-        return []
+@contextlib.contextmanager
+def _path_of_main() -> Iterator[None]:
+    """Have on `sys.path` what Python is going to put there itself when it runs the program."""
+    entry = path_of_main()
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, entry)
+    yield
+    if entry in sys.path:
+        sys.path.remove(entry)
+
+
+def path_of_main() -> str:
+    """The directory of the program; the current one for a module."""
     if sys.argv[0] == "-m":
-        return [os.getcwd()]
+        return os.getcwd()
     program = os.path.realpath(sys.argv[0])
-    return [program if os.path.isdir(program) else os.path.dirname(program)]
+    return program if os.path.isdir(program) else os.path.dirname(program)
 
 
 def changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:

@@ -78,7 +78,7 @@ def test_what_python_will_put_on_its_path(monkeypatch, tmp_path):
         "real": tmp_path / "real",
     }.items():
         monkeypatch.setattr(sys, "argv", [program])
-        assert zygote_main.path_of_main() == [str(expected)]
+        assert zygote_main.path_of_main() == str(expected)
 
 
 def test_imports_that_fail_are_told():
