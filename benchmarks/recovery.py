@@ -41,14 +41,14 @@ def counts(scenario: Scenario, repetitions: int, stock: int) -> list[tuple[Launc
     torchrun's setting known to lose a row meets it less often: it costs minutes and decides
     nothing. Should it win, its fewer repetitions are what the row is measured against.
     """
-    half = (repetitions + 1) // 2
+    half, third = (repetitions + 1) // 2, (repetitions + 2) // 3
     return {
-        "worker": [(OURS, repetitions), (SAFE, repetitions), (FAST, half), (STOCK, stock)],
+        "worker": [(OURS, repetitions), (SAFE, repetitions), (FAST, third), (STOCK, stock)],
         "node": [(OURS, repetitions), (SAFE, half), (FAST, repetitions), (STOCK, stock)],
         "grow": [
             (OURS, 2 * repetitions),
             (SAFE, repetitions),
-            (FAST, (repetitions + 2) // 3),
+            (FAST, third),
             (STOCK, stock),
         ],
         "imports": [(OURS, half), (OURS_PRELOAD, half), (SAFE, half)],

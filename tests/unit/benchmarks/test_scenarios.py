@@ -34,7 +34,7 @@ def test_faults_come_at_many_phases_of_a_heartbeat():
 @pytest.mark.parametrize(
     ("scenario", "expected"),
     [
-        (scenarios.WORKER, {OURS.name: 10, SAFE.name: 10, FAST.name: 5, STOCK.name: 1}),
+        (scenarios.WORKER, {OURS.name: 10, SAFE.name: 10, FAST.name: 4, STOCK.name: 1}),
         (scenarios.NODE, {OURS.name: 10, SAFE.name: 5, FAST.name: 10, STOCK.name: 1}),
         (scenarios.GROW, {OURS.name: 20, SAFE.name: 10, FAST.name: 4, STOCK.name: 1}),
     ],
