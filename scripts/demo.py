@@ -33,9 +33,15 @@ class Demo:
         self.port = free_port()
         self.nodes: list[subprocess.Popen[bytes]] = []
         self.began = time.monotonic()
+        #: What was done to the job, and when.
+        self.faults: list[tuple[float, str]] = []
 
     def tell(self, mark: str, text: str) -> None:
         print(f"{time.monotonic() - self.began:6.1f} s  {mark} {text}", flush=True)
+
+    def fault(self, text: str) -> float:
+        self.faults.append((time.monotonic(), text))
+        return self.faults[-1][0]
 
     def start_node(self) -> subprocess.Popen[bytes]:
         command = [
@@ -121,21 +127,21 @@ def run(demo: Demo) -> None:
     demo.train_on()
 
     victim = demo.worker()
-    fault = time.monotonic()
+    fault = demo.fault("a worker is killed")
     os.kill(int(victim["pid"]), signal.SIGKILL)
     demo.tell("✘", f"kill -9 of a worker (rank {victim['rank']:.0f})")
     step = demo.wait(lambda: demo.trains(4, fault), "four workers after the kill")
     demo.tell("✔", f"all 4 workers train again: {step['t'] - fault:.2f} s after the kill")
     demo.train_on()
 
-    fault = time.monotonic()
+    fault = demo.fault("a node is killed")
     kill_node(second)
     demo.tell("✘", "kill -9 of a node: its agent and both its workers")
     step = demo.wait(lambda: demo.trains(2, fault), "the survivors")
     demo.tell("✔", f"the other 2 workers train on: {step['t'] - fault:.2f} s after the kill")
     demo.train_on()
 
-    fault = time.monotonic()
+    fault = demo.fault("a node is started")
     demo.start_node()
     demo.tell("+", "another node is started; it warms up while the others train")
     step = demo.wait(lambda: demo.trains(4, fault), "four workers with the newcomer")
@@ -143,6 +149,34 @@ def run(demo: Demo) -> None:
     demo.tell("✔", f"4 workers train: nobody trained for {pause:.2f} s")
     demo.train_on()
     demo.tell("·", f"{demo.steps()[-1]['step']:.0f} steps done; stopping")
+
+
+def draw(demo: Demo, path: Path) -> None:
+    """Every finished step as a dot: one row a worker, the faults as lines."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    steps = demo.steps()
+    begin = demo.faults[0][0] - 1.5
+    shown = [step for step in steps if step["t"] >= begin]
+    rows = {pid: row for row, pid in enumerate(dict.fromkeys(step["pid"] for step in shown))}
+    figure, axes = pyplot.subplots(figsize=(10, 3.6), dpi=150)
+    times = [step["t"] - begin for step in shown]
+    colours = ["#d9480f" if step["size"] == 4 else "#1971c2" for step in shown]
+    axes.scatter(times, [rows[step["pid"]] for step in shown], s=2, c=colours, linewidths=0)
+    for moment, text in demo.faults:
+        axes.axvline(moment - begin, color="#212529", lw=1)
+        axes.annotate(f" {text}", (moment - begin, len(rows) - 0.3), fontsize=9)
+    axes.set_ylim(len(rows) - 0.5 + 1.2, -0.5)
+    axes.set_yticks([])
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("worker processes")
+    axes.set_title("Every dot is a finished step: of 4 workers (orange), of 2 (blue)", fontsize=10)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path)
 
 
 def kill_node(guard: subprocess.Popen[bytes]) -> None:
@@ -162,11 +196,14 @@ def free_port() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--verbose", action="store_true", help="show what the nodes print")
+    parser.add_argument("--picture", type=Path, help="draw it (needs matplotlib)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="torchelastic_demo_") as directory:
         demo = Demo(Path(directory), arguments.verbose)
         try:
             run(demo)
+            if arguments.picture:
+                draw(demo, arguments.picture)
         finally:
             demo.close()
 
