@@ -61,7 +61,8 @@ def fake_torch(directory: Path) -> dict[str, str]:
     (package / "__init__.py").write_text(FAKE_TORCH)
     (package / "distributed.py").touch()
     (package / "_dynamo.py").touch()
-    return {**env.snapshot(), "PYTHONPATH": str(package.parent)}
+    path = [str(package.parent), *filter(None, [env.get("PYTHONPATH")])]
+    return {**env.snapshot(), "PYTHONPATH": os.pathsep.join(path)}
 
 
 class Bench:

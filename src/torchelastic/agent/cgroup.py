@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import signal
 import time
 
@@ -31,7 +30,7 @@ class Cgroup:
         if home is None:
             logger.debug("no cgroup for the workers: this process is in none of version 2")
             return None
-        made = cls(os.path.join(home, f"{prefix_of(os.getpid())}{secrets.token_hex(4)}"))
+        made = cls(os.path.join(home, f"{prefix_of(os.getpid())}{os.urandom(4).hex()}"))
         try:
             os.mkdir(made.path)
         except OSError as error:
