@@ -2,12 +2,14 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from tests.process.bench import bench, fake_torch
 from tests.support import poll_for
 from torchelastic.agent import linux
+from torchelastic.agent.cgroup import Cgroup
 from torchelastic.agent.supervisor import WorkerSpawn
 from torchelastic.config import Entry
 
@@ -53,6 +55,28 @@ def test_they_become_the_workers_and_are_replaced(made, environ):
         made.do(made.supervisor.stop(timeout=60))
         assert len(made.zygote.blanks()) == COUNT, "stopping workers leaves them alone"
         assert set(linux.children()) == {made.zygote.pid, *made.zygote.blanks()}
+
+
+def test_they_are_where_the_workers_will_be(tmp_path, environ):
+    cgroup = Cgroup.create()
+    if cgroup is None:
+        pytest.skip("cgroups of version 2 are not writable here")
+    (tmp_path / "train.py").write_text("import signal; signal.pause()")
+    with bench(tmp_path, cgroup) as made:
+        made.start_zygote(Entry("script", str(tmp_path / "train.py")), environ, blanks=COUNT)
+        assert made.supervisor.alive == ()
+        for _ in range(2):
+            wait_for_blanks(made)
+            ready = made.zygote.blanks()
+            poll_for(lambda: ready <= set(cgroup.processes()), what="blanks in the cgroup")  # noqa: B023
+            assert start(made, environ, COUNT) == ready
+            wait_for_blanks(made)
+            made.do(made.supervisor.stop(timeout=60))
+            ready = made.zygote.blanks()  # only workers were killed
+            poll_for(lambda: set(cgroup.processes()) == ready, what="blanks alone")  # noqa: B023
+            assert {
+                int(path.name) for path in Path(cgroup.path).iterdir() if path.is_dir()
+            } == ready
 
 
 def test_more_workers_than_blanks_are_forked_as_well(made, environ):

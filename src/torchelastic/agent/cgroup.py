@@ -1,12 +1,15 @@
 """A cgroup (version 2) for the workers of an agent, where the kernel lets us make one.
 
 It ends a whole tree at once, faster than the tree can fork. It is an extra: without it the
-subreaper still finds everything. Its name says whose it is, so that the guard can clean up after
-an agent that was killed: `torchelastic-<agent's pid>-<its start time>-<random>`.
+subreaper still finds everything. Each worker has a cgroup of its own in it, named by its pid.
+
+Its name says whose it is, so that the guard can clean up after an agent that was killed:
+`torchelastic-<agent's pid>-<its start time>-<random>`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -51,18 +54,35 @@ class Cgroup:
             except OSError:
                 os._exit(1)
             os._exit(0)
-        return os.waitpid(pid, 0)[1] == 0
+        admitted = os.waitpid(pid, 0)[1] == 0
+        self.of(pid).remove()
+        return admitted
+
+    def of(self, pid: int) -> Cgroup:
+        """The one that a process made in here when it joined."""
+        return Cgroup(os.path.join(self.path, str(pid)))
 
     def join(self) -> None:
-        """Move the calling process in."""
-        _write(os.path.join(self.path, "cgroup.procs"), "0")
+        """Move the calling process into a cgroup of its own in here.
+
+        Moving can take the kernel 10 ms; once is enough, so a process may ask again.
+        """
+        own = self.of(os.getpid())
+        if own_directory() != own.path:
+            with contextlib.suppress(FileExistsError):  # of a process that had the same pid
+                os.mkdir(own.path)
+            _write(os.path.join(own.path, "cgroup.procs"), "0")
 
     def processes(self) -> list[int]:
-        try:
-            with open(os.path.join(self.path, "cgroup.procs"), encoding="ascii") as file:
-                return [int(line) for line in file]
-        except OSError:  # it is gone, or going
-            return []
+        """Everything inside, however deep."""
+        found = []
+        for directory, _, _ in os.walk(self.path):
+            try:
+                with open(os.path.join(directory, "cgroup.procs"), encoding="ascii") as file:
+                    found += [int(line) for line in file]
+            except OSError:
+                continue  # it is gone, or going
+        return found
 
     def kill(self) -> None:
         """SIGKILL to everything inside."""
@@ -77,16 +97,15 @@ class Cgroup:
         deadline = time.monotonic() + timeout
         while True:
             self.kill()
-            try:
-                os.rmdir(self.path)
+            for directory, _, _ in os.walk(self.path, topdown=False):
+                with contextlib.suppress(OSError):  # busy: what we killed is not quite gone
+                    os.rmdir(directory)
+            if not os.path.exists(self.path):
                 return True
-            except FileNotFoundError:
-                return True
-            except OSError:  # busy: what we killed is not quite gone
-                if time.monotonic() > deadline:
-                    logger.warning("a process in %s does not die", self.path)
-                    return False
-                time.sleep(0.001)
+            if time.monotonic() > deadline:
+                logger.warning("a process in %s does not die", self.path)
+                return False
+            time.sleep(0.001)
 
 
 def remove_all(prefix: str) -> None:

@@ -32,14 +32,15 @@ FORWARDED = frozenset(
 )
 
 
-def guarded(run: Callable[[], int]) -> int:
+def guarded(run: Callable[[], int], also: Collection[int] = ()) -> int:
     """Fork an agent that runs `run` and ends with the exit code this returns, guard it, and return
-    its exit code, 128+n for signal n.
+    its exit code, 128+n for signal n. Signals in `FORWARDED` and `also` are handed on to it.
 
     Only the guard returns from here. The agent leaves without the caller's `finally` blocks and
     exit handlers, so that nothing of the caller's is done twice.
     """
     _open_standard_streams()
+    forwarded = FORWARDED | set(also)
     linux.become_subreaper()
     # Children from before (a shell script's, that ended in `exec torchelastic`) are not ours.
     keep = frozenset(linux.children())
@@ -48,13 +49,13 @@ def guarded(run: Callable[[], int]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     guard = os.getpid()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED | {signal.SIGCHLD})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*forwarded, signal.SIGCHLD})
     agent = os.fork()
     if agent == 0:
         _be_agent(run, guard, before)
     try:
         cgroups = cgroup.prefix_of(agent)
-        exitcode = _wait_for(agent, keep)
+        exitcode = _wait_for(agent, forwarded, keep)
         cgroup.remove_all(cgroups)
         linux.kill_descendants(keep)
         return exitcode
@@ -74,6 +75,9 @@ def _be_agent(run: Callable[[], int], guard: int, mask: Collection[int]) -> NoRe
     try:
         linux.die_with_parent(guard, GUARD_LOST_SIGNAL)
         linux.become_subreaper()
+        # Out of the guard's group: what is sent to that, by a terminal or by `kill`, comes from
+        # the guard and must not come twice.
+        os.setpgid(0, 0)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         exitcode = run()
     except SystemExit as end:
@@ -94,17 +98,17 @@ def _exitcode_of(end: SystemExit) -> int:
     return 1
 
 
-def _wait_for(agent: int, keep: Collection[int]) -> int:
+def _wait_for(agent: int, forwarded: Collection[int], keep: Collection[int]) -> int:
     """Hand signals to the agent until it ends; then its exit code."""
     while True:
-        info = signal.sigwaitinfo(FORWARDED | {signal.SIGCHLD})
-        if info.si_signo == signal.SIGCHLD:
+        signum = signal.sigwait({*forwarded, signal.SIGCHLD})
+        if signum == signal.SIGCHLD:
             ended, status = os.waitpid(agent, os.WNOHANG)
             if ended:
                 return _exitcode(status)
             linux.reap(keep={agent, *keep})
-        elif info.si_code <= 0:  # sent by a process; a terminal sends to the agent as well
-            os.kill(agent, info.si_signo)
+        else:
+            os.kill(agent, signum)
 
 
 def _exitcode(status: int) -> int:

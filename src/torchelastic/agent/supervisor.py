@@ -66,12 +66,16 @@ class Supervisor:
         self.exempt: set[int] = set(linux.children())
         if zygote is not None:
             self.exempt -= zygote.blanks()  # it is asked each time
+        if zygote is not None and cgroup is not None:
+            zygote.use_cgroup(cgroup)
         self._zygote = zygote
         self._cgroup = cgroup
         self._on_exit = on_exit
         self._on_message = on_message
         self._python = python or default_python()
         self._workers: dict[int, _Worker] = {}
+        #: Of the workers of this generation, those that have ended included.
+        self._cgroups: list[Cgroup] = []
         self._none_left = asyncio.Event()
         self._none_left.set()
         self._said_plain = False
@@ -103,6 +107,8 @@ class Supervisor:
         worker = _Worker(spawn.local_rank, pid, os.pidfd_open(pid), ours)
         self._workers[spawn.local_rank] = worker
         self._none_left.clear()
+        if self._cgroup is not None:
+            self._cgroups.append(self._cgroup.of(pid))
         loop = asyncio.get_running_loop()
         loop.add_reader(worker.pidfd, self._ended, worker)
         loop.add_reader(worker.channel, self._hear, worker)
@@ -188,10 +194,12 @@ class Supervisor:
         except asyncio.TimeoutError:
             logger.info("Killing local ranks %s, %g s after %s.", self.alive, timeout, signum)
         self.signal(SIGKILL)
-        if self._cgroup is not None:
-            self._cgroup.kill()
+        for cgroup in self._cgroups:
+            cgroup.kill()
         await self._until_none_left()
         await self._kill_strays()
+        while self._cgroups:
+            self._cgroups.pop().remove()
         asyncio.get_running_loop().remove_signal_handler(SIGCHLD)
 
     async def _until_none_left(self) -> None:

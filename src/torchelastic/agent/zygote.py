@@ -126,6 +126,11 @@ class Zygote:
                 self._seconds = answer.get("seconds")
         return self.aside or self._seconds or 0.0
 
+    def use_cgroup(self, cgroup: Cgroup) -> None:
+        """Where blanks are to be: moving there takes time that a worker does not have."""
+        with contextlib.suppress(OSError):  # it has ended, as the next one to ask will learn
+            self._control.send(json.dumps({"cgroup": cgroup.path}).encode())
+
     async def fork(
         self, spawn: WorkerSpawn, channel_fd: int | None, cgroup: Cgroup | None = None
     ) -> int:
@@ -149,7 +154,7 @@ class Zygote:
         if self.aside:
             raise SpawnError(self.aside)
         self._requests += 1
-        message = {"number": self._requests, "cgroup": request["cgroup"]}
+        message = {"number": self._requests}
         with open(os.memfd_create("request"), "w+b") as file:
             file.write(json.dumps(request).encode())
             file.flush()

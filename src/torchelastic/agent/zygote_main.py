@@ -7,11 +7,11 @@ Copying a process that has torch takes milliseconds, so some copies are made ahe
 wait to be told what they are.
 
 The agent's first message is `{"preload": […], "blanks": …}`; the answer `{"seconds": …}` comes when
-the imports are done. Every other message is a request, `{"number": …, "cgroup": …}` with
-descriptors: the rest of the request as JSON in a file, standard input, output and error, and
-perhaps the channel. The answer is `{"number": …, "pid": …}`. `{"error": …}` says why there is no
-worker, and with `"aside": true` that there will never be one: the zygote ends. `{"blank": pid}`
-comes before a blank becomes the agent's child.
+the imports are done. `{"cgroup": …}` says where blanks are to be. `{"number": …}` is a request; its
+descriptors are what is asked for, as JSON in a file, standard input, output and error, and perhaps
+the channel. The answer is `{"number": …, "pid": …}`. `{"error": …}` says why there is no worker,
+and with `"aside": true` that there will be none: the zygote ends. `{"blank": pid}` comes before a
+blank becomes the agent's child.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Server:
     def run(self) -> list[int]:
         """Serve until the agent is gone; returns in new processes, with a request's descriptors."""
         while True:
-            descriptors = self._add_blank() if self._quiet() else self._answer()
+            descriptors = self._add_blank() if self._quiet() else self._hear()
             if descriptors is not None:
                 return descriptors
 
@@ -104,16 +104,21 @@ class _Server:
             return not poll.poll()
         return not poll.poll(max(0.0, self._quiet_from - time.monotonic()) * 1000)
 
-    def _answer(self) -> list[int] | None:
-        """One request; None unless this is the new process."""
+    def _hear(self) -> list[int] | None:
+        """One message; None unless this is a new process."""
         data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_LIMIT, DESCRIPTOR_LIMIT)
         if not data:
             self._agent_is_gone()
+        message = json.loads(data)
+        if "cgroup" in message:
+            self._cgroup = Cgroup(message["cgroup"])
+            return None
+        return self._answer(message["number"], descriptors)
+
+    def _answer(self, number: int, descriptors: list[int]) -> list[int] | None:
         if reason := unfit_to_fork():
             _step_aside(self._control, reason)
-        message = json.loads(data)
-        self._cgroup = Cgroup(message["cgroup"]) if message["cgroup"] else self._cgroup
-        answer: dict[str, Any] = {"number": message["number"]}
+        answer: dict[str, Any] = {"number": number}
         try:
             answer["pid"] = self._use_blank(descriptors) or fork_orphan()
         except OSError as error:
@@ -161,6 +166,11 @@ class _Server:
 
     def _wait_to_be_told(self, by_zygote: socket.socket) -> list[int]:
         zygote_worker.belong_to(self._agent)
+        if self._cgroup is not None:
+            try:
+                self._cgroup.join()
+            except OSError:  # removed: the agent is about to end
+                os._exit(0)
         data, descriptors, _, _ = socket.recv_fds(by_zygote, MESSAGE_LIMIT, DESCRIPTOR_LIMIT)
         if not data:  # the zygote has ended
             os._exit(0)

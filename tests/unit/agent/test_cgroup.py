@@ -49,6 +49,27 @@ def inside(group):
     return subprocess.Popen(["sleep", "1000"], preexec_fn=group.join)
 
 
+def test_each_process_has_one_of_its_own(made):
+    first, second = inside(made), inside(made)
+    assert made.of(first.pid).processes() == [first.pid]
+    made.of(first.pid).remove()
+    assert first.wait(10) == -signal.SIGKILL
+    assert made.processes() == [second.pid]
+    made.kill()
+    second.wait(10)
+
+
+def test_a_process_may_join_twice(made):
+    def join_twice():
+        made.join()
+        made.join()
+
+    process = subprocess.Popen(["sleep", "1000"], preexec_fn=join_twice)
+    assert made.of(process.pid).processes() == [process.pid]
+    made.kill()
+    process.wait(10)
+
+
 def test_it_is_named_after_its_process(made):
     assert os.path.basename(made.path).startswith(cgroup.prefix_of(os.getpid()))
     assert made.processes() == []
