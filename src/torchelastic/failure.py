@@ -32,6 +32,8 @@ class Failure:
     traceback: str = ""
     role: str = "default"
     step: int | None = None
+    #: It ended after its agent had begun to stop it: whatever it says, it is not the cause.
+    stopped: bool = False
     error_file: str = ""
     #: Wall clock of the failing node, for people and for `error.json`; never compared.
     wall_time: float = 0.0

@@ -175,3 +175,11 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def child_running(pid: int, what: str) -> int:
+    """The child of a process whose command line has `what` in it."""
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        if what in Path(f"/proc/{child}/cmdline").read_text():
+            return int(child)
+    raise AssertionError(f"{pid} has no child that runs {what}")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 
-from tests.process.jobs import alive, job
+from tests.process.jobs import alive, child_running, job
 from tests.support import poll_for
 
 
@@ -207,11 +208,38 @@ def test_a_frozen_agent_is_given_up_and_stops_its_workers_when_it_wakes(tmp_path
         assert [first.wait(), second.wait()] == [0, 0], it.said()
 
 
+def test_a_frozen_agent_alone_starts_its_workers_again(tmp_path):
+    """It hosts, leads and is the only member: nobody else could notice."""
+    with job(tmp_path, "--nnodes=1:2 --lease=1 --no-zygote") as it:
+        node = it.start()
+        (worker,) = it.world(0, 1)
+        os.kill(node.agent_pid, signal.SIGSTOP)
+        frozen = time.monotonic()
+        poll_for(lambda: time.monotonic() > frozen + 1.5, what="longer than the lease")
+        os.kill(node.agent_pid, signal.SIGCONT)
+        it.world(1, 1)
+        assert not alive(worker["pid"])
+        it.order("finish")
+        assert node.wait() == 0, node.stderr
+
+
+def test_the_end_of_the_process_that_holds_the_stores_is_survived(tmp_path):
+    with job(tmp_path, "--standalone --no-zygote") as it:
+        node = it.start()
+        it.world(0, 1)
+        os.kill(child_running(node.agent_pid, "store_host"), signal.SIGKILL)
+        it.world(1, 1)
+        assert "has ended: starting another one" in node.stderr
+        it.order("finish")
+        assert node.wait() == 0, node.stderr
+
+
 def test_below_min_for_too_long_ends_with_a_clear_message(tmp_path):
     with job(tmp_path, "--nnodes=2 --wait-for-nodes=1 --no-zygote") as it:
         node = it.start()
         assert node.wait() == 170
-        assert "fewer than 2 nodes for 1 s (1 there): giving up (--wait-for-nodes)" in node.stderr
+        sentence = "waiting for nodes: 1 of at least 2 there: giving up after 1 s"
+        assert f"{sentence} (--wait-for-nodes)" in node.stderr
 
 
 def test_a_stubborn_worker_is_killed_after_the_shutdown_timeout_on_restarts_too(tmp_path):
@@ -251,8 +279,13 @@ def test_newcomers_wait_for_a_checkpoint_where_they_are_told_to(tmp_path):
         second = it.start()
         poll_for(lambda: second.events("world-formed"), what="the newcomer has seen the world")
 
+        saved = [0.0]
+
         def save_and_look() -> bool:
-            checkpoint.write_text("weights")
+            """A checkpoint every few seconds: one that is just being written does not count."""
+            if time.monotonic() > saved[0] + 3:
+                saved[0] = time.monotonic()
+                checkpoint.write_text("weights")
             return not it.world_is(0)
 
         poll_for(save_and_look, what="a resize after a checkpoint")

@@ -15,7 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from torchelastic.agent.worker_env import entry_for, node_env, worker_env
 from torchelastic.clock import Clock, SystemClock
 from torchelastic.config import Entry, LaunchConfig, format_endpoint, parse_endpoint
 from torchelastic.errors import (
+    EXIT_FAILED,
     LeaseExpired,
     RendezvousLost,
     SpawnError,
@@ -60,10 +61,10 @@ class Outcome:
     exitcode: int
     reason: str
     #: This node's id in the world.
-    node: str
-    world: World | None
+    node: str = ""
+    world: World | None = None
     #: Global rank -> where a function's pickled result lies.
-    results: dict[int, str]
+    results: dict[int, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         world = self.world.to_json() if self.world is not None else None
@@ -89,6 +90,8 @@ class Agent:
         self._state = GroupState(node=self._node, nproc=config.nproc_per_node)
         self._queue: asyncio.Queue[group_state.Event | BaseException] = asyncio.Queue()
         self._tasks: set[asyncio.Task[Any]] = set()
+        #: What this node does as a member under its present lease.
+        self._member_tasks: list[asyncio.Task[Any]] = []
         self._action: asyncio.Task[None] | None = None
         self._stopping_by: int | None = None
         self._steps: dict[int, int] = {}
@@ -109,6 +112,9 @@ class Agent:
                 for command in commands:
                     self._perform(command)
             return self._outcome()
+        except Exception as error:
+            self._state = replace(self._state, exitcode=EXIT_FAILED, reason=str(error))
+            raise
         finally:
             await self._close()
 
@@ -158,7 +164,8 @@ class Agent:
         """Leave nothing behind: no worker, no task, no file that only we needed."""
         if self._action is not None:
             await asyncio.wait({self._action})
-        await self._supervisor.stop(signal.SIGKILL, 0.0)
+        if self._supervisor.alive:  # only after an error of our own
+            await self._supervisor.stop(signal.SIGTERM, self._config.shutdown_timeout)
         await self._last_words()
         for task in self._tasks:
             task.cancel()
@@ -192,9 +199,7 @@ class Agent:
         """Meet the other nodes and warm up side by side; say `ready` when both are done."""
         warming = self._background(self._nursery.warm_up(), "warm-up")
         self._meeting = await meet(self._config, self._clock)
-        store = self._meeting.store
-        await store.open_lease(self._config.lease)
-        name = await claim_name(store, socket.gethostname(), self._node)
+        name = await self._open_lease()
         member = Member(
             node=self._node,
             name=name,
@@ -203,37 +208,49 @@ class Agent:
             role=self._config.role,
             node_rank=self._config.node_rank,
         )
-        self._membership = Membership(store, member)
+        self._membership = Membership(self._meeting.store, member)
         self._narrator.joined(name, self._meeting)
         self._background(self._watch_world(), "watch-world")
-        self._background(self._watch_lease(), "watch-lease")
         self._be_member()
         self._narrator.warmed_up(await warming, self._nursery.warnings)
         await self._offer_store()
+        self._background(self._keep_store_host(), "store-host")
         self._membership.update(ready=True)
 
+    async def _open_lease(self) -> str:
+        """Open a lease and claim a name under it; again where the store took longer than the lease
+        to answer."""
+        assert self._meeting is not None
+        store = self._meeting.store
+        while True:
+            await store.open_lease(self._config.lease)
+            try:
+                return await claim_name(store, socket.gethostname(), self._node)
+            except LeaseExpired as error:
+                logger.debug("the lease ended before it was of use: %s", error)
+
     def _be_member(self) -> None:
-        """Put the member record from now on, and lead when it is our turn."""
+        """Put the member record from now on, and lead when it is our turn, until the lease ends."""
         assert self._meeting is not None
         assert self._membership is not None
-        self._membership.update()
-        self._background(self._membership.run(), "membership")
         rules = RoundRules.from_config(self._config)
         leader = Leader(self._meeting.store, self._node, rules, self._clock, self._narrator)
-        self._background(leader.run(), "leader")
+        self._membership.update()
+        self._member_tasks = [
+            self._background(_while_leased(self._membership.run()), "membership"),
+            self._background(_while_leased(leader.run()), "leader"),
+            self._background(self._watch_lease(), "watch-lease"),
+        ]
 
-    async def _rejoin(self) -> None:
-        assert self._meeting is not None
+    async def _rejoin(self, gone: int) -> None:
         assert self._membership is not None
-        store = self._meeting.store
-        await store.open_lease(self._config.lease)
-        self._membership.update(
-            name=await claim_name(store, socket.gethostname(), self._node),
-            gone=self._state.generation,
-            failures=(),
-        )
+        for task in self._member_tasks:
+            task.cancel()
+        await asyncio.wait(self._member_tasks)
+        name = await self._open_lease()
+        self._narrator.rejoined(name)
+        self._membership.update(name=name, gone=gone, failures=())
         self._be_member()
-        self._background(self._watch_lease(), "watch-lease")
 
     async def _watch_world(self) -> None:
         assert self._meeting is not None
@@ -273,8 +290,25 @@ class Agent:
         if world.store and world.store == self._membership.member.store:
             stores.used(world.generation, parse_endpoint(world.store)[1])
             self._membership.update(store="")
-            await self._offer_store()
+            with contextlib.suppress(SpawnError):  # `_keep_store_host` sees to that
+                await self._offer_store()
         await stores.retire(before=world.generation)
+
+    async def _keep_store_host(self) -> None:
+        """Replace the process that holds the stores when it ends, and the generation that met at
+        one of them: its workers could not find each other any more."""
+        assert self._membership is not None
+        stores = self._nursery.stores
+        while True:
+            await stores.ended.wait()
+            self._membership.update(store="")
+            reason = "the process that held the workers' store has ended"
+            self._narrator.say(f"{reason}: starting another one")
+            if stores.holds(self._state.generation):
+                failure = self._own_failure(self._state.generation, reason)
+                self._queue.put_nowait(group_state.WorkerFailed(failure))
+            await self._nursery.replace_store_host()
+            await self._offer_store()
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -294,7 +328,7 @@ class Agent:
     def _background_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is None or isinstance(error, LeaseExpired):  # `_watch_lease` tells that
+        if error is None:
             return
         if isinstance(error, RendezvousLost):
             self._queue.put_nowait(group_state.StoreLost(str(error)))
@@ -336,12 +370,7 @@ class Agent:
             self._queue.put_nowait(group_state.WorkerSucceeded(generation, exit.local_rank))
             return
         failure = self._failure(exit)
-        stopped = self._stopping_by is not None and exit.exitcode in (
-            -self._stopping_by,
-            128 + self._stopping_by,
-            -signal.SIGKILL,
-        )
-        if failure.told or not stopped:
+        if failure.told or not failure.stopped:
             self._narrator.worker_failed(failure)
             self._queue.put_nowait(group_state.WorkerFailed(failure))
 
@@ -364,6 +393,7 @@ class Agent:
             traceback=told.traceback[-TOLD_TRACEBACK:] if told else "",
             role=self._config.role,
             step=self._steps.get(exit.local_rank),
+            stopped=self._stopping_by is not None,
             error_file=path if told else "",
             wall_time=time.time(),
         )
@@ -390,8 +420,8 @@ class Agent:
                 self._supervisor.signal(signum)
             case group_state.Report(changes) if self._membership is not None:
                 self._membership.update(**changes, step=max(self._steps.values(), default=-1))
-            case group_state.Rejoin():
-                self._background(self._rejoin(), "rejoin")
+            case group_state.Rejoin(gone):
+                self._background(self._rejoin(gone), "rejoin")
 
     def _act(self, work: Coroutine[Any, Any, None]) -> None:
         """Perform after what is under way: a stop does not overtake the start it ends."""
@@ -413,15 +443,18 @@ class Agent:
         self._results.clear()
         local_ranks = range(self._config.nproc_per_node)
         ranks = {local_rank: self._rank(local_rank) for local_rank in local_ranks}
-        opened = self._generation_logs = self._logs.open(world.generation, ranks)
-        spawns = [self._spawn(world, node_rank, local_rank, opened) for local_rank in local_ranks]
         try:
-            pids = await self._supervisor.start(spawns)
-        except SpawnError as error:
-            self._queue.put_nowait(group_state.WorkerFailed(self._not_started(world, str(error))))
+            opened = self._generation_logs = self._logs.open(world.generation, ranks)
+            try:
+                spawns = [self._spawn(world, node_rank, rank, opened) for rank in local_ranks]
+                pids = await self._supervisor.start(spawns)
+            finally:
+                opened.started()
+        except (SpawnError, OSError) as error:
+            failure = self._own_failure(world.generation, f"workers could not be started: {error}")
+            self._narrator.worker_failed(failure)
+            self._queue.put_nowait(group_state.WorkerFailed(failure))
             return
-        finally:
-            opened.started()
         self._narrator.workers_started(world.generation, ranks, pids, self._clock.now() - began)
         self._queue.put_nowait(group_state.WorkersUp(world.generation))
 
@@ -448,9 +481,10 @@ class Agent:
             return None
         return numa.choose(binding, numa.machine(), local_rank, nproc, numa.gpu_nodes())
 
-    def _not_started(self, world: World, message: str) -> Failure:
+    def _own_failure(self, generation: int, message: str) -> Failure:
+        """A failure that no worker told: something of ours that they need is not there."""
         return Failure(
-            generation=world.generation,
+            generation=generation,
             node=self._narrator.name,
             rank=self._rank(0),
             local_rank=0,
@@ -470,3 +504,9 @@ class Agent:
         self._stopping_by = None
         self._narrator.workers_stopped(self._state.generation, self._clock.now() - began)
         self._queue.put_nowait(group_state.WorkersGone())
+
+
+async def _while_leased(work: Coroutine[Any, Any, None]) -> None:
+    """Work that ends quietly with the lease: what follows from that is `_watch_lease`'s to tell."""
+    with contextlib.suppress(LeaseExpired):
+        await work

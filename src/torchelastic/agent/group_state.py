@@ -129,6 +129,9 @@ class Report:
 class Rejoin:
     """Open a new lease and put the member record again, as a newcomer."""
 
+    #: No worker of this generation or an older one is left here.
+    gone: int
+
 
 Command = Start | Stop | Report | Rejoin
 
@@ -263,6 +266,8 @@ def _succeeded(state: GroupState, event: WorkerSucceeded) -> Step:
 
 def _failed(state: GroupState, event: WorkerFailed) -> Step:
     """Report it and stop the others here; the leader ends the generation everywhere."""
+    if event.failure.generation != state.generation:
+        return state, []
     failures = (*state.failures, event.failure)
     state, commands = _stop(replace(state, failures=failures), SIGTERM)
     return state, [Report({"failures": failures}), *commands]
@@ -285,7 +290,7 @@ def _gone(state: GroupState, event: WorkersGone) -> Step:
         return _left(state)
     if state.exitcode is not None:
         return replace(state, phase=Phase.ENDED), []
-    first: Command = Rejoin() if state.rejoin else Report(report)
+    first: Command = Rejoin(state.generation) if state.rejoin else Report(report)
     state, commands = _act_on_world(replace(state, rejoin=False))
     return state, [first, *commands]
 
@@ -327,12 +332,12 @@ def _left(state: GroupState) -> Step:
 
 def _lease_lost_while_idle(state: GroupState, event: LeaseLost) -> Step:
     """Join anew."""
-    return state, [Rejoin()]
+    return state, [Rejoin(state.generation)]
 
 
 def _lease_lost_while_busy(state: GroupState, event: LeaseLost) -> Step:
-    """Stop, since others go on without us; then join anew."""
-    return _stop(replace(state, rejoin=True), SIGTERM)
+    """Kill the workers, since others go on without us; then join anew."""
+    return _stop(replace(state, rejoin=True), SIGKILL)
 
 
 def _lease_lost_while_stopping(state: GroupState, event: LeaseLost) -> Step:
@@ -360,6 +365,7 @@ def _end(state: GroupState, exitcode: int, reason: str) -> GroupState:
 #: What happens in each phase at each event; `docs/states.md` is written from it.
 TRANSITIONS: dict[tuple[Phase, type], Callable[[GroupState, Any], Step]] = {
     (Phase.IDLE, WorldSeen): _world_while_idle,
+    (Phase.IDLE, WorkerFailed): _ignore,
     (Phase.IDLE, LeaveRequested): _leave_while_idle,
     (Phase.IDLE, LeaseLost): _lease_lost_while_idle,
     (Phase.IDLE, StoreLost): _store_lost_while_idle,

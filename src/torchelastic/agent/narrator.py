@@ -84,6 +84,13 @@ class Narrator:
         hosting = meeting.server is not None
         self._log.emit(events.Joined(name=name, endpoint=meeting.endpoint, hosting=hosting))
 
+    def rejoined(self, name: str) -> None:
+        self.name = name
+        if self._config.max_nodes > 1:
+            set_up_log(name)
+        logger.info("joined the job anew")
+        self._log.emit(events.Note(text=f"joined anew as {name}"))
+
     def lease_lost(self) -> None:
         reason = f"no keep-alive has reached the rendezvous for {self._config.lease:g} s"
         logger.warning("%s: this node counts as failed there and stops its workers", reason)
@@ -187,7 +194,7 @@ class Narrator:
         if exitcode == EXIT_FAILED and world is not None:
             if self._prints_failure:
                 print(report.job_failed(world, name=self._entry), file=sys.stderr, flush=True)
-        elif exitcode:
+        elif exitcode and world is not None:
             logger.error("ended with exit code %d: %s", exitcode, reason)
         ended = events.JobEnded(
             exitcode=exitcode if exitcode is not None else EXIT_FAILED,

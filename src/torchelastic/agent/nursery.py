@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from torchelastic.agent.processes import WorkerSpawn, command_line, default_python, spawn_plain
 from torchelastic.agent.store_host import StoreHost
 from torchelastic.agent.zygote import Zygote
 from torchelastic.config import Entry, LaunchConfig
+from torchelastic.errors import SpawnError
+
+logger = logging.getLogger(__name__)
 
 
 class Nursery:
@@ -40,13 +44,26 @@ class Nursery:
         await self.stores.start()
         return ready
 
+    async def replace_store_host(self) -> None:
+        """Start another process for the stores in place of one that has ended."""
+        ended = self.stores.pid
+        await self.stores.close()
+        self.pids.discard(ended or 0)
+        await self.stores.start()
+
     async def _spawn(self, spawn: WorkerSpawn) -> int:
-        if self.zygote is not None and self.zygote.usable:
-            pid = await self.zygote.fork(spawn, None, None)
-        else:
-            pid = spawn_plain(spawn, python=self._python, channel_fd=None)
+        pid = await self._fork(spawn) or spawn_plain(spawn, python=self._python, channel_fd=None)
         self.pids.add(pid)
         return pid
+
+    async def _fork(self, spawn: WorkerSpawn) -> int | None:
+        if self.zygote is None or not self.zygote.usable:
+            return None
+        try:
+            return await self.zygote.fork(spawn, None, None)
+        except SpawnError as error:
+            logger.info("%s starts as a plain process: %s", spawn.entry.target, error)
+            return None
 
     async def close(self) -> None:
         await self.stores.close()

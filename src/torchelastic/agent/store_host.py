@@ -28,16 +28,15 @@ class StoreHost:
     def __init__(self, spawn: Spawner, env: Mapping[str, str]) -> None:
         self._spawn = spawn
         self._env = env
-        self._pid: int | None = None
+        self.pid: int | None = None
+        self._pidfd = -1
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._lock = asyncio.Lock()
         #: Port by the generation that uses it.
         self._used: dict[int, int] = {}
-
-    @property
-    def pid(self) -> int | None:
-        return self._pid
+        #: Set when the process has ended, cleared by `start`.
+        self.ended = asyncio.Event()
 
     async def start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -52,22 +51,27 @@ class StoreHost:
                 stdout=theirs.fileno(),
             )
             try:
-                self._pid = await self._spawn(spawn)
+                self.pid = await self._spawn(spawn)
             except BaseException:
                 ours.close()
                 raise
+        self._used.clear()
+        self.ended.clear()
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._pidfd = os.pidfd_open(self.pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._notice_end)
+
+    def _notice_end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        self.ended.set()
 
     async def open(self) -> int:
-        """The port of a store nobody has used; the process is started anew if it has ended."""
-        try:
-            return int(await self._ask("open"))
-        except SpawnError as error:
-            logger.warning("%s Starting another one.", error)
-            await self.close()
-            self._used.clear()
-            await self.start()
-            return int(await self._ask("open"))
+        """The port of a store nobody has used."""
+        return int(await self._ask("open"))
+
+    def holds(self, generation: int) -> bool:
+        """Whether this generation's workers meet here."""
+        return generation in self._used
 
     def used(self, generation: int, port: int) -> None:
         """The store at `port` serves this generation from now on."""
@@ -93,14 +97,14 @@ class StoreHost:
         return answer.decode().strip()
 
     async def close(self) -> None:
-        """End the process."""
+        """End the process, if it has not ended already, and take note of its end."""
         if self._writer is not None:
             self._writer.close()
             self._writer = self._reader = None
-        if self._pid is not None:
-            try:
-                os.kill(self._pid, signal.SIGKILL)
-                os.waitpid(self._pid, 0)
-            except (ProcessLookupError, ChildProcessError):
-                logger.debug("the process that held the stores was gone already")
-            self._pid = None
+        if self.pid is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        os.close(self._pidfd)
+        self.pid = None

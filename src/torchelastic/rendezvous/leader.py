@@ -12,6 +12,8 @@ import contextlib
 import glob
 import logging
 import os
+import stat
+from itertools import chain
 from typing import Protocol
 
 from torchelastic.clock import Clock
@@ -26,8 +28,9 @@ LEADER_KEY = "leader"
 WORLD_KEY = "world"
 MEMBER_PREFIX = "member/"
 
-#: How often the checkpoint path is looked at.
+#: How often the checkpoint path is looked at, and how often in a row nothing must have changed.
 CHECKPOINT_POLL = 0.5
+QUIET_LOOKS = 2
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +155,7 @@ class Leader:
         timeout = None
         if decision.wake_at is not None:
             timeout = max(0.0, decision.wake_at - self._clock.now())
-        if self._awaits_checkpoint():
+        if await self._awaits_checkpoint():
             timeout = CHECKPOINT_POLL if timeout is None else min(CHECKPOINT_POLL, timeout)
         getting = asyncio.ensure_future(self._changes.get())
         await asyncio.wait(
@@ -166,16 +169,17 @@ class Leader:
             getting.cancel()
             if watching.done():
                 watching.result()
-        if self._checkpoint is not None and self._checkpoint.changed():
+        # In a thread: a slow file system must not keep the lease from being renewed.
+        if self._checkpoint is not None and await asyncio.to_thread(self._checkpoint.written):
             self._state = rounds.checkpoint_seen(self._state, True)
 
-    def _awaits_checkpoint(self) -> bool:
+    async def _awaits_checkpoint(self) -> bool:
         """Whether newcomers wait for a checkpoint; looks at the path from their arrival on."""
         if not rounds.waits_for_checkpoint(self._rules, self._state):
             self._checkpoint = None
             self._state = rounds.checkpoint_seen(self._state, False)
         elif self._checkpoint is None:
-            self._checkpoint = CheckpointPath(self._rules.grow.path)
+            self._checkpoint = await asyncio.to_thread(CheckpointPath, self._rules.grow.path)
         return self._checkpoint is not None
 
     def _apply(self, change: Change) -> None:
@@ -198,21 +202,33 @@ class Leader:
 
 
 class CheckpointPath:
-    """Notices that something new was written at a path (a file, a directory or a pattern)."""
+    """Notices that something new has been written at a path (a file, a directory or a pattern)."""
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._newest = self._look()
+        self._first = self._look()
+        self._last = self._first
+        self._quiet = 0
 
-    def changed(self) -> bool:
-        """Whether the newest time of change differs from the first look's."""
-        newest = self._look()
-        return newest is not None and newest != self._newest
+    def written(self) -> bool:
+        """Whether there is another newest file than at first, and it has stopped changing.
 
-    def _look(self) -> int | None:
-        found = []
-        for path in glob.glob(self._path):
-            for name in (path, *glob.glob(os.path.join(glob.escape(path), "*"))):
-                with contextlib.suppress(FileNotFoundError):
-                    found.append(os.stat(name).st_mtime_ns)
-        return max(found, default=None)
+        A checkpoint that is still being written must not be cut off by the resize it allows.
+        """
+        now = self._look()
+        self._quiet = self._quiet + 1 if now == self._last else 0
+        self._last = now
+        return now is not None and now != self._first and self._quiet >= QUIET_LOOKS
+
+    def _look(self) -> tuple[int, int] | None:
+        """Time of change and size of the newest file; old ones may be deleted meanwhile."""
+        newest = None
+        for root in glob.glob(self._path):
+            inside = glob.escape(root)
+            below = (glob.glob(os.path.join(inside, *stars)) for stars in (["*"], ["*", "*"]))
+            for name in (root, *chain.from_iterable(below)):
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    found = os.stat(name)
+                    if stat.S_ISREG(found.st_mode):
+                        newest = max(newest or (0, 0), (found.st_mtime_ns, found.st_size))
+        return newest

@@ -67,7 +67,7 @@ def pick(failures: Sequence[Failure]) -> tuple[Failure | None, tuple[Failure, ..
 
 
 def _look(failure: Failure, *, among_broken: bool) -> _Look:
-    if failure.exitcode in _STOPPED and not failure.told:
+    if failure.stopped or (failure.exitcode in _STOPPED and not failure.told):
         return _Look.STOPPED
     if any(sign in line for line in _said(failure) for sign in _BROKEN_CONNECTION):
         return _Look.BROKEN_CONNECTION

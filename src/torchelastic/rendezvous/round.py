@@ -173,7 +173,8 @@ def _watch(rules: RoundRules, state: RoundState, now: float) -> Decision:
     """A running world ends by success, by a failure, by a leave or for newcomers."""
     world = _world(state)
     if all(node.node in state.done for node in world.nodes):
-        return Decision(replace(world, phase="closed", reason="every worker succeeded"))
+        reason = "every worker succeeded"
+        return Decision(replace(world, phase="closed", reason=reason, cause=None, consequences=()))
     if state.failures:
         cause, _ = root_cause.pick(state.failures)
         return _over(state, "failure", cause.sentence() if cause else "a worker failed")
@@ -192,7 +193,7 @@ def _watch(rules: RoundRules, state: RoundState, now: float) -> Decision:
 
 def _consider_growth(rules: RoundRules, state: RoundState, now: float) -> Decision:
     newcomers = _newcomers(rules, state)
-    if not newcomers:
+    if not newcomers or state.done:  # work that is finished is not done again for a newcomer
         return Decision()
     at = _settled_at(rules, state, newcomers)
     if rules.grow.when == "every":
@@ -218,7 +219,12 @@ def _newcomers(rules: RoundRules, state: RoundState) -> list[str]:
 def _over(state: RoundState, kind: Kind, reason: str) -> Decision:
     cause, consequences = root_cause.pick(state.failures)
     world = replace(
-        _world(state), phase="over", reason=reason, cause=cause, consequences=_brief(consequences)
+        _world(state),
+        phase="over",
+        ending=kind,
+        reason=reason,
+        cause=cause,
+        consequences=_brief(consequences),
     )
     return Decision(world, kind)
 
@@ -234,8 +240,9 @@ def _brief(failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
 def _succeed(rules: RoundRules, state: RoundState, now: float) -> Decision:
     """Once the old workers are gone everywhere: go on, wait, or end."""
     world = _world(state)
-    if any(_holds_up(state, node.node, world.generation) for node in world.nodes):
-        return Decision()
+    slow = [node.node for node in world.nodes if _holds_up(state, node.node, world.generation)]
+    if slow:
+        return _wait_for_stop(state, slow, now)
     kind, cause, consequences = _classify(state)
     verdict = judge(
         Ending(
@@ -263,6 +270,15 @@ def _succeed(rules: RoundRules, state: RoundState, now: float) -> Decision:
     return replace(_form(rules, state, now, at_once=True), kind=kind)
 
 
+def _wait_for_stop(state: RoundState, slow: list[str], now: float) -> Decision:
+    """Somebody's workers do not end: say whose, again and again, or all would wait in silence."""
+    at = state.said_at + SAY_EVERY
+    if now < at:
+        return Decision(wake_at=at)
+    reason = f"waiting for the workers of {_names(state, slow)} to end"
+    return Decision(replace(_world(state), reason=reason), _world(state).ending)
+
+
 def _holds_up(state: RoundState, node: str, generation: int) -> bool:
     """Whether a node is there, stays, and still has workers of the old generation."""
     present = state.members.get(node)
@@ -276,18 +292,21 @@ def _classify(state: RoundState) -> tuple[Kind, Failure | None, tuple[Failure, .
     given up: their errors must not be taken, and charged, for the cause.
     """
     cause, consequences = root_cause.pick(state.failures)
-    if state.lost and (cause is None or root_cause.is_consequence(cause)):
-        return "node-failure", None, state.failures
-    if cause is not None and not (_leaving(state) and root_cause.is_consequence(cause)):
+    ending = _world(state).ending or "failure"
+    if cause is not None and not root_cause.is_consequence(cause):
         return "failure", cause, consequences
-    return ("leave" if _leaving(state) else "resize"), None, state.failures
+    if state.lost:
+        return "node-failure", None, state.failures
+    if ending == "failure" and not _leaving(state):
+        return "failure", cause, consequences
+    return ("leave" if _leaving(state) else ending), None, state.failures
 
 
 def _leaving(state: RoundState) -> bool:
-    world = _world(state)
+    """Whether a node of the world goes, or has gone, after saying so."""
     return any(
         node.node not in state.members or state.members[node.node].member.leaving
-        for node in world.nodes
+        for node in _world(state).nodes
         if node.node not in state.lost
     )
 
@@ -322,11 +341,19 @@ def _form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) ->
         phase="running",
         nodes=_place(chosen),
         store=chosen[0].store,
-        reason="the job starts" if not last.nodes else last.reason,
+        ending=None,
+        reason=_beginning(last),
         spares=tuple(member.name for member in ordered[len(chosen) :]),
         missing=(),
     )
     return Decision(world)
+
+
+def _beginning(last: World) -> str:
+    """Why a generation begins."""
+    if not last.nodes:
+        return "the job starts"
+    return "enough nodes are there again" if last.phase == "waiting" else last.reason
 
 
 def _wait(rules: RoundRules, state: RoundState, now: float) -> Decision:
@@ -334,16 +361,12 @@ def _wait(rules: RoundRules, state: RoundState, now: float) -> Decision:
     last = state.world
     still = last is not None and last.phase == "waiting"
     since = state.since if still else now
-    have = sum(not present.member.leaving for present in state.members.values())
-    warming = have >= rules.min_nodes
+    what, warming = _lacks(rules, state)
     left = None
     if rules.wait_for_nodes and not warming:
         left = since + rules.wait_for_nodes - now
     if last is not None and left is not None and left <= 0:
-        reason = (
-            f"fewer than {rules.min_nodes} nodes for {rules.wait_for_nodes:g} s "
-            f"({have} there): giving up (--wait-for-nodes)"
-        )
+        reason = f"{what}: giving up after {rules.wait_for_nodes:g} s (--wait-for-nodes)"
         return Decision(
             replace(last, phase="closed", exitcode=EXIT_NOT_ENOUGH_NODES, reason=reason)
         )
@@ -351,14 +374,32 @@ def _wait(rules: RoundRules, state: RoundState, now: float) -> Decision:
         again = state.said_at + SAY_EVERY
         return Decision(wake_at=again if left is None else min(again, now + left))
     limit = "" if left is None else f", for {left:.0f} s more"
-    what = "warming up" if warming else "waiting for nodes"
     world = replace(
         last or World(generation=0, phase="waiting"),
         phase="waiting",
-        reason=f"{what}: {have} of at least {rules.min_nodes} there{limit}",
+        reason=f"{what}{limit}",
         missing=_missing(state),
     )
     return Decision(world)
+
+
+def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
+    """What keeps a world from being formed, and whether that is only a matter of warming up."""
+    staying = [item.member for item in state.members.values() if not item.member.leaving]
+    there = f"{len(staying)} of at least {rules.min_nodes} there"
+    if len(staying) < rules.min_nodes:
+        return f"waiting for nodes: {there}", False
+    if not all(member.ready for member in staying):
+        return f"warming up: {there}", True
+    if len(_candidates(state)) < rules.min_nodes:
+        return "waiting for nodes: two of them claim the same --node-rank", False
+    if _choose(rules, _in_order(_candidates(state), state.world)):
+        return f"settling: {there}", True
+    workers = sum(member.nproc for member in staying)
+    return (
+        f"waiting for nodes: --world-sizes {rules.world_sizes} has no use for {workers} workers",
+        False,
+    )
 
 
 def _missing(state: RoundState) -> tuple[str, ...]:
@@ -455,17 +496,18 @@ def _note_report(state: RoundState, member: Member) -> RoundState:
     world = state.world
     if world is None or world.place(member.node) is None or world.phase == "closed":
         return state
-    known = {(failure.node, failure.local_rank) for failure in state.failures}
-    fresh = tuple(
-        failure
-        for failure in member.failures
-        if failure.generation == world.generation
-        and (failure.node, failure.local_rank) not in known
-    )
+    theirs = [item for item in member.failures if item.generation == world.generation]
+    fresh = tuple(item for item in theirs if item not in state.failures)
     done = state.done | {member.node} if member.done == world.generation else state.done
-    return replace(
+    state = replace(
         state, failures=state.failures + fresh, done=done, step=max(state.step, member.step)
     )
+    if world.phase == "running" and member.gone >= world.generation:
+        explained = theirs or member.leaving or member.node in state.done
+        if not explained and member.node not in state.lost:
+            # Given up and back before anybody noticed: its workers are gone all the same.
+            return replace(state, lost=(*state.lost, member.node))
+    return state
 
 
 def _names(state: RoundState, nodes: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torchelastic.failure import Failure
-from torchelastic.rendezvous.restart_policy import RestartLedger
+from torchelastic.rendezvous.restart_policy import Kind, RestartLedger
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,8 @@ class World:
     nodes: tuple[WorldNode, ...] = ()
     #: `host:port` of the store made for this generation alone.
     store: str = ""
+    #: What ended it, once it is over.
+    ending: Kind | None = None
     #: Why the world is as it is, in a sentence.
     reason: str = ""
     #: What the job has spent on restarts, up to and including this generation.

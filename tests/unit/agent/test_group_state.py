@@ -191,9 +191,9 @@ def test_a_leave_while_stopping_reaches_the_workers_too():
 
 def test_a_lost_lease_stops_the_workers_before_joining_anew():
     node = running()
-    assert node.feed(LeaseLost())[-1] == Stop(15)
+    assert node.feed(LeaseLost()) == [Stop(9)]
     assert node.feed(WorldSeen(world(1, nodes="bc"))) == []
-    assert node.feed(WorkersGone()) == [Rejoin()]
+    assert node.feed(WorkersGone()) == [Rejoin(0)]
     assert node.state.phase is Phase.IDLE
 
 

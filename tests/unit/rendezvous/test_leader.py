@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from torchelastic.clock import SystemClock
 from torchelastic.rendezvous.embedded.client import EmbeddedStore
 from torchelastic.rendezvous.embedded.endpoint import bind_endpoint
 from torchelastic.rendezvous.embedded.server import EmbeddedServer
-from torchelastic.rendezvous.leader import WORLD_KEY, CheckpointPath, Leader
+from torchelastic.rendezvous.leader import QUIET_LOOKS, WORLD_KEY, CheckpointPath, Leader
 from torchelastic.rendezvous.round import RoundRules
 from torchelastic.rendezvous.world import Member, World
 
@@ -142,13 +143,27 @@ def test_a_leader_that_was_overtaken_publishes_nothing():
     asyncio.run(run())
 
 
-def test_a_checkpoint_is_seen_in_a_file_a_directory_and_a_pattern(tmp_path):
+def test_a_checkpoint_counts_once_it_is_written(tmp_path):
     directory = tmp_path / "checkpoints"
-    directory.mkdir()
+    (directory / "old").mkdir(parents=True)
+    (directory / "old" / "weights").write_text("old")
     paths = [
         CheckpointPath(str(path))
         for path in (directory / "last.pt", directory, tmp_path / "*" / "last.*")
     ]
-    assert not any(path.changed() for path in paths)
-    (directory / "last.pt").write_text("weights")
-    assert all(path.changed() for path in paths)
+    assert not any(path.written() for path in paths)
+    with (directory / "last.pt").open("w") as file:
+        for _ in range(2 * QUIET_LOOKS):
+            print("weights", file=file, flush=True)
+            assert not any(path.written() for path in paths)
+    looks = [[path.written() for path in paths] for _ in range(QUIET_LOOKS)]
+    assert all(looks[-1])
+
+
+def test_an_old_checkpoint_that_goes_is_no_new_one(tmp_path):
+    for name in ("old", "new"):
+        (tmp_path / name).write_text(name)
+        os.utime(tmp_path / name, ns=(0, 1 if name == "old" else 2))
+    path = CheckpointPath(str(tmp_path))
+    (tmp_path / "old").unlink()
+    assert not any(path.written() for _ in range(2 * QUIET_LOOKS))

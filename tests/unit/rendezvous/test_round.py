@@ -486,3 +486,81 @@ def test_world_sizes_count_workers_not_nodes():
     job.come("c", nproc=2)
     job.wait(1.0)
     assert (job.names, job.world.spares) == (["a", "b"], ("c",))
+
+
+# --- awkward moments -----------------------------------------------------------------------------
+
+
+def test_a_member_whose_workers_are_gone_without_a_word_has_failed():
+    """Its lease ended and it joined anew before any leader saw it missing."""
+    job = running("1:2", "a")
+    job.say("a", gone=0, store="a:9")
+    assert [world.phase for world in job.worlds[-2:]] == ["over", "running"]
+    assert job.kinds[-1] == "node-failure"
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        failure("a", message="RuntimeError: Connection closed by peer"),
+        failure("a", message="SystemExit: 1", stopped=True),
+    ],
+    ids=["a broken connection", "a worker's own answer to SIGTERM"],
+)
+@pytest.mark.parametrize("what", ["resize", "leave"])
+def test_what_falls_with_a_resize_or_a_leave_is_not_charged(told, what):
+    job = running("1:4", "abc", max_restarts=0)
+    if what == "resize":
+        job.come("d")
+    else:
+        job.say("b", leaving="SIGTERM")
+    assert job.kinds[-1] == what
+    job.say("a", failures=(told,))
+    job.all_gone()
+    assert (job.world.phase, job.kinds[-1], job.world.cause) == ("running", what, None)
+
+
+@pytest.mark.parametrize(
+    ("rules", "fields", "sentence"),
+    [
+        ({"world_sizes": WorldSizes.parse("multiple:5")}, {}, "has no use for 4 workers"),
+        ({}, {"node_rank": 0}, "two of them claim the same --node-rank"),
+    ],
+)
+def test_nodes_that_cannot_form_a_world_do_not_wait_for_ever(rules, fields, sentence):
+    job = Job("2:2", wait_for_nodes=100, **rules)
+    job.come("a", "b", **fields)
+    job.wait(101)
+    assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_NOT_ENOUGH_NODES)
+    assert sentence in job.world.reason
+
+
+def test_no_newcomer_undoes_finished_work():
+    job = running("1:3", "ab")
+    job.say("a", done=0, gone=0)
+    job.come("c")
+    job.wait(100)
+    assert job.world.phase == "running"
+
+
+def test_success_after_a_restart_has_no_cause():
+    job = running("1:2", "a")
+    job.say("a", failures=(failure("a"),))
+    job.all_gone()
+    job.say("a", done=1, gone=1)
+    assert (job.world.phase, job.world.cause) == ("closed", None)
+
+
+def test_a_node_that_does_not_get_rid_of_its_workers_is_named_every_minute():
+    job = running("2:2")
+    job.say("a", failures=(failure("a"),), gone=0)
+    job.wait(SAY_EVERY + 1)
+    assert (job.world.phase, job.world.reason) == ("over", "waiting for the workers of b to end")
+
+
+def test_a_generation_after_a_wait_says_so():
+    job = running("2:2")
+    job.die("b")
+    job.all_gone()
+    job.come("c")
+    assert job.world.reason == "enough nodes are there again"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from torchelastic.clock import Clock, SystemClock
 from torchelastic.rendezvous.embedded.client import EmbeddedStore
 from torchelastic.rendezvous.embedded.server import EmbeddedServer, bind_endpoint
@@ -26,7 +28,10 @@ class _LateHost:
         if self.server is not None or self._clock.now() < self._next_look:
             return
         self._next_look = self._clock.now() + LOOK_AGAIN
-        sockets = bind_endpoint(self._host, self.port, is_host=self._is_host)
+        # In a thread: the name service may take its time.
+        sockets = await asyncio.to_thread(
+            bind_endpoint, self._host, self.port, is_host=self._is_host
+        )
         if sockets is not None:
             self.server = EmbeddedServer(self._job, clock=self._clock)
             self.port = await self.server.start(sockets)
