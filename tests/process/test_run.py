@@ -88,6 +88,15 @@ def test_a_job_out_of_restarts_names_its_first_failure_on_every_node(tmp_path):
             assert "--max-restarts 0" in node.stderr
 
 
+def test_without_log_files_a_failure_is_explained_all_the_same(tmp_path):
+    with job(tmp_path, "--standalone --no-zygote --max-restarts=0") as it:
+        it.order("raise out of luck")
+        node = it.start("--log-dir=/dev/null")
+        assert node.wait() == 1
+        assert "error     : ValueError: out of luck" in node.stderr, node.stderr
+
+
+@pytest.mark.slow
 def test_a_failure_that_always_comes_back_ends_the_job_early(tmp_path):
     with job(tmp_path, "--standalone") as it:
         it.order("raise no such file")
@@ -125,6 +134,7 @@ def test_node_kill_then_scale_up_then_leave(tmp_path):
         assert "0 of 100" not in first.stderr
 
 
+@pytest.mark.slow
 def test_scale_up_and_down_at_once(tmp_path):
     with job(tmp_path, "--nnodes=1:3") as it:
         first, second = it.start(), it.start()
@@ -139,6 +149,7 @@ def test_scale_up_and_down_at_once(tmp_path):
         assert [first.wait(), third.wait()] == [0, 0], it.said()
 
 
+@pytest.mark.slow
 def test_a_spare_steps_in_the_moment_a_member_fails(tmp_path):
     with job(tmp_path, "--nnodes=2 --settle=600") as it:
         first, second = it.start(), it.start()
@@ -320,6 +331,7 @@ def test_plain_processes(tmp_path, flags):
         assert node.wait() == 0, node.stderr
 
 
+@pytest.mark.slow
 def test_twenty_generations_leak_nothing(tmp_path):
     with job(tmp_path, "--standalone --nproc-per-node=2") as it:
         node = it.start()

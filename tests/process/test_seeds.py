@@ -322,6 +322,7 @@ def test_seed_002_line_82_a_failure_loses_at_most_one_epoch(tmp_path):
 # --- seed 003 ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_seed_003_line_12_the_group_is_restarted_reranked_and_resumes(tmp_path):
     """Seed 003, lines 12, 13 and 16 to 18: a worker is lost, then a node."""
     script, gate = written(tmp_path, RECOVERABLE), Gate(tmp_path)
@@ -356,6 +357,7 @@ def test_seed_003_line_21_the_job_ends_when_max_restarts_is_exceeded(tmp_path):
         assert "all 1 restarts are used (--max-restarts)" in node.stderr
 
 
+@pytest.mark.slow
 def test_seed_003_line_13_membership_changes_can_count_as_well(tmp_path):
     """ "The number of allowed failures or membership changes": with --count-resizes."""
     with job(tmp_path, "--nnodes=1:2 --max-restarts=1 --count-resizes") as it:

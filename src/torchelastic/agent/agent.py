@@ -95,6 +95,8 @@ class Agent:
         self._action: asyncio.Task[None] | None = None
         self._stopping_by: int | None = None
         self._steps: dict[int, int] = {}
+        #: What failing workers said on their channels; all there is where no files are wanted.
+        self._last_words_of: dict[int, error_file.ErrorRecord] = {}
         self._results: dict[int, str] = {}
         self._meeting: Meeting | None = None
         self._membership: Membership | None = None
@@ -361,6 +363,9 @@ class Agent:
     def _worker_said(self, local_rank: int, message: dict[str, Any]) -> None:
         if message.get("type") == "progress" and isinstance(message.get("step"), int):
             self._steps[local_rank] = message["step"]
+        elif message.get("type") == "failure":
+            said, where = str(message.get("message", "")), str(message.get("traceback", ""))
+            self._last_words_of[local_rank] = error_file.ErrorRecord(said, where)
 
     def _worker_exited(self, exit: WorkerExit) -> None:
         generation = self._state.generation
@@ -381,7 +386,7 @@ class Agent:
 
     def _failure(self, exit: WorkerExit) -> Failure:
         path = self._error_file(exit.local_rank)
-        told = error_file.read(path) if path else None
+        told = error_file.read(path) if path else self._last_words_of.get(exit.local_rank)
         return Failure(
             generation=self._state.generation,
             node=self._narrator.name,
@@ -440,6 +445,7 @@ class Agent:
         assert node_rank is not None
         self._first_rank = world.nodes[node_rank].first_rank
         self._steps.clear()
+        self._last_words_of.clear()
         self._results.clear()
         local_ranks = range(self._config.nproc_per_node)
         ranks = {local_rank: self._rank(local_rank) for local_rank in local_ranks}

@@ -17,6 +17,7 @@ from torchelastic.agent.cgroup import Cgroup
 from torchelastic.agent.processes import WorkerSpawn, default_python, spawn_plain
 from torchelastic.agent.zygote import Zygote
 from torchelastic.errors import SpawnError
+from torchelastic.failure import signal_name
 from torchelastic.worker import channel
 
 __all__ = ["Supervisor", "WorkerExit", "WorkerSpawn"]
@@ -79,6 +80,7 @@ class Supervisor:
         self._none_left = asyncio.Event()
         self._none_left.set()
         self._said_plain = False
+        self._giving_up = False
 
     @property
     def alive(self) -> tuple[int, ...]:
@@ -93,7 +95,11 @@ class Supervisor:
         try:
             return {spawn.local_rank: await self._start(spawn) for spawn in spawns}
         except BaseException:
-            await self.stop(SIGKILL, 0.0)
+            self._giving_up = True  # their ends are our doing, not failures
+            try:
+                await self.stop(SIGKILL, 0.0)
+            finally:
+                self._giving_up = False
             raise
 
     async def _start(self, spawn: WorkerSpawn) -> int:
@@ -143,7 +149,8 @@ class Supervisor:
         del self._workers[worker.local_rank]
         if not self._workers:
             self._none_left.set()
-        self._on_exit(WorkerExit(worker.local_rank, worker.pid, exitcode))
+        if not self._giving_up:
+            self._on_exit(WorkerExit(worker.local_rank, worker.pid, exitcode))
 
     def _hear(self, worker: _Worker) -> bool:
         """Pass on what the worker has sent; True if there may be more.
@@ -192,7 +199,10 @@ class Supervisor:
         try:
             await asyncio.wait_for(self._none_left.wait(), timeout)
         except asyncio.TimeoutError:
-            logger.info("Killing local ranks %s, %g s after %s.", self.alive, timeout, signum)
+            if self._workers and signum != SIGKILL:
+                ranks = ", ".join(map(str, self.alive))
+                after = f"{timeout:g} s after {signal_name(signum)}"
+                logger.info("killing local ranks that have not ended %s: %s", after, ranks)
         self.signal(SIGKILL)
         for cgroup in self._cgroups:
             cgroup.kill()
