@@ -251,6 +251,7 @@ class Agent:
         await asyncio.wait(self._member_tasks)
         name = await self._open_lease()
         self._narrator.rejoined(name)
+        gone = max(gone, self._membership.member.gone)  # a later word stands
         self._membership.update(name=name, gone=gone, failures=())
         self._be_member()
 
