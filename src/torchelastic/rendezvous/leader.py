@@ -111,7 +111,7 @@ class Leader:
         held = listing.items.get(WORLD_KEY)
         self._world_revision = held.modified if held else 0
         if held:
-            self._state = rounds.published(self._state, World.from_json(held.value), now)
+            self._state = rounds.taken_over(World.from_json(held.value), now)
         members = [(k, item) for k, item in listing.items.items() if k.startswith(MEMBER_PREFIX)]
         for _, item in sorted(members, key=lambda pair: pair[1].modified):
             self._take(Member.from_json(item.value), item.created)

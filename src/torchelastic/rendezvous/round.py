@@ -24,7 +24,7 @@ from torchelastic.config import Grow, LaunchConfig, WorldSizes
 from torchelastic.errors import EXIT_FAILED, EXIT_NOT_ENOUGH_NODES
 from torchelastic.failure import Failure
 from torchelastic.rendezvous import root_cause
-from torchelastic.rendezvous.restart_policy import Ending, Kind, judge
+from torchelastic.rendezvous.restart_policy import AT_ONCE, Ending, Kind, judge
 from torchelastic.rendezvous.world import Member, World, WorldNode
 
 #: How long a world may be held back for members that are there but not ready to start workers.
@@ -128,6 +128,11 @@ def lost(state: RoundState, node: str) -> RoundState:
     if node in state.done or node in state.lost:
         return state
     return replace(state, lost=(*state.lost, node))
+
+
+def taken_over(world: World, now: float) -> RoundState:
+    """What a new leader knows of a world: not how long it has lived, so neither briefly nor long."""
+    return RoundState(world=world, since=now, said_at=now, running_since=now - AT_ONCE - 1)
 
 
 def vanished(state: RoundState, node: str) -> RoundState:

@@ -459,7 +459,7 @@ def test_a_newcomer_that_allows_no_larger_world_stays_a_spare():
 def test_a_new_leader_takes_over_a_running_world_and_misses_the_dead():
     old = running("1:3", "abc")
     job = Job("1:3")
-    job.state = rounds.published(job.state, old.world, 0.0)
+    job.state = rounds.taken_over(old.world, 0.0)
     job.worlds.append(old.world)
     job.records = {name: old.records[name] for name in "bc"}
     for name in "bc":
@@ -469,6 +469,17 @@ def test_a_new_leader_takes_over_a_running_world_and_misses_the_dead():
     job.settle()
     job.all_gone()
     assert (job.world.generation, job.names) == (1, ["b", "c"])
+
+
+def test_a_new_leader_takes_no_failure_for_one_at_once():
+    old = running("1:2", "a")
+    job = Job("1:2")
+    job.state = rounds.taken_over(old.world, 0.0)
+    job.worlds.append(old.world)
+    job.records = dict(old.records)
+    job.say("a", failures=(failure("a"),))
+    job.all_gone()
+    assert (job.world.generation, job.world.ledger.used, job.world.ledger.repeats) == (1, 1, 0)
 
 
 def test_a_world_survives_the_wire():
