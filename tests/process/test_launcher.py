@@ -71,6 +71,7 @@ def test_a_failure_is_raised_with_its_cause(tmp_path):
     assert "Root Cause (first observed failure):" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_two_nodes_of_one_job_have_the_results_of_their_own_workers():
     endpoint = f"127.0.0.1:{free_port()}"
     config = LaunchConfig(min_nodes=2, max_nodes=2, rdzv_endpoint=endpoint, zygote=False)
@@ -88,6 +89,7 @@ def test_two_nodes_of_one_job_have_the_results_of_their_own_workers():
     assert sorted(results, key=list) == [{0: ("a", "0")}, {1: ("a", "1")}]
 
 
+@pytest.mark.slow
 def test_too_few_nodes_for_too_long_is_an_error_of_its_own():
     config = LaunchConfig(
         min_nodes=2,
@@ -196,6 +198,7 @@ def test_nothing_outlives_a_caller_that_is_killed(script, tmp_path, monkeypatch)
     caller.kill()  # the fixture looks for what is left
 
 
+@pytest.mark.slow
 def test_a_handler_of_the_callers_that_raises_ends_the_job(script, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     ready = tmp_path / "ready"

@@ -211,6 +211,7 @@ def test_an_agent_runs_its_spec_to_success():
     assert (group.group_rank, group.group_world_size) == (0, 1)
 
 
+@pytest.mark.slow
 def test_an_agent_returns_failures(log_dir):
     agent = agent_for(entrypoints.fail_on_rank_1, "boom", max_restarts=0, log_dir=log_dir)
 

@@ -175,6 +175,7 @@ def test_a_joiner_waits_for_a_late_host_and_places_are_kept_in_static_mode(tmp_p
         assert [joiner.wait(), host.wait()] == [0, 0], it.said()
 
 
+@pytest.mark.slow
 def test_unequal_nodes_with_roles(tmp_path):
     with job(tmp_path, "--nnodes=2 --no-zygote") as it:
         it.start("--nproc-per-node=1 --role=actor")
@@ -189,6 +190,7 @@ def test_unequal_nodes_with_roles(tmp_path):
         assert [node.wait() for node in it.nodes] == [0, 0], it.said()
 
 
+@pytest.mark.slow
 def test_two_jobs_on_one_machine_do_not_meet(tmp_path):
     with (
         job(tmp_path / "a", "--nnodes=1 --no-zygote") as one,
@@ -234,6 +236,7 @@ def test_a_frozen_agent_alone_starts_its_workers_again(tmp_path):
         assert node.wait() == 0, node.stderr
 
 
+@pytest.mark.slow
 def test_the_end_of_the_process_that_holds_the_stores_is_survived(tmp_path):
     with job(tmp_path, "--standalone --no-zygote") as it:
         node = it.start()
@@ -282,6 +285,7 @@ def test_the_end_of_the_host_and_a_wrong_job_id_are_told_in_a_sentence(tmp_path)
         assert not any(alive(line["pid"]) for line in it.lines(event="start"))
 
 
+@pytest.mark.slow
 def test_newcomers_wait_for_a_checkpoint_where_they_are_told_to(tmp_path):
     checkpoint = tmp_path / "last.pt"
     with job(tmp_path, f"--nnodes=1:2 --no-zygote --grow=after-checkpoint:{checkpoint}") as it:

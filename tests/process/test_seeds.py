@@ -241,6 +241,7 @@ def kill_worker(node: Node, rank: int) -> None:
 # --- seed 001 ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_seed_001_lines_23_and_38_a_fixed_job_waits_for_a_failed_node(tmp_path):
     """Seed 001, lines 23, 38 and 49: recoverable, fault tolerant, "will wait for the node"."""
     script, gate = written(tmp_path, RECOVERABLE), Gate(tmp_path)
@@ -262,6 +263,7 @@ def test_seed_001_lines_23_and_38_a_fixed_job_waits_for_a_failed_node(tmp_path):
         expect(it, "generation 1 rank 0 of 2 has saved step 6")
 
 
+@pytest.mark.slow
 def test_seed_001_line_60_an_elastic_job_goes_on_with_the_nodes_there_are(tmp_path):
     """Seed 001, lines 23, 60 and 71: one node, then two, then one."""
     script, gate = written(tmp_path, RECOVERABLE), Gate(tmp_path)

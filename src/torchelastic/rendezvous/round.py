@@ -131,7 +131,7 @@ def lost(state: RoundState, node: str) -> RoundState:
 
 
 def taken_over(world: World, now: float) -> RoundState:
-    """What a new leader knows of a world: not how long it has lived, so neither briefly nor long."""
+    """What a new leader knows of a world: not how long it has lived; neither briefly nor long."""
     return RoundState(world=world, since=now, said_at=now, running_since=now - AT_ONCE - 1)
 
 
