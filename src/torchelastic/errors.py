@@ -3,7 +3,6 @@
 TorchElasticError
 ├── ConfigError            bad input: one sentence, what is wrong and what to do (exit 2)
 ├── RendezvousError
-│   ├── RendezvousClosed   the job has ended: nothing to join any more
 │   ├── RendezvousLost     the store cannot be reached any longer (exit 171)
 │   ├── LeaseExpired       the store has given this node up
 │   ├── RendezvousRefused  the store answered, but this agent may not join it
@@ -34,10 +33,6 @@ class ConfigError(TorchElasticError, ValueError):
 
 class RendezvousError(TorchElasticError):
     """The nodes could not agree on a world."""
-
-
-class RendezvousClosed(RendezvousError):
-    """The job has ended."""
 
 
 class RendezvousLost(RendezvousError):

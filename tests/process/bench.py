@@ -121,7 +121,7 @@ class Bench:
 
     def start(self, entry: Entry, environ: Mapping[str, str], **more: Any) -> int:
         """One worker; returns its pid."""
-        spawn = WorkerSpawn(local_rank=0, rank=0, generation=0, entry=entry, env=environ, **more)
+        spawn = WorkerSpawn(local_rank=0, entry=entry, env=environ, **more)
         return self.do(self.supervisor.start([spawn]))[0]
 
     def run(

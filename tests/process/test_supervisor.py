@@ -45,8 +45,6 @@ def spawns(made, environ, source, count, **more):
     return [
         WorkerSpawn(
             local_rank=number,
-            rank=number,
-            generation=0,
             entry=Entry("script", str(script)),
             env={**environ, "RANK": str(number), "DIR": str(made.directory)},
             **more,
@@ -215,9 +213,7 @@ def state_of(pid):
 
 def test_one_that_cannot_start_takes_the_others_with_it(plain, environ):
     good = spawns(plain, environ, "import signal; signal.pause()", 1)
-    bad = WorkerSpawn(
-        local_rank=1, rank=1, generation=0, entry=Entry("program", "/no/such/thing"), env=environ
-    )
+    bad = WorkerSpawn(local_rank=1, entry=Entry("program", "/no/such/thing"), env=environ)
     with pytest.raises(SpawnError, match="/no/such/thing cannot be started"):
         plain.do(plain.supervisor.start([*good, bad]))
     assert plain.supervisor.alive == ()

@@ -38,7 +38,7 @@ def script(tmp_path):
 
 
 def spawn_of(entry, environ, **more):
-    return WorkerSpawn(local_rank=0, rank=0, generation=0, entry=entry, env=environ, **more)
+    return WorkerSpawn(local_rank=0, entry=entry, env=environ, **more)
 
 
 def test_start_returns_while_imports_go_on(made, script, environ, tmp_path):

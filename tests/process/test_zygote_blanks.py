@@ -40,10 +40,7 @@ def wait_for_blanks(made):
 
 def start(made, environ, count):
     entry = Entry("script", str(made.directory / "train.py"))
-    spawns = [
-        WorkerSpawn(local_rank=rank, rank=rank, generation=0, entry=entry, env=environ)
-        for rank in range(count)
-    ]
+    spawns = [WorkerSpawn(local_rank=rank, entry=entry, env=environ) for rank in range(count)]
     return set(made.do(made.supervisor.start(spawns)).values())
 
 

@@ -471,8 +471,6 @@ class Agent:
         streams = opened.streams[local_rank]
         return WorkerSpawn(
             local_rank=local_rank,
-            rank=self._rank(local_rank),
-            generation=world.generation,
             entry=entry_for(self._entry, local_rank),
             env=worker_env(
                 self._env, self._config, world, node_rank, local_rank, streams.error_file

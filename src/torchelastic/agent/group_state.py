@@ -245,6 +245,8 @@ def _world_while_stopping(state: GroupState, event: WorldSeen) -> Step:
 
 def _up(state: GroupState, event: WorkersUp) -> Step:
     """They run."""
+    if event.generation != state.generation:
+        return state, []
     if not state.running:  # they were quicker than the news of their start
         return _stop(state, SIGTERM)
     return replace(state, phase=Phase.RUNNING), []
@@ -257,6 +259,8 @@ def _ignore(state: GroupState, event: Event) -> Step:
 
 def _succeeded(state: GroupState, event: WorkerSucceeded) -> Step:
     """The last one: stop what they left behind, then report done."""
+    if event.generation != state.generation:
+        return state, []
     running = state.running - {event.local_rank}
     state = replace(state, running=running)
     if running or state.phase is Phase.STARTING:

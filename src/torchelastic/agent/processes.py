@@ -21,8 +21,6 @@ class WorkerSpawn:
     """Everything about a worker that is to be started."""
 
     local_rank: int
-    rank: int
-    generation: int
     #: With its arguments already substituted.
     entry: Entry
     #: The whole environment, not additions to ours.

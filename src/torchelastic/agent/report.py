@@ -32,25 +32,21 @@ _SIGNAL_WORDS = {
 _SHELL_WORDS = {126: "a shell found a program it cannot execute", 127: "a shell found no program"}
 
 
-def exit_words(exitcode: int, *, out_of_memory: bool = False) -> str:
+def exit_words(exitcode: int) -> str:
     """What an exit code says, as `subprocess` has it: minus the number of a signal.
-
-    `out_of_memory` is for who knows that the kernel killed the worker; it is not guessed here.
 
     >>> exit_words(-9), exit_words(3)
     ('killed by SIGKILL', 'exit code 3')
     """
     if exitcode < 0:
-        return _signal_words(signal_name(-exitcode), out_of_memory)
+        return _signal_words(signal_name(-exitcode))
     words = _SHELL_WORDS.get(exitcode, "")
     if 128 < exitcode <= 192:
         words = f"a shell's word for {signal_name(exitcode - 128)}"
     return f"exit code {exitcode} ({words})" if words else f"exit code {exitcode}"
 
 
-def _signal_words(name: str, out_of_memory: bool) -> str:
-    if out_of_memory:
-        return f"killed by {name}: the machine or its cgroup ran out of memory (see dmesg)"
+def _signal_words(name: str) -> str:
     words = _SIGNAL_WORDS.get(name)
     return f"killed by {name} ({words})" if words else f"killed by {name}"
 

@@ -43,8 +43,6 @@ class StoreHost:
         with theirs:
             spawn = WorkerSpawn(
                 local_rank=-1,
-                rank=-1,
-                generation=-1,
                 entry=ENTRY,
                 env=self._env,
                 stdin=theirs.fileno(),

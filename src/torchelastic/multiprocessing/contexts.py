@@ -183,8 +183,6 @@ class PContext(abc.ABC):
     def _spawn(self, rank: int, streams: WorkerStreams) -> int:
         spawn = WorkerSpawn(
             local_rank=rank,
-            rank=rank,
-            generation=0,
             entry=self._entry(rank),
             env=self._env(rank),
             stdout=streams.stdout,

@@ -67,11 +67,6 @@ def test_exit_words(exitcode, words):
     assert report.exit_words(exitcode) == words
 
 
-def test_lack_of_memory_is_named_only_by_who_knows_of_it():
-    assert "memory" not in report.exit_words(-9)
-    assert "ran out of memory (see dmesg)" in report.exit_words(-9, out_of_memory=True)
-
-
 def test_the_last_block_names_the_first_failure_of_the_job_and_who_fell_because_of_it():
     assert report.job_failed(WORLD, name="train.py") == (
         "\n"

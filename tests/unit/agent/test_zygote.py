@@ -28,7 +28,7 @@ UNLIKE = [
 
 
 def spawn(entry=SCRIPT, env=BASE, cpus=None):
-    return WorkerSpawn(local_rank=0, rank=0, generation=0, entry=entry, env=env, cpus=cpus)
+    return WorkerSpawn(local_rank=0, entry=entry, env=env, cpus=cpus)
 
 
 @pytest.mark.parametrize(("more", "named"), UNLIKE)

@@ -55,8 +55,15 @@ async def something_else(answer: bytes | None) -> AsyncIterator[int]:
 def test_a_client_waits_for_its_host():
     async def story():
         port = unused_port()
-        joining = asyncio.create_task(EmbeddedStore.connect("localhost", port, JOB, timeout=None))
-        await asyncio.sleep(0.03)
+        tried = asyncio.Event()
+
+        async def meanwhile():
+            tried.set()
+
+        joining = asyncio.create_task(
+            EmbeddedStore.connect("localhost", port, JOB, timeout=None, meanwhile=meanwhile)
+        )
+        await within(10, tried.wait())
         assert not joining.done()
         async with serving(port):
             store = await within(10, joining)
