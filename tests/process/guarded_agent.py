@@ -53,8 +53,6 @@ async def be_agent(directory: Path, warm: bool) -> int:
         [
             WorkerSpawn(
                 local_rank=rank,
-                rank=rank,
-                generation=0,
                 entry=entry,
                 env={**environ, "RANK": str(rank)},
             )

@@ -163,6 +163,7 @@ def test_a_spare_steps_in_the_moment_a_member_fails(tmp_path):
         assert [first.wait(), spare.wait()] == [0, 0], it.said()
 
 
+@pytest.mark.slow
 def test_a_joiner_waits_for_a_late_host_and_places_are_kept_in_static_mode(tmp_path):
     flags = "--nnodes=2 --rdzv-backend=static --no-zygote"
     with job(tmp_path, flags) as it:
@@ -221,6 +222,7 @@ def test_a_frozen_agent_is_given_up_and_stops_its_workers_when_it_wakes(tmp_path
         assert [first.wait(), second.wait()] == [0, 0], it.said()
 
 
+@pytest.mark.slow
 def test_a_frozen_agent_alone_starts_its_workers_again(tmp_path):
     """It hosts, leads and is the only member: nobody else could notice."""
     with job(tmp_path, "--nnodes=1:2 --lease=1 --no-zygote") as it:
