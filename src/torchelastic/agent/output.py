@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 QUEUE = 256 * 1024
 #: A pipe that is writable at all takes this much at once.
 _PIPE_BUF = select.PIPE_BUF
+#: A terminal that is writable has little room, but its buffer grows in pieces no smaller than this.
+_TERMINAL_ROOM = 128
 
 
 class Console:
@@ -128,7 +130,8 @@ class Console:
     def _write_to_own_opening(self, fd: int) -> None:
         own = self._reopened(fd)
         if own is None:
-            self._send = lambda data: _write_if_writable(fd, data)
+            most = _TERMINAL_ROOM if os.isatty(fd) else _PIPE_BUF
+            self._send = lambda data: _write_if_writable(fd, data[:most])
             return
         self._watched, self._close_fd = own, lambda: os.close(own)
         self._send = lambda data: os.write(own, data)
@@ -147,7 +150,7 @@ def _write_if_writable(fd: int, data: bytes) -> int:
     """Look before a small write. Somebody else's write in between can still make ours wait."""
     if not select.select([], [fd], [], 0)[1]:
         raise BlockingIOError
-    return os.write(fd, data[:_PIPE_BUF])
+    return os.write(fd, data)
 
 
 def _nothing() -> None:
