@@ -51,7 +51,8 @@ def test_an_orphan_is_found(leaks):
     """Its parent is gone, and it is in a session of its own."""
     script = "setsid sleep 600 > /dev/null & echo $!"
     made = subprocess.run(["sh", "-c", script], check=True, stdout=subprocess.PIPE)
-    assert leaks.processes() == [int(made.stdout)]
+    # While it is about to become `sleep` it shows no environment.
+    poll_for(lambda: leaks.processes() == [int(made.stdout)], what="the orphan")
     leaks.kill_processes()
     poll_for(lambda: not leaks.processes(), what="the end of the orphan")
 
