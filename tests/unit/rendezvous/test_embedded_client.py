@@ -32,10 +32,14 @@ def unused_port() -> int:
 
 
 @contextlib.asynccontextmanager
-async def something_else(answer: bytes | None) -> AsyncIterator[int]:
-    """A server that is not ours; None: closes at once."""
+async def something_else(
+    answer: bytes | None, met: asyncio.Event | None = None
+) -> AsyncIterator[int]:
+    """A server that is not ours; None: closes at once. `met` is set when somebody has come."""
 
     async def serve(reader, writer):
+        if met is not None:
+            met.set()
         if answer is not None:
             writer.write(answer)
             await reader.read()
@@ -150,11 +154,12 @@ def test_something_that_says_nothing_is_refused_in_the_end(answer):
 
 def test_giving_up_while_waiting_leaves_nothing():
     async def story():
-        async with something_else(b"") as port:
+        met = asyncio.Event()
+        async with something_else(b"", met) as port:
             joining = asyncio.create_task(
                 EmbeddedStore.connect("localhost", port, JOB, timeout=None)
             )
-            await asyncio.sleep(0.02)
+            await within(10, met.wait())
             joining.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await joining
