@@ -1,0 +1,188 @@
+"""What an agent and a resident worker say to each other: the messages, as data.
+
+A worker that has called `torchelastic.train` is *resident*: it outlives its generation. Its agent
+tells it which world to enter and when that world is over; the worker answers. One JSON object a
+message, its `type` is the class's name in lower case.
+
+The exchange that ends a world at a step boundary:
+
+    agent   Ask(g)            to every worker of the world
+    worker  Entered(g, e)     the last step it has entered; it enters no other one
+    agent   Enter(g+1, after=T)  or Through(g, T), where T is the largest of all answers
+    worker  runs through T, then enters g+1, or stops: Stopped(g, T + 1)
+
+and after a failure:
+
+    agent   Over(g, why)
+    worker  aborts its collectives, rolls back to the beginning of its step: Stopped(g, step)
+    agent   Enter(g+1)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# --- down: from the agent to the worker ----------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Enter:
+    """A world to enter: at once, or when the present one has been run through step `after`."""
+
+    generation: int
+    rank: int
+    size: int
+    #: `host:port` of the store made for this generation alone.
+    store: str
+    local_rank: int
+    local_size: int
+    node_rank: int
+    nodes: int
+    after: int | None = None
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Which step have you entered? Enter no other one until you hear more."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Through:
+    """Run through this step, then stop: no next world can be formed yet."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Over:
+    """The generation, and every one before it, is over: abort, roll back, answer `Stopped`.
+
+    With `finished` the training is done: `train` returns.
+    """
+
+    generation: int
+    reason: str = ""
+    finished: bool = False
+
+
+@dataclass(frozen=True)
+class Leave:
+    """This node leaves the job: once stopped, end the process."""
+
+    #: The signal that asked for it.
+    signum: int = 15
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Are you there, and what for do you wait? Answered by the control thread, at once."""
+
+
+@dataclass(frozen=True)
+class Slate:
+    """The memory this worker writes its progress and its private state to comes with this."""
+
+
+# --- up: from the worker to the agent ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Enlisted:
+    """`train` was called with a state: this worker is resident and can enter a world."""
+
+
+@dataclass(frozen=True)
+class Entered:
+    """The answer to `Ask`; -1 before the first step of the generation's loop."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Up:
+    """The group stands and the state is synchronised; training goes on from `step`."""
+
+    generation: int
+    step: int
+    #: Bytes of state this worker has received for it.
+    received: int = 0
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """Nothing of this generation goes on here; `step` steps are committed."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Erred:
+    """User code raised; the worker has rolled back and lives on, as `Stopped` would say."""
+
+    generation: int
+    step: int
+    message: str
+    traceback: str
+    #: False: trying again cannot help, the job ends.
+    retry: bool = True
+
+
+@dataclass(frozen=True)
+class PeerLost:
+    """A collective failed: a hint that somebody is gone. The worker has rolled back."""
+
+    generation: int
+    step: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The data has ended here: the training is done. The worker has rolled back nothing."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Pong:
+    """The answer to `Ping`."""
+
+    #: The training thread waits for a collective, that is, for others.
+    waiting: bool
+    #: Whether it has been told that what it waits for is over.
+    aborted: bool = False
+
+
+Order = Enter | Ask | Through | Over | Leave | Ping | Slate
+Report = Enlisted | Entered | Up | Stopped | Erred | PeerLost | Finished | Pong
+
+_TYPES: dict[str, type[Any]] = {
+    kind.__name__.lower(): kind
+    for kind in (
+        *(Enter, Ask, Through, Over, Leave, Ping, Slate),
+        *(Enlisted, Entered, Up, Stopped, Erred, PeerLost, Finished, Pong),
+    )
+}
+
+
+def to_json(message: Order | Report) -> dict[str, Any]:
+    return {"type": type(message).__name__.lower(), **dataclasses.asdict(message)}
+
+
+def from_json(data: Mapping[str, Any]) -> Order | Report | None:
+    """The message; None where its type is none of these."""
+    kind = _TYPES.get(str(data.get("type")))
+    if kind is None:
+        return None
+    names = {item.name for item in dataclasses.fields(kind)}
+    message: Order | Report = kind(**{name: data[name] for name in names if name in data})
+    return message
