@@ -34,6 +34,10 @@ class Failure:
     step: int | None = None
     #: It ended after its agent had begun to stop it: whatever it says, it is not the cause.
     stopped: bool = False
+    #: The worker lives on: it has rolled back and waits for the next world.
+    alive: bool = False
+    #: Trying again cannot help: the job ends.
+    fatal: bool = False
     error_file: str = ""
     #: Wall clock of the failing node, for people and for `error.json`; never compared.
     wall_time: float = 0.0

@@ -41,7 +41,7 @@ from torchelastic.errors import (
 from torchelastic.events.log import EventLog, sink_for
 from torchelastic.failure import Failure
 from torchelastic.rendezvous.leader import WORLD_KEY, Leader
-from torchelastic.rendezvous.round import RoundRules
+from torchelastic.rendezvous.round_state import RoundRules
 from torchelastic.rendezvous.world import Member, World
 from torchelastic.worker import error_file
 from torchelastic.worker.bootstrap import TOLD_MESSAGE, TOLD_TRACEBACK, result_path

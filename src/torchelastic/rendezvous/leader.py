@@ -18,9 +18,10 @@ from typing import Protocol
 
 from torchelastic.clock import Clock
 from torchelastic.errors import LeaseExpired, RendezvousError
-from torchelastic.rendezvous import round as rounds
+from torchelastic.rendezvous import resident, round_state
 from torchelastic.rendezvous.restart_policy import Kind
-from torchelastic.rendezvous.round import Decision, RoundRules, RoundState
+from torchelastic.rendezvous.round import waits_for_checkpoint
+from torchelastic.rendezvous.round_state import Decision, RoundRules, RoundState
 from torchelastic.rendezvous.store import Change, Store
 from torchelastic.rendezvous.world import Member, World
 
@@ -111,13 +112,13 @@ class Leader:
         held = listing.items.get(WORLD_KEY)
         self._world_revision = held.modified if held else 0
         if held:
-            self._state = rounds.taken_over(World.from_json(held.value), now)
+            self._state = round_state.taken_over(World.from_json(held.value), now)
         members = [(k, item) for k, item in listing.items.items() if k.startswith(MEMBER_PREFIX)]
         for _, item in sorted(members, key=lambda pair: pair[1].modified):
             self._take(Member.from_json(item.value), item.created)
         for node in self._state.world.nodes if self._state.world else ():
             if node.node not in self._state.members:
-                self._state = rounds.vanished(self._state, node.node)
+                self._state = round_state.vanished(self._state, node.node)
         return listing.revision
 
     async def _watch_members(self, revision: int) -> None:
@@ -127,7 +128,7 @@ class Leader:
 
     async def _decide_until_closed(self, watching: asyncio.Task[None]) -> bool:
         while True:
-            decision = rounds.decide(self._rules, self._state, self._clock.now())
+            decision = resident.decide(self._rules, self._state, self._clock.now())
             if decision.world is not None:
                 if not await self._publish(decision.world, decision.kind):
                     return False
@@ -146,7 +147,7 @@ class Leader:
             logger.warning("somebody else has published a world meanwhile: looking again")
             return False
         self._world_revision = revision
-        self._state = rounds.published(self._state, world, self._clock.now())
+        self._state = round_state.published(self._state, world, self._clock.now())
         self._observer.decided(world, kind)
         return True
 
@@ -171,13 +172,13 @@ class Leader:
                 watching.result()
         # In a thread: a slow file system must not keep the lease from being renewed.
         if self._checkpoint is not None and await asyncio.to_thread(self._checkpoint.written):
-            self._state = rounds.checkpoint_seen(self._state, True)
+            self._state = round_state.checkpoint_seen(self._state, True)
 
     async def _awaits_checkpoint(self) -> bool:
         """Whether newcomers wait for a checkpoint; looks at the path from their arrival on."""
-        if not rounds.waits_for_checkpoint(self._rules, self._state):
+        if not waits_for_checkpoint(self._rules, self._state):
             self._checkpoint = None
-            self._state = rounds.checkpoint_seen(self._state, False)
+            self._state = round_state.checkpoint_seen(self._state, False)
         elif self._checkpoint is None:
             self._checkpoint = await asyncio.to_thread(CheckpointPath, self._rules.grow.path)
         return self._checkpoint is not None
@@ -188,13 +189,13 @@ class Leader:
             return
         node = change.key.removeprefix(MEMBER_PREFIX)
         present = self._state.members.get(node)
-        self._state = rounds.lost(self._state, node)
+        self._state = round_state.lost(self._state, node)
         if present is not None and not present.member.leaving:
             self._observer.node_lost(present.member.name, "its connection or lease ended")
 
     def _take(self, member: Member, created: int) -> None:
         before = self._state.members.get(member.node)
-        self._state = rounds.seen(self._state, member, created, self._clock.now())
+        self._state = round_state.seen(self._state, member, created, self._clock.now())
         if before is None or before.created != created:
             self._observer.node_joined(member)
         if member.leaving and (before is None or not before.member.leaving):

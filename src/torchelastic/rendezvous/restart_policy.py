@@ -10,8 +10,8 @@ from typing import Literal
 
 from torchelastic.failure import Failure
 
-#: What ended a generation. Only a worker failure is a restart; the others change the set of nodes.
-Kind = Literal["failure", "node-failure", "leave", "resize"]
+#: What ended a generation. A worker's failure or error spends a restart; the others do not.
+Kind = Literal["failure", "error", "node-failure", "leave", "resize", "finished"]
 
 #: So many equal failures in a row, each at once, are no accident: no restart will mend them.
 SAME_FAILURE_LIMIT = 5
@@ -61,6 +61,8 @@ def judge(ending: Ending, ledger: RestartLedger, *, budget: int, count_resizes: 
 sentence='a resize spends no restart')
     """
     ledger = _credit_progress(ending, ledger)
+    if ending.kind == "error":
+        return _judge_error(ending, ledger, budget)
     if ending.kind != "failure" and not count_resizes:
         return Verdict(True, ledger, f"a {_words(ending.kind)} spends no restart")
     ledger = _note_failure(ending, ledger)
@@ -74,6 +76,21 @@ sentence='a resize spends no restart')
     if ledger.used >= budget:
         return Verdict(False, ledger, _spent(budget))
     ledger = replace(ledger, used=ledger.used + 1)
+    return Verdict(True, ledger, f"{ledger.used} of {budget} restarts used")
+
+
+def _judge_error(ending: Ending, ledger: RestartLedger, budget: int) -> Verdict:
+    """A worker raised, rolled back and lives on: the step is tried again, but not for ever."""
+    assert ending.failure is not None, "an error is somebody's"
+    if ending.failure.fatal:
+        return Verdict(False, ledger, "trying again cannot help")
+    signature = repr((ending.failure.signature(), ending.failure.step))
+    if signature == ledger.signature:
+        sentence = f"the same error came back at step {ending.failure.step} after a rollback"
+        return Verdict(False, ledger, f"{sentence}: trying again does not mend it")
+    if ledger.used >= budget:
+        return Verdict(False, ledger, _spent(budget))
+    ledger = replace(ledger, used=ledger.used + 1, repeats=1, signature=signature)
     return Verdict(True, ledger, f"{ledger.used} of {budget} restarts used")
 
 

@@ -14,6 +14,7 @@ from torchelastic.failure import Failure
 
 #: What gloo, NCCL and the stores say when the other end is gone. Compared in lower case.
 _BROKEN_CONNECTION = (
+    "lost a peer",
     "connection closed by peer",
     "connection reset",
     "connection refused",

@@ -38,6 +38,18 @@ class Member:
     failures: tuple[Failure, ...] = ()
     #: Announced departure; the signal or reason, empty while staying.
     leaving: str = ""
+    #: The workers here outlive their generation (`torchelastic.train`). What follows is about such.
+    resident: bool = False
+    #: Local ranks of the workers that are in a world or could enter one.
+    standing: tuple[int, ...] = ()
+    #: How many workers are on their way there.
+    starting: int = 0
+    #: The generation whose workers here have been asked for their step, and enter no other one;
+    #: the largest step they have entered.
+    paused: int = -1
+    entered: int = -1
+    #: The generation in which a worker here has come to the end of its data.
+    finished: int = -1
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -46,6 +58,7 @@ class Member:
     def from_json(cls, data: Mapping[str, Any]) -> Member:
         made = _known(cls, data)
         made["failures"] = tuple(Failure.from_json(item) for item in made.get("failures", ()))
+        made["standing"] = tuple(made.get("standing", ()))
         return cls(**made)
 
 
@@ -56,11 +69,20 @@ class WorldNode:
     node: str
     name: str
     addr: str
+    #: Workers it has in the world.
     nproc: int
     role: str
     #: Global rank of its first worker; the others follow.
     first_rank: int
     first_role_rank: int
+    #: Which of its workers are in the world; their ranks follow this order.
+    local_ranks: tuple[int, ...]
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> WorldNode:
+        made = _known(cls, data)
+        made["local_ranks"] = tuple(made["local_ranks"])
+        return cls(**made)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +90,9 @@ class World:
     """The leader's last word: which generation, who is in it, and how it stands."""
 
     generation: int
-    #: `waiting` for nodes; `running`; `over` (workers are being stopped); `closed` (job ended).
-    phase: Literal["waiting", "running", "over", "closed"]
+    #: `waiting` for nodes; `running`; `pausing` (resident workers are asked for their step); `over`
+    #: (workers are being stopped); `closed` (job ended).
+    phase: Literal["waiting", "running", "pausing", "over", "closed"]
     nodes: tuple[WorldNode, ...] = ()
     #: `host:port` of the store made for this generation alone.
     store: str = ""
@@ -82,6 +105,11 @@ class World:
     #: The first failure of the last generation that failed, and those that fell because of it.
     cause: Failure | None = None
     consequences: tuple[Failure, ...] = ()
+    #: Its workers outlive it: they are told of the next world instead of being stopped.
+    resident: bool = False
+    #: The step that the workers of the last generation run through before they enter this one, or,
+    #: of a world that is over, before they stop; None: they stop at once.
+    after: int | None = None
     spares: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     #: Exit code every agent ends with once closed.
@@ -99,6 +127,14 @@ class World:
                 return index
         return None
 
+    def rank(self, node: str, local_rank: int) -> int | None:
+        """The rank of a worker; None if it is not in the world."""
+        place = self.place(node)
+        if place is None or local_rank not in self.nodes[place].local_ranks:
+            return None
+        found = self.nodes[place]
+        return found.first_rank + found.local_ranks.index(local_rank)
+
     def role_size(self, role: str) -> int:
         """Workers with this role."""
         return sum(node.nproc for node in self.nodes if node.role == role)
@@ -109,7 +145,7 @@ class World:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> World:
         made = _known(cls, data)
-        made["nodes"] = tuple(WorldNode(**_known(WorldNode, node)) for node in made["nodes"])
+        made["nodes"] = tuple(WorldNode.from_json(node) for node in made["nodes"])
         if made.get("cause") is not None:
             made["cause"] = Failure.from_json(made["cause"])
         made["ledger"] = RestartLedger(**_known(RestartLedger, made["ledger"]))

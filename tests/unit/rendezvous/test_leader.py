@@ -12,7 +12,7 @@ from torchelastic.rendezvous.embedded.client import EmbeddedStore
 from torchelastic.rendezvous.embedded.endpoint import bind_endpoint
 from torchelastic.rendezvous.embedded.server import EmbeddedServer
 from torchelastic.rendezvous.leader import QUIET_LOOKS, WORLD_KEY, CheckpointPath, Leader
-from torchelastic.rendezvous.round import RoundRules
+from torchelastic.rendezvous.round_state import RoundRules
 from torchelastic.rendezvous.world import Member, World
 
 DEADLINE = 10.0

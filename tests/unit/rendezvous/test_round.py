@@ -9,8 +9,10 @@ import pytest
 from torchelastic.config import Grow, WorldSizes
 from torchelastic.errors import EXIT_FAILED, EXIT_NOT_ENOUGH_NODES
 from torchelastic.failure import Failure
-from torchelastic.rendezvous import round as rounds
-from torchelastic.rendezvous.round import SAY_EVERY, WARM_UP_PATIENCE, RoundRules, RoundState
+from torchelastic.rendezvous import resident, round_state
+from torchelastic.rendezvous.forming import SAY_EVERY, WARM_UP_PATIENCE
+from torchelastic.rendezvous.round import waits_for_checkpoint
+from torchelastic.rendezvous.round_state import RoundRules, RoundState
 from torchelastic.rendezvous.world import Member, World
 
 
@@ -48,24 +50,24 @@ class Job:
 
     def _tell(self, name: str) -> None:
         member, created = self.records[name]
-        self.state = rounds.seen(self.state, member, created, self.now)
+        self.state = round_state.seen(self.state, member, created, self.now)
         self.settle()
 
     def die(self, *names: str) -> None:
         for name in names:
             del self.records[name]
-            self.state = rounds.lost(self.state, name)
+            self.state = round_state.lost(self.state, name)
         self.settle()
 
     def settle(self) -> None:
         for _ in range(10):
-            decision = rounds.decide(self.rules, self.state, self.now)
+            decision = resident.decide(self.rules, self.state, self.now)
             self.wake_at = decision.wake_at
             if decision.world is None:
                 return
             self.worlds.append(decision.world)
             self.kinds.append(decision.kind)
-            self.state = rounds.published(self.state, decision.world, self.now)
+            self.state = round_state.published(self.state, decision.world, self.now)
         raise AssertionError(f"no rest: {self.worlds[-3:]}")
 
     def wait(self, seconds: float) -> None:
@@ -398,10 +400,10 @@ def test_grow_every_holds_newcomers_back():
 def test_grow_after_checkpoint_waits_for_one():
     job = running("1:3", "ab", grow=Grow.parse("after-checkpoint:/x"))
     job.come("c")
-    assert rounds.waits_for_checkpoint(job.rules, job.state)
+    assert waits_for_checkpoint(job.rules, job.state)
     job.wait(1000)
     assert job.world.phase == "running"
-    job.state = rounds.checkpoint_seen(job.state, True)
+    job.state = round_state.checkpoint_seen(job.state, True)
     job.settle()
     assert job.world.phase == "over"
 
@@ -459,13 +461,13 @@ def test_a_newcomer_that_allows_no_larger_world_stays_a_spare():
 def test_a_new_leader_takes_over_a_running_world_and_misses_the_dead():
     old = running("1:3", "abc")
     job = Job("1:3")
-    job.state = rounds.taken_over(old.world, 0.0)
+    job.state = round_state.taken_over(old.world, 0.0)
     job.worlds.append(old.world)
     job.records = {name: old.records[name] for name in "bc"}
     for name in "bc":
         job._tell(name)
     assert job.world.phase == "running"
-    job.state = rounds.vanished(job.state, "a")
+    job.state = round_state.vanished(job.state, "a")
     job.settle()
     job.all_gone()
     assert (job.world.generation, job.names) == (1, ["b", "c"])
@@ -474,7 +476,7 @@ def test_a_new_leader_takes_over_a_running_world_and_misses_the_dead():
 def test_a_new_leader_takes_no_failure_for_one_at_once():
     old = running("1:2", "a")
     job = Job("1:2")
-    job.state = rounds.taken_over(old.world, 0.0)
+    job.state = round_state.taken_over(old.world, 0.0)
     job.worlds.append(old.world)
     job.records = dict(old.records)
     job.say("a", failures=(failure("a"),))

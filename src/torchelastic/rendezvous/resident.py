@@ -1,0 +1,150 @@
+"""The round of resident workers, which outlive their generation. Pure.
+
+A world whose workers have all called `torchelastic.train` is resident. It ends in one of two ways:
+
+    by a failure   running ──▶ over ──every worker has stopped──▶ the next world
+    by agreement   running ──▶ pausing ──every worker has said its step──▶ the next world
+
+Nobody is stopped for a newcomer or a leave: each worker says which step it has entered and enters
+no other; the largest of them is the step that all run through before they enter the next world. A
+failure while they are asked voids the question.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torchelastic.errors import EXIT_FAILED
+from torchelastic.rendezvous import root_cause
+from torchelastic.rendezvous import round as script
+from torchelastic.rendezvous.forming import form
+from torchelastic.rendezvous.restart_policy import Kind
+from torchelastic.rendezvous.round_state import (
+    Decision,
+    RoundRules,
+    RoundState,
+    names_of,
+    the_world,
+)
+
+
+def decide(rules: RoundRules, state: RoundState, now: float) -> Decision:
+    """What the state calls for, whichever kind of workers the job has."""
+    world = state.world
+    if world is None or not world.nodes:
+        return script.decide(rules, state, now)
+    if not world.resident:
+        if world.phase == "running" and _have_all_enlisted(state):
+            return Decision(replace(world, resident=True))
+        return script.decide(rules, state, now)
+    if world.phase == "running":
+        return _watch(rules, state, now)
+    if world.phase == "pausing":
+        return _await_answers(rules, state, now)
+    if world.phase == "over":
+        return _finish(state) if world.ending == "finished" else script.succeed(rules, state, now)
+    if world.phase == "waiting":
+        return form(rules, state, now, at_once=True)
+    return Decision()
+
+
+def _have_all_enlisted(state: RoundState) -> bool:
+    nodes = (node.node for node in the_world(state).nodes)
+    return not state.failures and all(
+        node in state.members and state.members[node].member.resident for node in nodes
+    )
+
+
+# --- running -------------------------------------------------------------------------------------
+
+
+def _watch(rules: RoundRules, state: RoundState, now: float) -> Decision:
+    ended = _broken(state)
+    if ended is not None:
+        return ended
+    leaving = _leaving(state)
+    if leaving:
+        why = state.members[leaving[0]].member.leaving
+        return _pause(state, "leave", f"{names_of(state, leaving)} leaves ({why})")
+    growth = script.consider_growth(rules, state, now)
+    if growth.world is not None:
+        return _pause(state, "resize", growth.world.reason)
+    return growth
+
+
+def _broken(state: RoundState) -> Decision | None:
+    """What ends a generation at once."""
+    if state.finished:
+        return script.over_by(state, "finished", "the training is done")
+    if state.failures:
+        kind, cause, _ = script.classify(state)
+        return script.over_by(state, kind, script.why(state, kind, cause))
+    if state.lost:
+        return script.over_by(state, "node-failure", f"{names_of(state, state.lost)} failed")
+    return None
+
+
+def _leaving(state: RoundState) -> list[str]:
+    return [
+        node.node
+        for node in the_world(state).nodes
+        if node.node in state.members and state.members[node.node].member.leaving
+    ]
+
+
+def _pause(state: RoundState, kind: Kind, reason: str) -> Decision:
+    return Decision(replace(the_world(state), phase="pausing", ending=kind, reason=reason), kind)
+
+
+# --- pausing -------------------------------------------------------------------------------------
+
+
+def _await_answers(rules: RoundRules, state: RoundState, now: float) -> Decision:
+    """Once everybody has said its step: the next world, from the largest of them on."""
+    world = the_world(state)
+    ended = _broken(state)
+    if ended is not None:
+        return ended
+    steps = []
+    for node in world.nodes:
+        present = state.members.get(node.node)
+        if present is None:  # it left without waiting for the boundary
+            return script.over_by(state, "leave", world.reason)
+        if present.member.paused != world.generation:
+            return Decision()
+        steps.append(present.member.entered)
+    return _go_on_after(rules, state, max(steps), now)
+
+
+def _go_on_after(rules: RoundRules, state: RoundState, step: int, now: float) -> Decision:
+    world = the_world(state)
+    formed = form(rules, state, now, at_once=True)
+    if formed.world is None:
+        return formed  # the store of the first node is on its way
+    if formed.world.phase != "running":
+        return Decision(replace(world, phase="over", after=step), world.ending)
+    return Decision(replace(formed.world, after=step, reason=world.reason), world.ending)
+
+
+# --- over ----------------------------------------------------------------------------------------
+
+
+def _finish(state: RoundState) -> Decision:
+    """The training is done; what the scripts do after it decides how the job ends."""
+    world = the_world(state)
+    cause, consequences = root_cause.pick(state.failures)
+    if cause is not None or state.lost:
+        what = cause.sentence() if cause is not None else f"{names_of(state, state.lost)} failed"
+        closed = replace(
+            world,
+            phase="closed",
+            exitcode=EXIT_FAILED,
+            cause=cause,
+            consequences=script.brief(consequences),
+            reason=f"after the training was done: {what}",
+        )
+        return Decision(closed, "failure")
+    staying = [node.node for node in world.nodes if node.node in state.members]
+    if all(node in state.done for node in staying):
+        return script.success(state)
+    return Decision()
