@@ -17,6 +17,9 @@ from torchelastic.errors import ConfigError
 
 DEFAULT_PORT = 29400
 DEFAULT_STATIC_PORT = 29500
+DEFAULT_ETCD_PORT = 2379
+#: Three names of one rendezvous: it speaks etcd's v3 API whichever is used.
+ETCD_BACKENDS = ("etcd", "etcd-v2", "etcd-v3")
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
 DEFAULT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 # The words torch takes.
@@ -140,7 +143,8 @@ class LaunchConfig:
     run_id: str = ""
     role: str = "default"
 
-    #: `c10d` is the embedded rendezvous; `static` the same with `node_rank` for the order.
+    #: `c10d` is the embedded rendezvous; `static` the same with `node_rank` for the order; `etcd`
+    #: (also `etcd-v2`, `etcd-v3`) is at an etcd server.
     rdzv_backend: str = "c10d"
     #: `host:port` once made (a missing port is filled in, port 0 means private); empty: a private
     #: rendezvous on this machine, for a single node only.
@@ -199,6 +203,8 @@ class LaunchConfig:
                 f"at least ({self.min_nodes}): change it or --nnodes."
             )
         object.__setattr__(self, "rdzv_endpoint", self._canonical_endpoint())
+        if self.rdzv_backend in ETCD_BACKENDS:
+            self._check_etcd()
         if self.max_nodes > 1 and not self.rdzv_endpoint:
             raise ConfigError(
                 "A job of several nodes needs a place to meet: give every node the same "
@@ -237,12 +243,22 @@ class LaunchConfig:
     def _canonical_endpoint(self) -> str:
         if not self.rdzv_endpoint:
             return ""
-        static = self.rdzv_backend == "static"
-        host, port = parse_endpoint(
-            self.rdzv_endpoint, DEFAULT_STATIC_PORT if static else DEFAULT_PORT
-        )
+        host, port = parse_endpoint(self.rdzv_endpoint, _default_port(self.rdzv_backend))
         # torch's form for "any free port on this machine": nobody else could know it.
         return format_endpoint(host, port) if port else ""
+
+    def _check_etcd(self) -> None:
+        if not self.rdzv_endpoint:
+            raise ConfigError(
+                f"--rdzv-backend {self.rdzv_backend} needs --rdzv-endpoint HOST:PORT, the address "
+                f"of the etcd server (default port {DEFAULT_ETCD_PORT})."
+            )
+        # One server serves many jobs: a made-up id would bring strangers together.
+        if self.max_nodes > 1 and not self.run_id:
+            raise ConfigError(
+                "A job of several nodes that meets at etcd needs an id: give every node the same "
+                "--rdzv-id, which no other job there has."
+            )
 
     @property
     def is_host(self) -> bool | None:
@@ -295,6 +311,12 @@ class LaunchConfig:
         ):
             made[name] = tuple(made[name])
         return cls(**made)
+
+
+def _default_port(backend: str) -> int:
+    if backend in ETCD_BACKENDS:
+        return DEFAULT_ETCD_PORT
+    return DEFAULT_STATIC_PORT if backend == "static" else DEFAULT_PORT
 
 
 def std_for(streams: Std | Mapping[int, Std], local_rank: int) -> Std:

@@ -1,0 +1,142 @@
+"""A rendezvous in one line, as 0.1's `init_method` has it. Pure: text in, data out.
+
+etcd://localhost:2379/job-1?min_workers=2&max_workers=4     at an etcd server
+tcp://node1:29400/job-1?min_workers=2                       embedded, hosted by node1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from torchelastic.config import DEFAULT_ETCD_PORT, DEFAULT_PORT, format_endpoint, parse_endpoint
+from torchelastic.errors import ConfigError
+
+#: Scheme -> (the backend it means, the port it has when none is given).
+_SCHEMES = {"etcd": ("etcd", DEFAULT_ETCD_PORT), "tcp": ("c10d", DEFAULT_PORT)}
+_FORM = "write SCHEME://HOST[:PORT]/RUN_ID?min_workers=N&max_workers=M, SCHEME being etcd or tcp"
+
+_NUMBERS = ("min_workers", "max_workers")
+_TIMES = ("timeout", "last_call_timeout")
+#: What only the store of that scheme understands; the store checks the values.
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    "etcd": ("etcd_prefix", "protocol", "cacert", "cert", "key"),
+    "tcp": (),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RendezvousUrl:
+    """Where the workers of a job meet, and as how many."""
+
+    #: `etcd` or `c10d`, the embedded rendezvous.
+    backend: str
+    #: `host:port`.
+    endpoint: str
+    run_id: str
+    min_workers: int
+    max_workers: int
+    #: Seconds to wait for `min_workers`; None: not said.
+    timeout: float | None = None
+    #: Seconds to wait for more workers once there are enough; None: not said.
+    last_call_timeout: float | None = None
+    #: For the store: `etcd_prefix` and the like.
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+def parse(url: str) -> RendezvousUrl:
+    """What a URL says; whatever is wrong with it is a `ConfigError` of one sentence.
+
+    >>> parse("etcd://localhost/job-1?min_workers=2").endpoint
+    'localhost:2379'
+    """
+    parts = _split(url)
+    given = _parameters(url, parts)
+    smallest, largest = _workers(url, given)
+    backend, port = _SCHEMES[parts.scheme]
+    return RendezvousUrl(
+        backend=backend,
+        endpoint=_endpoint(url, parts, port),
+        run_id=_run_id(url, parts),
+        min_workers=smallest,
+        max_workers=largest,
+        timeout=_time(url, given, "timeout"),
+        last_call_timeout=_time(url, given, "last_call_timeout"),
+        options={name: given[name] for name in _OPTIONS[parts.scheme] if name in given},
+    )
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"'{url}' is no rendezvous ({error}): {_FORM}.") from None
+    if parts.scheme not in _SCHEMES:
+        raise ConfigError(f"'{url}' is no rendezvous: {_FORM}.")
+    if "@" in parts.netloc or parts.fragment:
+        raise ConfigError(f"'{url}' has a user or a fragment, which mean nothing here: {_FORM}.")
+    return parts
+
+
+def _endpoint(url: str, parts: SplitResult, default_port: int) -> str:
+    try:
+        return format_endpoint(*parse_endpoint(parts.netloc, default_port))
+    except ConfigError:
+        raise ConfigError(f"'{url}' names no host to meet at: {_FORM}.") from None
+
+
+def _run_id(url: str, parts: SplitResult) -> str:
+    run_id = unquote(parts.path.strip("/"))
+    if not run_id:
+        raise ConfigError(f"'{url}' lacks the id of the job: {_FORM}.")
+    return run_id
+
+
+def _parameters(url: str, parts: SplitResult) -> dict[str, str]:
+    known = (*_NUMBERS, *_TIMES, *_OPTIONS[parts.scheme])
+    given: dict[str, str] = {}
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        if name not in known:
+            raise ConfigError(
+                f"'{name}' in '{url}' is no parameter of a rendezvous: it takes {', '.join(known)}."
+            )
+        if name in given:
+            raise ConfigError(f"'{name}' is there twice in '{url}': leave one out.")
+        given[name] = value
+    return given
+
+
+def _workers(url: str, given: Mapping[str, str]) -> tuple[int, int]:
+    if "min_workers" not in given:
+        raise ConfigError(f"'{url}' lacks min_workers, the fewest workers to go on with: {_FORM}.")
+    smallest = _number(url, "min_workers", given["min_workers"])
+    largest = _number(url, "max_workers", given.get("max_workers", given["min_workers"]))
+    if not 1 <= smallest <= largest:
+        raise ConfigError(
+            f"min_workers={smallest}, max_workers={largest} in '{url}' is no range of workers: "
+            "1 <= min_workers <= max_workers must hold."
+        )
+    return smallest, largest
+
+
+def _number(url: str, name: str, text: str) -> int:
+    # Plain digits: int() would take `1_0`, and digits of other scripts.
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"{name}='{text}' in '{url}' is no whole number.")
+    return int(text)
+
+
+def _time(url: str, given: Mapping[str, str], name: str) -> float | None:
+    if name not in given:
+        return None
+    try:
+        seconds = float(given[name])
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ConfigError(
+            f"{name}='{given[name]}' in '{url}' is no time: write a number of seconds, 0 or more."
+        )
+    return seconds

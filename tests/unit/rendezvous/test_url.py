@@ -1,0 +1,70 @@
+import pytest
+
+from torchelastic.errors import ConfigError
+from torchelastic.rendezvous.url import RendezvousUrl, parse
+
+SEED = "etcd://localhost:2379/1234?min_workers=2&max_workers=4"
+
+
+def made(**more):
+    given = {"backend": "etcd", "endpoint": "h:2379", "run_id": "r"}
+    return RendezvousUrl(**(given | {"min_workers": 2, "max_workers": 2} | more))
+
+
+@pytest.mark.parametrize(
+    ("url", "read"),
+    [
+        (SEED, made(endpoint="localhost:2379", run_id="1234", max_workers=4)),
+        ("etcd://h/r?min_workers=2", made()),
+        ("etcd://h:1/r/?min_workers=2", made(endpoint="h:1")),
+        ("etcd://[::1]/r?min_workers=2", made(endpoint="[::1]:2379")),
+        ("etcd://h/a%2Fb%20c?min_workers=2", made(run_id="a/b c")),
+        ("tcp://h/r?min_workers=2", made(backend="c10d", endpoint="h:29400")),
+        (
+            "tcp://h:5/r?min_workers=2&max_workers=3",
+            made(backend="c10d", endpoint="h:5", max_workers=3),
+        ),
+        (
+            "etcd://h/r?min_workers=2&timeout=600&last_call_timeout=0.5",
+            made(timeout=600.0, last_call_timeout=0.5),
+        ),
+        (
+            "etcd://h/r?min_workers=2&etcd_prefix=/torchelastic/p2p&protocol=http",
+            made(options={"etcd_prefix": "/torchelastic/p2p", "protocol": "http"}),
+        ),
+    ],
+)
+def test_what_is_read(url, read):
+    assert parse(url) == read
+
+
+@pytest.mark.parametrize(
+    ("url", "sentence"),
+    [
+        ("", "is no rendezvous"),
+        ("localhost:2379/r?min_workers=1", "is no rendezvous"),
+        ("zookeeper://h/r?min_workers=1", "SCHEME being etcd or tcp"),
+        ("etcd://[::1/r?min_workers=1", "is no rendezvous"),
+        ("etcd:///r?min_workers=1", "names no host"),
+        ("etcd://h:99999/r?min_workers=1", "names no host"),
+        ("etcd://me:secret@h/r?min_workers=1", "a user or a fragment"),
+        ("etcd://h/r?min_workers=1#x", "a user or a fragment"),
+        ("etcd://h?min_workers=1", "lacks the id of the job"),
+        ("etcd://h/r", "lacks min_workers"),
+        ("etcd://h/r?min_workers=two", "min_workers='two' in .* is no whole number"),
+        ("etcd://h/r?min_workers=-1", "min_workers='-1' in .* is no whole number"),
+        ("etcd://h/r?min_workers=", "min_workers='' in .* is no whole number"),
+        ("etcd://h/r?min_workers=0", "no range of workers"),
+        ("etcd://h/r?min_workers=3&max_workers=2", "no range of workers"),
+        ("etcd://h/r?min_workers=1&min_workers=2", "'min_workers' is there twice"),
+        ("etcd://h/r?min_workers=1&timeout=soon", "timeout='soon' in .* is no time"),
+        ("etcd://h/r?min_workers=1&last_call_timeout=inf", "'inf' in .* is no time"),
+        ("etcd://h/r?min_workers=1&max_worker=2", "'max_worker' in .* is no parameter"),
+        ("tcp://h/r?min_workers=1&etcd_prefix=/x", "'etcd_prefix' in .* is no parameter"),
+    ],
+)
+def test_what_is_refused(url, sentence):
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        parse(url)
+    assert str(caught.value).endswith(".")
+    assert "\n" not in str(caught.value)
