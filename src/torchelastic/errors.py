@@ -7,9 +7,11 @@ TorchElasticError
 │   ├── LeaseExpired       the store has given this node up
 │   ├── RendezvousRefused  the store answered, but this agent may not join it
 │   └── WireError          bytes that are not our protocol, or a message too large for it
+├── CheckpointError        a checkpoint cannot be written or loaded
 ├── NotEnoughNodes         fewer than min nodes for longer than allowed (exit 170)
 ├── JobInterrupted         a signal asked this node to leave (exit 128 + signal)
-└── SpawnError             a worker process could not be started
+├── SpawnError             a worker process could not be started
+└── TransferError          state from a peer cannot be read, or is too large to send
 """
 
 from __future__ import annotations
@@ -51,6 +53,10 @@ class NotEnoughNodes(RendezvousError):
     """The job waited for nodes longer than it was allowed to."""
 
 
+class CheckpointError(TorchElasticError):
+    """A checkpoint cannot be written or loaded; the message names it."""
+
+
 class SpawnError(TorchElasticError):
     """A worker process could not be started."""
 
@@ -61,3 +67,7 @@ class LeaseExpired(RendezvousError):
 
 class JobInterrupted(TorchElasticError):
     """A signal made this node leave the job before it was done."""
+
+
+class TransferError(TorchElasticError):
+    """State that came from a peer is not what peers send, or is too large to be sent."""

@@ -1,0 +1,363 @@
+"""Trees written down and read back; what is refused; skeletons that somebody has tampered with."""
+
+import contextlib
+import json
+import math
+import struct
+from collections import Counter, OrderedDict
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.optim import lr_scheduler
+
+from torchelastic.errors import TransferError
+from torchelastic.training import parts
+
+
+def roundtrip(tree):
+    return parts.restore(*parts.flatten(tree))
+
+
+PLAIN = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(exclude_categories=["Cs"]))
+)
+TREES = st.recursive(
+    PLAIN,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])) | st.integers(), inner)
+    ),
+    max_leaves=20,
+)
+
+
+@given(TREES)
+def test_plain_values_come_back_as_they_were(tree):
+    assert repr(roundtrip(tree)) == repr(tree)
+
+
+def test_a_nan_keeps_its_bits():
+    odd = struct.unpack(">d", bytes.fromhex("7ff8000000000abc"))[0]
+    assert struct.pack(">d", roundtrip([odd])[0]).hex() == "7ff8000000000abc"
+    assert roundtrip(-math.inf) == -math.inf
+
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.bool,
+    torch.uint8,
+    torch.int64,
+    torch.uint16,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 3)], ids=str)
+def test_tensors_come_back_as_they_were(dtype, shape):
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    back = roundtrip({"x": [tensor]})["x"][0]
+    assert (back.dtype, back.shape, back.stride()) == (dtype, tensor.shape, tensor.stride())
+    assert back.tolist() == tensor.tolist()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dense"),
+    [
+        (torch.rand(4, 6), True),
+        (torch.rand(4, 6).t(), True),
+        (torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
+        (torch.rand(2, 3, 1, 1).to(memory_format=torch.channels_last), True),
+        (torch.rand(8, 6)[::2], False),
+        (torch.rand(1, 6).expand(4, 6), False),
+    ],
+    ids=["plain", "transposed", "channels last", "channels last, 1x1", "every other", "expanded"],
+)
+def test_the_order_of_elements_in_memory_is_kept(tensor, dense):
+    skeleton, (same,) = parts.flatten([tensor])
+    (spec,) = parts.specs(skeleton)
+    assert same.data_ptr() == tensor.data_ptr()
+    assert spec.shape == tensor.shape
+    assert spec.describes(tensor) == dense
+    assert spec.empty().stride() == (tensor if dense else tensor.contiguous()).stride()
+    assert spec.describes(spec.empty())
+
+
+def test_a_spec_describes_only_what_takes_its_bytes():
+    (spec,) = parts.specs(parts.flatten(torch.zeros(2, 3))[0])
+    assert spec.describes(torch.ones(2, 3))
+    assert not spec.describes(torch.ones(3, 2))
+    assert not spec.describes(torch.ones(3, 2).t())
+    assert not spec.describes(torch.ones(2, 3, dtype=torch.float64))
+
+
+def test_complex_views_are_written_as_what_they_show():
+    conjugate = torch.tensor([1 + 2j]).conj()
+    assert roundtrip(conjugate).tolist() == [1 - 2j]
+    assert not parts.flatten(conjugate)[1][0].is_conj()
+
+
+def test_one_tensor_in_two_places_is_sent_once_and_stays_one():
+    tied = torch.rand(3)
+    skeleton, tensors = parts.flatten({"a": tied, "b": [tied], "c": tied[:2]})
+    assert len(tensors) == 2
+    back = parts.restore(skeleton, tensors)
+    assert back["a"] is back["b"][0]
+
+
+def test_empty_tensors_are_not_taken_for_one_another():
+    back = roundtrip([torch.empty(0), torch.empty(0, 2), torch.empty(0, dtype=torch.int64)])
+    assert [(x.dtype, tuple(x.shape)) for x in back] == [
+        (torch.float32, (0,)),
+        (torch.float32, (0, 2)),
+        (torch.int64, (0,)),
+    ]
+
+
+ARRAYS = [
+    numpy.arange(6.0).reshape(2, 3),
+    numpy.arange(6.0).reshape(2, 3).T,
+    numpy.array(3, dtype=numpy.int16),
+    numpy.array([], dtype=numpy.complex128),
+    numpy.array([True, False]),
+    numpy.arange(3, dtype=">f4"),
+    numpy.float64(0.5),
+    numpy.uint8(7),
+]
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=repr)
+def test_arrays_come_back_as_arrays(array):
+    back = roundtrip((array,))[0]
+    assert type(back) is type(array)
+    assert (back.dtype, back.shape) == (array.dtype, array.shape)
+    assert back.tolist() == array.tolist()
+
+
+def test_an_array_that_must_not_be_written_is_copied():
+    array = numpy.arange(3)
+    array.setflags(write=False)
+    back = roundtrip(array)
+    back[0] = 9
+    assert array[0] == 0
+
+
+def test_generators_states_are_parts():
+    state = numpy.random.default_rng(0).bit_generator.state  # has ints of 128 bits
+    assert roundtrip(state) == state
+    assert roundtrip(1 << 20000) == 1 << 20000
+    assert roundtrip(-1 << 64) == -1 << 64
+
+
+def test_dicts_keep_their_type_and_a_module_its_versions():
+    state = torch.nn.BatchNorm1d(2).state_dict()
+    back = roundtrip(state)
+    assert type(back) is OrderedDict
+    assert back._metadata == state._metadata
+    assert roundtrip(Counter({30: 1})) == Counter({30: 1})
+    assert type(roundtrip(Counter())) is Counter
+
+
+def stepped(optimizer):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_optimizers_are_parts(kind):
+    optimizer = stepped(kind(torch.nn.Linear(2, 2).parameters(), lr=torch.tensor(0.1)))
+    parts.check("optimizer", optimizer)
+    assert repr(roundtrip(optimizer.state_dict())) == repr(optimizer.state_dict())
+
+
+SCHEDULERS = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 1),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 2]),
+    "LambdaLR of a function": lambda o: lr_scheduler.LambdaLR(o, lambda n: 0.5),
+    "LambdaLR of an object": lambda o: lr_scheduler.LambdaLR(o, Warmup()),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda n: 0.5),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 1.0, total_steps=9),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.1, 1.0, scale_fn=lambda x: x),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o), lr_scheduler.LinearLR(o)], [2]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o)]),
+}
+
+
+class Warmup:
+    """A learning rate as an object: what it has is part of the scheduler's state."""
+
+    def __init__(self):
+        self.steps = 10
+
+    def __call__(self, step):
+        return step / self.steps
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_are_parts(name):
+    optimizer = stepped(torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9))
+    scheduler = SCHEDULERS[name](optimizer)
+    parts.check("scheduler", scheduler)
+    scheduler.load_state_dict(roundtrip(scheduler.state_dict()))
+
+
+def test_a_scheduler_with_a_function_in_its_state_is_refused_by_its_place():
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    warmup = Warmup()
+    warmup.curve = lambda step: step
+    with pytest.raises(
+        TypeError, match=r"^scheduler\['lr_lambdas'\]\[0\]\['curve'\] is a function"
+    ):
+        parts.check("scheduler", lr_scheduler.LambdaLR(optimizer, warmup))
+
+
+class Odd(int):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"a": [object()]}, r"part\['a'\]\[0\] is of type builtins.object"),
+        (len, "part is a function"),
+        (b"bytes", "part is of type builtins.bytes"),
+        ({1, 2}, "part is of type builtins.set"),
+        (Odd(3), r"part is of type .*\.Odd"),
+        ({(1, 2): 3}, r"part has the key \(1, 2\); keys are str or int"),
+        ({True: 3}, "part has the key True"),
+        (torch.zeros(2, device="meta"), "part is a tensor on meta"),
+        (torch.eye(2).to_sparse(), "part is a sparse or nested tensor"),
+        (numpy.array(["text"]), "part is a numpy array of <U4, not numbers"),
+        (numpy.array([object()]), "part is a numpy array of object, not numbers"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_a_part_is_refused_by_name(value, message):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        parts.check("part", value)
+
+
+def test_a_list_that_contains_itself_is_refused():
+    endless = []
+    endless.append(endless)
+    with pytest.raises(TypeError, match="does it contain itself"):
+        parts.check("part", endless)
+
+
+def test_a_class_is_no_object_with_a_state():
+    with pytest.raises(TypeError, match=r"part is of type builtins\.type"):
+        parts.check("part", Warmup)
+    with pytest.raises(TypeError, match=r"part is of type builtins\.type"):
+        parts.check("part", torch.nn.Linear)
+
+
+# --- skeletons from others -----------------------------------------------------------------------
+
+
+def skeleton(tree=None, tensors=()):
+    return json.dumps({"tree": tree, "tensors": list(tensors)})
+
+
+PIXEL = ["x", "float32", [2], [1], "cpu"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        "nonsense",
+        '{"tree": NaN, "tensors": []}',
+        '{"tree": null, "tensors": 3}',
+        '{"tree": ' + "[" * 100_000 + "]" * 100_000 + ', "tensors": []}',
+        skeleton(json.loads("[" * 90 + "]" * 90)),
+        skeleton({}),
+        skeleton({"?": 1}),
+        skeleton({"d": 3}),
+        skeleton({"d": [[None, 1]]}),
+        skeleton({"d": [[[], 1]]}),
+        skeleton({"d": [["only a key"]]}),
+        skeleton({"i": 3}),
+        skeleton({"i": "zz"}),
+        skeleton({"f": "00"}),
+        skeleton({"t": None}),
+        skeleton({"x": 0}),
+        skeleton({"x": -1}, [PIXEL]),
+        skeleton({"x": True}, [PIXEL]),
+        skeleton({"n": [0, "|O8", [1]]}, [PIXEL]),
+        skeleton({"n": [0, "<f8", [9]]}, [PIXEL]),
+        skeleton(None, [["x", "float32", [2], [1], "meta"]]),
+        skeleton(None, [["x", "Tensor", [2], [1], "cpu"]]),
+        skeleton(None, [["x", "float32", [-2], [1], "cpu"]]),
+        skeleton(None, [["x", "float32", [2], [1000], "cpu"]]),
+        skeleton(None, [["x", "float32", [2, 2], [0, 0], "cpu"]]),
+        skeleton(None, [["x", "float32", [0], [1 << 40], "cpu"]]),
+        skeleton(None, [["x", "float32", [2], [1, 1], "cpu"]]),
+        skeleton(None, [["x", "float32", [1 << 60], [1], "cpu"]]),
+        skeleton(None, [["x", "float32", ["2"], [1], "cpu"]]),
+        skeleton(None, [["x", ["float32"], [2], [1], "cpu"]]),
+        skeleton(None, [[3, "float32", [2], [1], "cpu"]]),
+        skeleton(None, ["x"]),
+    ],
+)
+def test_a_skeleton_that_was_tampered_with_is_refused(text):
+    with pytest.raises(TransferError, match=r"^[A-Z]"):
+        parts.restore(text, [torch.zeros(2)] * ("cpu" in text))
+
+
+@given(st.data())
+def test_a_skeleton_with_a_wrong_character_never_fails_in_another_way(data):
+    tree = {"a": [1, 2.5, math.inf, (1 << 70, None)], 3: torch.zeros(2), "n": numpy.arange(3)}
+    text, tensors = parts.flatten(tree)
+    place = data.draw(st.integers(0, len(text) - 1))
+    changed = text[:place] + data.draw(st.characters(codec="ascii")) + text[place + 1 :]
+    with contextlib.suppress(TransferError):
+        parts.restore(changed, tensors)
+
+
+def test_tensors_that_do_not_fit_the_skeleton_are_refused():
+    text, (tensor,) = parts.flatten([torch.zeros(2)])
+    with pytest.raises(TransferError, match="with 1 tensors came with 2"):
+        parts.restore(text, [tensor, tensor])
+    with pytest.raises(
+        TransferError, match=r"The tensor for \[0\] is torch.float32 of shape \(3,\)"
+    ):
+        parts.restore(text, [torch.zeros(3)])
+
+
+def test_a_state_too_large_to_be_written_down_is_refused(monkeypatch):
+    monkeypatch.setattr(parts, "LIMIT", 100)
+    with pytest.raises(TransferError, match="keep long lists of numbers in a tensor"):
+        parts.flatten(list(range(1000)))
+    with pytest.raises(TransferError, match="the limit is 100"):
+        parts.restore(" " * 101, [])
+
+
+def test_where_tensors_are():
+    tree = {"model": {"bias": torch.ones(1)}, "more": [2, torch.zeros(1)]}
+    assert list(dict(parts.tensors_by_path(tree))) == ["['model']['bias']", "['more'][1]"]
+    assert [spec.path for spec in parts.specs(parts.flatten(tree)[0])] == [
+        "['model']['bias']",
+        "['more'][1]",
+    ]
