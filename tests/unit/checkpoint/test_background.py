@@ -1,0 +1,207 @@
+"""Saving stops nobody, loses nothing silently, and carries the step."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from tests.support import poll_for
+from tests.unit.checkpoint.conftest import Number
+from torchelastic import checkpoint, faults
+from torchelastic.checkpoint import Checkpoint, CheckpointManager, set_checkpoint_manager
+from torchelastic.checkpoint.background import MOST_FAILURES
+from torchelastic.errors import CheckpointError
+
+EVERY_WRITE_FAILS = ";".join(
+    f"raise@place=checkpoint.write,generation=any,n={n}" for n in range(1, 9)
+)
+
+
+class Held(CheckpointManager):
+    """Hands on to another manager, when it is allowed to."""
+
+    def __init__(self, manager):
+        self.manager = manager
+        self.allowed = threading.Event()
+        self.waiting = threading.Event()
+
+    def create_checkpoint(self):
+        self.waiting.set()
+        assert self.allowed.wait(30)
+        return self.manager.create_checkpoint()
+
+    def get_checkpoint(self, sequence_id):
+        return self.manager.get_checkpoint(sequence_id)
+
+    def get_latest_checkpoint(self):
+        return self.manager.get_latest_checkpoint()
+
+    def list_checkpoints(self):
+        return self.manager.list_checkpoints()
+
+
+def steps(manager):
+    return [checkpoint.background._step_of(found) for found in manager.list_checkpoints()]
+
+
+def test_a_state_comes_back_with_its_step(manager):
+    checkpoint.save(Number(41), 7)
+    checkpoint.save(Number(42), 9)
+    checkpoint.finish()
+    state = Number()
+    assert checkpoint.load_latest(state) == 9
+    assert state.value == 42
+
+
+def test_no_manager_no_checkpoints():
+    assert checkpoint.get_checkpoint_manager() is None
+    checkpoint.save(Number(1), 1)
+    checkpoint.finish()
+    assert checkpoint.load_latest(Number()) is None
+
+
+def test_no_checkpoint_leaves_the_state_alone(manager):
+    state = Number(3)
+    assert checkpoint.load_latest(state) is None
+    assert state.value == 3
+
+
+def test_saving_does_not_wait_for_storage_and_keeps_what_was_then(manager):
+    held = Held(manager)
+    set_checkpoint_manager(held)
+    state = Number(1)
+    checkpoint.save(state, 1)  # returns, although nothing can be written
+    state.value = 2
+    assert manager.list_checkpoints() == []
+    held.allowed.set()
+    checkpoint.finish()
+    loaded = Number()
+    assert checkpoint.load_latest(loaded) == 1
+    assert loaded.value == 1
+
+
+def test_storage_that_is_too_slow_gets_the_newest_and_the_log_says_so(manager, caplog):
+    held = Held(manager)
+    set_checkpoint_manager(held)
+    checkpoint.save(Number(1), 1)
+    assert held.waiting.wait(30)
+    checkpoint.save(Number(2), 2)
+    checkpoint.save(Number(3), 3)
+    held.allowed.set()
+    checkpoint.finish()
+    assert steps(manager) == [3, 1]
+    assert "No checkpoint of step 2" in caplog.text
+
+
+def test_the_thread_ends_with_its_work(manager):
+    checkpoint.save(Number(1), 1)
+    checkpoint.finish()
+    poll_for(
+        lambda: "torchelastic-checkpoint" not in [t.name for t in threading.enumerate()],
+        what="the end of the writer's thread",
+    )
+
+
+def test_a_failed_write_is_told_and_leaves_nothing_behind(manager, caplog):
+    faults.plan("raise@place=checkpoint.write,generation=any")
+    checkpoint.save(Number(1), 1)
+    with pytest.raises(CheckpointError, match="of step 1 could not be written"):
+        checkpoint.finish()
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert list(manager.directory.iterdir()) == []
+    checkpoint.finish()  # told once
+
+
+def test_training_goes_on_after_a_failed_write(manager):
+    faults.plan("raise@place=checkpoint.write,generation=any")
+    checkpoint.save(Number(1), 1)
+    poll_for(lambda: checkpoint.background._writer._failures, what="the failure")
+    checkpoint.save(Number(2), 2)
+    checkpoint.finish()
+    assert steps(manager) == [2]
+
+
+def test_failures_in_a_row_are_raised(manager):
+    faults.plan(EVERY_WRITE_FAILS)
+    for step in range(MOST_FAILURES):
+        checkpoint.save(Number(step), step)
+        poll_for(
+            lambda: len(checkpoint.background._writer._failures) == step + 1,  # noqa: B023
+            what="the failure",
+        )
+    with pytest.raises(CheckpointError, match=r"3 checkpoints in a row .* step 2 could not"):
+        checkpoint.save(Number(9), 9)
+
+
+def test_a_checkpoint_that_cannot_be_made_keeps_its_cause(manager):
+    manager.directory.rmdir()
+    checkpoint.save(Number(1), 1)
+    with pytest.raises(CheckpointError, match="No such file") as caught:
+        checkpoint.finish()
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+
+
+class Stubborn(Checkpoint):
+    """Can neither be written nor discarded."""
+
+    def open_output_stream(self, key):
+        raise OSError("the first cause")
+
+    def open_input_stream(self, key):
+        raise KeyError(key)
+
+    def commit(self):
+        raise AssertionError("not to be committed")
+
+    def discard(self):
+        raise OSError("the second")
+
+
+def test_a_failed_discard_does_not_hide_what_failed_first(manager, monkeypatch, caplog):
+    monkeypatch.setattr(manager, "create_checkpoint", Stubborn)
+    checkpoint.save(Number(1), 1)
+    with pytest.raises(CheckpointError, match="the first cause"):
+        checkpoint.finish()
+    assert "the second" in caplog.text
+
+
+def test_a_state_that_cannot_be_saved_tells_its_own_error(manager):
+    class Broken(Number):
+        def save(self, stream):
+            raise TypeError("mine")
+
+    with pytest.raises(TypeError, match="mine"):
+        checkpoint.save(Broken(), 1)
+    checkpoint.finish()
+    assert manager.list_checkpoints() == []
+
+
+def test_a_checkpoint_that_cannot_be_loaded_says_which_and_what_to_do(manager):
+    with (made := manager.create_checkpoint()).open_output_stream("default") as stream:
+        stream.write(b"no number")
+    made.commit()
+    with pytest.raises(CheckpointError, match=r"checkpoints/0.*remove it") as caught:
+        checkpoint.load_latest(Number())
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_checkpoint_without_a_step_counts_from_0_and_says_so(manager, caplog):
+    with (made := manager.create_checkpoint()).open_output_stream("default") as stream:
+        stream.write(b"5")
+    made.commit()
+    state = Number()
+    assert checkpoint.load_latest(state) == 0
+    assert state.value == 5
+    assert "does not say which step" in caplog.text
+
+
+def test_another_manager_comes_after_what_was_begun(manager, tmp_path):
+    checkpoint.save(Number(1), 1)
+    second = checkpoint.FileSystemCheckpointManager(tmp_path / "second")
+    set_checkpoint_manager(second)
+    checkpoint.save(Number(2), 2)
+    checkpoint.finish()
+    assert steps(manager) == [1]
+    assert steps(second) == [2]

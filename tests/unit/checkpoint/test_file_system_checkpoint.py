@@ -1,0 +1,267 @@
+"""A checkpoint is there as a whole or not at all, whoever is killed and whoever else writes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from torchelastic.checkpoint import FileSystemCheckpointManager
+from torchelastic.errors import CheckpointError, ConfigError
+
+
+def commit(manager, content):
+    checkpoint = manager.create_checkpoint()
+    with checkpoint.open_output_stream("default") as stream:
+        stream.write(content)
+    checkpoint.commit()
+    return checkpoint
+
+
+def read(checkpoint, key="default"):
+    with checkpoint.open_input_stream(key) as stream:
+        return stream.read()
+
+
+def names(manager):
+    return sorted(os.listdir(manager.directory))
+
+
+def test_the_directory_is_made(tmp_path):
+    FileSystemCheckpointManager(tmp_path / "not" / "there")
+    assert (tmp_path / "not" / "there").is_dir()
+
+
+def test_what_was_committed_is_read_back(manager):
+    commit(manager, b"first")
+    commit(manager, b"second")
+    assert read(manager.get_latest_checkpoint()) == b"second"
+    assert [read(found) for found in manager.list_checkpoints()] == [b"second", b"first"]
+    assert read(manager.get_checkpoint(0)) == b"first"
+
+
+def test_it_is_visible_only_after_commit(manager):
+    checkpoint = manager.create_checkpoint()
+    with checkpoint.open_output_stream("default") as stream:
+        stream.write(b"not yet")
+    assert manager.get_latest_checkpoint() is None
+    assert manager.list_checkpoints() == []
+    checkpoint.commit()
+    assert read(manager.get_latest_checkpoint()) == b"not yet"
+
+
+def test_commit_again_does_nothing(manager):
+    checkpoint = commit(manager, b"once")
+    checkpoint.commit()
+    assert len(manager.list_checkpoints()) == 1
+
+
+def test_commit_closes_what_was_left_open(manager):
+    checkpoint = manager.create_checkpoint()
+    checkpoint.open_output_stream("default").write(b"buffered")
+    checkpoint.commit()
+    assert read(manager.get_latest_checkpoint()) == b"buffered"
+
+
+def test_a_key_written_twice_has_the_second_content(manager):
+    checkpoint = manager.create_checkpoint()
+    for content in (b"long first content", b"second"):
+        with checkpoint.open_output_stream("default") as stream:
+            stream.write(content)
+    checkpoint.commit()
+    assert read(manager.get_latest_checkpoint()) == b"second"
+
+
+def test_discard_removes_what_was_written(manager):
+    checkpoint = manager.create_checkpoint()
+    checkpoint.open_output_stream("default").write(b"half")
+    checkpoint.discard()
+    checkpoint.discard()
+    assert names(manager) == []
+    with pytest.raises(CheckpointError, match="was discarded"):
+        checkpoint.commit()
+
+
+def test_discard_removes_a_committed_one(manager):
+    commit(manager, b"kept")
+    commit(manager, b"regretted").discard()
+    assert names(manager) == ["0"]
+    assert read(manager.get_latest_checkpoint()) == b"kept"
+
+
+def test_a_committed_one_is_not_written_to(manager):
+    with pytest.raises(CheckpointError, match="make a new checkpoint"):
+        commit(manager, b"done").open_output_stream("more")
+
+
+def test_an_unknown_id_is_none(manager):
+    assert manager.get_checkpoint(0) is None
+    commit(manager, b"there")
+    assert manager.get_checkpoint(1) is None
+
+
+def test_a_missing_key_is_a_missing_file(manager):
+    with pytest.raises(FileNotFoundError):
+        commit(manager, b"there").open_input_stream("other")
+
+
+@pytest.mark.parametrize("key", ["", "../x", "a/b", ".hidden", "manifest.json"])
+def test_a_key_is_a_plain_name(manager, key):
+    with pytest.raises(ConfigError, match="plain word"):
+        manager.create_checkpoint().open_output_stream(key)
+
+
+# --- half a checkpoint ---------------------------------------------------------------------------
+
+
+def half_written(manager):
+    """As 0.1, or a copy that was interrupted, leaves it."""
+    directory = manager.directory / "5"
+    directory.mkdir()
+    (directory / "default").write_bytes(b"hal")
+
+
+def shortened(manager):
+    path = commit(manager, b"whole").directory / "default"
+    path.write_bytes(b"who")
+
+
+def without_a_file(manager):
+    (commit(manager, b"whole").directory / "default").unlink()
+
+
+def with_half_a_manifest(manager):
+    path = commit(manager, b"whole").directory / "manifest.json"
+    path.write_bytes(path.read_bytes()[:5])
+
+
+@pytest.mark.parametrize(
+    "tear",
+    [half_written, shortened, without_a_file, with_half_a_manifest],
+    ids=lambda f: f.__name__,
+)
+def test_half_a_checkpoint_is_never_the_latest(manager, tear):
+    commit(manager, b"whole")
+    tear(manager)
+    assert read(manager.get_latest_checkpoint()) == b"whole"
+    assert len(manager.list_checkpoints()) == 1
+    commit(manager, b"newer")
+    assert read(manager.get_latest_checkpoint()) == b"newer"
+
+
+KILLED = """
+import os, signal, sys
+from torchelastic.checkpoint import FileSystemCheckpointManager
+checkpoint = FileSystemCheckpointManager(sys.argv[1]).create_checkpoint()
+stream = checkpoint.open_output_stream("default")
+stream.write(b"half")
+stream.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_left_is_cleared(manager):
+    commit(manager, b"whole")
+    subprocess.run([sys.executable, "-c", KILLED, manager.directory], timeout=60)
+    assert names(manager) == [".new-1", "0"]
+    assert read(manager.get_latest_checkpoint()) == b"whole"
+    commit(manager, b"newer")
+    assert [name for name in names(manager) if name.startswith(".")] == []
+    assert read(manager.get_latest_checkpoint()) == b"newer"
+
+
+def test_half_a_removal_is_no_checkpoint_and_is_completed(manager):
+    os.rename(commit(manager, b"whole").directory, manager.directory / ".old-0")
+    assert manager.get_latest_checkpoint() is None
+    commit(manager, b"next")
+    assert names(manager) == ["0"]
+
+
+# --- several writers -----------------------------------------------------------------------------
+
+
+def test_what_another_one_writes_is_left_alone(manager):
+    """A manager of its own stands for another process: locks belong to the opened directory."""
+    other = FileSystemCheckpointManager(manager.directory).create_checkpoint()
+    other.open_output_stream("default").write(b"slow")
+    assert commit(manager, b"quick").sequence_id == 1
+    other.commit()
+    assert read(manager.get_checkpoint(0)) == b"slow"
+    assert read(manager.get_latest_checkpoint()) == b"quick"
+
+
+def test_one_that_was_dropped_is_no_longer_locked(manager):
+    manager.create_checkpoint()
+    commit(manager, b"next")
+    assert names(manager) == ["0"]
+
+
+def test_writers_side_by_side_get_ids_of_their_own(manager):
+    """Each with a manager of its own, retention in between; nobody fails and nothing is torn."""
+    problems = []
+
+    def work(name):
+        own = FileSystemCheckpointManager(manager.directory, keep_last=3)
+        try:
+            for turn in range(10):
+                commit(own, f"{name} {turn}".encode() * 100)
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    commit(FileSystemCheckpointManager(manager.directory, keep_last=3), b"last")
+    assert len(manager.list_checkpoints()) == 3
+    assert read(manager.get_latest_checkpoint()) == b"last"
+    assert [name for name in names(manager) if name.startswith(".")] == []
+
+
+# --- retention -----------------------------------------------------------------------------------
+
+
+def test_only_the_last_are_kept(tmp_path):
+    manager = FileSystemCheckpointManager(tmp_path, keep_last=2)
+    for number in range(5):
+        commit(manager, str(number).encode())
+    assert [read(found) for found in manager.list_checkpoints()] == [b"4", b"3"]
+    assert names(manager) == ["3", "4"]
+
+
+def test_all_are_kept_by_default(manager):
+    for number in range(5):
+        commit(manager, str(number).encode())
+    assert len(manager.list_checkpoints()) == 5
+
+
+def test_a_new_checkpoint_is_good_although_an_old_one_cannot_be_removed(tmp_path, caplog):
+    manager = FileSystemCheckpointManager(tmp_path, keep_last=1)
+    commit(manager, b"old")
+    (tmp_path / ".old-0").write_bytes(b"in the way")
+    with pytest.raises(NotADirectoryError):
+        manager.create_checkpoint()
+    (tmp_path / ".old-0").unlink()
+    checkpoint = manager.create_checkpoint()
+    (tmp_path / ".old-0").write_bytes(b"in the way")
+    checkpoint.commit()
+    assert manager.get_latest_checkpoint().sequence_id == 1
+    assert "but stays" in caplog.text
+
+
+def test_none_kept_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="keep at least 1"):
+        FileSystemCheckpointManager(tmp_path, keep_last=0)
+
+
+def test_no_descriptor_is_left(manager):
+    before = len(os.listdir("/proc/self/fd"))
+    commit(manager, b"one")
+    manager.create_checkpoint().discard()
+    manager.list_checkpoints()
+    assert len(os.listdir("/proc/self/fd")) == before
