@@ -243,10 +243,6 @@ def test_all_are_kept_by_default(manager):
 def test_a_new_checkpoint_is_good_although_an_old_one_cannot_be_removed(tmp_path, caplog):
     manager = FileSystemCheckpointManager(tmp_path, keep_last=1)
     commit(manager, b"old")
-    (tmp_path / ".old-0").write_bytes(b"in the way")
-    with pytest.raises(NotADirectoryError):
-        manager.create_checkpoint()
-    (tmp_path / ".old-0").unlink()
     checkpoint = manager.create_checkpoint()
     (tmp_path / ".old-0").write_bytes(b"in the way")
     checkpoint.commit()

@@ -1,0 +1,37 @@
+"""Metrics of a job, sent where a handler takes them; by default nowhere. The names are 0.1's.
+
+from torchelastic import metrics
+
+metrics.configure(metrics.ConsoleMetricHandler())
+metrics.put_metric("tokens_per_second", 5300)
+"""
+
+from torchelastic.metrics.streams import (
+    ConsoleMetricHandler,
+    MetricData,
+    MetricHandler,
+    MetricStream,
+    NullMetricHandler,
+    configure,
+    getStream,
+    initialize_metrics,
+    publish_metric,
+    put_metric,
+)
+from torchelastic.metrics.timing import get_elapsed_time_ms, prof, profile
+
+__all__ = [
+    "ConsoleMetricHandler",
+    "MetricData",
+    "MetricHandler",
+    "MetricStream",
+    "NullMetricHandler",
+    "configure",
+    "getStream",
+    "get_elapsed_time_ms",
+    "initialize_metrics",
+    "prof",
+    "profile",
+    "publish_metric",
+    "put_metric",
+]

@@ -1,0 +1,87 @@
+"""Values under a name, in a group; each group has a handler that takes them somewhere."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+DEFAULT_GROUP = "torchelastic"
+
+
+class MetricData(NamedTuple):
+    """One value; `timestamp` is wall clock time in seconds."""
+
+    timestamp: float
+    group_name: str
+    name: str
+    value: float
+
+
+class MetricHandler(ABC):
+    """Takes values somewhere. Called where they arise: a slow handler slows training down."""
+
+    @abstractmethod
+    def emit(self, metric_data: MetricData) -> None: ...
+
+
+class ConsoleMetricHandler(MetricHandler):
+    """One line on stdout for each value."""
+
+    def emit(self, metric_data: MetricData) -> None:
+        when, group, name, value = metric_data
+        print(f"[{when}][{group}]: {name}={value}", flush=True)
+
+
+class NullMetricHandler(MetricHandler):
+    """Takes values nowhere."""
+
+    def emit(self, metric_data: MetricData) -> None:
+        return None
+
+
+class MetricStream:
+    """Where the values of one group go to."""
+
+    def __init__(self, group_name: str, handler: MetricHandler) -> None:
+        self.group_name = group_name
+        self.handler = handler
+
+    def add_value(self, metric_name: str, metric_value: float) -> None:
+        self.handler.emit(MetricData(time.time(), self.group_name, metric_name, metric_value))
+
+
+_default: MetricHandler = NullMetricHandler()
+_handlers: dict[str, MetricHandler] = {}
+
+
+def configure(handler: MetricHandler, group: str | None = None) -> None:
+    """The handler of one group, or of all that have none of their own."""
+    global _default
+    if group is None:
+        _default = handler
+    else:
+        _handlers[group] = handler
+
+
+def getStream(group: str) -> MetricStream:  # 0.1's name
+    return MetricStream(group, _handlers.get(group, _default))
+
+
+def put_metric(metric_name: str, metric_value: float, metric_group: str = DEFAULT_GROUP) -> None:
+    getStream(metric_group).add_value(metric_name, metric_value)
+
+
+def publish_metric(metric_group: str, metric_name: str, metric_value: float) -> None:
+    """The older order of arguments."""
+    warnings.warn(
+        "publish_metric is deprecated: use put_metric(metric_name, metric_value, metric_group).",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    put_metric(metric_name, metric_value, metric_group)
+
+
+def initialize_metrics() -> None:
+    """Nothing to do: 0.1 had this for what a vendor's build did at start-up."""

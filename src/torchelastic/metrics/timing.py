@@ -1,0 +1,67 @@
+"""How long calls take and how they end, as metrics."""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar, overload
+
+from torchelastic.metrics.streams import DEFAULT_GROUP, put_metric
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def prof(fn: Callable[P, R], group: str = ...) -> Callable[P, R]: ...
+
+
+@overload
+def prof(fn: None = ..., group: str = ...) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+def prof(fn: Callable[P, R] | None = None, group: str = DEFAULT_GROUP) -> object:
+    """`@prof` or `@prof(group="agent")`: counts and times every call of a function.
+
+    `<name>.success` or `<name>.failure` is 1, `<name>.duration.ms` the time it took; the name is
+    `Class.function`, or `module.function` outside a class.
+    """
+    if fn is None:
+        return functools.partial(prof, group=group)
+    return _timed(fn, _name_of(fn), group)
+
+
+def profile(group: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """The older form of `prof`: its names are those of the functions alone."""
+    warnings.warn("profile is deprecated: use prof.", DeprecationWarning, stacklevel=2)
+    return lambda fn: _timed(fn, fn.__name__, group if group is not None else DEFAULT_GROUP)
+
+
+def get_elapsed_time_ms(start_time_in_seconds: float) -> int:
+    """Milliseconds since a time that `time.time()` has told."""
+    return int((time.time() - start_time_in_seconds) * 1000)
+
+
+def _timed(fn: Callable[P, R], name: str, group: str) -> Callable[P, R]:
+    @functools.wraps(fn)
+    def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+        began = time.monotonic()
+        outcome = "failure"
+        try:
+            result = fn(*args, **kwargs)
+            outcome = "success"
+            return result
+        finally:
+            took = int((time.monotonic() - began) * 1000)
+            put_metric(f"{name}.{outcome}", 1, group)
+            put_metric(f"{name}.duration.ms", took, group)
+
+    return timed
+
+
+def _name_of(fn: Callable[..., object]) -> str:
+    if "." in fn.__qualname__ or not fn.__module__:
+        return fn.__qualname__
+    return f"{fn.__module__.rpartition('.')[2]}.{fn.__qualname__}"
