@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.etcd import etcd
 from tests.leaks import Leaks, Snapshot
+
+__all__ = ["etcd"]
 
 #: Directories whose tests use real processes and sockets.
 _REAL = ("process", "contract", "frameworks")

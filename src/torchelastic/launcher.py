@@ -146,14 +146,14 @@ def completed(config: LaunchConfig) -> LaunchConfig:
             f"{type(config).__module__}.{type(config).__name__} is not torchelastic.LaunchConfig: "
             "make that instead; its fields have the same names."
         )
-    check_backend(config.rdzv_backend)
+    check_backend(config.rdzv_backend, config.rdzv_configs)
     changes: dict[str, Any] = {}
     for name, value in fields_from_conf(config.rdzv_configs).items():
         if getattr(config, name) == _DEFAULTS[name]:  # a field set by hand counts more than a key
             changes[name] = value
     if not config.run_id:
         changes["run_id"] = default_run_id(config.max_nodes, config.rdzv_endpoint)
-    if ignored := keys_without_meaning(config.rdzv_configs):
+    if ignored := keys_without_meaning(config.rdzv_configs, config.rdzv_backend):
         note = f"These rdzv_configs have no meaning here and are ignored: {', '.join(ignored)}."
         changes["notes"] = (*config.notes, note)
     return dataclasses.replace(config, **changes)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 
 import pytest
 
+from tests.etcd import Etcd
 from tests.unit.rendezvous.embedded_support import JOB, run, serving, within
 from torchelastic.clock import Clock, FakeClock, SystemClock
 from torchelastic.errors import LeaseExpired, RendezvousLost
 from torchelastic.rendezvous.embedded import EmbeddedStore
+from torchelastic.rendezvous.etcd import EtcdStore
 from torchelastic.rendezvous.store import Change, Store
 
 #: Opens one more connection to the store; the clock is what that client tells the time by.
@@ -297,3 +300,28 @@ async def embedded() -> AsyncIterator[Connect]:
         yield connect
         for store in stores:
             await store.close()
+
+
+class TestEtcd(StoreContract):
+    lease_seconds = 1.0
+
+    @pytest.fixture
+    def backend(self, etcd: Etcd) -> Backend:
+        return lambda: at_etcd(etcd)
+
+
+@contextlib.asynccontextmanager
+async def at_etcd(etcd: Etcd) -> AsyncIterator[Connect]:
+    stores: list[EtcdStore] = []
+    job = secrets.token_hex(4)
+
+    async def connect(clock: Clock | None = None) -> EtcdStore:
+        store = await EtcdStore.connect(
+            "localhost", etcd.port, job, timeout=PATIENCE, clock=clock or SystemClock()
+        )
+        stores.append(store)
+        return store
+
+    yield connect
+    for store in stores:
+        await store.close()

@@ -88,8 +88,8 @@ def test_a_job_without_an_id_gets_one_its_other_nodes_would_get():
 
 
 def test_a_rendezvous_that_is_not_there_is_refused():
-    with pytest.raises(ConfigError, match="take c10d"):
-        completed(LaunchConfig(rdzv_backend="etcd-v2"))
+    with pytest.raises(ConfigError, match="'zookeeper' is not available"):
+        completed(LaunchConfig(rdzv_backend="zookeeper"))
 
 
 def test_a_config_of_somebody_elses_is_refused():

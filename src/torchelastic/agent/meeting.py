@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torchelastic.clock import Clock
 from torchelastic.config import LaunchConfig, format_endpoint, parse_endpoint
-from torchelastic.rendezvous.embedded.client import EmbeddedStore
-from torchelastic.rendezvous.embedded.joining import host_or_join
 from torchelastic.rendezvous.embedded.server import EmbeddedServer
+from torchelastic.rendezvous.opening import close_store, open_store
+from torchelastic.rendezvous.store import Store
 
 PRIVATE_ENDPOINT = "127.0.0.1:0"
 
@@ -17,7 +17,7 @@ PRIVATE_ENDPOINT = "127.0.0.1:0"
 class Meeting:
     """This node's connection to the store, and the store itself where it is hosted here."""
 
-    store: EmbeddedStore
+    store: Store
     server: EmbeddedServer | None
     #: Where other nodes reach this one.
     addr: str
@@ -25,23 +25,21 @@ class Meeting:
 
     async def close(self, others: float) -> None:
         """Go; a host gives the other nodes up to `others` seconds to go first."""
-        await self.store.close()
-        if self.server is not None:
-            if others:
-                await self.server.wait_alone(others)
-            await self.server.close()
+        await close_store(self.store, self.server, others=others)
 
 
 async def meet(config: LaunchConfig, clock: Clock) -> Meeting:
-    """Host the store or wait for its host, whichever this node is."""
-    host, port = parse_endpoint(config.rdzv_endpoint or PRIVATE_ENDPOINT)
-    store, server = await host_or_join(
-        host,
-        port,
+    """Open the store of the job: host it, or wait for it to be there."""
+    endpoint = config.rdzv_endpoint or PRIVATE_ENDPOINT
+    store, server = await open_store(
+        config.rdzv_backend,
+        endpoint,
         config.run_id,
+        config.rdzv_configs,
         timeout=config.wait_for_nodes or None,
         clock=clock,
         is_host=config.is_host,
     )
-    endpoint = format_endpoint(host, server.port if server is not None else port)
+    if server is not None:
+        endpoint = format_endpoint(parse_endpoint(endpoint)[0], server.port)
     return Meeting(store, server, config.local_addr or store.local_addr, endpoint)

@@ -8,13 +8,10 @@ from torchelastic.cli.parser import Parsed
 from torchelastic.config import DEFAULT_STATIC_PORT, format_endpoint
 from torchelastic.errors import ConfigError
 from torchelastic.rendezvous.parameters import (
-    BACKENDS,
     check_backend,
     fields_from_conf,
     keys_without_meaning,
 )
-
-_ETCD = ("etcd", "etcd-v2", "etcd-v3")
 
 
 @dataclass(frozen=True)
@@ -66,11 +63,7 @@ def choose_backend(parsed: Parsed) -> str:
         if not parsed["rdzv_endpoint"]:
             addressed = parsed.given("master_addr") or parsed.given("master_port")
             return "static" if addressed else "c10d"
-    if backend not in (*BACKENDS, *_ETCD):
-        raise ConfigError(
-            f"--rdzv-backend '{backend}' is not available: write {' or '.join(BACKENDS)}."
-        )
-    check_backend(backend)
+    check_backend(backend, parsed["rdzv_conf"])
     return backend
 
 
@@ -88,7 +81,7 @@ def patience(parsed: Parsed) -> Patience:
 def notes(parsed: Parsed, meeting: Meeting, max_nodes: int) -> tuple[str, ...]:
     """What was said about the rendezvous and is not heeded."""
     said = []
-    without_meaning = keys_without_meaning(parsed["rdzv_conf"])
+    without_meaning = keys_without_meaning(parsed["rdzv_conf"], meeting.backend)
     if without_meaning:
         said.append(
             f"These keys of --rdzv-conf have no meaning here and are ignored: "

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torchelastic.rendezvous.parameters import RendezvousParameters, check_backend
 
 
-class EmbeddedRendezvousHandler:
+class AgentRendezvousHandler:
     """Says where the nodes meet; the agent of the job does the meeting."""
 
     def __init__(self, params: RendezvousParameters) -> None:
-        check_backend(params.backend)
+        check_backend(params.backend, params.config)
         self.params = params
 
     def get_backend(self) -> str:
@@ -23,6 +23,6 @@ class EmbeddedRendezvousHandler:
         return True
 
 
-def get_rendezvous_handler(params: RendezvousParameters) -> EmbeddedRendezvousHandler:
+def get_rendezvous_handler(params: RendezvousParameters) -> AgentRendezvousHandler:
     """The handler for a `WorkerSpec`; refuses a rendezvous this version does not have."""
-    return EmbeddedRendezvousHandler(params)
+    return AgentRendezvousHandler(params)

@@ -12,6 +12,7 @@ from torchelastic.errors import ConfigError
 
 EVERY = (RUN, DISTRIBUTED_RUN, DISTRIBUTED_LAUNCH)
 PRIVATE = Meeting("c10d")
+ETCD = "--rdzv-backend etcd --rdzv-endpoint a"
 
 
 def config_of(line, flavour=RUN, environ=None):
@@ -33,6 +34,8 @@ def meeting_of(line, flavour, environ=None):
         ("--rdzv-backend c10d", PRIVATE),
         ("--rdzv-backend c10d --rdzv-endpoint a", Meeting("c10d", "a")),
         ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a:1", Meeting("c10d", "a:1")),
+        (f"{ETCD} --rdzv-id x", Meeting("etcd", "a")),
+        ("--rdzv-backend etcd-v3 --rdzv-endpoint a:1", Meeting("etcd-v3", "a:1")),
         # static as torchrun has it
         ("--rdzv-backend static", PRIVATE),
         ("--node-rank 0", PRIVATE),
@@ -54,7 +57,11 @@ def test_rendezvous_meant_by_all_commands(flavour, line, meeting):
 
 @pytest.mark.parametrize(
     ("flavour", "meeting"),
-    [(RUN, Meeting("c10d", "a:1")), (DISTRIBUTED_RUN, Meeting("static", "a:1", 0))],
+    [
+        (RUN, Meeting("c10d", "a:1")),
+        (DISTRIBUTED_RUN, Meeting("static", "a:1", 0)),
+        (DISTRIBUTED_LAUNCH, Meeting("etcd", "a:1")),
+    ],
     ids=lambda value: getattr(value, "prog", None),
 )
 def test_an_endpoint_alone_means_the_commands_own_backend(flavour, meeting):
@@ -75,15 +82,14 @@ def test_variables_are_heeded_like_flags():
 @pytest.mark.parametrize(
     ("flavour", "line", "sentence"),
     [
-        (RUN, "--rdzv-backend etcd --rdzv-endpoint a:1", "The rendezvous 'etcd' is not available"),
-        (RUN, "--rdzv-backend etcd-v2", "The rendezvous 'etcd-v2' is not available"),
-        (DISTRIBUTED_LAUNCH, "--rdzv-backend etcd-v3", "take c10d"),
-        (DISTRIBUTED_LAUNCH, "--rdzv-endpoint a:1", "The rendezvous 'etcd' is not available"),
-        (
-            RUN,
-            "--rdzv-backend mine",
-            "--rdzv-backend 'mine' is not available: write c10d or static",
-        ),
+        (RUN, "--rdzv-backend etcd", "needs --rdzv-endpoint HOST:PORT, the address of the etcd"),
+        (RUN, "--rdzv-backend etcd-v2 --rdzv-endpoint a:0", "needs --rdzv-endpoint HOST:PORT"),
+        (DISTRIBUTED_LAUNCH, "--nnodes 2 --rdzv-endpoint a:1", "at etcd needs an id"),
+        (RUN, f"{ETCD} --rdzv-conf protocol=https", r"TLS to etcd \(protocol=https\) is not avail"),
+        (RUN, f"{ETCD} --rdzv-conf cert=a,key=b", r"TLS to etcd \(cert, key\) is not available"),
+        (RUN, f"{ETCD} --rdzv-conf protocol=ftp", "write protocol=http"),
+        (RUN, f"{ETCD} --rdzv-conf etcd_prefix=/", "etcd_prefix names no key"),
+        (RUN, "--rdzv-backend mine", "The rendezvous 'mine' is not available: write c10d, static"),
         (RUN, "--nnodes 2", "needs a place to meet"),
         (DISTRIBUTED_RUN, "--nnodes 1:2", "needs a place to meet"),
         (DISTRIBUTED_LAUNCH, "--nnodes 2", "needs a place to meet"),
@@ -104,6 +110,8 @@ def test_what_cannot_work_is_refused(flavour, line, sentence):
         ("--master-port 0", ""),
         ("--nnodes 2 --rdzv-endpoint a", "a:29400"),
         ("--nnodes 2 --rdzv-backend static --rdzv-endpoint a", "a:29500"),
+        (ETCD, "a:2379"),
+        ("--rdzv-backend etcd-v2 --rdzv-endpoint a:1", "a:1"),
     ],
 )
 def test_ports(line, endpoint):
@@ -170,6 +178,7 @@ def test_bad_times_are_refused(conf, sentence):
             ("Only a static rendezvous uses --node-rank, --master-addr: ignored.",),
         ),
         ("--node-rank 0 --master-addr localhost", ()),
+        (f"{ETCD} --rdzv-conf etcd_prefix=/torchelastic/p2p,protocol=http", ()),
     ],
 )
 def test_what_is_ignored_is_noted(line, notes):

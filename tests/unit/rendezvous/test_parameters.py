@@ -73,10 +73,9 @@ def test_a_time_must_be_one(value):
 
 
 def test_keys_without_a_meaning_are_named():
-    assert keys_without_meaning({"timeout": 1, "store_type": "file", "read_timeout": 1}) == [
-        "read_timeout",
-        "store_type",
-    ]
+    conf = {"timeout": 1, "store_type": "file", "etcd_prefix": "/here"}
+    assert keys_without_meaning(conf, "c10d") == ["etcd_prefix", "store_type"]
+    assert keys_without_meaning(conf, "etcd") == ["store_type"]
 
 
 def test_a_handler_carries_its_parameters():
@@ -89,5 +88,13 @@ def test_a_handler_carries_its_parameters():
 
 
 def test_a_rendezvous_that_is_not_there_is_refused():
-    with pytest.raises(ConfigError, match=r"'etcd' is not available.*take c10d"):
-        get_rendezvous_handler(parameters(backend="etcd"))
+    with pytest.raises(
+        ConfigError, match=r"'zookeeper' is not available: write c10d, .* or etcd-v3"
+    ):
+        get_rendezvous_handler(parameters(backend="zookeeper"))
+
+
+@pytest.mark.parametrize("backend", ["etcd", "etcd-v2", "etcd-v3"])
+def test_etcd_has_three_names(backend):
+    params = parameters(backend=backend, etcd_prefix="/torchelastic/p2p", protocol="http")
+    assert get_rendezvous_handler(params).get_backend() == backend

@@ -8,7 +8,7 @@ from torchelastic.agent.server.worker_group import RunResult, WorkerGroup, Worke
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import EXIT_OK, ConfigError
 from torchelastic.launcher import Ended, run_agent
-from torchelastic.rendezvous.registry import EmbeddedRendezvousHandler
+from torchelastic.rendezvous.registry import AgentRendezvousHandler
 
 
 class ElasticAgent(abc.ABC):
@@ -70,7 +70,7 @@ class LocalElasticAgent(ElasticAgent):
 def launch_config(spec: WorkerSpec, start_method: str, log_dir: str | None) -> LaunchConfig:
     """The job a spec describes."""
     handler = spec.rdzv_handler
-    if not isinstance(handler, EmbeddedRendezvousHandler):
+    if not isinstance(handler, AgentRendezvousHandler):
         raise ConfigError(
             f"{type(handler).__name__} is no rendezvous handler of this package: make one with "
             "torchelastic.rendezvous.registry.get_rendezvous_handler(RendezvousParameters(...))."

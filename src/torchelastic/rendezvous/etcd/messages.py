@@ -1,0 +1,280 @@
+"""What is asked of etcd and what it answers, as the JSON form of its v3 API. Pure.
+
+In that form bytes are base64, 64-bit numbers are strings, and what is zero, false or empty is left
+out. Every write is one transaction on condition that the job is still the one we joined and the
+key is as we last knew it, and each has a stamp: sent twice, it is done once.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+from torchelastic.errors import RendezvousRefused, WireError
+from torchelastic.rendezvous.store import Change, Item, Json, Listing
+
+RANGE, TXN = "/v3/kv/range", "/v3/kv/txn"
+GRANT, KEEP_ALIVE, REVOKE = "/v3/lease/grant", "/v3/lease/keepalive", "/v3/lease/revoke"
+WATCH = "/v3/watch"
+
+#: etcd's own limit for a request is 1.5 MB, the JSON form of it included.
+VALUE_LIMIT = 1024 * 1024
+
+# Codes of gRPC.
+NOT_FOUND = 5
+ALREADY_EXISTS = 9  # FAILED_PRECONDITION, which is what a lease granted twice gets
+#: It may be so now and not in a moment: cancelled, deadline, exhausted, aborted, unavailable.
+_PASSING = {1, 4, 8, 10, 14}
+
+
+class Busy(Exception):
+    """etcd, or something in front of it, cannot answer just now."""
+
+
+class Refused(RendezvousRefused):
+    """etcd will not do it, however often it is asked."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(f"etcd refuses what was asked: {message}.")
+        self.code = code
+
+
+# --- where the keys are --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class JobKeys:
+    """Where in etcd the keys of a job are."""
+
+    #: Of everything that belongs to the job.
+    root: str
+
+    @classmethod
+    def of(cls, job: str, prefix: str) -> JobKeys:
+        # Quoted: `a/b` must not be among the keys of `a`, which go when that job ends.
+        return cls(f"/{prefix.strip('/')}/{quote(job, safe='')}/")
+
+    @property
+    def job(self) -> str:
+        """Made by the first who comes, deleted with all the rest: it tells one job from the next
+        with the same id."""
+        return f"{self.root}job"
+
+    @property
+    def prefix(self) -> str:
+        """Of the keys our callers see."""
+        return f"{self.root}keys/"
+
+    def full(self, key: str) -> str:
+        return self.prefix + key
+
+    def short(self, full: str) -> str:
+        return full.removeprefix(self.prefix)
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+def key_range(prefix: str) -> Json:
+    """All keys that begin so."""
+    return {"key": _pack(prefix), "range_end": _pack(_end(prefix.encode()))}
+
+
+def get(prefix: str) -> Json:
+    return {"request_range": key_range(prefix)}
+
+
+def get_one(key: str) -> Json:
+    return {"request_range": {"key": _pack(key)}}
+
+
+def put(key: str, value: bytes, lease: int = 0) -> Json:
+    return {"request_put": {"key": _pack(key), "value": _pack(value), "lease": str(lease)}}
+
+
+def delete(prefix: str) -> Json:
+    return {"request_delete_range": key_range(prefix)}
+
+
+def txn(compare: Sequence[Json], then: Sequence[Json], otherwise: Sequence[Json]) -> Json:
+    return {"compare": list(compare), "success": list(then), "failure": list(otherwise)}
+
+
+def if_created(key: str, revision: int) -> Json:
+    """On condition that a key came into being then (0: that it is absent)."""
+    return _condition({"key": _pack(key)}, "CREATE", "create_revision", revision)
+
+
+def if_modified(key: str, revision: int) -> Json:
+    """On condition that the last change of a key was then (0: that it is absent)."""
+    return _condition({"key": _pack(key)}, "MOD", "mod_revision", revision)
+
+
+def if_alone(key: str, prefix: str) -> tuple[Json, Json]:
+    """On condition that no key begins with `prefix`, except perhaps `key`."""
+    after = key.encode() + b"\0"
+    return (
+        _condition({"key": _pack(prefix), "range_end": _pack(key)}, "CREATE", "create_revision", 0),
+        _condition(
+            {"key": _pack(after), "range_end": _pack(_end(prefix.encode()))},
+            "CREATE",
+            "create_revision",
+            0,
+        ),
+    )
+
+
+def watch(prefix: str, after: int) -> Json:
+    return {"create_request": {**key_range(prefix), "start_revision": str(after + 1)}}
+
+
+def grant(lease: int, seconds: int) -> Json:
+    return {"ID": str(lease), "TTL": str(seconds)}
+
+
+def of_lease(lease: int) -> Json:
+    return {"ID": str(lease)}
+
+
+def encode_value(key: str, value: Json, stamp: str) -> bytes:
+    """A value as etcd keeps it, with the stamp by which its writer knows it again."""
+    text = json.dumps({"stamp": stamp, "value": value}, separators=(",", ":"), allow_nan=False)
+    if len(text) > VALUE_LIMIT:
+        raise WireError(
+            f"The value of '{key}' takes {len(text)} bytes; etcd is given at most {VALUE_LIMIT}."
+        )
+    return text.encode()
+
+
+def _condition(keys: Json, target: str, field: str, revision: int) -> Json:
+    return {**keys, "target": target, "result": "EQUAL", field: str(revision)}
+
+
+def _end(prefix: bytes) -> bytes:
+    """The first key after all that begin with a prefix; ours end with a character below 0xff."""
+    return prefix[:-1] + bytes([prefix[-1] + 1])
+
+
+def _pack(data: str | bytes) -> str:
+    return base64.b64encode(data.encode() if isinstance(data, str) else data).decode()
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+
+def read(status: int, body: bytes) -> Json:
+    """The answer to a request, or to a stream the next message; raises `Busy` or `Refused`."""
+    try:
+        answer = json.loads(body)
+    except (ValueError, RecursionError):
+        answer = None
+    if not isinstance(answer, dict):
+        if status >= 500:
+            raise Busy(f"HTTP status {status}")
+        raise WireError(f"The answer is not etcd's: HTTP status {status}, and no JSON.")
+    if status != 200 or "error" in answer:
+        raise _error(status, answer)
+    # Streams wrap what others tell plainly.
+    result = answer.get("result", answer)
+    if not isinstance(result, dict) or not isinstance(result.get("header"), dict):
+        raise WireError("The answer is not etcd's: it has no header.")
+    return result
+
+
+def _error(status: int, answer: Json) -> Busy | Refused:
+    # In streams the error is an object of its own.
+    inner = answer["error"] if isinstance(answer.get("error"), dict) else answer
+    message = str(inner.get("message") or inner.get("error") or f"HTTP status {status}")
+    code = inner.get("code", inner.get("grpc_code"))
+    if not isinstance(code, int):
+        code = 14 if status >= 500 else 2
+    return Busy(message) if code in _PASSING else Refused(code, message)
+
+
+def revision(answer: Json) -> int:
+    """The store's revision as of an answer."""
+    return _number(answer["header"], "revision")
+
+
+def rows(response: Json) -> list[Json]:
+    """The rows of a range, alone or as part of a transaction."""
+    found = response.get("response_range", response).get("kvs", [])
+    if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
+        raise WireError("etcd's answer has no rows where there should be some.")
+    return found
+
+
+def responses(answer: Json, count: int) -> list[Json]:
+    """What the branch of a transaction that was taken has answered."""
+    found = answer.get("responses", [])
+    if len(found) != count or not all(isinstance(item, dict) for item in found):
+        raise WireError(f"etcd answers {len(found)} of {count} parts of a request.")
+    return list(found)
+
+
+def created(row: Mapping[str, Any]) -> int:
+    return _number(row, "create_revision")
+
+
+def modified(row: Mapping[str, Any]) -> int:
+    return _number(row, "mod_revision")
+
+
+def raw_value(row: Mapping[str, Any]) -> bytes:
+    return _unpack(row.get("value", ""))
+
+
+def listing(answer: Json, response: Json, keys: JobKeys) -> Listing:
+    """Rows as our callers know them."""
+    items = {_key(row, keys): _item(row) for row in rows(response)}
+    return Listing(revision(answer), items)
+
+
+def changes(answer: Json, keys: JobKeys) -> list[Change]:
+    """What a message of a watch tells."""
+    return [_change(event, keys) for event in answer.get("events", [])]
+
+
+def time_to_live(answer: Json) -> int:
+    """Seconds a lease has; 0 if it has ended."""
+    return _number(answer, "TTL")
+
+
+def _change(event: Json, keys: JobKeys) -> Change:
+    row = event["kv"]
+    gone = event.get("type") == "DELETE"
+    return Change(_key(row, keys), None if gone else _item(row), modified(row))
+
+
+def _key(row: Mapping[str, Any], keys: JobKeys) -> str:
+    return keys.short(_unpack(row["key"]).decode())
+
+
+def _item(row: Mapping[str, Any]) -> Item:
+    try:
+        value = json.loads(raw_value(row))["value"]
+    except (ValueError, KeyError, TypeError) as error:
+        name = _unpack(row["key"]).decode(errors="replace")
+        raise WireError(
+            f"'{name}' in etcd holds something that no torchelastic wrote: delete it there, or "
+            "choose another etcd_prefix."
+        ) from error
+    return Item(value, created(row), modified(row))
+
+
+def _number(fields: Mapping[str, Any], name: str) -> int:
+    try:
+        return int(fields.get(name, 0))
+    except (TypeError, ValueError):
+        raise WireError(f"etcd's answer has no number for '{name}'.") from None
+
+
+def _unpack(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (ValueError, TypeError):
+        raise WireError("etcd's answer has something that is not base64.") from None

@@ -1,0 +1,61 @@
+"""What a job that has ended leaves in etcd: a world that is closed.
+
+It stays for who is slow to see it, and must not stay for ever: the next job with the same id would
+take it for its own end. The last node to go clears it away; where that one was killed, the first
+node of the next job does. A job whose nodes were all killed is not closed: it goes on, generation
+and budget included, when nodes come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from torchelastic.errors import RendezvousRefused
+from torchelastic.rendezvous.etcd.etcd_store import EtcdStore
+from torchelastic.rendezvous.leader import WORLD_KEY
+from torchelastic.rendezvous.store import Item
+
+log = logging.getLogger(__name__)
+
+
+async def clear_remains(store: EtcdStore) -> bool:
+    """Delete what is left of a job if it is closed, or never began, and no node is in it."""
+    listing = await store.get("")
+    world = listing.items.get(WORLD_KEY)
+    if world is not None and not _is_closed(world):
+        return False
+    return await store.forget_job(WORLD_KEY, 0 if world is None else world.modified)
+
+
+async def start_afresh(store: EtcdStore, timeout: float | None) -> None:
+    """Before joining: if there is a job of this id that is closed, see it off.
+
+    It is not the job we are to join, which has not begun then. Its nodes are about to go; they are
+    waited for, up to `timeout` seconds (None: for ever).
+    """
+    try:
+        await asyncio.wait_for(_see_off(store), timeout)
+    except asyncio.TimeoutError:
+        raise RendezvousRefused(
+            "An earlier job with the same --rdzv-id is closed, but nodes of it are still there "
+            f"after {timeout:g} s: end them, or take another id."
+        ) from None
+
+
+async def _see_off(store: EtcdStore) -> None:
+    while True:
+        listing = await store.get("")
+        world = listing.items.get(WORLD_KEY)
+        if world is None or not _is_closed(world):
+            return
+        if await store.forget_job(WORLD_KEY, world.modified):
+            return
+        log.info("an earlier job with the same id is ending: waiting for its nodes to go")
+        async with contextlib.aclosing(store.watch("", after=listing.revision)) as changes:
+            await anext(changes)
+
+
+def _is_closed(world: Item) -> bool:
+    return world.value.get("phase") == "closed"
