@@ -1,0 +1,237 @@
+"""The default process group of a world: built, aborted, left; and never waited in.
+
+    group = Group.build(store=store, rank=0, size=4, generation=7, timeout=timedelta(seconds=60))
+    ...                                     # dist.all_reduce, DDP, dist.new_group as ever
+    group.abort("node b is lost")           # any thread: every wait in the world ends within ms
+    group.leave()                           # the training thread: torch.distributed is free again
+
+A worker that is to be reachable while it builds makes a `Group`, shows it to the thread that may
+abort it, and then calls `connect`.
+
+The training thread waits for operations of ours (`waits`), which gloo's callback or the abort ends.
+The abort also shuts the group's connections down (`sockets`), so that gloo's threads and the other
+ranks notice. What then is left of gloo is parked until it can be dropped (`group_park`).
+
+NCCL has an abort of its own, which frees the streams; there is nothing to own. Its groups are made
+and aborted by torch.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d
+
+from torchelastic.errors import ConfigError
+from torchelastic.training import group_gloo, group_park, sockets
+from torchelastic.training.group_gloo import OwnedGloo
+from torchelastic.training.waits import GenerationOver, PeerLostError, Waits
+
+__all__ = ["GenerationOver", "Group", "PeerLostError"]
+
+#: How long `leave` waits for gloo's threads to have stopped writing, in seconds.
+QUIET_WITHIN = 0.1
+
+
+class Group:
+    """All process groups of one world: the default one and those a script makes beside it."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        rank: int,
+        size: int,
+        generation: int,
+        backend: str = "gloo",
+        timeout: timedelta,
+    ) -> None:
+        if ":" in backend:
+            raise ConfigError(
+                f"The backend {backend!r} mixes two: use one, and make a group for the other"
+                " with dist.new_group(backend=...)."
+            )
+        self.rank, self.size, self.generation = rank, size, generation
+        self.backend, self.timeout = backend, timeout
+        self.waits = Waits()
+        self._store = PrefixStore(f"generation-{generation}", store)
+        self._owned: list[OwnedGloo] = []
+        self._aborting = threading.Lock()
+        self._excepthook: Any = None
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        store: Store,
+        rank: int,
+        size: int,
+        generation: int,
+        backend: str = "gloo",
+        timeout: timedelta,
+    ) -> Group:
+        """Meet the other ranks and become the default process group of torch.distributed."""
+        group = cls(
+            store=store,
+            rank=rank,
+            size=size,
+            generation=generation,
+            backend=backend,
+            timeout=timeout,
+        )
+        group.connect()
+        return group
+
+    def connect(self) -> None:
+        """The blocking part of `build`; an abort from another thread ends it.
+
+        Raises GenerationOver after an abort, PeerLostError when the others cannot be met.
+        """
+        if self.waits.over is not None:
+            raise self.waits.over
+        self._excepthook = sys.excepthook
+        group_gloo.install(self)
+        try:
+            dist.init_process_group(
+                self.backend,
+                store=self._store,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=self.timeout,
+            )
+        except BaseException:
+            self._unmake()
+            raise
+        if self.waits.over is not None:  # aborted between the last wait and now
+            self.leave()
+            raise self.waits.over
+
+    def adopt(self, group: OwnedGloo) -> None:
+        """A group made in this world: the default one, or a script's."""
+        self._owned.append(group)
+        if self.waits.over is not None:  # an abort has not seen it
+            sockets.shut_down(group.ports)
+            raise self.waits.over
+
+    @property
+    def aborted(self) -> bool:
+        return self.waits.over is not None
+
+    @property
+    def pending(self) -> int:
+        """Collectives launched that gloo has not ended yet."""
+        return self.waits.pending
+
+    @property
+    def launched(self) -> int:
+        """How many collectives were launched: a sequence number."""
+        return self.waits.launched
+
+    @property
+    def before_collective(self) -> Callable[[], None] | None:
+        """Called in the launching thread before each collective of the world."""
+        return self.waits.before
+
+    @before_collective.setter
+    def before_collective(self, hook: Callable[[], None] | None) -> None:
+        self.waits.before = hook
+
+    def abort(self, reason: str) -> None:
+        """End the world: every wait in it raises GenerationOver. Any thread; once is enough."""
+        with self._aborting:
+            if self.waits.over is not None:
+                return
+            self.waits.end(GenerationOver(f"Generation {self.generation} is over: {reason}."))
+            # Every group before any is left: a script may wait in one for what another does.
+            for group in list(self._owned):
+                sockets.shut_down(group.ports)
+            for native in self._native():
+                native.abort()
+
+    def leave(self) -> bool:
+        """Give torch.distributed back, from the training thread; what is left of gloo is parked.
+
+        False if a thread of gloo may still write into tensors of an operation that was aborted:
+        then this process must not train on with them.
+        """
+        in_order = not self.aborted and not self.pending
+        if in_order:
+            self.waits.end(GenerationOver(f"Generation {self.generation} was left."))
+        else:
+            self.abort("it was left with operations under way")
+        quiet = in_order or self._wait_until_quiet()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._unmake()
+        return quiet
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What an error raised in a step of this world really is.
+
+        An error that passed through C++ code of a hook comes back as a plain RuntimeError.
+        """
+        if isinstance(error, GenerationOver | PeerLostError) or not isinstance(error, RuntimeError):
+            return error
+        return self.waits.over or self.waits.failure or error
+
+    def _native(self) -> list[Any]:
+        """The groups of this world that torch made itself, with NCCL."""
+        return [g for g in list(distributed_c10d._world.pg_map) if not isinstance(g, OwnedGloo)]
+
+    def _unmake(self) -> None:
+        """Undo what `connect` did to torch and the process, and park gloo."""
+        group_gloo.uninstall()
+        # A build that failed has counted a group; with another count the ranks would not meet.
+        distributed_c10d._world.group_count = 0
+        # Each init_process_group wraps the hook once more.
+        if self._excepthook is not None:
+            sys.excepthook, self._excepthook = self._excepthook, None
+        owned, self._owned = self._owned, []
+        aborted = bool(self.pending) or self.aborted
+        group_park.park([group.take() for group in owned], self.waits, aborted=aborted)
+
+    def _wait_until_quiet(self) -> bool:
+        """Until no thread of gloo can write into a tensor of an aborted operation any more.
+
+        The waits were freed at once, but a reduction in progress runs to its next exchange, and
+        data that had arrived is still read; into a bucket that the next step uses again, it would
+        be a silently wrong gradient. This takes as long as gloo needs to see its closed
+        connections; a thread stuck in a send sleeps, and writes nothing when it wakes.
+        """
+        deadline = time.monotonic() + QUIET_WITHIN
+        while self.pending and not self._only_stuck():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.0002)
+        return True
+
+    def _only_stuck(self) -> bool:
+        closed = not any(sockets.count(group.ports) for group in self._owned)
+        return closed and not any(map(_is_running, _gloo_threads()))
+
+
+def _gloo_threads() -> list[Path]:
+    """The threads of this process that run gloo's operations, of any group."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            if "gloo" in (task / "comm").read_text():
+                found.append(task)
+        except OSError:  # ended since it was listed
+            continue
+    return found
+
+
+def _is_running(task: Path) -> bool:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+    except OSError:
+        return False

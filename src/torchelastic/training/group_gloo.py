@@ -1,0 +1,211 @@
+"""A process group whose operations are done by gloo and waited for by us.
+
+While a world of ours is alive, what `torch.distributed` makes for the backend "gloo" is an
+`OwnedGloo`: the default group and every `dist.new_group`. So scripts see the names they know, and
+no group can be made that an abort does not reach.
+
+What is relied upon in torch (tests/unit/training/test_torch_contract.py fails, saying which, when a
+release changes it):
+
+* `distributed_c10d` makes groups of backend "gloo" by calling its name `ProcessGroupGloo` with
+  store, rank, size and timeout, and takes a `ProcessGroup` that it gets for the group.
+* Methods of a Python `ProcessGroup` are called from C++, too (DDP), and so are those of its `Work`.
+* gloo tells the end of every collective by the future of its work, in a thread of its own; of a
+  send or a receive only to who waits for it.
+* The ranks' listening addresses are in the store, under device and rank (see `sockets.listener`).
+* DDP pickles what a future of a Python group holds to find the tensors in it (`waits._Failed`).
+* The destructor of `ProcessGroupGloo` joins its threads without the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed import distributed_c10d
+
+from torchelastic import faults
+from torchelastic.training.sockets import Ports
+from torchelastic.training.waits import OwnedWork, Waits
+
+#: gloo itself, whatever torch's name for it stands for at the moment.
+_Gloo: Any = distributed_c10d.ProcessGroupGloo
+
+
+class Owner(Protocol):
+    """The world that groups made now belong to."""
+
+    waits: Waits
+
+    def adopt(self, group: OwnedGloo) -> None: ...
+
+
+_owner: Owner | None = None
+
+
+def install(owner: Owner) -> None:
+    """From now on torch makes groups of ours, for this owner."""
+    global _owner
+    _owner = owner
+    _set_class_for_gloo(OwnedGloo)
+
+
+def uninstall() -> None:
+    """Torch makes gloo's own groups again."""
+    global _owner
+    _owner = None
+    _set_class_for_gloo(_Gloo)
+
+
+def _set_class_for_gloo(group_class: Any) -> None:
+    distributed_c10d.ProcessGroupGloo = group_class  # type: ignore[misc]
+
+
+def connect(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Any, Ports]:
+    """Meet the other ranks. Blocks until all are there or time is up."""
+    faults.at("group.build")
+    gloo = _Gloo(store, rank, size, timeout=timeout)
+    cards: list[list[bytes]] = []
+    while store.check([f"{len(cards)}/{rank}"]):  # one more device: several network interfaces
+        cards.append(store.multi_get([f"{len(cards)}/{peer}" for peer in range(size)]))
+    return gloo, Ports.told(rank, cards)
+
+
+def _collective(name: str) -> Callable[..., OwnedWork]:
+    """A method that launches gloo's operation of this name."""
+
+    def launch(self: OwnedGloo, *args: Any, **kwargs: Any) -> OwnedWork:
+        return self._waits.launch(getattr(self._gloo, name), args, kwargs)
+
+    launch.__name__ = name
+    return launch
+
+
+def _whole(name: str) -> Callable[..., OwnedWork]:
+    """The same for operations that gloo offers through a group of C++ only."""
+
+    def launch(self: OwnedGloo, *args: Any, **kwargs: Any) -> OwnedWork:
+        return self._waits.launch(getattr(self._plain_group(), name), args, kwargs)
+
+    launch.__name__ = name
+    return launch
+
+
+class OwnedGloo(dist.ProcessGroup):
+    """Stands where torch expects a group of gloo's."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        assert _owner is not None, "made while installed"
+        # The form that C++ calls back; it takes no store.
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._waits = _owner.waits
+        self._store = store
+        self._plain: dist.ProcessGroup | None = None
+        self._gloo, self.ports = self._waits.call(lambda: connect(store, rank, size, timeout))
+        _owner.adopt(self)
+
+    allreduce = _collective("allreduce")
+    allreduce_coalesced = _collective("allreduce_coalesced")
+    broadcast = _collective("broadcast")
+    reduce = _collective("reduce")
+    allgather = _collective("allgather")
+    allgather_coalesced = _collective("allgather_coalesced")
+    gather = _collective("gather")
+    scatter = _collective("scatter")
+    reduce_scatter = _collective("reduce_scatter")
+    alltoall = _collective("alltoall")
+    barrier = _collective("barrier")
+    # The names of torch 2.13, and those before.
+    all_gather_single = _allgather_base = _collective("_allgather_base")
+    reduce_scatter_single = _reduce_scatter_base = _collective("_reduce_scatter_base")
+    all_to_all_single = alltoall_base = _collective("alltoall_base")
+    all_gather_single_coalesced = _whole("allgather_into_tensor_coalesced")
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_single_coalesced = _whole("reduce_scatter_tensor_coalesced")
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> OwnedWork:
+        return self._waits.launch_blocking(self._gloo.send, (tensors, rank, tag))
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> OwnedWork:
+        return self._waits.launch_blocking(self._gloo.recv, (tensors, rank, tag))
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> OwnedWork:
+        return self._waits.launch_blocking(self._gloo.recv_anysource, (tensors, tag))
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        gloo = self._gloo
+        limit = gloo.options._timeout if timeout is None else timeout
+        self._waits.call(lambda: gloo.monitored_barrier(limit, wait_all_ranks))
+
+    def split_group(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            "A group that torchelastic can abort is not split: make it with dist.new_group(ranks)."
+        )
+
+    merge_remote_group = split_group
+
+    def take(self) -> Any:
+        """gloo's own object, which this group then no longer has: who drops it must not hurry."""
+        gloo, self._gloo, self._plain = self._gloo, _Left(self._waits), None
+        return gloo
+
+    @property
+    def options(self) -> Any:
+        return self._gloo.options
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._gloo
+
+    def getBackendName(self) -> str:  # C++ asks by this name
+        """Not "gloo", for which DDP's logger looks for a gloo inside; dist.get_backend says it."""
+        return "torchelastic"
+
+    name = _get_backend_name = getBackendName
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._gloo.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._gloo._set_sequence_number_for_group()
+
+    def _get_sequence_number_for_group(self) -> int:
+        return int(self._gloo._get_sequence_number_for_group())
+
+    def get_group_store(self) -> Store:
+        return self._store
+
+    def shutdown(self) -> None:
+        """Nothing: the owner parks what is left of gloo."""
+
+    def _plain_group(self) -> dist.ProcessGroup:
+        """A group of C++ around the same gloo; made when first needed."""
+        if self._plain is None:
+            kind = dist.ProcessGroup.BackendType.GLOO
+            plain = dist.ProcessGroup(self._store, self.rank(), self.size())
+            plain._set_default_backend(kind)
+            plain._register_backend(torch.device("cpu"), kind, self._gloo)
+            self._plain = plain
+        return self._plain
+
+
+class _Left:
+    """What a group holds instead of gloo once its world has been left."""
+
+    def __init__(self, waits: Waits) -> None:
+        self._waits = waits
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._waits.over or AttributeError(name)

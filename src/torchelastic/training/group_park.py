@@ -1,0 +1,93 @@
+"""Old groups: kept until gloo is done with them, then dropped where it disturbs nobody.
+
+Dropping gloo's object joins its threads. One of them may be stuck in a send to a lost peer until
+the group's time-out, and the connections of a group left in order may still carry what another rank
+is about to read. So groups are parked, and a thread that exists only while some are drops them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import threading
+import time
+from typing import Any, NamedTuple
+
+from torchelastic.training.waits import Waits
+
+#: How long the connections of a group left in order stay open for the other ranks, in seconds.
+GRACE = 1.0
+#: How often the reaper looks, in seconds: at first, and when nothing has changed for long.
+_SOON, _SELDOM = 0.05, 2.0
+
+
+class _Parked(NamedTuple):
+    gloo: Any
+    waits: Waits
+    since: float
+    aborted: bool
+
+    def is_done(self, now: float) -> bool:
+        """Whether no operation is under way, and nobody can need the connections."""
+        return not self.waits.pending and (self.aborted or now - self.since > GRACE)
+
+
+_lock = threading.Lock()
+_parked: list[_Parked] = []
+_wake = threading.Event()
+_reaper: threading.Thread | None = None
+
+
+def park(gloos: list[Any], waits: Waits, *, aborted: bool) -> None:
+    """Keep these until they can be dropped, and drop them then."""
+    global _reaper
+    now = time.monotonic()
+    with _lock:
+        _parked.extend(_Parked(gloo, waits, now, aborted) for gloo in gloos)
+        if _reaper is None and _parked:
+            _reaper = threading.Thread(target=_reap, name="torchelastic-reaper", daemon=True)
+            _reaper.start()
+    _wake.set()
+
+
+def parked() -> int:
+    """How many groups are kept."""
+    return len(_parked)
+
+
+def _reap() -> None:
+    """Until nothing is parked."""
+    period = _SOON
+    while not _is_over():
+        period = _SOON if _wake.wait(period) else min(2 * period, _SELDOM)
+        _wake.clear()
+        if _drop_done():
+            period = _SOON
+
+
+def _is_over() -> bool:
+    global _reaper
+    with _lock:
+        if not _parked:
+            _reaper = None
+        return not _parked
+
+
+def _drop_done() -> int:
+    """Drop what is done; how many. They leave the list only when they are really gone."""
+    now = time.monotonic()
+    done = [entry for entry in _parked if entry.is_done(now)]
+    with _lock:
+        for entry in done:
+            _parked.remove(entry)
+    count = len(done)
+    del done  # here gloo's threads are joined, without the interpreter's lock
+    return count
+
+
+@atexit.register
+def _keep_for_ever() -> None:
+    """A process that ends does not wait for a stuck thread: what is parked is never dropped."""
+    for entry in list(_parked):
+        if entry.waits.pending:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(entry.gloo))
