@@ -1,0 +1,156 @@
+"""Gradients as they were at the beginning of a step, without copying them in the usual patterns.
+
+Zeroed at the end of a step, gradients are None at the beginning, and None is all there is to put
+back. Zeroed at the start, they hold values that nobody will read: nothing to put back either. Only
+when a backward adds to what an earlier step has left do the values matter. A hook on each parameter
+runs just before that, and copies then. It is installed once a step begins with gradients: a job
+that zeroes at the end never pays for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+_Mark = tuple[int, int]
+
+
+class Gradients:
+    """The `.grad` of some parameters."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._index = {parameter: index for index, parameter in enumerate(self._parameters)}
+        self._unhooked = list(enumerate(self._parameters))
+        self._none: list[_Mark | None] = [None] * len(self._parameters)
+        self._nothing_pending = [False] * len(self._parameters)
+        #: What each was at the beginning: None, or which tensor in which version.
+        self._marks = self._none
+        #: Which have a gradient whose values are neither copied nor known to be unwanted.
+        self._pending = self._nothing_pending
+        self._copies: dict[int, torch.Tensor] = {}
+        self._copied: set[int] = set()
+        self._lost = False
+        #: In this job values that a step has left are added to in the next.
+        self.wanted = False
+        #: Copy at the beginning: here gradients are changed by other means than a backward.
+        self._at_once = False
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._marks = [
+            None if (grad := parameter.grad) is None else (id(grad), grad._version)
+            for parameter in self._parameters
+        ]
+        self._lost = False
+        if self._copied:
+            self._copied.clear()
+        if self._marks == self._none:
+            self._pending = self._nothing_pending
+        else:
+            self._watch()
+
+    def before_write(self) -> None:
+        """An optimizer is about to read the gradients, and somebody to zero them afterwards."""
+        if True in self._pending:
+            self._settle()
+
+    def undo(self) -> bool:
+        """Put the gradients back; False if their values have been lost."""
+        self.before_write()
+        for index, parameter in enumerate(self._parameters):
+            if self._marks[index] is None:
+                parameter.grad = None
+            elif index in self._copied:
+                _put_back(parameter, self._copies[index])
+            elif parameter.grad is None:
+                # Its values are not wanted, but whether it is None decides what optimizers skip.
+                parameter.grad = torch.zeros_like(parameter)
+        return not self._lost
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are values whose fate is open."""
+        return self._pending is not self._nothing_pending
+
+    def zeroed(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Somebody zeroes the gradients of these: nobody wants what they were."""
+        for parameter in parameters:
+            index = self._index.get(parameter)
+            if index is not None:
+                self._pending[index] = False
+
+    def tree(self) -> list[torch.Tensor | bool]:
+        """For those who lack them: the values where they are wanted, else whether there are any."""
+        return [
+            grad if self.wanted and grad is not None else grad is not None
+            for grad in (parameter.grad for parameter in self._parameters)
+        ]
+
+    def load(self, tree: Sequence[torch.Tensor | bool]) -> None:
+        for parameter, grad in zip(self._parameters, tree, strict=True):
+            if isinstance(grad, torch.Tensor):
+                parameter.grad = grad
+            elif not grad:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _watch(self) -> None:
+        self._pending = [mark is not None for mark in self._marks]
+        if self._unhooked:
+            self._install()
+        if self._at_once:
+            self._settle()
+
+    def _install(self) -> None:
+        remaining = []
+        for index, parameter in self._unhooked:
+            if parameter.requires_grad:
+                parameter.register_hook(self._hook(index))  # type: ignore[no-untyped-call]
+            else:
+                remaining.append((index, parameter))
+        self._unhooked = remaining
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def before_accumulation(_: torch.Tensor) -> None:
+            if self._pending[index]:
+                self._keep(index)
+
+        return before_accumulation
+
+    def _settle(self) -> None:
+        for index, pending in enumerate(self._pending):
+            if pending:
+                self._keep(index)
+
+    @torch.no_grad()
+    def _keep(self, index: int) -> None:
+        """Copy the values, unless they have been zeroed: then nobody will ask for them."""
+        self._pending[index] = False
+        grad = self._parameters[index].grad
+        if grad is None:
+            return
+        if (id(grad), grad._version) == self._marks[index]:
+            self._copy(index, grad)
+        elif bool(grad.any()):
+            # Changed where no hook looks, by clipping for one. From now on copied in time.
+            self._lost = self._at_once = True
+
+    def _copy(self, index: int, grad: torch.Tensor) -> None:
+        self.wanted = True
+        room = self._copies.get(index)
+        if room is None or room.shape != grad.shape or room.dtype != grad.dtype:
+            self._copies[index] = grad.detach().clone()
+        else:
+            room.copy_(grad)
+        self._copied.add(index)
+
+
+@torch.no_grad()
+def _put_back(parameter: torch.Tensor, copy: torch.Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = copy.clone()
+    else:
+        parameter.grad.copy_(copy)

@@ -1,0 +1,88 @@
+"""Shared state, the same on every rank: as a tree for those who lack it, and taken from one.
+
+Parameters and buffers keep their identity when they are loaded: optimizers, DDP and the user's own
+variables refer to them. Optimizer state is taken exactly as it was, which
+`Optimizer.load_state_dict` does not do: it casts state to the parameters' type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchelastic.errors import TransferError
+from torchelastic.training.small import Hyperparameters, fits
+
+
+def module_tree(module: nn.Module) -> dict[str, Any]:
+    """Parameters and all buffers, those that are not persistent too."""
+    return {
+        "parameters": dict(module.named_parameters()),
+        "buffers": dict(module.named_buffers()),
+    }
+
+
+@torch.no_grad()
+def load_module(module: nn.Module, tree: Mapping[str, Any]) -> None:
+    live = dict(module.named_parameters())
+    if list(live) != list(tree["parameters"]):
+        different = sorted(set(live) ^ set(tree["parameters"]))
+        raise TransferError(
+            f"This worker's model has other parameters than its peers', {different[:3]} for one: "
+            "every rank must build the same model."
+        )
+    if live:
+        torch._foreach_copy_(list(live.values()), list(tree["parameters"].values()))
+    for name, value in tree["buffers"].items():
+        _load_buffer(module, name, value)
+
+
+def _load_buffer(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    path, _, last = name.rpartition(".")
+    owner = module.get_submodule(path)
+    live = owner._buffers.get(last)
+    if live is not None and fits(live, value):
+        live.copy_(value)
+    else:
+        owner._buffers[last] = value
+
+
+def optimizer_tree(optimizer: Optimizer) -> dict[str, Any]:
+    """State by the number of the parameter, as `state_dict` has it, and the hyperparameters."""
+    numbers = {p: i for i, p in enumerate(_parameters(optimizer))}
+    return {
+        "state": {
+            numbers[key] if isinstance(key, torch.Tensor) else key: dict(entries)
+            for key, entries in optimizer.state.items()
+        },
+        "groups": Hyperparameters(optimizer).save(),
+    }
+
+
+@torch.no_grad()
+def load_optimizer(optimizer: Optimizer, tree: Mapping[str, Any]) -> None:
+    parameters = _parameters(optimizer)
+    Hyperparameters(optimizer).restore(tree["groups"])
+    state = optimizer.state
+    wanted = {
+        parameters[key] if isinstance(key, int) else key: entries
+        for key, entries in tree["state"].items()
+    }
+    for key in [key for key in state if key not in wanted]:
+        del state[key]
+    for key, entries in wanted.items():
+        live = state[key]
+        state[key] = {name: _taken(live.get(name), value) for name, value in entries.items()}
+
+
+def _taken(live: Any, value: Any) -> Any:
+    """The value; in the memory there is for it, if there is."""
+    return live.copy_(value) if fits(live, value) else value
+
+
+def _parameters(optimizer: Optimizer) -> Sequence[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,163 @@
+"""Small state: what is cheap enough to copy before every step, and how it is put back.
+
+Hyperparameters of optimizers, schedulers, GradScaler, samplers, the user's own parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from torchelastic.training import parts
+
+#: Values that can be kept as they are.
+_PLAIN = frozenset({int, float, str, bool, type(None), bytes, complex, torch.device, torch.dtype})
+
+
+def copied(value: Any) -> Any:
+    """A copy of a tree that nothing done to the original reaches."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is dict:
+        return {key: one if type(one) in _PLAIN else copied(one) for key, one in value.items()}
+    if kind is list:
+        return [one if type(one) in _PLAIN else copied(one) for one in value]
+    if kind is tuple:
+        return tuple([one if type(one) in _PLAIN else copied(one) for one in value])
+    return _copied_object(value)
+
+
+def _copied_object(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):  # OrderedDict, Counter, defaultdict
+        made = value.copy()
+        made.update({key: copied(one) for key, one in value.items()} if made else {})
+        return made
+    if hasattr(value, "__array__"):
+        return value.copy()
+    # Functions, enumerations and the like in the state of foreign objects: not changed in place.
+    return value
+
+
+@torch.no_grad()
+def put_back(live: dict[Any, Any], saved: dict[Any, Any]) -> None:
+    """Make the dict equal to what was saved, tensors in place: others may hold them."""
+    for key in [key for key in live if key not in saved]:
+        del live[key]
+    for key, value in saved.items():
+        now: Any = live.get(key)
+        if fits(now, value):
+            now.copy_(value)
+        else:
+            live[key] = copied(value)
+
+
+def fits(live: Any, saved: Any) -> bool:
+    return (
+        isinstance(live, torch.Tensor)
+        and isinstance(saved, torch.Tensor)
+        and live.shape == saved.shape
+        and live.dtype == saved.dtype
+    )
+
+
+class Saver(Protocol):
+    """Saves one part at the beginning of a step and restores it."""
+
+    def save(self) -> Any: ...
+
+    def restore(self, saved: Any) -> None: ...
+
+
+class Hyperparameters:
+    """The learning rate and its like in the groups of an optimizer."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._groups = optimizer.param_groups
+
+    def save(self) -> list[dict[str, Any]]:
+        return [
+            {
+                key: value if type(value) in _PLAIN else copied(value)
+                for key, value in group.items()
+                if key != "params"
+            }
+            for group in self._groups
+        ]
+
+    def restore(self, saved: Sequence[dict[str, Any]]) -> None:
+        if len(saved) > len(self._groups):
+            raise ValueError(
+                f"An optimizer has {len(self._groups)} parameter groups instead of {len(saved)}: "
+                "give it the same groups on every rank before it is made part of a state."
+            )
+        del self._groups[len(saved) :]  # a group added in the step that is undone
+        for group, values in zip(self._groups, saved, strict=True):
+            put_back(group, {**values, "params": group["params"]})
+
+
+class Stateful:
+    """A scheduler, a sampler, or any object that gives and takes its state."""
+
+    def __init__(self, part: Any) -> None:
+        self._state_dict: Callable[[], Any] = part.state_dict
+        self._load: Callable[[Any], object] = part.load_state_dict
+
+    def save(self) -> Any:
+        return copied(self._state_dict())
+
+    def restore(self, saved: Any) -> None:
+        self._load(copied(saved))  # most objects keep the very containers they are given
+
+
+class Scaler:
+    """A GradScaler, without asking for its scale as a number: on a GPU that waits for all work."""
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self._scaler: Any = scaler
+
+    def save(self) -> tuple[Any, Any, dict[Any, Any]]:
+        scaler = self._scaler
+        stages = {key: dict(value) for key, value in scaler._per_optimizer_states.items()}
+        return copied(scaler._scale), copied(scaler._growth_tracker), stages
+
+    def restore(self, saved: tuple[Any, Any, dict[Any, Any]]) -> None:
+        scaler = self._scaler
+        scale, growth, stages = saved
+        put_back(scaler.__dict__, {**scaler.__dict__, "_scale": scale, "_growth_tracker": growth})
+        # Left as they are they say that gradients are unscaled already: the redo would fail.
+        scaler._per_optimizer_states.clear()
+        scaler._per_optimizer_states.update({key: dict(value) for key, value in stages.items()})
+
+
+class Value:
+    """A part that is a value: a number, a tensor, a tuple."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self._values = vars(owner)
+        self._name = name
+
+    def save(self) -> Any:
+        return copied(self._values[self._name])
+
+    def restore(self, saved: Any) -> None:
+        live = self._values[self._name]
+        if fits(live, saved):
+            with torch.no_grad():
+                live.copy_(saved)
+        else:
+            self._values[self._name] = copied(saved)
+
+
+def saver_of(part: Any) -> Saver:
+    """How an object is saved."""
+    if isinstance(part, torch.amp.GradScaler) and hasattr(part, "_per_optimizer_states"):
+        return Scaler(part)
+    if not parts.is_stateful(part):
+        raise TypeError(f"{type(part).__name__} has no state_dict and load_state_dict.")
+    return Stateful(part)

@@ -1,0 +1,347 @@
+"""`TorchState`: a ready-made State from a model, optimizers and whatever else a training has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import IO, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from torchelastic.training import ddp, parts, private, session, shared
+from torchelastic.training.private import Private, Publisher
+from torchelastic.training.session import Session
+from torchelastic.training.small import Hyperparameters, Saver, Stateful, Value, saver_of
+from torchelastic.training.state import FIRST, TORN, State, Torn, Version
+from torchelastic.training.undo import Snapshot, Undo
+
+#: What a checkpoint of this class says of itself.
+_FORMAT = "torchelastic.TorchState 1"
+#: Parts that may be several: a list, a tuple or a dict of them.
+_SEVERAL = ("model", "optimizer", "scheduler", "sampler", "scaler")
+
+
+class TorchState(State):
+    """A state made of parts, each found again under its name: `state.model`, `state.optimizer`.
+
+    `model`, `optimizer`, `scheduler`, `sampler` and `scaler` are one object each, or a list, tuple
+    or dict of several. `step` is the number of committed steps, kept by the training loop; `epoch`
+    is yours to count. `more` parts are numbers, strings, tensors, arrays, lists, tuples, dicts, or
+    objects with `state_dict` and `load_state_dict` made of these; anything else is refused.
+    Values may be assigned anew (`state.best = 0.93`); objects stay.
+
+    In a world `state.model` is the model in DistributedDataParallel, kept from world to world;
+    `state.module` is the model itself. `ddp=False` leaves it bare, `ddp={...}` are DDP's options.
+
+    A step is undone without a copy of the parameters: they and the state of optimizers are written
+    in `optimizer.step` alone, and a collective of all ranks must come before every such write.
+    With DDP the backward is one. A collective *after* a write in the same step (a second optimizer,
+    a sharded one, a reduced loss) makes this class copy them before every write; it says so.
+    `copy_before_write=True` does so from the beginning, `False` never.
+
+    Not kept, neither when a step is undone nor for newcomers: anything that is not in a part, such
+    as averaged weights held elsewhere, iterators over data, the state of communication hooks and of
+    hooks on modules, caches of `torch.compile`, generators other than the global ones of torch,
+    Python and numpy, and attributes of modules that are neither parameters nor buffers. A random
+    number drawn after the last collective of a step is unknown to the replacement of a worker
+    that is killed before the step ends.
+    """
+
+    model: Any
+    optimizer: Any
+    scheduler: Any
+    sampler: Any
+    scaler: Any
+    step: int
+    epoch: int
+
+    def __init__(
+        self,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        sampler: Any = None,
+        scaler: Any = None,
+        step: int = 0,
+        epoch: int = 0,
+        ddp: bool | Mapping[str, Any] = True,
+        copy_before_write: bool | None = None,
+        **more: Any,
+    ) -> None:
+        given = dict(zip(_SEVERAL, (model, optimizer, scheduler, sampler, scaler), strict=True))
+        _refuse_names(more, type(self))
+        values, objects = _sort(more)
+        vars(self).update(given | more)
+        self.step, self.epoch = step, epoch
+        self._models, self._optimizers = _modules(model), _optimizers(optimizer)
+        self._stateful = _stateful(given | objects)
+        self._ddp = ddp
+        self._wrapped: list[nn.Module] = []
+        self._ddps: list[DistributedDataParallel] = []
+        self._version: Version = (FIRST[0], step)
+        #: No world was entered yet; then, whether a step was undone since the last sync.
+        self._newborn, self._interrupted = True, False
+        self._values = ("epoch", *values)
+        self._objects = {name: part for name, part in given.items() if part is not None} | objects
+        self._undo = Undo(self._models, self._optimizers, self._savers(), copy=copy_before_write)
+        for name, tree in self._tree().items():
+            parts.check(name, tree)
+
+    #: The objects, which cannot be replaced, and the names of the values, which can.
+    _objects: Mapping[str, Any] = MappingProxyType({})
+    _values: tuple[str, ...] = ()
+
+    @property
+    def module(self) -> Any:
+        """The model as it was given, without DDP."""
+        return self._objects.get("model")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._objects:
+            raise AttributeError(
+                f"'{name}' is an object this state was made of, and cannot be replaced: load what "
+                "you want it to be into it, or make another state."
+            )
+        if name in self._values:
+            parts.check(name, value)
+        super().__setattr__(name, value)
+
+    def _savers(self) -> list[Saver]:
+        return [
+            *map(Hyperparameters, self._optimizers),
+            *(saver_of(part) for part in self._stateful.values()),
+            *(Value(self, name) for name in self._values),
+        ]
+
+    # --- a step ----------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """Save what is small, at the beginning of a step. Only the latest can be applied."""
+        return self._undo.begin(self._version)
+
+    def apply(self, snapshot: Snapshot) -> None:
+        """Undo the step. Torn if it failed inside or after a write that was not copied."""
+        self._interrupted = True
+        self.step = snapshot.version[1]
+        self._undo.undo(snapshot)
+
+    def _committed(self, version: Version) -> None:
+        self._version, self.step = version, version[1]
+        self._undo.committed()
+        for model in self._ddps:
+            ddp.committed(model)
+
+    # --- a world ---------------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """Bring all ranks of this world to the freshest version.
+
+        What is collective comes first, what is local last: a rank that loses its peers on the way
+        has either kept what it had or has all it needs.
+        """
+        world = session.current()
+        base = world.freshest
+        if base == TORN:
+            raise Torn("No worker of this world has a whole state; a checkpoint is needed.")
+        self._undo.outside()
+        holders = holders_of(world.versions)
+        self._join(source=holders[0])
+        tree = self._receive(world, holders)
+        if tree is not None:
+            self._load(tree)
+        kept = self._private_at(base, world)
+        if kept is not None:
+            private.restore(kept, self._undo.buffers)
+        self._undo.enter(world.generation, Publisher(world.slate) if world.slate else None)
+        world.group.before_collective = self._undo.before_collective
+        self._version, self.step = (world.generation, base[1]), base[1]
+        self._newborn = self._interrupted = False
+
+    def _join(self, *, source: int) -> None:
+        """Put the models on this world's group."""
+        if self._ddp is False:
+            return
+        if self._wrapped:
+            for model in self._ddps:
+                ddp.swap(model, interrupted=self._interrupted)
+        else:
+            self._wrap()
+        for model in self._ddps:
+            ddp.agree(model, source)
+
+    def _wrap(self) -> None:
+        options = dict(self._ddp) if isinstance(self._ddp, Mapping) else {}
+        self._wrapped.extend(
+            ddp.wrap(model, **options) if _is_trained(model) else model for model in self._models
+        )
+        self._ddps = [m for m in self._wrapped if isinstance(m, DistributedDataParallel)]
+        vars(self)["model"] = _like(self.module, self._wrapped)
+
+    def _receive(self, world: Session, holders: Sequence[int]) -> Any:
+        """The state, for those who lack it; None for those who have it."""
+        if len(holders) == world.size:
+            return None
+        from torchelastic.training import transfer
+
+        have = world.rank in holders
+        return transfer.share(world, self._tree() if have else None, holders=holders)
+
+    def _private_at(self, base: Version, world: Session) -> Private | None:
+        """This rank's own state at `base`: remembered, or left behind by its predecessor."""
+        late = self._undo.late
+        if late is not None and late[0][1] == base[1]:
+            return late[1]
+        if self._newborn and world.slate is not None:
+            return private.left_behind(world.slate, base)
+        return None
+
+    # --- the shared state ------------------------------------------------------------------------
+
+    def _tree(self) -> dict[str, Any]:
+        return {
+            "model": [shared.module_tree(model) for model in self._models],
+            "optimizer": [shared.optimizer_tree(optimizer) for optimizer in self._optimizers],
+            "gradients": self._undo.gradients.tree(),
+            "copying": self._undo.writes.known,
+            **self._rest(),
+        }
+
+    def _rest(self) -> dict[str, Any]:
+        return {
+            "objects": {name: part.state_dict() for name, part in self._stateful.items()},
+            "values": {name: getattr(self, name) for name in self._values},
+        }
+
+    def _load(self, tree: Mapping[str, Any]) -> None:
+        self._undo.overwritten()
+        for model, saved in zip(self._models, tree["model"], strict=True):
+            shared.load_module(model, saved)
+        for optimizer, saved in zip(self._optimizers, tree["optimizer"], strict=True):
+            shared.load_optimizer(optimizer, saved)
+        self._undo.gradients.load(tree["gradients"])
+        if tree["copying"] is not None:
+            self._undo.writes.learned(copying=tree["copying"])
+        self._load_rest(tree)
+        self._undo.buffers.find()
+
+    def _load_rest(self, tree: Mapping[str, Any]) -> None:
+        for name, part in self._stateful.items():
+            Stateful(part).restore(tree["objects"][name])
+        for name in self._values:
+            Value(self, name).restore(tree["values"][name])
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    def save(self, stream: IO[bytes]) -> None:
+        """Write a checkpoint; `torch.load(...)["model"]` is the model's state_dict."""
+        model = _like(self.module, [model.state_dict() for model in self._models])
+        rest = self._rest() | {"optimizer": [*map(shared.optimizer_tree, self._optimizers)]}
+        skeleton, tensors = parts.flatten(rest)
+        saved = {"format": _FORMAT, "step": self.step, "model": model}
+        torch.save(saved | {"skeleton": skeleton, "tensors": tensors}, stream)
+
+    def load(self, stream: IO[bytes]) -> None:
+        """Read a checkpoint. No code in it is run."""
+        saved = torch.load(stream, weights_only=True, map_location="cpu")
+        if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
+            raise ValueError("This is no checkpoint that a TorchState has written.")
+        rest = parts.restore(saved["skeleton"], saved["tensors"])
+        self._undo.overwritten()
+        for model, state in zip(self._models, members(saved["model"]), strict=True):
+            model.load_state_dict(state)
+        for optimizer, state in zip(self._optimizers, rest["optimizer"], strict=True):
+            shared.load_optimizer(optimizer, state)
+        self._load_rest(rest)
+        self._version, self.step = (FIRST[0], saved["step"]), saved["step"]
+
+
+def holders_of(versions: Sequence[Version]) -> tuple[int, ...]:
+    """The ranks whose state all are brought to.
+
+    A state that no world has committed a step of is built by each rank alone, and nothing says that
+    they are equal: the first such rank's is taken.
+    """
+    best = max(versions)
+    ranks = tuple(rank for rank, version in enumerate(versions) if version == best)
+    return ranks[:1] if best[0] < 0 else ranks
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def members(part: Any) -> list[Any]:
+    """The objects of a part that is one, several or none."""
+    if part is None:
+        return []
+    if type(part) is dict:
+        return list(part.values())
+    return list(part) if type(part) in (list, tuple) else [part]
+
+
+def _like(part: Any, items: Sequence[Any]) -> Any:
+    """The items in the shape that the part has."""
+    if part is None:
+        return None
+    if type(part) is dict:
+        return dict(zip(part, items, strict=True))
+    return type(part)(items) if type(part) in (list, tuple) else items[0]
+
+
+def _is_trained(model: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def _modules(part: Any) -> list[nn.Module]:
+    for model in members(part):
+        if isinstance(model, DistributedDataParallel):
+            raise TypeError("Pass the plain module as model: TorchState puts it into DDP itself.")
+        _expect("model", model, nn.Module)
+    return members(part)
+
+
+def _optimizers(part: Any) -> list[Optimizer]:
+    for optimizer in members(part):
+        _expect("optimizer", optimizer, Optimizer)
+    return members(part)
+
+
+def _expect(name: str, part: object, kind: type) -> None:
+    if not isinstance(part, kind):
+        raise TypeError(
+            f"'{name}' is of type {type(part).__qualname__}; it must be a {kind.__qualname__}."
+        )
+
+
+def _stateful(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything but models and optimizers, one by one."""
+    found = {}
+    for name, part in objects.items():
+        if name in ("model", "optimizer"):
+            continue
+        for number, one in enumerate(members(part)):
+            if not parts.is_stateful(one):
+                raise TypeError(
+                    f"'{name}' is of type {type(one).__qualname__}, which has no state_dict and "
+                    "load_state_dict: give it these, or keep its state in values."
+                )
+            found[name if one is part else f"{name}.{number}"] = one
+    return found
+
+
+def _sort(more: Mapping[str, Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The names of values, and the objects."""
+    objects = {name: part for name, part in more.items() if parts.is_stateful(part)}
+    values = tuple(name for name in more if name not in objects)
+    for name in values:
+        parts.check(name, more[name])
+    return values, objects
+
+
+def _refuse_names(more: Mapping[str, Any], kind: type) -> None:
+    for name in more:
+        if hasattr(kind, name) or name.startswith("_"):
+            raise TypeError(f"A part cannot be called '{name}': a TorchState has that already.")
