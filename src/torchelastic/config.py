@@ -168,6 +168,10 @@ class LaunchConfig:
     grow: Grow = field(default_factory=Grow)
     world_sizes: WorldSizes = field(default_factory=WorldSizes)
 
+    #: Seconds a step of a resident worker may take before it counts as hanging; 0: any time; None:
+    #: learned from the steps before.
+    progress_timeout: float | None = None
+
     zygote: bool = True
     preload: tuple[str, ...] = ()
     start_method: str = "spawn"

@@ -13,23 +13,23 @@ import os
 import secrets
 import signal
 import socket
-import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torchelastic import env, jobs
-from torchelastic.agent import group_state, logs, numa, report
-from torchelastic.agent.cgroup import Cgroup
+from torchelastic.agent import crew, group_state, logs
+from torchelastic.agent.crew import CrewState
 from torchelastic.agent.group_state import GroupState
 from torchelastic.agent.guard import GUARD_LOST_SIGNAL
 from torchelastic.agent.meeting import Meeting, meet
 from torchelastic.agent.membership import Membership, claim_name
 from torchelastic.agent.narrator import Narrator
 from torchelastic.agent.nursery import Nursery
-from torchelastic.agent.supervisor import Supervisor, WorkerExit, WorkerSpawn
-from torchelastic.agent.worker_env import entry_for, node_env, worker_env
+from torchelastic.agent.vigil import Vigil
+from torchelastic.agent.worker_env import node_env
+from torchelastic.agent.workers import LAST_WORDS, Workers
 from torchelastic.clock import Clock, SystemClock
 from torchelastic.config import Entry, LaunchConfig, format_endpoint, parse_endpoint
 from torchelastic.errors import (
@@ -39,17 +39,13 @@ from torchelastic.errors import (
     SpawnError,
 )
 from torchelastic.events.log import EventLog, sink_for
-from torchelastic.failure import Failure
 from torchelastic.rendezvous.leader import WORLD_KEY, Leader
 from torchelastic.rendezvous.round_state import RoundRules
 from torchelastic.rendezvous.world import Member, World
-from torchelastic.worker import error_file
-from torchelastic.worker.bootstrap import TOLD_MESSAGE, TOLD_TRACEBACK, result_path
+from torchelastic.worker import orders
 
 logger = logging.getLogger(__name__)
 
-#: How long an ending agent waits for its last words to be heard.
-LAST_WORDS = 2.0
 #: How long the host of the rendezvous stays for others to hear that the job is closed.
 HOST_STAYS = 5.0
 
@@ -87,20 +83,16 @@ class Agent:
         self._entry = entry
         self._clock = clock or SystemClock()
         self._node = secrets.token_hex(4)
-        self._state = GroupState(node=self._node, nproc=config.nproc_per_node)
-        self._queue: asyncio.Queue[group_state.Event | BaseException] = asyncio.Queue()
+        self._state: GroupState | CrewState = GroupState(
+            node=self._node, nproc=config.nproc_per_node
+        )
+        self._queue: asyncio.Queue[crew.Event | BaseException] = asyncio.Queue()
         self._tasks: set[asyncio.Task[Any]] = set()
         #: What this node does as a member under its present lease.
         self._member_tasks: list[asyncio.Task[Any]] = []
         self._action: asyncio.Task[None] | None = None
-        self._stopping_by: int | None = None
-        self._steps: dict[int, int] = {}
-        #: What failing workers said on their channels; all there is where no files are wanted.
-        self._last_words_of: dict[int, error_file.ErrorRecord] = {}
-        self._results: dict[int, str] = {}
         self._meeting: Meeting | None = None
         self._membership: Membership | None = None
-        self._generation_logs: logs.GenerationLogs | None = None
 
     async def run(self) -> Outcome:
         """Join, supervise, leave."""
@@ -110,8 +102,7 @@ class Agent:
             self._background(self._join(), "join")
             while not self._state.is_terminal:
                 event = await self._next_event()
-                self._state, commands = group_state.handle(self._state, event)
-                for command in commands:
+                for command in self._handle(event):
                     self._perform(command)
             return self._outcome()
         except Exception as error:
@@ -153,21 +144,24 @@ class Agent:
         )
         self._env = node_env(env.snapshot(), config)
         self._nursery = Nursery(config, self._entry, self._env)
-        self._supervisor = Supervisor(
-            zygote=self._nursery.zygote,
-            cgroup=Cgroup.create(),
-            on_exit=self._worker_exited,
-            on_message=self._worker_said,
+        self._workers = Workers(
+            config,
+            self._entry,
+            self._env,
+            nursery=self._nursery,
+            node_logs=self._logs,
+            narrator=self._narrator,
+            clock=self._clock,
+            tell_event=self._queue.put_nowait,
         )
-        self._supervisor.exempt = self._nursery.pids
+        self._vigil = Vigil(self._workers, config.progress_timeout)
         self._narrator.started([self._entry.target, *self._entry.args], os.getpid())
 
     async def _close(self) -> None:
         """Leave nothing behind: no worker, no task, no file that only we needed."""
         if self._action is not None:
             await asyncio.wait({self._action})
-        if self._supervisor.alive:  # only after an error of our own
-            await self._supervisor.stop(signal.SIGTERM, self._config.shutdown_timeout)
+        await self._workers.close()
         await self._last_words()
         for task in self._tasks:
             task.cancel()
@@ -176,9 +170,6 @@ class Agent:
             closed = self._state.world is not None and self._state.world.phase == "closed"
             await self._meeting.close(HOST_STAYS if closed else 0.0)
         await self._nursery.close()
-        self._supervisor.close()
-        if self._generation_logs is not None:
-            self._generation_logs.close()
         self._logs.close(success=self._state.exitcode == 0)
         self._narrator.ended(self._state.exitcode, self._state.reason, self._state.world)
         self._events.close()
@@ -192,7 +183,7 @@ class Agent:
     def _outcome(self) -> Outcome:
         state = self._state
         return Outcome(
-            state.exitcode or 0, state.reason, self._node, state.world, dict(self._results)
+            state.exitcode or 0, state.reason, self._node, state.world, dict(self._workers.results)
         )
 
     # --- joining ---------------------------------------------------------------------------------
@@ -295,7 +286,8 @@ class Agent:
             self._membership.update(store="")
             with contextlib.suppress(SpawnError):  # `_keep_store_host` sees to that
                 await self._offer_store()
-        await stores.retire(before=world.generation)
+        # Workers that run through a step of the last generation still meet at its store.
+        await stores.retire(before=world.generation - (world.after is not None))
 
     async def _keep_store_host(self) -> None:
         """Replace the process that holds the stores when it ends, and the generation that met at
@@ -308,14 +300,13 @@ class Agent:
             reason = "the process that held the workers' store has ended"
             self._narrator.say(f"{reason}: starting another one")
             if stores.holds(self._state.generation):
-                failure = self._own_failure(self._state.generation, reason)
-                self._queue.put_nowait(group_state.WorkerFailed(failure))
+                self._workers.fail(0, reason)
             await self._nursery.replace_store_host()
             await self._offer_store()
 
     # --- events ----------------------------------------------------------------------------------
 
-    async def _next_event(self) -> group_state.Event:
+    async def _next_event(self) -> crew.Event:
         event = await self._queue.get()
         if isinstance(event, BaseException):
             raise event
@@ -351,83 +342,72 @@ class Agent:
     def _asked_to_leave(self, signum: signal.Signals) -> None:
         self._narrator.signal(signum.name, "leaving the job")
         self._queue.put_nowait(group_state.LeaveRequested(signum))
+        self._background(self._leave_in_time(), "leave")
+
+    async def _leave_in_time(self) -> None:
+        """Resident workers go at a step boundary, if there is one before the time is up."""
+        await asyncio.sleep(self._config.shutdown_timeout)
+        self._queue.put_nowait(crew.LeaveOverdue())
 
     def _forward(self, signum: signal.Signals) -> None:
         self._narrator.signal(signum.name, "forwarded to the workers")
-        self._supervisor.signal(signum)
+        self._workers.signal(signum)
 
     def _guard_lost(self) -> None:
         """`kill -9` of the command the user started: nothing of it may live on."""
-        self._supervisor.kill_everything()
+        self._workers.kill_everything()
         os._exit(128 + signal.SIGKILL)
 
-    def _worker_said(self, local_rank: int, message: dict[str, Any]) -> None:
-        if message.get("type") == "progress" and isinstance(message.get("step"), int):
-            self._steps[local_rank] = message["step"]
-        elif message.get("type") == "failure":
-            said, where = str(message.get("message", "")), str(message.get("traceback", ""))
-            self._last_words_of[local_rank] = error_file.ErrorRecord(said, where)
+    def _handle(self, event: crew.Event) -> list[crew.Command]:
+        """Let the machine that is in charge decide; the workers may turn out to be resident."""
+        if isinstance(self._state, CrewState):
+            self._state, commands = crew.handle(self._state, event)
+            return commands
+        decided: list[crew.Command] = []
+        known = _for_script(event)
+        if known is not None:
+            self._state, asked = group_state.handle(self._state, known)
+            decided += asked
+        if group_state.has_turned_resident(self._state):
+            world = self._state.world
+            assert world is not None
+            self._state, more = crew.take_over(self._state, self._narrator.name)
+            self._background(self._vigil.run(lambda: self._crew), "vigil")
+            self._state, again = crew.handle(self._state, group_state.WorldSeen(world))
+            decided += [*more, *again]
+        return decided
 
-    def _worker_exited(self, exit: WorkerExit) -> None:
-        generation = self._state.generation
-        self._narrator.worker_exited(self._rank(exit.local_rank), exit, generation)
-        if exit.exitcode == 0:
-            self._keep_result(exit.local_rank)
-            self._queue.put_nowait(group_state.WorkerSucceeded(generation, exit.local_rank))
-            return
-        failure = self._failure(exit)
-        if failure.told or not failure.stopped:
-            self._narrator.worker_failed(failure)
-            self._queue.put_nowait(group_state.WorkerFailed(failure))
-
-    def _keep_result(self, local_rank: int) -> None:
-        if self._entry.kind == "function":
-            rank = self._rank(local_rank)
-            self._results[rank] = result_path(self._entry.target, self._state.generation, rank)
-
-    def _failure(self, exit: WorkerExit) -> Failure:
-        path = self._error_file(exit.local_rank)
-        told = error_file.read(path) if path else self._last_words_of.get(exit.local_rank)
-        return Failure(
-            generation=self._state.generation,
-            node=self._narrator.name,
-            rank=self._rank(exit.local_rank),
-            local_rank=exit.local_rank,
-            pid=exit.pid,
-            exitcode=exit.exitcode,
-            message=told.message[:TOLD_MESSAGE] if told else report.exit_words(exit.exitcode),
-            traceback=told.traceback[-TOLD_TRACEBACK:] if told else "",
-            role=self._config.role,
-            step=self._steps.get(exit.local_rank),
-            stopped=self._stopping_by is not None,
-            error_file=path if told else "",
-            wall_time=time.time(),
-        )
-
-    def _error_file(self, local_rank: int) -> str:
-        if self._generation_logs is None:
-            return ""
-        return self._generation_logs.streams[local_rank].error_file
-
-    def _rank(self, local_rank: int) -> int:
-        return self._first_rank + local_rank
+    @property
+    def _crew(self) -> CrewState:
+        assert isinstance(self._state, CrewState), "asked before the workers were resident"
+        return self._state
 
     # --- commands --------------------------------------------------------------------------------
 
-    def _perform(self, command: group_state.Command) -> None:
+    def _perform(self, command: crew.Command) -> None:
         """The only place with side effects."""
         match command:
             case group_state.Start(world):
-                self._act(self._start_workers(world))
-            case group_state.Stop(signum) if self._stopping_by is None:
-                self._stopping_by = signum
+                self._act(self._workers.start_all(world, self._node))
+            case group_state.Stop(signum) if not self._workers.stopping:
+                self._workers.stopping = True
                 self._act(self._stop_workers(signum))
             case group_state.Stop(signum):
-                self._supervisor.signal(signum)
+                self._workers.signal(signum)
             case group_state.Report(changes) if self._membership is not None:
-                self._membership.update(**changes, step=max(self._steps.values(), default=-1))
+                self._membership.update(**{"step": self._workers.best_step, **changes})
             case group_state.Rejoin(gone):
                 self._background(self._rejoin(gone), "rejoin")
+            case crew.Tell(local_rank, order):
+                self._workers.tell(local_rank, order)
+                if isinstance(order, orders.Over):
+                    self._vigil.told_over(local_rank)
+            case crew.Spawn(local_rank):
+                beside = self._state.world
+                assert beside is not None
+                self._act(self._workers.start_standby(local_rank, beside))
+            case crew.Kill(local_rank):
+                self._workers.kill(local_rank)
 
     def _act(self, work: Coroutine[Any, Any, None]) -> None:
         """Perform after what is under way: a stop does not overtake the start it ends."""
@@ -440,75 +420,19 @@ class Agent:
             await asyncio.wait({before})
         await work
 
-    async def _start_workers(self, world: World) -> None:
-        began = self._clock.now()
-        node_rank = world.place(self._node)
-        assert node_rank is not None
-        self._first_rank = world.nodes[node_rank].first_rank
-        self._steps.clear()
-        self._last_words_of.clear()
-        self._results.clear()
-        local_ranks = range(self._config.nproc_per_node)
-        ranks = {local_rank: self._rank(local_rank) for local_rank in local_ranks}
-        try:
-            opened = self._generation_logs = self._logs.open(world.generation, ranks)
-            try:
-                spawns = [self._spawn(world, node_rank, rank, opened) for rank in local_ranks]
-                pids = await self._supervisor.start(spawns)
-            finally:
-                opened.started()
-        except (SpawnError, OSError) as error:
-            failure = self._own_failure(world.generation, f"workers could not be started: {error}")
-            self._narrator.worker_failed(failure)
-            self._queue.put_nowait(group_state.WorkerFailed(failure))
-            return
-        self._narrator.workers_started(world.generation, ranks, pids, self._clock.now() - began)
-        self._queue.put_nowait(group_state.WorkersUp(world.generation))
-
-    def _spawn(
-        self, world: World, node_rank: int, local_rank: int, opened: logs.GenerationLogs
-    ) -> WorkerSpawn:
-        streams = opened.streams[local_rank]
-        return WorkerSpawn(
-            local_rank=local_rank,
-            entry=entry_for(self._entry, local_rank),
-            env=worker_env(
-                self._env, self._config, world, node_rank, local_rank, streams.error_file
-            ),
-            stdout=streams.stdout,
-            stderr=streams.stderr,
-            cpus=self._cpus(local_rank),
-        )
-
-    def _cpus(self, local_rank: int) -> frozenset[int] | None:
-        binding, nproc = self._config.numa_binding, self._config.nproc_per_node
-        if binding is None:
-            return None
-        return numa.choose(binding, numa.machine(), local_rank, nproc, numa.gpu_nodes())
-
-    def _own_failure(self, generation: int, message: str) -> Failure:
-        """A failure that no worker told: something of ours that they need is not there."""
-        return Failure(
-            generation=generation,
-            node=self._narrator.name,
-            rank=self._rank(0),
-            local_rank=0,
-            pid=0,
-            exitcode=1,
-            message=message,
-            role=self._config.role,
-            wall_time=time.time(),
-        )
-
     async def _stop_workers(self, signum: int) -> None:
-        began = self._clock.now()
-        await self._supervisor.stop(signum, self._config.shutdown_timeout)
-        if self._generation_logs is not None:
-            await self._generation_logs.drained(LAST_WORDS)
-            self._generation_logs = None
-        self._stopping_by = None
-        self._narrator.workers_stopped(self._state.generation, self._clock.now() - began)
+        await self._workers.stop(signum, self._state.generation)
         self._queue.put_nowait(group_state.WorkersGone())
+
+
+def _for_script(event: crew.Event) -> group_state.Event | None:
+    """The event as a group that is stopped and started as one knows it; None: it does not."""
+    match event:
+        case crew.Said(local_rank, orders.Enlisted()):
+            return group_state.WorkerEnlisted(local_rank)
+        case crew.Said() | crew.LeaveOverdue():
+            return None
+    return event
 
 
 async def _while_leased(work: Coroutine[Any, Any, None]) -> None:

@@ -66,6 +66,13 @@ class WorkerFailed:
 
 
 @dataclass(frozen=True)
+class WorkerEnlisted:
+    """A worker has called `torchelastic.train`: it could outlive its generation."""
+
+    local_rank: int
+
+
+@dataclass(frozen=True)
 class WorkersGone:
     """No worker is left on this node, nor anything a worker started."""
 
@@ -94,6 +101,7 @@ Event = (
     | WorkersUp
     | WorkerSucceeded
     | WorkerFailed
+    | WorkerEnlisted
     | WorkersGone
     | LeaveRequested
     | LeaseLost
@@ -149,6 +157,8 @@ class GroupState:
     #: Local ranks that have not succeeded yet.
     running: frozenset[int] = frozenset()
     nproc: int = 1
+    #: Local ranks that have called `torchelastic.train`.
+    enlisted: frozenset[int] = frozenset()
     #: Failures of this generation here, in the order they happened.
     failures: tuple[Failure, ...] = ()
     #: The latest world; what to do once the workers are gone.
@@ -210,6 +220,8 @@ def _act_on_world(state: GroupState) -> Step:
         return state, [Report({"gone": world.generation})]
     if world.place(state.node) is None or world.generation <= state.generation:
         return state, []
+    if world.resident:  # `has_turned_resident`: the crew takes over
+        return state, []
     return _begin(state, world)
 
 
@@ -220,6 +232,7 @@ def _begin(state: GroupState, world: World) -> Step:
         generation=world.generation,
         running=frozenset(range(state.nproc)),
         failures=(),
+        enlisted=frozenset(),
     )
     return state, [Start(world)]
 
@@ -268,6 +281,20 @@ def _succeeded(state: GroupState, event: WorkerSucceeded) -> Step:
     return _stop(state, SIGTERM)  # nothing to stop but what the workers left behind
 
 
+def _enlisted(state: GroupState, event: WorkerEnlisted) -> Step:
+    """The last one: report it; when all nodes have, the leader makes the world resident."""
+    state = replace(state, enlisted=state.enlisted | {event.local_rank})
+    if len(state.enlisted) < state.nproc:
+        return state, []
+    return state, [Report({"resident": True, "standing": tuple(range(state.nproc))})]
+
+
+def has_turned_resident(state: GroupState) -> bool:
+    """Whether the workers of the job outlive their generation: from now on a crew is in charge."""
+    steady = state.phase in (Phase.IDLE, Phase.STARTING, Phase.RUNNING)
+    return steady and state.world is not None and state.world.resident
+
+
 def _failed(state: GroupState, event: WorkerFailed) -> Step:
     """Report it and stop the others here; the leader ends the generation everywhere."""
     if event.failure.generation != state.generation:
@@ -285,7 +312,7 @@ def _failed_while_stopping(state: GroupState, event: WorkerFailed) -> Step:
 
 def _gone(state: GroupState, event: WorkersGone) -> Step:
     """Report gone; then end, join anew or do what the latest world says."""
-    report: dict[str, Any] = {"gone": state.generation}
+    report: dict[str, Any] = {"gone": state.generation, "resident": False, "standing": ()}
     succeeded = not state.running and not state.failures
     if succeeded:
         report["done"] = state.generation
@@ -380,7 +407,9 @@ TRANSITIONS: dict[tuple[Phase, type], Callable[[GroupState, Any], Step]] = {
     (Phase.STARTING, LeaveRequested): _leave_while_busy,
     (Phase.STARTING, LeaseLost): _lease_lost_while_busy,
     (Phase.STARTING, StoreLost): _store_lost_while_busy,
+    (Phase.STARTING, WorkerEnlisted): _enlisted,
     (Phase.RUNNING, WorldSeen): _world_while_busy,
+    (Phase.RUNNING, WorkerEnlisted): _enlisted,
     (Phase.RUNNING, WorkerSucceeded): _succeeded,
     (Phase.RUNNING, WorkerFailed): _failed,
     (Phase.RUNNING, LeaveRequested): _leave_while_busy,
@@ -388,6 +417,7 @@ TRANSITIONS: dict[tuple[Phase, type], Callable[[GroupState, Any], Step]] = {
     (Phase.RUNNING, StoreLost): _store_lost_while_busy,
     (Phase.STOPPING, WorldSeen): _world_while_stopping,
     (Phase.STOPPING, WorkersUp): _ignore,
+    (Phase.STOPPING, WorkerEnlisted): _ignore,
     (Phase.STOPPING, WorkerSucceeded): _ignore,
     (Phase.STOPPING, WorkerFailed): _failed_while_stopping,
     (Phase.STOPPING, WorkersGone): _gone,

@@ -124,6 +124,9 @@ class Narrator:
             assert kind is not None
             over = events.GenerationOver(kind=kind, reason=world.reason)
             self._log.emit(over, generation=generation)
+        elif world.phase == "pausing":
+            changing = events.WorldChanging(reason=world.reason)
+            self._log.emit(changing, generation=generation)
         elif kind is not None:
             restart = events.RestartDecided(restart=world.phase != "closed", reason=world.reason)
             self._log.emit(restart, generation=generation)
@@ -135,6 +138,8 @@ class Narrator:
             self._world_runs(world)
         elif world.phase == "over":
             logger.info("generation %d is over: %s", world.generation, world.reason)
+        elif world.phase == "pausing":
+            logger.info("generation %d ends at the next step: %s", world.generation, world.reason)
         elif world.phase == "waiting":
             self._waits(world)
 
@@ -173,6 +178,21 @@ class Narrator:
             seconds=seconds,
         )
         self._log.emit(started, generation=generation)
+
+    def standby_started(self, local_rank: int, pid: int, seconds: float) -> None:
+        logger.info("worker %d starts (pid %d), to enter a later world", local_rank, pid)
+        started = events.StandbyStarted(local_rank=local_rank, worker_pid=pid, seconds=seconds)
+        self._log.emit(started)
+
+    def training(self, rank: int, generation: int, step: int, received: int) -> None:
+        up = events.Training(rank=rank, step=step, received=received)
+        self._log.emit(up, generation=generation)
+
+    def worker_killed(self, rank: int, local_rank: int, reason: str, stack: str) -> None:
+        where = f"; it was here:\n{stack}" if stack else ""
+        logger.warning("rank %d (local rank %d) is killed: %s%s", rank, local_rank, reason, where)
+        killed = events.WorkerKilled(rank=rank, local_rank=local_rank, reason=reason, stack=stack)
+        self._log.emit(killed)
 
     def worker_exited(self, rank: int, exit: WorkerExit, generation: int) -> None:
         exited = events.WorkerExited(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -92,15 +93,20 @@ class Supervisor:
     async def start(self, spawns: Sequence[WorkerSpawn]) -> dict[int, int]:
         """Start all these workers or none; returns local rank -> pid."""
         asyncio.get_running_loop().add_signal_handler(SIGCHLD, self._reap_strays)
+        others = bool(self._workers)
         try:
             return {spawn.local_rank: await self._start(spawn) for spawn in spawns}
         except BaseException:
-            self._giving_up = True  # their ends are our doing, not failures
-            try:
-                await self.stop(SIGKILL, 0.0)
-            finally:
-                self._giving_up = False
+            if not others:
+                await self._give_up()
             raise
+
+    async def _give_up(self) -> None:
+        self._giving_up = True  # their ends are our doing, not failures
+        try:
+            await self.stop(SIGKILL, 0.0)
+        finally:
+            self._giving_up = False
 
     async def _start(self, spawn: WorkerSpawn) -> int:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -133,6 +139,31 @@ class Supervisor:
             logger.warning("Workers start as plain processes, not warm: %s.", reason)
         self._said_plain = True
 
+    # --- speaking --------------------------------------------------------------------------------
+
+    def pid(self, local_rank: int) -> int | None:
+        """Of a worker that has not ended."""
+        worker = self._workers.get(local_rank)
+        return worker.pid if worker is not None else None
+
+    def tell(self, local_rank: int, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        """Send to a worker, descriptors along with it; one that is gone does not hear it."""
+        worker = self._workers.get(local_rank)
+        if worker is None:
+            return
+        data = json.dumps(message).encode()
+        flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+        try:
+            socket.send_fds(worker.channel, [data], list(fds), flags)
+        except OSError as error:  # it does not read any more; if it hangs, that is noticed
+            logger.warning("worker %d does not hear: %s", local_rank, error)
+
+    def kill(self, local_rank: int) -> None:
+        """One worker's process group, at once."""
+        worker = self._workers.get(local_rank)
+        if worker is not None:
+            self._signal(worker, SIGKILL)
+
     # --- watching --------------------------------------------------------------------------------
 
     def _ended(self, worker: _Worker) -> None:
@@ -147,10 +178,19 @@ class Supervisor:
         loop.remove_reader(worker.channel)
         worker.channel.close()
         del self._workers[worker.local_rank]
+        if exitcode != 0:
+            self._bury(worker)
         if not self._workers:
             self._none_left.set()
         if not self._giving_up:
             self._on_exit(WorkerExit(worker.local_rank, worker.pid, exitcode))
+
+    def _bury(self, worker: _Worker) -> None:
+        """What a failed worker has started must not live on beside its replacement."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(worker.pid, SIGKILL)
+        if self._cgroup is not None:
+            self._cgroup.of(worker.pid).kill()
 
     def _hear(self, worker: _Worker) -> bool:
         """Pass on what the worker has sent; True if there may be more.
@@ -184,10 +224,13 @@ class Supervisor:
     def signal(self, signum: int) -> None:
         """To every worker's process group."""
         for worker in self._workers.values():
-            try:
-                os.killpg(worker.pid, signum)
-            except ProcessLookupError:  # so new that it has no group of its own yet
-                pidfd_send_signal(worker.pidfd, signum)
+            self._signal(worker, signum)
+
+    def _signal(self, worker: _Worker, signum: int) -> None:
+        try:
+            os.killpg(worker.pid, signum)
+        except ProcessLookupError:  # so new that it has no group of its own yet
+            pidfd_send_signal(worker.pidfd, signum)
 
     async def stop(self, signum: int = SIGTERM, timeout: float = 30.0) -> None:
         """End the workers, by force after `timeout` seconds, and whatever they have started.

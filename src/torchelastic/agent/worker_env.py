@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torchelastic.config import Entry, LaunchConfig, parse_endpoint
-from torchelastic.rendezvous.world import World
+from torchelastic.rendezvous.world import World, WorldNode
 
 
 def node_env(environ: Mapping[str, str], config: LaunchConfig) -> dict[str, str]:
@@ -27,9 +28,8 @@ def worker_env(
     world: World,
     node_rank: int,
     local_rank: int,
-    error_file: str,
 ) -> dict[str, str]:
-    """The whole environment of one worker in one world."""
+    """The environment of one worker in one world, but for its error file."""
     node = world.nodes[node_rank]
     host, port = parse_endpoint(world.store)
     env = dict(base)
@@ -50,11 +50,31 @@ def worker_env(
         TORCHELASTIC_MAX_RESTARTS=str(config.max_restarts),
         TORCHELASTIC_RUN_ID=config.run_id,
         TORCHELASTIC_USE_AGENT_STORE="True",
-        TORCHELASTIC_ERROR_FILE=error_file,
     )
     if config.virtual_local_rank:
         env.update(_one_device(base, local_rank))
     return env
+
+
+def standby_env(
+    base: Mapping[str, str], config: LaunchConfig, world: World, local_rank: int
+) -> dict[str, str]:
+    """The environment of a worker that starts beside a world, to enter a later one.
+
+    It shows where the worker would stand if its node came last; `torchelastic.train` makes it true.
+    """
+    node = WorldNode(
+        node="",
+        name="",
+        addr="",
+        nproc=config.nproc_per_node,
+        role=config.role,
+        first_rank=world.size,
+        first_role_rank=world.role_size(config.role),
+        local_ranks=tuple(range(config.nproc_per_node)),
+    )
+    beside = replace(world, nodes=(*world.nodes, node), generation=world.generation + 1)
+    return worker_env(base, config, beside, len(world.nodes), local_rank)
 
 
 def _one_device(base: Mapping[str, str], local_rank: int) -> dict[str, str]:

@@ -93,8 +93,8 @@ DISTRIBUTED_RUN = Flavour(
 )
 DISTRIBUTED_LAUNCH = Flavour(
     "python -m torchelastic.distributed.launch",
-    "The same as `torchelastic run`, with the defaults of torchelastic 0.2. Its etcd rendezvous is "
-    "not available in this version: a job of several nodes names c10d.",
+    "The same as `torchelastic run`, with the defaults of torchelastic 0.2: several nodes meet "
+    "at an etcd server unless another rendezvous is named.",
     {
         "nproc_per_node": "auto",
         "rdzv_backend": "etcd",
@@ -160,7 +160,8 @@ _RENDEZVOUS_FLAGS = (
         default_words="private, one node only",
         torchrun=True,
         help="Where the nodes meet: one node of the job and a free port on it, the same on every "
-        "node. The port defaults to 29400 (static: 29500); port 0 means private.",
+        "node; with etcd, its server. The port defaults to 29400 (static: 29500, etcd: 2379); port "
+        "0 means private.",
     ),
     Flag(
         name="--rdzv-id",
@@ -181,7 +182,8 @@ _RENDEZVOUS_FLAGS = (
         torchrun=True,
         help="c10d: hosted by an agent, nothing to install. static: the same, with the order of "
         "the nodes given by --node-rank; taken unasked when that flag is given, or --master-addr "
-        "or --master-port without --rdzv-endpoint.",
+        "or --master-port without --rdzv-endpoint. etcd (also etcd-v2, etcd-v3): at an etcd "
+        "server, 3.4 or later.",
     ),
     Flag(
         name="--rdzv-conf",
@@ -280,12 +282,22 @@ _ELASTICITY_FLAGS = (
         help="How long to wait below MIN nodes before giving up; 0 waits for ever.",
     ),
     Flag(
+        name="--progress-timeout",
+        group=ELASTICITY,
+        metavar="SECONDS",
+        convert=values.progress_timeout,
+        default="auto",
+        help="A worker inside torchelastic.train whose step takes longer hangs, and is replaced: "
+        "a time, off, or auto (ten times its longest step, ten minutes at least).",
+    ),
+    Flag(
         name="--grow",
         group=ELASTICITY,
         metavar="WHEN",
         convert=Grow.parse,
         default="any",
-        help="When newcomers may come in, which restarts every worker: any (at any time), "
+        help="When newcomers may come in, which restarts workers that are not inside "
+        "torchelastic.train: any (at any time), "
         "every:SECONDS (at most so often), after-checkpoint:PATH (after PATH has changed).",
     ),
     Flag(

@@ -21,6 +21,7 @@ _SAME_NAME = (
     "count_resizes",
     "grow",
     "world_sizes",
+    "progress_timeout",
     "preload",
     "start_method",
     "virtual_local_rank",

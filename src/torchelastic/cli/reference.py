@@ -88,12 +88,13 @@ as unset. `-j` and `--nnodes` (or `--nproc-per-node`) exclude each other.
 `--node-rank` is given, or `--master-addr` or `--master-port` without `--rdzv-endpoint`; a private
 one if no address is given at all, which is enough for one node; else the command's default. A
 `static` rendezvous of one node without endpoint and `--master-port` is private, as with torchrun,
-and so is an endpoint with port 0. `etcd`, `etcd-v2`, `etcd-v3` are not available in this version.
+and so is an endpoint with port 0. `etcd`, `etcd-v2` and `etcd-v3` are one: etcd's v3 API, whichever
+name is used.
 
 **Job id.** `--rdzv-id` where given, also with `--standalone`. Otherwise a job of one node gets a
 unique one. Nodes that are to meet need the same id and have only the endpoint in common, so theirs
 is `job-PORT`: the host is left out because nodes may spell it differently. Give an id to tell jobs
-apart that use the same port one after the other.
+apart that use the same port one after the other. At an etcd server several nodes must give one.
 
 **Times.** `--settle`, `--lease` and `--wait-for-nodes` win over the keys of `--rdzv-conf`:
 
@@ -103,6 +104,7 @@ apart that use the same port one after the other.
 | `keep_alive_interval` times `keep_alive_max_attempt` | `--lease`; one not given counts 5 or 3 |
 | `join_timeout`, else `timeout` | `--wait-for-nodes` |
 | `is_host` | whether this node hosts the rendezvous, instead of finding out |
+| `etcd_prefix` | the key under which etcd has the keys of jobs; `/torchelastic` |
 
 Other keys are named once in the log and ignored; so are Bagua's flags.
 

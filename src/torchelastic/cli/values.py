@@ -50,6 +50,16 @@ def positive_seconds(given: str) -> float:
     return value
 
 
+def progress_timeout(given: str) -> float | None:
+    """None: learned; 0: none."""
+    if given in ("auto", "off"):
+        return None if given == "auto" else 0.0
+    value = _number(given)
+    if value is None or value <= 0:
+        raise ConfigError(f"'{given}' is no limit: write a number of seconds, auto or off.")
+    return value
+
+
 def _number(given: str) -> float | None:
     try:
         value = float(given)

@@ -195,7 +195,16 @@ class GenerationOver(Event):
 
     type: ClassVar[str] = "generation-over"
     #: What ended it.
-    kind: Literal["failure", "node-failure", "resize", "leave", "stop"]
+    kind: Literal["failure", "error", "node-failure", "resize", "leave", "finished", "stop"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class WorldChanging(Event):
+    """Resident workers are asked for their step: the generation ends when all have run it."""
+
+    type: ClassVar[str] = "world-changing"
+    #: Who joins or leaves.
     reason: str
 
 
@@ -225,6 +234,40 @@ class WorkersStarted(Event):
     pids: Sequence[int]
     #: From the first start to the last.
     seconds: float
+
+
+@dataclass(frozen=True)
+class StandbyStarted(Event):
+    """A worker starts that will enter a later world: a replacement, or a newcomer's."""
+
+    type: ClassVar[str] = "standby-started"
+    local_rank: int
+    worker_pid: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Training(Event):
+    """A resident worker trains in its world: the group stands, its state is the freshest."""
+
+    type: ClassVar[str] = "training"
+    rank: int
+    #: Steps committed so far.
+    step: int
+    #: Bytes of state it had to fetch from others.
+    received: int
+
+
+@dataclass(frozen=True)
+class WorkerKilled(Event):
+    """The agent kills a worker that hangs."""
+
+    type: ClassVar[str] = "worker-killed"
+    rank: int
+    local_rank: int
+    reason: str
+    #: What its threads were doing, where that could be read.
+    stack: str = ""
 
 
 @dataclass(frozen=True)
@@ -276,8 +319,12 @@ EVENTS: dict[str, type[Event]] = {
         RestartDecided,
         WorldFormed,
         GenerationOver,
+        WorldChanging,
         Waiting,
         WorkersStarted,
+        StandbyStarted,
+        Training,
+        WorkerKilled,
         WorkerExited,
         WorkerFailed,
         WorkersStopped,

@@ -74,8 +74,10 @@ def _watch(rules: RoundRules, state: RoundState, now: float) -> Decision:
 
 def _broken(state: RoundState) -> Decision | None:
     """What ends a generation at once."""
-    if state.finished:
-        return script.over_by(state, "finished", "the training is done")
+    if state.finished >= 0:
+        done = script.over_by(state, "finished", "the training is done").world
+        assert done is not None
+        return Decision(replace(done, after=state.finished - 1), "finished")
     if state.failures:
         kind, cause, _ = script.classify(state)
         return script.over_by(state, kind, script.why(state, kind, cause))

@@ -59,8 +59,8 @@ class RoundState:
     failures: tuple[Failure, ...] = ()
     #: Members of the world that finished it; they stay finished if they leave now.
     done: frozenset[str] = frozenset()
-    #: A worker has come to the end of its data: the training is done.
-    finished: bool = False
+    #: After how many steps a worker has come to the end of its data: the training is done.
+    finished: int = -1
     #: Members of the world that went without a word.
     lost: tuple[str, ...] = ()
     step: int = -1
@@ -128,7 +128,7 @@ def published(state: RoundState, world: World, now: float) -> RoundState:
     before = state.world
     if before is None or world.generation != before.generation:
         state = replace(
-            state, failures=(), done=frozenset(), finished=False, lost=(), running_since=now
+            state, failures=(), done=frozenset(), finished=-1, lost=(), running_since=now
         )
     since = state.since if before is not None and before.phase == world.phase else now
     return replace(state, world=world, since=since, said_at=now)
@@ -146,7 +146,7 @@ def _note_report(state: RoundState, member: Member) -> RoundState:
         state,
         failures=state.failures + fresh,
         done=done,
-        finished=state.finished or member.finished == world.generation,
+        finished=max(state.finished, _finished_after(member, world.generation)),
         step=max(state.step, member.step),
     )
     if world.phase in ("running", "pausing") and member.gone >= world.generation:
@@ -155,6 +155,10 @@ def _note_report(state: RoundState, member: Member) -> RoundState:
             # Given up and back before anybody noticed: its workers are gone all the same.
             return replace(state, lost=(*state.lost, member.node))
     return state
+
+
+def _finished_after(member: Member, generation: int) -> int:
+    return member.finished_after if member.finished == generation else -1
 
 
 def names_of(state: RoundState, nodes: Iterable[str]) -> str:

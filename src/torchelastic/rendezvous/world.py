@@ -48,8 +48,10 @@ class Member:
     #: the largest step they have entered.
     paused: int = -1
     entered: int = -1
-    #: The generation in which a worker here has come to the end of its data.
+    #: The generation in which a worker here has come to the end of its data, and after how many
+    #: committed steps.
     finished: int = -1
+    finished_after: int = -1
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -108,7 +110,8 @@ class World:
     #: Its workers outlive it: they are told of the next world instead of being stopped.
     resident: bool = False
     #: The step that the workers of the last generation run through before they enter this one, or,
-    #: of a world that is over, before they stop; None: they stop at once.
+    #: of a world that is over, before they stop; None: they stop at once. In a world that is over
+    #: because the training is done: the last step of it.
     after: int | None = None
     spares: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()

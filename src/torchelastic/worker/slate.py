@@ -9,6 +9,7 @@ full before its number becomes even again: a worker killed in between leaves it 
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
@@ -33,6 +34,12 @@ def create() -> int:
     return descriptor
 
 
+def read_progress(descriptor: int) -> tuple[int, int, float]:
+    """What the worker with this slate has entered last, for an agent that keeps no mapping."""
+    generation, step, at = _PROGRESS.unpack(os.pread(descriptor, _PROGRESS.size, 0))
+    return generation, step, at
+
+
 class Slate:
     """One process's view of a slate. Does not own the descriptor it was made from."""
 
@@ -53,10 +60,15 @@ class Slate:
         """The worker enters a step now."""
         _PROGRESS.pack_into(self._memory, 0, generation, step, time.monotonic())
 
-    def progress(self) -> tuple[int, int, float]:
-        """The generation, the step and when it was entered; zeros before the first."""
-        generation, step, at = _PROGRESS.unpack_from(self._memory, 0)
-        return generation, step, at
+    def unhurried(self) -> None:
+        """What follows may take any time: nobody expects progress before the next `entered`."""
+        generation, step, _ = _PROGRESS.unpack_from(self._memory, 0)
+        _PROGRESS.pack_into(self._memory, 0, generation, step, math.inf)
+
+    def hurried(self) -> None:
+        """It does not any more."""
+        generation, step, _ = _PROGRESS.unpack_from(self._memory, 0)
+        _PROGRESS.pack_into(self._memory, 0, generation, step, time.monotonic())
 
     # --- private state ---------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ def world(generation=0, phase="running", nodes="ab", **fields):
             role="default",
             first_rank=0,
             first_role_rank=0,
+            local_ranks=(0, 1),
         )
         for name in nodes
     )
@@ -52,6 +53,12 @@ def failure(local_rank=0, generation=0):
         exitcode=1,
         message="ValueError: no",
     )
+
+
+
+def gone(generation: int, **more: int) -> Report:
+    """No worker is left: neither are resident ones."""
+    return Report({"gone": generation, "resident": False, "standing": (), **more})
 
 
 class Node:
@@ -103,7 +110,7 @@ def test_the_first_failure_is_reported_before_anything_is_stopped():
     node = running()
     assert node.feed(WorkerFailed(failure())) == [Report({"failures": (failure(),)}), Stop(15)]
     assert node.feed(WorkerFailed(failure(1))) == [Report({"failures": (failure(), failure(1))})]
-    assert node.feed(WorkersGone()) == [Report({"gone": 0})]
+    assert node.feed(WorkersGone()) == [gone(0)]
     assert node.state.phase is Phase.IDLE
     assert node.feed(WorldSeen(world(1))) == [Start(world(1))]
     assert node.state.failures == ()
@@ -112,20 +119,20 @@ def test_the_first_failure_is_reported_before_anything_is_stopped():
 def test_over_stops_the_workers_and_the_next_world_starts_them():
     node = running()
     assert node.feed(WorldSeen(world(phase="over"))) == [Stop(15)]
-    assert node.feed(WorkersGone()) == [Report({"gone": 0}), Report({"gone": 0})]
+    assert node.feed(WorkersGone()) == [gone(0), Report({"gone": 0})]
     assert node.feed(WorldSeen(world(1))) == [Start(world(1))]
 
 
 def test_a_world_that_came_while_stopping_is_not_forgotten():
     node = running()
     node.feed(WorldSeen(world(phase="over")), WorldSeen(world(1)))
-    assert node.feed(WorkersGone()) == [Report({"gone": 0}), Start(world(1))]
+    assert node.feed(WorkersGone()) == [gone(0), Start(world(1))]
 
 
 def test_a_newer_world_stops_the_workers_of_the_older_one_first():
     node = running()
     assert node.feed(WorldSeen(world(3))) == [Stop(15)]
-    assert node.feed(WorkersGone()) == [Report({"gone": 0}), Start(world(3))]
+    assert node.feed(WorkersGone()) == [gone(0), Start(world(3))]
 
 
 def test_the_same_world_twice_starts_once():
@@ -138,7 +145,7 @@ def test_success_is_reported_when_the_last_worker_is_done():
     node = running()
     assert node.feed(WorkerSucceeded(0, 1)) == []
     assert node.feed(WorkerSucceeded(0, 0)) == [Stop(15)]
-    assert node.feed(WorkersGone()) == [Report({"gone": 0, "done": 0})]
+    assert node.feed(WorkersGone()) == [gone(0, done=0)]
     assert node.state.sentence() == "done with generation 0, waiting for the others"
 
 
@@ -146,7 +153,7 @@ def test_workers_quicker_than_the_news_of_their_start():
     node = Node(WorldSeen(world()))
     assert node.feed(WorkerSucceeded(0, 0), WorkerSucceeded(0, 1)) == []
     assert node.feed(WorkersUp(0)) == [Stop(15)]
-    assert node.feed(WorkersGone()) == [Report({"gone": 0, "done": 0})]
+    assert node.feed(WorkersGone()) == [gone(0, done=0)]
 
 
 def test_done_nodes_start_again_when_another_node_failed():

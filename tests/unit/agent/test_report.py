@@ -29,7 +29,14 @@ FELL = replace(
 
 def node(name: str) -> WorldNode:
     return WorldNode(
-        node=name, name=name, addr=name, nproc=2, role="default", first_rank=0, first_role_rank=0
+        node=name,
+        name=name,
+        addr=name,
+        nproc=2,
+        role="default",
+        first_rank=0,
+        first_role_rank=0,
+        local_ranks=(0, 1),
     )
 
 

@@ -21,6 +21,7 @@ WORLD = World(
             role=role,
             first_rank=first_rank,
             first_role_rank=first_role_rank,
+            local_ranks=tuple(range(nproc)),
         )
         for name, nproc, role, first_rank, first_role_rank in [
             ("a", 1, "actor", 0, 0),
@@ -33,7 +34,7 @@ WORLD = World(
 
 def test_a_worker_of_an_unequal_world():
     config = LaunchConfig(run_id="job", max_restarts=5)
-    env = worker_env({"HOME": "/h"}, config, WORLD, 2, 1, "/logs/error.json")
+    env = worker_env({"HOME": "/h"}, config, WORLD, 2, 1)
     assert env == {
         "HOME": "/h",
         "RANK": "5",
@@ -52,7 +53,6 @@ def test_a_worker_of_an_unequal_world():
         "TORCHELASTIC_MAX_RESTARTS": "5",
         "TORCHELASTIC_RUN_ID": "job",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_ERROR_FILE": "/logs/error.json",
     }
 
 
@@ -74,7 +74,7 @@ def test_what_the_user_set_for_nccl_stays():
 def test_a_virtual_local_rank_sees_one_device(visible, device):
     base = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
     config = LaunchConfig(run_id="job", virtual_local_rank=True)
-    env = worker_env(base, config, WORLD, 2, 1, "")
+    env = worker_env(base, config, WORLD, 2, 1)
     assert (env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"], env["RANK"]) == ("0", device, "5")
 
 

@@ -1,0 +1,191 @@
+"""Who hangs: a worker that makes no progress for too long, or is not freed when its world is over.
+
+When one worker hangs, all of its world stand still, waiting for it. So a worker whose time is up is
+asked before it is judged: one that waits for others is innocent; one that does not answer, or does
+something of its own, is the cause. It is killed, and treated as lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from torchelastic.agent.crew import CrewState, Status
+from torchelastic.agent.workers import Workers
+from torchelastic.worker import orders
+
+#: Where no limit is given: ten times the longest step, and no less than ten minutes. (Seconds.)
+LEARNED_FACTOR, LEARNED_FLOOR = 10.0, 600.0
+#: The first step of a world builds and compiles things: it may take so many times the limit.
+FIRST_STEP_FACTOR = 10.0
+#: How long before its time is up a worker is asked, and its stack read.
+BEFOREHAND = 0.3
+#: How long a worker has for an answer.
+ANSWER = 0.05
+#: How long after "the generation is over" a worker that waits for others must be free.
+FREED = 0.1
+#: How often to look where there is nothing to wait for.
+LOOK = 1.0
+#: How long reading a stack may take.
+STACK = 2.0
+
+Doing = Literal["waiting", "stuck", "working", "silent", "frozen"]
+
+
+@dataclass
+class Pace:
+    """How one worker has been getting on."""
+
+    generation: int = -1
+    first_step: int = -1
+    step: int = -1
+    entered_at: float = 0.0
+    longest: float = 0.0
+    steps: int = 0
+    #: Of the step it hangs in.
+    stack: str = ""
+
+    def saw(self, generation: int, step: int, at: float) -> None:
+        """It has entered a step."""
+        if generation != self.generation:
+            self.generation, self.first_step, self.steps = generation, step, 0
+        elif step > self.step:
+            self.longest = max(self.longest, (at - self.entered_at) / (step - self.step))
+            self.steps += 1
+        if (step, at) != (self.step, self.entered_at):
+            self.stack = ""
+        self.step, self.entered_at = step, at
+
+
+def limit_for(pace: Pace, given: float | None) -> float | None:
+    """Seconds the step a worker is in may take; None: any time."""
+    if given == 0:
+        return None
+    learned = max(LEARNED_FLOOR, LEARNED_FACTOR * pace.longest)
+    limit = learned if given is None else given
+    return limit * FIRST_STEP_FACTOR if pace.step == pace.first_step else limit
+
+
+@dataclass
+class Vigil:
+    """Watches the resident workers of one node."""
+
+    workers: Workers
+    #: `--progress-timeout`: seconds, 0 for none, None to learn it.
+    limit: float | None = None
+    _paces: dict[int, Pace] = field(default_factory=dict)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def run(self, crew: Callable[[], CrewState]) -> None:
+        """For as long as the agent runs."""
+        try:
+            while True:
+                training = crew().having(Status.TRAINING)
+                due = [at for rank in training if (at := await self._look(rank)) is not None]
+                await asyncio.sleep(min(max(0.0, min(due, default=LOOK)), LOOK))
+        finally:
+            for task in self._tasks:
+                task.cancel()
+
+    async def _look(self, local_rank: int) -> float | None:
+        """Judge one worker if it is time; returns in how many seconds to look again."""
+        left = self._time_left(local_rank)
+        if left is None or left > BEFOREHAND:
+            return None if left is None else left - BEFOREHAND
+        doing = await self._ask(local_rank)
+        if doing in ("waiting", "stuck"):
+            return LOOK
+        pace = self._paces[local_rank]
+        if not pace.stack:
+            pace.stack = await stack_of(self.workers.pid(local_rank)) or "no stack could be read"
+        left = self._time_left(local_rank)
+        if left is None or left > 0:
+            return left
+        said = f"no progress for {time.monotonic() - pace.entered_at:.1f} s at step {pace.step}"
+        self.workers.kill(local_rank, f"{said}: the worker hangs ({doing})", pace.stack)
+        return None
+
+    def _time_left(self, local_rank: int) -> float | None:
+        seen = self.workers.progress(local_rank)
+        pid = self.workers.pid(local_rank)
+        if seen is None or pid is None or self.workers.generation(local_rank) != seen[0]:
+            return None  # it is on its way into the world
+        pace = self._paces.setdefault(local_rank, Pace())
+        pace.saw(*seen)
+        limit = limit_for(pace, self.limit)
+        return None if limit is None else pace.entered_at + limit - time.monotonic()
+
+    # --- the last resort -------------------------------------------------------------------------
+
+    def told_over(self, local_rank: int) -> None:
+        """The worker was told that its generation is over: it must be free in no time."""
+        task = asyncio.create_task(self._see_freed(local_rank), name="see-freed")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _see_freed(self, local_rank: int) -> None:
+        pid = self.workers.pid(local_rank)
+        while pid is not None and self.workers.pid(local_rank) == pid:
+            await asyncio.sleep(FREED)
+            if self.workers.has_stopped(local_rank):
+                return
+            doing = await self._ask(local_rank)
+            if doing in ("stuck", "frozen") and not self.workers.has_stopped(local_rank):
+                why = f"not free {FREED * 1000:.0f} ms after its world was over ({doing})"
+                self.workers.kill(local_rank, why)
+                return
+
+    # --- asking ----------------------------------------------------------------------------------
+
+    async def _ask(self, local_rank: int) -> Doing:
+        """What a worker is doing."""
+        if is_frozen(self.workers.pid(local_rank)):
+            return "frozen"
+        self.workers.pongs.pop(local_rank, None)
+        self.workers.tell(local_rank, orders.Ping())
+        deadline = time.monotonic() + ANSWER
+        while time.monotonic() < deadline:
+            pong = self.workers.pongs.get(local_rank)
+            if pong is not None:
+                return _doing(pong)
+            await asyncio.sleep(0.002)
+        return "silent"
+
+
+def _doing(pong: orders.Pong) -> Doing:
+    if pong.waiting:
+        return "stuck" if pong.aborted else "waiting"
+    return "working"
+
+
+def is_frozen(pid: int | None) -> bool:
+    """Whether a process is stopped by a signal or a debugger."""
+    with suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] in "Tt"
+    return False
+
+
+async def stack_of(pid: int | None) -> str:
+    """The Python stacks of a process, read from outside; empty where py-spy is not installed."""
+    program = shutil.which("py-spy")
+    if program is None or pid is None:
+        return ""
+    asked = await asyncio.create_subprocess_exec(
+        *(program, "dump", "--nonblocking", "--pid", str(pid)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        output, _ = await asyncio.wait_for(asked.communicate(), STACK)
+    except asyncio.TimeoutError:
+        asked.kill()
+        await asked.wait()
+        return ""
+    return output.decode(errors="replace")

@@ -1,0 +1,328 @@
+"""The worker processes of one node: started, spoken to, listened to and stopped.
+
+What becomes of them is told as events; what to do about it is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from signal import SIGTERM
+from typing import Any
+
+from torchelastic.agent import crew, group_state, logs, numa, report
+from torchelastic.agent.cgroup import Cgroup
+from torchelastic.agent.narrator import Narrator
+from torchelastic.agent.nursery import Nursery
+from torchelastic.agent.supervisor import Supervisor, WorkerExit, WorkerSpawn
+from torchelastic.agent.worker_env import entry_for, standby_env, worker_env
+from torchelastic.clock import Clock
+from torchelastic.config import Entry, LaunchConfig
+from torchelastic.errors import SpawnError
+from torchelastic.failure import Failure
+from torchelastic.rendezvous.world import World
+from torchelastic.worker import error_file, orders, slate
+from torchelastic.worker.bootstrap import TOLD_MESSAGE, TOLD_TRACEBACK, result_path
+
+logger = logging.getLogger(__name__)
+
+#: How long the last output of ended workers is waited for.
+LAST_WORDS = 2.0
+
+
+class Workers:
+    """Everything about this node's workers that is not a decision."""
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        entry: Entry,
+        env: Mapping[str, str],
+        *,
+        nursery: Nursery,
+        node_logs: logs.NodeLogs,
+        narrator: Narrator,
+        clock: Clock,
+        tell_event: Callable[[crew.Event], None],
+    ) -> None:
+        self._config = config
+        self._entry = entry
+        self._env = env
+        self._logs = node_logs
+        self._narrator = narrator
+        self._clock = clock
+        self._tell_event = tell_event
+        self._supervisor = Supervisor(
+            zygote=nursery.zygote,
+            cgroup=Cgroup.create(),
+            on_exit=self._exited,
+            on_message=self._heard,
+        )
+        self._supervisor.exempt = nursery.pids
+        #: From the order to stop them on: their ends are no failures then.
+        self.stopping = False
+        #: Local ranks that have stopped since they were told that their world is over.
+        self._stopped: set[int] = set()
+        #: By local rank: the generation and the rank each worker has now.
+        self._places: dict[int, tuple[int, int]] = {}
+        self._steps: dict[int, int] = {}
+        #: What failing workers said on their channels; all there is where no files are wanted.
+        self._last_words_of: dict[int, error_file.ErrorRecord] = {}
+        #: Why we have killed a worker ourselves, and its stack.
+        self._verdicts: dict[int, error_file.ErrorRecord] = {}
+        self._logs_of: dict[int, logs.GenerationLogs] = {}
+        #: Memory that outlives a worker, for its replacement.
+        self._slates: dict[int, int] = {}
+        #: Answers to `Ping` that somebody waits for.
+        self.pongs: dict[int, orders.Pong] = {}
+        #: Global rank -> where a function's pickled result lies.
+        self.results: dict[int, str] = {}
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        return self._supervisor.alive
+
+    @property
+    def best_step(self) -> int:
+        """The highest step a worker has reported."""
+        return max(self._steps.values(), default=-1)
+
+    def pid(self, local_rank: int) -> int | None:
+        return self._supervisor.pid(local_rank)
+
+    # --- starting --------------------------------------------------------------------------------
+
+    async def start_all(self, world: World, node: str) -> None:
+        """Start the workers of a world's node, all or none."""
+        began = self._clock.now()
+        self._steps.clear()
+        self._last_words_of.clear()
+        self.results.clear()
+        place = world.place(node)
+        assert place is not None
+        found = world.nodes[place]
+        ranks = {local: found.first_rank + local for local in range(self._config.nproc_per_node)}
+        envs = {local: worker_env(self._env, self._config, world, place, local) for local in ranks}
+        pids = await self._start(world.generation, ranks, envs)
+        if pids is not None:
+            seconds = self._clock.now() - began
+            self._narrator.workers_started(world.generation, ranks, pids, seconds)
+            self._tell_event(group_state.WorkersUp(world.generation))
+
+    async def start_standby(self, local_rank: int, world: World) -> None:
+        """Start one worker that is in no world yet; its logs go with the next generation."""
+        began = self._clock.now()
+        self._forget(local_rank)
+        ranks = {local_rank: world.size + local_rank}
+        env = standby_env(self._env, self._config, world, local_rank)
+        pids = await self._start(world.generation + 1, ranks, {local_rank: env}, generation=-1)
+        if pids is not None:
+            seconds = self._clock.now() - began
+            self._narrator.standby_started(local_rank, pids[local_rank], seconds)
+
+    def _forget(self, local_rank: int) -> None:
+        """What was known of the worker that had this local rank before."""
+        for known in (self._steps, self._last_words_of, self._verdicts, self.pongs):
+            known.pop(local_rank, None)
+
+    async def _start(
+        self,
+        attempt: int,
+        ranks: Mapping[int, int],
+        envs: Mapping[int, Mapping[str, str]],
+        generation: int | None = None,
+    ) -> dict[int, int] | None:
+        """Open logs and start; None, and a failure told, when that does not work."""
+        generation = attempt if generation is None else generation
+        self._places.update((local, (generation, rank)) for local, rank in ranks.items())
+        try:
+            opened = self._logs.open(attempt, ranks)
+            self._logs_of.update(dict.fromkeys(ranks, opened))
+            try:
+                spawns = [self._spawn(local, envs[local], opened) for local in ranks]
+                return await self._supervisor.start(spawns)
+            finally:
+                opened.started()
+        except (SpawnError, OSError) as error:
+            local_rank = next(iter(ranks))
+            self.fail(local_rank, f"workers could not be started: {error}")
+            return None
+
+    def _spawn(
+        self, local_rank: int, env: Mapping[str, str], opened: logs.GenerationLogs
+    ) -> WorkerSpawn:
+        streams = opened.streams[local_rank]
+        return WorkerSpawn(
+            local_rank=local_rank,
+            entry=entry_for(self._entry, local_rank),
+            env={**env, "TORCHELASTIC_ERROR_FILE": streams.error_file},
+            stdout=streams.stdout,
+            stderr=streams.stderr,
+            cpus=self._cpus(local_rank),
+        )
+
+    def _cpus(self, local_rank: int) -> frozenset[int] | None:
+        binding, nproc = self._config.numa_binding, self._config.nproc_per_node
+        if binding is None:
+            return None
+        return numa.choose(binding, numa.machine(), local_rank, nproc, numa.gpu_nodes())
+
+    # --- speaking and listening ------------------------------------------------------------------
+
+    def tell(self, local_rank: int, order: orders.Order, fds: Iterable[int] = ()) -> None:
+        """Give an order; a worker that is gone does not hear it, and its end is told elsewhere."""
+        if isinstance(order, orders.Enter):
+            self._places[local_rank] = (order.generation, order.rank)
+        if isinstance(order, orders.Over):
+            self._stopped.discard(local_rank)
+        self._supervisor.tell(local_rank, orders.to_json(order), list(fds))
+
+    def generation(self, local_rank: int) -> int:
+        """The world the worker was last told to enter."""
+        return self._places[local_rank][0]
+
+    def has_stopped(self, local_rank: int) -> bool:
+        """Whether it has since it was told that its world is over."""
+        return local_rank in self._stopped
+
+    def progress(self, local_rank: int) -> tuple[int, int, float] | None:
+        """Generation, step and time of the last step a resident worker has entered."""
+        descriptor = self._slates.get(local_rank)
+        return slate.read_progress(descriptor) if descriptor is not None else None
+
+    def _heard(self, local_rank: int, message: dict[str, Any]) -> None:
+        if message.get("type") == "progress" and isinstance(message.get("step"), int):
+            self._steps[local_rank] = message["step"]
+        elif message.get("type") == "failure":
+            said, where = str(message.get("message", "")), str(message.get("traceback", ""))
+            self._last_words_of[local_rank] = error_file.ErrorRecord(said, where)
+        else:
+            self._reported(local_rank, message)
+
+    def _reported(self, local_rank: int, message: dict[str, Any]) -> None:
+        match orders.from_json(message):
+            case orders.Enlisted() as enlisted:
+                self._give_slate(local_rank)
+                self._tell_event(crew.Said(local_rank, enlisted))
+            case orders.Pong() as pong:
+                self.pongs[local_rank] = pong
+            case orders.Erred() | orders.PeerLost() as erred:
+                self._steps[local_rank] = erred.step
+                self._erred(local_rank, erred)
+            case orders.Up(generation, step, received):
+                self._steps[local_rank] = step
+                self._narrator.training(self._rank(local_rank), generation, step, received)
+            case orders.Stopped(_, step) | orders.Finished(_, step) as stopped:
+                self._steps[local_rank] = step
+                self._stopped.add(local_rank)
+                self._tell_event(crew.Said(local_rank, stopped))
+            case orders.Entered() as entered:
+                self._tell_event(crew.Said(local_rank, entered))
+
+    def _give_slate(self, local_rank: int) -> None:
+        """A replacement gets the memory of the worker it stands in for."""
+        if local_rank not in self._slates:
+            self._slates[local_rank] = slate.create()
+        self.tell(local_rank, orders.Slate(), [self._slates[local_rank]])
+
+    def _rank(self, local_rank: int) -> int:
+        return self._places[local_rank][1]
+
+    # --- ends ------------------------------------------------------------------------------------
+
+    def _exited(self, exit: WorkerExit) -> None:
+        generation, rank = self._places[exit.local_rank]
+        self._narrator.worker_exited(rank, exit, generation)
+        if exit.exitcode == 0:
+            if self._entry.kind == "function":
+                self.results[rank] = result_path(self._entry.target, generation, rank)
+            self._tell_event(group_state.WorkerSucceeded(generation, exit.local_rank))
+            return
+        path, told = self._told(exit.local_rank)
+        self._fail(
+            exit.local_rank,
+            pid=exit.pid,
+            exitcode=exit.exitcode,
+            message=told.message[:TOLD_MESSAGE] if told else report.exit_words(exit.exitcode),
+            traceback=told.traceback[-TOLD_TRACEBACK:] if told else "",
+            stopped=self.stopping,
+            error_file=path if told else "",
+        )
+
+    def _told(self, local_rank: int) -> tuple[str, error_file.ErrorRecord | None]:
+        """Where a failing worker wrote what went wrong, and what it said; our own verdict first."""
+        if local_rank in self._verdicts:
+            return "", self._verdicts[local_rank]
+        opened = self._logs_of.get(local_rank)
+        path = opened.streams[local_rank].error_file if opened is not None else ""
+        return path, error_file.read(path) if path else self._last_words_of.get(local_rank)
+
+    def fail(self, local_rank: int, message: str) -> None:
+        """A failure that no worker told: something of ours that they need is not there."""
+        self._fail(local_rank, pid=0, exitcode=1, message=message)
+
+    def _erred(self, local_rank: int, erred: orders.Erred | orders.PeerLost) -> None:
+        """A worker that lives on tells of an error."""
+        lost = isinstance(erred, orders.PeerLost)
+        self._fail(
+            local_rank,
+            pid=self.pid(local_rank) or 0,
+            exitcode=1,
+            message=(f"lost a peer: {erred.message}" if lost else erred.message)[:TOLD_MESSAGE],
+            traceback="" if isinstance(erred, orders.PeerLost) else erred.traceback,
+            alive=True,
+            fatal=isinstance(erred, orders.Erred) and not erred.retry,
+        )
+
+    def _fail(self, local_rank: int, **what: Any) -> None:
+        generation, rank = self._places[local_rank]
+        failure = Failure(
+            generation=generation,
+            node=self._narrator.name,
+            rank=rank,
+            local_rank=local_rank,
+            role=self._config.role,
+            step=self._steps.get(local_rank),
+            wall_time=time.time(),
+            **what,
+        )
+        if failure.told or not failure.stopped:
+            self._narrator.worker_failed(failure)
+            self._tell_event(group_state.WorkerFailed(failure))
+
+    # --- stopping --------------------------------------------------------------------------------
+
+    def signal(self, signum: int) -> None:
+        self._supervisor.signal(signum)
+
+    def kill(self, local_rank: int, why: str = "", stack: str = "") -> None:
+        """End one worker at once; `why` is then how it failed."""
+        if why:
+            self._verdicts[local_rank] = error_file.ErrorRecord(why, stack or why)
+            self._narrator.worker_killed(self._rank(local_rank), local_rank, why, stack)
+        self._supervisor.kill(local_rank)
+
+    async def stop(self, signum: int, generation: int) -> None:
+        """Stop them all; returns when nothing of them is left."""
+        began = self._clock.now()
+        await self._supervisor.stop(signum, self._config.shutdown_timeout)
+        for opened in set(self._logs_of.values()):
+            await opened.drained(LAST_WORDS)
+        self._logs_of.clear()
+        self.stopping = False
+        self._narrator.workers_stopped(generation, self._clock.now() - began)
+
+    def kill_everything(self) -> None:
+        self._supervisor.kill_everything()
+
+    async def close(self) -> None:
+        """When the agent ends: leave nothing behind."""
+        if self.alive:  # only after an error of our own
+            await self._supervisor.stop(SIGTERM, self._config.shutdown_timeout)
+        self._supervisor.close()
+        for opened in set(self._logs_of.values()):
+            opened.close()
+        for descriptor in self._slates.values():
+            os.close(descriptor)
