@@ -87,7 +87,10 @@ def _drop_done() -> int:
 
 @atexit.register
 def _keep_for_ever() -> None:
-    """A process that ends does not wait for a stuck thread: what is parked is never dropped."""
+    """A process that ends does not wait for a stuck thread: what is parked is never dropped.
+
+    Nor what is not stuck: its threads would want the interpreter's lock, which a thread that asks
+    for it so late ends for, in the middle of C++ code: SIGABRT.
+    """
     for entry in list(_parked):
-        if entry.waits.pending:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(entry.gloo))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(entry.gloo))
