@@ -33,6 +33,9 @@ class _Parked(NamedTuple):
 
 
 _lock = threading.Lock()
+#: Held while groups are dropped, and when the process begins to end: after that none are.
+_dropping = threading.Lock()
+_ending = False
 _parked: list[_Parked] = []
 _wake = threading.Event()
 _reaper: threading.Thread | None = None
@@ -61,7 +64,11 @@ def _reap() -> None:
     while not _is_over():
         period = _SOON if _wake.wait(period) else min(2 * period, _SELDOM)
         _wake.clear()
-        if _drop_done():
+        with _dropping:
+            if _ending:
+                return
+            dropped = _drop_done()
+        if dropped:
             period = _SOON
 
 
@@ -89,8 +96,11 @@ def _drop_done() -> int:
 def _keep_for_ever() -> None:
     """A process that ends does not wait for a stuck thread: what is parked is never dropped.
 
-    Nor what is not stuck: its threads would want the interpreter's lock, which a thread that asks
-    for it so late ends for, in the middle of C++ code: SIGABRT.
+    Nor what is not stuck: dropping gives the interpreter's lock up and wants it back, and a thread
+    that wants it so late is ended by Python, in the middle of C++ code, which is SIGABRT.
     """
+    global _ending
+    with _dropping:
+        _ending = True
     for entry in list(_parked):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(entry.gloo))
