@@ -7,10 +7,13 @@ TorchElasticError
 │   ├── LeaseExpired       the store has given this node up
 │   ├── RendezvousRefused  the store answered, but this agent may not join it
 │   └── WireError          bytes that are not our protocol, or a message too large for it
+├── ChannelLost            a resident worker and its agent cannot talk any longer
 ├── CheckpointError        a checkpoint cannot be written or loaded
+├── NonRetryableException  user code: trying again cannot help
 ├── NotEnoughNodes         fewer than min nodes for longer than allowed (exit 170)
 ├── JobInterrupted         a signal asked this node to leave (exit 128 + signal)
 ├── SpawnError             a worker process could not be started
+├── StopException          user code: the training is done
 └── TransferError          state from a peer cannot be read, or is too large to send
 """
 
@@ -71,3 +74,15 @@ class JobInterrupted(TorchElasticError):
 
 class TransferError(TorchElasticError):
     """State that came from a peer is not what peers send, or is too large to be sent."""
+
+
+class ChannelLost(TorchElasticError):
+    """A resident worker and its agent cannot talk to each other any longer."""
+
+
+class StopException(TorchElasticError):
+    """Raised by user code, in a step: the training is done, as at the end of the data."""
+
+
+class NonRetryableException(TorchElasticError):
+    """Raised by user code: trying again cannot help, the job is to end."""

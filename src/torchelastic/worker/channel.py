@@ -1,5 +1,8 @@
 """The worker's end of its channel to the agent: one JSON line a message, over a unix socket.
 
+`send` tells what may get lost. `Link` is for a resident worker, which relies on the channel: it
+receives the agent's orders, and what it tells arrives.
+
 A process that is no worker of an agent has no channel, and what it sends goes nowhere; so do a
 worker's children, which inherit the environment but must not speak for it.
 """
@@ -11,10 +14,12 @@ import os
 import select
 import socket
 import struct
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from torchelastic import env
+from torchelastic.errors import ChannelLost
 
 VARIABLE = "TORCHELASTIC_CHANNEL_FD"
 #: Longest message in bytes, below the 208 KiB that Linux lets a unix socket take in one piece.
@@ -87,3 +92,74 @@ def _peer(channel: socket.socket) -> int:
     except OSError:
         return 0
     return int(struct.unpack("3i", made_by)[0])
+
+
+# --- the channel of a resident worker, which relies on it ---------------------------------------
+
+
+class Link:
+    """A worker's end of a channel that it relies on: what it tells arrives, or it is an error.
+
+    A forked child has a copy of the descriptor. It may close its copy, which ends nothing, and must
+    not speak: `tell` refuses to, in every process but the one that made the link.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        """`end` is the link's from now on."""
+        self._end = end
+        self._worker = os.getpid()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def tell(self, message: Mapping[str, Any], *, patience: float = 30.0) -> None:
+        """Send, waiting for room up to `patience` seconds; `ChannelLost` if it cannot be sent."""
+        if os.getpid() != self._worker:
+            raise ChannelLost("Only the worker itself speaks to its agent, no child of it.")
+        data = json.dumps(message).encode() + b"\n"
+        deadline = time.monotonic() + patience
+        while not self._sent(data):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise ChannelLost(f"The agent has taken no message for {patience:g} seconds.")
+            _wait_for_room(self._end, left)
+
+    def _sent(self, data: bytes) -> bool:
+        try:
+            self._end.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise ChannelLost(f"The agent cannot be reached any longer ({error}).") from None
+        return True
+
+    def receive(self) -> tuple[dict[str, Any], int | None] | None:
+        """The next message and the descriptor that came with it, which is the caller's to close.
+
+        Waits for it. None once `wake` was called; `ChannelLost` when the agent's end is closed.
+        """
+        poll = select.poll()
+        poll.register(self._end, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        if any(descriptor == self._wake for descriptor, _ in poll.poll()):
+            return None
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._end, LIMIT, 1, socket.MSG_CMSG_CLOEXEC)
+        except OSError as error:
+            raise ChannelLost(f"The agent cannot be heard any longer ({error}).") from None
+        if not data:
+            raise ChannelLost("The agent is gone.")
+        return json.loads(data), descriptors[0] if descriptors else None
+
+    def wake(self) -> None:
+        """Make `receive` return, now or when it is called next."""
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Close this end. Not before the thread that receives has ended."""
+        os.close(self._wake)
+        self._end.close()
+
+
+def link() -> Link | None:
+    """The channel to this worker's agent; None in a process that is no worker."""
+    channel = _channel()
+    return Link(channel.dup()) if channel is not None else None

@@ -63,12 +63,15 @@ class Through:
 class Over:
     """The generation, and every one before it, is over: abort, roll back, answer `Stopped`.
 
-    With `finished` the training is done: `train` returns.
+    With `finished` the training is done: `train` returns. `through` is then the last step that the
+    worker whose data has ended has committed: who is still in it runs it to its end first, so that
+    nobody returns with less; who is in a later one, which can never end, aborts.
     """
 
     generation: int
     reason: str = ""
     finished: bool = False
+    through: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,13 @@ class Leave:
 
     #: The signal that asked for it.
     signum: int = 15
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The job has ended otherwise than by the end of the training: `train` raises."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -162,13 +172,13 @@ class Pong:
     aborted: bool = False
 
 
-Order = Enter | Ask | Through | Over | Leave | Ping | Slate
+Order = Enter | Ask | Through | Over | Leave | Closed | Ping | Slate
 Report = Enlisted | Entered | Up | Stopped | Erred | PeerLost | Finished | Pong
 
 _TYPES: dict[str, type[Any]] = {
     kind.__name__.lower(): kind
     for kind in (
-        *(Enter, Ask, Through, Over, Leave, Ping, Slate),
+        *(Enter, Ask, Through, Over, Leave, Closed, Ping, Slate),
         *(Enlisted, Entered, Up, Stopped, Erred, PeerLost, Finished, Pong),
     )
 }

@@ -1,0 +1,11 @@
+"""What runs inside a resident worker: the loop, its state, its process group.
+
+loop          train and run_train: enter a world, take steps, roll back, enter the next
+outcome       which exception leads to what, as a table
+gate          where a world ends between two steps, found without asking at every step
+control       the thread that hears the agent while the training thread is busy
+session       the world this worker is in
+state         State, and how states written for release 0.1 are made to fit
+coordinator   what a coordinator knows: the agent's channel, or a node of its own
+group         the process group that can be aborted
+"""

@@ -1,0 +1,186 @@
+"""The control thread: hears the agent while the training thread is busy.
+
+It answers at once what can be answered without the training thread (`Ask`, `Ping`), aborts what a
+world that is over has under way, and notes the rest for the training thread (`inbox`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Protocol, TypeVar, cast
+
+from torchelastic.errors import ChannelLost
+from torchelastic.training.gate import Gate, Verdict
+from torchelastic.training.inbox import Inbox
+from torchelastic.worker import orders, slate
+from torchelastic.worker.channel import Link
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Next = orders.Enter | orders.Over | orders.Leave
+
+
+class Abortable(Protocol):
+    """What a training thread may be waiting in: a connection being made, a process group."""
+
+    def abort(self, reason: str) -> None:
+        """Free every wait; any thread, any number of times."""
+
+    @property
+    def pending(self) -> int:
+        """How much is waited for."""
+
+    @property
+    def aborted(self) -> bool: ...
+
+
+class Control:
+    """A resident worker's side of the conversation with its agent."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._inbox = Inbox()
+        self._changed = threading.Condition()
+        #: What the training thread may be waiting in, and in which generation.
+        self._guarded: tuple[int, Abortable] | None = None
+        self._slate: slate.Slate | None = None
+        self._thread = threading.Thread(target=self._run, name="torchelastic-control", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and close the link; nothing is answered any more."""
+        self._link.wake()
+        self._thread.join()
+        self._link.close()
+        if self._slate is not None:
+            self._slate.close()
+
+    # --- the training thread ---------------------------------------------------------------------
+
+    def tell(self, report: orders.Report) -> None:
+        """Report to the agent. What it says of an error is cut to what a message may hold."""
+        self._link.tell(orders.to_json(report))
+
+    def next(self, broken: int | None = None) -> Next:
+        """Wait for what to do next; see `Inbox.next`."""
+
+        return cast(Next, self._wait(lambda: self._inbox.next(broken)))
+
+    def gate(self, generation: int) -> Gate:
+        with self._changed:
+            return self._inbox.gate(generation)
+
+    def wait_at(self, gate: Gate, step: int) -> Verdict:
+        """Wait until it is known whether an announced step may be run."""
+
+        def known() -> Verdict | None:
+            verdict = gate.verdict(step)
+            return None if verdict is Verdict.WAIT else verdict
+
+        return self._wait(known)
+
+    def left(self, generation: int) -> None:
+        """The world was left at its last boundary."""
+        with self._changed:
+            self._inbox.left(generation)
+
+    def guard(self, generation: int, group: Abortable) -> None:
+        """Abort `group` once its generation is over, from the control thread; now if it is."""
+        with self._changed:
+            self._guarded = (generation, group)
+            over = self._inbox.is_over(generation)
+        if over:
+            group.abort(self.reason)
+
+    def unguard(self) -> None:
+        with self._changed:
+            self._guarded = None
+
+    def is_over(self, generation: int) -> bool:
+        with self._changed:
+            return self._inbox.is_over(generation)
+
+    @property
+    def reason(self) -> str:
+        """Why the last world ended."""
+        return self._inbox.reason
+
+    @property
+    def slate(self) -> slate.Slate | None:
+        """The memory the agent has given this worker, if it has."""
+        return self._slate
+
+    def _wait(self, probe: Callable[[], T | None]) -> T:
+        with self._changed:
+            while (found := probe()) is None:
+                if self._inbox.closed:
+                    raise ChannelLost(self._inbox.closed)
+                self._changed.wait()
+            return found
+
+    # --- the control thread ----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while (received := self._link.receive()) is not None:
+                self._hear(*received)
+            return
+        except ChannelLost as error:
+            reason = str(error)
+        except Exception as error:  # whatever it is, the training thread must not wait for ever
+            log.exception("The control thread has failed.")
+            reason = f"Orders of the agent cannot be read: {error!r}."
+        self._close(reason)
+
+    def _close(self, reason: str) -> None:
+        """There will be no more worlds: whoever waits for one must not wait for ever."""
+        with self._changed:
+            if not self._inbox.closed:  # the first word says most
+                self._inbox.close(reason)
+            self._changed.notify_all()
+        self._abort_what_is_over()
+
+    def _hear(self, message: dict[str, object], descriptor: int | None) -> None:
+        order = orders.from_json(message)
+        try:
+            if isinstance(order, orders.Slate) and descriptor is not None:
+                self._slate = slate.Slate(descriptor)
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+        if isinstance(order, orders.Ping):
+            self.tell(self._pong())
+        elif isinstance(order, orders.Closed):
+            self._close(order.reason)
+        elif isinstance(order, orders.Order):
+            self._note(order)
+
+    def _note(self, order: orders.Order) -> None:
+        with self._changed:
+            answer = self._inbox.take(order)
+            self._changed.notify_all()
+        if isinstance(order, orders.Over):
+            self._abort_what_is_over()
+        if answer is not None:
+            self.tell(answer)
+
+    def _abort_what_is_over(self) -> None:
+        """Outside the lock: an abort takes others', which the training thread may hold."""
+        with self._changed:
+            guarded = self._guarded
+            over = guarded is not None and self._inbox.is_over(guarded[0])
+        if over and guarded is not None:
+            guarded[1].abort(self.reason)
+
+    def _pong(self) -> orders.Pong:
+        with self._changed:
+            guarded = self._guarded
+        if guarded is None:
+            return orders.Pong(waiting=False)
+        return orders.Pong(waiting=guarded[1].pending > 0, aborted=guarded[1].aborted)

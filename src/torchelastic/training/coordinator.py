@@ -1,0 +1,230 @@
+"""The coordinator: how a worker finds its world, and the hooks that release 0.1 gave it."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from torchelastic.errors import ConfigError
+from torchelastic.training import session
+from torchelastic.training.state import State
+from torchelastic.worker import channel
+from torchelastic.worker_stats import WorkerStats
+
+__all__ = ["Coordinator", "CoordinatorP2P"]
+
+log = logging.getLogger(__name__)
+
+#: Milliseconds: how long a collective may take.
+PROCESS_GROUP_TIMEOUT = 30 * 60 * 1000
+COORDINATOR_TIMEOUT = 600_000
+
+#: How often, in steps, workers that tell their rate of progress compare it, and what is slow.
+MONITOR_PROGRESS_FREQ = 1000
+STRAGGLER_THRESHOLD = 0.8
+
+
+class Coordinator(ABC):
+    """What release 0.1 asks of a coordinator.
+
+    `train` takes a `CoordinatorP2P`. Of a subclass of that it calls `on_error`,
+    `should_save_checkpoint`, `should_stop_training`, `monitor_progress` and `report_progress`.
+    """
+
+    @abstractmethod
+    def rendezvous_barrier(self) -> tuple[Store, int, int]:
+        """The present world: its store, this worker's rank, its size."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait for all workers of the world."""
+
+    @abstractmethod
+    def init_process_group(self) -> None:
+        """Have a process group: there is one in every world."""
+
+    @abstractmethod
+    def should_save_checkpoint(self) -> bool:
+        """Asked after every step: is it time for a checkpoint?"""
+
+    @abstractmethod
+    def should_rendezvous(self, state: State) -> bool:
+        """Whether the world is about to change. The agent says so; nothing is asked for it."""
+
+    @abstractmethod
+    def should_stop_training(self) -> bool:
+        """Asked after every step: is the training done?"""
+
+    @abstractmethod
+    def signal_training_done(self) -> None:
+        """The training is done when this step is, for all workers."""
+
+    @abstractmethod
+    def monitor_progress(self, state: State, worker_stats: WorkerStats | None) -> None:
+        """Called after every step with what the train_step has returned."""
+
+    @abstractmethod
+    def report_progress(self, state: State) -> None:
+        """Called after every step."""
+
+    @abstractmethod
+    def on_error(self, e: Exception) -> None:
+        """Called with every error but the end of a world."""
+
+
+class CoordinatorP2P(Coordinator):
+    """Takes its worlds from the agent of `torchelastic run`, or from a rendezvous of its own.
+
+    Without `init_method` the agent says everything. With `etcd://HOST:PORT/RUN_ID?min_workers=N`
+    or `tcp://...` no launcher is needed: this process is a node of its own, with one worker. All
+    times are in milliseconds.
+    """
+
+    def __init__(
+        self,
+        c10d_backend: str = "gloo",
+        init_method: str | None = None,
+        max_num_trainers: int | None = None,
+        process_group_timeout: int = PROCESS_GROUP_TIMEOUT,
+        coordinator_pg_timeout: int | None = None,
+    ) -> None:
+        """`coordinator_pg_timeout` is checked as in 0.1, where a second group used it."""
+        _check_times(process_group_timeout, coordinator_pg_timeout)
+        if max_num_trainers is not None and max_num_trainers < 1:
+            raise ConfigError(f"max_num_trainers is {max_num_trainers}: it must be 1 or more.")
+        self.c10d_backend = c10d_backend
+        self.init_method = init_method
+        self.max_num_trainers = max_num_trainers
+        self.process_group_timeout = process_group_timeout
+        self.coordinator_pg_timeout = coordinator_pg_timeout
+        self.stop_training = False
+        #: Whether this worker is much slower than the fastest, if train_step tells its progress.
+        self.is_worker_straggler = False
+        self._link = _agents_link() if init_method is None else None
+        self._steps_seen = 0
+
+    def open(self) -> channel.Link:
+        """The channel orders come on; from `torchelastic.train`."""
+        if self.init_method is None:
+            link, self._link = self._link or _agents_link(), None
+            return link
+        from torchelastic.training import own_node
+
+        return channel.Link(own_node.start(self.init_method, max_workers=self.max_num_trainers))
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a collective may take."""
+        return timedelta(milliseconds=self.process_group_timeout)
+
+    @property
+    def rank(self) -> int:
+        return session.current().rank
+
+    @property
+    def world_size(self) -> int:
+        return session.current().size
+
+    @property
+    def store(self) -> Store:
+        """The store of the present world."""
+        return session.current().store
+
+    # --- release 0.1's methods -------------------------------------------------------------------
+
+    def rendezvous_barrier(self) -> tuple[Store, int, int]:
+        return self.store, self.rank, self.world_size
+
+    def init_process_group(self) -> None:
+        session.current()
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def should_save_checkpoint(self) -> bool:
+        return False
+
+    def should_rendezvous(self, state: State) -> bool:
+        return False
+
+    def should_stop_training(self) -> bool:
+        return self.stop_training
+
+    def signal_training_done(self) -> None:
+        self.stop_training = True
+
+    def monitor_progress(self, state: State, worker_stats: WorkerStats | None) -> None:
+        """Every `MONITOR_PROGRESS_FREQ` steps, compare the rates that the workers tell.
+
+        That is a collective: of all workers or none a train_step must return statistics.
+        """
+        if worker_stats is None:
+            return
+        self._steps_seen += 1
+        if self._steps_seen % MONITOR_PROGRESS_FREQ == 0:
+            self._compare(worker_stats.get_progress_rate())
+
+    def _compare(self, rate: float | None) -> None:
+        rates = _gather(float("nan") if rate is None else rate)
+        best = max((other for other in rates if other == other), default=0.0)
+        slow = rate is not None and best > 0 and rate / best < STRAGGLER_THRESHOLD
+        if slow and not self.is_worker_straggler:
+            log.warning("Rank %d makes %.3g of %.3g: a straggler.", self.rank, rate, best)
+        self.is_worker_straggler = slow
+
+    def report_progress(self, state: State) -> None:
+        return
+
+    def on_error(self, e: Exception) -> None:
+        log.error("Rank %d: %s: %s", self._rank_if_any(), type(e).__name__, e)
+
+    def _rank_if_any(self) -> int:
+        try:
+            return self.rank
+        except RuntimeError:
+            return -1
+
+
+def _check_times(process_group: int, coordinator: int | None) -> None:
+    for name, value in (
+        ("process_group_timeout", process_group),
+        ("coordinator_pg_timeout", coordinator),
+    ):
+        if value is not None and value <= 0:
+            raise ConfigError(f"{name} is {value}: write a number of milliseconds, 1 or more.")
+    if coordinator is not None and coordinator < process_group:
+        raise ConfigError(
+            f"coordinator_pg_timeout ({coordinator} ms) must be at least process_group_timeout "
+            f"({process_group} ms)."
+        )
+
+
+def _agents_link() -> channel.Link:
+    link = channel.link()
+    if link is None:
+        raise ConfigError(
+            "This process has no agent to take a world from: start the script with "
+            "'torchelastic run', or give CoordinatorP2P an init_method such as "
+            "'tcp://HOST:29400/RUN_ID?min_workers=1'."
+        )
+    return link
+
+
+def _gather(value: float) -> list[float]:
+    """Everybody's, by rank."""
+    device = device_of(dist.get_backend())
+    mine: Any = torch.tensor([value], dtype=torch.float64, device=device)
+    all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_of_them, mine)
+    return [float(one.item()) for one in all_of_them]
+
+
+def device_of(backend: str) -> str:
+    """Where tensors of a collective of this backend live."""
+    return "cuda" if backend == "nccl" else "cpu"

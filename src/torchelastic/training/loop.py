@@ -1,0 +1,389 @@
+"""The training loop of a resident worker: enter a world, take steps, and what when that fails.
+
+    the agent says:  Enter ──▶ store, group, versions, checkpoint, sync ──▶ step, step, step ...
+                       ▲                                                     │ the gate: stop here
+                       │       an exception, anywhere: `outcome` says what ──┤
+                       └──── roll back, report, leave the group, wait ◀──────┘
+
+The step counter and the versions. Steps are counted from 0 over the whole job. With n steps
+committed in generation g, a state's version is (g, n). After `sync` all have the content of the
+freshest version (f, n), and call it (g, n). A state that was rolled back has the version its
+snapshot was taken at. So with `snapshot_every=k` up to k - 1 committed steps are undone when a step
+fails, and done again in the next world, by all: its versions begin there, and, being of a later
+generation, are fresher than any that was undone.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torchelastic import checkpoint, faults
+from torchelastic.errors import (
+    EXIT_SIGNAL_BASE,
+    ChannelLost,
+    CheckpointError,
+    ConfigError,
+    NonRetryableException,
+    StopException,
+)
+from torchelastic.training import session, world_entry
+from torchelastic.training.control import Control
+from torchelastic.training.coordinator import Coordinator, CoordinatorP2P, device_of
+from torchelastic.training.gate import Gate, Verdict
+from torchelastic.training.group import GenerationOver, Group
+from torchelastic.training.outcome import Action, Kind, Where, chain, decide, kind_of
+from torchelastic.training.session import Session
+from torchelastic.training.state import FIRST, TORN, State, Torn, Version, call_sync
+from torchelastic.training.steps import Steps
+from torchelastic.worker import bootstrap
+from torchelastic.worker.orders import (
+    Enlisted,
+    Enter,
+    Erred,
+    Finished,
+    Leave,
+    Over,
+    PeerLost,
+    Stopped,
+    Up,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a training is run."""
+
+    #: Take the state's snapshot before every so many steps.
+    snapshot_every: int = 1
+    #: Write a checkpoint after every so many steps, besides when the state asks for one.
+    checkpoint_every: int | None = None
+    #: So many errors of user code in this process, without a step further than ever between
+    #: them, are tried again.
+    max_failures: int = 100
+
+    def __post_init__(self) -> None:
+        for name in ("snapshot_every", "checkpoint_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}: it is a number of steps, 1 or more.")
+        if self.max_failures < 0:
+            raise ConfigError(f"max_failures is {self.max_failures}: it must be 0 or more.")
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A snapshot, and the version of the state when it was taken."""
+
+    version: Version
+    content: Any
+
+
+class Loop:
+    """One call of `train`."""
+
+    def __init__(self, control: Control, coordinator: CoordinatorP2P, options: Options) -> None:
+        self._control = control
+        self._coordinator = coordinator
+        self._options = options
+        self._version: Version = FIRST
+        self._group: Group | None = None
+        self._where = Where.BUILD
+        #: What to go back to, and whether the state is worth nothing where that is not supported.
+        self._kept: _Kept | None = None
+        self._half_written = False
+        #: The furthest step committed, and the errors of user code since.
+        self._furthest = 0
+        self._failures = 0
+        self._last_error: BaseException | None = None
+
+    def run(self, steps: Steps, state: State) -> State:
+        """Until the training is done; returns the state, which a step may have replaced."""
+        self._steps, self._state = steps, state
+        self._control.tell(Enlisted())
+        broken: int | None = None
+        while True:
+            match self._next(broken):
+                case Over(generation, finished=finished):
+                    self._put_down(roll_back=not finished)
+                    self._control.tell(Stopped(generation, self._version[1]))
+                    if finished:
+                        checkpoint.finish()
+                        return self._state
+                case Enter() as world:
+                    broken = None if self._live_in(world) else world.generation
+                case Leave(signum):
+                    with suppress(CheckpointError):  # the log has it
+                        checkpoint.finish()
+                    # Not a return: what the script does after the training is not for us.
+                    raise SystemExit(EXIT_SIGNAL_BASE + signum)
+
+    def _next(self, broken: int | None) -> Enter | Over | Leave:
+        try:
+            return self._control.next(broken)
+        except ChannelLost as error:
+            raise error from self._last_error
+
+    def close(self) -> None:
+        """Leave the group, however the training has ended."""
+        self._put_down(roll_back=False)
+
+    # --- a world ---------------------------------------------------------------------------------
+
+    def _live_in(self, world: Enter) -> bool:
+        """From entering a world to its end; False if it broke, and is not over for all yet."""
+        gate = self._control.gate(world.generation)
+        try:
+            self._enter(world)
+            self._take_steps(gate, session.current())
+        except BaseException as error:
+            if self._is_to_be_raised(error, world.generation):
+                raise
+            return False
+        self._put_down(roll_back=False)
+        self._control.left(world.generation)
+        self._control.tell(Stopped(world.generation, self._version[1]))
+        return True
+
+    def _enter(self, world: Enter) -> None:
+        self._where = Where.BUILD
+        faults.position(rank=world.rank, step=self._version[1], generation=world.generation)
+        faults.at("group.build")
+        world_entry.show(world)
+        timeout, backend = self._coordinator.timeout, self._coordinator.c10d_backend
+        store = world_entry.connect(self._control, world, timeout)
+        self._group = world_entry.build(self._control, world, store, backend, timeout)
+        versions = world_entry.exchange(self._version, world.size, device_of(backend))
+        session.enter(
+            Session(
+                rank=world.rank,
+                size=world.size,
+                generation=world.generation,
+                local_rank=world.local_rank,
+                local_size=world.local_size,
+                store=store,
+                group=self._group,
+                versions=versions,
+                version=self._version,
+                slate=self._control.slate,
+            )
+        )
+        self._synchronise(session.current())
+
+    def _synchronise(self, here: Session) -> None:
+        """One state for all: the freshest in memory, or a checkpoint where nobody has trained."""
+        self._where, self._kept, self._half_written = Where.SYNC, None, False
+        self._kept = _Kept(self._version, self._state.snapshot())
+        if here.freshest[0] < 0:
+            self._load_checkpoint(here)
+        base = here.freshest
+        if base == TORN:
+            raise NonRetryableException(
+                "No worker holds a whole state any more, and there is no checkpoint to begin from."
+            )
+        faults.position(rank=here.rank, step=base[1], generation=here.generation)
+        self._half_written |= self._version != base
+        faults.at("sync.begin")
+        call_sync(self._state, rank=here.rank, size=here.size)
+        faults.at("sync.end")
+        self._version = here.version = (here.generation, base[1])
+        self._kept = None
+        self._steps.restart(self._state)
+        self._control.tell(Up(here.generation, base[1], here.received))
+
+    def _load_checkpoint(self, here: Session) -> None:
+        """Rank 0 loads it, if there is one, and has the freshest state then."""
+        if here.rank == 0 and checkpoint.get_checkpoint_manager() is not None:
+            self._half_written = True
+            step = checkpoint.load_latest(self._state)
+            self._half_written = False
+            if step is not None:
+                self._version = here.version = (-1, step)
+        device = device_of(self._coordinator.c10d_backend)
+        here.versions = world_entry.exchange(self._version, here.size, device)
+
+    def _take_steps(self, gate: Gate, here: Session) -> None:
+        """Step after step, until the gate stops us. Up to `run` nothing here may wait."""
+        rank, generation, step = here.rank, here.generation, self._version[1]
+        slate, every, first = here.slate, self._options.snapshot_every, step
+        between = _Between(self._coordinator, self._options, here)
+        while True:
+            self._where = Where.BETWEEN
+            if not gate.enter(step) and not self._may_enter(gate, step):
+                return
+            if slate is not None:
+                slate.entered(generation, step)
+            faults.position(rank=rank, step=step, generation=generation)
+            if step == first or step % every == 0:
+                self._kept = _Kept(self._version, self._state.snapshot())
+            self._where = Where.STEP
+            faults.at("step.begin")
+            self._state, stats = self._steps.run(self._state)
+            faults.at("step.end")
+            step += 1
+            self._version = here.version = (generation, step)
+            self._where = Where.BETWEEN
+            self._state._committed(self._version)
+            between.steps(self._state, step, stats)
+
+    def _may_enter(self, gate: Gate, step: int) -> bool:
+        """Wait for the word at a gate that was shut; False: the last step was run."""
+        verdict = self._control.wait_at(gate, step)
+        if verdict is Verdict.OVER:
+            raise GenerationOver(f"Generation {gate.generation} is over: {self._control.reason}.")
+        return verdict is Verdict.GO
+
+    # --- when it fails ---------------------------------------------------------------------------
+
+    def _is_to_be_raised(self, error: BaseException, generation: int) -> bool:
+        """Do what `outcome` says. Reports come first: rolling back may take its time."""
+        if self._group is not None:
+            error = self._group.explain(error)
+        kind = kind_of(error, self._where)
+        over = self._control.is_over(generation)
+        if kind is Kind.USER and not over:
+            self._count_failure(error)
+        failures_left = self._failures <= self._options.max_failures
+        action = decide(kind, over=over, failures_left=failures_left)
+        if isinstance(error, Exception) and kind in (Kind.USER, Kind.FATAL, Kind.PEER_LOST):
+            self._coordinator.on_error(error)
+        self._report(action, error, generation)
+        if action is Action.GIVE_UP and not failures_left:
+            raise RuntimeError(self._gave_up()) from error
+        if action in (Action.GIVE_UP, Action.RAISE):
+            return True
+        if action is not Action.FINISH:
+            self._put_down(roll_back=True)
+        _forget_locals(error)
+        return False
+
+    def _count_failure(self, error: BaseException) -> None:
+        if self._version[1] > self._furthest:
+            self._furthest, self._failures = self._version[1], 0
+        self._failures += 1
+        self._last_error = error
+
+    def _gave_up(self) -> str:
+        return (
+            f"Training failed {self._failures} times in this worker without getting beyond step "
+            f"{self._furthest}, and max_failures is {self._options.max_failures}; "
+            "the last error is above."
+        )
+
+    def _report(self, action: Action, error: BaseException, generation: int) -> None:
+        step = self._version[1]
+        if self._where is Where.STEP and self._kept is not None and self._kept.content is not None:
+            step = self._kept.version[1]
+        if action is Action.HINT:
+            self._control.tell(PeerLost(generation, step, _one_line(error)))
+        elif action is Action.FINISH:
+            self._control.tell(Finished(generation, self._version[1]))
+        elif action in (Action.RETRY, Action.GIVE_UP):
+            text = "".join(traceback.format_exception(error))[-bootstrap.TOLD_TRACEBACK :]
+            retry = action is Action.RETRY
+            self._control.tell(Erred(generation, step, _one_line(error), text, retry))
+
+    def _put_down(self, *, roll_back: bool) -> None:
+        """Leave the group, if there is one; then nothing writes into the state any more."""
+        group, self._group = self._group, None
+        self._control.unguard()
+        session.leave()
+        if group is None:
+            return
+        if roll_back:
+            group.abort("this worker rolls back")
+        if not group.leave():
+            raise RuntimeError(
+                "A collective that was aborted may still write into this worker's memory: "
+                "the worker ends, another one takes its place."
+            )
+        if roll_back:
+            self._roll_back()
+
+    def _roll_back(self) -> None:
+        """Undo what was begun: a step, or a synchronisation."""
+        if self._where not in (Where.STEP, Where.SYNC) or self._kept is None:
+            return
+        if self._kept.content is None:  # not supported: a step's leftovers are the user's affair
+            if self._where is Where.SYNC and self._half_written:
+                self._version = TORN
+            return
+        try:
+            self._state.apply(self._kept.content)
+            self._version = self._kept.version
+        except Torn as error:
+            log.warning("The state cannot be rolled back, a peer will give another: %s", error)
+            self._version = TORN
+        except Exception:  # of user code: the state is half-written all the same
+            log.exception("The state could not be rolled back; a peer will give another.")
+            self._version = TORN
+
+
+class _Between:
+    """What happens after a step: checkpoints, and hooks of 0.1 if somebody has overridden them."""
+
+    def __init__(self, coordinator: CoordinatorP2P, options: Options, here: Session) -> None:
+        self._coordinator, self._rank = coordinator, here.rank
+        self._every = options.checkpoint_every
+        self._monitored = _overrides(coordinator, "monitor_progress")
+        self._reported = _overrides(coordinator, "report_progress")
+        self._told_when = _overrides(coordinator, "should_save_checkpoint")
+        self._told_to_stop = _overrides(coordinator, "should_stop_training")
+
+    def steps(self, state: State, step: int, stats: Any) -> None:
+        """So many steps are committed."""
+        coordinator = self._coordinator
+        if stats is not None or self._monitored:
+            coordinator.monitor_progress(state, stats)
+        if self._wants_checkpoint(state, step) and self._rank == 0:
+            checkpoint.save(state, step)
+        if self._reported:
+            coordinator.report_progress(state)
+        if coordinator.stop_training or (self._told_to_stop and coordinator.should_stop_training()):
+            raise StopException("The coordinator says that the training is done.")
+
+    def _wants_checkpoint(self, state: State, step: int) -> bool:
+        """Every rank asks, as in 0.1, where one that did not would count wrong."""
+        wanted = state.should_save_checkpoint(self._rank)
+        if self._told_when:
+            wanted = self._coordinator.should_save_checkpoint() or wanted
+        return wanted or (self._every is not None and step % self._every == 0)
+
+
+def _overrides(coordinator: CoordinatorP2P, name: str) -> bool:
+    return getattr(type(coordinator), name) is not getattr(CoordinatorP2P, name)
+
+
+def _one_line(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[: bootstrap.TOLD_MESSAGE]
+    except Exception:  # the user's own __str__ failed
+        return f"{type(error).__name__}: <unprintable>"
+
+
+def _forget_locals(error: BaseException) -> None:
+    """Frames of a step that failed hold its tensors and its group; lines are all we need."""
+    for link in chain(error):
+        traceback.clear_frames(link.__traceback__)
+
+
+def train(coordinator: Coordinator, steps: Steps, state: State, options: Options) -> State:
+    """Run the loop with a control thread beside it."""
+    if not isinstance(coordinator, CoordinatorP2P):
+        raise TypeError(f"train needs a CoordinatorP2P, not a {type(coordinator).__name__}.")
+    if not isinstance(state, State):
+        raise TypeError(f"train needs a torchelastic.State, not a {type(state).__name__}.")
+    faults.load()
+    control = Control(coordinator.open())
+    control.start()
+    loop = Loop(control, coordinator, options)
+    try:
+        return loop.run(steps, state)
+    finally:
+        loop.close()
+        control.stop()

@@ -1,0 +1,66 @@
+"""The world this worker is in, for whoever runs inside a step or in `State.sync`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torchelastic.training.state import Version
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from torchelastic.training.group import Group
+    from torchelastic.worker.slate import Slate
+
+
+@dataclass(kw_only=True)
+class Session:
+    """One world, as one of its workers sees it."""
+
+    rank: int
+    size: int
+    generation: int
+    local_rank: int
+    local_size: int
+    #: The store of this world.
+    store: Store
+    group: Group
+    #: By rank: what each worker brought along, as told when the world began.
+    versions: tuple[Version, ...]
+    #: What this worker has now.
+    version: Version
+    #: Where this worker's progress and private state are kept for its replacement, if anywhere.
+    slate: Slate | None = None
+    #: Bytes of state received in `sync`; whoever receives them adds them.
+    received: int = 0
+
+    @property
+    def freshest(self) -> Version:
+        """The version that all are brought to."""
+        return max(self.versions)
+
+
+_current: Session | None = None
+
+
+def current() -> Session:
+    """The present world; only inside `torchelastic.train` there is one."""
+    if _current is None:
+        raise RuntimeError(
+            "This worker is in no world: call this inside a train_step or State.sync that "
+            "torchelastic.train has called."
+        )
+    return _current
+
+
+def enter(session: Session) -> None:
+    """This is the world from now on."""
+    global _current
+    _current = session
+
+
+def leave() -> None:
+    """There is no world until the next one is entered."""
+    global _current
+    _current = None

@@ -1,0 +1,63 @@
+"""What a step is, as the user writes it: a function of the state, or a generator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from torchelastic.training.state import State
+
+TrainStep = Callable[[Any], Any]
+StepGenerator = Callable[[Any], Iterator[Any]]
+
+
+class Steps(Protocol):
+    """The user's steps, one after the other."""
+
+    def restart(self, state: State) -> None:
+        """The state was synchronised: begin anew with it."""
+
+    def run(self, state: State) -> tuple[State, Any]:
+        """Take a step; the state from now on, and statistics. StopIteration: no more data."""
+
+
+class Function:
+    """`train_step(state)`, which returns nothing, or a state and statistics as in 0.1."""
+
+    def __init__(self, train_step: TrainStep) -> None:
+        self._train_step = train_step
+
+    def restart(self, state: State) -> None:
+        return
+
+    def run(self, state: State) -> tuple[State, Any]:
+        returned = self._train_step(state)
+        if returned is None:
+            return state, None
+        after, stats = _pair(returned)
+        return (after if isinstance(after, State) else state), stats
+
+
+class Generator:
+    """A generator of steps, made anew in every world: what it holds is of the world before."""
+
+    def __init__(self, make: StepGenerator) -> None:
+        self._make = make
+        self._steps: Iterator[Any] = iter(())
+
+    def restart(self, state: State) -> None:
+        close = getattr(self._steps, "close", None)
+        if close is not None:
+            close()
+        self._steps = iter(self._make(state))
+
+    def run(self, state: State) -> tuple[State, Any]:
+        returned = next(self._steps)
+        return state, _pair(returned)[1]
+
+
+def _pair(returned: Any) -> tuple[Any, Any]:
+    """A state and statistics, of which anything else has none."""
+    if isinstance(returned, tuple) and len(returned) == 2:
+        return returned
+    return None, None

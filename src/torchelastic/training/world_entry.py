@@ -1,0 +1,91 @@
+"""From an order to enter a world to a process group that stands."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+
+from torchelastic import env
+from torchelastic.training.control import Control
+from torchelastic.training.group import GenerationOver, Group
+from torchelastic.training.state import Version
+from torchelastic.training.waits import Waits
+from torchelastic.worker.orders import Enter
+
+
+class _Connecting:
+    """A connection to a world's store being made, which an abort gives up."""
+
+    aborted = False
+    pending = 1
+
+    def __init__(self) -> None:
+        self._waits = Waits()
+
+    def abort(self, reason: str) -> None:
+        self.aborted = True
+        self._waits.end(GenerationOver(f"The world was over before it was entered: {reason}."))
+
+    def connect(self, host: str, port: int, timeout: timedelta) -> Store:
+        store: Store = self._waits.call(
+            lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        )
+        return store
+
+
+def connect(control: Control, world: Enter, timeout: timedelta) -> Store:
+    """A client of the world's store; GenerationOver if the world ends meanwhile."""
+    host, _, port = world.store.rpartition(":")
+    connecting = _Connecting()
+    control.guard(world.generation, connecting)
+    return connecting.connect(host.strip("[]"), int(port), timeout)
+
+
+def build(control: Control, world: Enter, store: Store, backend: str, timeout: timedelta) -> Group:
+    """The world's process group; the control thread may abort it from now on."""
+    group = Group(
+        store=store,
+        rank=world.rank,
+        size=world.size,
+        generation=world.generation,
+        backend=backend,
+        timeout=timeout,
+    )
+    control.guard(world.generation, group)
+    group.connect()
+    return group
+
+
+def exchange(version: Version, size: int, device: str) -> tuple[Version, ...]:
+    """What each worker of the world has, by rank."""
+    mine = torch.tensor(version, dtype=torch.int64, device=device)
+    everybodys = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(everybodys, mine)
+    return tuple((int(one[0]), int(one[1])) for one in everybodys)
+
+
+def show(world: Enter) -> None:
+    """Let the environment say what it says in a worker that was started for this world.
+
+    `LOCAL_RANK` is a worker's for life: devices were chosen by it.
+    """
+    host, _, port = world.store.rpartition(":")
+    values = {
+        "RANK": world.rank,
+        "ROLE_RANK": world.rank,
+        "WORLD_SIZE": world.size,
+        "ROLE_WORLD_SIZE": world.size,
+        "LOCAL_WORLD_SIZE": world.local_size,
+        "NODE_RANK": world.node_rank,
+        "GROUP_RANK": world.node_rank,
+        "GROUP_WORLD_SIZE": world.nodes,
+        "MASTER_ADDR": host.strip("[]"),
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RESTART_COUNT": world.generation,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "LOCAL_RANK": env.get("LOCAL_RANK", str(world.local_rank)),
+    }
+    env.update({name: str(value) for name, value in values.items()})
