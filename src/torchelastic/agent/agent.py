@@ -23,10 +23,9 @@ from torchelastic.agent import crew, group_state, logs
 from torchelastic.agent.crew import CrewState
 from torchelastic.agent.group_state import GroupState
 from torchelastic.agent.guard import GUARD_LOST_SIGNAL
-from torchelastic.agent.meeting import Meeting, meet
-from torchelastic.agent.membership import Membership, claim_name
 from torchelastic.agent.narrator import Narrator
 from torchelastic.agent.nursery import Nursery
+from torchelastic.agent.presence import Presence
 from torchelastic.agent.vigil import Vigil
 from torchelastic.agent.worker_env import node_env
 from torchelastic.agent.workers import LAST_WORDS, Workers
@@ -34,14 +33,11 @@ from torchelastic.clock import Clock, SystemClock
 from torchelastic.config import Entry, LaunchConfig, format_endpoint, parse_endpoint
 from torchelastic.errors import (
     EXIT_FAILED,
-    LeaseExpired,
     RendezvousLost,
     SpawnError,
 )
 from torchelastic.events.log import EventLog, sink_for
-from torchelastic.rendezvous.leader import WORLD_KEY, Leader
-from torchelastic.rendezvous.round_state import RoundRules
-from torchelastic.rendezvous.world import Member, World
+from torchelastic.rendezvous.world import World
 from torchelastic.worker import orders
 
 logger = logging.getLogger(__name__)
@@ -88,11 +84,7 @@ class Agent:
         )
         self._queue: asyncio.Queue[crew.Event | BaseException] = asyncio.Queue()
         self._tasks: set[asyncio.Task[Any]] = set()
-        #: What this node does as a member under its present lease.
-        self._member_tasks: list[asyncio.Task[Any]] = []
         self._action: asyncio.Task[None] | None = None
-        self._meeting: Meeting | None = None
-        self._membership: Membership | None = None
 
     async def run(self) -> Outcome:
         """Join, supervise, leave."""
@@ -154,6 +146,15 @@ class Agent:
             clock=self._clock,
             tell_event=self._queue.put_nowait,
         )
+        self._presence = Presence(
+            config,
+            self._node,
+            self._clock,
+            observer=self._narrator,
+            background=self._background,
+            on_world=self._world_seen,
+            on_lease_lost=self._lease_lost,
+        )
         self._vigil = Vigil(self._workers, config.progress_timeout)
         self._narrator.started([self._entry.target, *self._entry.args], os.getpid())
 
@@ -162,23 +163,17 @@ class Agent:
         if self._action is not None:
             await asyncio.wait({self._action})
         await self._workers.close()
-        await self._last_words()
+        await self._presence.last_words(LAST_WORDS)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._meeting is not None:
-            closed = self._state.world is not None and self._state.world.phase == "closed"
-            await self._meeting.close(HOST_STAYS if closed else 0.0)
+        closed = self._state.world is not None and self._state.world.phase == "closed"
+        await self._presence.close(HOST_STAYS if closed else 0.0)
         await self._nursery.close()
         self._logs.close(success=self._state.exitcode == 0)
         self._narrator.ended(self._state.exitcode, self._state.reason, self._state.world)
         self._events.close()
         self._registration.close(self._state.exitcode)
-
-    async def _last_words(self) -> None:
-        if self._membership is not None:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._membership.flush(), LAST_WORDS)
 
     def _outcome(self) -> Outcome:
         state = self._state
@@ -191,71 +186,15 @@ class Agent:
     async def _join(self) -> None:
         """Meet the other nodes and warm up side by side; say `ready` when both are done."""
         warming = self._background(self._nursery.warm_up(), "warm-up")
-        self._meeting = await meet(self._config, self._clock)
-        name = await self._open_lease()
-        member = Member(
-            node=self._node,
-            name=name,
-            addr=self._meeting.addr,
-            nproc=self._config.nproc_per_node,
-            role=self._config.role,
-            node_rank=self._config.node_rank,
-        )
-        self._membership = Membership(self._meeting.store, member)
-        self._narrator.joined(name, self._meeting)
-        self._background(self._watch_world(), "watch-world")
-        self._be_member()
+        await self._presence.join()
+        self._narrator.joined(self._presence.member.name, self._presence.meeting)
         self._narrator.warmed_up(await warming, self._nursery.warnings)
         await self._offer_store()
         self._background(self._keep_store_host(), "store-host")
-        self._membership.update(ready=True)
-
-    async def _open_lease(self) -> str:
-        """Open a lease and claim a name under it; again where the store took longer than the lease
-        to answer."""
-        assert self._meeting is not None
-        store = self._meeting.store
-        while True:
-            await store.open_lease(self._config.lease)
-            try:
-                return await claim_name(store, socket.gethostname(), self._node)
-            except LeaseExpired as error:
-                logger.debug("the lease ended before it was of use: %s", error)
-
-    def _be_member(self) -> None:
-        """Put the member record from now on, and lead when it is our turn, until the lease ends."""
-        assert self._meeting is not None
-        assert self._membership is not None
-        rules = RoundRules.from_config(self._config)
-        leader = Leader(self._meeting.store, self._node, rules, self._clock, self._narrator)
-        self._membership.update()
-        self._member_tasks = [
-            self._background(_while_leased(self._membership.run()), "membership"),
-            self._background(_while_leased(leader.run()), "leader"),
-            self._background(self._watch_lease(), "watch-lease"),
-        ]
+        self._presence.update(ready=True)
 
     async def _rejoin(self, gone: int) -> None:
-        assert self._membership is not None
-        for task in self._member_tasks:
-            task.cancel()
-        await asyncio.wait(self._member_tasks)
-        name = await self._open_lease()
-        self._narrator.rejoined(name)
-        gone = max(gone, self._membership.member.gone)  # a later word stands
-        self._membership.update(name=name, gone=gone, failures=())
-        self._be_member()
-
-    async def _watch_world(self) -> None:
-        assert self._meeting is not None
-        store = self._meeting.store
-        listing = await store.get(WORLD_KEY)
-        if WORLD_KEY in listing.items:
-            self._world_seen(World.from_json(listing.items[WORLD_KEY].value))
-        async with contextlib.aclosing(store.watch(WORLD_KEY, after=listing.revision)) as changes:
-            async for change in changes:
-                if change.item is not None:
-                    self._world_seen(World.from_json(change.item.value))
+        self._narrator.rejoined(await self._presence.rejoin(gone))
 
     def _world_seen(self, world: World) -> None:
         if not self._state.leaving:
@@ -264,26 +203,21 @@ class Agent:
         if world.phase == "running":
             self._background(self._renew_store(world), "renew-store")
 
-    async def _watch_lease(self) -> None:
-        assert self._meeting is not None
-        await self._meeting.store.lease_lost.wait()
+    def _lease_lost(self) -> None:
         if not self._state.leaving:
             self._narrator.lease_lost()
         self._queue.put_nowait(group_state.LeaseLost())
 
     async def _offer_store(self) -> None:
-        assert self._meeting is not None
-        assert self._membership is not None
         port = await self._nursery.stores.open()
-        self._membership.update(store=format_endpoint(self._meeting.addr, port))
+        self._presence.update(store=format_endpoint(self._presence.meeting.addr, port))
 
     async def _renew_store(self, world: World) -> None:
         """A generation uses up the store it meets at: offer another, drop those before it."""
-        assert self._membership is not None
         stores = self._nursery.stores
-        if world.store and world.store == self._membership.member.store:
+        if world.store and world.store == self._presence.member.store:
             stores.used(world.generation, parse_endpoint(world.store)[1])
-            self._membership.update(store="")
+            self._presence.update(store="")
             with contextlib.suppress(SpawnError):  # `_keep_store_host` sees to that
                 await self._offer_store()
         # Workers that run through a step of the last generation still meet at its store.
@@ -292,11 +226,10 @@ class Agent:
     async def _keep_store_host(self) -> None:
         """Replace the process that holds the stores when it ends, and the generation that met at
         one of them: its workers could not find each other any more."""
-        assert self._membership is not None
         stores = self._nursery.stores
         while True:
             await stores.ended.wait()
-            self._membership.update(store="")
+            self._presence.update(store="")
             reason = "the process that held the workers' store has ended"
             self._narrator.say(f"{reason}: starting another one")
             if stores.holds(self._state.generation):
@@ -394,8 +327,8 @@ class Agent:
                 self._act(self._stop_workers(signum))
             case group_state.Stop(signum):
                 self._workers.signal(signum)
-            case group_state.Report(changes) if self._membership is not None:
-                self._membership.update(**{"step": self._workers.best_step, **changes})
+            case group_state.Report(changes):
+                self._presence.update(**{"step": self._workers.best_step, **changes})
             case group_state.Rejoin(gone):
                 self._background(self._rejoin(gone), "rejoin")
             case crew.Tell(local_rank, order):
@@ -433,9 +366,3 @@ def _for_script(event: crew.Event) -> group_state.Event | None:
         case crew.Said() | crew.LeaveOverdue():
             return None
     return event
-
-
-async def _while_leased(work: Coroutine[Any, Any, None]) -> None:
-    """Work that ends quietly with the lease: what follows from that is `_watch_lease`'s to tell."""
-    with contextlib.suppress(LeaseExpired):
-        await work
