@@ -1,0 +1,260 @@
+"""A process that is its own node: what an agent does for its workers, done in a thread, for one.
+
+The seed's `python main.py` has no launcher. This thread joins the job by itself, leads when it is
+its turn, and speaks to the training side over a socket as an agent would. It starts no process: a
+worker that dies takes its node with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Coroutine
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public all the same
+
+from torchelastic.agent import crew, group_state
+from torchelastic.agent.presence import Presence
+from torchelastic.clock import SystemClock
+from torchelastic.config import LaunchConfig, format_endpoint
+from torchelastic.errors import TorchElasticError
+from torchelastic.failure import Failure
+from torchelastic.rendezvous import url as urls
+from torchelastic.rendezvous.restart_policy import Kind
+from torchelastic.rendezvous.world import Member, World
+from torchelastic.worker import channel, orders, slate
+
+logger = logging.getLogger("torchelastic")
+
+#: How long the last words of a node may take, and how long a host stays for the others to go.
+LAST_WORDS, HOST_STAYS = 2.0, 5.0
+
+
+def start(url: str, *, max_workers: int | None = None) -> socket.socket:
+    """Join the job at `url` in a thread; returns the worker's end of its channel.
+
+    The thread is waited for when the process ends: whoever hosts the rendezvous stays until the
+    others have heard that the training is done.
+    """
+    config = config_for(urls.parse(url), max_workers)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    node = OwnNode(config, ours)
+    threading.Thread(target=node.run, name="torchelastic-node").start()
+    return theirs
+
+
+def config_for(url: urls.RendezvousUrl, max_workers: int | None) -> LaunchConfig:
+    """The job as this node sees it: every worker is a node."""
+    defaults = LaunchConfig()
+    return LaunchConfig(
+        min_nodes=url.min_workers,
+        max_nodes=max(url.max_workers, max_workers or 0),
+        run_id=url.run_id,
+        rdzv_backend=url.backend,
+        rdzv_endpoint=url.endpoint,
+        rdzv_configs=url.options,
+        wait_for_nodes=defaults.wait_for_nodes if url.timeout is None else url.timeout,
+        settle=defaults.settle if url.last_call_timeout is None else url.last_call_timeout,
+    )
+
+
+class OwnNode:
+    """One node with one worker: this process."""
+
+    def __init__(self, config: LaunchConfig, channel_end: socket.socket) -> None:
+        self._config = config
+        self._channel = channel_end
+        self._node = secrets.token_hex(4)
+        self._state = crew.alone(self._node, socket.gethostname())
+        self._queue: asyncio.Queue[crew.Event | BaseException] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        #: Stores by the generation that meets at them; -1: offered for the next.
+        self._stores: dict[int, TCPStore] = {}
+        self._step = -1
+
+    def run(self) -> None:
+        """The whole thread."""
+        try:
+            asyncio.run(self._run())
+        except TorchElasticError as error:
+            logger.error("%s", error)
+            self._tell(orders.Closed(str(error)))
+        except Exception as error:
+            logger.exception("The thread that speaks for this node has failed.")
+            self._tell(orders.Closed(f"The thread that speaks for this node has failed: {error!r}"))
+        finally:
+            self._channel.close()
+
+    async def _run(self) -> None:
+        self._channel.setblocking(False)
+        self._presence = Presence(
+            self._config,
+            self._node,
+            SystemClock(),
+            observer=Watcher(),
+            background=self._background,
+            on_world=self._world_seen,
+            on_lease_lost=lambda: self._queue.put_nowait(group_state.LeaseLost()),
+        )
+        try:
+            self._background(self._listen(), "listen")
+            self._background(self._join(), "join")
+            while not self._state.is_terminal:
+                event = await self._queue.get()
+                if isinstance(event, BaseException):
+                    raise event
+                self._state, commands = crew.handle(self._state, event)
+                for command in commands:
+                    self._perform(command)
+        finally:
+            await self._close()
+
+    async def _join(self) -> None:
+        await self._presence.join(resident=True, starting=1, ready=True)
+        self._state = replace(self._state, name=self._presence.member.name)
+        self._offer_store()
+
+    async def _close(self) -> None:
+        await self._presence.last_words(LAST_WORDS)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        closed = self._state.world is not None and self._state.world.phase == "closed"
+        await self._presence.close(HOST_STAYS if closed else 0.0)
+        self._stores.clear()
+
+    def _background(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._background_done)
+        return task
+
+    def _background_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._queue.put_nowait(error)
+
+    # --- the store of a generation ---------------------------------------------------------------
+
+    def _offer_store(self) -> None:
+        store = TCPStore(
+            host_name="localhost",
+            port=0,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=60),
+        )
+        self._stores[-1] = store
+        self._presence.update(store=format_endpoint(self._presence.meeting.addr, store.port))
+
+    def _world_seen(self, world: World) -> None:
+        logger.info("generation %d: %s (%s)", world.generation, world.phase, world.reason)
+        if world.phase == "running":
+            if world.store and world.store == self._presence.member.store:
+                self._stores[world.generation] = self._stores.pop(-1)
+                self._offer_store()
+            oldest = world.generation - (world.after is not None)
+            for generation in [number for number in self._stores if 0 <= number < oldest]:
+                del self._stores[generation]
+        self._queue.put_nowait(group_state.WorldSeen(world))
+
+    # --- the worker ------------------------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        """Take what the worker says, until it closes its end: it has left `train`."""
+        loop = asyncio.get_running_loop()
+        while data := await loop.sock_recv(self._channel, channel.LIMIT):
+            self._heard(orders.from_json(json.loads(data)))
+        if self._state.having(crew.Status.FINISHED):
+            generation = self._state.generation
+            self._queue.put_nowait(group_state.WorkerSucceeded(generation, 0))
+        else:
+            self._queue.put_nowait(group_state.StoreLost("the worker has left the training"))
+
+    def _heard(self, report: orders.Order | orders.Report | None) -> None:
+        match report:
+            case orders.Erred() | orders.PeerLost():
+                self._step = report.step
+                self._queue.put_nowait(group_state.WorkerFailed(self._failure(report)))
+            case orders.Enlisted():
+                self._tell(orders.Slate(), slate.create())
+                self._queue.put_nowait(crew.Said(0, report))
+            case orders.Stopped() | orders.Finished() | orders.Up():
+                self._step = report.step
+                self._queue.put_nowait(crew.Said(0, report))
+            case orders.Entered():
+                self._queue.put_nowait(crew.Said(0, report))
+
+    def _failure(self, erred: orders.Erred | orders.PeerLost) -> Failure:
+        world = self._state.world
+        rank = world.rank(self._node, 0) if world is not None else None
+        lost = isinstance(erred, orders.PeerLost)
+        return Failure(
+            generation=self._state.generation,
+            node=self._state.name,
+            rank=-1 if rank is None else rank,
+            local_rank=0,
+            pid=0,
+            exitcode=1,
+            message=f"lost a peer: {erred.message}" if lost else erred.message,
+            traceback="" if isinstance(erred, orders.PeerLost) else erred.traceback,
+            step=erred.step,
+            alive=True,
+            fatal=isinstance(erred, orders.Erred) and not erred.retry,
+        )
+
+    def _perform(self, command: crew.Command) -> None:
+        match command:
+            case crew.Tell(_, order):
+                self._tell(order)
+            case group_state.Report(changes):
+                self._presence.update(**{"step": self._step, **changes})
+            case group_state.Rejoin(gone):
+                self._background(self._presence.rejoin(gone), "rejoin")
+            case group_state.Stop():
+                self._end()
+
+    def _end(self) -> None:
+        """The job is closed, or out of reach: the worker cannot be stopped, but it can be told."""
+        if self._state.exitcode:
+            self._tell(orders.Closed(f"The job has ended: {self._state.reason}"))
+        self._queue.put_nowait(group_state.WorkersGone())
+
+    def _tell(self, order: orders.Order, *descriptors: int) -> None:
+        """Send an order, and descriptors that are closed here."""
+        data = json.dumps(orders.to_json(order)).encode()
+        try:
+            socket.send_fds(self._channel, [data], list(descriptors), socket.MSG_NOSIGNAL)
+        except OSError as error:
+            logger.debug("the worker does not listen any more: %s", error)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+class Watcher:
+    """What the leader sees and decides, for people."""
+
+    def became_leader(self) -> None:
+        logger.debug("this node leads")
+
+    def node_joined(self, member: Member) -> None:
+        logger.info("%s joined", member.name)
+
+    def node_lost(self, name: str, reason: str) -> None:
+        logger.info("%s is lost: %s", name, reason)
+
+    def node_leaving(self, member: Member) -> None:
+        logger.info("%s leaves (%s)", member.name, member.leaving)
+
+    def decided(self, world: World, kind: Kind | None) -> None:
+        logger.debug("decided: generation %d %s (%s)", world.generation, world.phase, kind)
