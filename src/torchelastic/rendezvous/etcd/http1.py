@@ -106,12 +106,15 @@ class HttpConnection:
             + body
         )
         await self._writer.drain()
-        lines = [await self._text()]
-        while lines[-1]:
-            if len(lines) > HEADER_LIMIT:
+        first = await self._text()
+        # Before waiting for more: what is no HTTP may not come to an end.
+        parse_status(first)
+        headers = []
+        while line := await self._text():
+            headers.append(line)
+            if len(headers) > HEADER_LIMIT:
                 raise WireError("An answer has too many headers.")
-            lines.append(await self._text())
-        self._head = parse_head(lines[0], lines[1:-1])
+        self._head = parse_head(first, headers)
         self._ended = False
         return self._head.status
 
@@ -165,11 +168,16 @@ class HttpConnection:
         return b""
 
 
-def parse_head(status_line: bytes, headers: list[bytes]) -> Head:
-    """The beginning of an answer; raises `WireError` if it is not HTTP."""
-    words = status_line.split(maxsplit=2)
+def parse_status(line: bytes) -> int:
+    """The status in the first line of an answer; raises `WireError` if it is not HTTP."""
+    words = line.split(maxsplit=2)
     if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
         raise WireError("The answer is not HTTP.")
+    return int(words[1])
+
+
+def parse_head(status_line: bytes, headers: list[bytes]) -> Head:
+    """The beginning of an answer."""
     fields = {}
     for line in headers:
         name, _, value = line.partition(b":")
@@ -178,9 +186,9 @@ def parse_head(status_line: bytes, headers: list[bytes]) -> Head:
     if length is not None and (not length.isdigit() or int(length) > BODY_LIMIT):
         raise WireError("The length of an answer is none, or beyond all bounds.")
     chunked = fields.get(b"transfer-encoding") == b"chunked"
-    ends = words[0] == b"HTTP/1.0" or fields.get(b"connection") == b"close"
+    ends = status_line.startswith(b"HTTP/1.0") or fields.get(b"connection") == b"close"
     return Head(
-        int(words[1]),
+        parse_status(status_line),
         chunked,
         None if length is None else int(length),
         ends or not (chunked or length is not None),

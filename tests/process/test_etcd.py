@@ -1,0 +1,492 @@
+"""The rendezvous at a real etcd: connections that break, stores that forget, jobs that follow."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import secrets
+import urllib.request
+
+import pytest
+
+from tests.etcd import FAST, Etcd, running
+from tests.process.jobs import job
+from tests.support import poll_for
+from tests.unit.rendezvous.embedded_support import Proxy, proxied, run, within
+from torchelastic.clock import FakeClock, SystemClock
+from torchelastic.errors import ConfigError, LeaseExpired, RendezvousLost, RendezvousRefused
+from torchelastic.rendezvous.etcd import EtcdStore, clear_remains, start_afresh
+from torchelastic.rendezvous.opening import close_store, open_store
+
+PATIENCE = 20.0
+
+
+@pytest.fixture
+def run_id():
+    return secrets.token_hex(4)
+
+
+@contextlib.asynccontextmanager
+async def connected(port, run_id, **options):
+    store = await EtcdStore.connect("127.0.0.1", port, run_id, timeout=PATIENCE, **options)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def next_of(changes):
+    return await within(PATIENCE, changes.__anext__())
+
+
+async def ask(etcd: Etcd, path: str, request: dict) -> dict:
+    """What an operator does with etcdctl."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    url, body = f"http://{etcd.endpoint}{path}", json.dumps(request).encode()
+
+    def post() -> dict:
+        with opener.open(url, body) as answer:
+            return json.load(answer)
+
+    return await asyncio.to_thread(post)
+
+
+# --- connections that break ----------------------------------------------------------------------
+
+
+def test_a_lost_connection_is_made_again_unseen(etcd, run_id):
+    async def story():
+        async with proxied(etcd.port) as proxy, connected(proxy.port, run_id) as store:
+            await store.open_lease(60.0)
+            await store.put("member/1", {"n": 0}, leased=True)
+            changes = store.watch("member/", after=0)
+            assert (await next_of(changes)).item.value == {"n": 0}
+            for n in range(1, 6):
+                await proxy.cut()
+                await store.put("member/1", {"n": n}, leased=True)
+                assert (await next_of(changes)).item.value == {"n": n}
+            assert await store.keep_alive()
+            await changes.aclose()
+
+    run(story())
+
+
+def test_what_happens_while_the_connection_is_down_is_told_afterwards(etcd, run_id):
+    async def story():
+        async with (
+            proxied(etcd.port) as proxy,
+            connected(proxy.port, run_id) as cut_off,
+            connected(etcd.port, run_id) as other,
+        ):
+            changes = cut_off.watch("", after=0)
+            await other.put("a", {"n": 0})
+            await next_of(changes)
+            await proxy.shut()
+            for n in range(1, 4):
+                await other.put("a", {"n": n})
+            waiting = asyncio.ensure_future(cut_off.get(""))
+            await asyncio.sleep(0)
+            await proxy.open()
+            assert [(await next_of(changes)).item.value["n"] for _ in range(3)] == [1, 2, 3]
+            assert (await within(PATIENCE, waiting)).items["a"].value == {"n": 3}
+            await changes.aclose()
+
+    run(story())
+
+
+async def answer_lost(proxy: Proxy, verb, done) -> object:
+    """Let a request through, lose its answer, and see what its second attempt says."""
+    proxy.answers.clear()
+    asking = asyncio.ensure_future(verb)
+    while not await done():
+        await asyncio.sleep(0.005)
+    await proxy.cut()
+    proxy.answers.set()
+    return await within(PATIENCE, asking)
+
+
+@pytest.mark.parametrize("leased", [False, True])
+def test_a_write_whose_answer_got_lost_is_done_once(etcd, run_id, leased):
+    async def story():
+        async with (
+            proxied(etcd.port) as proxy,
+            connected(proxy.port, run_id) as store,
+            connected(etcd.port, run_id) as other,
+        ):
+            await store.open_lease(60.0)
+            verb = store.compare_and_set("leader", {"n": 1}, expected=0, leased=leased)
+
+            async def written(key="leader"):
+                return key in (await other.get("")).items
+
+            revision = await answer_lost(proxy, verb, written)
+            assert revision == (await other.get("")).items["leader"].modified
+            put = store.put("member", {"n": 2}, leased=leased)
+            revision = await answer_lost(proxy, put, lambda: written("member"))
+            listing = await other.get("")
+            assert revision == listing.items["member"].modified == listing.items["member"].created
+
+    run(story())
+
+
+def test_a_lease_whose_grant_got_lost_is_one_lease(etcd, run_id):
+    async def story():
+        async with proxied(etcd.port) as proxy, connected(proxy.port, run_id) as store:
+            before = await ask(etcd, "/v3/lease/leases", {})
+
+            async def granted():
+                now = await ask(etcd, "/v3/lease/leases", {})
+                return len(now.get("leases", [])) > len(before.get("leases", []))
+
+            await answer_lost(proxy, store.open_lease(60.0), granted)
+            assert await store.keep_alive()
+            await store.put("a", {}, leased=True)
+
+    run(story())
+
+
+def test_an_etcd_that_stays_away_is_lost(etcd, run_id):
+    async def story():
+        async with (
+            proxied(etcd.port) as proxy,
+            connected(proxy.port, run_id, reconnect_timeout=0.3) as store,
+        ):
+            await store.open_lease(60.0)
+            changes = store.watch("", after=0)
+            waiting = asyncio.ensure_future(changes.__anext__())
+            await store.put("a", {})
+            await within(PATIENCE, waiting)
+            waiting = asyncio.ensure_future(changes.__anext__())
+            await proxy.shut()
+            for verb in (store.get(""), waiting, store.put("b", {}), store.open_lease(1.0)):
+                with pytest.raises(
+                    RendezvousLost, match=r"has not answered for 0.3 s \(connection"
+                ):
+                    await within(PATIENCE, verb)
+            assert store.lease_lost.is_set()
+
+    run(story())
+
+
+def test_a_lease_ends_by_our_own_clock_while_etcd_is_away_and_can_be_opened_anew(etcd, run_id):
+    async def story():
+        async with (
+            proxied(etcd.port) as proxy,
+            connected(proxy.port, run_id) as store,
+            connected(etcd.port, run_id) as other,
+        ):
+            await store.open_lease(0.5)
+            await store.put("member/1", {}, leased=True)
+            await proxy.shut()
+            await within(PATIENCE, store.lease_lost.wait())
+            # etcd knows leases of whole seconds: for the others the node is still there.
+            assert "member/1" in (await other.get("")).items
+            with pytest.raises(LeaseExpired):
+                await store.put("member/1", {}, leased=True)
+            await proxy.open()
+            await within(PATIENCE, store.open_lease(0.9))
+            assert not store.lease_lost.is_set()
+            assert (await other.get("")).items == {}
+            await store.put("member/1", {}, leased=True)
+
+    run(story())
+
+
+def test_a_lease_that_etcd_has_ended_is_noticed(etcd, run_id):
+    async def story():
+        async with connected(etcd.port, run_id) as store:
+            for notice in ("put", "keep_alive", "by itself"):
+                await store.open_lease(0.9 if notice == "by itself" else 60.0)
+                await ask(etcd, "/v3/lease/revoke", {"ID": str(store._granted)})
+                if notice == "put":
+                    with pytest.raises(LeaseExpired, match="has given this node up"):
+                        await store.put("a", {}, leased=True)
+                elif notice == "keep_alive":
+                    assert not await store.keep_alive()
+                await within(PATIENCE, store.lease_lost.wait())
+
+    run(story())
+
+
+def test_etcd_started_again_has_forgotten_nothing(run_id):
+    async def story(etcd):
+        async with connected(etcd.port, run_id) as store:
+            await store.open_lease(60.0)
+            await store.put("member/1", {"n": 1}, leased=True)
+            changes = store.watch("member/", after=0)
+            await next_of(changes)
+            await asyncio.to_thread(etcd.stop)
+            waiting = asyncio.ensure_future(store.put("member/1", {"n": 2}, leased=True))
+            await asyncio.to_thread(etcd.start)
+            await within(PATIENCE, waiting)
+            assert (await next_of(changes)).item.value == {"n": 2}
+            assert not store.lease_lost.is_set()
+            await changes.aclose()
+
+    with running(*FAST) as etcd:
+        asyncio.run(story(etcd))
+
+
+def test_a_frozen_etcd_holds_verbs_up_until_it_goes_on(run_id, monkeypatch):
+    monkeypatch.setattr("torchelastic.rendezvous.etcd.line.ATTEMPT", 0.3)
+
+    async def story(etcd):
+        async with connected(etcd.port, run_id) as store:
+            await store.put("a", {"n": 1})
+            etcd.freeze()
+            waiting = asyncio.ensure_future(store.put("a", {"n": 2}))
+            with pytest.raises(asyncio.TimeoutError):
+                await within(1.0, asyncio.shield(waiting))
+            etcd.thaw()
+            await within(PATIENCE, waiting)
+            assert (await store.get("")).items["a"].value == {"n": 2}
+
+    with running(*FAST) as etcd:
+        asyncio.run(story(etcd))
+
+
+def test_a_watch_goes_on_after_what_it_asked_for_was_compacted_away(etcd, run_id):
+    async def story():
+        async with (
+            proxied(etcd.port) as proxy,
+            connected(proxy.port, run_id) as cut_off,
+            connected(etcd.port, run_id) as other,
+        ):
+            await other.open_lease(60.0)
+            await other.put("m/stays", {"n": 1})
+            await other.put("m/goes", {}, leased=True)
+            changes = cut_off.watch("m/", after=(await cut_off.get("m/")).revision)
+            waiting = asyncio.ensure_future(changes.__anext__())
+            await proxy.shut()
+            await other.put("m/stays", {"n": 2})
+            await other.put("m/stays", {"n": 3})
+            await other.end_lease()
+            last = await other.put("x", {})
+            await ask(etcd, "/v3/kv/compaction", {"revision": str(last)})
+            await proxy.open()
+            first = await within(PATIENCE, waiting)
+            assert (first.key, first.item.value) == ("m/stays", {"n": 3})
+            gone = await next_of(changes)
+            assert (gone.key, gone.item) == ("m/goes", None)
+            await other.put("m/stays", {"n": 4})
+            assert (await next_of(changes)).item.value == {"n": 4}
+            await changes.aclose()
+
+    run(story())
+
+
+# --- what else may be at the endpoint ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"HTTP/1.1 404 Not Found\r\nContent-Length: 9\r\n\r\nNot Found",
+        b"HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n",
+        b'HTTP/1.1 200 OK\r\nContent-Length: 16\r\n\r\n{"hello": "you"}',
+    ],
+)
+def test_what_is_not_etcd_is_refused(run_id, answer):
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    async def story():
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(RendezvousRefused, match=r"is not etcd 3.4 or later without TLS"):
+                await within(PATIENCE, EtcdStore.connect("127.0.0.1", port, run_id, timeout=9))
+
+    run(story())
+
+
+def test_where_nobody_is_we_wait_and_say_so(run_id):
+    async def story():
+        async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+        with pytest.raises(RendezvousLost, match=r"No etcd answered at .* \(connection refused\)"):
+            await within(PATIENCE, EtcdStore.connect("127.0.0.1", port, run_id, timeout=0.2))
+
+    run(story())
+
+
+# --- one job after another -----------------------------------------------------------------------
+
+
+async def closed_world(store):
+    await store.put("world", {"phase": "closed"})
+
+
+def keys_of(run_id: str) -> dict[str, str]:
+    """All that etcd has of a job."""
+    first, end = (f"/torchelastic/{run_id}{last}".encode() for last in "/0")
+    return {
+        "key": base64.b64encode(first).decode(),
+        "range_end": base64.b64encode(end).decode(),
+    }
+
+
+def test_the_last_to_go_clears_a_closed_job_away(etcd, run_id):
+    async def story():
+        async with connected(etcd.port, run_id) as one, connected(etcd.port, run_id) as other:
+            for store in (one, other):
+                await store.open_lease(60.0)
+                await store.put(f"member/{id(store)}", {}, leased=True)
+            await closed_world(one)
+            await one.end_lease()
+            assert not await clear_remains(one)
+            assert "world" in (await other.get("")).items
+            await close_store(other, None)
+            assert "kvs" not in await ask(etcd, "/v3/kv/range", keys_of(run_id))
+
+    run(story())
+
+
+def test_a_job_that_is_not_closed_is_left_as_it_is(etcd, run_id):
+    async def story():
+        async with connected(etcd.port, run_id) as store:
+            await store.put("world", {"phase": "running"})
+            assert not await clear_remains(store)
+            await within(PATIENCE, start_afresh(store, 1.0))
+            assert list((await store.get("")).items) == ["world"]
+
+    run(story())
+
+
+def test_the_next_job_waits_for_the_nodes_of_the_last(etcd, run_id):
+    async def story():
+        async with connected(etcd.port, run_id) as old:
+            await old.open_lease(60.0)
+            await old.put("member/1", {}, leased=True)
+            await closed_world(old)
+            opening = asyncio.ensure_future(
+                open_store("etcd", etcd.endpoint, run_id, {}, timeout=9.0, clock=SystemClock())
+            )
+            with pytest.raises(asyncio.TimeoutError):
+                await within(0.3, asyncio.shield(opening))
+            await old.end_lease()
+            new, server = await within(PATIENCE, opening)
+            assert server is None
+            assert (await new.get("")).items == {}
+            await close_store(new, None)
+
+    run(story())
+
+
+def test_nodes_of_a_closed_job_that_do_not_go_are_named_as_the_reason(etcd, run_id):
+    async def story():
+        async with connected(etcd.port, run_id) as old:
+            await old.open_lease(60.0)
+            await old.put("member/1", {}, leased=True)
+            await closed_world(old)
+            with pytest.raises(RendezvousRefused, match=r"are still there after 0\.2 s"):
+                await open_store(
+                    "etcd", etcd.endpoint, run_id, {}, timeout=0.2, clock=SystemClock()
+                )
+
+    run(story())
+
+
+def test_who_was_away_while_its_job_ended_does_not_meddle_with_the_next(etcd, run_id):
+    async def story():
+        clock = FakeClock()
+        async with (
+            connected(etcd.port, run_id, clock=clock) as away,
+            connected(etcd.port, run_id) as last,
+            connected(etcd.port, run_id) as new,
+        ):
+            await away.open_lease(0.9)
+            await away.put("member/away", {}, leased=True)
+            clock.advance(0.9)  # as after a stop of the process
+            await within(PATIENCE, away.lease_lost.wait())
+            await closed_world(last)
+            # Waits until etcd, too, has given up the one that is away.
+            await within(PATIENCE, start_afresh(last, None))
+            # Who has said nothing yet is simply of the next job.
+            await new.put("world", {"phase": "running"})
+            await away.open_lease(60.0)
+            for verb in (away.put("member/away", {}, leased=True), away.get("")):
+                with pytest.raises(RendezvousLost, match="has ended while this node was away"):
+                    await verb
+            assert list((await new.get("")).items) == ["world"]
+
+    run(story())
+
+
+def test_jobs_do_not_see_each_other(etcd, run_id):
+    async def story():
+        async with (
+            connected(etcd.port, run_id) as one,
+            connected(etcd.port, f"{run_id}/keys") as inside,
+            connected(etcd.port, run_id, prefix="/torchelastic/p2p") as elsewhere,
+        ):
+            await one.put("a", {"n": 1})
+            assert (await inside.get("")).items == (await elsewhere.get("")).items == {}
+
+    run(story())
+
+
+def test_options_that_cannot_be_heeded_are_refused(etcd, run_id):
+    async def story():
+        opening = open_store(
+            "etcd", etcd.endpoint, run_id, {"cert": "x"}, timeout=1, clock=SystemClock()
+        )
+        with pytest.raises(ConfigError, match="TLS"):
+            await opening
+
+    run(story())
+
+
+# --- whole jobs ----------------------------------------------------------------------------------
+
+
+def flags(etcd, run_id, more=""):
+    return f"--rdzv-backend=etcd --rdzv-endpoint={etcd.endpoint} --rdzv-id={run_id} {more}"
+
+
+def test_a_job_of_two_nodes_meets_at_etcd_and_leaves_nothing_there(etcd, run_id, tmp_path):
+    with job(tmp_path, flags(etcd, run_id, "--nnodes=2")) as it:
+        nodes = [it.start(), it.start()]
+        lines = it.world(0, 2)
+        assert [line["rank"] for line in lines] == [0, 1]
+        it.order("finish")
+        assert [node.wait() for node in nodes] == [0, 0], it.said()
+    assert "kvs" not in asyncio.run(ask(etcd, "/v3/kv/range", keys_of(run_id)))
+
+
+def test_the_next_job_of_the_same_id_begins_at_the_beginning(etcd, run_id, tmp_path):
+    for order, exitcode in (("exit 3", 1), ("finish", 0)):
+        with job(tmp_path / order, flags(etcd, run_id, "--nnodes=1:2 --max-restarts=0")) as it:
+            node = it.start()
+            it.world(0, 1)
+            it.order(order)
+            assert node.wait() == exitcode, it.said()
+
+
+@pytest.mark.slow
+def test_a_killed_node_is_replaced(etcd, run_id, tmp_path):
+    with job(tmp_path, flags(etcd, run_id, "--nnodes=2 --lease=1")) as it:
+        first, second = it.start(), it.start()
+        it.world(0, 2)
+        second.kill()
+        poll_for(lambda: first.events("waiting"), what="the job waits")
+        third = it.start()
+        it.world(1, 2)
+        it.order("finish")
+        assert [first.wait(), third.wait()] == [0, 0], it.said()
+
+
+def test_a_job_whose_nodes_were_all_killed_goes_on_when_they_come_back(etcd, run_id, tmp_path):
+    with job(tmp_path, flags(etcd, run_id, "--nnodes=1:2 --lease=1")) as it:
+        it.start()
+        it.world(0, 1)
+        it.nodes[0].kill()
+        node = it.start()
+        it.world(1, 1)
+        it.order("finish")
+        assert node.wait() == 0, it.said()
+    assert "kvs" not in asyncio.run(ask(etcd, "/v3/kv/range", keys_of(run_id)))

@@ -1,0 +1,134 @@
+import base64
+import json
+
+import pytest
+
+from torchelastic.errors import WireError
+from torchelastic.rendezvous.etcd import messages
+from torchelastic.rendezvous.etcd.feed import Feed
+from torchelastic.rendezvous.etcd.messages import Busy, JobKeys, Refused
+from torchelastic.rendezvous.store import Change, Item, Listing
+
+KEYS = JobKeys.of("job", "/torchelastic")
+
+
+def b64(text):
+    return base64.b64encode(text.encode()).decode()
+
+
+@pytest.mark.parametrize(
+    ("job", "prefix", "root"),
+    [
+        ("job", "/torchelastic", "/torchelastic/job/"),
+        ("job", "torchelastic/p2p/", "/torchelastic/p2p/job/"),
+        ("a/b", "/x", "/x/a%2Fb/"),
+        ("é %", "/x", "/x/%C3%A9%20%25/"),
+    ],
+)
+def test_where_the_keys_of_a_job_are(job, prefix, root):
+    keys = JobKeys.of(job, prefix)
+    assert (keys.root, keys.job) == (root, f"{root}job")
+    assert keys.full("member/1") == f"{root}keys/member/1"
+    assert keys.short(keys.full("member/1")) == "member/1"
+
+
+def test_a_range_ends_before_the_first_key_that_begins_otherwise():
+    assert messages.key_range("a/") == {"key": b64("a/"), "range_end": b64("a0")}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error", "words"),
+    [
+        (200, b"", WireError, "not etcd's"),
+        (200, b"[1]", WireError, "not etcd's"),
+        (200, b"{}", WireError, "no header"),
+        (200, b'{"result": 3}', WireError, "no header"),
+        (404, b"Not Found", WireError, "HTTP status 404"),
+        (400, b"Client sent an HTTP request to an HTTPS server.\n", WireError, "HTTP status 400"),
+        (503, b"<html>", Busy, "HTTP status 503"),
+        (500, b'{"message": "odd"}', Busy, "odd"),
+        (503, b'{"error": "no leader", "code": 14}', Busy, "no leader"),
+        (200, b'{"error": {"grpc_code": 1, "message": "closing"}}', Busy, "closing"),
+        (404, b'{"error": "e", "message": "lease not found", "code": 5}', Refused, "lease not fo"),
+        (401, b'{"code": 16, "message": "invalid auth token", "details": []}', Refused, "token"),
+    ],
+)
+def test_answers_that_are_none(status, body, error, words):
+    with pytest.raises(error, match=words):
+        messages.read(status, body)
+
+
+def test_streams_wrap_what_others_tell_plainly():
+    plain = {"header": {"revision": "7"}, "TTL": "3"}
+    for body in (plain, {"result": plain}):
+        answer = messages.read(200, json.dumps(body).encode())
+        assert messages.revision(answer) == 7
+        assert messages.time_to_live(answer) == 3
+
+
+def row(key, value, created, modified):
+    stored = messages.encode_value(key, value, "stamp").decode()
+    return {
+        "key": b64(KEYS.full(key)),
+        "value": b64(stored),
+        "create_revision": str(created),
+        "mod_revision": str(modified),
+    }
+
+
+def test_rows_and_changes_are_told_in_our_callers_words():
+    answer = {"header": {"revision": "9"}}
+    response = {"response_range": {"kvs": [row("a", {"n": 1}, 2, 5)]}}
+    assert messages.listing(answer, response, KEYS) == Listing(9, {"a": Item({"n": 1}, 2, 5)})
+    gone = {"type": "DELETE", "kv": {"key": b64(KEYS.full("b")), "mod_revision": "6"}}
+    events = {"events": [{"kv": row("a", {}, 2, 5)}, gone]}
+    assert messages.changes(events, KEYS) == [
+        Change("a", Item({}, 2, 5), 5),
+        Change("b", None, 6),
+    ]
+
+
+@pytest.mark.parametrize("value", [b64("hello"), b64("[]"), b64("{}"), b64("3"), "", "no base64"])
+def test_what_others_wrote_is_named(value):
+    response = {"kvs": [{"key": b64(KEYS.full("a")), "value": value}]}
+    with pytest.raises(WireError):
+        messages.listing({"header": {}}, response, KEYS)
+
+
+def test_a_value_too_large_for_etcd_is_refused_before_it_is_sent():
+    with pytest.raises(WireError, match=r"'world' takes .* bytes"):
+        messages.encode_value("world", {"x": "y" * messages.VALUE_LIMIT}, "stamp")
+
+
+# --- feeds ---------------------------------------------------------------------------------------
+
+
+def put(key, revision):
+    return Change(key, Item({}, revision, revision), revision)
+
+
+def test_a_feed_tells_each_change_once():
+    feed = Feed("", 3, ())
+    assert feed.take([put("a", 3), put("a", 4)]) == [put("a", 4)]
+    # A lease that ends takes several keys at one revision.
+    both = [Change("a", None, 6), Change("b", None, 6)]
+    assert feed.take([put("a", 4), *both]) == both
+    assert feed.take(both) == []
+
+
+def test_after_a_compaction_nothing_is_left_out():
+    feed = Feed("m/", 3, ("m/told", "m/kept", "other"))
+    feed.take([put("m/new", 5), put("m/short", 6), Change("m/short", None, 7)])
+    listing = Listing(20, {"m/late": Item({}, 12, 15), "m/kept": Item({}, 2, 9)})
+    assert feed.catch_up(listing) == [
+        Change("m/kept", Item({}, 2, 9), 9),
+        Change("m/late", Item({}, 12, 15), 15),
+        Change("m/new", None, 20),
+        Change("m/told", None, 20),
+    ]
+    assert feed.take([put("m/late", 15), put("m/late", 21)]) == [put("m/late", 21)]
+
+
+def test_a_listing_tells_nothing_that_was_told():
+    feed = Feed("", 9, ("a",))
+    assert feed.catch_up(Listing(12, {"a": Item({}, 2, 9)})) == []
