@@ -107,15 +107,12 @@ def _await_answers(rules: RoundRules, state: RoundState, now: float) -> Decision
     ended = _broken(state)
     if ended is not None:
         return ended
-    steps = []
-    for node in world.nodes:
-        present = state.members.get(node.node)
-        if present is None:  # it left without waiting for the boundary
-            return script.over_by(state, "leave", world.reason)
-        if present.member.paused != world.generation:
-            return Decision()
-        steps.append(present.member.entered)
-    return _go_on_after(rules, state, max(steps), now)
+    if not all(node.node in state.members for node in world.nodes):
+        return script.over_by(state, "leave", world.reason)  # gone before the boundary
+    members = [state.members[node.node].member for node in world.nodes]
+    if not all(member.paused == world.generation for member in members):
+        return Decision()
+    return _go_on_after(rules, state, max(member.entered for member in members), now)
 
 
 def _go_on_after(rules: RoundRules, state: RoundState, step: int, now: float) -> Decision:
