@@ -51,14 +51,24 @@ class Gradients:
         else:
             self._watch()
 
-    def before_write(self) -> None:
-        """An optimizer is about to read the gradients, and somebody to zero them afterwards."""
-        if True in self._pending:
-            self._settle()
+    def before_write(self, parameters: Iterable[torch.Tensor], *, copy: bool) -> None:
+        """An optimizer is about to read those of these parameters, and may not be the last.
+
+        Values that no backward of this step has touched come from an earlier one. `copy` says
+        that the write itself can be undone: then they are wanted for doing it again.
+        """
+        if True not in self._pending:
+            return
+        for parameter in parameters:
+            index = self._index.get(parameter)
+            if index is not None and self._pending[index]:
+                self._keep(index, copy=copy)
 
     def undo(self) -> bool:
         """Put the gradients back; False if their values have been lost."""
-        self.before_write()
+        for index, pending in enumerate(self._pending):
+            if pending:
+                self._keep(index, copy=False)
         for index, parameter in enumerate(self._parameters):
             if self._marks[index] is None:
                 parameter.grad = None
@@ -102,7 +112,9 @@ class Gradients:
         if self._unhooked:
             self._install()
         if self._at_once:
-            self._settle()
+            for index, pending in enumerate(self._pending):
+                if pending:
+                    self._keep(index)
 
     def _install(self) -> None:
         remaining = []
@@ -120,20 +132,17 @@ class Gradients:
 
         return before_accumulation
 
-    def _settle(self) -> None:
-        for index, pending in enumerate(self._pending):
-            if pending:
-                self._keep(index)
-
     @torch.no_grad()
-    def _keep(self, index: int) -> None:
+    def _keep(self, index: int, *, copy: bool = True) -> None:
         """Copy the values, unless they have been zeroed: then nobody will ask for them."""
-        self._pending[index] = False
         grad = self._parameters[index].grad
+        untouched = grad is not None and (id(grad), grad._version) == self._marks[index]
+        self._pending[index] = untouched and not copy
         if grad is None:
             return
-        if (id(grad), grad._version) == self._marks[index]:
-            self._copy(index, grad)
+        if untouched:
+            if copy:
+                self._copy(index, grad)
         elif bool(grad.any()):
             # Changed where no hook looks, by clipping for one. From now on copied in time.
             self._lost = self._at_once = True

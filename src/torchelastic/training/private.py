@@ -61,7 +61,7 @@ class Publisher:
     def __init__(self, slate: Slate) -> None:
         self._slate = slate
         #: The beginning of this step, ready to be written.
-        self._begun: list[bytes] = []
+        self._begun = b""
         self._in_flight: Private | None = None
         self._with_buffers = True
 
@@ -69,16 +69,16 @@ class Publisher:
         """A step begins; the one before it is still held."""
         before, self._begun = self._begun, self._pack(version, private)
         self._in_flight = None
-        self._publish(_BEGIN, version, [*before, *self._begun])
+        self._publish(_BEGIN, version, [before, self._begun])
 
     def in_flight(self, version: Version, private: Private) -> None:
         """A collective is about to be launched; `version` is the one at the end of the step."""
         if private == self._in_flight:
             return
         self._in_flight = private
-        self._publish(_IN_FLIGHT, version, [*self._begun, *self._pack(version, private)])
+        self._publish(_IN_FLIGHT, version, [self._begun, self._pack(version, private)])
 
-    def _pack(self, version: Version, private: Private) -> list[bytes]:
+    def _pack(self, version: Version, private: Private) -> bytes:
         if not self._with_buffers:
             private = private._replace(buffers=b"")
         return pack(version, private)
@@ -92,9 +92,10 @@ class Publisher:
             )
 
 
-def pack(version: Version, private: Private) -> list[bytes]:
-    pieces = [*private.random, private.buffers]
-    return [_HEAD.pack(*version, *map(len, pieces)), *pieces]
+def pack(version: Version, private: Private) -> bytes:
+    (torch, python, numpy, cuda), buffers = private
+    sizes = len(torch), len(python), len(numpy), len(cuda), len(buffers)
+    return b"".join((_HEAD.pack(*version, *sizes), torch, python, numpy, cuda, buffers))
 
 
 def unpack(data: bytes) -> Iterator[tuple[Version, Private]]:

@@ -12,7 +12,6 @@ import random
 import struct
 import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -112,14 +111,16 @@ class _Numpy:
     """numpy's global generator. A full reading is repeated only when it may have changed."""
 
     def __init__(self) -> None:
+        self._generator: Any = None
+        self._address = 0
         self._raw = b""
         self._state = b""
 
     def capture(self) -> bytes:
-        numpy = sys.modules.get("numpy")
+        numpy: Any = sys.modules.get("numpy")
         if numpy is None:
             return b""
-        raw = self._read_raw(numpy)
+        raw = self._read_raw(numpy.random)
         if raw and raw == self._raw:
             return self._state
         self._state, keeps_deviate = self._read(numpy.random.get_state())
@@ -134,14 +135,18 @@ class _Numpy:
         words = numpy.frombuffer(state, dtype=numpy.uint32, count=624)
         position, keeps_deviate, deviate = _NUMPY_TAIL.unpack_from(state, _NUMPY_WORDS)
         numpy.random.set_state(("MT19937", words, position, keeps_deviate, deviate))
+        self._raw = b""
 
-    @staticmethod
-    def _read_raw(numpy: ModuleType) -> bytes:
+    def _read_raw(self, numpy_random: Any) -> bytes:
         """The words in use; empty if another generator was put in the legacy one's place."""
-        generator: Any = getattr(numpy.random, "get_bit_generator", lambda: None)()
-        if type(generator).__name__ != "MT19937":
+        if not hasattr(numpy_random, "get_bit_generator"):  # before numpy 1.24
             return b""
-        return ctypes.string_at(generator.ctypes.state_address, _NUMPY_RAW)
+        generator = numpy_random.get_bit_generator()
+        if generator is not self._generator:
+            self._generator = generator
+            known = type(generator).__name__ == "MT19937"
+            self._address = generator.ctypes.state_address if known else 0
+        return ctypes.string_at(self._address, _NUMPY_RAW) if self._address else b""
 
     @staticmethod
     def _read(state: Any) -> tuple[bytes, bool]:

@@ -36,7 +36,8 @@ def _copied_object(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, dict):  # OrderedDict, Counter, defaultdict
         made = value.copy()
-        made.update({key: copied(one) for key, one in value.items()} if made else {})
+        for key, one in value.items():
+            made[key] = copied(one)  # not `update`: a Counter adds
         return made
     if hasattr(value, "__array__"):
         return value.copy()
@@ -44,17 +45,18 @@ def _copied_object(value: Any) -> Any:
     return value
 
 
-@torch.no_grad()
 def put_back(live: dict[Any, Any], saved: dict[Any, Any]) -> None:
-    """Make the dict equal to what was saved, tensors in place: others may hold them."""
+    """Make the dict equal to what was saved."""
     for key in [key for key in live if key not in saved]:
         del live[key]
     for key, value in saved.items():
-        now: Any = live.get(key)
-        if fits(now, value):
-            now.copy_(value)
-        else:
-            live[key] = copied(value)
+        live[key] = _placed(live.get(key), value)
+
+
+@torch.no_grad()
+def _placed(live: Any, saved: Any) -> Any:
+    """A copy of what was saved; of tensors in place, since others may hold them."""
+    return live.copy_(saved) if fits(live, saved) else copied(saved)
 
 
 def fits(live: Any, saved: Any) -> bool:
@@ -98,7 +100,9 @@ class Hyperparameters:
             )
         del self._groups[len(saved) :]  # a group added in the step that is undone
         for group, values in zip(self._groups, saved, strict=True):
-            put_back(group, {**values, "params": group["params"]})
+            parameters = group.pop("params")
+            put_back(group, values)
+            group["params"] = parameters
 
 
 class Stateful:
@@ -129,7 +133,8 @@ class Scaler:
     def restore(self, saved: tuple[Any, Any, dict[Any, Any]]) -> None:
         scaler = self._scaler
         scale, growth, stages = saved
-        put_back(scaler.__dict__, {**scaler.__dict__, "_scale": scale, "_growth_tracker": growth})
+        for name, value in (("_scale", scale), ("_growth_tracker", growth)):
+            scaler.__dict__[name] = _placed(scaler.__dict__[name], value)
         # Left as they are they say that gradients are unscaled already: the redo would fail.
         scaler._per_optimizer_states.clear()
         scaler._per_optimizer_states.update({key: dict(value) for key, value in stages.items()})
@@ -146,12 +151,7 @@ class Value:
         return copied(self._values[self._name])
 
     def restore(self, saved: Any) -> None:
-        live = self._values[self._name]
-        if fits(live, saved):
-            with torch.no_grad():
-                live.copy_(saved)
-        else:
-            self._values[self._name] = copied(saved)
+        self._values[self._name] = _placed(self._values[self._name], saved)
 
 
 def saver_of(part: Any) -> Saver:

@@ -7,8 +7,7 @@ saved by hooks, when and if they are about to change in a way that would have to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,8 +22,7 @@ from torchelastic.training.state import Torn, Version
 from torchelastic.training.writes import Writes
 
 
-@dataclass(frozen=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """The beginning of a step. What is large is not in it: only the latest can be applied."""
 
     version: Version

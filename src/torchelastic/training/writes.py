@@ -14,7 +14,7 @@ so it is copied too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -99,8 +99,8 @@ class Writes:
 
     def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         faults.at("optimizer.before")
-        self._gradients.before_write()
         key = id(optimizer)
+        self._gradients.before_write(_parameters(optimizer), copy=self.copying)
         copy = self._copies[key]
         # A second write of the same step must not replace the copy made before the first.
         if self.copying and key not in self._begun:
@@ -123,7 +123,7 @@ def _notice_zeroing(optimizer: Optimizer, gradients: Gradients) -> None:
 
     def noticed(set_to_none: bool = True) -> None:
         if gradients.pending:
-            gradients.zeroed(p for group in optimizer.param_groups for p in group["params"])
+            gradients.zeroed(_parameters(optimizer))
         zero_grad(set_to_none=set_to_none)
 
     optimizer.zero_grad = noticed  # type: ignore[method-assign]
@@ -146,8 +146,8 @@ class _Copy:
 
     @torch.no_grad()
     def take(self) -> None:
-        state, groups = self._optimizer.state, self._optimizer.param_groups
-        self._parameters = [parameter for group in groups for parameter in group["params"]]
+        state = self._optimizer.state
+        self._parameters = list(_parameters(self._optimizer))
         self._parameter_copies = _copy_all(self._parameters, self._parameter_copies)
         tensors = [
             value
@@ -188,3 +188,7 @@ def _copy_all(live: Sequence[torch.Tensor], rooms: list[torch.Tensor]) -> list[t
     if rooms:
         torch._foreach_copy_(rooms, list(live))
     return rooms
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
