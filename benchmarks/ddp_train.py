@@ -5,43 +5,14 @@ that what a fault has cost can be read from the workers' logs and from nothing e
 """
 
 import argparse
-import json
 import os
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+import workload
 from torch.nn.parallel import DistributedDataParallel
-
-ACCELERATOR_SECONDS = 0.01  # a step sleeps as long: the time a real one spends on an accelerator
-CHECKPOINT_EVERY = 5
-
-
-class StepLog:
-    """JSON lines of one worker, in a file that no other process writes.
-
-    Each line is one write, so a killed worker leaves whole lines. The times are CLOCK_MONOTONIC,
-    which all processes of a machine share.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self._file = (directory / f"{os.getpid()}-{time.monotonic_ns()}.jsonl").open("ab", 0)
-        self._who = {
-            "pid": os.getpid(),
-            "rank": int(os.environ["RANK"]),
-            "size": int(os.environ["WORLD_SIZE"]),
-            "generation": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
-        }
-
-    def in_world(self, world: int) -> None:
-        self._who["world"] = world
-
-    def write(self, event: str, **facts: float) -> None:
-        line = {"t": time.monotonic(), "event": event, **self._who, **facts}
-        self._file.write(json.dumps(line).encode() + b"\n")
+from workload import StepLog
 
 
 def agree(first_step: int) -> tuple[int, int]:
@@ -54,55 +25,29 @@ def agree(first_step: int) -> tuple[int, int]:
     return int(facts[0]), int(facts[1])
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Take up the checkpoint, if there is one; return the number of steps it holds."""
-    if not path.exists():
-        return 0
-    state = torch.load(path, weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    return int(state["step"])
-
-
-def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write the checkpoint so that a kill at any moment leaves the old one or the new one."""
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-    beside = path.with_suffix(f".{os.getpid()}.tmp")
-    torch.save(state, beside)
-    beside.replace(path)
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    loss = nn.functional.mse_loss(model(torch.randn(32, 128)), torch.zeros(32, 8))
-    optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    time.sleep(ACCELERATOR_SECONDS)
-
-
 def train(arguments: argparse.Namespace, log: StepLog) -> None:
-    model = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 8))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    world, step = agree(load(arguments.checkpoint, model, optimizer))
-    log.in_world(world)
+    model, optimizer = workload.build(arguments.size)
+    world, step = agree(workload.load(arguments.checkpoint, model, optimizer))
+    generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    log.in_world(world, dist.get_rank(), dist.get_world_size(), generation)
     log.write("ready")
     wrapped = DistributedDataParallel(model)
+    group = dist.distributed_c10d._get_default_group()
     last = step + arguments.steps if arguments.steps else float("inf")
     while step < last and time.monotonic() < arguments.until:
         began = time.monotonic()
-        train_step(wrapped, optimizer)
+        optimizer.zero_grad()
+        workload.forward(wrapped, arguments.size).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        time.sleep(arguments.accelerator)
         step += 1
-        log.write("step", step=step, began=began)
-        if dist.get_rank() == 0 and step % CHECKPOINT_EVERY == 0:
-            save(arguments.checkpoint, model, optimizer, step)
+        log.step(step, began, collectives=group._get_sequence_number_for_group())
+        if dist.get_rank() == 0 and workload.due(arguments.checkpoint_every, step):
+            workload.save(arguments.checkpoint, model, optimizer, step)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--record", type=Path, required=True, help="directory of the step logs")
-    parser.add_argument("--checkpoint", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=0, help="stop after as many (0: no limit)")
-    parser.add_argument("--seconds", type=float, default=900, help="stop after as long")
+    parser = workload.parser(__doc__)
     parser.add_argument("--then-sleep", action="store_true", help="stay, idle, after the last step")
     arguments = parser.parse_args()
     arguments.until = time.monotonic() + arguments.seconds

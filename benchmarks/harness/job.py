@@ -9,8 +9,8 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,6 +46,22 @@ class Node:
         self.process.wait()
         return killed
 
+    def freeze(self) -> float:
+        """SIGSTOP to all of the node, the launcher first; return the time before it."""
+        pids = [self.process.pid, *processes.descendants(self.process.pid)]
+        stopped = time.monotonic()
+        processes.send(pids, signal.SIGSTOP)
+        return stopped
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where on this machine a node runs, if not like all others."""
+
+    prefix: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
 
 class Job:
     """Starts nodes, reads what their workers log, and leaves nothing behind.
@@ -61,20 +77,25 @@ class Job:
         *,
         workers: int = 2,
         elastic: bool = True,
+        nodes: str = "1:3",
+        address: str = "127.0.0.1",
+        parent: Path | None = None,
     ) -> None:
         self.launcher = launcher
         self.workers = workers
         self.nodes: list[Node] = []
         self.history = History()
         # Short: Unix sockets below it may have paths of 107 bytes at most.
-        self.directory = Path(tempfile.mkdtemp(prefix="bench-"))
-        self._script = [
+        self.directory = Path(tempfile.mkdtemp(prefix="bench-", dir=parent))
+        self.script = [
             str(SCRIPTS / script),
             f"--record={self.directory / 'logs'}",
             f"--checkpoint={self.directory / 'checkpoint.pt'}",
             *arguments,
         ]
-        self._endpoint = f"127.0.0.1:{_free_port()}" if elastic else ""
+        self._nodes = nodes
+        #: Where the processes of the job meet.
+        self.endpoint = f"{address}:{free_port(address)}" if elastic else ""
         self._logs: dict[str, _Tail] = {}
 
     def __enter__(self) -> Job:
@@ -83,18 +104,25 @@ class Job:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def start_node(self) -> Node:
-        script = self._script
-        if self._endpoint:
+    def start_node(self, workers: int | None = None, place: Place | None = None) -> Node:
+        """A node of the job, with as many workers as the others unless told."""
+        place = place or Place()
+        launcher = replace(self.launcher, flags=(*self.launcher.flags, *place.flags))
+        count = workers or self.workers
+        if self.endpoint:
             job = self.directory.name
-            command = self.launcher.elastic("1:3", self.workers, self._endpoint, job, script)
+            command = launcher.elastic(self._nodes, count, self.endpoint, job, self.script)
         else:
-            command = self.launcher.single(self.workers, script)
+            command = launcher.single(count, self.script)
+        return self.start([*place.prefix, *command], place.environment)
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> Node:
+        """Any process of the job."""
         with (self.directory / f"node-{len(self.nodes)}.out").open("wb") as output:
             started = time.monotonic()
             process = subprocess.Popen(
                 command,
-                env=self._environment(),
+                env={**self._environment(), **environment},
                 cwd=self.directory,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -115,7 +143,7 @@ class Job:
 
     def guest(self) -> Node:
         """The node of two that does not host the rendezvous."""
-        port = int(self._endpoint.split(":")[1])
+        port = int(self.endpoint.split(":")[1])
         hosts = [node for node in self.nodes if processes.listens(node.process.pid, port)]
         guests = [node for node in self.nodes if node not in hosts]
         if len(hosts) != 1 or len(guests) != 1:
@@ -184,13 +212,15 @@ class Job:
 
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+        given = self.launcher.environment
+        paths = [str(SCRIPTS), given.get("PYTHONPATH"), kept.get("PYTHONPATH")]
         return {
             **kept,
             "GLOO_SOCKET_IFNAME": "lo",
-            # Where a preloaded module is found.
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(SCRIPTS), kept.get("PYTHONPATH")])),
             "TMPDIR": str(self.directory),
-            **self.launcher.environment,
+            **given,
+            # Where the workload, a preloaded module and a peer are found.
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
 
 
@@ -209,7 +239,7 @@ class _Tail:
         self._file.close()
 
 
-def _free_port() -> int:
+def free_port(address: str = "127.0.0.1") -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address, 0))
         return int(probe.getsockname()[1])

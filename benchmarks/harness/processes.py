@@ -46,11 +46,15 @@ def parent(pid: int) -> int:
     return int(stat_fields(pid)[1])
 
 
-def kill(pids: Iterable[int]) -> None:
-    """SIGKILL to each, in order; those already gone are passed over."""
+def send(pids: Iterable[int], number: signal.Signals) -> None:
+    """A signal to each, in order; those already gone are passed over."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
+
+
+def kill(pids: Iterable[int]) -> None:
+    send(pids, signal.SIGKILL)
 
 
 def end_descendants(timeout: float = 10.0) -> None:

@@ -42,11 +42,11 @@ def render(results: Results) -> str:
         *_cold(results),
         *_idle(results),
     ]
-    parts = [_about(results), table(HEAD, rows), FOOTNOTE]
+    parts = [about(results), table(HEAD, rows), FOOTNOTE]
     if results.faults:
-        parts.append(table(SPREAD_HEAD, _spread(results)))
-    if failures := _failures(results):
-        parts.append("What went wrong:\n\n" + "\n".join(f"- {line}" for line in failures))
+        parts.append(table(SPREAD_HEAD, spread(results)))
+    if lines := failures(results):
+        parts.append("What went wrong:\n\n" + "\n".join(f"- {line}" for line in lines))
     return "\n\n".join(parts) + "\n"
 
 
@@ -73,7 +73,7 @@ def best_setting(results: Results, row: str) -> str | None:
     return min(sound or able, key=lambda name: results.summary(row, name).median, default=None)
 
 
-def _about(results: Results) -> str:
+def about(results: Results) -> str:
     facts = results.about
     changed = " with changes" if facts.get("changed") else ""
     minutes = f", {facts['minutes']:.0f} minutes" if "minutes" in facts else ""
@@ -83,14 +83,17 @@ def _about(results: Results) -> str:
     )
 
 
-def seconds(summary: Summary) -> str:
+def seconds(summary: Summary, digits: int = 2) -> str:
     """`0.31 s (0.28 to 0.40)`, or how many failed."""
     if not summary.count:
         return NOT_MEASURED
     failed = f"{summary.failed} of {summary.count} failed"
     if not summary.times:
         return failed
-    text = f"{summary.median:.2f} s ({min(summary.times):.2f} to {max(summary.times):.2f})"
+    median, low, high = (
+        f"{each:.{digits}f}" for each in (summary.median, min(summary.times), max(summary.times))
+    )
+    text = f"{median} s ({low} to {high})"
     return f"{text}, {failed}" if summary.failed else text
 
 
@@ -239,7 +242,7 @@ def _megabytes(found: Footprint | None, name: str) -> str:
     return f"{getattr(found, name):.0f} MB" if found else NOT_MEASURED
 
 
-def _spread(results: Results) -> list[Row]:
+def spread(results: Results) -> list[Row]:
     return [
         _spread_row(row, name, results)
         for row, launchers in results.faults.items()
@@ -268,7 +271,7 @@ def _spread_row(row: str, name: str, results: Results) -> Row:
     )
 
 
-def _failures(results: Results) -> list[str]:
+def failures(results: Results) -> list[str]:
     return [
         f"{row}, {name}, {number}: {each.note}"
         for row, launchers in results.faults.items()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.harness import processes
 from benchmarks.harness.job import Job, JobFailed
 from benchmarks.harness.launchers import Launcher
+
+T = TypeVar("T")
 
 FULL_WORLD = 4  # two nodes of two workers
 GROWN_WORLD = 6
@@ -32,12 +34,12 @@ class Repetition:
     output: str = ""
 
 
-def quiet_seconds(index: int) -> float:
+def quiet_seconds(index: int, least: float = 2.0) -> float:
     """How long a job trains before a fault: 2 to 4 s, spread evenly.
 
     Heartbeats have a beat. At one fixed delay all faults would meet it at the same place.
     """
-    return 2 + 2 * (index * 0.618 % 1)
+    return least + least * (index * 0.618 % 1)
 
 
 def kill_worker(job: Job, index: int) -> Repetition:
@@ -65,7 +67,7 @@ def add_node(job: Job, index: int) -> Repetition:
     patience = job.launcher.patience
     first = job.wait_for(lambda: job.history.first_finish(after=asked, size=GROWN_WORLD), patience)
     if first is None:
-        return _failed(job, set(), f"not admitted within {patience:g} s")
+        return failed(job, set(), f"not admitted within {patience:g} s")
     # Trained for a while, so that a world that lives beside the new one is seen.
     job.wait_for(lambda: job.history.trained_for(GROWN_WORLD, time.monotonic()) >= 2, 10)
     gap = job.history.largest_gap(asked, first.time)
@@ -78,7 +80,7 @@ def _recovery(job: Job, killed: float, known: set[int], size: int | None) -> Rep
         lambda: job.history.first_finish(after=killed, size=size, not_in=known), patience
     )
     if first is None:
-        return _failed(job, known, f"did not recover within {patience:g} s")
+        return failed(job, known, f"did not recover within {patience:g} s")
     return _outcome(job, known, first.time - killed)
 
 
@@ -88,7 +90,7 @@ def _outcome(job: Job, known: set[int], seconds: float, **details: Any) -> Repet
     return Repetition(seconds, note, len(overlaps), {**details, "worlds": job.worlds(known)})
 
 
-def _failed(job: Job, known: set[int], note: str) -> Repetition:
+def failed(job: Job, known: set[int], note: str) -> Repetition:
     ended = not any(node.process.poll() is None for node in job.nodes)
     overlaps = job.history.overlapping(known)
     notes = ["all nodes ended" if ended else note, *([SPLIT] if overlaps else [])]
@@ -123,9 +125,7 @@ IMPORTS = Scenario(
 )
 
 
-def interleave(
-    launchers: Sequence[tuple[Launcher, int]], block: int
-) -> Iterator[tuple[Launcher, range]]:
+def interleave(launchers: Sequence[tuple[T, int]], block: int) -> Iterator[tuple[T, range]]:
     """Blocks of repetitions (numbered) that alternate between launchers until each has its count.
 
     Whatever else happens on the machine meanwhile meets all of them.
@@ -139,6 +139,29 @@ def interleave(
 
 
 def run_block(scenario: Scenario, launcher: Launcher, numbers: range) -> Iterator[Repetition]:
+    """The faults of these numbers, in jobs of two nodes."""
+    return attempts(
+        Attempt(
+            lambda: Job(launcher, scenario.script), _start, scenario.fault, scenario.faults_per_job
+        ),
+        numbers,
+    )
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How to get a job to train, and what then happens to it."""
+
+    job: Callable[[], Job]
+    #: Until it trains; raises JobFailed.
+    start: Callable[[Job], None]
+    fault: Callable[[Job, int], Repetition]
+    faults_per_job: int = 1
+    #: Looks at a job that is about to be closed.
+    look: Callable[[Job], None] = lambda job: None
+
+
+def attempts(attempt: Attempt, numbers: range) -> Iterator[Repetition]:
     """The faults of these numbers, in one job while it recovers and may take more, else in new.
 
     A job that does not get to train is no outcome of a fault: it is started again, and counted.
@@ -146,30 +169,35 @@ def run_block(scenario: Scenario, launcher: Launcher, numbers: range) -> Iterato
     left = list(numbers)
     failed_starts = 0
     while left:
-        with Job(launcher, scenario.script) as job:
-            if not _start(job) and failed_starts < MAX_FAILED_STARTS:
+        with attempt.job() as job:
+            if not _starts(attempt, job) and failed_starts < MAX_FAILED_STARTS:
                 failed_starts += 1
                 continue
-            for number in left[: scenario.faults_per_job]:
+            for number in left[: attempt.faults_per_job]:
                 left.remove(number)
-                repetition = _attempt(scenario, job, number)
+                repetition = _suffer(attempt, job, number)
                 repetition.details["failed_starts"], failed_starts = failed_starts, 0
                 yield repetition
                 if repetition.seconds is None:
                     break
+            attempt.look(job)
 
 
-def _start(job: Job) -> bool:
+def _start(job: Job) -> None:
+    job.start_two_nodes()
+    job.wait_training(FULL_WORLD, quiet=0.5)
+
+
+def _starts(attempt: Attempt, job: Job) -> bool:
     try:
-        job.start_two_nodes()
-        job.wait_training(FULL_WORLD, quiet=0.5)
+        attempt.start(job)
     except JobFailed:
         return False
     return True
 
 
-def _attempt(scenario: Scenario, job: Job, number: int) -> Repetition:
+def _suffer(attempt: Attempt, job: Job, number: int) -> Repetition:
     try:
-        return scenario.fault(job, number)
+        return attempt.fault(job, number)
     except JobFailed as failure:
-        return _failed(job, set(), str(failure))
+        return failed(job, set(), str(failure))

@@ -7,6 +7,7 @@ so two worlds that train at the same time are told apart whatever their launcher
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
@@ -130,6 +131,12 @@ class History:
     def latest(self) -> Span:
         """The world that finished a step last."""
         return self.spans[max(self.finishes, key=lambda finish: finish.time).world]
+
+    def step_seconds(self, world: int) -> float:
+        """The median time between two finished steps of a world: an ordinary step."""
+        times = [finish.time for finish in self.finishes if finish.world == world]
+        gaps = [later - earlier for earlier, later in pairwise(sorted(times))]
+        return statistics.median(gaps) if gaps else 0.0
 
     def overlapping(self, known: Iterable[int] = ()) -> list[tuple[Span, Span]]:
         """Pairs of worlds of which one made a step before the other had made its last one.

@@ -1,0 +1,178 @@
+"""What a fault costs workers that never stop, beside everybody else who keeps a training alive.
+
+Four workers under `torchelastic.train`, tuned torchrun, torchft and NVRx's in-process restart; the
+same model, the same faults, the same log. See README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.harness import bandwidth, contestants, in_process_faults, processes, runs, steady
+from benchmarks.harness.contestants import (
+    NVRX,
+    OURS_IN_PROCESS,
+    TORCHFT,
+    TORCHFT_SHORT,
+    TORCHRUN_TUNED,
+    Contestant,
+)
+from benchmarks.harness.in_process_faults import WATCHED, Fault, cut_node, last_resorts
+from benchmarks.harness.in_process_report import CONTROLS, LARGE, SMALL, render
+from benchmarks.harness.in_process_results import InProcessResults
+from benchmarks.harness.job import Job, JobFailed
+from benchmarks.harness.network import Network
+from benchmarks.harness.results import about_this_run
+from benchmarks.harness.scenarios import attempts, interleave
+
+HERE = Path(__file__).resolve().parent
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        in_process_faults.KILL,
+        in_process_faults.KILL_LARGE,
+        in_process_faults.STOP,
+        in_process_faults.FREEZE,
+        in_process_faults.JOIN,
+        in_process_faults.JOIN_LARGE,
+    )
+}
+ROWS = ("kill", "kill-25m", "stop", "freeze", "cut", "join", "join-25m", "steady")
+
+
+def counts(row: str, quick: bool) -> list[tuple[Contestant, int]]:
+    """How often each contestant meets a fault: peers less often, for each costs them seconds."""
+    ours, theirs, few = (3, 1, 1) if quick else (10, 5, 2)
+    nightly = TORCHFT[2]
+    named = (nightly,) if quick else TORCHFT
+    return {
+        "kill": [
+            (OURS_IN_PROCESS, ours),
+            *((each, theirs) for each in (TORCHRUN_TUNED, *named, TORCHFT_SHORT, NVRX)),
+        ],
+        "kill-25m": [
+            (OURS_IN_PROCESS, ours),
+            *((each, few) for each in (TORCHRUN_TUNED, nightly, NVRX) if not quick),
+        ],
+        "stop": [(WATCHED, ours)],
+        "freeze": [(OURS_IN_PROCESS, ours)],
+        "cut": [(OURS_IN_PROCESS, ours)],
+        "join": [(OURS_IN_PROCESS, ours), (TORCHRUN_TUNED, theirs)],
+        "join-25m": [(OURS_IN_PROCESS, (ours + 1) // 2)],
+    }[row]
+
+
+def steady_pairs(quick: bool) -> list[tuple[steady.Comparison, int]]:
+    """How many pairs of jobs tell what a step costs, and how many tell what is noise."""
+    small, large, noise = (2, 2, 2) if quick else (6, 4, 3)
+    return [(SMALL, small), (LARGE, large), *((each, noise) for each in CONTROLS)]
+
+
+class Run:
+    """One run of the benchmark."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.results = InProcessResults(about_this_run())
+        self._progress = runs.Progress()
+
+    def perform(self, row: str) -> None:
+        if not self.results.bandwidth:
+            self.results.bandwidth = bandwidth.socket_bandwidth()
+        if row == "steady":
+            self._steady()
+        elif row == "cut":
+            self._cut()
+        else:
+            self._fault(FAULTS[row])
+
+    def finish(self) -> None:
+        self._progress.finish(self.results)
+
+    def _cut(self) -> None:
+        if not Network.available():
+            print("cut: not measured, it needs root and the ip command", file=sys.stderr)
+            return
+        with Network() as network:
+            self._fault(cut_node(network))
+
+    def _fault(self, fault: Fault) -> None:
+        wanted = [
+            (contestant, self._often(count))
+            for contestant, count in counts(fault.name, self.arguments.quick)
+            if self._is_wanted(contestant)
+        ]
+        for contestant, numbers in interleave(wanted, block=5):
+            self._block(fault, contestant, numbers)
+
+    def _block(self, fault: Fault, contestant: Contestant, numbers: range) -> None:
+        attempt = replace(fault.attempt(contestant, fault), look=self._look)
+        for number, found in zip(numbers, attempts(attempt, numbers), strict=True):
+            self.results.add(fault.name, contestant.name, found)
+            self._progress.tell(fault.name, contestant.name, number, found.seconds)
+            if found.seconds is None:
+                print(f"  {found.note}\n{found.output}", file=sys.stderr)
+
+    def _look(self, job: Job) -> None:
+        self.results.last_resorts += last_resorts(job.directory)
+
+    def _steady(self) -> None:
+        quick = self.arguments.quick
+        try:
+            for script in (steady.RESIDENT, steady.BARE):
+                if (found := steady.trace(script, SMALL.size)) is not None:
+                    self.results.calls[script] = found
+            for comparison, count in steady_pairs(quick):
+                self._compare(comparison, count)
+        except JobFailed as failure:
+            print(f"steady: {failure}", file=sys.stderr)
+
+    def _compare(self, comparison: steady.Comparison, count: int) -> None:
+        kept = self.results.steady.setdefault(comparison.name, [])
+        for pair in steady.compare(comparison, count):
+            kept.append(pair)
+            walls = [each.wall for each in pair]
+            self._progress.tell("steady", comparison.name, len(kept) - 1, *walls)
+
+    def _often(self, count: int) -> int:
+        most = self.arguments.repetitions
+        return count if most is None else min(count, most)
+
+    def _is_wanted(self, contestant: Contestant) -> bool:
+        only = self.arguments.only
+        return only is None or only in contestant.name
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a look, in six minutes; not saved")
+    parser.add_argument("--rows", type=runs.rows_among(ROWS), default=ROWS, help=",".join(ROWS))
+    parser.add_argument("--repetitions", type=int, help="at most as many per fault")
+    parser.add_argument("--only", metavar="NAME", help="contestants whose name contains this")
+    runs.add_saving(parser, HERE / "results")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    arguments = parse(None)
+    contestants.install()
+    runs.end_in_order()
+    processes.become_subreaper()
+    run = Run(arguments)
+    whole = runs.perform_all(run, arguments.rows)
+    rendered = render(run.results)
+    print(rendered)
+    some = arguments.quick or arguments.only or arguments.repetitions or arguments.rows != ROWS
+    if whole and (not some or arguments.save) and not arguments.no_save:
+        runs.save(run.results, rendered, arguments.results, "in-process")
+    return 0 if whole else 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
