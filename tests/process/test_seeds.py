@@ -1,8 +1,9 @@
 """What the documents this project grew from show is run here as they show it.
 
 Placeholders are filled in, `bagua` is read as `torchelastic`, missing colons are added; nothing
-else. Each test says which lines of which document it runs. Commands that need etcd, and the
-`State`/`train_step` program, are not among them yet.
+else. Each test says which lines of which document it runs. etcd gets other ports than printed and
+a directory for its data, so that tests do not meet. The `State`/`train_step` program is not among
+them yet.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import re
 import shlex
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.process.jobs import Job, Node, job
+from tests.etcd import Etcd, binary, need_etcd
+from tests.process.jobs import Job, Node, free_port, job
 from tests.support import poll_for
 from torchelastic.cli.flags import DISTRIBUTED_RUN
 from torchelastic.cli.job import launch_config
@@ -52,6 +55,24 @@ python -m bagua.distributed.run \
         --rdzv_endpoint=$HOST_NODE_ADDR \
         YOUR_TRAINING_SCRIPT.py (--arg1 ... train script args...)
 """
+
+SEED_002_LINE_27 = """
+etcd --enable-v2
+     --listen-client-urls http://0.0.0.0:2379,http://127.0.0.1:4001
+     --advertise-client-urls PUBLIC_HOSTNAME:2379
+"""
+
+SEED_002_LINE_35 = """
+python -m torchelastic.distributed.launch
+        --nnodes=NUM_NODES
+        --nproc_per_node=TRAINERS_PER_NODE
+        --rdzv_id=JOB_ID
+        --rdzv_backend=etcd
+        --rdzv_endpoint=ETCD_HOST:ETCD_PORT
+        YOUR_TRAINING_SCRIPT.py (--arg1 ... train script args...)
+"""
+
+SEED_002_LINE_49 = SEED_002_LINE_35.replace("NUM_NODES", "MIN_SIZE:MAX_SIZE")
 
 SEED_002_LINE_82 = """\
 def main():
@@ -297,6 +318,72 @@ def test_seed_001_line_55_the_port_defaults_to_29400(address, endpoint):
 
 
 # --- seed 002 ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def seeds_etcd(tmp_path) -> Iterator[Etcd]:
+    """Seed 002, line 27: etcd, started as printed."""
+    need_etcd()
+    directory = tmp_path / "etcd"
+    directory.mkdir()
+    etcd = Etcd(directory)
+    filled = SEED_002_LINE_27.replace("PUBLIC_HOSTNAME", "http://public-hostname.invalid")
+    filled = filled.replace("2379", str(etcd.port)).replace("4001", str(free_port()))
+    _, *flags = filled.split()
+    own = [f"--data-dir={directory}/data", f"--listen-peer-urls=http://127.0.0.1:{free_port()}"]
+    try:
+        etcd.run([binary() or "etcd", *flags, *own])
+        yield etcd
+    finally:
+        etcd.stop()
+
+
+def at_etcd(command: str, etcd: Etcd, **filled: str) -> str:
+    """A command of seed 002 with its placeholders filled in, on one line."""
+    filled |= {"TRAINERS_PER_NODE": "1", "JOB_ID": "seed", "ETCD_HOST": "127.0.0.1"}
+    filled |= {"ETCD_PORT": str(etcd.port)}
+    for name, value in filled.items():
+        command = command.replace(name, value)
+    return " ".join(command.split())
+
+
+@pytest.mark.slow
+def test_seed_002_line_35_a_fault_tolerant_job_at_etcd(tmp_path, seeds_etcd):
+    """Seed 002, lines 27, 35 and 82: two nodes; a worker fails, then a node, and another comes."""
+    script, gate = written(tmp_path, BY_EPOCHS), Gate(tmp_path)
+    command = at_etcd(SEED_002_LINE_35, seeds_etcd, NUM_NODES="2")
+    arguments = (f"--checkpoint_path={tmp_path / 'checkpoint.pt'}", "--backend=gloo")
+    with job(tmp_path / "job") as it:
+        first = launch(it, gate, command, script, *arguments)
+        poll_for(lambda: first.events("joined"), what="the first node has joined")
+        second = launch(it, gate, command, script, *arguments)
+        gate.open_until(4)
+        expect(it, "generation 0 rank 0 of 2 has done step 4, batch 0")
+        kill_worker(second, rank=1)
+        for rank in (0, 1):
+            expect(it, f"generation 1 rank {rank} of 2 begins at epoch 1")
+        second.kill()
+        third = launch(it, gate, command, script, *arguments)
+        for rank in (0, 1):
+            expect(it, f"generation 2 rank {rank} of 2 begins at epoch 1")
+        gate.open_until(9)
+        assert [first.wait(), third.wait()] == [0, 0], it.said()
+
+
+def test_seed_002_line_49_an_elastic_job_at_etcd(tmp_path, seeds_etcd):
+    """Seed 002, lines 27, 49 and 82: from the smallest number of nodes to the largest."""
+    script, gate = written(tmp_path, BY_EPOCHS), Gate(tmp_path)
+    command = at_etcd(SEED_002_LINE_49, seeds_etcd, MIN_SIZE="1", MAX_SIZE="2")
+    arguments = (f"--checkpoint_path={tmp_path / 'checkpoint.pt'}", "--backend=gloo")
+    with job(tmp_path / "job") as it:
+        first = launch(it, gate, command, script, *arguments)
+        gate.open_until(4)
+        expect(it, "generation 0 rank 0 of 1 has done step 4, batch 0")
+        second = launch(it, gate, command, script, *arguments)
+        for rank in (0, 1):
+            expect(it, f"generation 1 rank {rank} of 2 begins at epoch 1")
+        gate.open_until(9)
+        assert [first.wait(), second.wait()] == [0, 0], it.said()
 
 
 def test_seed_002_line_82_a_failure_loses_at_most_one_epoch(tmp_path):
