@@ -22,7 +22,20 @@ CPU_SECONDS = 0.150
 
 
 def test_public_names():
-    assert torchelastic.__all__ == ["LaunchConfig", "__version__", "elastic_launch"]
+    assert torchelastic.__all__ == [
+        "Coordinator",
+        "LaunchConfig",
+        "NonRetryableException",
+        "SimpleWorkerStats",
+        "State",
+        "StopException",
+        "TorchState",
+        "WorkerStats",
+        "__version__",
+        "elastic_launch",
+        "run_train",
+        "train",
+    ]
 
 
 @pytest.mark.parametrize("name", torchelastic.__all__)

@@ -4,18 +4,29 @@
 
     from torchelastic import LaunchConfig, elastic_launch
 
-    results = elastic_launch(LaunchConfig(nproc_per_node=2), train)(args)
+    results = elastic_launch(LaunchConfig(nproc_per_node=2), main)(args)
+
+A training whose processes live on when others are lost:
+
+    import torchelastic
+    from torchelastic.p2p import CoordinatorP2P
+
+    torchelastic.train(CoordinatorP2P(), train_step, state)
 
 Layout, from top to bottom; nothing imports from a layer above its own:
 
     cli/, distributed/    argv becomes a job: `torchelastic run` and its module entry points
     launcher              the same from Python: `elastic_launch`
+    p2p, train_loop, state, coordinator, worker_stats, fault_injection
+                          the module names of release 0.1
     agent/                one per node: starts, watches and stops the workers of the node
+    training/             the loop of a resident worker: state, process group, rolling back
     multiprocessing/      starting processes, and the error files they leave
     worker/               what runs inside a worker
     rendezvous/           how the nodes agree on a world; the store they agree through
+    checkpoint/           states in storage
     events/               what happened and why, as JSON lines
-    config, env, errors, clock, failure
+    config, env, errors, clock, failure, faults
 
 The public names are loaded when they are first used: importing the package imports neither torch
 nor anything else that takes time.
@@ -28,15 +39,42 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torchelastic.config import LaunchConfig
+    from torchelastic.coordinator import Coordinator, NonRetryableException, StopException
     from torchelastic.launcher import elastic_launch
+    from torchelastic.state import State
+    from torchelastic.train_loop import run_train, train
+    from torchelastic.training.torch_state import TorchState
+    from torchelastic.worker_stats import SimpleWorkerStats, WorkerStats
 
 __version__ = "1.0.0.dev0"
 
-__all__ = ["LaunchConfig", "__version__", "elastic_launch"]
+__all__ = [
+    "Coordinator",
+    "LaunchConfig",
+    "NonRetryableException",
+    "SimpleWorkerStats",
+    "State",
+    "StopException",
+    "TorchState",
+    "WorkerStats",
+    "__version__",
+    "elastic_launch",
+    "run_train",
+    "train",
+]
 
 _HOME = {
+    "Coordinator": "torchelastic.coordinator",
     "LaunchConfig": "torchelastic.config",
+    "NonRetryableException": "torchelastic.coordinator",
+    "SimpleWorkerStats": "torchelastic.worker_stats",
+    "State": "torchelastic.state",
+    "StopException": "torchelastic.coordinator",
+    "TorchState": "torchelastic.training.torch_state",
+    "WorkerStats": "torchelastic.worker_stats",
     "elastic_launch": "torchelastic.launcher",
+    "run_train": "torchelastic.train_loop",
+    "train": "torchelastic.train_loop",
 }
 
 

@@ -11,6 +11,7 @@ TorchElasticError
 ├── CheckpointError        a checkpoint cannot be written or loaded
 ├── NonRetryableException  user code: trying again cannot help
 ├── NotEnoughNodes         fewer than min nodes for longer than allowed (exit 170)
+├── JobClosed              the job has ended otherwise than by the end of its training
 ├── JobInterrupted         a signal asked this node to leave (exit 128 + signal)
 ├── SpawnError             a worker process could not be started
 ├── StopException          user code: the training is done
@@ -74,6 +75,10 @@ class JobInterrupted(TorchElasticError):
 
 class TransferError(TorchElasticError):
     """State that came from a peer is not what peers send, or is too large to be sent."""
+
+
+class JobClosed(TorchElasticError):
+    """The job has ended otherwise than by the end of its training; the message says how."""
 
 
 class ChannelLost(TorchElasticError):

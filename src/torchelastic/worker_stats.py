@@ -1,23 +1,7 @@
-"""What a `train_step` may tell of its speed."""
+"""`WorkerStats`, under the module name it had in release 0.1."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from torchelastic.training.worker_stats import SimpleWorkerStats, WorkerStats
 
-
-class WorkerStats(ABC):
-    """Statistics of one worker, returned by its `train_step` beside the state."""
-
-    @abstractmethod
-    def get_progress_rate(self) -> float | None:
-        """How fast this worker is: larger is faster, in a unit of its own. None: not known."""
-
-
-class SimpleWorkerStats(WorkerStats):
-    """A rate, and nothing else."""
-
-    def __init__(self, progress_rate: float | None) -> None:
-        self.progress_rate = progress_rate
-
-    def get_progress_rate(self) -> float | None:
-        return self.progress_rate
+__all__ = ["SimpleWorkerStats", "WorkerStats"]

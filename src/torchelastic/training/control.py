@@ -119,8 +119,8 @@ class Control:
     def _wait(self, probe: Callable[[], T | None]) -> T:
         with self._changed:
             while (found := probe()) is None:
-                if self._inbox.closed:
-                    raise ChannelLost(self._inbox.closed)
+                if self._inbox.closed is not None:
+                    raise self._inbox.closed
                 self._changed.wait()
             return found
 
@@ -132,17 +132,12 @@ class Control:
                 self._hear(*received)
             return
         except ChannelLost as error:
-            reason = str(error)
+            why = error
         except Exception as error:  # whatever it is, the training thread must not wait for ever
             log.exception("The control thread has failed.")
-            reason = f"Orders of the agent cannot be read: {error!r}."
-        self._close(reason)
-
-    def _close(self, reason: str) -> None:
-        """There will be no more worlds: whoever waits for one must not wait for ever."""
+            why = ChannelLost(f"Orders of the agent cannot be read: {error!r}.")
         with self._changed:
-            if not self._inbox.closed:  # the first word says most
-                self._inbox.close(reason)
+            self._inbox.close(why)
             self._changed.notify_all()
         self._abort_what_is_over()
 
@@ -156,8 +151,6 @@ class Control:
                 os.close(descriptor)
         if isinstance(order, orders.Ping):
             self.tell(self._pong())
-        elif isinstance(order, orders.Closed):
-            self._close(order.reason)
         elif isinstance(order, orders.Order):
             self._note(order)
 
@@ -165,7 +158,7 @@ class Control:
         with self._changed:
             answer = self._inbox.take(order)
             self._changed.notify_all()
-        if isinstance(order, orders.Over):
+        if isinstance(order, orders.Over | orders.Closed):
             self._abort_what_is_over()
         if answer is not None:
             self.tell(answer)

@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import Store
 from torchelastic.errors import ConfigError
 from torchelastic.training import session
 from torchelastic.training.state import State
+from torchelastic.training.worker_stats import WorkerStats
 from torchelastic.worker import channel
-from torchelastic.worker_stats import WorkerStats
 
 __all__ = ["Coordinator", "CoordinatorP2P"]
 

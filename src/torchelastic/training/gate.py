@@ -94,6 +94,16 @@ class Gate:
             self.asked = True
             self.last = step
 
+    def finish(self, step: int) -> bool:
+        """The data ended after this step, which is the last, whatever was agreed before.
+
+        Whether the step in flight can be run to its end; if not, the generation is over.
+        """
+        self.asked, self.last = True, step  # before the next line, as in `ask`
+        if self.entered > step:
+            self.end()
+        return not self.over
+
     def end(self) -> None:
         """The generation is over."""
         self.asked = True

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import deque
 
+from torchelastic.errors import JobClosed, TorchElasticError
 from torchelastic.training.gate import Gate
-from torchelastic.worker.orders import Ask, Enter, Entered, Leave, Order, Over, Through
+from torchelastic.worker.orders import Ask, Closed, Enter, Entered, Leave, Order, Over, Through
 
 
 class Inbox:
@@ -24,7 +25,7 @@ class Inbox:
         self._unanswered = False
         self._leave: Leave | None = None
         #: Why there will be no more orders.
-        self.closed = ""
+        self.closed: TorchElasticError | None = None
 
     # --- orders ----------------------------------------------------------------------------------
 
@@ -41,6 +42,8 @@ class Inbox:
                 self._end(order)
             case Leave():
                 self._leave = order
+            case Closed(reason):
+                self.close(JobClosed(reason))
         return None
 
     def _enter(self, order: Enter) -> None:
@@ -59,11 +62,8 @@ class Inbox:
             return  # we have gone on from there by agreement
         self._over, self._unanswered = order, True
         live = self._gates.get(order.generation)
-        if order.through is not None and live is not None:
-            live.run_through(order.through)
-            if live.entered <= order.through:
-                return  # the step in flight, if any, can be run to its end
-        self._void(order.generation)
+        if order.through is None or live is None or not live.finish(order.through):
+            self._void(order.generation)
 
     def _void(self, generation: int) -> None:
         """End the worlds up to this one, and those that were to begin where they would stop."""
@@ -75,9 +75,9 @@ class Inbox:
         announced = {world.generation for world in self._worlds}
         self._gates = {number: gate for number, gate in self._gates.items() if number in announced}
 
-    def close(self, reason: str) -> None:
-        """No more orders will come."""
-        self.closed = reason
+    def close(self, why: TorchElasticError) -> None:
+        """No more orders will come; the first reason is the one that counts."""
+        self.closed = self.closed or why
         for gate in self._gates.values():
             gate.end()
 
@@ -85,19 +85,14 @@ class Inbox:
 
     def is_over(self, generation: int) -> bool:
         """Whether what goes on in this generation is to be aborted."""
-        return bool(self.closed) or (
+        return self.closed is not None or (
             generation <= self._over.generation and generation not in self._gates
         )
 
     @property
     def reason(self) -> str:
         """Why the last world ended."""
-        return self.closed or self._over.reason or "it was ended"
-
-    @property
-    def finished(self) -> bool:
-        """Whether the training is done."""
-        return self._over.finished
+        return str(self.closed or self._over.reason or "it was ended")
 
     def next(self, broken: int | None) -> Enter | Over | Leave | None:
         """What the training thread, standing at a boundary, does next; None: nothing yet.

@@ -27,6 +27,7 @@ from torchelastic.errors import (
     ChannelLost,
     CheckpointError,
     ConfigError,
+    JobClosed,
     NonRetryableException,
     StopException,
 )
@@ -105,6 +106,7 @@ class Loop:
     def run(self, steps: Steps, state: State) -> State:
         """Until the training is done; returns the state, which a step may have replaced."""
         self._steps, self._state = steps, state
+        self._version = state._begins_at()
         self._control.tell(Enlisted())
         broken: int | None = None
         while True:
@@ -126,7 +128,7 @@ class Loop:
     def _next(self, broken: int | None) -> Enter | Over | Leave:
         try:
             return self._control.next(broken)
-        except ChannelLost as error:
+        except (ChannelLost, JobClosed) as error:
             raise error from self._last_error
 
     def close(self) -> None:

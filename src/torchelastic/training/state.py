@@ -68,6 +68,10 @@ class State(ABC):
         """Asked after every step, on every rank: is it time for a checkpoint? Rank 0 writes it."""
         return False
 
+    def _begins_at(self) -> Version:
+        """The version it has when the training begins."""
+        return FIRST
+
     def _committed(self, version: Version) -> None:  # noqa: B027, most states need not know
         """The step is done, and the state has this version."""
 

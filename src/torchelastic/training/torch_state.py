@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from torchelastic.training import ddp, parts, private, session, shared
+from torchelastic.training import ddp, parts, private, session, shared, transfer
 from torchelastic.training.private import Private, Publisher
 from torchelastic.training.session import Session
 from torchelastic.training.small import Hyperparameters, Saver, Stateful, Value, saver_of
@@ -129,6 +129,9 @@ class TorchState(State):
         self.step = snapshot.version[1]
         self._undo.undo(snapshot)
 
+    def _begins_at(self) -> Version:
+        return self._version
+
     def _committed(self, version: Version) -> None:
         self._version, self.step = version, version[1]
         self._undo.committed()
@@ -185,10 +188,12 @@ class TorchState(State):
         """The state, for those who lack it; None for those who have it."""
         if len(holders) == world.size:
             return None
-        from torchelastic.training import transfer
-
-        have = world.rank in holders
-        return transfer.share(world, self._tree() if have else None, holders=holders)
+        if world.rank in holders:
+            return transfer.share(world, self._tree(), holders=holders)
+        if not is_worthless(world.versions[world.rank], world.freshest):
+            return transfer.share(world, None, holders=holders)
+        self._undo.overwritten()
+        return transfer.share(world, None, holders=holders, into=self._tree())
 
     def _private_at(self, base: Version, world: Session) -> Private | None:
         """This rank's own state at `base`: remembered, or left behind by its predecessor."""
@@ -268,6 +273,15 @@ def holders_of(versions: Sequence[Version]) -> tuple[int, ...]:
     best = max(versions)
     ranks = tuple(rank for rank, version in enumerate(versions) if version == best)
     return ranks[:1] if best[0] < 0 else ranks
+
+
+def is_worthless(own: Version, base: Version) -> bool:
+    """Whether a state may be overwritten before the one that replaces it is there in full.
+
+    The state of a worker that rolled back is the second best there is, should the best be lost on
+    its way. So is a first state while nobody has a better one.
+    """
+    return own < base and own[0] < 0 <= base[0]
 
 
 # --- parts ----------------------------------------------------------------------------------------
