@@ -48,6 +48,8 @@ class Narrator:
         #: Whether nobody else is going to show the user how the job failed.
         self._prints_failure = prints_failure
         self.name = ""
+        #: The last generation whose beginning was told.
+        self._told = -1
 
     def started(self, command: list[str], pid: int) -> None:
         config = self._config
@@ -144,6 +146,9 @@ class Narrator:
             self._waits(world)
 
     def _world_runs(self, world: World) -> None:
+        if world.generation == self._told:
+            return  # its workers have turned out to be resident
+        self._told = world.generation
         names = [node.name for node in world.nodes]
         spare = "" if world.place(self._node) is not None else "; this node waits as a spare"
         logger.info("%s%s", report.world_sentence(world), spare)

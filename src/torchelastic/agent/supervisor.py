@@ -155,6 +155,8 @@ class Supervisor:
         flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
         try:
             socket.send_fds(worker.channel, [data], list(fds), flags)
+        except ConnectionError:
+            return  # it has ended, which is told elsewhere
         except OSError as error:  # it does not read any more; if it hangs, that is noticed
             logger.warning("worker %d does not hear: %s", local_rank, error)
 

@@ -284,13 +284,20 @@ class Workers:
             rank=rank,
             local_rank=local_rank,
             role=self._config.role,
-            step=self._steps.get(local_rank),
+            step=self._step(local_rank),
             wall_time=time.time(),
             **what,
         )
         if failure.told or not failure.stopped:
             self._narrator.worker_failed(failure)
             self._tell_event(group_state.WorkerFailed(failure))
+
+    def _step(self, local_rank: int) -> int | None:
+        """The step the worker was in, or had last reported."""
+        generation, step, _ = self.progress(local_rank) or (-1, -1, 0.0)
+        if generation == self.generation(local_rank) and generation >= 0:
+            return step
+        return self._steps.get(local_rank)
 
     # --- stopping --------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from torchelastic.errors import EXIT_FAILED
 from torchelastic.rendezvous import root_cause
 from torchelastic.rendezvous import round as script
-from torchelastic.rendezvous.forming import form
+from torchelastic.rendezvous.forming import form, newcomers_to
 from torchelastic.rendezvous.restart_policy import Kind
 from torchelastic.rendezvous.round_state import (
     Decision,
@@ -68,8 +68,17 @@ def _watch(rules: RoundRules, state: RoundState, now: float) -> Decision:
         return _pause(state, "leave", f"{names_of(state, leaving)} leaves ({why})")
     growth = script.consider_growth(rules, state, now)
     if growth.world is not None:
-        return _pause(state, "resize", growth.world.reason)
+        return _pause(state, "resize", _who_comes(rules, state))
     return growth
+
+
+def _who_comes(rules: RoundRules, state: RoundState) -> str:
+    world = the_world(state)
+    coming = newcomers_to(rules, state)
+    nodes = [node for node in coming if world.place(node) is None]
+    if nodes:
+        return f"{names_of(state, nodes)} joins"
+    return f"a replacement on {names_of(state, coming)} is ready"
 
 
 def _broken(state: RoundState) -> Decision | None:

@@ -31,6 +31,7 @@ def create() -> int:
     """A new, empty slate; the descriptor is the caller's."""
     descriptor = os.memfd_create("torchelastic-slate", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, _HEADER + SLOTS * mmap.PAGESIZE)
+    os.pwrite(descriptor, _PROGRESS.pack(-1, -1, math.inf), 0)
     return descriptor
 
 
