@@ -1,0 +1,103 @@
+"""DDP kept while ranks die, come and go: the parameters are those of an undisturbed run, exactly.
+
+With four ranks the last bit of a sum of gradients tells how the buckets were laid out. These tests
+fail when torch changes what `torchelastic.training.ddp` relies on.
+"""
+
+import functools
+
+import pytest
+
+from tests.process import forked
+from tests.process.kept_ddp import Run, World, train
+
+FOUR = (0, 1, 2, 3)
+#: After worker 2 has died; another takes its rank.
+REPLACED = (0, 1, 4, 3)
+STEPS = 7
+#: Small enough for several buckets.
+CAP = {"bucket_cap_mb": 0.003}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forks():
+    forked.prepare()
+
+
+def run(*worlds, **how):
+    """What the members of the last world have in the end."""
+    numbers = sorted({number for world in worlds for number in world.members})
+    with forked.ranks(train, numbers, Run(worlds, **how)) as answers:
+        for world in worlds:
+            assert world.dies is None or answers[world.dies] is None
+        return {number: answers[number] for number in worlds[-1].members}
+
+
+def final(answers):
+    """The parameters that all have."""
+    digests = {answer[0] for answer in answers.values()}
+    assert len(digests) == 1
+    return digests.pop()
+
+
+@functools.cache
+def undisturbed(options=(), **how):
+    return run(World(FOUR, STEPS), options=CAP | dict(options), **how)
+
+
+def killed(step, at, **how):
+    return final(run(World(FOUR, step + 1, dies=2, at=at), World(REPLACED, STEPS), **how))
+
+
+def test_the_bits_are_those_of_plain_ddp():
+    kept, plain = undisturbed(), undisturbed(plain=True)
+    assert final(kept) == final(plain)
+    # In the second step the buckets are laid out anew: one broadcast, torch needs two.
+    assert kept[0][1] == [1, 3, *[2] * (STEPS - 2)]
+    assert plain[0][1] == [1, 4, *[2] * (STEPS - 2)]
+
+
+def test_a_new_ddp_in_the_middle_of_a_run_would_change_the_bits():
+    worlds = World(FOUR, 4), World(FOUR, STEPS)
+    assert final(run(*worlds, options=CAP, plain=True)) != final(undisturbed())
+    assert final(run(*worlds, options=CAP)) == final(undisturbed())
+
+
+@pytest.mark.parametrize(("step", "at"), [(0, 0), (1, 0), (1, 1), (2, 1), (5, 0)])
+def test_a_worker_killed_in_backward_is_replaced(step, at):
+    assert killed(step, at, options=CAP) == final(undisturbed())
+
+
+@pytest.mark.parametrize(("step", "at"), [(0, 0), (1, 1), (4, 1)])
+@pytest.mark.parametrize(
+    "option", ["gradient_as_bucket_view", "find_unused_parameters", "static_graph"]
+)
+def test_options_of_ddp_hold(option, step, at):
+    usual = final(undisturbed(options=((option, True),)))
+    assert killed(step, at, options=CAP | {option: True}) == usual
+
+
+def test_the_first_step_is_done_again_as_it_was_begun():
+    """Its second backward has other buckets than its first."""
+    usual = final(undisturbed(backwards=2))
+    assert killed(0, 3, options=CAP, backwards=2) == usual
+
+
+@pytest.mark.parametrize(("step", "at"), [(2, 0), (3, 1)])
+def test_a_model_may_be_used_late(step, at):
+    assert killed(step, at, options=CAP, idle=2) == final(undisturbed(idle=2))
+
+
+def test_shrink_and_grow():
+    """Survivors keep their buckets, newcomers take them, wherever the run is when they come."""
+    later = World((0, 1, 3), 4), World((0, 1, 3, 4), STEPS)
+    died = run(World(FOUR, 2, dies=2, at=1), *later, options=CAP)
+    left = run(World(FOUR, 1), *later, options=CAP)
+    assert final(died) == final(left)
+
+
+def test_one_alone_and_then_more():
+    worlds = World((0,), 3), World((0, 1), 5), World((0, 1, 2), STEPS)
+    answers = run(*worlds, options=CAP)
+    final(answers)
+    assert [len(answers[number][1]) for number in (0, 1, 2)] == [7, 4, 2]
