@@ -47,6 +47,8 @@ class Presence:
         self._on_lease_lost = on_lease_lost
         self._meeting: Meeting | None = None
         self._membership: Membership | None = None
+        #: What was said before there was a record to say it.
+        self._facts: dict[str, Any] = {}
         #: What this node does as a member under its present lease.
         self._tasks: list[asyncio.Task[Any]] = []
 
@@ -71,7 +73,7 @@ class Presence:
             nproc=self._config.nproc_per_node,
             role=self._config.role,
             node_rank=self._config.node_rank,
-            **facts,
+            **{**facts, **self._facts},
         )
         self._membership = Membership(self._meeting.store, member)
         self._background(self._watch_world(), "watch-world")
@@ -90,9 +92,11 @@ class Presence:
         return name
 
     def update(self, **changes: Any) -> None:
-        """Change the member record; before joining there is none to change."""
+        """Change the member record, or what it will say once this node has joined."""
         if self._membership is not None:
             self._membership.update(**changes)
+        else:
+            self._facts.update(changes)
 
     async def _open_lease(self) -> str:
         """Open a lease and claim a name under it; again where the store took longer than the lease
