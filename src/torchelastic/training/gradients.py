@@ -101,7 +101,7 @@ class Gradients:
     def load(self, tree: Sequence[torch.Tensor | bool]) -> None:
         for parameter, grad in zip(self._parameters, tree, strict=True):
             if isinstance(grad, torch.Tensor):
-                parameter.grad = grad
+                parameter.grad, self.wanted = grad, True
             elif not grad:
                 parameter.grad = None
             elif parameter.grad is None:

@@ -123,7 +123,7 @@ class _Numpy:
         raw = self._read_raw(numpy.random)
         if raw and raw == self._raw:
             return self._state
-        self._state, keeps_deviate = self._read(numpy.random.get_state())
+        self._state, keeps_deviate = self._read(numpy.random.get_state(legacy=False))
         # A normal deviate that is kept can be used up without a change in the words.
         self._raw = b"" if keeps_deviate else raw
         return self._state
@@ -150,11 +150,11 @@ class _Numpy:
 
     @staticmethod
     def _read(state: Any) -> tuple[bytes, bool]:
-        if not isinstance(state, tuple) or state[0] != "MT19937":
+        if state["bit_generator"] != "MT19937":
             return b"", False
-        _, words, position, keeps_deviate, deviate = state
-        tail = _NUMPY_TAIL.pack(position, keeps_deviate, deviate)
-        return words.tobytes() + tail, bool(keeps_deviate)
+        words, keeps_deviate = state["state"]["key"], bool(state["has_gauss"])
+        tail = _NUMPY_TAIL.pack(state["state"]["pos"], keeps_deviate, state["gauss"])
+        return words.tobytes() + tail, keeps_deviate
 
 
 _numpy = _Numpy()

@@ -35,8 +35,8 @@ def load_module(module: nn.Module, tree: Mapping[str, Any]) -> None:
             f"This worker's model has other parameters than its peers', {different[:3]} for one: "
             "every rank must build the same model."
         )
-    if live:
-        torch._foreach_copy_(list(live.values()), list(tree["parameters"].values()))
+    for name, parameter in live.items():
+        fill(parameter, tree["parameters"][name])
     for name, value in tree["buffers"].items():
         _load_buffer(module, name, value)
 
@@ -45,10 +45,7 @@ def _load_buffer(module: nn.Module, name: str, value: torch.Tensor) -> None:
     path, _, last = name.rpartition(".")
     owner = module.get_submodule(path)
     live = owner._buffers.get(last)
-    if live is not None and fits(live, value):
-        live.copy_(value)
-    else:
-        owner._buffers[last] = value
+    owner._buffers[last] = taken(live, value)
 
 
 def optimizer_tree(optimizer: Optimizer) -> dict[str, Any]:
@@ -76,12 +73,18 @@ def load_optimizer(optimizer: Optimizer, tree: Mapping[str, Any]) -> None:
         del state[key]
     for key, entries in wanted.items():
         live = state[key]
-        state[key] = {name: _taken(live.get(name), value) for name, value in entries.items()}
+        state[key] = {name: taken(live.get(name), value) for name, value in entries.items()}
 
 
-def _taken(live: Any, value: Any) -> Any:
+@torch.no_grad()
+def fill(live: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Give a tensor these values, unless they were received into its own memory."""
+    return live if live.data_ptr() == value.data_ptr() else live.copy_(value)
+
+
+def taken(live: Any, value: Any) -> Any:
     """The value; in the memory there is for it, if there is."""
-    return live.copy_(value) if fits(live, value) else value
+    return fill(live, value) if fits(live, value) else value
 
 
 def _parameters(optimizer: Optimizer) -> Sequence[torch.Tensor]:

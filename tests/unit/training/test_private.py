@@ -1,0 +1,212 @@
+"""Random states and buffers are read and put back exactly, and left for a replacement."""
+
+import logging
+import os
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from torchelastic.training import private, rng
+from torchelastic.training.buffers import Buffers
+from torchelastic.training.private import Private, Publisher
+from torchelastic.worker import slate as slates
+
+
+@pytest.fixture
+def slate():
+    descriptor = slates.create()
+    made = slates.Slate(descriptor)
+    yield made
+    made.close()
+    os.close(descriptor)
+
+
+def draw():
+    return (
+        torch.randn(3).tolist(),
+        random.random(),
+        random.gauss(0, 1),
+        numpy.random.randn(),
+        numpy.random.randint(1000),
+    )
+
+
+@pytest.mark.parametrize("before", range(4))
+def test_random_numbers_drawn_again_are_the_same(before):
+    for _ in range(before):  # an odd number of normal deviates leaves one kept for the next
+        random.gauss(0, 1)
+        numpy.random.randn()
+    state = rng.capture()
+    first = [draw() for _ in range(300)]  # more than the generators make at once
+    rng.restore(state)
+    assert [draw() for _ in range(300)] == first
+
+
+def test_reading_changes_nothing_and_is_repeatable():
+    state = rng.capture()
+    assert rng.capture() == state
+    draw()
+    assert rng.capture() != state
+
+
+def test_a_deviate_that_numpy_keeps_is_noticed_when_it_is_used_up():
+    numpy.random.seed(0)
+    numpy.random.randn()
+    kept = rng.capture()
+    second = numpy.random.randn()  # takes nothing from the generator
+    assert rng.capture() != kept
+    rng.restore(kept)
+    assert numpy.random.randn() == second
+
+
+def test_python_keeps_its_generator_where_it_is_read():
+    """If this fails the interpreter has changed, and reading takes ten times as long."""
+    assert rng._words is rng._fast_python
+
+
+def test_both_ways_of_reading_pythons_generator_agree():
+    for _ in range(700):
+        random.random()
+    assert rng._fast_python() == rng._slow_python()
+
+
+def test_another_generator_of_numpys_is_not_kept():
+    reader = rng._Numpy()
+    own = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(numpy.random.PCG64(1))
+    try:
+        assert reader.capture() == b""
+    finally:
+        numpy.random.set_bit_generator(own)
+    assert reader.capture() != b""
+
+
+def test_light_buffers_of_all_types_become_bytes_and_come_back():
+    module = nn.Module()
+    module.register_buffer("flag", torch.tensor([True, False, True]))
+    module.register_buffer("brief", torch.arange(5).to(torch.bfloat16))
+    module.register_buffer("whole", torch.tensor(7))
+    module.register_buffer("turned", torch.arange(6.0).reshape(2, 3).t())
+    module.register_buffer("empty", torch.empty(0))
+    buffers = Buffers([module])
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    light = buffers.capture()
+    for buffer in module.buffers():
+        buffer.zero_()
+    assert buffers.restore(light)
+    assert all(torch.equal(before[name], buffer) for name, buffer in module.named_buffers())
+
+
+def test_buffers_of_another_model_are_left_alone():
+    small, large = nn.BatchNorm1d(2), nn.BatchNorm1d(40)
+    assert not Buffers([large]).restore(Buffers([small]).capture())
+
+
+# --- the slate ------------------------------------------------------------------------------------
+
+
+def state(text):
+    return Private(rng.Random(text.encode(), b"python", b"", b""), text.encode() * 2)
+
+
+def take_steps(publisher, steps, *, generation=0):
+    for step in steps:
+        publisher.begin((generation, step), state(f"begin {step}"))
+        publisher.in_flight((generation, step + 1), state(f"flight {step}"))
+
+
+def test_what_is_packed_is_unpacked():
+    packed = private.pack((1, 2), state("a")) + private.pack((3, 4), state("bc"))
+    assert list(private.unpack(packed)) == [((1, 2), state("a")), ((3, 4), state("bc"))]
+
+
+def test_a_replacement_finds_the_step_before_this_one_and_the_one_in_flight(slate):
+    take_steps(Publisher(slate), range(4))
+    found = {step: private.left_behind(slate, (0, step)) for step in range(6)}
+    assert found == {
+        0: None,
+        1: None,
+        2: state("begin 2"),
+        3: state("begin 3"),
+        4: state("flight 3"),
+        5: None,
+    }
+
+
+def test_at_the_beginning_of_a_step_the_beginning_counts_not_what_was_in_flight(slate):
+    publisher = Publisher(slate)
+    take_steps(publisher, range(4))
+    publisher.begin((0, 4), state("begin 4"))
+    assert private.left_behind(slate, (0, 4)) == state("begin 4")
+    assert private.left_behind(slate, (0, 3)) == state("begin 3")
+
+
+class Dying:
+    """A slate whose worker is killed in the middle of a write."""
+
+    def __init__(self, slate, at):
+        self._slate, self._left = slate, at
+
+    def publish(self, slot, version, pieces):
+        self._left -= 1
+        if self._left == 0:
+            begin = self._slate._begin(slot)
+            self._slate._memory[begin] |= 1  # torn
+            raise KeyboardInterrupt
+        return self._slate.publish(slot, version, pieces)
+
+    def held(self, slot):
+        return self._slate.held(slot)
+
+
+@pytest.mark.parametrize("at", range(3, 9))
+def test_a_worker_killed_while_it_writes_leaves_what_can_be_needed(slate, at):
+    with pytest.raises(KeyboardInterrupt):
+        take_steps(Publisher(Dying(slate, at)), range(9))
+    step, collective = divmod(at - 1, 2)
+    # Its peers can be in the step it is in, or, as long as it has launched nothing, one behind.
+    assert private.left_behind(slate, (0, step)) is not None
+    assert private.left_behind(slate, (0, step - 1)) is not None
+    assert collective in (0, 1)
+
+
+def test_a_later_collective_of_a_step_replaces_what_an_earlier_one_left(slate):
+    publisher = Publisher(slate)
+    publisher.begin((0, 0), state("begin"))
+    for text in ("one", "one", "two"):
+        publisher.in_flight((0, 1), state(text))
+    assert private.left_behind(slate, (0, 1)) == state("two")
+
+
+def test_the_same_step_of_an_earlier_generation_will_do_but_not_before_an_exact_one(slate):
+    take_steps(Publisher(slate), range(3), generation=2)
+    assert private.left_behind(slate, (5, 2)) == state("begin 2")
+    assert private.left_behind(slate, (5, 3)) == state("flight 2")
+    take_steps(Publisher(slate), [2], generation=5)
+    assert private.left_behind(slate, (5, 2)) == state("begin 2")
+
+
+def test_buffers_that_are_too_large_are_left_out_and_that_is_said_once(slate, caplog, monkeypatch):
+    monkeypatch.setattr(slates, "SLOT_LIMIT", 1000)
+    publisher = Publisher(slate)
+    large = state("a")._replace(buffers=b"x" * 2000)
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            publisher.begin((0, step), large)
+            publisher.in_flight((0, step + 1), large)
+    assert len(caplog.records) == 1
+    left = private.left_behind(slate, (0, 2))
+    assert left is not None
+    assert left.buffers == b""
+
+
+def test_a_replacement_without_buffers_keeps_those_it_was_given():
+    module = nn.BatchNorm1d(3)
+    buffers = Buffers([module])
+    left = private.capture(buffers)._replace(buffers=b"")
+    module.running_mean.fill_(5)
+    assert not private.restore(left, buffers)
+    assert module.running_mean.tolist() == [5, 5, 5]
