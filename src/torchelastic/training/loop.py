@@ -147,6 +147,9 @@ class Loop:
             if self._is_to_be_raised(error, world.generation):
                 raise
             return False
+        finally:
+            if (slate := self._control.slate) is not None:
+                slate.unhurried()  # to wait for a world is not to hang
         self._put_down(roll_back=False)
         self._control.left(world.generation)
         self._control.tell(Stopped(world.generation, self._version[1]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -52,6 +54,17 @@ def current() -> Session:
             "torchelastic.train has called."
         )
     return _current
+
+
+@contextmanager
+def unhurried() -> Iterator[None]:
+    """What is done inside may take any time, an evaluation for example: no limit of progress."""
+    slate = current().slate
+    if slate is not None:
+        slate.unhurried()
+    yield
+    if slate is not None:
+        slate.hurried()
 
 
 def enter(session: Session) -> None:

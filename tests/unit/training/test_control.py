@@ -1,0 +1,198 @@
+"""The control thread and its link: who is told what, and when."""
+
+import json
+import os
+import socket
+import threading
+
+import pytest
+
+from tests.support import poll_for
+from torchelastic.errors import ChannelLost, JobClosed
+from torchelastic.training.control import Control
+from torchelastic.training.gate import Verdict
+from torchelastic.worker import channel, orders, slate
+from torchelastic.worker.orders import Ask, Closed, Enter, Entered, Over, Ping, Pong, Stopped
+
+
+class Group:
+    """Something to be aborted."""
+
+    def __init__(self, pending=0):
+        self.pending, self.reasons = pending, []
+
+    def abort(self, reason):
+        self.reasons.append(reason)
+
+    @property
+    def aborted(self):
+        return bool(self.reasons)
+
+
+@pytest.fixture
+def ends():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(30)
+    with ours, theirs:
+        yield ours, theirs
+
+
+@pytest.fixture
+def agent(ends):
+    return ends[0]
+
+
+@pytest.fixture
+def control(ends):
+    made = Control(channel.Link(ends[1]))
+    made.start()
+    yield made
+    made.stop()
+
+
+def say(agent, order, *descriptors):
+    socket.send_fds(agent, [json.dumps(orders.to_json(order)).encode()], descriptors)
+
+
+def hear(agent):
+    return orders.from_json(json.loads(agent.recv(channel.LIMIT)))
+
+
+def enter(generation):
+    return Enter(
+        generation=generation,
+        rank=0,
+        size=1,
+        store="127.0.0.1:1",
+        local_rank=0,
+        local_size=1,
+        node_rank=0,
+        nodes=1,
+    )
+
+
+def test_orders_and_reports(agent, control):
+    say(agent, enter(0))
+    assert control.next() == enter(0)
+    control.tell(Stopped(0, 3))
+    assert hear(agent) == Stopped(0, 3)
+
+
+def test_questions_are_answered_while_the_training_thread_is_busy(agent, control):
+    say(agent, enter(0))
+    gate = control.gate(control.next().generation)
+    gate.enter(4)
+    say(agent, Ask(0))
+    assert hear(agent) == Entered(0, 4)
+    assert not gate.enter(5)
+    say(agent, orders.Through(0, 4))
+    assert control.wait_at(gate, 5) is Verdict.STOP
+
+
+def test_a_ping_says_what_is_waited_for(agent, control):
+    say(agent, Ping())
+    assert hear(agent) == Pong(waiting=False)
+    group = Group(pending=2)
+    control.guard(0, group)
+    say(agent, Ping())
+    assert hear(agent) == Pong(waiting=True, aborted=False)
+    group.abort("")
+    say(agent, Ping())
+    assert hear(agent) == Pong(waiting=True, aborted=True)
+
+
+def test_what_is_under_way_in_a_world_that_is_over_is_aborted(agent, control):
+    say(agent, enter(0))
+    control.next()
+    group = Group()
+    control.guard(0, group)
+    say(agent, Over(0, "node b is lost"))
+    assert control.next() == Over(0, "node b is lost")
+    poll_for(lambda: group.aborted, what="the abort")
+    assert group.reasons == ["node b is lost"]
+    assert control.is_over(0)
+
+
+def test_what_begins_after_the_world_was_over_is_aborted_at_once(agent, control):
+    say(agent, Over(3, "too late"))
+    control.next()
+    group = Group()
+    control.guard(3, group)
+    assert group.reasons == ["too late"]
+
+
+def test_what_is_of_a_later_world_is_left_alone(agent, control):
+    say(agent, Over(3))
+    control.next()
+    group = Group()
+    control.guard(4, group)
+    say(agent, Ping())
+    assert hear(agent) == Pong(waiting=False)
+
+
+@pytest.mark.parametrize("closing", ["agent", "job"])
+def test_when_there_will_be_no_more_orders(agent, control, closing):
+    group = Group()
+    control.guard(0, group)
+    if closing == "agent":
+        agent.close()
+    else:
+        say(agent, Closed("The budget is spent."))
+    with pytest.raises(ChannelLost if closing == "agent" else JobClosed):
+        control.next()
+    poll_for(lambda: group.aborted, what="the abort")
+
+
+def test_an_order_that_cannot_be_read_does_not_leave_the_training_waiting(agent, control):
+    agent.send(b"no json")
+    with pytest.raises(ChannelLost, match="cannot be read"):
+        control.next()
+
+
+def test_the_slate_comes_with_its_descriptor(agent, control):
+    descriptor = slate.create()
+    say(agent, orders.Slate(), descriptor)
+    poll_for(lambda: control.slate is not None, what="the slate")
+    control.slate.entered(2, 7)
+    assert slate.read_progress(descriptor)[:2] == (2, 7)
+    os.close(descriptor)
+
+
+def test_a_forked_child_does_not_speak_and_may_end(agent, control):
+    child = os.fork()
+    if child == 0:
+        try:
+            control.tell(Stopped(0, 0))
+        except ChannelLost:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    say(agent, Ping())
+    assert hear(agent) == Pong(waiting=False)
+
+
+def test_an_agent_that_takes_nothing_is_an_error_after_a_while(ends):
+    link = channel.Link(ends[1].dup())
+    with pytest.raises(ChannelLost, match="has taken no message for"):
+        for _ in range(10_000):
+            link.tell({"text": "x" * 1000}, patience=0.01)
+    link.close()
+
+
+def test_a_message_waits_for_room(ends):
+    link = channel.Link(ends[1].dup())
+    sender = threading.Thread(target=lambda: [link.tell({"n": n}) for n in range(2000)])
+    sender.start()
+    assert [json.loads(ends[0].recv(100))["n"] for _ in range(2000)] == [*range(2000)]
+    sender.join()
+    link.close()
+
+
+def test_an_agent_that_is_gone_is_an_error(ends):
+    link = channel.Link(ends[1].dup())
+    ends[0].close()
+    with pytest.raises(ChannelLost, match="cannot be reached"):
+        link.tell({})
+    with pytest.raises(ChannelLost, match="gone"):
+        link.receive()
+    link.close()
