@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 from torchelastic import env
-from torchelastic.agent import group_state
+from torchelastic.agent import crew, group_state
 from torchelastic.cli.flags import (
     DISTRIBUTED_LAUNCH,
     DISTRIBUTED_RUN,
@@ -23,6 +23,7 @@ from torchelastic.cli.flags import (
     Flag,
 )
 from torchelastic.cli.help import default_words, spellings
+from torchelastic.rendezvous import resident
 from torchelastic.rendezvous import round as rounds
 
 _GENERATED = "<!-- Written by `python -m torchelastic.cli.reference docs`; do not edit. -->\n"
@@ -50,7 +51,7 @@ _STATES_HEAD = f"""\
 
 ## A world
 
-One leader decides (`rendezvous/round.py`). The world it publishes is in one of four phases:
+One leader decides (`rendezvous/round.py`). The world it publishes is in one of these phases:
 
 ```
 {_drawing(rounds)}
@@ -70,6 +71,30 @@ One leader decides (`rendezvous/round.py`). The world it publishes is in one of 
 
 ```
 {_drawing(group_state)}
+```
+"""
+
+_CREW_HEAD = f"""\
+## Resident workers
+
+Workers that have called `torchelastic.train` outlive their generation. When those of all nodes
+have, the world is *resident*, and other rules hold (`rendezvous/resident.py`):
+
+```
+{_drawing(resident)}
+```
+
+| phase | what agents do |
+| --- | --- |
+| running | tell their workers of it to enter it, at once or after an agreed step |
+| pausing | ask their workers which step they have entered, and report the largest |
+| over | tell their workers to abort and roll back, or to stop after an agreed step; report *gone* |
+| waiting, closed | as above |
+
+On a node, `agent/crew.py` decides. A worker's life:
+
+```
+{_drawing(crew)}
 ```
 """
 
@@ -167,11 +192,18 @@ def environment_page() -> str:
 def states_page() -> str:
     """The text of `docs/states.md`."""
     rows = (
-        (phase.value, event.__name__, (handler.__doc__ or "").strip())
+        (phase.value, event.__name__, _docstring(handler))
         for (phase, event), handler in group_state.TRANSITIONS.items()
     )
-    table = _table(("while", "event", "what the node does"), rows)
-    return f"{_GENERATED}\n{_STATES_HEAD}\n{table}"
+    group = _table(("while", "event", "what the node does"), rows)
+    handlers = ((event.__name__, _docstring(handler)) for event, handler in crew.HANDLERS.items())
+    residents = _table(("event", "what the node does"), handlers)
+    return f"{_GENERATED}\n{_STATES_HEAD}\n{group}\n{_CREW_HEAD}\n{residents}"
+
+
+def _docstring(handler: Callable[..., object]) -> str:
+    """On one line, for a cell of a table."""
+    return " ".join((handler.__doc__ or "").split())
 
 
 PAGES = {"cli.md": cli_page, "environment.md": environment_page, "states.md": states_page}

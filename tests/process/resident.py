@@ -1,0 +1,125 @@
+"""A resident worker: a small model with all that is easily lost, and a line per committed step.
+
+    resident.py LINES ORDERS [key=value ...]
+
+Lines and orders as `obedient.py` has them. Keys: steps, model (plain, norm), optimizer (adam, half:
+an SGD with a fault point in the middle), ends (rank:step, where the data of one rank ends early).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import torchelastic
+from torchelastic import faults
+from torchelastic.p2p import CoordinatorP2P
+from torchelastic.training import session
+
+LINES, ORDERS = Path(sys.argv[1]), Path(sys.argv[2])
+KEYS = dict(text.split("=", 1) for text in sys.argv[3:])
+STEPS = int(KEYS.get("steps", "12"))
+
+torch.manual_seed(5)
+random.seed(5)
+
+
+class HalfSGD(torch.optim.SGD):
+    """Passes a fault point after half of its parameters are written."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = self.param_groups[0]["params"]
+        for number, parameter in enumerate(parameters):
+            if number == len(parameters) // 2:
+                faults.at("optimizer.inside")
+            parameter.add_(parameter.grad, alpha=-self.param_groups[0]["lr"])
+
+
+def make_model() -> nn.Module:
+    if KEYS.get("model") == "plain":
+        return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    return nn.Sequential(
+        *(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 4))
+    )
+
+
+model = make_model()
+if KEYS.get("optimizer") == "half":
+    optimizer: torch.optim.Optimizer = HalfSGD(model.parameters(), lr=0.05)
+else:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3)
+lines = open(LINES / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
+
+
+def write(event: str, **more) -> None:
+    lines.write(json.dumps({"event": event, "pid": os.getpid(), **more}) + "\n")
+
+
+def fingerprint() -> str:
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def obey(step: int, rank: int) -> None:
+    """Orders are files named after the step and the rank."""
+    for name in (f"{step}-{rank}", f"any-{rank}"):
+        path = ORDERS / name
+        if path.exists():
+            what, _, value = path.read_text().partition(" ")
+            if what == "raise":
+                raise ValueError(value)
+            if what == "raise-once":
+                path.unlink()
+                raise ValueError(value)
+            if what == "fatal":
+                raise torchelastic.NonRetryableException(value)
+            if what == "exit":
+                os._exit(int(value))
+
+
+def train_step(state) -> None:
+    here = session.current()
+    step = state.step
+    ends = dict(item.split(":") for item in KEYS.get("ends", "").split(",") if item)
+    if step >= int(ends.get(str(here.rank), STEPS)):
+        raise StopIteration
+    write("enter", step=step, rank=here.rank, size=here.size, generation=here.generation)
+    time.sleep(float(KEYS.get("slow", "0")))
+    obey(step, here.rank)
+    batch = (
+        torch.randn(6, 16, generator=torch.Generator().manual_seed(1000 * step + here.rank))
+        * random.random()
+    )
+    state.optimizer.zero_grad()
+    loss = state.model(batch).square().mean()
+    loss.backward()
+    state.optimizer.step()
+    state.scheduler.step()
+    write(
+        "step",
+        step=step,
+        rank=here.rank,
+        size=here.size,
+        generation=here.generation,
+        hash=fingerprint(),
+        at=time.monotonic(),
+    )
+
+
+kept = torchelastic.TorchState(model=model, optimizer=optimizer, scheduler=scheduler)
+write("start")
+arguments = ("gloo", KEYS["url"]) if "url" in KEYS else ()
+state = torchelastic.train(CoordinatorP2P(*arguments), train_step, kept)
+write("done", step=state.step, hash=fingerprint(), lr=optimizer.param_groups[0]["lr"])
