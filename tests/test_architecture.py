@@ -36,6 +36,8 @@ PURE = {
     "rendezvous/url.py",
     "agent/group_state.py",
     "agent/crew.py",
+    "training/gate.py",
+    "training/inbox.py",
     "training/outcome.py",
     "agent/restart_policy.py",
     "events/view.py",

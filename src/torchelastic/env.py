@@ -41,6 +41,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("TORCHELASTIC_SIGNALS_TO_HANDLE", "worker", "signals the agent handles"),
     Variable("TORCHELASTIC_STARTUP", "worker", "what a starting Python is to be; removed at once"),
     Variable("TORCHELASTIC_CHANNEL_FD", "worker", "descriptor of the channel to the agent"),
+    Variable("TORCHELASTIC_FAULTS", "worker", "faults to inject, see torchelastic.faults"),
     Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "worker", "1 unless set"),
     Variable("OMP_NUM_THREADS", "worker", "1 if unset and the node has several workers"),
     Variable(
