@@ -127,9 +127,7 @@ def cut_node(network: Network) -> Fault:
     """As a frozen node, but it is the network between the two that is gone."""
 
     def cut(job: Job) -> tuple[Node, float]:
-        at = time.monotonic()
-        network.cut()
-        return job.nodes[1], at
+        return job.nodes[1], network.cut()
 
     def start(job: Job) -> None:
         network.heal()

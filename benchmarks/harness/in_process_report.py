@@ -37,7 +37,7 @@ FOOTNOTE = (
     "one. Seconds are medians (min to max)."
 )
 SMALL = Comparison("10 k parameters", RESIDENT, BARE, "10k", steps=1500)
-LARGE = Comparison("25 M parameters", RESIDENT, BARE, "25m", steps=20)
+LARGE = Comparison("25 M parameters", RESIDENT, BARE, "25m", steps=15)
 CONTROLS = tuple(
     Comparison(f"{each.name}, A/A control", BARE, BARE, each.size, each.steps)
     for each in (SMALL, LARGE)

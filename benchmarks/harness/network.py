@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 
 from benchmarks.harness.job import Place
 
@@ -42,11 +43,17 @@ class Network:
     def __exit__(self, *exc: object) -> None:
         self._ip("netns", "del", self._beside)  # and with it both ends of the cable
 
-    def cut(self) -> None:
-        """Both sides send to nobody from now on: packets vanish, links stay up, no reset comes."""
-        for (end, _, where), other in zip(self._sides(), reversed(ADDRESSES), strict=True):
+    def cut(self) -> float:
+        """Both sides send to nobody from now on: packets vanish, links stay up, no reset comes.
+
+        Returns the time from which nothing arrived here any more; each command takes some.
+        """
+        silent = []
+        for (end, _, where), other in zip(self._sides()[::-1], ADDRESSES, strict=True):
             neighbour = [other, "lladdr", _NOBODY, "dev", end, "nud", "permanent"]
             self._ip(*where, "neigh", "replace", *neighbour)
+            silent.append(time.monotonic())
+        return silent[0]
 
     def heal(self) -> None:
         for (end, _, where), other in zip(self._sides(), reversed(ADDRESSES), strict=True):

@@ -10,7 +10,7 @@ from benchmarks.harness import contestants, in_process_faults
 from benchmarks.harness.bandwidth import socket_bandwidth
 from benchmarks.harness.contestants import NVRX, OURS_IN_PROCESS, TORCHFT, TORCHRUN_TUNED
 from benchmarks.harness.in_process_faults import last_resorts, recovery
-from benchmarks.harness.in_process_report import factor, render
+from benchmarks.harness.in_process_report import LARGE, SMALL, factor, render
 from benchmarks.harness.in_process_results import InProcessResults
 from benchmarks.harness.job import JobFailed
 from benchmarks.harness.scenarios import Repetition
@@ -86,7 +86,8 @@ def test_every_row_is_known():
     assert {*FAULTS, "cut", "steady"} == set(ROWS)
     assert all(counts(row, quick=False) for row in ROWS if row != "steady")
     assert counts("stop", quick=False)[0][1] == 10
-    assert all(pairs >= 2 for _, pairs in steady_pairs(quick=True))
+    assert all(pairs >= 3 for _, pairs in steady_pairs(quick=False))
+    assert {each.name for each, _ in steady_pairs(quick=True)} >= {SMALL.name, LARGE.name}
 
 
 def test_a_factor_for_each_peer():
