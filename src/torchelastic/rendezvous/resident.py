@@ -140,7 +140,8 @@ def _go_on_after(rules: RoundRules, state: RoundState, step: int, now: float) ->
 def _finish(state: RoundState) -> Decision:
     """The training is done; what the scripts do after it decides how the job ends."""
     world = the_world(state)
-    cause, consequences = root_cause.pick(state.failures)
+    # Who lives on only tells that others have gone: they had no more to train.
+    cause, consequences = root_cause.pick([item for item in state.failures if not item.alive])
     if cause is not None or state.lost:
         what = cause.sentence() if cause is not None else f"{names_of(state, state.lost)} failed"
         closed = replace(

@@ -161,6 +161,16 @@ def test_a_failure_after_the_training_ends_the_job_with_it():
     assert "after the training was done" in job.world.reason
 
 
+def test_who_is_left_behind_when_the_others_are_done_has_not_failed():
+    job = resident_job()
+    job.say("a", finished=0, finished_after=12)
+    hint = failure("b", alive=True, exitcode=1, message="lost a peer: Connection closed by peer")
+    job.say("b", failures=(hint,))
+    job.say("a", done=0, gone=0)
+    job.say("b", done=0, gone=0)
+    assert (job.world.phase, job.world.exitcode) == ("closed", 0)
+
+
 def error(node: str, generation: int, step: int, **fields) -> Failure:
     facts = {"message": "ValueError: x", "traceback": "Traceback", "exitcode": 1}
     return failure(node, generation, alive=True, step=step, **{**facts, **fields})
