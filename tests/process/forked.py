@@ -19,12 +19,15 @@ from torchelastic.training.group import Group
 #: Longer than any test: what is waited for comes, or the test is over.
 PATIENCE = timedelta(seconds=60)
 
+#: What the tests run in other processes.
+_PRELOADED = ("tests.process.kept_ddp", "tests.process.sharing")
+
 _context = multiprocessing.get_context("forkserver")
 
 
 def prepare() -> None:
     """Before a test, what stays: the process that forks, a pipe that the first store makes."""
-    _context.set_forkserver_preload(["torch._dynamo", "tests.process.kept_ddp"])
+    _context.set_forkserver_preload(["torch._dynamo", *_PRELOADED])
     forkserver.ensure_running()
     _store()
 
