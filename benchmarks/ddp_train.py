@@ -36,10 +36,7 @@ def train(arguments: argparse.Namespace, log: StepLog) -> None:
     last = step + arguments.steps if arguments.steps else float("inf")
     while step < last and time.monotonic() < arguments.until:
         began = time.monotonic()
-        optimizer.zero_grad()
-        workload.forward(wrapped, arguments.size).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        time.sleep(arguments.accelerator)
+        workload.take_step(wrapped, optimizer, arguments)
         step += 1
         log.step(step, began, collectives=group._get_sequence_number_for_group())
         if dist.get_rank() == 0 and workload.due(arguments.checkpoint_every, step):

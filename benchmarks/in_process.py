@@ -47,14 +47,19 @@ ROWS = ("kill", "kill-25m", "stop", "freeze", "cut", "join", "join-25m", "steady
 
 
 def counts(row: str, quick: bool) -> list[tuple[Contestant, int]]:
-    """How often each contestant meets a fault: peers less often, for each costs them seconds."""
+    """How often each contestant meets a fault: peers less often, for each costs them seconds.
+
+    torchft's release least of all: about every other kill ends its survivors.
+    """
     ours, theirs, few = (2, 1, 1) if quick else (10, 5, 2)
     nightly = TORCHFT[2]
-    named = (nightly,) if quick else TORCHFT
+    release = [] if quick else [(each, 3) for each in TORCHFT[:2]]
+    named = (nightly,) if quick else TORCHFT[2:]
     return {
         "kill": [
             (OURS_IN_PROCESS, ours),
             *((each, theirs) for each in (TORCHRUN_TUNED, *named, TORCHFT_SHORT, NVRX)),
+            *release,
         ],
         "kill-25m": [
             (OURS_IN_PROCESS, ours),

@@ -24,10 +24,7 @@ def main() -> None:
         began = time.monotonic()
         if began > until or (arguments.steps and state.step >= arguments.steps):
             raise StopIteration
-        state.optimizer.zero_grad()
-        workload.forward(state.model, arguments.size).backward()
-        state.optimizer.step()
-        time.sleep(arguments.accelerator)
+        workload.take_step(state.model, state.optimizer, arguments)
         world = session.current()
         log.in_world(world.generation, world.rank, world.size, world.generation)
         log.step(state.step + 1, began, collectives=world.group.launched)

@@ -24,10 +24,16 @@ def build(size: Size) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def forward(model: nn.Module, size: Size) -> torch.Tensor:
-    """The loss of a random batch."""
-    target = torch.zeros(size.batch, OUTPUTS)
-    return nn.functional.mse_loss(model(torch.randn(size.batch, size.width)), target)
+def take_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, arguments: argparse.Namespace
+) -> None:
+    """One step on a random batch, and the time an accelerator would have taken for it."""
+    size: Size = arguments.size
+    optimizer.zero_grad()
+    output, target = model(torch.randn(size.batch, size.width)), torch.zeros(size.batch, OUTPUTS)
+    nn.functional.mse_loss(output, target).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    time.sleep(arguments.accelerator)
 
 
 class StepLog:

@@ -129,7 +129,12 @@ def _torchft(
     version: str, title: str, lighthouse: str, *flags: str, gloo: float = LONG_COLLECTIVE
 ) -> Contestant:
     return Contestant(
-        Launcher(f"torchft {version}, {title}", (), environment=_home(f"torchft-{version}")),
+        Launcher(
+            f"torchft {version}, {title}",
+            (),
+            environment=_home(f"torchft-{version}"),
+            patience=15.0,  # where it recovered it took up to 5.2 s; else its survivors were gone
+        ),
         f"lighthouse: {lighthouse}; gloo time-out {gloo:g} s; a killed replica is started anew "
         "when the others have gone on",
         "peers/torchft_train.py",

@@ -189,7 +189,7 @@ class Job:
         """The end of what each node printed."""
         parts = []
         for path in sorted(self.directory.glob("node-*.out")):
-            tail = path.read_text(errors="replace").splitlines()[-lines:]
+            tail = [line[:300] for line in path.read_text(errors="replace").splitlines()[-lines:]]
             parts.append("\n".join([f"--- {path.name}", *tail]))
         return "\n".join(parts)
 

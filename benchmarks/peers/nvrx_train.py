@@ -43,10 +43,7 @@ def train(
     wrapped = DistributedDataParallel(model)
     while time.monotonic() < arguments.until:
         began = time.monotonic()
-        optimizer.zero_grad()
-        workload.forward(wrapped, arguments.size).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        time.sleep(arguments.accelerator)
+        workload.take_step(wrapped, optimizer, arguments)
         step += 1
         log.step(step, began)
         if rank == 0 and workload.due(arguments.checkpoint_every, step):

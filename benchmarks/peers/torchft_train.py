@@ -52,10 +52,7 @@ def train(arguments: argparse.Namespace, log: StepLog, manager: Manager, **parts
     while time.monotonic() < arguments.until:
         began = time.monotonic()
         before = manager.current_step()
-        optimizer.zero_grad()
-        workload.forward(model, arguments.size).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        time.sleep(arguments.accelerator)
+        workload.take_step(model, optimizer, arguments)
         step = manager.current_step()
         rank = manager.participating_rank()
         if step > before and rank is not None:  # committed, and not by others for a newcomer
