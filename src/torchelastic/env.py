@@ -43,6 +43,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("TORCHELASTIC_CHANNEL_FD", "worker", "descriptor of the channel to the agent"),
     Variable("TORCHELASTIC_FAULTS", "worker", "faults to inject, see torchelastic.faults"),
     Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "worker", "1 unless set"),
+    Variable("RES_OPTIONS", "worker", "timeout:1 attempts:2 unless set: how long DNS is asked"),
     Variable("OMP_NUM_THREADS", "worker", "1 if unset and the node has several workers"),
     Variable(
         "CUDA_VISIBLE_DEVICES",

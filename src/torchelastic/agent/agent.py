@@ -339,8 +339,6 @@ class Agent:
                 beside = self._state.world
                 assert beside is not None
                 self._act(self._workers.start_standby(local_rank, beside))
-            case crew.Kill(local_rank):
-                self._workers.kill(local_rank)
 
     def _act(self, work: Coroutine[Any, Any, None]) -> None:
         """Perform after what is under way: a stop does not overtake the start it ends."""

@@ -111,15 +111,8 @@ class Spawn:
     local_rank: int
 
 
-@dataclass(frozen=True)
-class Kill:
-    """End a worker that is in no world."""
-
-    local_rank: int
-
-
 Event = group_state.Event | Said | LeaveOverdue
-Command = group_state.Command | Tell | Spawn | Kill
+Command = group_state.Command | Tell | Spawn
 
 
 # --- state ---------------------------------------------------------------------------------------
@@ -463,8 +456,9 @@ def _dismiss(state: CrewState) -> Step:
     farewell: list[Command] = [
         Tell(rank, orders.Leave(state.leaving)) for rank in state.having(Status.STANDING)
     ]
-    farewell += [Kill(rank) for rank in state.having(Status.STARTING)]
-    state, commands = _stop(state, 0, EXIT_SIGNAL_BASE + state.leaving, _left(state))
+    # Who has not come to `train` yet does not listen: it gets a signal.
+    signum = SIGTERM if state.having(Status.STARTING) else 0
+    state, commands = _stop(state, signum, EXIT_SIGNAL_BASE + state.leaving, _left(state))
     return state, [*farewell, *commands]
 
 

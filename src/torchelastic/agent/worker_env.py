@@ -18,6 +18,9 @@ def node_env(environ: Mapping[str, str], config: LaunchConfig) -> dict[str, str]
     if config.nproc_per_node > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    # TCPStore asks for the name of every address it sees. Where nobody answers that takes glibc 5 s
+    # a question, on the way into every world; 1 s is plenty for a name that is only logged.
+    env.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     env["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(config.signals_to_handle)
     return env
 

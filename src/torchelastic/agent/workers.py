@@ -113,6 +113,8 @@ class Workers:
 
     async def start_standby(self, local_rank: int, world: World) -> None:
         """Start one worker that is in no world yet; its logs go with the next generation."""
+        if self.stopping:
+            return
         began = self._clock.now()
         self._forget(local_rank)
         ranks = {local_rank: world.size + local_rank}
@@ -304,11 +306,10 @@ class Workers:
     def signal(self, signum: int) -> None:
         self._supervisor.signal(signum)
 
-    def kill(self, local_rank: int, why: str = "", stack: str = "") -> None:
+    def kill(self, local_rank: int, why: str, stack: str = "") -> None:
         """End one worker at once; `why` is then how it failed."""
-        if why:
-            self._verdicts[local_rank] = error_file.ErrorRecord(why, stack or why)
-            self._narrator.worker_killed(self._rank(local_rank), local_rank, why, stack)
+        self._verdicts[local_rank] = error_file.ErrorRecord(why, stack or why)
+        self._narrator.worker_killed(self._rank(local_rank), local_rank, why, stack)
         self._supervisor.kill(local_rank)
 
     async def stop(self, signum: int, generation: int) -> None:

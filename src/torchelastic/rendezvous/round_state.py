@@ -59,7 +59,8 @@ class RoundState:
     failures: tuple[Failure, ...] = ()
     #: Members of the world that finished it; they stay finished if they leave now.
     done: frozenset[str] = frozenset()
-    #: After how many steps a worker has come to the end of its data: the training is done.
+    #: After how many steps a worker has come to the end of its data, the first if several have:
+    #: the training is done.
     finished: int = -1
     #: Members of the world that went without a word.
     lost: tuple[str, ...] = ()
@@ -146,7 +147,7 @@ def _note_report(state: RoundState, member: Member) -> RoundState:
         state,
         failures=state.failures + fresh,
         done=done,
-        finished=max(state.finished, _finished_after(member, world.generation)),
+        finished=_first_finished(state.finished, member, world.generation),
         step=max(state.step, member.step),
     )
     if world.phase in ("running", "pausing") and member.gone >= world.generation:
@@ -157,8 +158,11 @@ def _note_report(state: RoundState, member: Member) -> RoundState:
     return state
 
 
-def _finished_after(member: Member, generation: int) -> int:
-    return member.finished_after if member.finished == generation else -1
+def _first_finished(known: int, member: Member, generation: int) -> int:
+    """Beyond the first end of data nobody can step: it would wait for who has none left."""
+    if member.finished != generation:
+        return known
+    return member.finished_after if known < 0 else min(known, member.finished_after)
 
 
 def names_of(state: RoundState, nodes: Iterable[str]) -> str:

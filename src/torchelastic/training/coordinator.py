@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import Store
 
 from torchelastic.errors import ConfigError
 from torchelastic.training import session
+from torchelastic.training.group import PeerLostError
 from torchelastic.training.state import State
 from torchelastic.training.worker_stats import WorkerStats
 from torchelastic.worker import channel
@@ -182,7 +183,9 @@ class CoordinatorP2P(Coordinator):
         return
 
     def on_error(self, e: Exception) -> None:
-        log.error("Rank %d: %s: %s", self._rank_if_any(), type(e).__name__, e)
+        # Of a lost peer its agent tells, and which one it was.
+        level = logging.INFO if isinstance(e, PeerLostError) else logging.ERROR
+        log.log(level, "Rank %d: %s: %s", self._rank_if_any(), type(e).__name__, e)
 
     def _rank_if_any(self) -> int:
         try:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from torchelastic.agent import crew, group_state
-from torchelastic.agent.crew import CrewState, Kill, LeaveOverdue, Said, Spawn, Status, Tell
+from torchelastic.agent.crew import CrewState, LeaveOverdue, Said, Spawn, Status, Tell
 from torchelastic.agent.group_state import (
     GroupState,
     LeaseLost,
@@ -293,8 +293,7 @@ def test_a_leave_while_nobody_trains_is_immediate():
     group = GroupState(node="a", nproc=1, world=world(me=()))
     node = Node(crew.take_over(group, "a")[0])
     commands = node.feed(LeaveRequested(15))
-    assert Kill(0) in commands
-    assert commands[-1] == Stop(0)
+    assert commands[-1] == Stop(15)
 
 
 @pytest.mark.parametrize("event", [LeaveOverdue(), LeaveRequested(2)])

@@ -63,7 +63,9 @@ def test_an_agent_begins_with_workers_that_have_no_place_yet():
 def test_a_world_gives_every_worker_its_place():
     facts = {"name": "n", "addr": "", "role": "trainer"}
     nodes = (
-        WorldNode(node="a", nproc=3, local_ranks=(0, 1, 2), first_rank=0, first_role_rank=0, **facts),
+        WorldNode(
+            node="a", nproc=3, local_ranks=(0, 1, 2), first_rank=0, first_role_rank=0, **facts
+        ),
         WorldNode(node="b", nproc=2, local_ranks=(0, 1), first_rank=3, first_role_rank=3, **facts),
     )
     group = WorkerGroup(spec())

@@ -1,0 +1,116 @@
+"""A seeded run of kills, freezes, joins and leaves: whatever happens, the laws hold.
+
+The node that hosts the rendezvous is left alone; its workers are not.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from tests.process.jobs import Job, Node, alive
+from tests.process.test_train import start, stepped, steps, training
+from tests.support import poll_for
+
+FAULTS = 14
+
+
+class Chaos:
+    """Does something to the job, and waits until it trains again."""
+
+    def __init__(self, made: Job, seed: int) -> None:
+        self.job = made
+        self.random = random.Random(seed)
+        self.nodes: list[Node] = []
+        self.done: list[str] = []
+
+    def strike(self) -> None:
+        choices = [self.kill_worker, self.kill_worker, self.freeze_worker]
+        if len(self.nodes) > 1:
+            choices += [self.kill_node, self.leave, self.kill_worker_twice]
+        if len(self.nodes) < 3:
+            choices += [self.join, self.join]
+        chosen = self.random.choice(choices)
+        self.done.append(chosen.__name__)
+        before = self.last_step()
+        chosen()
+        poll_for(
+            lambda: self.last_step() > before + 3,
+            what=f"steps after {self.done}",
+            timeout=60,
+        )
+
+    def last_step(self) -> int:
+        return max((line["step"] for line in self.job.lines(event="step")), default=-1)
+
+    def workers(self) -> list[int]:
+        """The pids of those who trained last."""
+        lines = self.job.lines(event="step")
+        last = max(line["generation"] for line in lines)
+        return sorted({line["pid"] for line in lines if line["generation"] == last})
+
+    def kill_worker(self) -> None:
+        time.sleep(self.random.random() * 0.05)  # anywhere in a step
+        self.send(signal.SIGKILL)
+
+    def kill_worker_twice(self) -> None:
+        """The second one while the others recover from the first."""
+        self.kill_worker()
+        time.sleep(self.random.random() * 0.05)
+        self.send(signal.SIGKILL)
+
+    def freeze_worker(self) -> None:
+        self.send(signal.SIGSTOP)
+
+    def send(self, signum: int) -> None:
+        living = [pid for pid in self.workers() if alive(pid)]
+        if living:
+            os.kill(self.random.choice(living), signum)
+
+    def kill_node(self) -> None:
+        node = self.nodes.pop(self.random.randrange(1, len(self.nodes)))
+        node.kill()
+
+    def leave(self) -> None:
+        node = self.nodes.pop(self.random.randrange(1, len(self.nodes)))
+        node.process.terminate()
+        assert node.wait() == 143
+
+    def join(self) -> None:
+        node = start(self.job)
+        poll_for(lambda: node.events("joined"), what="the node joins")
+        self.nodes.append(node)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_laws_hold_whatever_happens(tmp_path, seed):
+    flags = "--nnodes=1:3 --nproc-per-node=2 --progress-timeout=1 --settle=0.2"
+    with training(tmp_path, flags, steps=1000000, slow=0.01) as made:
+        chaos = Chaos(made, seed)
+        chaos.join()
+        poll_for(lambda: stepped(made, 3), what="the first steps", timeout=60)
+        for _ in range(FAULTS):
+            chaos.strike()
+            assert chaos.nodes[0].process.poll() is None, made.said()
+        check_laws(made)
+        chaos.nodes[0].process.terminate()
+        assert chaos.nodes[0].wait() == 143
+
+
+def check_laws(made: Job) -> None:
+    hashes = steps(made)
+    assert all(len(values) == 1 for values in hashes.values()), "ranks or redone steps differ"
+    assert sorted(hashes) == list(range(len(hashes))), "a step is missing"
+    lines = sorted(made.lines(event="step"), key=lambda line: line["at"])
+    generations = [line["generation"] for line in lines]
+    assert generations == sorted(generations), "two worlds made progress at once"
+    for generation in set(generations):
+        of_it = [line for line in lines if line["generation"] == generation]
+        done = {(line["rank"], line["step"]) for line in of_it}
+        assert len(done) == len(of_it), "a step was committed twice by one rank in one world"
