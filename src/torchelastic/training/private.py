@@ -6,16 +6,17 @@ in step m may be needed, by whoever takes its place, as it was
     at the beginning of m       in the ordinary case;
     at the end of m             if its peers have finished m: then it had taken part in all of m's
                                 collectives, and what it had drawn before the last is what counts.
-Slot 0, written at the beginning of a step, holds the first two. Slot 1, written before each
-collective, holds the last two. So a rank killed while it writes one leaves what can be needed in
-the other: beyond the beginning of m nobody gets before it has launched the collective.
+So before each collective of step m it leaves what it has for the end of m, in one of three slots in
+turn. Most often this is what it has at the beginning of m + 1, too; if not, it leaves that in one
+of two more. Killed while it writes, it leaves a torn slot that nobody needs: nobody gets to the end
+of m before the collective is launched.
 """
 
 from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torchelastic.training import rng
@@ -25,9 +26,10 @@ log = logging.getLogger(__name__)
 
 Version = tuple[int, int]
 
-#: generation, step, then the lengths of the pieces.
-_HEAD = struct.Struct("=qq5q")
-_BEGIN, _IN_FLIGHT = 0, 1
+#: The lengths of the pieces.
+_HEAD = struct.Struct("=3q")
+_IN_FLIGHT = (0, 1, 2)
+_BEGIN = (3, 4)
 
 
 class Slate(Protocol):
@@ -46,7 +48,7 @@ class Private(NamedTuple):
 
 
 def capture(buffers: Buffers) -> Private:
-    return Private(rng.capture(), buffers.capture())
+    return tuple.__new__(Private, (rng.capture(), buffers.capture()))
 
 
 def restore(private: Private, buffers: Buffers) -> bool:
@@ -60,76 +62,55 @@ class Publisher:
 
     def __init__(self, slate: Slate) -> None:
         self._slate = slate
-        #: The beginning of this step, ready to be written.
-        self._begun = b""
-        self._in_flight: Private | None = None
+        self._left: tuple[Version, Private] | None = None
+        self._lengths = (0, 0, 0)
+        self._head = b""
         self._with_buffers = True
 
     def begin(self, version: Version, private: Private) -> None:
-        """A step begins; the one before it is still held."""
-        before, self._begun = self._begun, self._pack(version, private)
-        self._in_flight = None
-        self._publish(_BEGIN, version, [before, self._begun])
+        """A step begins. Nothing is written if nothing was drawn since the last collective."""
+        if self._left != (version, private):
+            self._publish(_BEGIN[version[1] % 2], version, private)
 
     def in_flight(self, version: Version, private: Private) -> None:
         """A collective is about to be launched; `version` is the one at the end of the step."""
-        if private == self._in_flight:
-            return
-        self._in_flight = private
-        self._publish(_IN_FLIGHT, version, [self._begun, self._pack(version, private)])
+        if self._left != (version, private):
+            self._publish(_IN_FLIGHT[version[1] % 3], version, private)
+            self._left = version, private
 
-    def _pack(self, version: Version, private: Private) -> bytes:
+    def _publish(self, slot: int, version: Version, private: Private) -> None:
+        (torch, others), buffers = private
         if not self._with_buffers:
-            private = private._replace(buffers=b"")
-        return pack(version, private)
-
-    def _publish(self, slot: int, version: Version, pieces: list[bytes]) -> None:
-        if not self._slate.publish(slot, version, pieces) and self._with_buffers:
+            buffers = b""
+        lengths = len(torch), len(others), len(buffers)
+        if lengths != self._lengths:
+            self._lengths, self._head = lengths, _HEAD.pack(*lengths)
+        written = self._slate.publish(slot, version, (self._head, torch, others, buffers))
+        if not written and self._with_buffers:
             self._with_buffers = False
             log.warning(
                 "The buffers of the model are too large to be kept for a replacement of this "
                 "worker, which will take those of another rank instead."
             )
+            self._publish(slot, version, private)
 
 
-def pack(version: Version, private: Private) -> bytes:
-    (torch, python, numpy, cuda), buffers = private
-    sizes = len(torch), len(python), len(numpy), len(cuda), len(buffers)
-    return b"".join((_HEAD.pack(*version, *sizes), torch, python, numpy, cuda, buffers))
-
-
-def unpack(data: bytes) -> Iterator[tuple[Version, Private]]:
-    """What was packed, one after the other."""
-    at = 0
-    while at < len(data):
-        generation, step, *sizes = _HEAD.unpack_from(data, at)
-        at += _HEAD.size
-        pieces = []
-        for size in sizes:
-            pieces.append(data[at : at + size])
-            at += size
-        yield (generation, step), Private(rng.Random(*pieces[:4]), pieces[4])
+def unpack(data: bytes) -> Private:
+    torch, others, buffers = _HEAD.unpack_from(data)
+    begin, middle, end = _HEAD.size, _HEAD.size + torch, _HEAD.size + torch + others
+    random = rng.Random(data[begin:middle], data[middle:end])
+    return Private(random, data[end : end + buffers])
 
 
 def left_behind(slate: Slate, base: Version) -> Private | None:
     """What the worker that had this slate before us left of itself at `base`.
 
     A generation that it died in before its first step calls the same step by its own number, so
-    the latest with this step will do. Of two, the beginning of a step says it exactly; what was
-    left before the last collective is the next best.
+    the latest with this step will do. Of two, the one left at the beginning of the step is exact.
     """
-    found = [
-        (version, private)
-        for slot in (_BEGIN, _IN_FLIGHT)
-        for version, private in _held(slate, slot)
-        if version[1] == base[1]
-    ]
-    exact = [private for version, private in found if version == base]
-    if exact or not found:
-        return exact[0] if exact else None
-    return max(found, key=lambda one: one[0])[1]
-
-
-def _held(slate: Slate, slot: int) -> Iterator[tuple[Version, Private]]:
-    held = slate.held(slot)
-    return unpack(held[1]) if held is not None else iter(())
+    found = []
+    for slot in (*_IN_FLIGHT, *_BEGIN):
+        held = slate.held(slot)
+        if held is not None and held[0][1] == base[1]:
+            found.append((held[0] == base, held[0], slot, held[1]))
+    return unpack(max(found)[-1]) if found else None

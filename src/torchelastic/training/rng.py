@@ -1,8 +1,9 @@
-"""The random states of this process, as bytes: torch's, Python's, numpy's and CUDA's.
+"""The random states of this process, as bytes: torch's, and together Python's, numpy's and CUDA's.
 
-They are read at every step, and before every collective, so reading has to be cheap. Python's and
-numpy's generators are read where they lie in memory (11 and 41 microseconds otherwise): Python's
-only after a comparison with what `getstate` says, numpy's at the address it publishes.
+They are read at every step, and before every collective, so reading has to be cheap. Whether
+Python's or numpy's generator has moved is seen from a few bytes where it lies in memory (asking
+takes 11 and 41 microseconds): Python's only after a comparison with what `getstate` says, numpy's
+at the address it publishes. Everything else is read only when one has moved.
 """
 
 from __future__ import annotations
@@ -19,34 +20,48 @@ import torch
 #: Of a Mersenne Twister as Python keeps it: the index, then 624 words.
 _PYTHON = struct.Struct("=i624I")
 _GAUSS = struct.Struct("=d")
-#: Of numpy's legacy generator: 624 words and the position, then whether a normal deviate is kept.
+#: Of numpy's legacy generator: 624 words; then the position, and the normal deviate it may keep.
 _NUMPY_WORDS = 624 * 4
-_NUMPY_RAW = _NUMPY_WORDS + 4
 _NUMPY_TAIL = struct.Struct("=qqd")
+#: How long the states of Python, numpy and CUDA are.
+_LENGTHS = struct.Struct("=qqq")
+#: Four words next to the position: whatever is drawn changes one of them, or the position.
+_SIGN = 16
+
+_generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
+_cuda_in_use: Callable[[], bool] = torch.cuda.is_initialized
+_torch_state: Callable[[], torch.Tensor] = torch.default_generator.get_state
+_TORCH = _torch_state().nbytes
 
 
 class Random(NamedTuple):
-    """The random states; one that is empty was not in use, or cannot be kept."""
+    """The random states of a process at one moment; those unchanged are the same objects."""
 
     torch: bytes
-    python: bytes
-    numpy: bytes
-    cuda: bytes
+    others: bytes
+
+
+_last = Random(b"", b"")
 
 
 def capture() -> Random:
-    return Random(
-        bytes_of(torch.default_generator.get_state()), _python(), _numpy.capture(), _cuda()
-    )
+    global _last
+    state = _torch_state()
+    read = ctypes.string_at(state.data_ptr(), _TORCH)
+    others = _others.capture()
+    if read != _last[0] or others is not _last[1]:
+        _last = Random(_last[0] if read == _last[0] else read, others)
+    return _last
 
 
 def restore(states: Random) -> None:
     torch.default_generator.set_state(_tensor(states.torch))
-    _restore_python(states.python)
-    if states.numpy:
-        _numpy.restore(states.numpy)
-    if states.cuda:
-        torch.cuda.set_rng_state(_tensor(states.cuda))
+    python, numpy, cuda = _split(states.others)
+    _restore_python(python)
+    if numpy and "numpy" in sys.modules:
+        _restore_numpy(numpy)
+    if cuda:
+        torch.cuda.set_rng_state(_tensor(cuda))
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
@@ -63,39 +78,63 @@ def _cuda() -> bytes:
     return bytes_of(torch.cuda.get_rng_state()) if _cuda_in_use() else b""
 
 
-_cuda_in_use: Callable[[], bool] = torch.cuda.is_initialized
+def _split(others: bytes) -> tuple[bytes, bytes, bytes]:
+    python, numpy, cuda = _LENGTHS.unpack_from(others)
+    at = _LENGTHS.size
+    ends = at + python, at + python + numpy, at + python + numpy + cuda
+    return others[at : ends[0]], others[ends[0] : ends[1]], others[ends[1] : ends[2]]
+
+
+class _Others:
+    """Reads the generators besides torch's."""
+
+    def __init__(self, python: _Window | None) -> None:
+        self._python = python
+        self._numpy: _Window | None = None
+        self._sign: tuple[Any, ...] = ()
+        self._state = b""
+
+    def capture(self) -> bytes:
+        python, numpy = self._python, self._numpy
+        if python is None or numpy is None:
+            return self._ask()
+        sign = (python.raw, _generator.gauss_next, numpy.raw, _cuda_in_use() and _cuda())
+        if sign != self._sign:
+            self._state, keeps_deviate = _read()
+            # A deviate that numpy keeps can be used up without a change in what is looked at.
+            self._sign = () if keeps_deviate else sign
+        return self._state
+
+    def look(self) -> None:
+        """Find numpy's generator, which the script may have imported or replaced."""
+        self._numpy, self._sign = _numpy_window(), ()
+
+    def _ask(self) -> bytes:
+        """The slow way, for interpreters and generators that are not known."""
+        if self._numpy is None and "numpy" in sys.modules:
+            self.look()
+        state, _ = _read()
+        if state != self._state:
+            self._state = state
+        return self._state
+
+
+def _read() -> tuple[bytes, bool]:
+    """All three, and whether numpy keeps a deviate."""
+    numpy, keeps_deviate = _read_numpy()
+    python, cuda = _read_python(), _cuda()
+    return (
+        b"".join((_LENGTHS.pack(len(python), len(numpy), len(cuda)), python, numpy, cuda)),
+        keeps_deviate,
+    )
 
 
 # --- Python ---------------------------------------------------------------------------------------
 
-_generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
 
-
-def _slow_python() -> bytes:
-    words = random.getstate()[1]
-    return _PYTHON.pack(words[-1], *words[:-1])
-
-
-def _fast_python() -> bytes:
-    return ctypes.string_at(id(_generator) + object.__basicsize__, _PYTHON.size)
-
-
-def _lies_where_expected() -> bool:
-    """Whether the interpreter keeps the generator as expected: CPython's layout is its own."""
-    room = type(_generator).__basicsize__ - object.__basicsize__
-    return (
-        sys.implementation.name == "cpython"
-        and room >= _PYTHON.size
-        and _fast_python() == _slow_python()
-    )
-
-
-_words = _fast_python if _lies_where_expected() else _slow_python
-
-
-def _python() -> bytes:
-    gauss = _generator.gauss_next
-    return _words() if gauss is None else _words() + _GAUSS.pack(gauss)
+def _read_python() -> bytes:
+    _, (*words, index), gauss = random.getstate()
+    return _PYTHON.pack(index, *words) + (b"" if gauss is None else _GAUSS.pack(gauss))
 
 
 def _restore_python(state: bytes) -> None:
@@ -107,54 +146,56 @@ def _restore_python(state: bytes) -> None:
 # --- numpy ----------------------------------------------------------------------------------------
 
 
-class _Numpy:
-    """numpy's global generator. A full reading is repeated only when it may have changed."""
-
-    def __init__(self) -> None:
-        self._generator: Any = None
-        self._address = 0
-        self._raw = b""
-        self._state = b""
-
-    def capture(self) -> bytes:
-        numpy: Any = sys.modules.get("numpy")
-        if numpy is None:
-            return b""
-        raw = self._read_raw(numpy.random)
-        if raw and raw == self._raw:
-            return self._state
-        self._state, keeps_deviate = self._read(numpy.random.get_state(legacy=False))
-        # A normal deviate that is kept can be used up without a change in the words.
-        self._raw = b"" if keeps_deviate else raw
-        return self._state
-
-    def restore(self, state: bytes) -> None:
-        numpy: Any = sys.modules.get("numpy")
-        if numpy is None:
-            return
-        words = numpy.frombuffer(state, dtype=numpy.uint32, count=624)
-        position, keeps_deviate, deviate = _NUMPY_TAIL.unpack_from(state, _NUMPY_WORDS)
-        numpy.random.set_state(("MT19937", words, position, keeps_deviate, deviate))
-        self._raw = b""
-
-    def _read_raw(self, numpy_random: Any) -> bytes:
-        """The words in use; empty if another generator was put in the legacy one's place."""
-        if not hasattr(numpy_random, "get_bit_generator"):  # before numpy 1.24
-            return b""
-        generator = numpy_random.get_bit_generator()
-        if generator is not self._generator:
-            self._generator = generator
-            known = type(generator).__name__ == "MT19937"
-            self._address = generator.ctypes.state_address if known else 0
-        return ctypes.string_at(self._address, _NUMPY_RAW) if self._address else b""
-
-    @staticmethod
-    def _read(state: Any) -> tuple[bytes, bool]:
-        if state["bit_generator"] != "MT19937":
-            return b"", False
-        words, keeps_deviate = state["state"]["key"], bool(state["has_gauss"])
-        tail = _NUMPY_TAIL.pack(state["state"]["pos"], keeps_deviate, state["gauss"])
-        return words.tobytes() + tail, keeps_deviate
+def _read_numpy() -> tuple[bytes, bool]:
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return b"", False
+    state = numpy.random.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":
+        return b"", False
+    keeps_deviate = bool(state["has_gauss"])
+    tail = _NUMPY_TAIL.pack(state["state"]["pos"], keeps_deviate, state["gauss"])
+    return state["state"]["key"].tobytes() + tail, keeps_deviate
 
 
-_numpy = _Numpy()
+def _restore_numpy(state: bytes) -> None:
+    numpy: Any = sys.modules["numpy"]
+    words = numpy.frombuffer(state, dtype=numpy.uint32, count=624)
+    position, keeps_deviate, deviate = _NUMPY_TAIL.unpack_from(state, _NUMPY_WORDS)
+    numpy.random.set_state(("MT19937", words, position, keeps_deviate, deviate))
+
+
+# --- where they lie in memory ---------------------------------------------------------------------
+
+_Window = ctypes.Array[ctypes.c_char]
+
+
+def _window(address: int) -> _Window:
+    return (ctypes.c_char * _SIGN).from_address(address)
+
+
+def _python_window() -> _Window | None:
+    """The index and the first words; None if this interpreter keeps them otherwise than known."""
+    room = type(_generator).__basicsize__ - object.__basicsize__
+    if sys.implementation.name != "cpython" or room < _PYTHON.size:
+        return None
+    address = id(_generator) + object.__basicsize__
+    expected = _read_python()[: _PYTHON.size]
+    return _window(address) if ctypes.string_at(address, _PYTHON.size) == expected else None
+
+
+def _numpy_window() -> _Window | None:
+    """The last words and the position; None if another generator is in the legacy one's place."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None or not hasattr(numpy.random, "get_bit_generator"):  # before numpy 1.24
+        return None
+    generator = numpy.random.get_bit_generator()
+    if type(generator).__name__ != "MT19937":
+        return None
+    window = _window(generator.ctypes.state_address + _NUMPY_WORDS + 4 - _SIGN)
+    window.generator = generator  # type: ignore[attr-defined]  # whose memory it is
+    return window
+
+
+_others = _Others(_python_window())
+look = _others.look

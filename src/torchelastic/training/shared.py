@@ -56,14 +56,14 @@ def optimizer_tree(optimizer: Optimizer) -> dict[str, Any]:
             numbers[key] if isinstance(key, torch.Tensor) else key: dict(entries)
             for key, entries in optimizer.state.items()
         },
-        "groups": Hyperparameters(optimizer).save(),
+        "groups": Hyperparameters(optimizer).tree(),
     }
 
 
 @torch.no_grad()
 def load_optimizer(optimizer: Optimizer, tree: Mapping[str, Any]) -> None:
     parameters = _parameters(optimizer)
-    Hyperparameters(optimizer).restore(tree["groups"])
+    Hyperparameters(optimizer).load(tree["groups"])
     state = optimizer.state
     wanted = {
         parameters[key] if isinstance(key, int) else key: entries

@@ -5,6 +5,7 @@ Hyperparameters of optimizers, schedulers, GradScaler, samplers, the user's own 
 
 from __future__ import annotations
 
+import marshal
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -68,6 +69,28 @@ def fits(live: Any, saved: Any) -> bool:
     )
 
 
+class _Packer:
+    """Copies a tree. Most consist of numbers and strings: the interpreter writes those in one go.
+
+    What it has written is only read by the process that wrote it.
+    """
+
+    def __init__(self) -> None:
+        self._plain = True
+
+    def pack(self, tree: Any) -> Any:
+        if self._plain:
+            try:
+                return marshal.dumps(tree)
+            except ValueError:  # there is a tensor in it, or a dict of a kind of its own
+                self._plain = False
+        return copied(tree)
+
+    @staticmethod
+    def unpack(packed: Any) -> Any:
+        return marshal.loads(packed) if type(packed) is bytes else copied(packed)
+
+
 class Saver(Protocol):
     """Saves one part at the beginning of a step and restores it."""
 
@@ -81,18 +104,29 @@ class Hyperparameters:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._groups = optimizer.param_groups
+        self._packer = _Packer()
+        #: What was saved last, if comparing with it tells of every change.
+        self._seen: list[dict[str, Any]] | None = None
+        self._packed: Any = None
 
-    def save(self) -> list[dict[str, Any]]:
+    def tree(self) -> list[dict[str, Any]]:
         return [
-            {
-                key: value if type(value) in _PLAIN else copied(value)
-                for key, value in group.items()
-                if key != "params"
-            }
+            {key: value for key, value in group.items() if key != "params"}
             for group in self._groups
         ]
 
-    def restore(self, saved: Sequence[dict[str, Any]]) -> None:
+    def save(self) -> Any:
+        if self._seen is None or self._groups != self._seen:
+            tree = self.tree()
+            self._packed = self._packer.pack(tree)
+            unchanging = all(_is_unchanging(value) for one in tree for value in one.values())
+            self._seen = [dict(group) for group in self._groups] if unchanging else None
+        return self._packed
+
+    def restore(self, packed: Any) -> None:
+        self.load(_Packer.unpack(packed))
+
+    def load(self, saved: Sequence[dict[str, Any]]) -> None:
         if len(saved) > len(self._groups):
             raise ValueError(
                 f"An optimizer has {len(self._groups)} parameter groups instead of {len(saved)}: "
@@ -105,18 +139,25 @@ class Hyperparameters:
             group["params"] = parameters
 
 
+def _is_unchanging(value: Any) -> bool:
+    return type(value) in _PLAIN or (
+        type(value) is tuple and all(type(one) in _PLAIN for one in value)
+    )
+
+
 class Stateful:
     """A scheduler, a sampler, or any object that gives and takes its state."""
 
     def __init__(self, part: Any) -> None:
         self._state_dict: Callable[[], Any] = part.state_dict
         self._load: Callable[[Any], object] = part.load_state_dict
+        self._packer = _Packer()
 
     def save(self) -> Any:
-        return copied(self._state_dict())
+        return self._packer.pack(self._state_dict())
 
-    def restore(self, saved: Any) -> None:
-        self._load(copied(saved))  # most objects keep the very containers they are given
+    def restore(self, packed: Any) -> None:
+        self._load(_Packer.unpack(packed))
 
 
 class Scaler:

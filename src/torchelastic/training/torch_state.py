@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torchelastic.training import ddp, parts, private, session, shared, transfer
 from torchelastic.training.private import Private, Publisher
 from torchelastic.training.session import Session
-from torchelastic.training.small import Hyperparameters, Saver, Stateful, Value, saver_of
+from torchelastic.training.small import Hyperparameters, Saver, Value, saver_of
 from torchelastic.training.state import FIRST, TORN, State, Torn, Version
 from torchelastic.training.undo import Snapshot, Undo
 
@@ -235,7 +235,7 @@ class TorchState(State):
 
     def _load_rest(self, tree: Mapping[str, Any]) -> None:
         for name, part in self._stateful.items():
-            Stateful(part).restore(tree["objects"][name])
+            part.load_state_dict(tree["objects"][name])
         for name in self._values:
             Value(self, name).restore(tree["values"][name])
 

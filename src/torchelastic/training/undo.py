@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchelastic.training import private
+from torchelastic.training import private, rng
 from torchelastic.training.buffers import Buffers
 from torchelastic.training.gradients import Gradients
 from torchelastic.training.private import Private, Publisher
@@ -45,6 +45,7 @@ class Undo:
         self.gradients = Gradients(_parameters(modules, optimizers))
         self.writes = Writes(optimizers, self.gradients, copy=copy)
         self._savers = list(savers)
+        self._saves = [saver.save for saver in savers]
         self._publisher: Publisher | None = None
         self._latest: Snapshot | None = None
         #: The version that the end of this step has; None outside of a step.
@@ -61,6 +62,7 @@ class Undo:
         self._publisher = publisher
         self.late = None
         self.buffers.find()
+        rng.look()
 
     def overwritten(self) -> None:
         """All was replaced by another state: there is no way back to the latest snapshot."""
@@ -77,7 +79,7 @@ class Undo:
         self.gradients.begin()
         self.writes.begin()
         self._overwritten = False
-        self._latest = Snapshot(version, now, [saver.save() for saver in self._savers])
+        self._latest = Snapshot(version, now, [save() for save in self._saves])
         if self._generation is not None:
             self._next = (self._generation, version[1] + 1)
             if self._publisher is not None:

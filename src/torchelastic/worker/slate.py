@@ -3,7 +3,7 @@
 It outlives the worker. The agent reads from it how far the worker has got and when; the worker's
 replacement reads what died with it: random states, buffers, the position in the data.
 
-Layout: a page of header, then two slots. A slot is torn while its number is odd, and is written in
+Layout: a page of header, then the slots. A slot is torn while its number is odd, and is written in
 full before its number becomes even again: a worker killed in between leaves it recognisably torn.
 """
 
@@ -15,14 +15,17 @@ import os
 import struct
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 #: generation, step, when it was entered (monotonic, the same for all processes of a machine).
 _PROGRESS = struct.Struct("=qqd")
 #: number, generation, step, bytes.
 _SLOT = struct.Struct("=qqqq")
+_NUMBER = struct.Struct("=q")
 
 _HEADER = mmap.PAGESIZE
-SLOTS = 2
+SLOTS = 5
 #: What a slot may hold; more than this is no small state.
 SLOT_LIMIT = 16 << 20
 
@@ -41,12 +44,26 @@ def read_progress(descriptor: int) -> tuple[int, int, float]:
     return generation, step, at
 
 
+@dataclass
+class _Written:
+    """What a process has written to a slot, so that it need not look there."""
+
+    begin: int
+    number: int
+    lengths: list[int]
+    size: int
+    spans: list[slice]
+    pieces: Sequence[bytes | memoryview]
+
+
 class Slate:
     """One process's view of a slate. Does not own the descriptor it was made from."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = os.dup(descriptor)
         self._memory = self._map()
+        #: By slot, what this process has written there last.
+        self._written: dict[int, _Written] = {}
 
     def _map(self) -> mmap.mmap:
         return mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size)
@@ -76,19 +93,39 @@ class Slate:
     def publish(
         self, slot: int, version: tuple[int, int], pieces: Sequence[bytes | memoryview]
     ) -> bool:
-        """Replace what the slot holds; False, and nothing is held, when it is too much."""
-        size = sum(len(piece) for piece in pieces)
-        if size > SLOT_LIMIT:
-            return False
-        begin = self._room(slot, size)
-        number = _SLOT.unpack_from(self._memory, begin)[0] | 1
-        _SLOT.pack_into(self._memory, begin, number, *version, size)
-        at = begin + _SLOT.size
-        for piece in pieces:
-            self._memory[at : at + len(piece)] = piece
-            at += len(piece)
-        _SLOT.pack_into(self._memory, begin, number + 1, *version, size)
+        """Replace what the slot holds; False, and nothing is held, when it is too much.
+
+        A piece that is the very object written before is not written again: its bytes are there.
+        """
+        lengths = [*map(len, pieces)]
+        there = self._written.get(slot)
+        if there is None or there.lengths != lengths:
+            if sum(lengths) > SLOT_LIMIT:
+                return False
+            there = self._lay_out(slot, lengths)
+        memory = self._memory
+        _NUMBER.pack_into(memory, there.begin, there.number + 1)
+        for span, piece, old in zip(there.spans, pieces, there.pieces, strict=True):
+            if piece is not old:
+                memory[span] = piece
+        there.pieces = pieces
+        there.number += 2
+        _SLOT.pack_into(memory, there.begin, there.number, *version, there.size)
         return True
+
+    def _lay_out(self, slot: int, lengths: list[int]) -> _Written:
+        begin = self._room(slot, sum(lengths))
+        number = _NUMBER.unpack_from(self._memory, begin)[0]
+        ends = accumulate(lengths, initial=begin + _SLOT.size)
+        self._written[slot] = made = _Written(
+            begin=begin,
+            number=number + number % 2,
+            lengths=lengths,
+            size=sum(lengths),
+            spans=[slice(one, other) for one, other in pairwise(ends)],
+            pieces=[b""] * len(lengths),
+        )
+        return made
 
     def held(self, slot: int) -> tuple[tuple[int, int], bytes] | None:
         """The version and the bytes a slot holds; None if it holds nothing whole."""
@@ -105,16 +142,22 @@ class Slate:
     def _room(self, slot: int, size: int) -> int:
         """Where the slot begins, after making it large enough.
 
-        Growing moves the second slot. It never shrinks: a reader's mapping stays valid.
+        Growing moves the other slots. It never shrinks: a reader's mapping stays valid.
         """
         needed = _SLOT.size + size
         if needed > (len(self._memory) - _HEADER) // SLOTS:
-            pages = -(-needed // mmap.PAGESIZE)
-            moved = self.held(1)
-            self._memory.close()
-            os.ftruncate(self._descriptor, _HEADER + SLOTS * pages * mmap.PAGESIZE)
-            self._memory = self._map()
-            _SLOT.pack_into(self._memory, self._begin(1), 0, 0, 0, 0)
-            if moved is not None:
-                self.publish(1, moved[0], [moved[1]])
+            self._grow(-(-needed // mmap.PAGESIZE))
         return self._begin(slot)
+
+    def _grow(self, pages: int) -> None:
+        """Give every slot so many pages."""
+        held = [self.held(slot) for slot in range(SLOTS)]
+        self._memory.close()
+        os.ftruncate(self._descriptor, _HEADER + SLOTS * pages * mmap.PAGESIZE)
+        self._memory = self._map()
+        self._written.clear()
+        for slot in range(SLOTS):
+            _SLOT.pack_into(self._memory, self._begin(slot), 0, 0, 0, 0)
+        for slot, content in enumerate(held):
+            if content is not None:
+                self.publish(slot, content[0], [content[1]])

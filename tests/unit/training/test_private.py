@@ -62,26 +62,42 @@ def test_a_deviate_that_numpy_keeps_is_noticed_when_it_is_used_up():
     assert numpy.random.randn() == second
 
 
-def test_python_keeps_its_generator_where_it_is_read():
-    """If this fails the interpreter has changed, and reading takes ten times as long."""
-    assert rng._words is rng._fast_python
+def test_python_and_numpy_keep_their_generators_where_they_are_looked_at():
+    """If this fails one has changed its layout, and reading takes ten times as long."""
+    rng.look()
+    assert rng._others._python is not None
+    assert rng._others._numpy is not None
 
 
-def test_both_ways_of_reading_pythons_generator_agree():
-    for _ in range(700):
-        random.random()
-    assert rng._fast_python() == rng._slow_python()
+def test_generators_that_cannot_be_looked_at_are_asked(monkeypatch):
+    asked = rng._Others(None)
+    for _ in range(3):
+        assert asked.capture() == rng._others.capture()
+        assert asked.capture() is asked.capture()
+        random.gauss(0, 1)
+
+
+@pytest.mark.parametrize("generate", [random.random, numpy.random.random], ids=["python", "numpy"])
+def test_every_single_draw_is_noticed(generate):
+    """Over several refills of the generators' words."""
+    rng.look()
+    seen = rng.capture().others
+    for _ in range(2000):
+        generate()
+        before, seen = seen, rng.capture().others
+        assert seen != before
 
 
 def test_another_generator_of_numpys_is_not_kept():
-    reader = rng._Numpy()
     own = numpy.random.get_bit_generator()
     numpy.random.set_bit_generator(numpy.random.PCG64(1))
     try:
-        assert reader.capture() == b""
+        rng.look()
+        assert rng._split(rng.capture().others)[1] == b""
     finally:
         numpy.random.set_bit_generator(own)
-    assert reader.capture() != b""
+        rng.look()
+    assert rng._split(rng.capture().others)[1] != b""
 
 
 def test_light_buffers_of_all_types_become_bytes_and_come_back():
@@ -109,7 +125,7 @@ def test_buffers_of_another_model_are_left_alone():
 
 
 def state(text):
-    return Private(rng.Random(text.encode(), b"python", b"", b""), text.encode() * 2)
+    return Private(rng.Random(text.encode(), b"others"), text.encode() * 2)
 
 
 def take_steps(publisher, steps, *, generation=0):
@@ -118,22 +134,24 @@ def take_steps(publisher, steps, *, generation=0):
         publisher.in_flight((generation, step + 1), state(f"flight {step}"))
 
 
-def test_what_is_packed_is_unpacked():
-    packed = private.pack((1, 2), state("a")) + private.pack((3, 4), state("bc"))
-    assert list(private.unpack(packed)) == [((1, 2), state("a")), ((3, 4), state("bc"))]
-
-
 def test_a_replacement_finds_the_step_before_this_one_and_the_one_in_flight(slate):
-    take_steps(Publisher(slate), range(4))
-    found = {step: private.left_behind(slate, (0, step)) for step in range(6)}
-    assert found == {
-        0: None,
-        1: None,
-        2: state("begin 2"),
-        3: state("begin 3"),
-        4: state("flight 3"),
-        5: None,
-    }
+    take_steps(Publisher(slate), range(5))
+    assert private.left_behind(slate, (0, 3)) == state("begin 3")
+    assert private.left_behind(slate, (0, 4)) == state("begin 4")
+    assert private.left_behind(slate, (0, 5)) == state("flight 4")
+    assert private.left_behind(slate, (0, 6)) is None
+
+
+def test_nothing_is_written_at_the_beginning_of_a_step_when_nothing_was_drawn_since(slate):
+    publisher = Publisher(slate)
+    take_steps(publisher, range(4))
+    before = [slate.held(slot) for slot in range(slates.SLOTS)]
+    publisher.begin((0, 4), state("flight 3"))
+    assert [slate.held(slot) for slot in range(slates.SLOTS)] == before
+    publisher.in_flight((0, 5), state("flight 3"))
+    assert private.left_behind(slate, (0, 3)) == state("begin 3")
+    assert private.left_behind(slate, (0, 4)) == state("flight 3")
+    assert private.left_behind(slate, (0, 5)) == state("flight 3")
 
 
 def test_at_the_beginning_of_a_step_the_beginning_counts_not_what_was_in_flight(slate):
@@ -162,15 +180,24 @@ class Dying:
         return self._slate.held(slot)
 
 
-@pytest.mark.parametrize("at", range(3, 9))
-def test_a_worker_killed_while_it_writes_leaves_what_can_be_needed(slate, at):
+@pytest.mark.parametrize("at", range(3, 12))
+@pytest.mark.parametrize("drawing", [True, False], ids=["drawing between", "not drawing between"])
+def test_a_worker_killed_while_it_writes_leaves_what_can_be_needed(slate, at, drawing):
+    publisher, entered = Publisher(Dying(slate, at)), []
+
+    def take_steps():
+        for step in range(20):
+            entered.append(step)
+            publisher.begin((0, step), state(f"begin {step}" if drawing else f"end {step - 1}"))
+            publisher.in_flight((0, step + 1), state(f"end {step}"))
+
     with pytest.raises(KeyboardInterrupt):
-        take_steps(Publisher(Dying(slate, at)), range(9))
-    step, collective = divmod(at - 1, 2)
-    # Its peers can be in the step it is in, or, as long as it has launched nothing, one behind.
-    assert private.left_behind(slate, (0, step)) is not None
-    assert private.left_behind(slate, (0, step - 1)) is not None
-    assert collective in (0, 1)
+        take_steps()
+    step = entered[-1]
+    # Its peers can be in the step it is in or, as long as it has launched nothing, one behind.
+    for needed in (step - 1, step):
+        left = private.left_behind(slate, (0, needed))
+        assert left in (state(f"begin {needed}"), state(f"end {needed - 1}"))
 
 
 def test_a_later_collective_of_a_step_replaces_what_an_earlier_one_left(slate):
@@ -185,8 +212,8 @@ def test_the_same_step_of_an_earlier_generation_will_do_but_not_before_an_exact_
     take_steps(Publisher(slate), range(3), generation=2)
     assert private.left_behind(slate, (5, 2)) == state("begin 2")
     assert private.left_behind(slate, (5, 3)) == state("flight 2")
-    take_steps(Publisher(slate), [2], generation=5)
-    assert private.left_behind(slate, (5, 2)) == state("begin 2")
+    Publisher(slate).begin((5, 2), state("exact"))
+    assert private.left_behind(slate, (5, 2)) == state("exact")
 
 
 def test_buffers_that_are_too_large_are_left_out_and_that_is_said_once(slate, caplog, monkeypatch):
