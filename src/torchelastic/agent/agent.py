@@ -336,9 +336,7 @@ class Agent:
                 if isinstance(order, orders.Over):
                     self._vigil.told_over(local_rank)
             case crew.Spawn(local_rank):
-                beside = self._state.world
-                assert beside is not None
-                self._act(self._workers.start_standby(local_rank, beside))
+                self._background(self._start_standby(local_rank), "standby")
 
     def _act(self, work: Coroutine[Any, Any, None]) -> None:
         """Perform after what is under way: a stop does not overtake the start it ends."""
@@ -350,6 +348,18 @@ class Agent:
         if before is not None:
             await asyncio.wait({before})
         await work
+
+    async def _start_standby(self, local_rank: int) -> None:
+        """Start a worker for a later world, when those of this one do not need the processors.
+
+        The survivors of a failure recover in the time in which a replacement would have loaded the
+        script; they wait for it only where the world does.
+        """
+        if isinstance(self._state, CrewState) and self._state.having(crew.Status.TRAINING):
+            await self._vigil.recovered(lambda: self._crew)
+        world = self._state.world
+        assert world is not None
+        self._act(self._workers.start_standby(local_rank, world))
 
     async def _stop_workers(self, signum: int) -> None:
         await self._workers.stop(signum, self._state.generation)

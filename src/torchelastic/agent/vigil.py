@@ -34,6 +34,8 @@ FREED = 0.1
 LOOK = 1.0
 #: How long reading a stack may take.
 STACK = 2.0
+#: How long a replacement leaves the processors to survivors of a failure, and how often to look.
+RECOVERY, RECOVERY_LOOK = 1.0, 0.01
 
 Doing = Literal["waiting", "stuck", "working", "silent", "frozen"]
 
@@ -120,6 +122,23 @@ class Vigil:
         pace.saw(*seen)
         limit = limit_for(pace, self.limit)
         return None if limit is None else pace.entered_at + limit - time.monotonic()
+
+    async def recovered(self, crew: Callable[[], CrewState]) -> None:
+        """Until a worker here has committed a step in a later world, or none can be formed yet."""
+        failed = crew().generation
+        begun: int | None = None
+        deadline = time.monotonic() + RECOVERY
+        while time.monotonic() < deadline:
+            state = crew()
+            if state.world is not None and state.world.phase == "waiting":
+                return
+            for local_rank in state.having(Status.TRAINING):
+                generation, step, _ = self.workers.progress(local_rank) or (-1, -1, 0.0)
+                if generation > failed and begun is not None and step > begun:
+                    return
+                if generation > failed and begun is None:
+                    begun = step
+            await asyncio.sleep(RECOVERY_LOOK)
 
     # --- the last resort -------------------------------------------------------------------------
 
