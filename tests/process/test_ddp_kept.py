@@ -68,13 +68,19 @@ def test_a_worker_killed_in_backward_is_replaced(step, at):
     assert killed(step, at, options=CAP) == final(undisturbed())
 
 
-@pytest.mark.parametrize(("step", "at"), [(0, 0), (1, 1), (4, 1)])
+@pytest.mark.parametrize(("step", "at"), [(0, 0), (4, 1)])
 @pytest.mark.parametrize(
     "option", ["gradient_as_bucket_view", "find_unused_parameters", "static_graph"]
 )
 def test_options_of_ddp_hold(option, step, at):
     usual = final(undisturbed(options=((option, True),)))
     assert killed(step, at, options=CAP | {option: True}) == usual
+
+
+def test_sizes_given_one_by_one_hold():
+    sizes = {"bucket_cap_mb_list": (0.002, 0.004)}
+    usual = final(run(World(FOUR, STEPS), options=sizes))
+    assert killed(0, 0, options=sizes) == killed(3, 1, options=sizes) == usual
 
 
 def test_the_first_step_is_done_again_as_it_was_begun():

@@ -144,13 +144,18 @@ def _parameters(ddp: Any) -> tuple[list[torch.Tensor], list[bool]]:
 
 def _all_in_one(ddp: DistributedDataParallel) -> Layout:
     """What DDP begins with: one bucket for each type, since the order is not known."""
-    return _assign(ddp, [torch.iinfo(torch.int64).max])
+    return _assign(ddp, _sizes_by_hand(ddp) or [torch.iinfo(torch.int64).max])
 
 
 def _by_size(ddp: DistributedDataParallel) -> Layout:
     """Buckets of the size asked for, the last parameters first."""
     small = [_c10d._DEFAULT_FIRST_BUCKET_BYTES] if ddp.bucket_bytes_cap_default else []
-    return _assign(ddp, [*small, ddp.bucket_bytes_cap])
+    return _assign(ddp, _sizes_by_hand(ddp) or [*small, ddp.bucket_bytes_cap])
+
+
+def _sizes_by_hand(ddp: DistributedDataParallel) -> list[int]:
+    """DDP's option bucket_cap_mb_list, which torch before 2.13 does not have."""
+    return list(getattr(ddp, "bucket_bytes_cap_list", ()))
 
 
 def _assign(ddp: DistributedDataParallel, limits: Sequence[int]) -> Layout:
