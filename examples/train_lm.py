@@ -92,7 +92,7 @@ class Text:
         chance = torch.Generator().manual_seed(0)
         for _ in range(length):
             with torch.no_grad():
-                likely = model(written[:, -CONTEXT:])[0, -1].div(0.7).softmax(dim=-1)
+                likely = model(written[:, -CONTEXT:])[0, -1].div(0.5).softmax(dim=-1)
             following = torch.multinomial(likely, 1, generator=chance)
             written = torch.cat([written, following[None]], dim=1)
         return "".join(self.alphabet[number] for number in written[0].tolist()).strip()
