@@ -65,7 +65,9 @@ def _beginning(last: World) -> str:
     """Why a generation begins."""
     if not last.nodes:
         return "the job starts"
-    return "enough nodes are there again" if last.phase == "waiting" else last.reason
+    if last.phase != "waiting":
+        return last.reason
+    return f"enough {'workers' if last.resident else 'nodes'} are there again"
 
 
 def _wait(rules: RoundRules, state: RoundState, now: float) -> Decision:
@@ -85,6 +87,8 @@ def _wait(rules: RoundRules, state: RoundState, now: float) -> Decision:
     if still and now < state.said_at + SAY_EVERY:
         again = state.said_at + SAY_EVERY
         return Decision(wake_at=again if left is None else min(again, now + left))
+    if last is not None and last.resident and last.phase == "over":
+        what = f"{last.reason}; {what}"  # what ended the world is known by now
     limit = "" if left is None else f", for {left:.0f} s more"
     world = replace(
         last or World(generation=0, phase="waiting"),
@@ -102,8 +106,9 @@ def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
     there = f"{len(staying)} of at least {rules.min_nodes} there"
     if len(staying) < rules.min_nodes:
         return f"waiting for nodes: {there}", False
-    if are_resident(state) and any(member.starting for member in staying):
-        return f"waiting for {sum(member.starting for member in staying)} starting workers", True
+    starting = sum(member.starting for member in staying)
+    if are_resident(state) and starting:
+        return f"waiting for {starting} worker{'s' if starting > 1 else ''} to start", True
     if not all(member.ready for member in staying):
         return f"warming up: {there}", True
     if len(candidates(state)) < rules.min_nodes:

@@ -198,5 +198,9 @@ def why(state: RoundState, kind: Kind, cause: Failure | None) -> str:
     if kind == "node-failure":
         return f"{names_of(state, state.lost)} failed"
     if kind in ("failure", "error") and cause is not None:
+        if cause.alive and root_cause.is_consequence(cause):
+            return (
+                f"rank {cause.rank} on {cause.node} has lost a peer"  # which one is not known yet
+            )
         return cause.sentence()
     return the_world(state).reason

@@ -70,7 +70,7 @@ def test_with_a_fixed_size_the_world_waits_for_the_replacement():
     job.say("a", failures=(failure("a"),), standing=(1,), starting=1, gone=0)
     job.say("b", gone=0)
     assert job.world.phase == "waiting"
-    assert "1 starting worker" in job.world.reason
+    assert "killed by SIGKILL; 1 of 100 restarts used; waiting for 1 worker" in job.world.reason
     job.say("a", standing=(0, 1), starting=0)
     assert (job.world.phase, job.world.generation, job.world.after) == ("running", 1, None)
 
