@@ -2,8 +2,7 @@
 
 Placeholders are filled in, `bagua` is read as `torchelastic`, missing colons are added; nothing
 else. Each test says which lines of which document it runs. etcd gets other ports than printed and
-a directory for its data, so that tests do not meet. The `State`/`train_step` program is not among
-them yet.
+a directory for its data, so that tests do not meet.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +26,37 @@ from torchelastic.cli.job import launch_config
 from torchelastic.cli.parser import parse
 
 # --- the documents' words ------------------------------------------------------------------------
+
+SEED_000_LINE_47 = """\
+snapshot = state.snapshot()
+try:
+    train_step(state)
+except RuntimeError:
+    state.apply(snapshot)
+    state.sync()
+"""
+
+SEED_000_LINE_112 = """\
+import torchelastic
+from torchelastic.p2p import CoordinatorP2P
+
+if __name__ == "__main__":
+        min_workers = 1
+        max_workers = 1
+        run_id = 1234
+        etcd_endpoint = "localhost:2379"
+
+        state = MyState()
+
+        coordinator = CoordinatorP2P(
+            c10d_backend="gloo",
+            init_method=f"etcd://{etcd_endpoint}/{run_id}?min_workers={min_workers}&max_workers={max_workers}",
+            max_num_trainers=max_workers,
+            process_group_timeout=60000,
+        )
+
+        torchelastic.train(coordinator, train_step, state)
+"""
 
 SEED_001_LINE_23 = """\
 model = ...
@@ -318,6 +349,54 @@ def test_seed_001_line_55_the_port_defaults_to_29400(address, endpoint):
 
 
 # --- seed 002 ------------------------------------------------------------------------------------
+
+
+# What the page leaves to its reader, in as few lines as will do.
+MY_STATE = """\
+import torch
+import torch.distributed as dist
+from torchelastic import State
+
+class MyState(State):
+    def __init__(self):
+        self.weight, self.steps, self.fails, self.synced = torch.zeros(1), 0, 0, 0
+    def sync(self):
+        self.synced += 1
+        if dist.is_initialized():
+            dist.broadcast(self.weight, 0)
+    def snapshot(self):
+        return self.weight.clone(), self.steps
+    def apply(self, snapshot):
+        weight, self.steps = snapshot
+        self.weight.copy_(weight)
+
+def train_step(state):
+    if state.steps == 5:
+        raise StopIteration
+    state.weight += 1
+    if state.steps == 3 and not state.fails:
+        state.fails = 1
+        raise RuntimeError("half-way")
+    if dist.is_initialized():
+        dist.all_reduce(state.weight.clone())
+    state.steps += 1
+"""
+
+
+def test_seed_000_line_47_a_failed_step_is_rolled_back():
+    names: dict[str, object] = {}
+    exec(MY_STATE + "state = MyState()\n" + SEED_000_LINE_47 * 4, names)
+    state = names["state"]
+    assert (state.steps, float(state.weight), state.synced) == (3, 3.0, 1)  # type: ignore[attr-defined]
+
+
+def test_seed_000_line_112_the_program_at_etcd(tmp_path, seeds_etcd):
+    text = SEED_000_LINE_112.replace("localhost:2379", seeds_etcd.endpoint)
+    ending = 'print("trained", state.steps, float(state.weight), state.synced)\n'
+    program = written(tmp_path, MY_STATE + text + "        " + ending)
+    ran = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "trained 5 5.0 2\n"  # one world, and another after the failure
 
 
 @pytest.fixture
