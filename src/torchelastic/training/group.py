@@ -10,7 +10,7 @@ abort it, and then calls `connect`.
 
 The training thread waits for operations of ours (`waits`), which gloo's callback or the abort ends.
 The abort also shuts the group's connections down (`sockets`), so that gloo's threads and the other
-ranks notice. What then is left of gloo is parked until it can be dropped (`group_park`).
+ranks notice. What is left of gloo then is parked until it can be dropped (`group_park`).
 
 NCCL has an abort of its own, which frees the streams; there is nothing to own. Its groups are made
 and aborted by torch.
@@ -18,6 +18,7 @@ and aborted by torch.
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 import time
@@ -39,6 +40,8 @@ __all__ = ["GenerationOver", "Group", "PeerLostError"]
 
 #: How long `leave` waits for gloo's threads to have stopped writing, in seconds.
 QUIET_WITHIN = 0.1
+#: After how long a broken connection that gloo has not seen is silenced, in seconds.
+_UNSEEN = 0.005
 
 
 class Group:
@@ -66,6 +69,8 @@ class Group:
         self._owned: list[OwnedGloo] = []
         self._aborting = threading.Lock()
         self._excepthook: Any = None
+        #: What keeps connections silent that gloo does not see to be broken.
+        self._silent: list[socket.socket] | None = None
 
     @classmethod
     def build(
@@ -95,8 +100,7 @@ class Group:
 
         Raises GenerationOver after an abort, PeerLostError when the others cannot be met.
         """
-        if self.waits.over is not None:
-            raise self.waits.over
+        self.waits.check()
         self._excepthook = sys.excepthook
         group_gloo.install(self)
         try:
@@ -112,14 +116,14 @@ class Group:
             raise
         if self.waits.over is not None:  # aborted between the last wait and now
             self.leave()
-            raise self.waits.over
+            self.waits.check()
 
     def adopt(self, group: OwnedGloo) -> None:
         """A group made in this world: the default one, or a script's."""
         self._owned.append(group)
         if self.waits.over is not None:  # an abort has not seen it
-            sockets.shut_down(group.ports)
-            raise self.waits.over
+            sockets.shut_down(group.connections)
+            self.waits.check()
 
     @property
     def aborted(self) -> bool:
@@ -151,8 +155,7 @@ class Group:
                 return
             self.waits.end(GenerationOver(f"Generation {self.generation} is over: {reason}."))
             # Every group before any is left: a script may wait in one for what another does.
-            for group in list(self._owned):
-                sockets.shut_down(group.ports)
+            sockets.shut_down(self._connections())
             for native in self._native():
                 native.abort()
 
@@ -182,6 +185,9 @@ class Group:
             return error
         return self.waits.over or self.waits.failure or error
 
+    def _connections(self) -> frozenset[int]:
+        return frozenset().union(*(group.connections for group in list(self._owned)))
+
     def _native(self) -> list[Any]:
         """The groups of this world that torch made itself, with NCCL."""
         return [g for g in list(distributed_c10d._world.pg_map) if not isinstance(g, OwnedGloo)]
@@ -196,26 +202,32 @@ class Group:
             sys.excepthook, self._excepthook = self._excepthook, None
         owned, self._owned = self._owned, []
         aborted = bool(self.pending) or self.aborted
-        group_park.park([group.take() for group in owned], self.waits, aborted=aborted)
+        gloos = [group.take() for group in owned]
+        group_park.park(gloos, self.waits, silent=self._silent or [], aborted=aborted)
 
     def _wait_until_quiet(self) -> bool:
         """Until no thread of gloo can write into a tensor of an aborted operation any more.
 
         The waits were freed at once, but a reduction in progress runs to its next exchange, and
         data that had arrived is still read; into a bucket that the next step uses again, it would
-        be a silently wrong gradient. This takes as long as gloo needs to see its closed
-        connections; a thread stuck in a send sleeps, and writes nothing when it wakes.
+        be a silently wrong gradient. This takes as long as gloo needs to see its broken
+        connections. A thread that is stuck all the same sleeps, and writes nothing when it wakes.
         """
-        deadline = time.monotonic() + QUIET_WITHIN
+        began = time.monotonic()
         while self.pending and not self._only_stuck():
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > QUIET_WITHIN:
                 return False
+            if waited > _UNSEEN and self._silent is None:
+                self._silent = sockets.silence(self._connections())
             time.sleep(0.0002)
         return True
 
     def _only_stuck(self) -> bool:
-        closed = not any(sockets.count(group.ports) for group in self._owned)
-        return closed and not any(map(_is_running, _gloo_threads()))
+        """Whether what is pending will never again touch anything."""
+        if self._silent is None and sockets.are_open(self._connections()):
+            return False
+        return not any(map(_is_running, _gloo_threads()))
 
 
 def _gloo_threads() -> list[Path]:

@@ -12,7 +12,8 @@ release changes it):
 * Methods of a Python `ProcessGroup` are called from C++, too (DDP), and so are those of its `Work`.
 * gloo tells the end of every collective by the future of its work, in a thread of its own; of a
   send or a receive only to who waits for it.
-* The ranks' listening addresses are in the store, under device and rank (see `sockets.listener`).
+* The ranks' listening addresses are in the store, under device and rank
+  (`sockets.listening_address`).
 * DDP pickles what a future of a Python group holds to find the tensors in it (`waits._Failed`).
 * The destructor of `ProcessGroupGloo` joins its threads without the interpreter's lock.
 """
@@ -29,7 +30,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
 from torchelastic import faults
-from torchelastic.training.sockets import Ports
+from torchelastic.training import sockets
 from torchelastic.training.waits import OwnedWork, Waits
 
 #: gloo itself, whatever torch's name for it stands for at the moment.
@@ -65,14 +66,14 @@ def _set_class_for_gloo(group_class: Any) -> None:
     distributed_c10d.ProcessGroupGloo = group_class  # type: ignore[misc]
 
 
-def connect(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Any, Ports]:
-    """Meet the other ranks. Blocks until all are there or time is up."""
+def connect(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Any, frozenset[int]]:
+    """Meet the other ranks; gloo, and its connections by inode. Blocks until all are there."""
     faults.at("group.build")
     gloo = _Gloo(store, rank, size, timeout=timeout)
     cards: list[list[bytes]] = []
     while store.check([f"{len(cards)}/{rank}"]):  # one more device: several network interfaces
         cards.append(store.multi_get([f"{len(cards)}/{peer}" for peer in range(size)]))
-    return gloo, Ports.told(rank, cards)
+    return gloo, sockets.find(sockets.Ports.told(rank, cards))
 
 
 def _collective(name: str) -> Callable[..., OwnedWork]:
@@ -105,7 +106,7 @@ class OwnedGloo(dist.ProcessGroup):
         self._waits = _owner.waits
         self._store = store
         self._plain: dist.ProcessGroup | None = None
-        self._gloo, self.ports = self._waits.call(lambda: connect(store, rank, size, timeout))
+        self._gloo, self.connections = self._waits.call(lambda: connect(store, rank, size, timeout))
         _owner.adopt(self)
 
     allreduce = _collective("allreduce")
@@ -132,10 +133,12 @@ class OwnedGloo(dist.ProcessGroup):
         return self._waits.launch_blocking(self._gloo.send, (tensors, rank, tag))
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> OwnedWork:
-        return self._waits.launch_blocking(self._gloo.recv, (tensors, rank, tag))
+        return self._waits.launch_blocking(self._gloo.recv, (tensors, rank, tag), tells_source=True)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> OwnedWork:
-        return self._waits.launch_blocking(self._gloo.recv_anysource, (tensors, tag))
+        return self._waits.launch_blocking(
+            self._gloo.recv_anysource, (tensors, tag), tells_source=True
+        )
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -208,4 +211,5 @@ class _Left:
         self._waits = waits
 
     def __getattr__(self, name: str) -> Any:
-        raise self._waits.over or AttributeError(name)
+        self._waits.check()
+        raise AttributeError(name)

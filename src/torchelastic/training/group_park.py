@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import socket
 import threading
 import time
 from typing import Any, NamedTuple
@@ -22,14 +23,23 @@ _SOON, _SELDOM = 0.05, 2.0
 
 
 class _Parked(NamedTuple):
-    gloo: Any
+    """What is left of one world."""
+
+    gloos: list[Any]
     waits: Waits
+    silent: list[socket.socket]
     since: float
     aborted: bool
 
     def is_done(self, now: float) -> bool:
         """Whether no operation is under way, and nobody can need the connections."""
         return not self.waits.pending and (self.aborted or now - self.since > GRACE)
+
+    def drop(self) -> None:
+        """Here gloo's threads are joined, without the interpreter's lock."""
+        self.gloos.clear()
+        for listener in self.silent:
+            listener.close()
 
 
 _lock = threading.Lock()
@@ -41,20 +51,21 @@ _wake = threading.Event()
 _reaper: threading.Thread | None = None
 
 
-def park(gloos: list[Any], waits: Waits, *, aborted: bool) -> None:
+def park(gloos: list[Any], waits: Waits, *, silent: list[socket.socket], aborted: bool) -> None:
     """Keep these until they can be dropped, and drop them then."""
     global _reaper
-    now = time.monotonic()
+    if not gloos:
+        return
     with _lock:
-        _parked.extend(_Parked(gloo, waits, now, aborted) for gloo in gloos)
-        if _reaper is None and _parked:
+        _parked.append(_Parked(gloos, waits, silent, time.monotonic(), aborted))
+        if _reaper is None:
             _reaper = threading.Thread(target=_reap, name="torchelastic-reaper", daemon=True)
             _reaper.start()
     _wake.set()
 
 
 def parked() -> int:
-    """How many groups are kept."""
+    """How many worlds have left something that is kept."""
     return len(_parked)
 
 
@@ -84,23 +95,18 @@ def _drop_done() -> int:
     """Drop what is done; how many. They leave the list only when they are really gone."""
     now = time.monotonic()
     done = [entry for entry in _parked if entry.is_done(now)]
+    for entry in done:
+        entry.drop()
     with _lock:
         for entry in done:
             _parked.remove(entry)
-    count = len(done)
-    del done  # here gloo's threads are joined, without the interpreter's lock
-    return count
+    return len(done)
 
 
 @atexit.register
 def _keep_for_ever() -> None:
-    """A process that ends does not wait for a stuck thread: what is parked is never dropped.
-
-    Nor what is not stuck: dropping gives the interpreter's lock up and wants it back, and a thread
-    that wants it so late is ended by Python, in the middle of C++ code, which is SIGABRT.
-    """
-    global _ending
-    with _dropping:
-        _ending = True
+    """A process that ends does not wait for a stuck thread: what is parked is never dropped."""
     for entry in list(_parked):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(entry.gloo))
+        if entry.waits.pending:
+            for gloo in entry.gloos:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))

@@ -1,4 +1,4 @@
-"""A process group's connected sockets: found by their addresses, shut down by their inodes.
+"""A process group's connected sockets: found by their addresses, told from others by their inodes.
 
 gloo keeps its descriptors to itself, and a list of those that appeared while the group was built
 also has what other threads opened meanwhile. But every rank of a group listens on a port of the
@@ -6,12 +6,13 @@ group's own, and says which in the store. So a socket is the group's if, and onl
 accepted at our rank's port or is connected to another rank's.
 
 A descriptor may be closed, and its number used again, between any two system calls. Therefore what
-is looked at and shut down is a duplicate, whose inode says that it is the socket it was taken for.
+is shut down is a duplicate, whose inode says that it is the socket it was taken for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 import stat
@@ -19,6 +20,10 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+_libc = ctypes.CDLL(None, use_errno=True)
+#: A C `sockaddr` of the family AF_UNSPEC: connecting to it dissolves a connection.
+_NOBODY = bytes(16)
 
 #: IP address and port.
 Address = tuple[str, int]
@@ -38,11 +43,11 @@ class Ports:
         others: set[Address] = set()
         for device in cards:
             for peer, card in enumerate(device):
-                (own if peer == rank else others).add(listener(card))
+                (own if peer == rank else others).add(listening_address(card))
         return cls(frozenset(own), frozenset(others))
 
 
-def listener(card: bytes) -> Address:
+def listening_address(card: bytes) -> Address:
     """The listening address in what gloo tells the other ranks.
 
     A card is: length (8 bytes) and host name, length and address, more. The address is a C
@@ -60,23 +65,33 @@ def listener(card: bytes) -> Address:
         raise ValueError(f"not an address as gloo writes it: {card[:40]!r}") from error
 
 
-def shut_down(ports: Ports) -> int:
-    """Shut the group's connected sockets down; how many there were."""
-    found = 0
-    for fd, inode in _sockets():
-        connection = _duplicate(fd, inode) if _is_of_group(fd, ports) else None
-        if connection is None:
-            continue
-        with connection:
-            if _matches(connection, ports):
-                _shut(connection)
-                found += 1
-    return found
+def find(ports: Ports) -> frozenset[int]:
+    """The inodes of the group's connections; when all are up, for later they may not be known."""
+    return frozenset(inode for fd, inode in _sockets() if _is_of_group(fd, ports))
 
 
-def count(ports: Ports) -> int:
-    """How many of the group's connected sockets are open."""
-    return sum(_is_of_group(fd, ports) for fd, _ in _sockets())
+def shut_down(inodes: frozenset[int]) -> None:
+    """Shut these connections down, so that gloo and the other ranks notice."""
+    for connection in _connections(inodes):
+        with contextlib.suppress(OSError):  # the peer may have closed it already
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def silence(inodes: frozenset[int]) -> list[socket.socket]:
+    """Connect those still open to somebody who says nothing, until what is returned is closed.
+
+    gloo may not see that a connection was shut down. It does not read while it has no place for
+    what comes next, and an operation that failed has taken the place away; and of a write that
+    fails with EPIPE it thinks that it should try again. In both cases the kernel tells it of the
+    connection without end, and its thread takes a processor for itself until the group's time-out.
+    Any other error of a write ends the process. On a silent connection the thread sleeps.
+    """
+    return [_silence(connection) for connection in _connections(inodes)]
+
+
+def are_open(inodes: frozenset[int]) -> bool:
+    """Whether a descriptor of this process is still one of these sockets."""
+    return any(inode in inodes for _, inode in _sockets())
 
 
 def _sockets() -> Iterator[tuple[int, int]]:
@@ -88,6 +103,15 @@ def _sockets() -> Iterator[tuple[int, int]]:
             continue
         if stat.S_ISSOCK(status.st_mode):
             yield int(name), status.st_ino
+
+
+def _connections(inodes: frozenset[int]) -> Iterator[socket.socket]:
+    """Descriptors of our own for these sockets, one after the other."""
+    for fd, inode in _sockets():
+        connection = _duplicate(fd, inode) if inode in inodes else None
+        if connection is not None:
+            with connection:
+                yield connection
 
 
 def _is_of_group(fd: int, ports: Ports) -> bool:
@@ -106,7 +130,7 @@ def _matches(connection: socket.socket, ports: Ports) -> bool:
     try:
         if connection.family not in (socket.AF_INET, socket.AF_INET6):
             return False
-        # shutdown() on gloo's listener ends the process.
+        # gloo ends the process when its listener fails.
         if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return False
         peer = _address(connection.getpeername())
@@ -133,6 +157,17 @@ def _duplicate(fd: int, inode: int) -> socket.socket | None:
     return None
 
 
-def _shut(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the peer may have closed it already
-        connection.shutdown(socket.SHUT_RDWR)
+def _silence(connection: socket.socket) -> socket.socket:
+    _dissolve(connection)
+    listener = socket.socket(connection.family)
+    listener.bind((connection.getsockname()[0], 0))
+    listener.listen(1)
+    connection.connect_ex(listener.getsockname())  # nobody accepts it: that is enough
+    return listener
+
+
+def _dissolve(connection: socket.socket) -> None:
+    """Connect it to nobody, which Python's own `connect` cannot say."""
+    if _libc.connect(connection.fileno(), _NOBODY, len(_NOBODY)):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

@@ -30,6 +30,9 @@ class PeerLostError(RuntimeError):
     """A collective failed by itself: a connection was closed or reset, or time ran out."""
 
 
+#: In errors of gloo's that are about connections: the file they come from.
+_TRANSPORT = "gloo/transport"
+
 #: How an operation ended: an error, or a value.
 _Outcome = tuple[Exception | None, Any]
 
@@ -57,15 +60,31 @@ class Waits:
     def launch(self, start: Callable[..., Any], args: Any, kwargs: Any) -> OwnedWork:
         """Start an operation whose end gloo tells by a future."""
         work = self.announce()
-        inner = start(*args, **kwargs)
+        inner = self._start(start, args, kwargs)
         self._under_way[work.number] = work  # before the callback, which removes it
         inner.get_future().add_done_callback(work.told)
         return self.entered(work)
 
+    def _start(self, start: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Start it. On a connection that is broken already gloo raises here, not in the wait."""
+        try:
+            return start(*args, **kwargs)
+        except RuntimeError as error:
+            if _TRANSPORT in str(error):
+                raise self.failed(error) from None
+            raise  # an argument that gloo does not take
+
+    def check(self) -> None:
+        """Raise if the world is over.
+
+        A new error each time: an error keeps the frames it was raised through, and these a group.
+        """
+        if self.over is not None:
+            raise GenerationOver(*self.over.args)
+
     def announce(self) -> OwnedWork:
         """Pass what comes before every operation, and number it."""
-        if self.over is not None:
-            raise self.over
+        self.check()
         if self.before is not None:
             self.before()
         faults.at("collective.before")
@@ -76,30 +95,31 @@ class Waits:
         """Pass what comes after every launch."""
         faults.at("collective.launched")
         if self.over is not None:  # ended while the operation was launched: `end` did not see it
-            work.finish(self.over, None)
+            work.finish(GenerationOver(*self.over.args), None)
         return work
 
-    def launch_blocking(self, start: Callable[..., Any], args: Any) -> OwnedWork:
+    def launch_blocking(
+        self, start: Callable[..., Any], args: Any, *, tells_source: bool = False
+    ) -> OwnedWork:
         """Start an operation whose end is found out by waiting for it: a send, a receive."""
         work = self.announce()
-        inner = start(*args)
+        inner = self._start(start, args, {})
 
         def wait() -> Any:
             inner.wait()
-            work.source = inner._source_rank()
+            if tells_source:
+                work.source = inner._source_rank()
 
         self._in_thread(work, wait)
         return self.entered(work)
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Do something that blocks, in a thread that is left to it when the world ends."""
-        if self.over is not None:
-            raise self.over
+        self.check()
         self._calls += 1
         work = OwnedWork(self, -self._calls)
         self._in_thread(work, function)
-        if self.over is not None:
-            raise self.over
+        self.check()  # `end` may not have seen it
         return work.result()
 
     def _in_thread(self, work: OwnedWork, function: Callable[[], Any]) -> None:
@@ -124,16 +144,16 @@ class Waits:
 
     def failed(self, error: Exception) -> PeerLostError:
         """What a failure of gloo's own is to the training thread."""
-        lost = PeerLostError(f"A collective failed: {error}")
+        what = f"A collective failed: {error}"
         if self.failure is None:
-            self.failure = lost
-        return lost
+            self.failure = PeerLostError(what)
+        return PeerLostError(what)
 
     def end(self, over: GenerationOver) -> None:
         """Free every wait, now, and launch nothing more."""
         self.over = over
         for work in list(self._under_way.values()):
-            work.finish(over, None)
+            work.finish(GenerationOver(*over.args), None)
 
 
 class OwnedWork(dist.Work):
