@@ -68,17 +68,18 @@ def wrap(module: torch.nn.Module, **options: Any) -> DistributedDataParallel:
     return ddp
 
 
-def committed(ddp: DistributedDataParallel) -> None:
-    """The step is done; to be called after each."""
+def committed(ddp: DistributedDataParallel) -> bool:
+    """The step is done; to be called after each until it is True, in every world."""
     kept = _KEPT[ddp]
     if kept.base is not None or _is_fixed(ddp):
-        return
+        return True
     if kept.now is None:
         # What keeps DDP from laying out (a parameter without a gradient, for one) it says in the
         # next forward, where the user reads it.
         with contextlib.suppress(RuntimeError):
             kept.now = _rebuild(ddp, None)
     kept.base = kept.now
+    return kept.base is not None
 
 
 def swap(ddp: DistributedDataParallel, *, interrupted: bool = True) -> None:

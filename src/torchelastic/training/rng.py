@@ -1,9 +1,9 @@
 """The random states of this process, as bytes: torch's, and together Python's, numpy's and CUDA's.
 
-They are read at every step, and before every collective, so reading has to be cheap. Whether
-Python's or numpy's generator has moved is seen from a few bytes where it lies in memory (asking
-takes 11 and 41 microseconds): Python's only after a comparison with what `getstate` says, numpy's
-at the address it publishes. Everything else is read only when one has moved.
+They are read at every step, and before every collective, so reading has to be cheap. Whether a
+generator has moved is seen from a few bytes where it lies in memory (asking torch, Python and numpy
+takes 8, 11 and 41 microseconds): torch's and Python's only after a comparison with what `get_state`
+and `getstate` say, numpy's at the address it publishes. What has not moved is not read.
 """
 
 from __future__ import annotations
@@ -17,6 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+#: Of torch's generator as `get_state` tells: seed, words left, whether seeded, position; 624 words.
+_TORCH_HEAD = struct.Struct("=QiiQ")
+_TORCH_WORDS = struct.Struct("=624Q")
+#: The same where it lies in memory, the words of half the size; then, after four bytes of nothing,
+#: normal deviates of both precisions that it may keep.
+_TORCH_HEAD_THERE = struct.Struct("=Qi?3xI")
+_TORCH_WORDS_THERE = struct.Struct("=624I")
+_TORCH_DEVIATES = 24
 #: Of a Mersenne Twister as Python keeps it: the index, then 624 words.
 _PYTHON = struct.Struct("=i624I")
 _GAUSS = struct.Struct("=d")
@@ -25,6 +33,8 @@ _NUMPY_WORDS = 624 * 4
 _NUMPY_TAIL = struct.Struct("=qqd")
 #: How long the states of Python, numpy and CUDA are.
 _LENGTHS = struct.Struct("=qqq")
+#: Torch's are not further than this into its generator, which is much longer.
+_TORCH_WITHIN = 128
 #: Four words next to the position: whatever is drawn changes one of them, or the position.
 _SIGN = 16
 
@@ -46,11 +56,9 @@ _last = Random(b"", b"")
 
 def capture() -> Random:
     global _last
-    state = _torch_state()
-    read = ctypes.string_at(state.data_ptr(), _TORCH)
-    others = _others.capture()
-    if read != _last[0] or others is not _last[1]:
-        _last = Random(_last[0] if read == _last[0] else read, others)
+    own, others = _torch.capture(), _others.capture()
+    if own is not _last[0] or others is not _last[1]:
+        _last = Random(own, others)
     return _last
 
 
@@ -83,6 +91,27 @@ def _split(others: bytes) -> tuple[bytes, bytes, bytes]:
     at = _LENGTHS.size
     ends = at + python, at + python + numpy, at + python + numpy + cuda
     return others[at : ends[0]], others[ends[0] : ends[1]], others[ends[1] : ends[2]]
+
+
+class _Torch:
+    """Reads torch's generator."""
+
+    def __init__(self, windows: tuple[_Window, _Window] | None) -> None:
+        self._windows = windows
+        self._sign: tuple[bytes, bytes] | None = None
+        self._state = b""
+
+    def capture(self) -> bytes:
+        # Looked at before it is read: what another thread draws meanwhile is seen the next time.
+        windows = self._windows
+        sign = None if windows is None else (windows[0].raw, windows[1].raw)
+        if sign is None or sign != self._sign:
+            tensor = _torch_state()
+            read = ctypes.string_at(tensor.data_ptr(), _TORCH)
+            if read != self._state:
+                self._state = read
+            self._sign = sign
+        return self._state
 
 
 class _Others:
@@ -129,6 +158,49 @@ def _read() -> tuple[bytes, bool]:
     )
 
 
+# --- torch ----------------------------------------------------------------------------------------
+
+
+def _offset_in_torchs(generator: Any) -> int | None:
+    """How far into a generator its head lies; None if it is not found."""
+    state = bytes_of(generator.get_state())
+    head = _TORCH_HEAD.unpack_from(state)
+    words = _TORCH_WORDS_THERE.pack(*_TORCH_WORDS.unpack_from(state, _TORCH_HEAD.size))
+    for offset in range(0, _TORCH_WITHIN, 8):
+        there = generator._cdata + offset
+        if (
+            ctypes.string_at(there + _TORCH_HEAD_THERE.size, len(words)) == words
+            and _TORCH_HEAD_THERE.unpack(ctypes.string_at(there, _TORCH_HEAD_THERE.size)) == head
+        ):
+            return offset
+    return None
+
+
+def _torch_windows_of(generator: Any, offset: int) -> tuple[_Window, _Window]:
+    """Head and first words, and the deviates."""
+    head = generator._cdata + offset
+    deviates = head + _TORCH_HEAD_THERE.size + _TORCH_WORDS_THERE.size + 4
+    return _window(head, _TORCH_HEAD_THERE.size + _SIGN), _window(deviates, _TORCH_DEVIATES)
+
+
+def _torch_windows() -> tuple[_Window, _Window] | None:
+    """Those of the global generator, as found out with another one; None if they are not known."""
+    trial = torch.Generator("cpu")
+    trial.manual_seed(1)
+    offset = _offset_in_torchs(trial)
+    if offset is None:
+        return None
+    deviates = _torch_windows_of(trial, offset)[1]
+    for precision in (torch.float32, torch.float64):
+        none = deviates.raw
+        torch.randn(1, generator=trial, dtype=precision, device="cpu")
+        kept = deviates.raw
+        torch.randn(1, generator=trial, dtype=precision, device="cpu")
+        if kept in (none, deviates.raw):
+            return None
+    return _torch_windows_of(torch.default_generator, offset)
+
+
 # --- Python ---------------------------------------------------------------------------------------
 
 
@@ -170,8 +242,8 @@ def _restore_numpy(state: bytes) -> None:
 _Window = ctypes.Array[ctypes.c_char]
 
 
-def _window(address: int) -> _Window:
-    return (ctypes.c_char * _SIGN).from_address(address)
+def _window(address: int, size: int = _SIGN) -> _Window:
+    return (ctypes.c_char * size).from_address(address)
 
 
 def _python_window() -> _Window | None:
@@ -197,5 +269,6 @@ def _numpy_window() -> _Window | None:
     return window
 
 
+_torch = _Torch(_torch_windows())
 _others = _Others(_python_window())
 look = _others.look

@@ -57,6 +57,7 @@ class TorchState(State):
     scaler: Any
     step: int
     epoch: int
+    _every_step = True
 
     def __init__(
         self,
@@ -82,6 +83,8 @@ class TorchState(State):
         self._ddp = ddp
         self._wrapped: list[nn.Module] = []
         self._ddps: list[DistributedDataParallel] = []
+        #: Those of which a committed step of this world may yet tell something.
+        self._unsettled: list[DistributedDataParallel] = []
         self._version: Version = (FIRST[0], step)
         #: No world was entered yet; then, whether a step was undone since the last sync.
         self._newborn, self._interrupted = True, False
@@ -133,10 +136,12 @@ class TorchState(State):
         return self._version
 
     def _committed(self, version: Version) -> None:
-        self._version, self.step = version, version[1]
+        # Not by `self.step = ...`, at every step: `__setattr__` asks whether that is a part.
+        own = self.__dict__
+        own["_version"], own["step"] = version, version[1]
         self._undo.committed()
-        for model in self._ddps:
-            ddp.committed(model)
+        if self._unsettled:
+            own["_unsettled"] = [one for one in self._unsettled if not ddp.committed(one)]
 
     # --- a world ---------------------------------------------------------------------------------
 
@@ -175,6 +180,7 @@ class TorchState(State):
             self._wrap()
         for model in self._ddps:
             ddp.agree(model, source)
+        self._unsettled = list(self._ddps)
 
     def _wrap(self) -> None:
         options = dict(self._ddp) if isinstance(self._ddp, Mapping) else {}

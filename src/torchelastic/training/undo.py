@@ -75,7 +75,8 @@ class Undo:
     def begin(self, version: Version) -> Snapshot:
         """A step begins."""
         now = private.capture(self.buffers)
-        self.buffers.save_heavy()
+        if self.buffers.heavy:
+            self.buffers.save_heavy()
         self.gradients.begin()
         self.writes.begin()
         self._overwritten = False

@@ -62,16 +62,51 @@ def test_a_deviate_that_numpy_keeps_is_noticed_when_it_is_used_up():
     assert numpy.random.randn() == second
 
 
-def test_python_and_numpy_keep_their_generators_where_they_are_looked_at():
+@pytest.mark.parametrize("precision", [torch.float32, torch.float64])
+def test_a_deviate_that_torch_keeps_is_noticed_when_it_is_used_up(precision):
+    torch.manual_seed(0)
+    torch.randn(1, dtype=precision)
+    kept = rng.capture()
+    second = torch.randn(1, dtype=precision)  # takes nothing from the generator
+    assert rng.capture() != kept
+    rng.restore(kept)
+    assert torch.randn(1, dtype=precision) == second
+
+
+def test_a_deviate_that_torch_keeps_is_noticed_after_seeding_anew():
+    torch.manual_seed(0)
+    torch.randn(2)
+    none_kept = rng.capture()
+    torch.manual_seed(0)
+    torch.randn(1)  # the generator is where it was, and keeps the second
+    assert rng.capture().torch == rng.bytes_of(torch.get_rng_state()) != none_kept.torch
+
+
+def test_a_state_of_torchs_that_is_set_is_noticed():
+    torch.manual_seed(1)
+    torch.rand(5)
+    other = torch.get_rng_state()
+    torch.manual_seed(2)
+    torch.rand(5)  # the same position, other words
+    seen = rng.capture()
+    torch.set_rng_state(other)
+    assert rng.capture().torch == rng.bytes_of(other) != seen.torch
+
+
+def test_generators_are_where_they_are_looked_at():
     """If this fails one has changed its layout, and reading takes ten times as long."""
     rng.look()
+    assert rng._torch._windows is not None
     assert rng._others._python is not None
     assert rng._others._numpy is not None
 
 
 def test_generators_that_cannot_be_looked_at_are_asked(monkeypatch):
-    asked = rng._Others(None)
+    asked, asked_torch = rng._Others(None), rng._Torch(None)
     for _ in range(3):
+        assert asked_torch.capture() == rng._torch.capture()
+        assert asked_torch.capture() is asked_torch.capture()
+        torch.rand(1)
         assert asked.capture() == rng._others.capture()
         assert asked.capture() is asked.capture()
         random.gauss(0, 1)
@@ -86,6 +121,15 @@ def test_every_single_draw_is_noticed(generate):
         generate()
         before, seen = seen, rng.capture().others
         assert seen != before
+
+
+def test_every_single_draw_of_torchs_is_noticed():
+    seen = rng.capture().torch
+    for _ in range(2000):
+        torch.rand(1)
+        before, seen = seen, rng.capture().torch
+        assert seen != before
+        assert seen == rng.bytes_of(torch.get_rng_state())
 
 
 def test_another_generator_of_numpys_is_not_kept():
