@@ -16,7 +16,6 @@ generation, are fresher than any that was undone.
 from __future__ import annotations
 
 import logging
-import math
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
@@ -102,8 +101,6 @@ class Loop:
         self._furthest = 0
         self._failures = 0
         self._last_error: BaseException | None = None
-        #: After so many steps the training is done: the coordinator has said so.
-        self._last_step: float = math.inf
 
     def run(self, steps: Steps, state: State) -> State:
         """Until the training is done; returns the state, which a step may have replaced."""
@@ -122,6 +119,8 @@ class Loop:
                 case Enter() as world:
                     broken = None if self._live_in(world) else world.generation
                 case Leave(signum):
+                    with suppress(CheckpointError):  # the log has it
+                        checkpoint.finish()
                     # Not a return: what the script does after the training is not for us.
                     raise SystemExit(EXIT_SIGNAL_BASE + signum)
 
@@ -216,11 +215,8 @@ class Loop:
         """Step after step, until the gate stops us. Up to `run` nothing here may wait."""
         rank, generation, step = here.rank, here.generation, self._version[1]
         slate, every, first = here.slate, self._options.snapshot_every, step
-        if self._state._every_step:
-            every = 1
         between = _Between(self._coordinator, self._options, here)
-        # Asked before the first step too: the world before may have ended right after the last one.
-        while step < self._last_step:
+        while True:
             self._where = Where.BETWEEN
             if not gate.enter(step) and not self._may_enter(gate, step):
                 return
@@ -237,9 +233,7 @@ class Loop:
             self._version = here.version = (generation, step)
             self._where = Where.BETWEEN
             self._state._committed(self._version)
-            if between.is_last(self._state, step, stats) and self._last_step == math.inf:
-                self._last_step = step
-        raise StopException("The coordinator says that the training is done.")
+            between.steps(self._state, step, stats)
 
     def _may_enter(self, gate: Gate, step: int) -> bool:
         """Wait for the word at a gate that was shut; False: the last step was run."""
@@ -345,8 +339,8 @@ class _Between:
         self._told_when = _overrides(coordinator, "should_save_checkpoint")
         self._told_to_stop = _overrides(coordinator, "should_stop_training")
 
-    def is_last(self, state: State, step: int, stats: Any) -> bool:
-        """So many steps are committed; whether the coordinator says that the training is done."""
+    def steps(self, state: State, step: int, stats: Any) -> None:
+        """So many steps are committed."""
         coordinator = self._coordinator
         if stats is not None or self._monitored:
             coordinator.monitor_progress(state, stats)
@@ -354,9 +348,8 @@ class _Between:
             checkpoint.save(state, step)
         if self._reported:
             coordinator.report_progress(state)
-        if self._told_to_stop and coordinator.should_stop_training():
-            return True
-        return coordinator.stop_training
+        if coordinator.stop_training or (self._told_to_stop and coordinator.should_stop_training()):
+            raise StopException("The coordinator says that the training is done.")
 
     def _wants_checkpoint(self, state: State, step: int) -> bool:
         """Every rank asks, as in 0.1, where one that did not would count wrong."""
@@ -394,22 +387,7 @@ def train(coordinator: Coordinator, steps: Steps, state: State, options: Options
     control.start()
     loop = Loop(control, coordinator, options)
     try:
-        final = loop.run(steps, state)
-    except BaseException:
-        _end_badly(loop)
-        raise
-    else:
-        loop.close()
-        return final
+        return loop.run(steps, state)
     finally:
-        control.stop()  # whatever happens: in a node of its own the process would never end
-
-
-def _end_badly(loop: Loop) -> None:
-    """Put down what is open, without an error that would hide the one being raised."""
-    try:
         loop.close()
-    except Exception:
-        log.exception("The group could not be left in order.")
-    with suppress(CheckpointError):  # the log has it
-        checkpoint.finish()
+        control.stop()

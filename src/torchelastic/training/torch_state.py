@@ -57,7 +57,6 @@ class TorchState(State):
     scaler: Any
     step: int
     epoch: int
-    _every_step = True
 
     def __init__(
         self,
