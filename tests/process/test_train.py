@@ -116,8 +116,10 @@ def test_the_others_train_on_until_the_replacement_is_ready(tmp_path):
         os.kill(victim, signal.SIGKILL)
         poll_for(lambda: stepped(made, 0, size=2, generation=1), what="a step of the survivors")
         poll_for(lambda: stepped(made, 0, size=3, generation=2), what="a step with a replacement")
-        lines = made.lines(event="step", generation=2)
-        assert others < {line["pid"] for line in lines}
+        poll_for(
+            lambda: others < {line["pid"] for line in made.lines(event="step", generation=2)},
+            what="the survivors' own processes in it",
+        )
         assert all(len(hashes) == 1 for hashes in steps(made).values())
         node.process.terminate()
         assert node.wait() == 143
@@ -130,7 +132,10 @@ def test_a_node_joins_and_leaves_at_a_boundary(tmp_path):
         pids = {line["pid"] for line in made.lines(event="step")}
         second = start(made)
         poll_for(lambda: stepped(made, 5, size=4), what="steps of two nodes", timeout=60)
-        assert pids < {line["pid"] for line in made.lines(event="step", size=4)}
+        poll_for(
+            lambda: pids < {line["pid"] for line in made.lines(event="step", size=4)},
+            what="the same processes among them",
+        )
         second.process.terminate()
         assert second.wait() == 143
         last = max(line["generation"] for line in made.lines(event="step", size=4))

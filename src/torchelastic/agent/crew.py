@@ -63,8 +63,14 @@ class Worker:
     status: Status
     #: The last world it was told to enter.
     generation: int = -1
-    #: The generation it was told to stop and has not stopped yet; -1: none.
+    #: The generation it was told to stop and has not stopped yet; -1: none. Whether it may run
+    #: through a step first.
     stopping: int = -1
+    through: bool = False
+    #: The error it has told of, and waits for its world to be over; it lives.
+    broken: Failure | None = None
+    #: After how many steps its data has ended; -1: it has not.
+    finished: int = -1
     #: The generation whose question for its step it has answered, and the answer.
     paused: int = -1
     entered: int = -1
@@ -212,6 +218,8 @@ def _world(state: CrewState, event: WorldSeen) -> Step:
 
 
 def _enter(state: CrewState, world: World) -> Step:
+    if state.rejoin:
+        return state, []  # the others have given this node up: that world will not last
     commands: list[Command] = []
     for local_rank, worker in state.workers.items():
         if worker.generation >= world.generation:
@@ -227,6 +235,23 @@ def _enter(state: CrewState, world: World) -> Step:
         elif worker.status is Status.TRAINING:
             state, more = _halt(state, local_rank, world, worker.generation)
             commands += more
+    state, more = _say_again(state, world)
+    return state, [*commands, *more]
+
+
+def _say_again(state: CrewState, world: World) -> Step:
+    """What was told of the last generation when this one had been published unseen: the leader
+    did not heed it, and whoever told it waits for an end of its world that would not come."""
+    commands: list[Command] = []
+    workers = [w for w in state.workers.values() if w.generation == world.generation]
+    for worker in workers:
+        if worker.broken is not None and worker.broken.generation < world.generation:
+            again = replace(worker.broken, generation=world.generation)
+            state = replace(state, failures=(*state.failures, again))
+            commands.append(_report(state, failures=state.failures))
+    ends = [worker.finished for worker in workers if worker.finished >= 0]
+    if ends:
+        commands.append(_report(state, finished=world.generation, finished_after=min(ends)))
     return state, commands
 
 
@@ -274,7 +299,8 @@ def _ask(state: CrewState, world: World) -> Step:
 def _world_over(state: CrewState, world: World) -> Step:
     commands: list[Command] = []
     for local_rank in state.having(Status.TRAINING):
-        if state.workers[local_rank].stopping < world.generation:
+        worker = state.workers[local_rank]
+        if worker.stopping < world.generation or (worker.through and world.after is None):
             state, more = _halt(state, local_rank, world, world.generation)
             commands += more
     state, more = _when_stopped(state)
@@ -283,12 +309,13 @@ def _world_over(state: CrewState, world: World) -> Step:
 
 def _halt(state: CrewState, local_rank: int, world: World, generation: int) -> Step:
     """End a generation for a worker: at the agreed step if there is one, else at once."""
-    worker = replace(state.workers[local_rank], stopping=generation)
     order: orders.Order = orders.Over(generation, world.reason)
     if world.phase == "over" and world.ending == "finished":
         order = orders.Over(generation, world.reason, finished=True, through=world.after)
     elif world.after is not None:
         order = orders.Through(generation, world.after)
+    through = isinstance(order, orders.Through)
+    worker = replace(state.workers[local_rank], stopping=generation, through=through)
     return _with(state, local_rank, worker), [Tell(local_rank, order)]
 
 
@@ -309,8 +336,9 @@ def _said(state: CrewState, event: Said) -> Step:
             return _answer_for_all(state)
         case orders.Stopped(generation) if worker.stopping == generation:
             return _stopped(state, rank)
-        case orders.Finished(generation, step) if worker.generation == generation:
-            return state, [_report(state, finished=generation, finished_after=step)]
+        case orders.Finished(_, step):  # maybe in the last step before the world it is to enter
+            state = _with(state, rank, replace(worker, finished=step))
+            return state, [_report(state, finished=worker.generation, finished_after=step)]
     return state, []
 
 
@@ -327,11 +355,22 @@ def _answer_for_all(state: CrewState) -> Step:
     return state, [_report(state, paused=world.generation, entered=entered)]
 
 
-def _stopped(state: CrewState, local_rank: int) -> Step:
+def _is_done(state: CrewState) -> bool:
+    """Whether the training is."""
     world = state.world
-    done = world is not None and world.phase == "over" and world.ending == "finished"
-    status = Status.FINISHED if done else Status.STANDING
-    worker = replace(state.workers[local_rank], status=status, stopping=-1)
+    return world is not None and world.phase == "over" and world.ending == "finished"
+
+
+def _stopped(state: CrewState, local_rank: int) -> Step:
+    status = Status.FINISHED if _is_done(state) else Status.STANDING
+    worker = replace(
+        state.workers[local_rank],
+        status=status,
+        stopping=-1,
+        through=False,
+        broken=None,
+        finished=-1,
+    )
     return _when_stopped(_with(state, local_rank, worker))
 
 
@@ -340,11 +379,11 @@ def _when_stopped(state: CrewState) -> Step:
     world = state.world
     if any(worker.stopping >= 0 for worker in state.workers.values()):
         return state, []
+    if state.leaving and not state.having(Status.TRAINING):
+        return _dismiss(state)
     if state.rejoin:
         state = replace(state, rejoin=False, gone=max(state.gone, state.generation))
         return state, [Rejoin(state.gone), _report(state)]
-    if state.leaving and not state.having(Status.TRAINING):
-        return _dismiss(state)
     if world is None or world.phase != "over" or state.gone >= world.generation:
         return state, []
     if world.ending == "finished":
@@ -393,9 +432,14 @@ def _failed(state: CrewState, event: WorkerFailed) -> Step:
         return state, []
     if failure.generation >= 0:
         state = replace(state, failures=(*state.failures, failure)[-MOST_FAILURES:])
-    if failure.alive:
-        return state, [_report(state, failures=state.failures)]
     before = state.workers[failure.local_rank]
+    if failure.alive:
+        state = _with(state, failure.local_rank, replace(before, broken=failure))
+        return state, [_report(state, failures=state.failures)]
+    if before.status is Status.TRAINING and _is_done(state):
+        # Its peers have trained to the end: what it died of changes nothing.
+        gone = Worker(status=Status.GONE, generation=before.generation)
+        return _when_all_done(_with(state, failure.local_rank, gone))
     tries = before.tries + 1 if before.status is Status.STARTING else 0
     gone = Worker(status=Status.GONE, generation=before.generation, tries=tries)
     state = _with(state, failure.local_rank, gone)
@@ -419,10 +463,11 @@ def _replace(state: CrewState, failure: Failure) -> Step:
         return state, []
     if state.workers[failure.local_rank].tries < MOST_TRIES:
         return _start(state, failure.local_rank)
-    if state.having(Status.STARTING, Status.STANDING, Status.TRAINING):
-        return state, []
     world = state.world
-    if world is not None and len(world.nodes) > 1:
+    waited_for = world is not None and world.phase == "waiting"
+    if not waited_for and state.having(Status.STARTING, Status.STANDING, Status.TRAINING):
+        return state, []
+    if not waited_for and world is not None and len(world.nodes) > 1:
         reason = f"its workers end before they call train: {failure.message}"
         stopping, commands = _stop(state, SIGKILL, EXIT_FAILED, reason)
         return stopping, [Report({"leaving": reason}), *commands]
@@ -456,10 +501,11 @@ def _dismiss(state: CrewState) -> Step:
     farewell: list[Command] = [
         Tell(rank, orders.Leave(state.leaving)) for rank in state.having(Status.STANDING)
     ]
-    # Who has not come to `train` yet does not listen: it gets a signal.
-    signum = SIGTERM if state.having(Status.STARTING) else 0
+    # Who is not inside `train` does not listen: it gets a signal.
+    signum = SIGTERM if state.having(Status.STARTING, Status.FINISHED) else 0
+    gone = _report(state, gone=state.generation)
     state, commands = _stop(state, signum, EXIT_SIGNAL_BASE + state.leaving, _left(state))
-    return state, [*farewell, *commands]
+    return state, [gone, *farewell, *commands]
 
 
 def _left(state: CrewState) -> str:

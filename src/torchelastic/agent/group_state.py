@@ -276,6 +276,8 @@ def _succeeded(state: GroupState, event: WorkerSucceeded) -> Step:
         return state, []
     running = state.running - {event.local_rank}
     state = replace(state, running=running)
+    if state.enlisted:
+        return _failed(state, _gone_home(state))
     if running or state.phase is Phase.STARTING:
         return state, []
     return _stop(state, SIGTERM)  # nothing to stop but what the workers left behind
@@ -284,9 +286,28 @@ def _succeeded(state: GroupState, event: WorkerSucceeded) -> Step:
 def _enlisted(state: GroupState, event: WorkerEnlisted) -> Step:
     """The last one: report it; when all nodes have, the leader makes the world resident."""
     state = replace(state, enlisted=state.enlisted | {event.local_rank})
+    if len(state.running) < state.nproc:
+        return _failed(state, _gone_home(state))
     if len(state.enlisted) < state.nproc:
         return state, []
     return state, [Report({"resident": True, "standing": tuple(range(state.nproc))})]
+
+
+def _gone_home(state: GroupState) -> WorkerFailed:
+    """Some workers wait in `train` for others that have ended: nothing will change that."""
+    ended = min(set(range(state.nproc)) - state.running)
+    rank = state.world.rank(state.node, ended) if state.world is not None else None
+    failure = Failure(
+        generation=state.generation,
+        node=state.node,
+        rank=-1 if rank is None else rank,
+        local_rank=ended,
+        pid=0,
+        exitcode=0,
+        message="the worker has ended without calling torchelastic.train, which others wait in",
+        fatal=True,
+    )
+    return WorkerFailed(failure)
 
 
 def has_turned_resident(state: GroupState) -> bool:

@@ -37,6 +37,7 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         store=chosen[0].store,
         ending=None,
         after=None,
+        handing_over=(),
         resident=are_resident(state),
         reason=_beginning(last),
         spares=tuple(member.name for member in ordered[len(chosen) :]),

@@ -36,15 +36,18 @@ def decide(rules: RoundRules, state: RoundState, now: float) -> Decision:
     if not world.resident:
         if world.phase == "running" and _have_all_enlisted(state):
             return Decision(replace(world, resident=True))
+        if world.phase == "running" and _have_some_gone_home(state):
+            reason = "some nodes have ended without calling torchelastic.train, others wait in it"
+            return Decision(replace(world, phase="closed", exitcode=EXIT_FAILED, reason=reason))
         return script.decide(rules, state, now)
     if world.phase == "running":
         return _watch(rules, state, now)
     if world.phase == "pausing":
         return _await_answers(rules, state, now)
     if world.phase == "over":
-        return _finish(state) if world.ending == "finished" else script.succeed(rules, state, now)
+        return _end(rules, state, now)
     if world.phase == "waiting":
-        return form(rules, state, now, at_once=True)
+        return _give_up(state) or form(rules, state, now, at_once=True)
     return Decision()
 
 
@@ -53,6 +56,12 @@ def _have_all_enlisted(state: RoundState) -> bool:
     return not state.failures and all(
         node in state.members and state.members[node].member.resident for node in nodes
     )
+
+
+def _have_some_gone_home(state: RoundState) -> bool:
+    """Whether nodes wait for others that have nothing more to do."""
+    waiting = [present for present in state.members.values() if present.member.resident]
+    return bool(state.done) and bool(waiting)
 
 
 # --- running -------------------------------------------------------------------------------------
@@ -131,17 +140,41 @@ def _go_on_after(rules: RoundRules, state: RoundState, step: int, now: float) ->
         return formed  # the store of the first node is on its way
     if formed.world.phase != "running":
         return Decision(replace(world, phase="over", after=step), world.ending)
-    return Decision(replace(formed.world, after=step, reason=world.reason), world.ending)
+    leaving = tuple(n.node for n in world.nodes if formed.world.place(n.node) is None)
+    following = replace(formed.world, after=step, handing_over=leaving, reason=world.reason)
+    return Decision(following, world.ending)
 
 
 # --- over ----------------------------------------------------------------------------------------
+
+
+def _end(rules: RoundRules, state: RoundState, now: float) -> Decision:
+    world = the_world(state)
+    if world.ending == "finished":
+        return _finish(state)
+    if world.after is not None:  # its workers run through a step, if nothing comes between
+        broken = _broken(state)
+        if broken is not None:
+            return broken
+    return script.succeed(rules, state, now)
+
+
+def _give_up(state: RoundState) -> Decision | None:
+    """A world that waits for a worker which cannot start would wait for ever."""
+    fatal = [failure for failure in state.failures if failure.fatal]
+    if not fatal:
+        return None
+    reason = f"{fatal[0].sentence()}: a replacement cannot start"
+    world = replace(the_world(state), phase="closed", exitcode=EXIT_FAILED, cause=fatal[0])
+    return Decision(replace(world, reason=reason), "failure")
 
 
 def _finish(state: RoundState) -> Decision:
     """The training is done; what the scripts do after it decides how the job ends."""
     world = the_world(state)
     # Who lives on only tells that others have gone: they had no more to train.
-    cause, consequences = root_cause.pick([item for item in state.failures if not item.alive])
+    dead = [item for item in state.failures if not item.alive and item not in state.forgiven]
+    cause, consequences = root_cause.pick(dead)
     if cause is not None or state.lost:
         what = cause.sentence() if cause is not None else f"{names_of(state, state.lost)} failed"
         closed = replace(

@@ -61,6 +61,8 @@ def judge(ending: Ending, ledger: RestartLedger, *, budget: int, count_resizes: 
 sentence='a resize spends no restart')
     """
     ledger = _credit_progress(ending, ledger)
+    if ending.failure is not None and ending.failure.fatal:
+        return Verdict(False, ledger, "trying again cannot help")
     if ending.kind == "error":
         return _judge_error(ending, ledger, budget)
     if ending.kind != "failure" and not count_resizes:
@@ -82,8 +84,6 @@ sentence='a resize spends no restart')
 def _judge_error(ending: Ending, ledger: RestartLedger, budget: int) -> Verdict:
     """A worker raised, rolled back and lives on: the step is tried again, but not for ever."""
     assert ending.failure is not None, "an error is somebody's"
-    if ending.failure.fatal:
-        return Verdict(False, ledger, "trying again cannot help")
     signature = repr((ending.failure.signature(), ending.failure.step))
     if signature == ledger.signature:
         sentence = f"the same error came back at step {ending.failure.step} after a rollback"

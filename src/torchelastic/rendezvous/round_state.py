@@ -62,6 +62,8 @@ class RoundState:
     #: After how many steps a worker has come to the end of its data, the first if several have:
     #: the training is done.
     finished: int = -1
+    #: Failures from before the training was done: they are nobody's any more.
+    forgiven: tuple[Failure, ...] = ()
     #: Members of the world that went without a word.
     lost: tuple[str, ...] = ()
     step: int = -1
@@ -102,11 +104,24 @@ def lost(state: RoundState, node: str) -> RoundState:
     members = {key: value for key, value in state.members.items() if key != node}
     state = replace(state, members=members)
     world = state.world
-    if present is None or world is None or world.place(node) is None or present.member.leaving:
+    if present is None or world is None:
+        return state
+    if not _is_missed(world, present.member):
         return state
     if node in state.done or node in state.lost:
         return state
     return replace(state, lost=(*state.lost, node))
+
+
+def _is_missed(world: World, member: Member) -> bool:
+    """Whether others wait for what a node that is gone was to do."""
+    if member.node in world.handing_over:
+        return member.gone < world.generation - 1
+    if world.place(member.node) is None:
+        return False
+    if member.leaving:  # it has said so, but may have had a step to run through
+        return world.phase == "over" and world.after is not None and member.gone < world.generation
+    return True
 
 
 def taken_over(world: World, now: float) -> RoundState:
@@ -131,6 +146,8 @@ def published(state: RoundState, world: World, now: float) -> RoundState:
         state = replace(
             state, failures=(), done=frozenset(), finished=-1, lost=(), running_since=now
         )
+    if world.phase == "over" and world.ending == "finished":
+        state = replace(state, forgiven=state.failures, lost=())
     since = state.since if before is not None and before.phase == world.phase else now
     return replace(state, world=world, since=since, said_at=now)
 
@@ -138,9 +155,12 @@ def published(state: RoundState, world: World, now: float) -> RoundState:
 def _note_report(state: RoundState, member: Member) -> RoundState:
     """Take up what a member of the current generation says of it."""
     world = state.world
-    if world is None or world.place(member.node) is None or world.phase == "closed":
+    if world is None or world.phase == "closed":
         return state
-    theirs = [item for item in member.failures if item.generation == world.generation]
+    if world.place(member.node) is None and member.node not in world.handing_over:
+        return state
+    last = world.generation - (member.node in world.handing_over)
+    theirs = [item for item in member.failures if item.generation >= last]
     fresh = tuple(item for item in theirs if item not in state.failures)
     done = state.done | {member.node} if member.done == world.generation else state.done
     state = replace(

@@ -113,6 +113,8 @@ class World:
     #: of a world that is over, before they stop; None: they stop at once. In a world that is over
     #: because the training is done: the last step of it.
     after: int | None = None
+    #: Nodes of the last generation that have no place in this one, but run through that step, too.
+    handing_over: tuple[str, ...] = ()
     spares: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     #: Exit code every agent ends with once closed.
@@ -153,7 +155,7 @@ class World:
             made["cause"] = Failure.from_json(made["cause"])
         made["ledger"] = RestartLedger(**_known(RestartLedger, made["ledger"]))
         made["consequences"] = tuple(Failure.from_json(item) for item in made["consequences"])
-        for name in ("spares", "missing"):
+        for name in ("spares", "missing", "handing_over"):
             made[name] = tuple(made[name])
         return cls(**made)
 

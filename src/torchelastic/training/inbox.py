@@ -61,9 +61,12 @@ class Inbox:
         if self._gates and order.generation < min(self._gates):
             return  # we have gone on from there by agreement
         self._over, self._unanswered = order, True
-        live = self._gates.get(order.generation)
+        live = self._gates[min(self._gates)] if self._gates else None
         if order.through is None or live is None or not live.finish(order.through):
             self._void(order.generation)
+        else:  # run to its end, and no world comes after it
+            self._worlds = deque(w for w in self._worlds if w.generation <= live.generation)
+            self._gates = {live.generation: live}
 
     def _void(self, generation: int) -> None:
         """End the worlds up to this one, and those that were to begin where they would stop."""

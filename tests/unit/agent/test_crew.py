@@ -335,6 +335,51 @@ def test_the_end_of_the_job_stops_everything(event, code):
     assert (node.state.is_terminal, node.state.exitcode) == (True, code)
 
 
+def test_data_that_ends_in_the_last_step_before_a_world_ends_that_one_too():
+    node = training()
+    node.see(world(1, after=8))
+    assert reported(node.say(0, orders.Finished(0, 8)))["finished"] == 1
+
+
+def test_what_a_worker_told_before_the_next_world_was_seen_is_said_again_of_that():
+    node = training()
+    node.say(0, orders.Finished(0, 8))
+    node.die(1, alive=True)
+    said = reported(node.see(world(1, after=8)))
+    assert (said["finished"], said["finished_after"]) == (1, 8)
+    assert said["failures"][-1].generation == 1
+
+
+def test_through_is_revoked_when_the_world_breaks():
+    node = training()
+    assert told(node.see(world(phase="over", ending="leave", after=8))) == [
+        *((0, "Through"), (1, "Through"))
+    ]
+    assert told(node.see(world(phase="over", ending="failure"))) == [(0, "Over"), (1, "Over")]
+
+
+def test_a_world_seen_after_the_lease_was_lost_is_not_entered():
+    node = training()
+    node.feed(LeaseLost())
+    assert node.see(world(1, after=8)) == []
+
+
+def test_who_has_left_train_gets_the_signal():
+    node = training()
+    node.see(world(phase="over", ending="finished", after=11))
+    for rank in (0, 1):
+        node.say(rank, orders.Stopped(0, 12))
+    assert node.feed(LeaveRequested(15))[-1] == Stop(15)
+
+
+def test_who_dies_before_it_has_heard_that_the_training_is_done_has_not_failed():
+    node = training()
+    node.see(world(phase="over", ending="finished", after=11))
+    node.say(0, orders.Stopped(0, 12))
+    assert Spawn(1) not in node.die(1)
+    assert reported(node.feed(WorkerSucceeded(0, 0)))["done"] == 0
+
+
 def test_every_status_has_a_word():
     assert training().state.sentence() == "serving: workers 2 training"
     assert {status.value for status in Status} == {

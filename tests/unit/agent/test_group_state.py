@@ -15,6 +15,7 @@ from torchelastic.agent.group_state import (
     Start,
     Stop,
     StoreLost,
+    WorkerEnlisted,
     WorkerFailed,
     WorkersGone,
     WorkerSucceeded,
@@ -53,7 +54,6 @@ def failure(local_rank=0, generation=0):
         exitcode=1,
         message="ValueError: no",
     )
-
 
 
 def gone(generation: int, **more: int) -> Report:
@@ -220,3 +220,16 @@ def test_a_lost_store_while_idle_ends_at_once():
 def test_an_event_out_of_place_is_a_bug_and_tells_where():
     with pytest.raises(InvalidTransition, match="WorkersGone while running, generation 0"):
         running().feed(WorkersGone())
+
+
+@pytest.mark.parametrize("first", ["ends", "enlists"])
+def test_workers_that_wait_in_train_for_one_that_has_ended_fail(first):
+    node = running()
+    events = [WorkerSucceeded(0, 1), WorkerEnlisted(0)]
+    commands: list = []
+    for event in events if first == "ends" else reversed(events):
+        commands += node.feed(event)
+    failures = [command for command in commands if isinstance(command, Report)][0]
+    failure = failures.changes["failures"][0]
+    assert failure.fatal
+    assert "without calling torchelastic.train" in failure.message

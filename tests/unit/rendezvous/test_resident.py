@@ -134,6 +134,80 @@ def test_who_leaves_without_waiting_for_the_boundary_ends_the_generation():
     assert (job.world.phase, job.world.ending) == ("over", "leave")
 
 
+def leave_at_min() -> Job:
+    """Two nodes are needed and one leaves: the workers run through step 3, then wait."""
+    job = resident_job(nnodes="2:2")
+    job.say("b", leaving="SIGTERM")
+    for name in ("a", "b"):
+        job.say(name, paused=0, entered=3)
+    assert (job.world.phase, job.world.after) == ("over", 3)
+    return job
+
+
+def test_a_leaver_that_dies_in_its_last_step_does_not_leave_the_others_in_it():
+    job = leave_at_min()
+    job.die("b")
+    assert (job.world.phase, job.world.after) == ("over", None)
+    job.say("a", gone=0)
+    assert job.world.phase == "waiting"
+
+
+def test_a_leaver_that_goes_after_its_last_step_changes_nothing():
+    job = leave_at_min()
+    job.say("b", gone=0)
+    job.die("b")
+    assert (job.world.phase, job.world.after) == ("over", 3)
+
+
+def test_an_error_in_the_last_agreed_step_ends_it_at_once():
+    job = leave_at_min()
+    job.say("a", failures=(error("a", 0, step=3),))
+    assert (job.world.phase, job.world.after) == ("over", None)
+
+
+@pytest.mark.parametrize("word", ["gone", "failure", "death"])
+def test_a_leaver_is_missed_until_it_has_run_the_step_the_others_are_in(word):
+    job = resident_job("a b c", nnodes="1:3")
+    job.say("c", leaving="SIGTERM")
+    for name in ("a", "b", "c"):
+        job.say(name, paused=0, entered=3)
+    assert (job.world.generation, job.world.handing_over) == (1, ("c",))
+    if word == "gone":
+        job.say("c", gone=0)
+    elif word == "failure":
+        job.say("c", failures=(failure("c", 0),))
+    if word != "failure":
+        job.die("c")
+    assert job.world.phase == ("running" if word == "gone" else "over")
+
+
+def test_a_death_in_the_last_step_does_not_fail_a_training_that_is_done():
+    job = resident_job()
+    job.say("b", finished=0, finished_after=12, failures=(failure("b"),))
+    assert job.world.ending == "finished"
+    job.say("a", done=0, gone=0)
+    job.say("b", done=0, gone=0)
+    assert (job.world.phase, job.world.exitcode) == ("closed", 0)
+
+
+def test_a_world_does_not_wait_for_a_worker_that_cannot_start():
+    job = resident_job(world_sizes=WorldSizes(allowed=(4,)))
+    job.say("a", failures=(failure("a"),), standing=(1,), starting=1, gone=0)
+    job.say("b", gone=0)
+    assert job.world.phase == "waiting"
+    job.say("a", failures=(failure("a", exitcode=1, message="ImportError: x", fatal=True),))
+    assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_FAILED)
+    assert "ImportError: x: a replacement cannot start" in job.world.reason
+
+
+def test_nodes_that_have_ended_are_not_waited_for_in_train():
+    job = Job("2:2")
+    job.come("a", "b")
+    job.say("a", done=0, gone=0)
+    job.say("b", resident=True, standing=(0, 1))
+    assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_FAILED)
+
+
 def test_a_lost_node_ends_the_generation():
     job = resident_job()
     job.die("b")
