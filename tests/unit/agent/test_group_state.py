@@ -229,7 +229,7 @@ def test_workers_that_wait_in_train_for_one_that_has_ended_fail(first):
     commands: list = []
     for event in events if first == "ends" else reversed(events):
         commands += node.feed(event)
-    failures = [command for command in commands if isinstance(command, Report)][0]
+    failures = next(command for command in commands if isinstance(command, Report))
     failure = failures.changes["failures"][0]
     assert failure.fatal
     assert "without calling torchelastic.train" in failure.message
