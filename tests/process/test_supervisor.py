@@ -240,6 +240,30 @@ def test_a_worker_that_ignores_the_signal_is_killed_after_the_timeout(made, envi
     assert [exit.exitcode for exit in made.exits] == [-signal.SIGKILL] * 2
 
 
+@pytest.mark.parametrize(
+    ("signum", "asked"), [(0, "they were told to go"), (signal.SIGUSR1, "SIGUSR1")]
+)
+def test_what_is_said_of_those_who_do_not_end(made, environ, caplog, signum, asked):
+    source = SAY + "signal.signal(10, signal.SIG_IGN); say(rank, 'up'); signal.pause()"
+    made.do(made.supervisor.start(spawns(made, environ, source, 1)))
+    ready(made, "0")
+    with caplog.at_level("INFO"):
+        made.do(made.supervisor.stop(signum, timeout=0.1))
+    assert f"that have not ended 0.1 s after {asked}: 0" in caplog.text
+
+
+def test_the_end_of_a_worker_does_not_hide_another_one_in_its_place(made, environ):
+    source = SAY + "say(rank, 'up'); signal.pause()"
+    first = made.do(made.supervisor.start(spawns(made, environ, source, 1)))
+    ready(made, "0")
+    second = made.do(made.supervisor.start(spawns(made, environ, source, 1)))
+    os.kill(first[0], signal.SIGKILL)
+    made.until(lambda: made.exits, "the end of the first")
+    assert made.exits[0].pid == first[0]
+    assert made.supervisor.pid(0) == second[0]
+    made.do(made.supervisor.stop(timeout=60))
+
+
 def test_a_worker_may_clean_up_within_the_timeout(made, environ):
     source = SAY + "signal.signal(15, lambda *_: sys.exit(9)); say(rank, 'up'); signal.pause()"
     made.do(made.supervisor.start(spawns(made, environ, source, 1)))

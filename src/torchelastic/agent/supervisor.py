@@ -179,7 +179,8 @@ class Supervisor:
             continue
         loop.remove_reader(worker.channel)
         worker.channel.close()
-        del self._workers[worker.local_rank]
+        if self._workers.get(worker.local_rank) is worker:  # and not one started in its place
+            del self._workers[worker.local_rank]
         if exitcode != 0:
             self._bury(worker)
         if not self._workers:
@@ -246,7 +247,7 @@ class Supervisor:
         except asyncio.TimeoutError:
             if self._workers and signum != SIGKILL:
                 ranks = ", ".join(map(str, self.alive))
-                after = f"{timeout:g} s after {signal_name(signum)}"
+                after = f"{timeout:g} s after {_asking(signum)}"
                 logger.info("killing local ranks that have not ended %s: %s", after, ranks)
         self.signal(SIGKILL)
         for cgroup in self._cgroups:
@@ -290,6 +291,11 @@ class Supervisor:
         """When everything is stopped: remove the cgroup."""
         if self._cgroup is not None:
             self._cgroup.remove()
+
+
+def _asking(signum: int) -> str:
+    """How workers were asked to end: by a signal, or, with 0, by an order beforehand."""
+    return signal_name(signum) if signum else "they were told to go"
 
 
 def _parse(data: bytes) -> dict[str, Any] | None:
