@@ -55,6 +55,7 @@ FILLED = LaunchConfig(
     event_log_handler="console",
     signals_to_handle=("SIGTERM", "SIGUSR1"),
     shutdown_timeout=5,
+    progress_timeout=90,
     monitor_interval=1,
     notes=("A sentence.",),
 )
