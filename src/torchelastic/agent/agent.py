@@ -85,6 +85,8 @@ class Agent:
         self._queue: asyncio.Queue[crew.Event | BaseException] = asyncio.Queue()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._action: asyncio.Task[None] | None = None
+        #: From the moment on at which nothing may be started any more.
+        self._closing = False
 
     async def run(self) -> Outcome:
         """Join, supervise, leave."""
@@ -160,6 +162,7 @@ class Agent:
 
     async def _close(self) -> None:
         """Leave nothing behind: no worker, no task, no file that only we needed."""
+        self._closing = True
         if self._action is not None:
             await asyncio.wait({self._action})
         await self._workers.close()
@@ -224,8 +227,7 @@ class Agent:
         await stores.retire(before=world.generation - (world.after is not None))
 
     async def _keep_store_host(self) -> None:
-        """Replace the process that holds the stores when it ends, and the generation that met at
-        one of them: its workers could not find each other any more."""
+        """Replace the process that holds the stores when it ends."""
         stores = self._nursery.stores
         while True:
             await stores.ended.wait()
@@ -233,9 +235,23 @@ class Agent:
             reason = "the process that held the workers' store has ended"
             self._narrator.say(f"{reason}: starting another one")
             if stores.holds(self._state.generation):
-                self._workers.fail(0, reason)
+                self._store_host_lost(reason)
             await self._nursery.replace_store_host()
             await self._offer_store()
+
+    def _store_host_lost(self, reason: str) -> None:
+        """End the generation that met at a store which is gone, if that can do it any harm.
+
+        Workers of a script could not find each other any more. A group of resident workers that
+        stands needs no store; those on their way into it begin again, and none is replaced.
+        """
+        if not isinstance(self._state, CrewState):
+            self._workers.fail(0, reason)
+            return
+        for local_rank in self._state.having(crew.Status.TRAINING):
+            if self._workers.entering_since(local_rank) is not None:
+                self._workers.fail(local_rank, reason, alive=True)
+                return
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -357,6 +373,8 @@ class Agent:
         """
         if isinstance(self._state, CrewState) and self._state.having(crew.Status.TRAINING):
             await self._vigil.recovered(lambda: self._crew)
+        if self._closing or self._workers.stopping:
+            return  # it would outlive those who are to stop it
         world = self._state.world
         assert world is not None
         self._act(self._workers.start_standby(local_rank, world))

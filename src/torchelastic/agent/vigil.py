@@ -8,6 +8,7 @@ something of its own, is the cause. It is killed, and treated as lost.
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -22,7 +23,8 @@ from torchelastic.worker import orders
 
 #: Where no limit is given: ten times the longest step, and no less than ten minutes. (Seconds.)
 LEARNED_FACTOR, LEARNED_FLOOR = 10.0, 600.0
-#: The first step of a world builds and compiles things: it may take so many times the limit.
+#: The way into a world and its first step build, load and compile things: each may take so many
+#: times the limit. Not in a process that is frozen: it does nothing of all that.
 FIRST_STEP_FACTOR = 10.0
 #: How long before its time is up a worker is asked, and its stack read.
 BEFOREHAND = 0.3
@@ -32,8 +34,8 @@ ANSWER = 0.05
 FREED = 0.1
 #: How often to look where there is nothing to wait for.
 LOOK = 1.0
-#: How long reading a stack may take.
-STACK = 2.0
+#: How long reading a stack may take, and how much of one is shown.
+STACK, STACK_BYTES = 2.0, 1 << 16
 #: How long a replacement leaves the processors to survivors of a failure, and how often to look.
 RECOVERY, RECOVERY_LOOK = 1.0, 0.01
 
@@ -48,9 +50,11 @@ class Pace:
     first_step: int = -1
     step: int = -1
     entered_at: float = 0.0
+    #: The world it is on its way into, since `entered_at`; -1: none, it is in a step.
+    entering: int = -1
     longest: float = 0.0
     steps: int = 0
-    #: Of the step it hangs in.
+    #: Of what it hangs in.
     stack: str = ""
 
     def saw(self, generation: int, step: int, at: float) -> None:
@@ -62,16 +66,31 @@ class Pace:
             self.steps += 1
         if (step, at) != (self.step, self.entered_at):
             self.stack = ""
-        self.step, self.entered_at = step, at
+        self.step, self.entered_at, self.entering = step, at, -1
+
+    def set_out(self, generation: int, at: float) -> None:
+        """It was told to enter a world, and is in no step of that yet."""
+        if (generation, at) != (self.entering, self.entered_at):
+            self.stack = ""
+        self.entering, self.entered_at = generation, at
+
+    def words(self, now: float) -> str:
+        """What it has not done, and for how long."""
+        if self.entering >= 0:
+            where = f"on the way into generation {self.entering}"
+        else:
+            where = f"at step {self.step}"
+        return f"no progress for {now - self.entered_at:.1f} s {where}"
 
 
-def limit_for(pace: Pace, given: float | None) -> float | None:
-    """Seconds the step a worker is in may take; None: any time."""
+def limit_for(pace: Pace, given: float | None, *, frozen: bool = False) -> float | None:
+    """Seconds that what a worker is in may take, a step or the way to it; None: any time."""
     if given == 0:
         return None
     learned = max(LEARNED_FLOOR, LEARNED_FACTOR * pace.longest)
     limit = learned if given is None else given
-    return limit * FIRST_STEP_FACTOR if pace.step == pace.first_step else limit
+    slow = pace.entering >= 0 or pace.step == pace.first_step
+    return limit * FIRST_STEP_FACTOR if slow and not frozen else limit
 
 
 @dataclass
@@ -105,22 +124,28 @@ class Vigil:
             return LOOK
         pace = self._paces[local_rank]
         if not pace.stack:
-            pace.stack = await stack_of(self.workers.pid(local_rank)) or "no stack could be read"
+            pace.stack = await self._stack(local_rank, doing)
         left = self._time_left(local_rank)
         if left is None or left > 0:
             return left
-        said = f"no progress for {time.monotonic() - pace.entered_at:.1f} s at step {pace.step}"
-        self.workers.kill(local_rank, f"{said}: the worker hangs ({doing})", pace.stack)
+        said = f"{pace.words(time.monotonic())}: the worker hangs ({doing})"
+        self.workers.kill(local_rank, said, pace.stack)
         return None
 
     def _time_left(self, local_rank: int) -> float | None:
         seen = self.workers.progress(local_rank)
         pid = self.workers.pid(local_rank)
-        if seen is None or pid is None or self.workers.generation(local_rank) != seen[0]:
-            return None  # it is on its way into the world
+        if seen is None or pid is None:
+            return None
         pace = self._paces.setdefault(local_rank, Pace())
-        pace.saw(*seen)
-        limit = limit_for(pace, self.limit)
+        generation = self.workers.generation(local_rank)
+        if generation == seen[0]:
+            pace.saw(*seen)
+        elif (since := self.workers.entering_since(local_rank)) is not None:
+            pace.set_out(generation, since)
+        else:
+            return None  # it has told that it does not go there
+        limit = limit_for(pace, self.limit, frozen=is_frozen(pid))
         return None if limit is None else pace.entered_at + limit - time.monotonic()
 
     async def recovered(self, crew: Callable[[], CrewState]) -> None:
@@ -175,6 +200,25 @@ class Vigil:
                 return _doing(pong)
             await asyncio.sleep(0.002)
         return "silent"
+
+    async def _stack(self, local_rank: int, doing: Doing) -> str:
+        """Where a worker hangs: read from outside where that is possible, else as it says."""
+        stack = await stack_of(self.workers.pid(local_rank))
+        if stack:
+            return stack
+        if doing == "frozen":
+            return "it is frozen: no stack could be read"
+        return await self._told_stack(local_rank) or "no stack could be read"
+
+    async def _told_stack(self, local_rank: int) -> str:
+        """The stacks as the worker's control thread writes them; empty if it does not in time."""
+        descriptor = os.memfd_create("torchelastic-stack", os.MFD_CLOEXEC)
+        try:
+            self.workers.tell(local_rank, orders.Dump(), [descriptor])
+            await self._ask(local_rank)  # orders are obeyed one by one: the answer comes after it
+            return os.pread(descriptor, STACK_BYTES, 0).decode(errors="replace")
+        finally:
+            os.close(descriptor)
 
 
 def _doing(pong: orders.Pong) -> Doing:

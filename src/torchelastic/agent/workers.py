@@ -6,6 +6,7 @@ What becomes of them is told as events; what to do about it is decided elsewhere
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -67,6 +68,8 @@ class Workers:
         self._stopped: set[int] = set()
         #: By local rank: the generation and the rank each worker has now.
         self._places: dict[int, tuple[int, int]] = {}
+        #: By local rank: the generation it was told to enter, and when, until it tells of its end.
+        self._told_to_enter: dict[int, tuple[int, float]] = {}
         self._steps: dict[int, int] = {}
         #: What failing workers said on their channels; all there is where no files are wanted.
         self._last_words_of: dict[int, error_file.ErrorRecord] = {}
@@ -126,7 +129,13 @@ class Workers:
 
     def _forget(self, local_rank: int) -> None:
         """What was known of the worker that had this local rank before."""
-        for known in (self._steps, self._last_words_of, self._verdicts, self.pongs):
+        for known in (
+            self._steps,
+            self._last_words_of,
+            self._verdicts,
+            self.pongs,
+            self._told_to_enter,
+        ):
             known.pop(local_rank, None)
 
     async def _start(
@@ -177,6 +186,7 @@ class Workers:
         """Give an order; a worker that is gone does not hear it, and its end is told elsewhere."""
         if isinstance(order, orders.Enter):
             self._places[local_rank] = (order.generation, order.rank)
+            self._told_to_enter[local_rank] = (order.generation, time.monotonic())
         if isinstance(order, orders.Over):
             self._stopped.discard(local_rank)
         self._supervisor.tell(local_rank, orders.to_json(order), list(fds))
@@ -184,6 +194,16 @@ class Workers:
     def generation(self, local_rank: int) -> int:
         """The world the worker was last told to enter."""
         return self._places[local_rank][0]
+
+    def entering_since(self, local_rank: int) -> float | None:
+        """When a worker set out for the world it was last told to enter; None: it is not on its
+        way, because it has entered a step there or has told that it will not."""
+        generation, told = self._told_to_enter.get(local_rank, (-1, 0.0))
+        shown, _, entered = self.progress(local_rank) or (-1, -1, math.inf)
+        if shown >= generation:
+            return None
+        # It may have to run through a step of the world before.
+        return told if entered == math.inf else max(told, entered)
 
     def has_stopped(self, local_rank: int) -> bool:
         """Whether it has since it was told that its world is over."""
@@ -204,7 +224,10 @@ class Workers:
             self._reported(local_rank, message)
 
     def _reported(self, local_rank: int, message: dict[str, Any]) -> None:
-        match orders.from_json(message):
+        report = orders.from_json(message)
+        if isinstance(report, orders.Stopped | orders.Finished | orders.Erred | orders.PeerLost):
+            self._out_of(local_rank, report.generation)
+        match report:
             case orders.Enlisted() as enlisted:
                 self._give_slate(local_rank)
                 self._tell_event(crew.Said(local_rank, enlisted))
@@ -222,6 +245,11 @@ class Workers:
                 self._tell_event(crew.Said(local_rank, stopped))
             case orders.Entered() as entered:
                 self._tell_event(crew.Said(local_rank, entered))
+
+    def _out_of(self, local_rank: int, generation: int) -> None:
+        """Nothing of this generation goes on in the worker: nobody waits for it to enter that."""
+        if generation >= self._told_to_enter.get(local_rank, (-1, 0.0))[0]:
+            self._told_to_enter.pop(local_rank, None)
 
     def _give_slate(self, local_rank: int) -> None:
         """A replacement gets the memory of the worker it stands in for."""
@@ -261,9 +289,13 @@ class Workers:
         path = opened.streams[local_rank].error_file if opened is not None else ""
         return path, error_file.read(path) if path else self._last_words_of.get(local_rank)
 
-    def fail(self, local_rank: int, message: str) -> None:
-        """A failure that no worker told: something of ours that they need is not there."""
-        self._fail(local_rank, pid=0, exitcode=1, message=message)
+    def fail(self, local_rank: int, message: str, *, alive: bool = False) -> None:
+        """A failure that no worker told: something of ours that they need is not there.
+
+        With `alive` the worker itself is well: its generation ends, and nobody replaces it.
+        """
+        pid = (self.pid(local_rank) or 0) if alive else 0
+        self._fail(local_rank, pid=pid, exitcode=1, message=message, alive=alive)
 
     def _erred(self, local_rank: int, erred: orders.Erred | orders.PeerLost) -> None:
         """A worker that lives on tells of an error."""

@@ -1,11 +1,13 @@
 """The control thread: hears the agent while the training thread is busy.
 
-It answers at once what can be answered without the training thread (`Ask`, `Ping`), aborts what a
-world that is over has under way, and notes the rest for the training thread (`inbox`).
+It answers at once what can be answered without the training thread (`Ask`, `Ping`, `Dump`),
+aborts what a world that is over has under way, and notes the rest for the training thread
+(`inbox`).
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import threading
@@ -146,6 +148,8 @@ class Control:
         try:
             if isinstance(order, orders.Slate) and descriptor is not None:
                 self._slate = slate.Slate(descriptor)
+            elif isinstance(order, orders.Dump) and descriptor is not None:
+                faulthandler.dump_traceback(descriptor, all_threads=True)
         finally:
             if descriptor is not None:
                 os.close(descriptor)

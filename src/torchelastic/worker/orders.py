@@ -95,6 +95,11 @@ class Ping:
 
 
 @dataclass(frozen=True)
+class Dump:
+    """Write the stacks of all threads to the file that comes with this: somebody hangs."""
+
+
+@dataclass(frozen=True)
 class Slate:
     """The memory this worker writes its progress and its private state to comes with this."""
 
@@ -172,13 +177,13 @@ class Pong:
     aborted: bool = False
 
 
-Order = Enter | Ask | Through | Over | Leave | Closed | Ping | Slate
+Order = Enter | Ask | Through | Over | Leave | Closed | Ping | Dump | Slate
 Report = Enlisted | Entered | Up | Stopped | Erred | PeerLost | Finished | Pong
 
 _TYPES: dict[str, type[Any]] = {
     kind.__name__.lower(): kind
     for kind in (
-        *(Enter, Ask, Through, Over, Leave, Closed, Ping, Slate),
+        *(Enter, Ask, Through, Over, Leave, Closed, Ping, Dump, Slate),
         *(Enlisted, Entered, Up, Stopped, Erred, PeerLost, Finished, Pong),
     )
 }

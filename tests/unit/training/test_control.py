@@ -171,6 +171,17 @@ def test_a_forked_child_does_not_speak_and_may_end(agent, control):
     assert hear(agent) == Pong(waiting=False)
 
 
+def test_it_writes_the_stacks_of_all_threads_where_it_is_told(agent, control):
+    descriptor = os.memfd_create("stacks")
+    say(agent, orders.Dump(), descriptor)
+    say(agent, Ping())
+    assert hear(agent) == Pong(waiting=False)  # one by one: it is written
+    text = os.pread(descriptor, 1 << 16, 0).decode()
+    os.close(descriptor)
+    assert "test_it_writes_the_stacks" in text
+    assert "_hear" in text
+
+
 def test_an_agent_that_takes_nothing_is_an_error_after_a_while(ends):
     link = channel.Link(ends[1].dup())
     for _ in range(10_000):

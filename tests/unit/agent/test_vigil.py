@@ -1,0 +1,210 @@
+"""Who hangs: how long a worker has, what it is asked, and when it is killed."""
+
+import asyncio
+import math
+import os
+import signal
+import subprocess
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support import poll_for
+from torchelastic.agent import vigil
+from torchelastic.agent.vigil import Pace, Vigil, _doing, is_frozen, limit_for
+from torchelastic.worker import orders
+from torchelastic.worker.orders import Pong
+
+# --- pure ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seen", "longest", "is_first"),
+    [
+        ([(0, 5, 1.0)], 0.0, True),
+        ([(0, 5, 1.0), (0, 6, 3.0)], 2.0, False),
+        ([(0, 5, 1.0), (0, 6, 3.0), (0, 7, 3.5)], 2.0, False),
+        ([(0, 5, 1.0), (0, 9, 3.0)], 0.5, False),
+        ([(0, 5, 1.0), (0, 5, 9.0)], 0.0, True),
+        ([(0, 5, 1.0), (0, 6, 3.0), (1, 6, 90.0)], 2.0, True),
+    ],
+    ids=["first", "second", "the longest", "unseen between", "hurried", "another world"],
+)
+def test_the_pace_of_a_worker(seen, longest, is_first):
+    pace = Pace()
+    for one in seen:
+        pace.saw(*one)
+    assert pace.longest == longest
+    assert (pace.step == pace.first_step) is is_first
+
+
+def test_the_way_into_a_world_is_no_step():
+    pace = Pace()
+    pace.saw(0, 1, 1.0)
+    pace.saw(0, 2, 2.0)
+    pace.stack = "of step 2"
+    pace.set_out(1, 50.0)
+    assert pace.stack == ""
+    assert pace.words(53.0) == "no progress for 3.0 s on the way into generation 1"
+    pace.saw(1, 2, 60.0)
+    assert pace.longest == 1.0
+    assert pace.words(62.0) == "no progress for 2.0 s at step 2"
+
+
+FIRST, LATER = Pace(step=3, first_step=3), Pace(step=4, first_step=3)
+ENTERING = Pace(step=4, first_step=3, entering=1)
+
+
+@pytest.mark.parametrize(
+    ("pace", "given", "frozen", "limit"),
+    [
+        (LATER, 0, False, None),
+        (ENTERING, 0, True, None),
+        (LATER, 2, False, 2),
+        (FIRST, 2, False, 20),
+        (ENTERING, 2, False, 20),
+        (FIRST, 2, True, 2),
+        (ENTERING, 2, True, 2),
+        (LATER, None, False, 600),
+        (FIRST, None, False, 6000),
+        (Pace(step=4, first_step=3, longest=100), None, False, 1000),
+    ],
+)
+def test_how_long_a_worker_has(pace, given, frozen, limit):
+    assert limit_for(pace, given, frozen=frozen) == limit
+
+
+@pytest.mark.parametrize(
+    ("pong", "doing"),
+    [
+        (Pong(waiting=True), "waiting"),
+        (Pong(waiting=True, aborted=True), "stuck"),
+        (Pong(waiting=False), "working"),
+        (Pong(waiting=False, aborted=True), "working"),
+    ],
+)
+def test_what_an_answer_means(pong, doing):
+    assert _doing(pong) == doing
+
+
+def test_a_stopped_process_is_frozen():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            assert not is_frozen(process.pid)
+            process.send_signal(signal.SIGSTOP)
+            poll_for(lambda: is_frozen(process.pid), what="a frozen process")
+        finally:
+            process.kill()
+    assert not is_frozen(process.pid)
+    assert not is_frozen(None)
+
+
+# --- a node with one worker ----------------------------------------------------------------------
+
+
+class Workers:
+    """One worker, local rank 0, told to enter generation 1."""
+
+    def __init__(self, *, answers=None, seen=(0, 7, math.inf), since=None, dumps=""):
+        self.answers, self.seen, self.since, self.dumps = answers, seen, since, dumps
+        self.pongs, self.killed, self.asked = {}, [], 0
+
+    def pid(self, local_rank):
+        return None if self.killed else os.getpid()
+
+    def progress(self, local_rank):
+        return self.seen
+
+    def generation(self, local_rank):
+        return 1
+
+    def entering_since(self, local_rank):
+        return self.since
+
+    def tell(self, local_rank, order, fds=()):
+        if isinstance(order, orders.Dump):
+            os.write(fds[0], self.dumps.encode())
+        else:
+            self.asked += 1
+            if self.answers is not None:
+                self.pongs[local_rank] = self.answers
+
+    def kill(self, local_rank, why, stack=""):
+        self.killed.append((why, stack))
+
+
+def watch(workers, *, limit=0.1, until):
+    """Watch until `until` is true, no longer than a minute."""
+
+    async def main():
+        crew = SimpleNamespace(having=lambda *_: () if workers.killed else (0,))
+        task = asyncio.create_task(Vigil(workers, limit).run(lambda: crew))
+        deadline = time.monotonic() + 60
+        while not until() and not task.done():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.002)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+@pytest.fixture(autouse=True)
+def no_reader_of_stacks(monkeypatch):
+    monkeypatch.setattr(vigil.shutil, "which", lambda name: None)
+    monkeypatch.setattr(vigil, "LOOK", 0.02)
+
+
+def long_ago():
+    return time.monotonic() - 50
+
+
+@pytest.mark.parametrize(("answers", "doing"), [(None, "silent"), (Pong(waiting=False), "working")])
+def test_who_hangs_on_the_way_into_a_world_is_killed(answers, doing):
+    workers = Workers(since=long_ago(), answers=answers, dumps="File train.py, line 3")
+    watch(workers, until=lambda: workers.killed)
+    [(why, stack)] = workers.killed
+    assert "on the way into generation 1" in why
+    assert f"the worker hangs ({doing})" in why
+    assert stack == "File train.py, line 3"
+
+
+def test_who_hangs_in_a_step_is_killed():
+    workers = Workers(seen=(1, 7, long_ago()))
+    watch(workers, until=lambda: workers.killed)
+    [(why, stack)] = workers.killed
+    assert "at step 7: the worker hangs (silent)" in why
+    assert stack == "no stack could be read"
+
+
+def test_who_waits_for_others_on_the_way_is_innocent():
+    workers = Workers(since=long_ago(), answers=Pong(waiting=True))
+    watch(workers, until=lambda: workers.asked >= 3)
+    assert workers.killed == []
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [
+        Workers(seen=None, since=0.0),
+        Workers(since=None),
+        Workers(seen=(1, 7, math.inf)),
+    ],
+    ids=["no slate", "it has told that it does not go there", "unhurried"],
+)
+def test_of_whom_nothing_is_expected_is_not_asked(workers):
+    looks = []
+    workers.pid = lambda local_rank: looks.append(local_rank) or os.getpid()
+    watch(workers, until=lambda: len(looks) >= 3)
+    assert (workers.asked, workers.killed) == (0, [])
+
+
+def test_a_frozen_worker_on_the_way_has_the_plain_limit(monkeypatch):
+    monkeypatch.setattr(vigil, "is_frozen", lambda pid: True)
+    workers = Workers(since=long_ago())
+    watch(workers, limit=10, until=lambda: workers.killed)  # else it would have 100 s
+    [(why, stack)] = workers.killed
+    assert "(frozen)" in why
+    assert stack == "it is frozen: no stack could be read"
+    assert workers.asked == 0
