@@ -24,7 +24,7 @@ def start(stack, port, flag):
         worker = subprocess.Popen(
             command, cwd=ROOT, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE, text=True
         )
-    stack.callback(worker.stdout.close)
+    stack.enter_context(worker)  # closes its pipe and waits for it
     stack.callback(worker.kill)
     return worker, FakeAgent(ours, port)
 

@@ -22,6 +22,9 @@ __all__ = ["Coordinator", "CoordinatorP2P"]
 
 log = logging.getLogger(__name__)
 
+#: Whether this process has trained for its agent, which has workers for one training.
+_enlisted = False
+
 #: Milliseconds: how long a collective may take.
 PROCESS_GROUP_TIMEOUT = 30 * 60 * 1000
 COORDINATOR_TIMEOUT = 600_000
@@ -113,11 +116,21 @@ class CoordinatorP2P(Coordinator):
     def open(self) -> channel.Link:
         """The channel orders come on; from `torchelastic.train`."""
         if self.init_method is None:
-            link, self._link = self._link or _agents_link(), None
-            return link
+            return self._enlist()
         from torchelastic.training import own_node
 
         return channel.Link(own_node.start(self.init_method, max_workers=self.max_num_trainers))
+
+    def _enlist(self) -> channel.Link:
+        global _enlisted
+        if _enlisted:
+            raise ConfigError(
+                "The training of this job is done: call train once in a script under "
+                "'torchelastic run', with all the steps there are."
+            )
+        link, self._link = self._link or _agents_link(), None
+        _enlisted = True
+        return link
 
     @property
     def timeout(self) -> timedelta:

@@ -105,8 +105,14 @@ def _drop_done() -> int:
 
 @atexit.register
 def _keep_for_ever() -> None:
-    """A process that ends does not wait for a stuck thread: what is parked is never dropped."""
+    """A process that ends does not wait for a stuck thread: what is parked is never dropped.
+
+    Nor what is not stuck: dropping gives the interpreter's lock up and wants it back, and a thread
+    that wants it so late is ended by Python, in the middle of C++ code, which is SIGABRT.
+    """
+    global _ending
+    with _dropping:
+        _ending = True
     for entry in list(_parked):
-        if entry.waits.pending:
-            for gloo in entry.gloos:
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
+        for gloo in entry.gloos:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))

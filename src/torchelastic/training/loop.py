@@ -16,6 +16,7 @@ generation, are fresher than any that was undone.
 from __future__ import annotations
 
 import logging
+import math
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
@@ -101,6 +102,8 @@ class Loop:
         self._furthest = 0
         self._failures = 0
         self._last_error: BaseException | None = None
+        #: After so many steps the training is done: the coordinator has said so.
+        self._last_step: float = math.inf
 
     def run(self, steps: Steps, state: State) -> State:
         """Until the training is done; returns the state, which a step may have replaced."""
@@ -119,8 +122,6 @@ class Loop:
                 case Enter() as world:
                     broken = None if self._live_in(world) else world.generation
                 case Leave(signum):
-                    with suppress(CheckpointError):  # the log has it
-                        checkpoint.finish()
                     # Not a return: what the script does after the training is not for us.
                     raise SystemExit(EXIT_SIGNAL_BASE + signum)
 
@@ -215,9 +216,12 @@ class Loop:
         """Step after step, until the gate stops us. Up to `run` nothing here may wait."""
         rank, generation, step = here.rank, here.generation, self._version[1]
         slate, every, first = here.slate, self._options.snapshot_every, step
+        if self._state._every_step:
+            every = 1
         between = _Between(self._coordinator, self._options, here)
-        while True:
-            self._where = Where.BETWEEN
+        self._where = Where.BETWEEN
+        # Asked before the first step too: the world before may have ended right after the last one.
+        while step < self._last_step:
             if not gate.enter(step) and not self._may_enter(gate, step):
                 return
             if slate is not None:
@@ -233,7 +237,9 @@ class Loop:
             self._version = here.version = (generation, step)
             self._where = Where.BETWEEN
             self._state._committed(self._version)
-            between.steps(self._state, step, stats)
+            if between.is_last(self._state, step, stats) and self._last_step == math.inf:
+                self._last_step = step
+        raise StopException("The coordinator says that the training is done.")
 
     def _may_enter(self, gate: Gate, step: int) -> bool:
         """Wait for the word at a gate that was shut; False: the last step was run."""
@@ -339,8 +345,8 @@ class _Between:
         self._told_when = _overrides(coordinator, "should_save_checkpoint")
         self._told_to_stop = _overrides(coordinator, "should_stop_training")
 
-    def steps(self, state: State, step: int, stats: Any) -> None:
-        """So many steps are committed."""
+    def is_last(self, state: State, step: int, stats: Any) -> bool:
+        """So many steps are committed; whether the coordinator says that the training is done."""
         coordinator = self._coordinator
         if stats is not None or self._monitored:
             coordinator.monitor_progress(state, stats)
@@ -348,8 +354,9 @@ class _Between:
             checkpoint.save(state, step)
         if self._reported:
             coordinator.report_progress(state)
-        if coordinator.stop_training or (self._told_to_stop and coordinator.should_stop_training()):
-            raise StopException("The coordinator says that the training is done.")
+        if coordinator.stop_training:
+            return True
+        return self._told_to_stop and coordinator.should_stop_training()
 
     def _wants_checkpoint(self, state: State, step: int) -> bool:
         """Every rank asks, as in 0.1, where one that did not would count wrong."""
@@ -387,7 +394,22 @@ def train(coordinator: Coordinator, steps: Steps, state: State, options: Options
     control.start()
     loop = Loop(control, coordinator, options)
     try:
-        return loop.run(steps, state)
-    finally:
+        final = loop.run(steps, state)
+    except BaseException:
+        _end_badly(loop)
+        raise
+    else:
         loop.close()
-        control.stop()
+        return final
+    finally:
+        control.stop()  # whatever happens: in a node of its own the process would never end
+
+
+def _end_badly(loop: Loop) -> None:
+    """Put down what is open, without an error that would hide the one being raised."""
+    try:
+        loop.close()
+    except Exception:
+        log.exception("The group could not be left in order.")
+    with suppress(CheckpointError):  # the log has it
+        checkpoint.finish()

@@ -30,6 +30,10 @@ class State(ABC):
     write; without `snapshot` and `apply` a step that fails half-way is not rolled back.
     """
 
+    #: Whether `snapshot` is taken before every step, whatever `train(snapshot_every=)` says:
+    #: True where only a step that has just begun can be undone.
+    _every_step = False
+
     @abstractmethod
     def sync(self) -> None:
         """Bring all workers to one state. Called once in every world, by all its workers, when

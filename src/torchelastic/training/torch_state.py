@@ -57,6 +57,7 @@ class TorchState(State):
     scaler: Any
     step: int
     epoch: int
+    _every_step = True
 
     def __init__(
         self,

@@ -16,9 +16,11 @@ from tests.unit.training.fake_agent import Coordinator, FakeAgent, store
 from torchelastic import SimpleWorkerStats, State, checkpoint, env, faults, train_loop
 from torchelastic.errors import ChannelLost, ConfigError, JobClosed, NonRetryableException
 from torchelastic.p2p import CoordinatorP2P
+from torchelastic.training import coordinator as coordinators
 from torchelastic.training import session
+from torchelastic.training.group import Group
 from torchelastic.training.state import Torn
-from torchelastic.worker import slate
+from torchelastic.worker import channel, slate
 from torchelastic.worker.orders import (
     Ask,
     Closed,
@@ -184,6 +186,21 @@ def test_what_cannot_be_retried_is_raised(run):
     with pytest.raises(NonRetryableException, match="no such file"):
         run(script, Steps(_2=once(NonRetryableException("no such file"))))
     assert not dist.is_initialized()
+
+
+def test_a_group_that_cannot_be_left_hides_no_error(run, monkeypatch, caplog):
+    leave = Group.leave
+    monkeypatch.setattr(Group, "leave", lambda group: leave(group) and False)
+
+    def script(agent):
+        agent.enter(0)
+        agent.hear(Up)
+        agent.hear(Erred)
+
+    with pytest.raises(NonRetryableException, match="no such file"):
+        run(script, Steps(_2=once(NonRetryableException("no such file"))))
+    assert "may still write" in caplog.text
+    assert not [one for one in threading.enumerate() if "control" in one.name]
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
@@ -436,6 +453,30 @@ def test_snapshots_may_be_taken_less_often(run):
     assert [step for generation, step in steps.taken if generation == 1] == [3, 4, 5]
 
 
+def test_a_torch_state_takes_its_snapshot_at_every_step(run):
+    def step(state):
+        if state.step == STEPS:
+            raise StopIteration
+        state.model(torch.ones(1)).backward()
+        state.optimizer.step()
+        if state.step == 5 and session.current().generation == 0:
+            raise ValueError
+
+    def script(agent):
+        agent.enter(0)
+        agent.hear(Up)
+        assert agent.hear(Erred).step == 5
+        over(agent, 0, 5)
+        agent.enter(1)
+        assert agent.hear(Up) == Up(1, 5)
+        finish(agent, 1)
+
+    model = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = torchelastic.TorchState(model=model, optimizer=sgd, copy_before_write=True)
+    assert run(script, step, state, snapshot_every=3).step == STEPS
+
+
 def test_without_snapshots_nothing_is_rolled_back(run):
     class NoRollback(Counting):
         snapshot, apply = State.snapshot, State.apply
@@ -499,6 +540,36 @@ def test_checkpoints_are_written_and_loaded_where_nobody_has_more(run, manager):
 
     state = run(second, Steps(_5=once(ValueError())))
     assert state.synced == [(0, 4, ((-1, 4),)), (1, 5, ((0, 5),))]
+
+
+@pytest.mark.parametrize("error", [NonRetryableException("no such file"), SystemExit(3)])
+def test_a_checkpoint_in_flight_is_not_lost_to_an_error(run, manager, monkeypatch, error):
+    waited_for = threading.Event()
+    create, wait = manager.create_checkpoint, checkpoint.finish
+
+    def create_when_waited_for():
+        assert waited_for.wait(30)
+        return create()
+
+    def finish():
+        waited_for.set()
+        wait()
+
+    monkeypatch.setattr(manager, "create_checkpoint", create_when_waited_for)
+    monkeypatch.setattr(checkpoint, "finish", finish)
+
+    def script(agent):
+        agent.enter(0)
+        agent.hear(Up)
+        if isinstance(error, Exception):
+            agent.hear(Erred)
+
+    try:
+        with pytest.raises(type(error)):
+            run(script, Steps(_2=once(error)), checkpoint_every=2)
+        assert len(manager.list_checkpoints()) == 1
+    finally:
+        finish()
 
 
 def test_a_state_says_when_a_checkpoint_is_due(run, manager):
@@ -641,6 +712,57 @@ def test_the_training_is_done_when_the_coordinator_is_told_so(run):
         finish(agent, 0, 3)
 
     assert run(script, steps, coordinator=coordinator).count == 3
+
+
+def test_a_training_that_is_done_when_its_world_ends_takes_no_step_in_the_next(run):
+    made, reached = [], threading.Event()
+
+    class Waiting(Coordinator):
+        def report_progress(self, state):
+            if state.count == 3:
+                reached.set()
+                wait_until_aborted()
+
+    def coordinator(end):
+        made.append(Waiting(end))
+        return made[0]
+
+    def script(agent):
+        agent.enter(0)
+        agent.hear(Up)
+        assert reached.wait(30)
+        over(agent, 0, 3)
+        agent.enter(1)
+        assert agent.hear(Up) == Up(1, 3)
+        finish(agent, 1, 3)
+
+    steps = Steps(end=100, _2=lambda: made[0].signal_training_done())
+    assert run(script, steps, coordinator=coordinator).count == 3
+    assert steps.taken == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_a_last_step_that_fails_is_taken_again(run):
+    made = []
+    fail = once(ValueError())
+
+    def coordinator(end):
+        made.append(Coordinator(end))
+        return made[0]
+
+    def act():
+        made[0].signal_training_done()
+        fail()
+
+    def script(agent):
+        agent.enter(0)
+        agent.hear(Up)
+        agent.hear(Erred)
+        over(agent, 0, 2)
+        agent.enter(1)
+        agent.hear(Up)
+        finish(agent, 1, 3)
+
+    assert run(script, Steps(end=100, _2=act), coordinator=coordinator).count == 3
 
 
 def test_slow_workers_are_noticed(run, monkeypatch):
@@ -804,6 +926,18 @@ def test_what_a_coordinator_is_given():
     ):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             CoordinatorP2P(init_method="tcp://nowhere/x?min_workers=1", **wrong)
+
+
+def test_an_agent_has_one_training(monkeypatch):
+    monkeypatch.setattr(coordinators, "_enlisted", False)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    links = [channel.Link(theirs)]
+    monkeypatch.setattr(channel, "link", lambda: links[0])
+    with ours:
+        assert CoordinatorP2P().open() is links[0]
+        with pytest.raises(ConfigError, match="call train once"):
+            torchelastic.train(CoordinatorP2P(), Steps(), Counting())
+        links[0].close()
 
 
 def test_outside_of_a_world():

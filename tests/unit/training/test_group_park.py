@@ -1,0 +1,64 @@
+"""Old groups when the process ends: none is dropped then, or only half."""
+
+import subprocess
+import sys
+
+#: The reaper is in the middle of a drop, and another group waits, when the script ends.
+IN_A_DROP = """
+import threading, time
+from torchelastic.training import group_park
+from torchelastic.training.waits import Waits
+
+begun = threading.Event()
+
+class Slow:
+    def __del__(self):
+        begun.set()
+        time.sleep(0.3)  # gives the interpreter's lock up, as gloo's destructor does
+        print("dropped", flush=True)
+
+class Waiting:
+    def __del__(self):
+        print("this one, too", flush=True)
+
+group_park.park([Waiting()], Waits(), silent=[], aborted=False)
+group_park.park([Slow()], Waits(), silent=[], aborted=True)
+assert begun.wait(30)
+"""
+
+#: Ends as soon as its group was put down.
+REAL = """
+from datetime import timedelta
+import torch.distributed as dist
+from torchelastic.training.group import Group
+
+store = dist.HashStore()
+for generation in range(3):
+    group = Group.build(
+        store=dist.PrefixStore(str(generation), store), rank=0, size=1, generation=generation,
+        timeout=timedelta(seconds=30))
+    dist.new_group([0])
+    group.abort("the test")
+    group.leave()
+"""
+
+
+def ends(script):
+    return subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_a_drop_under_way_is_waited_for_and_none_is_begun():
+    with ends(IN_A_DROP) as process:
+        assert process.communicate(timeout=60)[0] == "dropped\n"
+    assert process.returncode == 0
+
+
+def test_a_script_may_end_right_after_its_training():
+    processes = [ends(REAL) for _ in range(4)]
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, outputs
