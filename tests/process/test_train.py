@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.jobs import Job, job
+from tests.process.jobs import Job, child_running, job
 from tests.support import poll_for
 
 SCRIPT = Path(__file__).with_name("resident.py")
@@ -192,6 +192,36 @@ def test_who_freezes_on_the_way_into_a_world_is_killed(tmp_path, monkeypatch, pl
         assert [event["rank"] for event in killed] == [1], made.said()
         assert "on the way into generation 0" in killed[0]["reason"]
         assert "(frozen)" in killed[0]["reason"]
+
+
+def test_a_worker_that_hangs_says_where(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))  # no py-spy
+    flags = "--nnodes=1 --nproc-per-node=2 --progress-timeout=1"
+    faults = "sleep=600@rank=1,step=2,place=step.begin"
+    with training(tmp_path, flags, monkeypatch, faults, steps=4) as made:
+        node = start(made)
+        assert node.wait(60) == 0, made.said()
+        [killed] = node.events("worker-killed")
+        assert "at step 2: the worker hangs (working)" in killed["reason"]
+        assert "faults.py" in killed["stack"]
+        assert "_take_steps" in killed["stack"]
+
+
+def test_the_end_of_the_process_that_holds_the_stores_disturbs_nobody(tmp_path):
+    flags = "--nnodes=1 --nproc-per-node=2 --no-zygote"
+    with training(tmp_path, flags, steps=100000, slow=0.01) as made:
+        node = start(made)
+        poll_for(lambda: stepped(made, 5, size=2), what="steps")
+        pids = {line["pid"] for line in made.lines(event="step")}
+        os.kill(child_running(node.agent_pid, "store_host"), signal.SIGKILL)
+        poll_for(lambda: "starting another one" in node.stderr, what="another one")
+        reached = max(line["step"] for line in made.lines(event="step"))
+        poll_for(lambda: stepped(made, reached + 5, generation=0), what="steps of the same world")
+        assert {line["pid"] for line in made.lines(event="start")} == pids
+        os.kill(max(pids), signal.SIGKILL)
+        poll_for(lambda: stepped(made, 0, size=2, generation=2), what="a world at a new store")
+        node.process.terminate()
+        assert node.wait() == 143
 
 
 def test_an_error_is_tried_again_and_the_result_is_the_same(tmp_path):

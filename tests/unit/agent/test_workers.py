@@ -1,0 +1,100 @@
+"""What is known of workers without asking them: who is on its way into a world."""
+
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from torchelastic.agent import workers as module
+from torchelastic.agent.workers import Workers
+from torchelastic.config import Entry, LaunchConfig
+from torchelastic.worker import orders, slate
+from torchelastic.worker.orders import Enter, Erred, PeerLost, Stopped
+
+
+@pytest.fixture
+def workers(monkeypatch):
+    monkeypatch.setattr(module.Cgroup, "create", lambda: None)
+    made = Workers(
+        LaunchConfig(),
+        Entry("script", "train.py"),
+        {},
+        nursery=SimpleNamespace(zygote=None, pids=set()),
+        node_logs=None,
+        narrator=SimpleNamespace(name="n", worker_failed=lambda failure: None),
+        clock=None,
+        tell_event=lambda event: None,
+    )
+    made._slates[0] = slate.create()
+    yield made
+    os.close(made._slates[0])
+
+
+@pytest.fixture
+def worker(workers):
+    """What the worker writes to."""
+    made = slate.Slate(workers._slates[0])
+    yield made
+    made.close()
+
+
+def enter(workers, generation):
+    workers.tell(
+        0,
+        Enter(
+            generation=generation,
+            rank=0,
+            size=1,
+            store="host:1",
+            local_rank=0,
+            local_size=1,
+            node_rank=0,
+            nodes=1,
+        ),
+    )
+
+
+def test_nobody_is_on_the_way_who_was_told_nothing(workers):
+    assert workers.entering_since(0) is None
+
+
+def test_on_the_way_from_the_order_to_the_first_step(workers, worker):
+    before = time.monotonic()
+    enter(workers, 0)
+    assert before <= workers.entering_since(0) <= time.monotonic()
+    worker.entered(0, 0)
+    assert workers.entering_since(0) is None
+
+
+def test_a_last_step_of_the_world_before_is_progress(workers, worker):
+    enter(workers, 0)
+    worker.entered(0, 0)
+    enter(workers, 1)
+    told = workers.entering_since(0)
+    worker.entered(0, 1)
+    assert workers.entering_since(0) > told
+    worker.unhurried()  # it has left that world
+    assert workers.entering_since(0) <= told
+
+
+@pytest.mark.parametrize(
+    ("report", "on_the_way"),
+    [
+        (Stopped(0, 3), True),
+        (Stopped(1, 3), False),
+        (PeerLost(1, 3, "gone"), False),
+        (Erred(1, 3, "boom", "traceback"), False),
+        (PeerLost(0, 3, "gone"), True),
+    ],
+)
+def test_who_tells_that_it_does_not_go_there_is_not_on_the_way(workers, report, on_the_way):
+    enter(workers, 1)
+    workers._heard(0, orders.to_json(report))
+    assert (workers.entering_since(0) is not None) is on_the_way
+
+
+def test_a_replacement_is_on_no_way_before_it_is_told(workers):
+    enter(workers, 1)
+    workers._forget(0)
+    assert workers.entering_since(0) is None
