@@ -18,6 +18,8 @@ from torchelastic.training.waits import Waits
 
 #: How long the connections of a group left in order stay open for the other ranks, in seconds.
 GRACE = 1.0
+#: How long the end of the process waits for the threads of groups, in seconds.
+LAST = 0.5
 #: How often the reaper looks, in seconds: at first, and when nothing has changed for long.
 _SOON, _SELDOM = 0.05, 2.0
 
@@ -33,7 +35,9 @@ class _Parked(NamedTuple):
 
     def is_done(self, now: float) -> bool:
         """Whether no operation is under way, and nobody can need the connections."""
-        return not self.waits.pending and (self.aborted or now - self.since > GRACE)
+        if self.waits.pending:
+            return False
+        return self.aborted or _ending or now - self.since > GRACE
 
     def drop(self) -> None:
         """Here gloo's threads are joined, without the interpreter's lock."""
@@ -43,8 +47,9 @@ class _Parked(NamedTuple):
 
 
 _lock = threading.Lock()
-#: Held while groups are dropped, and when the process begins to end: after that none are.
+#: Held while groups are dropped, and by the process that ends: after that none are.
 _dropping = threading.Lock()
+#: The connections will not outlive the process: nobody is given time any more.
 _ending = False
 _parked: list[_Parked] = []
 _wake = threading.Event()
@@ -76,10 +81,8 @@ def _reap() -> None:
         period = _SOON if _wake.wait(period) else min(2 * period, _SELDOM)
         _wake.clear()
         with _dropping:
-            if _ending:
-                return
             dropped = _drop_done()
-        if dropped:
+        if dropped or _ending:
             period = _SOON
 
 
@@ -104,15 +107,18 @@ def _drop_done() -> int:
 
 
 @atexit.register
-def _keep_for_ever() -> None:
-    """A process that ends does not wait for a stuck thread: what is parked is never dropped.
+def _end() -> None:
+    """Join gloo's threads while the interpreter lives; what is stuck is kept for ever.
 
-    Nor what is not stuck: dropping gives the interpreter's lock up and wants it back, and a thread
-    that wants it so late is ended by Python, in the middle of C++ code, which is SIGABRT.
+    A thread that wants the interpreter's lock later, to tell the end of an operation or to come
+    back from a drop, is ended by Python in the middle of C++ code, which is SIGABRT.
     """
     global _ending
-    with _dropping:
-        _ending = True
+    _ending = True
+    _wake.set()
+    if (reaper := _reaper) is not None:
+        reaper.join(LAST)
+    _dropping.acquire(timeout=LAST)  # not given back: from now on nothing is dropped
     for entry in list(_parked):
         for gloo in entry.gloos:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
