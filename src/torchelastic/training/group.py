@@ -183,7 +183,8 @@ class Group:
         """
         if isinstance(error, GenerationOver | PeerLostError) or not isinstance(error, RuntimeError):
             return error
-        return self.waits.over or self.waits.failure or error
+        known = self.waits.over or self.waits.failure
+        return error if known is None else type(known)(*known.args)
 
     def _connections(self) -> frozenset[int]:
         return frozenset().union(*(group.connections for group in list(self._owned)))

@@ -10,8 +10,8 @@ release changes it):
 * `distributed_c10d` makes groups of backend "gloo" by calling its name `ProcessGroupGloo` with
   store, rank, size and timeout, and takes a `ProcessGroup` that it gets for the group.
 * Methods of a Python `ProcessGroup` are called from C++, too (DDP), and so are those of its `Work`.
-* gloo tells the end of every collective by the future of its work, in a thread of its own; of a
-  send or a receive only to who waits for it.
+* gloo tells the end of a collective by the future of its work, in a thread of its own; of sends,
+  receives and reduce-scatters only to who waits for them.
 * The ranks' listening addresses are in the store, under device and rank
   (`sockets.listening_address`).
 * DDP pickles what a future of a Python group holds to find the tensors in it (`waits._Failed`).
@@ -76,24 +76,23 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Any
     return gloo, sockets.find(sockets.Ports.told(rank, cards))
 
 
-def _collective(name: str) -> Callable[..., OwnedWork]:
-    """A method that launches gloo's operation of this name."""
+def _collective(name: str, *, future: bool = True, whole: bool = False) -> Callable[..., OwnedWork]:
+    """A method that launches gloo's operation of this name.
 
-    def launch(self: OwnedGloo, *args: Any, **kwargs: Any) -> OwnedWork:
-        return self._waits.launch(getattr(self._gloo, name), args, kwargs)
+    Without `future` gloo tells its end only to who waits for it. `whole` are those that gloo
+    offers through a group of C++ only.
+    """
 
-    launch.__name__ = name
-    return launch
+    def method(self: OwnedGloo, *args: Any, **kwargs: Any) -> OwnedWork:
+        def start() -> Any:
+            # gloo is looked up late: an error raised before would keep it in its frames.
+            target = self._plain_group() if whole else self._gloo
+            return getattr(target, name)(*args, **kwargs)
 
+        return self._waits.launch(start) if future else self._waits.launch_blocking(start)
 
-def _whole(name: str) -> Callable[..., OwnedWork]:
-    """The same for operations that gloo offers through a group of C++ only."""
-
-    def launch(self: OwnedGloo, *args: Any, **kwargs: Any) -> OwnedWork:
-        return self._waits.launch(getattr(self._plain_group(), name), args, kwargs)
-
-    launch.__name__ = name
-    return launch
+    method.__name__ = name
+    return method
 
 
 class OwnedGloo(dist.ProcessGroup):
@@ -117,27 +116,31 @@ class OwnedGloo(dist.ProcessGroup):
     allgather_coalesced = _collective("allgather_coalesced")
     gather = _collective("gather")
     scatter = _collective("scatter")
-    reduce_scatter = _collective("reduce_scatter")
+    reduce_scatter = _collective("reduce_scatter", future=False)
     alltoall = _collective("alltoall")
     barrier = _collective("barrier")
     # The names of torch 2.13, and those before.
     all_gather_single = _allgather_base = _collective("_allgather_base")
-    reduce_scatter_single = _reduce_scatter_base = _collective("_reduce_scatter_base")
+    reduce_scatter_single = _reduce_scatter_base = _collective("_reduce_scatter_base", future=False)
     all_to_all_single = alltoall_base = _collective("alltoall_base")
-    all_gather_single_coalesced = _whole("allgather_into_tensor_coalesced")
+    all_gather_single_coalesced = _collective("allgather_into_tensor_coalesced", whole=True)
     allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_single_coalesced = _whole("reduce_scatter_tensor_coalesced")
+    reduce_scatter_single_coalesced = _collective(
+        "reduce_scatter_tensor_coalesced", future=False, whole=True
+    )
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> OwnedWork:
-        return self._waits.launch_blocking(self._gloo.send, (tensors, rank, tag))
+        return self._waits.launch_blocking(lambda: self._gloo.send(tensors, rank, tag))
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> OwnedWork:
-        return self._waits.launch_blocking(self._gloo.recv, (tensors, rank, tag), tells_source=True)
+        return self._waits.launch_blocking(
+            lambda: self._gloo.recv(tensors, rank, tag), tells_source=True
+        )
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> OwnedWork:
         return self._waits.launch_blocking(
-            self._gloo.recv_anysource, (tensors, tag), tells_source=True
+            lambda: self._gloo.recv_anysource(tensors, tag), tells_source=True
         )
 
     def monitored_barrier(

@@ -57,18 +57,18 @@ class Waits:
         """Operations launched whose end gloo has not told yet, freed waits among them."""
         return len(self._under_way)
 
-    def launch(self, start: Callable[..., Any], args: Any, kwargs: Any) -> OwnedWork:
+    def launch(self, start: Callable[[], Any]) -> OwnedWork:
         """Start an operation whose end gloo tells by a future."""
         work = self.announce()
-        inner = self._start(start, args, kwargs)
+        inner = self._start(start)
         self._under_way[work.number] = work  # before the callback, which removes it
         inner.get_future().add_done_callback(work.told)
         return self.entered(work)
 
-    def _start(self, start: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _start(self, start: Callable[[], Any]) -> Any:
         """Start it. On a connection that is broken already gloo raises here, not in the wait."""
         try:
-            return start(*args, **kwargs)
+            return start()
         except RuntimeError as error:
             if _TRANSPORT in str(error):
                 raise self.failed(error) from None
@@ -98,12 +98,10 @@ class Waits:
             work.finish(GenerationOver(*self.over.args), None)
         return work
 
-    def launch_blocking(
-        self, start: Callable[..., Any], args: Any, *, tells_source: bool = False
-    ) -> OwnedWork:
+    def launch_blocking(self, start: Callable[[], Any], *, tells_source: bool = False) -> OwnedWork:
         """Start an operation whose end is found out by waiting for it: a send, a receive."""
         work = self.announce()
-        inner = self._start(start, args, {})
+        inner = self._start(start)
 
         def wait() -> Any:
             inner.wait()

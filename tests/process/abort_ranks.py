@@ -1,0 +1,342 @@
+"""What the ranks of the tests of abort do, each in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support import poll_for
+from torchelastic.training import group_park, group_threads
+from torchelastic.training.group import GenerationOver, Group, PeerLostError
+
+SIZE = 3
+#: The rank that is lost.
+LOST = 2
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Freed:
+    """How a rank got out of what it was in."""
+
+    error: type[BaseException]
+    #: How long it waited after the abort, in seconds.
+    after: float
+    #: Whether nothing of the old group could touch memory when it was left.
+    quiet: bool
+    #: What is launched in the group that was left.
+    launched_later: type[BaseException]
+    #: What an all-reduce in the next world gave.
+    next_sum: float
+
+
+class Abort:
+    """Aborts a group from another thread, as soon as a condition holds."""
+
+    def __init__(self, group: Group, when: Callable[[], object]) -> None:
+        self._group, self._when = group, when
+        self._training = threading.get_native_id()
+        self._at, self._busy = 0.0, 0.0
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        poll_for(self._when, what="the moment to abort")
+        self._at, self._busy = time.monotonic(), _busy(self._training)
+        self._group.abort("a test says so")
+
+    def seconds_until_error(self, step: Step) -> tuple[BaseException, float]:
+        """Repeat `step` until it raises; the error, and how long after the abort it still waited.
+
+        Time in which it ran, or was kept from running by others on a busy machine, is no waiting.
+        """
+        try:
+            while True:
+                step()
+        except Exception as error:
+            now, busy = time.monotonic(), _busy(self._training)
+            self._thread.join()
+            return self._group.explain(error), max(0.0, now - self._at - (busy - self._busy))
+
+
+def _busy(thread: int) -> float:
+    """How long a thread has run or was ready to run, in seconds."""
+    running, ready, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
+    return (int(running) + int(ready)) / 1e9
+
+
+def lose_a_peer(rank: int, port: int, what: str, cause: str) -> Freed | None:
+    """Be in `what` while a peer is lost by `cause`; be freed, and go on in a smaller world."""
+    store = client(port)
+    group = build(port, rank, SIZE)
+    step = OPERATIONS[what](group)
+    dist.barrier()
+    if rank == LOST:
+        store.set("lost", str(os.getpid()))
+        CAUSES[cause]()
+        return None
+    pid = int(store.get("lost"))
+    abort = Abort(group, lambda: _is_lost(pid) and (group.pending or group.waits.failure))
+    error, after = abort.seconds_until_error(step)
+    return leave_and_go_on(group, error, after, port)
+
+
+def lose_a_builder(rank: int, port: int) -> Freed | None:
+    """Be building a group while one that belongs to it never comes."""
+    if rank == LOST:
+        return None
+    group = Group(
+        store=client(port), rank=rank, size=SIZE, generation=0, timeout=timedelta(seconds=60)
+    )
+    error, after = Abort(group, lambda: group.pending).seconds_until_error(group.connect)
+    return leave_and_go_on(group, error, after, port)
+
+
+def leave_and_go_on(group: Group, error: BaseException, after: float, port: int) -> Freed:
+    quiet = group.leave()
+    try:
+        group.connect()
+    except RuntimeError as later:
+        launched_later = type(later)
+    build(port, group.rank, SIZE - 1, generation=1)
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    return Freed(type(error), after, quiet, launched_later, ones.item())
+
+
+def client(port: int) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", port)
+
+
+def build(port: int, rank: int, size: int, generation: int = 0) -> Group:
+    return Group.build(
+        store=client(port),
+        rank=rank,
+        size=size,
+        generation=generation,
+        timeout=timedelta(seconds=60),
+    )
+
+
+def _direct(group: Group) -> Step:
+    """Several at once, large enough to be half-way when it happens."""
+    tensors = [torch.ones(256 * 1024) for _ in range(6)]
+
+    def step() -> None:
+        for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+            work.wait()
+
+    return step
+
+
+def _ddp(group: Group) -> Step:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+    ddp = DistributedDataParallel(model, bucket_cap_mb=6)
+    batch = torch.randn(4, 512)
+    return lambda: ddp(batch).sum().backward()
+
+
+def _hooked(group: Group) -> Step:
+    """DDP with a hook of the user's own."""
+    ddp = DistributedDataParallel(nn.Linear(512, 512))
+    ddp.register_comm_hook(None, fp16_compress_hook)
+    batch = torch.randn(4, 512)
+    return lambda: ddp(batch).sum().backward()
+
+
+def _subgroup(group: Group) -> Step:
+    others = dist.new_group([0, 1, LOST])
+    return lambda: dist.all_reduce(torch.ones(1), group=others)
+
+
+def _exchange(group: Group) -> Step:
+    """Each sends to the next."""
+    outgoing, incoming = torch.ones(1), torch.ones(1)
+
+    def step() -> None:
+        sent = dist.isend(outgoing, (group.rank + 1) % group.size)
+        dist.recv(incoming, (group.rank - 1) % group.size)
+        sent.wait()
+
+    return step
+
+
+OPERATIONS: dict[str, Callable[[Group], Step]] = {
+    "all-reduces": _direct,
+    "backward": _ddp,
+    "hooked backward": _hooked,
+    "subgroup": _subgroup,
+    "barrier": lambda group: dist.barrier,
+    "exchange": _exchange,
+    "objects": lambda group: lambda: dist.all_gather_object([None] * SIZE, "object"),
+}
+
+
+def _freeze() -> None:
+    """After the answer was given."""
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+
+
+CAUSES: dict[str, Callable[[], None]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "frozen": _freeze,
+}
+
+
+def _is_lost(pid: int) -> bool:
+    """Dead or stopped."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "TZX"
+
+
+@dataclass
+class Strangers:
+    """A second thread that opens, uses and closes connections all the time."""
+
+    done: int = 0
+    errors: list[str] = field(default_factory=list)
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def __enter__(self) -> Strangers:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._kept = self._pair()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._talk(*self._kept)
+        for end in (*self._kept, self._server):
+            end.close()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.0005):  # else the interpreter is all theirs
+            ends = self._pair()
+            self._talk(*ends)
+            for end in ends:
+                end.close()
+            self.done += 1
+
+    def _pair(self) -> tuple[socket.socket, socket.socket]:
+        near = socket.create_connection(self._server.getsockname())
+        return near, self._server.accept()[0]
+
+    def _talk(self, near: socket.socket, far: socket.socket) -> None:
+        try:
+            near.sendall(b"word")
+            heard = far.recv(4)
+            if heard != b"word":
+                self.errors.append(f"heard {heard!r}")
+        except OSError as error:
+            self.errors.append(str(error))
+
+
+@dataclass
+class Tally:
+    """Many aborts in one process."""
+
+    #: How long it waited after the abort; 0 when a peer's was noticed before the own one.
+    freed_after: list[float] = field(default_factory=list)
+    #: How long `leave` took.
+    leaving: list[float] = field(default_factory=list)
+    building: list[float] = field(default_factory=list)
+    #: Worlds left although gloo might still have written.
+    not_quiet: int = 0
+    #: Worlds with an operation of gloo's that is stuck until its time-out.
+    stuck: int = 0
+    #: Not GenerationOver, nor PeerLostError.
+    strange: list[str] = field(default_factory=list)
+    #: Number of connections of each group.
+    connections: set[int] = field(default_factory=set)
+    #: Threads and descriptors before and after, when what was parked has been reaped.
+    before: tuple[int, int] = (0, 0)
+    after: tuple[int, int] = (0, 0)
+    strangers: int = 0
+    strangers_disturbed: list[str] = field(default_factory=list)
+
+
+def abort_in_traffic(
+    rank: int, port: int, what: str, size: int, worlds: int, beside_strangers: bool
+) -> Tally:
+    """World after world, abort at a random moment while all are busy."""
+    group_threads.IDLE = 0.1
+    tally = Tally()
+    enter = partial(_one_world, tally, port, rank, size, OPERATIONS[what], random.Random(rank))
+    enter(0)  # what stays for ever is made in the first
+    tally.before = _held_at_rest()
+    strangers = Strangers()
+    with strangers if beside_strangers else contextlib.nullcontext():
+        for generation in range(1, worlds):
+            enter(generation)
+    tally.strangers, tally.strangers_disturbed = strangers.done, strangers.errors
+    tally.after = _held_at_rest()
+    return tally
+
+
+def _one_world(
+    tally: Tally,
+    port: int,
+    rank: int,
+    size: int,
+    operation: Callable[[Group], Step],
+    chance: random.Random,
+    generation: int,
+) -> None:
+    # A client of its own: a build that waits for a key of another rank's keeps the client busy.
+    store, timeout = client(port), timedelta(seconds=10)
+    group = Group(store=store, rank=rank, size=size, generation=generation, timeout=timeout)
+
+    def work() -> None:
+        began = time.monotonic()
+        group.connect()
+        tally.building.append(time.monotonic() - began)
+        tally.connections |= {len(owned.connections) for owned in group._owned}
+        for owned in group._owned:
+            owned.set_timeout(timedelta(seconds=2))  # of what will be stuck
+        step = operation(group)
+        while True:
+            step()
+
+    # Another rank may abort before, while this one still builds; not every wait notices that.
+    enough, latest = chance.randrange(1, 60), time.monotonic() + 0.5
+    abort = Abort(group, lambda: group.launched >= enough or time.monotonic() > latest)
+    error, after = abort.seconds_until_error(work)
+    if not isinstance(error, GenerationOver | PeerLostError):
+        tally.strange.append(repr(error))
+    tally.freed_after.append(after)
+    leaving = time.monotonic()
+    tally.not_quiet += not group.leave()
+    tally.leaving.append(time.monotonic() - leaving)
+    tally.stuck += bool(group.pending)
+
+
+def _held_at_rest() -> tuple[int, int]:
+    """Threads, those of C++ too, and descriptors, when what was parked has been reaped."""
+    poll_for(lambda: not group_park.parked(), what="all old groups reaped")
+    poll_for(lambda: threading.active_count() == 1, what="no other thread of Python's")
+    gc.collect()  # what only waits for the collector is no leak
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))

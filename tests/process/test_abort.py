@@ -1,0 +1,99 @@
+"""Whatever a worker waits for in a world, it is free within 100 ms when the world is over."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.process import abort_ranks, forked
+from torchelastic.training.group import GenerationOver, PeerLostError
+
+#: "Freed within milliseconds", and never later than this.
+SOON = 0.1
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forks():
+    forked.prepare()
+
+
+def survivors(answers):
+    return [answers[rank] for rank in range(abort_ranks.SIZE) if rank != abort_ranks.LOST]
+
+
+def check_freed(answers):
+    for freed in survivors(answers):
+        assert freed.after < SOON
+        assert freed.quiet
+        assert freed.launched_later is GenerationOver
+        assert freed.next_sum == abort_ranks.SIZE - 1
+
+
+@pytest.mark.parametrize("what", list(abort_ranks.OPERATIONS))
+def test_free_when_a_peer_is_frozen(what):
+    with forked.ranks(abort_ranks.lose_a_peer, [0, 1, 2], what, "frozen") as answers:
+        check_freed(answers)
+        assert {freed.error for freed in survivors(answers)} == {GenerationOver}
+
+
+@pytest.mark.parametrize("what", ["all-reduces", "backward", "subgroup"])
+def test_free_when_a_peer_is_killed(what):
+    with forked.ranks(abort_ranks.lose_a_peer, [0, 1, 2], what, "killed") as answers:
+        check_freed(answers)
+        # One of them noticed by itself, perhaps, and the other by its abort.
+        errors = {freed.error for freed in survivors(answers)}
+        assert errors <= {GenerationOver, PeerLostError}
+
+
+def test_free_when_a_peer_never_comes_to_build():
+    with forked.ranks(abort_ranks.lose_a_builder, [0, 1, 2]) as answers:
+        check_freed(answers)
+
+
+def check_tally(tally, size):
+    assert tally.strange == []
+    assert max(tally.freed_after) < SOON
+    # A rank may find fewer: another had aborted before all were found.
+    assert max(tally.connections) == size - 1
+    assert tally.after <= tally.before
+    assert tally.strangers_disturbed == []
+
+
+@pytest.mark.parametrize("what", ["all-reduces", "backward"])
+def test_world_after_world_beside_a_busy_thread(what):
+    with forked.ranks(abort_ranks.abort_in_traffic, [0, 1], what, 2, 5, True) as answers:
+        for tally in answers.values():
+            check_tally(tally, 2)
+            assert tally.strangers > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_thousand_aborts_in_live_traffic(capsys):
+    tallies = []
+    for what in ("all-reduces", "backward"):
+        args = (what, 4, 130, False)
+        with forked.ranks(abort_ranks.abort_in_traffic, [0, 1, 2, 3], *args) as answers:
+            tallies += answers.values()
+        with capsys.disabled():
+            print(f"\n{what}: {summary(list(answers.values()))}")
+    assert sum(len(tally.freed_after) for tally in tallies) >= 1000
+    for tally in tallies:
+        check_tally(tally, 4)
+    # The last resort: such a worker is killed and replaced.
+    assert sum(tally.not_quiet for tally in tallies) <= 5
+
+
+def summary(tallies):
+    freed = sorted(after for tally in tallies for after in tally.freed_after)
+    leaving = sorted(seconds for tally in tallies for seconds in tally.leaving)
+    building = sorted(seconds for tally in tallies for seconds in tally.building)
+    late = sum(after >= SOON for after in freed)
+    stuck, not_quiet = (sum(getattr(t, name) for t in tallies) for name in ("stuck", "not_quiet"))
+    times = ", ".join(
+        f"{name} {1e3 * seconds[len(seconds) // 2]:.1f} ms, worst {1e3 * seconds[-1]:.1f}"
+        for name, seconds in (("freed after", freed), ("left in", leaving), ("built in", building))
+    )
+    return (
+        f"{len(freed)} aborts, {times}; {late} later than {1e3 * SOON:.0f} ms,"
+        f" {stuck} with an operation of gloo's left to its time-out, {not_quiet} not quiet"
+    )

@@ -1,0 +1,174 @@
+"""What `torchelastic.training.group` relies on in torch; each fails with what has changed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._jit_internal import _extract_tensors
+from torch.distributed import distributed_c10d
+
+from torchelastic.errors import ConfigError
+from torchelastic.training import group_gloo, group_threads, sockets
+from torchelastic.training.group import GenerationOver, Group
+from torchelastic.training.group_gloo import OwnedGloo
+from torchelastic.training.waits import OwnedWork, Waits, _Failed
+
+SOON = timedelta(seconds=20)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """The group of a world of one."""
+    monkeypatch.setattr(group_threads, "IDLE", 0.05)
+    group = Group.build(store=dist.HashStore(), rank=0, size=1, generation=3, timeout=SOON)
+    yield group
+    group.leave()
+
+
+def gloo_pair(timeout):
+    """Two ranks of plain gloo in this process: the groups, and the connections of the first."""
+    store, made = dist.HashStore(), {}
+
+    def make(rank):
+        made[rank] = group_gloo.connect(store, rank, 2, timeout)
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return made[0], made[1]
+
+
+def test_a_group_of_gloo_is_ours_while_a_world_is_alive(alone):
+    default = distributed_c10d._get_default_group()
+    assert isinstance(default, OwnedGloo), "torch no longer makes groups by ProcessGroupGloo(...)"
+    assert isinstance(dist.new_group([0], backend="gloo"), OwnedGloo)
+    assert dist.get_backend() == "gloo"
+    alone.leave()
+    assert distributed_c10d.ProcessGroupGloo is group_gloo._Gloo
+    assert not dist.is_initialized()
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # of the names before 2.13
+def test_every_collective_of_torch_is_an_operation_of_ours(alone):
+    one = torch.ones(1)
+    gathered = [torch.zeros(1)]
+    default = distributed_c10d._get_default_group()
+    calls = [
+        lambda: dist.all_reduce(one, async_op=True),
+        lambda: dist.broadcast(one, 0, async_op=True),
+        lambda: dist.reduce(one, 0, async_op=True),
+        lambda: dist.all_gather(gathered, one, async_op=True),
+        lambda: dist.all_gather_into_tensor(gathered[0], one, async_op=True),
+        lambda: dist.gather(one, gathered, async_op=True),
+        lambda: dist.scatter(one, gathered, async_op=True),
+        lambda: dist.reduce_scatter(one, gathered, async_op=True),
+        lambda: dist.reduce_scatter_tensor(one, gathered[0], async_op=True),
+        lambda: dist.all_to_all_single(one, gathered[0], async_op=True),
+        lambda: dist.barrier(async_op=True),
+        lambda: default.allreduce_coalesced([one, one]),
+        lambda: default.allgather_into_tensor_coalesced(gathered, [one]),
+        lambda: default.reduce_scatter_tensor_coalesced([one], gathered),
+    ]
+    for number, call in enumerate(calls, start=1):
+        work = call()
+        assert isinstance(work, OwnedWork), f"torch has a new name for collective {number}"
+        assert work.wait()
+        assert alone.launched == number
+    assert alone.pending == 0
+
+
+def test_objects_and_a_monitored_barrier_go_through(alone):
+    heard = [None]
+    dist.all_gather_object(heard, {"a": 1})
+    assert heard == [{"a": 1}]
+    dist.monitored_barrier()
+
+
+def test_the_hook_is_called_before_each_collective_of_any_group(alone):
+    seen = []
+    alone.before_collective = lambda: seen.append(alone.launched)
+    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1), group=dist.new_group([0]))
+    assert seen == [0, 1]
+
+
+def test_nothing_is_launched_after_an_abort(alone):
+    alone.abort("the test is over")
+    with pytest.raises(GenerationOver, match="Generation 3 is over: the test is over"):
+        dist.all_reduce(torch.ones(1))
+    with pytest.raises(GenerationOver):
+        dist.new_group([0])
+    assert alone.launched == 0
+    assert alone.leave()
+
+
+def test_two_backends_in_one_group_are_refused():
+    with pytest.raises(ConfigError, match=r"use one, and make a group for the other"):
+        Group(
+            store=dist.HashStore(),
+            rank=0,
+            size=1,
+            generation=0,
+            backend="cpu:gloo,cuda:nccl",
+            timeout=SOON,
+        )
+
+
+def test_ranks_tell_in_the_store_where_they_listen():
+    (first, connections), (second, others) = gloo_pair(SOON)
+    assert len(connections) == len(others) == 1, "gloo's cards in the store are not understood"
+    assert not connections & others
+    work = first.allreduce([torch.ones(1)])
+    sockets.shut_down(connections)
+    with pytest.raises(RuntimeError, match=r"closed|reset"):
+        work.wait()
+    del first, second
+
+
+def test_gloo_tells_the_end_by_a_future():
+    (first, _), (second, _) = gloo_pair(SOON)
+    works = [group.allreduce([torch.ones(2)]) for group in (first, second)]
+    told = threading.Event()
+    works[0].get_future().add_done_callback(lambda future: told.set())
+    assert told.wait(10), "the future of a collective of gloo's is not completed"
+    assert works[0].get_future().value()[0].tolist() == [2, 2]
+
+
+def test_ddp_finds_the_tensors_of_a_future_by_pickling_it():
+    one = torch.ones(1)
+    assert _extract_tensors([one])[0] is one
+    with pytest.raises(GenerationOver):
+        _extract_tensors(_Failed(GenerationOver("over")))
+
+
+def test_an_ended_future_raises_in_python():
+    waits = Waits()
+    work = waits.announce()
+    future = work.get_future()
+    work.finish(GenerationOver("over"), None)
+    with pytest.raises(GenerationOver):
+        future.wait()
+
+
+def test_gloo_is_dropped_without_the_lock_of_the_interpreter():
+    (first, _), (second, _) = gloo_pair(timedelta(seconds=0.5))
+    stuck = first.allreduce([torch.ones(1)])  # the second never comes
+    owner = [first]
+    del first
+    dropping = threading.Thread(target=owner.clear)
+    dropping.start()
+    turns = 0
+    while dropping.is_alive():
+        turns += 1
+        time.sleep(0.001)
+    assert turns > 50, "dropping a group of gloo's stops all threads of Python"
+    with pytest.raises(RuntimeError):
+        stuck.wait()
+    del second
