@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.process.jobs import job
 from torchelastic.checkpoint import FileSystemCheckpointManager
 
@@ -22,6 +24,7 @@ def results(text):
     return re.findall(r"steps 60 epoch (\d+) index (\d+) sum (\S+)", text)
 
 
+@pytest.mark.slow
 def test_a_program_of_01_comes_to_the_same_when_a_worker_is_killed(tmp_path, monkeypatch):
     quiet = run(tmp_path, "quiet")
     assert quiet.events("worker-failed") == []

@@ -458,6 +458,7 @@ def test_a_job_of_two_nodes_meets_at_etcd_and_leaves_nothing_there(etcd, run_id,
     assert "kvs" not in asyncio.run(ask(etcd, "/v3/kv/range", keys_of(run_id)))
 
 
+@pytest.mark.slow
 def test_the_next_job_of_the_same_id_begins_at_the_beginning(etcd, run_id, tmp_path):
     for order, exitcode in (("exit 3", 1), ("finish", 0)):
         with job(tmp_path / order, flags(etcd, run_id, "--nnodes=1:2 --max-restarts=0")) as it:
@@ -480,6 +481,7 @@ def test_a_killed_node_is_replaced(etcd, run_id, tmp_path):
         assert [first.wait(), third.wait()] == [0, 0], it.said()
 
 
+@pytest.mark.slow
 def test_a_job_whose_nodes_were_all_killed_goes_on_when_they_come_back(etcd, run_id, tmp_path):
     with job(tmp_path, flags(etcd, run_id, "--nnodes=1:2 --lease=1")) as it:
         it.start()

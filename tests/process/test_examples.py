@@ -76,6 +76,7 @@ def test_the_seeds_program_stands_in_the_example_as_printed():
         assert part in text
 
 
+@pytest.mark.slow
 def test_the_seeds_program_without_a_launcher(tmp_path):
     """Of two processes one is killed; another takes its place, and the first has lost nothing."""
     url = f"tcp://localhost:{free_port()}/1234?min_workers=2&max_workers=2"
@@ -100,6 +101,7 @@ def _listens(url: str) -> bool:
     return f":{port:04X} " in Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
 
 
+@pytest.mark.slow
 def test_the_seeds_program_at_etcd(tmp_path):
     """As printed, but for the port, which may be in use here."""
     need_etcd()

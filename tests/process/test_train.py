@@ -76,11 +76,17 @@ def undisturbed(tmp_path, **keys) -> tuple[dict[int, set[str]], tuple[str, float
         return steps(made), final(made, 3)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+HALF = {"model": "plain", "optimizer": "half"}
+
+
 @pytest.mark.parametrize(
-    "keys",
-    [{"model": "norm"}, {"model": "plain", "optimizer": "half"}],
-    ids=["adam", "half-written"],
+    ("rank", "keys"),
+    [
+        pytest.param(0, {"model": "norm"}, id="adam-0"),
+        pytest.param(2, {"model": "norm"}, id="adam-2", marks=pytest.mark.slow),
+        pytest.param(0, HALF, id="half-written-0", marks=pytest.mark.slow),
+        pytest.param(2, HALF, id="half-written-2", marks=pytest.mark.slow),
+    ],
 )
 def test_killed_anywhere_and_replaced_the_result_is_the_same_to_the_bit(
     tmp_path, monkeypatch, rank, keys
@@ -183,6 +189,7 @@ def test_a_frozen_worker_is_killed_and_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["group.build", "sync.begin"])
+@pytest.mark.slow
 def test_who_freezes_on_the_way_into_a_world_is_killed(tmp_path, monkeypatch, place):
     flags = "--nnodes=1 --nproc-per-node=2 --progress-timeout=1"
     with training(tmp_path, flags, monkeypatch, f"stop@rank=1,place={place}", steps=4) as made:
@@ -194,6 +201,7 @@ def test_who_freezes_on_the_way_into_a_world_is_killed(tmp_path, monkeypatch, pl
         assert "(frozen)" in killed[0]["reason"]
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_says_where(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))  # no py-spy
     flags = "--nnodes=1 --nproc-per-node=2 --progress-timeout=1"
@@ -207,6 +215,7 @@ def test_a_worker_that_hangs_says_where(tmp_path, monkeypatch):
         assert "_take_steps" in killed["stack"]
 
 
+@pytest.mark.slow
 def test_the_end_of_the_process_that_holds_the_stores_disturbs_nobody(tmp_path):
     flags = "--nnodes=1 --nproc-per-node=2 --no-zygote"
     with training(tmp_path, flags, steps=100000, slow=0.01) as made:
@@ -224,6 +233,7 @@ def test_the_end_of_the_process_that_holds_the_stores_disturbs_nobody(tmp_path):
         assert node.wait() == 143
 
 
+@pytest.mark.slow
 def test_an_error_is_tried_again_and_the_result_is_the_same(tmp_path):
     with training(tmp_path / "erring", "--nnodes=1 --nproc-per-node=3") as made:
         made.order("raise-once a flaky disk", generation=5, rank=1)
