@@ -18,7 +18,7 @@ from tests.process.jobs import free_port
 from tests.support import poll_for
 
 #: Set by `scripts/test --install`: what was to be installed must be there.
-MUST_BE_THERE = "TORCHELASTIC_TEST_INSTALLED"
+MUST_BE_THERE = "TESTS_MUST_NOT_SKIP"
 #: With these times etcd grants leases of one second; with its own, of two at least.
 FAST = ("--heartbeat-interval=20", "--election-timeout=200")
 
