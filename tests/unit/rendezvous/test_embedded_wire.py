@@ -22,6 +22,8 @@ MESSAGES = [
     wire.Bye(),
     wire.Welcome(wire.PROTOCOL, wire.VERSION, "name", True),
     wire.Refusal("No."),
+    wire.Elsewhere(["node1:29400", "[::1]:29400"], 3),
+    wire.Elsewhere([], 0),
     wire.Rows(7, 9, [Row("k", "{}", 1, 2), Row("gone", None, 1, 3)], False),
     wire.Done(8, None),
     wire.Done(8, 12),

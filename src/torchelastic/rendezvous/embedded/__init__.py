@@ -4,6 +4,7 @@ table.py     the state, pure: rows, revisions, leases, history
 wire.py      the messages and their frames, pure
 link.py      one connection that carries frames, the same at both ends
 endpoint.py  whose machine the endpoint is on; its listening sockets
+reception.py an agent's one port: greets whoever comes, hands on whom it admits
 server.py    the store over connections
 dial.py      getting a connection, waiting for the host
 client.py    the `Store` protocol over connections that may break

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from torchelastic.clock import Clock
+from torchelastic.config import parse_endpoint
 from torchelastic.errors import ConfigError, RendezvousLost, RendezvousRefused, WireError
 from torchelastic.rendezvous.embedded import wire
 from torchelastic.rendezvous.embedded.endpoint import loopback_addresses
@@ -42,6 +43,10 @@ class _NoAnswer(Exception):
     """Something took the connection and said nothing."""
 
 
+class _Nowhere(Exception):
+    """Agents answered, but none of them hosts the store."""
+
+
 async def dial(
     endpoint: Endpoint,
     lease: str | None,
@@ -62,8 +67,8 @@ async def dial(
     while True:
         try:
             left = max(deadline - clock.now(), LAST_ATTEMPT)
-            return await _attempt(endpoint, lease, min(ATTEMPT, left))
-        except (OSError, asyncio.TimeoutError, _NoAnswer) as error:
+            return await _follow(endpoint, lease, min(ATTEMPT, left))
+        except (OSError, asyncio.TimeoutError, _NoAnswer, _Nowhere) as error:
             problem = error
         log.debug("No rendezvous at %s yet: %s.", endpoint, _words(problem))
         if clock.now() >= deadline:
@@ -96,6 +101,8 @@ def _verdict(
 def _words(problem: Exception) -> str:
     if isinstance(problem, _NoAnswer):
         return "no answer to our hello"
+    if isinstance(problem, _Nowhere):
+        return "nobody hosts it"
     if isinstance(problem, socket.gaierror):
         return "its name is not known"
     if isinstance(problem, asyncio.TimeoutError):
@@ -105,9 +112,31 @@ def _words(problem: Exception) -> str:
     return str(problem) or type(problem).__name__
 
 
-async def _attempt(
+async def _follow(
     endpoint: Endpoint, lease: str | None, timeout: float
 ) -> tuple[Link, wire.Welcome]:
+    """Ask at the endpoint, then wherever an agent says that the store is, each place once."""
+    problem: Exception = _Nowhere()
+    places, asked = [endpoint], {endpoint}
+    while places:
+        place = places.pop(0)
+        try:
+            link, answer = await _attempt(place, lease, timeout)
+        except (OSError, asyncio.TimeoutError, _NoAnswer) as error:
+            problem = error
+            continue
+        if isinstance(answer, wire.Welcome):
+            return link, answer
+        link.abort()
+        named = [Endpoint(*parse_endpoint(address), endpoint.job) for address in answer.addresses]
+        places = [new for new in named if new not in asked] + places
+        asked.update(named)
+    raise problem
+
+
+async def _attempt(
+    endpoint: Endpoint, lease: str | None, timeout: float
+) -> tuple[Link, wire.Welcome | wire.Elsewhere]:
     link = Link()
     try:
         await asyncio.wait_for(_connect(link, endpoint), timeout)
@@ -136,7 +165,9 @@ async def _connect(link: Link, endpoint: Endpoint) -> None:
         raise ConfigError(f"'{endpoint.host}' is no host name: correct --rdzv-endpoint.") from error
 
 
-async def _greet(link: Link, endpoint: Endpoint, lease: str | None, timeout: float) -> wire.Welcome:
+async def _greet(
+    link: Link, endpoint: Endpoint, lease: str | None, timeout: float
+) -> wire.Welcome | wire.Elsewhere:
     """Say hello. An answer to a challenge for the job's secret would go here."""
     link.send(wire.Hello(wire.PROTOCOL, wire.VERSION, endpoint.job, lease))
     try:
@@ -152,5 +183,5 @@ async def _greet(link: Link, endpoint: Endpoint, lease: str | None, timeout: flo
         raise _NoAnswer from error
     if isinstance(answer, wire.Refusal):
         raise RendezvousRefused(answer.sentence)
-    assert isinstance(answer, wire.Welcome)
+    assert isinstance(answer, wire.Welcome | wire.Elsewhere)
     return answer

@@ -27,11 +27,14 @@ _SOCKET_OPTIONS = (
 class Link(asyncio.Protocol):
     """Whole frames in and out; `ended` tells that it is over, and why. Made in a running loop."""
 
-    def __init__(self, *, backlog: int | None = None) -> None:
+    def __init__(self) -> None:
         #: Done when the connection is over; the result is the error that ended it, if any.
         self.ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         self.local_addr = ""
-        self._backlog = backlog
+        #: Where it comes from.
+        self.remote_addr = ""
+        #: Bytes not yet sent at which the connection is given up; None: never.
+        self._backlog: int | None = None
         self._transport: asyncio.Transport | None = None
         self._unpacker = Unpacker()
         self._handler: Callable[[bytes], None] | None = None
@@ -47,6 +50,16 @@ class Link(asyncio.Protocol):
         self._handler = handler
         while self._early and not self.is_closing:
             handler(self._early.popleft())
+
+    def keep_frames(self) -> None:
+        """Hand frames to nobody until somebody wants them."""
+        self._handler = None
+
+    def give_up_at(self, backlog: int) -> None:
+        """End the connection when the peer leaves this many bytes unread."""
+        self._backlog = backlog
+        if self._transport is not None:
+            self._transport.set_write_buffer_limits(high=backlog)
 
     async def next_frame(self) -> bytes:
         """The next frame, for the greeting. Raises what ended the connection instead of it."""
@@ -89,8 +102,7 @@ class Link(asyncio.Protocol):
         for level, option, value in _SOCKET_OPTIONS:
             sock.setsockopt(level, option, value)
         self.local_addr = sock.getsockname()[0]
-        if self._backlog is not None:
-            transport.set_write_buffer_limits(high=self._backlog)
+        self.remote_addr = (transport.get_extra_info("peername") or ("",))[0]
 
     def data_received(self, data: bytes) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The store as a TCP server in the event loop of the agent that hosts it.
+"""The store, served to the connections that the reception of its agent admits.
 
 Everything is done in the callback that brought it: a request is read, the table changed, the
 answer written and the watchers told, in one go. So requests are done one after the other, there
@@ -19,8 +19,9 @@ from functools import partial
 from torchelastic.clock import Clock, SystemClock
 from torchelastic.errors import LeaseExpired, WireError
 from torchelastic.rendezvous.embedded import wire
-from torchelastic.rendezvous.embedded.endpoint import LISTEN_BACKLOG, bind_endpoint
+from torchelastic.rendezvous.embedded.endpoint import bind_endpoint
 from torchelastic.rendezvous.embedded.link import Link
+from torchelastic.rendezvous.embedded.reception import Reception
 from torchelastic.rendezvous.embedded.table import Row, Table
 
 __all__ = ["EmbeddedServer", "bind_endpoint"]
@@ -31,18 +32,17 @@ log = logging.getLogger(__name__)
 GRACE = 0.05
 #: Bytes not yet sent to a client at which it is dropped.
 BACKLOG = 16 * 1024 * 1024
-#: Seconds a new connection has to say hello, and a closing one to take its last words.
-PATIENCE = 10.0
+#: Seconds a closing connection has to take its last words.
 CLOSING_PATIENCE = 1.0
+
+ENDED = "The agent that hosted the rendezvous has ended."
 
 
 class _Peer:
     """A client as the server sees it."""
 
-    def __init__(self, link: Link, hello_due: asyncio.TimerHandle) -> None:
+    def __init__(self, link: Link) -> None:
         self.link = link
-        self.hello_due = hello_due
-        self.admitted = False
         self.lease: str | None = None
         self.prefixes: set[str] = set()
 
@@ -71,7 +71,7 @@ class EmbeddedServer:
         self._table = table or Table()
         #: A client that comes back to another name than it left has lost its store.
         self._name = secrets.token_hex(8)
-        self._listeners: list[asyncio.Server] = []
+        self._reception: Reception | None = None
         self._peers: set[_Peer] = set()
         #: Who watches a prefix. A dict for its order.
         self._watchers: dict[str, dict[_Peer, None]] = {}
@@ -83,19 +83,16 @@ class EmbeddedServer:
         self.port = 0
 
     async def start(self, sockets: Sequence[socket.socket]) -> int:
-        """Serve on the sockets `bind_endpoint` gave; returns the port."""
-        loop = asyncio.get_running_loop()
-        for sock in sockets:
-            # Written out, for the default backlog makes the 101st joiner wait for a second.
-            listener = await loop.create_server(self._accept, sock=sock, backlog=LISTEN_BACKLOG)
-            self._listeners.append(listener)
-        self.port = int(sockets[0].getsockname()[1])
+        """Serve at a reception of its own, for a store without an agent; returns the port."""
+        self._reception = Reception(self._job)
+        self._reception.serve(wire.STORE, self.admit)
+        self.port = await self._reception.listen(sockets)
         return self.port
 
     @property
     def clients(self) -> int:
         """How many clients are connected."""
-        return sum(peer.admitted for peer in self._peers)
+        return len(self._peers)
 
     async def wait_alone(self, timeout: float, *, own: int = 0) -> bool:
         """Wait until no more than `own` clients are connected; False if some still are."""
@@ -114,59 +111,34 @@ class EmbeddedServer:
         self._closing = True
         if self._timer is not None:
             self._timer.cancel()
-        for listener in self._listeners:
-            listener.close()
+        if self._reception is not None:
+            await self._reception.close()
         ends = [peer.link.ended for peer in self._peers]
         for peer in self._peers:
-            peer.refuse("The agent that hosted the rendezvous has ended.")
+            peer.refuse(ENDED)
         if ends:
             await asyncio.wait(ends, timeout=CLOSING_PATIENCE)
         for peer in self._peers:
             peer.link.abort()
         if ends:
             await asyncio.wait(ends)
-        for listener in self._listeners:
-            await listener.wait_closed()
 
     # Connections
 
-    def _accept(self) -> Link:
-        link = Link(backlog=self._backlog)
-        hello_due = asyncio.get_running_loop().call_later(PATIENCE, link.abort)
-        peer = _Peer(link, hello_due)
-        link.deliver_to(partial(self._greet, peer))
+    def admit(self, link: Link, hello: wire.Hello) -> None:
+        """Serve a client that the reception has greeted."""
+        peer = _Peer(link)
+        link.give_up_at(self._backlog)
         link.ended.add_done_callback(partial(self._gone, peer))
-        self._peers.add(peer)
-        return link
-
-    def _greet(self, peer: _Peer, payload: bytes) -> None:
-        """The first frame. A challenge for the job's secret would go here, before the welcome."""
-        # What raises here is no client of ours: the link ends the connection without a word.
-        hello = wire.parse_hello(payload)
-        peer.hello_due.cancel()
         if self._closing:
-            peer.refuse("The agent that hosted the rendezvous has ended.")
-        elif hello is None:
-            peer.refuse(
-                f"The rendezvous speaks version {wire.VERSION} of its protocol, this agent "
-                "another: install the same torchelastic on every node."
-            )
-        elif hello.job != self._job:
-            peer.refuse(
-                f"The rendezvous belongs to job '{self._job}', not to '{hello.job}': give every "
-                "node of a job the same --rdzv-id, and every job a port of its own."
-            )
-        else:
-            self._admit(peer, hello)
-
-    def _admit(self, peer: _Peer, hello: wire.Hello) -> None:
-        peer.admitted = True
-        lease = hello.lease
-        if lease is not None and self._table.keep_alive(lease, self._clock.now()):
-            self._hold(peer, lease)
+            peer.refuse(ENDED)
+            return
+        self._peers.add(peer)
+        if hello.lease is not None and self._table.keep_alive(hello.lease, self._clock.now()):
+            self._hold(peer, hello.lease)
         resumed = peer.lease is not None
-        peer.link.send(wire.Welcome(wire.PROTOCOL, wire.VERSION, self._name, resumed))
-        peer.link.deliver_to(partial(self._serve, peer))
+        link.send(wire.Welcome(wire.PROTOCOL, wire.VERSION, self._name, resumed))
+        link.deliver_to(partial(self._serve, peer))
 
     def _hold(self, peer: _Peer, token: str) -> None:
         """Make a lease this connection's. An older connection that had it is a dead one."""
@@ -178,7 +150,6 @@ class EmbeddedServer:
         peer.lease = token
 
     def _gone(self, peer: _Peer, ended: asyncio.Future[Exception | None]) -> None:
-        peer.hello_due.cancel()
         self._peers.discard(peer)
         for prefix in peer.prefixes:
             self._unwatch(peer, prefix)

@@ -5,7 +5,7 @@ names the message. The conversation:
 
     client                          server
     hello                      ->
-                               <-   welcome, or refusal (then the connection ends)
+                               <-   welcome; or refusal, elsewhere (then the connection ends)
     get, watch                 ->
                                <-   rows (one or more)
     put, open_lease, keep_alive ->
@@ -36,6 +36,11 @@ ROOM = 16 * 1024
 KEY_LIMIT = 512
 TOKEN_LIMIT = 128
 
+#: What a connection is for, as its hello says.
+STORE = "store"
+RING = "ring"
+SUCCESSION = "succession"
+
 _LENGTH = struct.Struct(">I")
 
 
@@ -59,6 +64,10 @@ class Hello(Message):
     job: str
     #: The lease to take up again, after a connection was lost.
     lease: str | None
+    #: `STORE`, `RING` or `SUCCESSION`.
+    purpose: str = STORE
+    #: The latest term of the store's hosts that the client knows of.
+    term: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +150,18 @@ class Welcome(Message):
     store: str
     #: Whether the lease named in the hello was taken up.
     lease: bool
+    #: The term of the store's host.
+    term: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere(Message):
+    """Where the store is, as far as an agent knows that does not host it."""
+
+    kind = "elsewhere"
+    #: As `host:port`, the likeliest first; none while nobody hosts it.
+    addresses: list[str]
+    term: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +225,7 @@ def _by_kind(*classes: type[Message]) -> Kinds:
 
 
 GREETINGS = _by_kind(Hello)
-ANSWERS_TO_HELLO = _by_kind(Welcome, Refusal)
+ANSWERS_TO_HELLO = _by_kind(Welcome, Refusal, Elsewhere)
 REQUESTS = _by_kind(Get, Put, Watch, Unwatch, OpenLease, KeepAlive, Bye)
 ANSWERS = _by_kind(Rows, Done, NoLease, Changed, LeaseEnded, Refusal)
 
@@ -343,6 +364,10 @@ def _checked(value: Any, hint: Any, what: str) -> Any:
         if not isinstance(value, list):
             raise WireError(f"{what} is not a list.")
         return [_row(item, what) for item in value]
+    if hint == list[str]:
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise WireError(f"{what} is not a list of texts.")
+        return value
     if hint is float:
         hint = int | float
     # A bool is an int to Python, and to nobody else.
