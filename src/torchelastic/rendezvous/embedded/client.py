@@ -28,6 +28,7 @@ from torchelastic.rendezvous.embedded.dial import Endpoint, dial
 from torchelastic.rendezvous.embedded.endpoint import reachable_address
 from torchelastic.rendezvous.embedded.link import Link
 from torchelastic.rendezvous.embedded.table import Row
+from torchelastic.rendezvous.lease import HeldLease
 from torchelastic.rendezvous.store import Change, Item, Json, Listing
 
 log = logging.getLogger(__name__)
@@ -83,18 +84,6 @@ class _Feed:
         return self._rows.popleft()
 
 
-class _HeldLease:
-    """Our lease, as far as we can know: `until` is counted from before the request left."""
-
-    def __init__(self, token: str, seconds: float, sent: float) -> None:
-        self.token = token
-        self.seconds = seconds
-        self.until = sent + seconds
-
-    def renewed(self, sent: float) -> None:
-        self.until = max(self.until, sent + self.seconds)
-
-
 class EmbeddedStore:
     """The `Store` protocol over the embedded server. Made by `connect`."""
 
@@ -119,9 +108,8 @@ class EmbeddedStore:
         #: Why nothing works any more.
         self._lost: str | None = None
         self._connector: asyncio.Task[None] | None = None
-        self._lease: _HeldLease | None = None
+        self._lease: HeldLease | None = None
         self._keeper: asyncio.Task[None] | None = None
-        self._lease_timer: asyncio.TimerHandle | None = None
         self._silence_timer: asyncio.TimerHandle | None = None
         self._frames_heard = 0
         #: Set when the lease of this connection has ended, cleared by `open_lease`.
@@ -199,17 +187,17 @@ class EmbeddedStore:
             self._drop(feed)
 
     async def keep_alive(self) -> bool:
-        lease = self._lease
         self._check()
-        if lease is None or lease is not self._lease:
+        lease = self._held()
+        if lease is None:
             return False
         sent = self._clock.now()
         request = await self._ask(wire.KeepAlive)
         if isinstance(request.answer.result(), wire.NoLease):
-            self._end_lease(lease)
+            lease.end()
         else:
             lease.renewed(sent)
-        return lease is self._lease
+        return lease.is_held
 
     async def open_lease(self, seconds: float) -> None:
         token = secrets.token_hex(16)
@@ -217,19 +205,23 @@ class EmbeddedStore:
         await self._ask(lambda id: wire.OpenLease(id, token, seconds))
         # No waiting from here on: a connection lost meanwhile would not take this lease up.
         self._stop_keeping()
-        self._lease = _HeldLease(token, seconds, sent)
+        self._lease = HeldLease(
+            token,
+            seconds=seconds,
+            standstill=seconds,
+            sent=sent,
+            clock=self._clock,
+            lost=self.lease_lost,
+        )
         if self._reconnect_timeout is None:
             self._patience = seconds
-        self.lease_lost.clear()
-        self._watch_lease()
-        self._keeper = asyncio.create_task(self._keep(self._lease), name="rendezvous lease")
+        keeping = self._lease.keep(self.keep_alive, seconds / RENEWALS)
+        self._keeper = asyncio.create_task(keeping, name="rendezvous lease")
 
     async def close(self) -> None:
-        # Given back, not lost.
-        self._lease = None
+        self._stop_keeping()
         if self._lost is None:
             self._lose("This connection to the rendezvous was closed.")
-        self._stop_keeping()
         tasks = [task for task in (self._keeper, self._connector) if task is not None]
         for task in tasks:
             task.cancel()
@@ -249,7 +241,7 @@ class EmbeddedStore:
     async def _write(self, key: str, value: Json, expected: int | None, leased: bool) -> int | None:
         text = wire.encode_value(key, value)
         self._check()
-        lease = self._lease
+        lease = self._held()
         if leased and lease is None:
             raise LeaseExpired(f"This node holds no lease: '{key}' was not written.")
         request = await self._ask(
@@ -257,7 +249,8 @@ class EmbeddedStore:
         )
         answer = request.answer.result()
         if isinstance(answer, wire.NoLease):
-            self._end_lease(lease)
+            if lease is not None:
+                lease.end()
             raise LeaseExpired(f"The rendezvous has given this node up: '{key}' was not written.")
         assert isinstance(answer, wire.Done)
         return answer.revision
@@ -295,8 +288,8 @@ class EmbeddedStore:
                     if feed.live and feed.prefix == prefix:
                         feed.take(rows)
             case wire.LeaseEnded(token=token):
-                if self._lease is not None and self._lease.token == token:
-                    self._end_lease(self._lease)
+                if self._lease is not None and self._lease.id == token:
+                    self._lease.end()
             case wire.Refusal(sentence=sentence):
                 self._lose(f"The rendezvous at {self._endpoint} is over: {sentence}")
             case wire.Rows() | wire.Done() | wire.NoLease():
@@ -375,8 +368,8 @@ class EmbeddedStore:
             self._lose(f"The rendezvous at {self._endpoint} is lost: {bug!r}.")
 
     async def _dial_again(self) -> Link:
-        lease = self._lease
-        token = None if lease is None else lease.token
+        lease = self._held()
+        token = None if lease is None else lease.id
         link, welcome = await dial(
             self._endpoint, token, timeout=self._patience, clock=self._clock, again=True
         )
@@ -386,7 +379,7 @@ class EmbeddedStore:
                 f"The rendezvous at {self._endpoint} was started anew and has forgotten this job."
             )
         if lease is not None and not welcome.lease:
-            self._end_lease(lease)
+            lease.end()
         self._adopt(link)
         return link
 
@@ -416,45 +409,22 @@ class EmbeddedStore:
         for feed in self._feeds:
             feed.lose(sentence)
         self._expect_answer()
-        self._end_lease(self._lease)
+        if self._lease is not None:
+            self._lease.end()
 
     # The lease
 
-    async def _keep(self, lease: _HeldLease) -> None:
-        """Renew the lease until it ends."""
-        while lease is self._lease:
-            await asyncio.sleep(lease.seconds / RENEWALS)
-            try:
-                await self.keep_alive()
-            except RendezvousLost:
-                return
-
-    def _watch_lease(self) -> None:
-        """Set the timer by which the lease is over unless it was renewed."""
-        if self._lease is not None:
-            delay = max(self._lease.until - self._clock.now(), 0.0)
-            loop = asyncio.get_running_loop()
-            self._lease_timer = loop.call_later(delay, self._lease_may_be_over)
-
-    def _lease_may_be_over(self) -> None:
-        self._check_lease()
-        self._watch_lease()
+    def _held(self) -> HeldLease | None:
+        return self._lease if self._lease is not None and self._lease.is_held else None
 
     def _check_lease(self) -> None:
-        """Whatever the server thinks: not renewed in time, a lease may be over, so it is."""
-        if self._lease is not None and self._clock.now() >= self._lease.until:
-            self._end_lease(self._lease)
-
-    def _end_lease(self, lease: _HeldLease | None) -> None:
-        if lease is not None and lease is self._lease:
-            self._lease = None
-            self.lease_lost.set()
-            if self._lease_timer is not None:
-                self._lease_timer.cancel()
+        if self._lease is not None:
+            self._lease.check()
 
     def _stop_keeping(self) -> None:
-        if self._lease_timer is not None:
-            self._lease_timer.cancel()
+        """Hold the lease no more; it is given back, not lost."""
+        if self._lease is not None:
+            self._lease.give_back()
         if self._keeper is not None:
             self._keeper.cancel()
 
