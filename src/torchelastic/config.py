@@ -163,6 +163,10 @@ class LaunchConfig:
     settle: float = 1.0
     #: Seconds of silence after which a node counts as failed.
     lease: float = 3.0
+    #: Who may go on without nodes that cannot be reached; `none`: whoever is with the host.
+    quorum: Literal["majority", "none"] = "majority"
+    #: Of two nodes the one that does not host may go on when the host refuses connections.
+    two_node_takeover: bool = False
     #: Seconds to wait below `min_nodes`; 0 waits for ever.
     wait_for_nodes: float = 3600.0
     grow: Grow = field(default_factory=Grow)

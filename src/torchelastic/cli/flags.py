@@ -274,6 +274,22 @@ _ELASTICITY_FLAGS = (
         help="A node silent for this long has failed; one that dies is noticed at once.",
     ),
     Flag(
+        name="--quorum",
+        group=ELASTICITY,
+        metavar="RULE",
+        convert=values.quorum,
+        default="majority",
+        help="Who may go on without nodes that cannot be reached, where no etcd decides: majority "
+        "(of the nodes that trained last; of two, the host of the rendezvous), or none (whoever "
+        "is with the host: a network cut in two can then have two jobs).",
+    ),
+    Flag(
+        name="--two-node-takeover",
+        group=ELASTICITY,
+        help="Of two nodes, let the other one go on when the host of the rendezvous refuses "
+        "connections: trusts that it is dead then, which a firewall can fake.",
+    ),
+    Flag(
         name="--wait-for-nodes",
         group=ELASTICITY,
         metavar="SECONDS",

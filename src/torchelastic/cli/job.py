@@ -22,6 +22,8 @@ _SAME_NAME = (
     "grow",
     "world_sizes",
     "progress_timeout",
+    "quorum",
+    "two_node_takeover",
     "preload",
     "start_method",
     "virtual_local_rank",

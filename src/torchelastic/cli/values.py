@@ -60,6 +60,12 @@ def progress_timeout(given: str) -> float | None:
     return value
 
 
+def quorum(given: str) -> str:
+    if given not in ("majority", "none"):
+        raise ConfigError(f"'{given}' is no rule for who may go on: write majority or none.")
+    return given
+
+
 def _number(given: str) -> float | None:
     try:
         value = float(given)

@@ -134,6 +134,7 @@ EXAMPLES = {
     "tee": "2",
     "local_ranks_filter": "4",
     "grow": "every:7",
+    "quorum": "none",
     "world_sizes": "multiple:3",
     "logs_specs": "default",
 }
