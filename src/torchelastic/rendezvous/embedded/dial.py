@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from torchelastic.clock import Clock
-from torchelastic.config import parse_endpoint
+from torchelastic.config import format_endpoint, parse_endpoint
 from torchelastic.errors import ConfigError, RendezvousLost, RendezvousRefused, WireError
 from torchelastic.rendezvous.embedded import wire
 from torchelastic.rendezvous.embedded.endpoint import loopback_addresses
@@ -35,11 +35,15 @@ class Endpoint:
     port: int
     job: str
 
+    @classmethod
+    def at(cls, address: str, job: str) -> Endpoint:
+        return cls(*parse_endpoint(address), job)
+
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return format_endpoint(self.host, self.port)
 
 
-class _NoAnswer(Exception):
+class NoAnswer(Exception):
     """Something took the connection and said nothing."""
 
 
@@ -48,27 +52,30 @@ class _Nowhere(Exception):
 
 
 async def dial(
-    endpoint: Endpoint,
+    places: Sequence[Endpoint],
     lease: str | None,
     *,
     timeout: float,
     clock: Clock,
+    term: int = 0,
     again: bool = False,
     meanwhile: Callable[[], Awaitable[None]] | None = None,
 ) -> tuple[Link, wire.Welcome]:
     """A greeted connection, which takes up `lease` if it can; waits for the host to be there.
 
-    `again` says that there was one already; `meanwhile` is called after every attempt in vain.
-    Raises `RendezvousRefused` at once when the store refuses or something else lives at the port,
+    The host is looked for at all `places`, and must be of `term` at least. `again` says that there
+    was a connection already; `meanwhile` is called after every attempt in vain. Raises
+    `RendezvousRefused` at once when the store refuses or something else lives at the port,
     `RendezvousLost` when nobody is there until the time is up.
     """
+    endpoint = places[0]
     deadline = clock.now() + timeout
     pause = FIRST_PAUSE
     while True:
         try:
             left = max(deadline - clock.now(), LAST_ATTEMPT)
-            return await _follow(endpoint, lease, min(ATTEMPT, left))
-        except (OSError, asyncio.TimeoutError, _NoAnswer, _Nowhere) as error:
+            return await _follow(places, lease, term, min(ATTEMPT, left))
+        except (OSError, asyncio.TimeoutError, NoAnswer, _Nowhere) as error:
             problem = error
         log.debug("No rendezvous at %s yet: %s.", endpoint, _words(problem))
         if clock.now() >= deadline:
@@ -87,7 +94,7 @@ def _verdict(
             f"The rendezvous at {endpoint} was lost and has not answered for {timeout:g} s "
             f"({_words(problem)}): its host has ended, is frozen or cannot be reached."
         )
-    if isinstance(problem, _NoAnswer):
+    if isinstance(problem, NoAnswer):
         return RendezvousRefused(
             f"Something at {endpoint} takes connections but does not answer as a torchelastic "
             "rendezvous: choose another port in --rdzv-endpoint."
@@ -99,7 +106,7 @@ def _verdict(
 
 
 def _words(problem: Exception) -> str:
-    if isinstance(problem, _NoAnswer):
+    if isinstance(problem, NoAnswer):
         return "no answer to our hello"
     if isinstance(problem, _Nowhere):
         return "nobody hosts it"
@@ -113,34 +120,42 @@ def _words(problem: Exception) -> str:
 
 
 async def _follow(
-    endpoint: Endpoint, lease: str | None, timeout: float
+    places: Sequence[Endpoint], lease: str | None, term: int, timeout: float
 ) -> tuple[Link, wire.Welcome]:
-    """Ask at the endpoint, then wherever an agent says that the store is, each place once."""
+    """Ask at the places, then wherever an agent says that the store is, each place once."""
     problem: Exception = _Nowhere()
-    places, asked = [endpoint], {endpoint}
-    while places:
-        place = places.pop(0)
+    asking, asked = list(places), set(places)
+    while asking:
+        place = asking.pop(0)
         try:
-            link, answer = await _attempt(place, lease, timeout)
-        except (OSError, asyncio.TimeoutError, _NoAnswer) as error:
+            link, answer = await knock(place, lease=lease, term=term, timeout=timeout)
+        except (OSError, asyncio.TimeoutError, NoAnswer) as error:
             problem = error
             continue
-        if isinstance(answer, wire.Welcome):
+        if isinstance(answer, wire.Welcome) and answer.term >= term:
             return link, answer
         link.abort()
-        named = [Endpoint(*parse_endpoint(address), endpoint.job) for address in answer.addresses]
-        places = [new for new in named if new not in asked] + places
-        asked.update(named)
+        if isinstance(answer, wire.Elsewhere):
+            named = [Endpoint.at(address, place.job) for address in answer.addresses]
+            asking = [new for new in named if new not in asked] + asking
+            asked.update(named)
     raise problem
 
 
-async def _attempt(
-    endpoint: Endpoint, lease: str | None, timeout: float
+async def knock(
+    endpoint: Endpoint,
+    *,
+    purpose: str = wire.STORE,
+    lease: str | None = None,
+    term: int = 0,
+    timeout: float,
 ) -> tuple[Link, wire.Welcome | wire.Elsewhere]:
+    """One attempt at one place. Raises OSError, TimeoutError, `NoAnswer` or `RendezvousRefused`."""
     link = Link()
+    hello = wire.Hello(wire.PROTOCOL, wire.VERSION, endpoint.job, lease, purpose, term)
     try:
         await asyncio.wait_for(_connect(link, endpoint), timeout)
-        return link, await _greet(link, endpoint, lease, timeout)
+        return link, await _greet(link, endpoint, hello, timeout)
     except BaseException:
         # Whatever it was, a cancellation included: no half-made connection is left behind.
         link.abort()
@@ -166,10 +181,10 @@ async def _connect(link: Link, endpoint: Endpoint) -> None:
 
 
 async def _greet(
-    link: Link, endpoint: Endpoint, lease: str | None, timeout: float
+    link: Link, endpoint: Endpoint, hello: wire.Hello, timeout: float
 ) -> wire.Welcome | wire.Elsewhere:
     """Say hello. An answer to a challenge for the job's secret would go here."""
-    link.send(wire.Hello(wire.PROTOCOL, wire.VERSION, endpoint.job, lease))
+    link.send(hello)
     try:
         frame = await asyncio.wait_for(link.next_frame(), timeout)
         answer = wire.parse(frame, wire.ANSWERS_TO_HELLO)
@@ -180,7 +195,7 @@ async def _greet(
         ) from error
     except (OSError, EOFError, asyncio.TimeoutError) as error:
         # Not a refusal yet: proxies take connections for a host that is still to come.
-        raise _NoAnswer from error
+        raise NoAnswer from error
     if isinstance(answer, wire.Refusal):
         raise RendezvousRefused(answer.sentence)
     assert isinstance(answer, wire.Welcome | wire.Elsewhere)
