@@ -42,7 +42,7 @@ from torchelastic.rendezvous.parameters import (
     fields_from_conf,
     keys_without_meaning,
 )
-from torchelastic.rendezvous.world import World
+from torchelastic.rendezvous.world import World, WorldNode
 
 #: Unlike `-m`, leaves nothing of the working directory on the agent's path, where a `json.py` of
 #: the user's would take the place of Python's; and finds this package wherever the caller had it.
@@ -93,7 +93,7 @@ class Ended:
     reason: str
     #: The last world this node has seen, and its place in there.
     world: World | None
-    node_rank: int | None
+    place: WorldNode | None
     results: dict[int, Any]
 
     @property
@@ -244,7 +244,7 @@ def _ended(exitcode: int, said: dict[str, Any]) -> Ended:
         exitcode=exitcode,
         reason=said.get("reason") or without_words,
         world=world,
-        node_rank=world.place(said["node"]) if world is not None else None,
+        place=world.find(said["node"]) if world is not None else None,
         results={
             rank: read_result(path)
             for rank, path in sorted((int(rank), path) for rank, path in results.items())

@@ -120,7 +120,7 @@ def test_failed_workers_become_one_error_that_knows_the_first():
         reason=f"{cause.sentence()}; no restarts left",
     )
 
-    error = Ended(1, world.reason, world, 0, {}).error("train")
+    error = Ended(1, world.reason, world, None, {}).error("train")
 
     assert isinstance(error, ChildFailedError)
     assert set(error.failures) == {0, 1}

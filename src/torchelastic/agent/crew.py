@@ -256,17 +256,17 @@ def _say_again(state: CrewState, world: World) -> Step:
 
 
 def _order(state: CrewState, world: World, local_rank: int, rank: int) -> orders.Enter:
-    place = world.place(state.node)
-    assert place is not None
+    node = world.find(state.node)
+    assert node is not None
     return orders.Enter(
         generation=world.generation,
         rank=rank,
         size=world.size,
         store=world.store,
-        local_rank=world.nodes[place].local_ranks.index(local_rank),
-        local_size=world.nodes[place].nproc,
-        node_rank=place,
-        nodes=len(world.nodes),
+        local_rank=node.local_ranks.index(local_rank),
+        local_size=node.nproc,
+        node_rank=node.node_rank,
+        nodes=world.count,
         after=world.after,
     )
 
@@ -467,7 +467,7 @@ def _replace(state: CrewState, failure: Failure) -> Step:
     waited_for = world is not None and world.phase == "waiting"
     if not waited_for and state.having(Status.STARTING, Status.STANDING, Status.TRAINING):
         return state, []
-    if not waited_for and world is not None and len(world.nodes) > 1:
+    if not waited_for and world is not None and world.count > 1:
         reason = f"its workers end before they call train: {failure.message}"
         stopping, commands = _stop(state, SIGKILL, EXIT_FAILED, reason)
         return stopping, [Report({"leaving": reason}), *commands]

@@ -159,13 +159,15 @@ class Narrator:
             reason=world.reason,
             restarts_used=world.ledger.used,
             spares=list(world.spares),
+            count=world.count,
         )
         self._log.emit(formed, generation=world.generation)
 
     def _waits(self, world: World) -> None:
-        if self._config.min_nodes == 1 and not world.nodes:
+        if self._config.min_nodes == 1 and not world.count:
             return  # a job that needs one node is not waiting for anybody, it settles
-        missing = f"; missing: {', '.join(world.missing)}" if world.missing else ""
+        missing = report.listed(world.missing, world.missing_count)
+        missing = f"; missing: {missing}" if missing else ""
         logger.info("%s%s", world.reason, missing)
         waiting = events.Waiting(
             need=self._config.min_nodes, missing=list(world.missing), reason=world.reason

@@ -14,9 +14,10 @@ from torchelastic.agent.membership import Membership, claim_name
 from torchelastic.clock import Clock
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import LeaseExpired
-from torchelastic.rendezvous.leader import WORLD_KEY, Leader, LeaderObserver
+from torchelastic.rendezvous.leader import Leader, LeaderObserver
 from torchelastic.rendezvous.round_state import RoundRules
-from torchelastic.rendezvous.world import Member, World
+from torchelastic.rendezvous.store import Json
+from torchelastic.rendezvous.world import NO_PART, WORLD_KEY, Member, World, part_key
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ class Presence:
         self._membership: Membership | None = None
         #: What was said before there was a record to say it.
         self._facts: dict[str, Any] = {}
+        #: The part of the last world's nodes that this one may be in.
+        self._part: Json = NO_PART
         #: What this node does as a member under its present lease.
         self._tasks: list[asyncio.Task[Any]] = []
 
@@ -125,11 +128,26 @@ class Presence:
         store = self.meeting.store
         listing = await store.get(WORLD_KEY)
         if WORLD_KEY in listing.items:
-            self._on_world(World.from_json(listing.items[WORLD_KEY].value))
+            await self._see_world(listing.items[WORLD_KEY].value)
         async with contextlib.aclosing(store.watch(WORLD_KEY, after=listing.revision)) as changes:
             async for change in changes:
                 if change.item is not None:
-                    self._on_world(World.from_json(change.item.value))
+                    await self._see_world(change.item.value)
+
+    async def _see_world(self, summary: Json) -> None:
+        """Pass a world on, with the part of its nodes that this one may be in.
+
+        Of a world with a newer one behind it there is no part any more: the newer one is told of.
+        """
+        world = World.from_json(summary)
+        if world.count and not world.owns(self._part):
+            key = part_key(self._node, world.shards)
+            listing = await self.meeting.store.get(key)
+            self._part = listing.items[key].value
+        if not world.count:
+            self._on_world(world)
+        elif world.owns(self._part):
+            self._on_world(world.with_parts([self._part]))
 
     async def _watch_lease(self) -> None:
         await self.meeting.store.lease_lost.wait()

@@ -53,11 +53,11 @@ def _signal_words(name: str) -> str:
 
 def world_sentence(world: World) -> str:
     """`generation 4: 4 workers on 2 nodes (node-a, node-b): rank 2 …; 1 of 3 restarts used`."""
-    names = _listed([node.name for node in world.nodes], _NAMES_SHOWN)
-    spares = f", spare: {_listed(world.spares, _NAMES_SHOWN)}" if world.spares else ""
+    names = listed([node.name for node in world.nodes], world.count)
+    spares = f", spare: {listed(world.spares, world.spare_count)}" if world.spares else ""
     return (
         f"generation {world.generation}: {_counted(world.size, 'worker')} on "
-        f"{_counted(len(world.nodes), 'node')} ({names}){spares}: {one_line(world.reason)}"
+        f"{_counted(world.count, 'node')} ({names}){spares}: {one_line(world.reason)}"
     )
 
 
@@ -125,10 +125,12 @@ def _others(failures: Sequence[Failure]) -> list[str]:
     return [*lines, f"  and {more} more"] if more > 0 else lines
 
 
-def _listed(names: Sequence[str], most: int) -> str:
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+def listed(names: Sequence[str], count: int) -> str:
+    """`node-a, node-b and 4,080 more`: the first of so many names."""
+    shown = names[:_NAMES_SHOWN]
+    more = count - len(shown)
+    return ", ".join(shown) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

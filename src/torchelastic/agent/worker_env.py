@@ -29,23 +29,22 @@ def worker_env(
     base: Mapping[str, str],
     config: LaunchConfig,
     world: World,
-    node_rank: int,
+    node: WorldNode,
     local_rank: int,
 ) -> dict[str, str]:
     """The environment of one worker in one world, but for its error file."""
-    node = world.nodes[node_rank]
     host, port = parse_endpoint(world.store)
     env = dict(base)
     env.update(
         RANK=str(node.first_rank + local_rank),
         LOCAL_RANK=str(local_rank),
-        NODE_RANK=str(node_rank),
-        GROUP_RANK=str(node_rank),
+        NODE_RANK=str(node.node_rank),
+        GROUP_RANK=str(node.node_rank),
         ROLE_RANK=str(node.first_role_rank + local_rank),
         ROLE_NAME=node.role,
         LOCAL_WORLD_SIZE=str(node.nproc),
         WORLD_SIZE=str(world.size),
-        GROUP_WORLD_SIZE=str(len(world.nodes)),
+        GROUP_WORLD_SIZE=str(world.count),
         ROLE_WORLD_SIZE=str(world.role_size(node.role)),
         MASTER_ADDR=host,
         MASTER_PORT=str(port),
@@ -66,18 +65,26 @@ def standby_env(
 
     It shows where the worker would stand if its node came last; `torchelastic.train` makes it true.
     """
+    nproc, role = config.nproc_per_node, config.role
     node = WorldNode(
         node="",
         name="",
         addr="",
-        nproc=config.nproc_per_node,
-        role=config.role,
+        node_rank=world.count,
+        nproc=nproc,
+        role=role,
         first_rank=world.size,
-        first_role_rank=world.role_size(config.role),
-        local_ranks=tuple(range(config.nproc_per_node)),
+        first_role_rank=world.role_size(role),
+        local_ranks=tuple(range(nproc)),
     )
-    beside = replace(world, nodes=(*world.nodes, node), generation=world.generation + 1)
-    return worker_env(base, config, beside, len(world.nodes), local_rank)
+    beside = replace(
+        world,
+        generation=world.generation + 1,
+        size=world.size + nproc,
+        count=world.count + 1,
+        roles={**world.roles, role: world.role_size(role) + nproc},
+    )
+    return worker_env(base, config, beside, node, local_rank)
 
 
 def _one_device(base: Mapping[str, str], local_rank: int) -> dict[str, str]:

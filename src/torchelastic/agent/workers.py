@@ -103,11 +103,10 @@ class Workers:
         self._steps.clear()
         self._last_words_of.clear()
         self.results.clear()
-        place = world.place(node)
-        assert place is not None
-        found = world.nodes[place]
+        found = world.find(node)
+        assert found is not None
         ranks = {local: found.first_rank + local for local in range(self._config.nproc_per_node)}
-        envs = {local: worker_env(self._env, self._config, world, place, local) for local in ranks}
+        envs = {local: worker_env(self._env, self._config, world, found, local) for local in ranks}
         pids = await self._start(world.generation, ranks, envs)
         if pids is not None:
             seconds = self._clock.now() - began

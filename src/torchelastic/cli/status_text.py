@@ -133,7 +133,7 @@ def _headline(entry: JobEntry, seen: JobView, now: float) -> list[str]:
 def _world_line(seen: JobView) -> list[str]:
     if seen.generation is None:
         return []
-    members = len(seen.members())
+    members = len(seen.members()) + seen.unnamed
     restarts = f", {_counted(seen.restarts_used, 'restart')} used" if seen.restarts_used else ""
     where = f" on {_counted(members, 'node')}" if members else ""
     return [f"  generation {seen.generation}: {_counted(seen.size, 'worker')}{where}{restarts}"]
@@ -144,7 +144,7 @@ def _nodes(entry: JobEntry, seen: JobView, *, most: int) -> list[str]:
     nodes = list(seen.nodes.values())
     width = min(40, max((len(node.name) for node in nodes), default=0))
     lines = [_node(node, width, pids.get(node.agent or "")) for node in nodes[:most]]
-    more = len(nodes) - most
+    more = max(0, len(nodes) - most) + seen.unnamed
     return [*lines, f"    and {_counted(more, 'more node')}"] if more > 0 else lines
 
 

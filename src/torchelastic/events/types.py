@@ -177,7 +177,7 @@ class WorldFormed(Event):
     """A generation begins."""
 
     type: ClassVar[str] = "world-formed"
-    #: Names, in the order of their ranks.
+    #: Names, in the order of their ranks: of all its nodes, or of those this agent knows.
     nodes: Sequence[str]
     #: Workers in the world.
     size: int
@@ -185,8 +185,10 @@ class WorldFormed(Event):
     store: str
     reason: str
     restarts_used: int
-    #: Names of the nodes that wait to step in.
+    #: Names of the nodes that wait to step in; the first of them.
     spares: Sequence[str] = ()
+    #: How many nodes it has; 0: as many as are named.
+    count: int = 0
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,8 @@ class JobView:
     generation: int | None = None
     #: Workers in the world.
     size: int = 0
+    #: Nodes of the world beyond those known by name: an agent is told of some of thousands.
+    unnamed: int = 0
     restarts_used: int = 0
     min_nodes: int | None = None
     max_nodes: int | None = None
@@ -193,6 +195,7 @@ def _world_formed(view: JobView, record: Record, formed: events.WorldFormed) -> 
         phase="running",
         generation=record.generation,
         size=formed.size,
+        unnamed=max(0, formed.count - len(formed.nodes)),
         restarts_used=formed.restarts_used,
         nodes=nodes,
     )

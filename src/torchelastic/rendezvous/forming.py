@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from torchelastic.errors import EXIT_NOT_ENOUGH_NODES
 from torchelastic.rendezvous.round_state import Decision, Present, RoundRules, RoundState
-from torchelastic.rendezvous.world import Member, World, WorldNode
+from torchelastic.rendezvous.world import NAMED, Member, World, WorldNode
 
 #: How long a world may be held back for members that are there but not ready to start workers.
 WARM_UP_PATIENCE = 30.0
@@ -33,17 +33,17 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         last,
         generation=last.generation + 1 if last.nodes or last.generation < 0 else last.generation,
         phase="running",
-        nodes=_place(chosen),
         store=chosen[0].store,
         ending=None,
         after=None,
-        handing_over=(),
         resident=are_resident(state),
         reason=_beginning(last),
-        spares=tuple(member.name for member in ordered[len(chosen) :]),
+        spares=tuple(member.name for member in ordered[len(chosen) :][:NAMED]),
+        spare_count=len(ordered) - len(chosen),
         missing=(),
+        missing_count=0,
     )
-    return Decision(world)
+    return Decision(world.with_nodes(_place(chosen)))
 
 
 def newcomers_to(rules: RoundRules, state: RoundState) -> list[str]:
@@ -58,8 +58,8 @@ def newcomers_to(rules: RoundRules, state: RoundState) -> list[str]:
 
 
 def _brings_more(world: World, member: Member) -> bool:
-    place = world.place(member.node)
-    return place is None or world.nodes[place].nproc < member.nproc
+    found = world.find(member.node)
+    return found is None or found.nproc < member.nproc
 
 
 def _beginning(last: World) -> str:
@@ -91,12 +91,14 @@ def _wait(rules: RoundRules, state: RoundState, now: float) -> Decision:
     if last is not None and last.resident and last.phase == "over":
         what = f"{last.reason}; {what}"  # what ended the world is known by now
     limit = "" if left is None else f", for {left:.0f} s more"
+    missing = _missing(state)
     world = replace(
         last or World(generation=0, phase="waiting"),
         phase="waiting",
         after=None,
         reason=f"{what}{limit}",
-        missing=_missing(state),
+        missing=missing[:NAMED],
+        missing_count=len(missing),
     )
     return Decision(world)
 
@@ -237,13 +239,15 @@ def _place(members: Iterable[Member]) -> tuple[WorldNode, ...]:
     """Give every worker its ranks."""
     nodes: list[WorldNode] = []
     rank, role_ranks = 0, dict[str, int]()
-    for member in members:
+    for place, member in enumerate(members):
         role_rank = role_ranks.get(member.role, 0)
         nodes.append(
             WorldNode(
                 node=member.node,
                 name=member.name,
                 addr=member.addr,
+                peer=member.peer,
+                node_rank=place,
                 nproc=member.nproc,
                 role=member.role,
                 first_rank=rank,

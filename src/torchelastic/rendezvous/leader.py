@@ -23,10 +23,9 @@ from torchelastic.rendezvous.restart_policy import Kind
 from torchelastic.rendezvous.round import waits_for_checkpoint
 from torchelastic.rendezvous.round_state import Decision, RoundRules, RoundState
 from torchelastic.rendezvous.store import Change, Store
-from torchelastic.rendezvous.world import Member, World
+from torchelastic.rendezvous.world import PART_PREFIX, WORLD_KEY, Member, World
 
 LEADER_KEY = "leader"
-WORLD_KEY = "world"
 MEMBER_PREFIX = "member/"
 
 #: How often the checkpoint path is looked at, and how often in a row nothing must have changed.
@@ -59,6 +58,8 @@ class Leader:
         self._observer = observer
         self._state = RoundState()
         self._world_revision = 0
+        #: When the leader key that is ours came into being.
+        self._elected = 0
         self._changes: asyncio.Queue[Change] = asyncio.Queue()
         #: Looked at only while newcomers wait for a checkpoint.
         self._checkpoint: CheckpointPath | None = None
@@ -77,12 +78,14 @@ class Leader:
             listing = await self._store.get(LEADER_KEY)
             holder = listing.items.get(LEADER_KEY)
             if holder is not None and holder.value.get("node") == self._node:
+                self._elected = holder.created
                 return  # ours still: the last publication came too late, not the key
             if holder is None:
                 won = await self._store.compare_and_set(
                     LEADER_KEY, {"node": self._node}, expected=0, leased=True
                 )
                 if won is not None:
+                    self._elected = won
                     return
                 continue
             async with contextlib.aclosing(
@@ -112,7 +115,8 @@ class Leader:
         held = listing.items.get(WORLD_KEY)
         self._world_revision = held.modified if held else 0
         if held:
-            self._state = round_state.taken_over(World.from_json(held.value), now)
+            parts = [item.value for k, item in listing.items.items() if k.startswith(PART_PREFIX)]
+            self._state = round_state.taken_over(World.from_parts(held.value, parts), now)
         members = [(k, item) for k, item in listing.items.items() if k.startswith(MEMBER_PREFIX)]
         for _, item in sorted(members, key=lambda pair: pair[1].modified):
             self._take(Member.from_json(item.value), item.created)
@@ -141,7 +145,11 @@ class Leader:
         if self._store.lease_lost.is_set():
             raise LeaseExpired("This node is no leader any more: its lease has ended.")
         revision = await self._store.compare_and_set(
-            WORLD_KEY, world.to_json(), expected=self._world_revision
+            WORLD_KEY,
+            world.summary(),
+            expected=self._world_revision,
+            beside=None if _has_list_of(world, self._state.world) else world.parts(),
+            provided=(LEADER_KEY, self._elected),
         )
         if revision is None:
             logger.warning("somebody else has published a world meanwhile: looking again")
@@ -200,6 +208,13 @@ class Leader:
             self._observer.node_joined(member)
         if member.leaving and (before is None or not before.member.leaving):
             self._observer.node_leaving(member)
+
+
+def _has_list_of(world: World, before: World | None) -> bool:
+    """Whether the nodes' places are as they were published: another phase of the generation."""
+    if before is None:
+        return False
+    return (world.generation, world.digest) == (before.generation, before.digest)
 
 
 class CheckpointPath:

@@ -141,8 +141,8 @@ def _go_on_after(rules: RoundRules, state: RoundState, step: int, now: float) ->
     if formed.world.phase != "running":
         return Decision(replace(world, phase="over", after=step), world.ending)
     leaving = tuple(n.node for n in world.nodes if formed.world.place(n.node) is None)
-    following = replace(formed.world, after=step, handing_over=leaving, reason=world.reason)
-    return Decision(following, world.ending)
+    following = replace(formed.world, after=step, reason=world.reason)
+    return Decision(following.with_nodes(following.nodes, leaving), world.ending)
 
 
 # --- over ----------------------------------------------------------------------------------------

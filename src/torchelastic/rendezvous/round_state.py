@@ -10,6 +10,9 @@ from torchelastic.failure import Failure
 from torchelastic.rendezvous.restart_policy import AT_ONCE, Kind
 from torchelastic.rendezvous.world import Member, World
 
+#: How many nodes a reason names; it is sent to all of them.
+NAMES_SHOWN = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRules:
@@ -186,10 +189,18 @@ def _first_finished(known: int, member: Member, generation: int) -> int:
 
 
 def names_of(state: RoundState, nodes: Iterable[str]) -> str:
-    """`node-b, node-c`, for people."""
-    known = {node.node: node.name for node in the_world(state).nodes}
-    known.update((node, present.member.name) for node, present in state.members.items())
-    return ", ".join(known.get(node, node) for node in nodes)
+    """`node-b, node-c and 40 more`, for people."""
+    every = list(nodes)
+    more = len(every) - NAMES_SHOWN
+    named = ", ".join(_name_of(state, node) for node in every[:NAMES_SHOWN])
+    return f"{named} and {more:,} more" if more > 0 else named
+
+
+def _name_of(state: RoundState, node: str) -> str:
+    if (present := state.members.get(node)) is not None:
+        return present.member.name
+    found = the_world(state).find(node)
+    return node if found is None else found.name
 
 
 def the_world(state: RoundState) -> World:

@@ -7,7 +7,7 @@ ends, and a lease ends when nobody has kept it alive for its time to live, or wh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -69,11 +69,22 @@ class Store(Protocol):
         ...
 
     async def compare_and_set(
-        self, key: str, value: Json, *, expected: int, leased: bool = False
+        self,
+        key: str,
+        value: Json,
+        *,
+        expected: int,
+        leased: bool = False,
+        beside: Mapping[str, Json] | None = None,
+        provided: tuple[str, int] | None = None,
     ) -> int | None:
         """Set a key whose last change was at revision `expected` (0: it is absent).
 
-        Returns the new revision, None if the key has changed meanwhile. Raises as `put` does.
+        `beside` are other keys, set in the same change and without a lease: nobody sees one of them
+        new and another one old. `provided` names a key and the revision at which it came into
+        being, and is one more condition: nothing is set if that key is gone or was put anew.
+
+        Returns the new revision of `key`, None if a condition does not hold. Raises as `put` does.
         """
         ...
 

@@ -1,14 +1,34 @@
-"""What travels through the store: what a node says of itself, and the world the leader decided."""
+"""What travels through the store: what a node says of itself, and the world the leader decided.
+
+A world is stored in pieces, so that a change costs each node as much with thousands of nodes as
+with two: a *summary* of constant size at one key, and the list of nodes in *parts*. A node's place
+is in the part that its id hashes to; it fetches that one, and holds a `World` that lists the nodes
+of its part only, beside totals that speak of all. Whoever needs every node puts all parts together.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import hashlib
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from typing import Any, Literal
 
 from torchelastic.failure import Failure
 from torchelastic.rendezvous.restart_policy import Kind, RestartLedger
+
+WORLD_KEY = "world"
+PART_PREFIX = "part/"
+#: Nodes of a part, about; a world of no more than this is in one part.
+PART_NODES = 32
+#: How many nodes a summary names as possible hosts of the embedded store.
+CANDIDATES = 8
+#: How many nodes are named where people are told of many.
+NAMED = 32
+
+Json = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +42,16 @@ class Member:
     addr: str
     nproc: int
     role: str = "default"
+    #: `host:port` at which this agent takes connections of other agents.
+    peer: str = ""
     #: The place asked for in a static rendezvous.
     node_rank: int | None = None
     #: `host:port` of a store nobody has used yet, offered for the next generation.
     store: str = ""
     #: Whether workers could start at once; newcomers are admitted only then.
     ready: bool = False
+    #: The newest generation that this node has seen running.
+    accepted: int = -1
     #: No worker of this generation or an older one is left here.
     gone: int = -1
     #: The generation in which every worker here succeeded.
@@ -53,8 +77,16 @@ class Member:
     finished: int = -1
     finished_after: int = -1
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+    def to_json(self) -> Json:
+        """All but what is at its default: a record is sent often, and little in it ever is not."""
+        made = {
+            name: value
+            for name, value in vars(self).items()
+            if name not in _MEMBER_DEFAULTS or value != _MEMBER_DEFAULTS[name]
+        }
+        if self.failures:
+            made["failures"] = [failure.to_json() for failure in self.failures]
+        return made
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Member:
@@ -64,6 +96,13 @@ class Member:
         return cls(**made)
 
 
+_MEMBER_DEFAULTS = {
+    item.name: item.default
+    for item in dataclasses.fields(Member)
+    if item.default is not dataclasses.MISSING
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorldNode:
     """A node's place in a world."""
@@ -71,6 +110,8 @@ class WorldNode:
     node: str
     name: str
     addr: str
+    #: Its place in the order of nodes.
+    node_rank: int
     #: Workers it has in the world.
     nproc: int
     role: str
@@ -79,6 +120,11 @@ class WorldNode:
     first_role_rank: int
     #: Which of its workers are in the world; their ranks follow this order.
     local_ranks: tuple[int, ...]
+    #: `host:port` at which its agent takes connections of other agents.
+    peer: str = ""
+
+    def to_json(self) -> Json:
+        return dict(vars(self))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> WorldNode:
@@ -87,15 +133,40 @@ class WorldNode:
         return cls(**made)
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A node that may become the host of the embedded store, and where its agent is reached."""
+
+    node: str
+    peer: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The leader's last word: which generation, who is in it, and how it stands."""
+    """The leader's last word: which generation, who is in it, and how it stands.
+
+    `nodes` may be a part of them only; what is said of all is in `size`, `count` and `roles`. Made
+    for a list of nodes by `with_nodes`, which keeps the two together.
+    """
 
     generation: int
     #: `waiting` for nodes; `running`; `pausing` (resident workers are asked for their step); `over`
     #: (workers are being stopped); `closed` (job ended).
     phase: Literal["waiting", "running", "pausing", "over", "closed"]
+    #: The nodes this holder knows the places of, in the order of ranks.
     nodes: tuple[WorldNode, ...] = ()
+    #: Workers in the world, nodes in it, and workers of each role.
+    size: int = 0
+    count: int = 0
+    roles: Mapping[str, int] = field(default_factory=dict)
+    #: In how many parts the list of nodes is stored, and what tells one list from another.
+    shards: int = 1
+    digest: str = ""
+    #: The nodes that may host the embedded store, in their order; the one that does, and how often
+    #: that has changed.
+    candidates: tuple[Candidate, ...] = ()
+    host: str = ""
+    term: int = 0
     #: `host:port` of the store made for this generation alone.
     store: str = ""
     #: What ended it, once it is over.
@@ -114,53 +185,177 @@ class World:
     #: because the training is done: the last step of it.
     after: int | None = None
     #: Nodes of the last generation that have no place in this one, but run through that step, too.
+    #: In parts, as the nodes are.
     handing_over: tuple[str, ...] = ()
+    #: Names of nodes that are there without a place, and of nodes of the last world that are not
+    #: there: the first ones, and how many there are.
     spares: tuple[str, ...] = ()
+    spare_count: int = 0
     missing: tuple[str, ...] = ()
+    missing_count: int = 0
     #: Exit code every agent ends with once closed.
     exitcode: int = 0
 
-    @property
-    def size(self) -> int:
-        """Workers in the world."""
-        return sum(node.nproc for node in self.nodes)
+    # --- places ----------------------------------------------------------------------------------
+
+    @cached_property
+    def _by_node(self) -> dict[str, WorldNode]:
+        return {node.node: node for node in self.nodes}
+
+    def find(self, node: str) -> WorldNode | None:
+        """A node's place in full; None if it is no member."""
+        return self._by_node.get(node)
 
     def place(self, node: str) -> int | None:
         """The node rank of a node; None if it is no member."""
-        for index, member in enumerate(self.nodes):
-            if member.node == node:
-                return index
-        return None
+        found = self._by_node.get(node)
+        return None if found is None else found.node_rank
 
     def rank(self, node: str, local_rank: int) -> int | None:
         """The rank of a worker; None if it is not in the world."""
-        place = self.place(node)
-        if place is None or local_rank not in self.nodes[place].local_ranks:
+        found = self._by_node.get(node)
+        if found is None or local_rank not in found.local_ranks:
             return None
-        found = self.nodes[place]
         return found.first_rank + found.local_ranks.index(local_rank)
 
     def role_size(self, role: str) -> int:
         """Workers with this role."""
-        return sum(node.nproc for node in self.nodes if node.role == role)
+        return self.roles.get(role, 0)
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+    # --- another one -----------------------------------------------------------------------------
+
+    def with_nodes(self, nodes: Iterable[WorldNode], handing_over: Iterable[str] = ()) -> World:
+        """The same world of these nodes, all of them; what is said of all is counted anew."""
+        nodes, handing_over = tuple(nodes), tuple(handing_over)
+        roles: dict[str, int] = {}
+        for node in nodes:
+            roles[node.role] = roles.get(node.role, 0) + node.nproc
+        return dataclasses.replace(
+            self,
+            nodes=nodes,
+            handing_over=handing_over,
+            size=sum(roles.values()),
+            count=len(nodes),
+            roles=roles,
+            shards=shards_for(len(nodes) + len(handing_over)),
+            digest=_digest(nodes, handing_over),
+            candidates=tuple(Candidate(node.node, node.peer) for node in nodes[:CANDIDATES]),
+        )
+
+    # --- as JSON ---------------------------------------------------------------------------------
+
+    def to_json(self) -> Json:
+        """The world as this holder has it, the nodes included."""
+        nodes = [node.to_json() for node in self.nodes]
+        return {**self.summary(), "nodes": nodes, "handing_over": list(self.handing_over)}
+
+    def summary(self) -> Json:
+        """All but the nodes: what every node is sent, of a size that does not grow with them."""
+        made = {name: getattr(self, name) for name in _names(World) if name not in _IN_PARTS}
+        made["ledger"] = dict(vars(self.ledger))
+        made["cause"] = None if self.cause is None else self.cause.to_json()
+        made["consequences"] = [failure.to_json() for failure in self.consequences]
+        made["candidates"] = [dict(vars(candidate)) for candidate in self.candidates]
+        return made
+
+    def parts(self) -> dict[str, Json]:
+        """The list of nodes in parts, by key; of a world that lists all of its nodes."""
+        parts: dict[str, Json] = {
+            _key(index): {
+                "generation": self.generation,
+                "digest": self.digest,
+                "nodes": [],
+                "handing_over": [],
+            }
+            for index in range(self.shards)
+        }
+        for node in self.nodes:
+            parts[part_key(node.node, self.shards)]["nodes"].append(node.to_json())
+        for gone in self.handing_over:
+            parts[part_key(gone, self.shards)]["handing_over"].append(gone)
+        return parts
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> World:
+        """A world as `to_json` made it, or, without nodes, as `summary` did."""
         made = _known(cls, data)
-        made["nodes"] = tuple(WorldNode.from_json(node) for node in made["nodes"])
+        made["nodes"] = tuple(WorldNode.from_json(node) for node in made.get("nodes", ()))
         if made.get("cause") is not None:
             made["cause"] = Failure.from_json(made["cause"])
         made["ledger"] = RestartLedger(**_known(RestartLedger, made["ledger"]))
         made["consequences"] = tuple(Failure.from_json(item) for item in made["consequences"])
+        made["candidates"] = tuple(
+            Candidate(**_known(Candidate, item)) for item in made["candidates"]
+        )
         for name in ("spares", "missing", "handing_over"):
-            made[name] = tuple(made[name])
+            made[name] = tuple(made.get(name, ()))
         return cls(**made)
+
+    @classmethod
+    def from_parts(cls, summary: Mapping[str, Any], parts: Iterable[Mapping[str, Any]]) -> World:
+        """The world that a summary tells of, with the nodes of these parts.
+
+        Parts of another world, which a longer list has left behind, are passed over.
+        """
+        world = cls.from_json(summary)
+        return world.with_parts([part for part in parts if world.owns(part)])
+
+    def with_parts(self, parts: Sequence[Mapping[str, Any]]) -> World:
+        """The same world with the nodes of these parts of it."""
+        nodes = [WorldNode.from_json(node) for part in parts for node in part["nodes"]]
+        return dataclasses.replace(
+            self,
+            nodes=tuple(sorted(nodes, key=lambda node: node.node_rank)),
+            handing_over=tuple(node for part in parts for node in part["handing_over"]),
+        )
+
+    def owns(self, part: Mapping[str, Any]) -> bool:
+        """Whether a part is one of this world's list."""
+        return (part["generation"], part["digest"]) == (self.generation, self.digest)
+
+
+#: A part of no world.
+NO_PART: Json = {"generation": -1, "digest": "", "nodes": [], "handing_over": []}
+#: Fields of a world that are stored apart from its summary.
+_IN_PARTS = frozenset({"nodes", "handing_over"})
+
+
+def shards_for(count: int) -> int:
+    """In how many parts a list of so many nodes is stored: a power of two, 16 to 32 nodes in each.
+
+    >>> [shards_for(count) for count in (1, 32, 33, 64, 1024, 4096)]
+    [1, 1, 2, 2, 32, 128]
+    """
+    shards = 1
+    while shards * PART_NODES < count:
+        shards *= 2
+    return shards
+
+
+def part_key(node: str, shards: int) -> str:
+    """The key of the part that a node's place is in, if it has one."""
+    return _key(zlib.crc32(node.encode()) % shards)
+
+
+def _key(index: int) -> str:
+    # Of one length, so that no key is the beginning of another: reading `part/1` reads one part.
+    return f"{PART_PREFIX}{index:05d}"
+
+
+def _digest(nodes: Sequence[WorldNode], handing_over: Sequence[str]) -> str:
+    """Tells one list of places from another; empty for an empty one."""
+    if not nodes and not handing_over:
+        return ""
+    lines = [f"{node.node} {node.first_rank} {node.local_ranks}" for node in nodes]
+    return hashlib.blake2s("\n".join((*lines, *handing_over)).encode(), digest_size=12).hexdigest()
+
+
+@cache
+def _names(cls: type) -> dict[str, None]:
+    return dict.fromkeys(item.name for item in dataclasses.fields(cls))
 
 
 def _known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of `data` that `cls` knows: a newer peer may say more than we understand."""
-    names = {item.name for item in dataclasses.fields(cls)}
+    names = _names(cls)
     return {key: value for key, value in data.items() if key in names}

@@ -36,6 +36,7 @@ def world(generation: int = 0, phase: str = "running", me=(0, 1), **fields) -> W
                     node=name,
                     name=name,
                     addr=name,
+                    node_rank=len(nodes),
                     nproc=len(ranks),
                     role="default",
                     first_rank=sum(node.nproc for node in nodes),
@@ -43,8 +44,8 @@ def world(generation: int = 0, phase: str = "running", me=(0, 1), **fields) -> W
                     local_ranks=tuple(ranks),
                 )
             )
-    made = World(generation=generation, phase=phase, nodes=tuple(nodes), store="b:1", resident=True)
-    return replace(made, **fields)
+    made = World(generation=generation, phase=phase, store="b:1", resident=True)
+    return replace(made.with_nodes(nodes), **fields)
 
 
 class Node:

@@ -33,15 +33,17 @@ def world(generation=0, phase="running", nodes="ab", **fields):
             node=name,
             name=name,
             addr=name,
+            node_rank=place,
             nproc=2,
             role="default",
             first_rank=0,
             first_role_rank=0,
             local_ranks=(0, 1),
         )
-        for name in nodes
+        for place, name in enumerate(nodes)
     )
-    return World(generation=generation, phase=phase, nodes=placed, store="a:1", **fields)
+    made = World(generation=generation, phase=phase, store="a:1", **fields)
+    return made.with_nodes(placed)
 
 
 def failure(local_rank=0, generation=0):

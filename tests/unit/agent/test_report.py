@@ -32,6 +32,7 @@ def node(name: str) -> WorldNode:
         node=name,
         name=name,
         addr=name,
+        node_rank=0,
         nproc=2,
         role="default",
         first_rank=0,
@@ -43,12 +44,11 @@ def node(name: str) -> WorldNode:
 WORLD = World(
     generation=3,
     phase="closed",
-    nodes=(node("node-a"), node("node-b")),
     reason=f"{CAUSE.sentence()}; all 3 restarts are used (--max-restarts)",
     cause=CAUSE,
     consequences=(FELL,),
     exitcode=1,
-)
+).with_nodes([node("node-a"), node("node-b")])
 
 
 @pytest.mark.parametrize(
@@ -126,12 +126,17 @@ def test_a_thousand_failures_are_not_listed():
 
 
 def test_world_sentence():
-    first = World(generation=0, phase="running", nodes=(node("node-a"),), reason="the job starts")
+    first = World(generation=0, phase="running", reason="the job starts")
+    first = first.with_nodes([node("node-a")])
     assert (
         report.world_sentence(first) == "generation 0: 2 workers on 1 node (node-a): the job starts"
     )
     next_one = replace(
-        WORLD, generation=4, reason=f"{CAUSE.sentence()}; 1 of 100 restarts used", spares=("c", "d")
+        WORLD,
+        generation=4,
+        reason=f"{CAUSE.sentence()}; 1 of 100 restarts used",
+        spares=("c", "d"),
+        spare_count=2,
     )
     assert report.world_sentence(next_one) == (
         "generation 4: 4 workers on 2 nodes (node-a, node-b), spare: c, d: rank 2 on node-b "
@@ -140,9 +145,11 @@ def test_world_sentence():
 
 
 def test_many_nodes_are_counted_not_listed():
-    world = replace(WORLD, nodes=tuple(node(f"n{number}") for number in range(100)))
-    sentence = report.world_sentence(world)
-    assert "200 workers on 100 nodes (n0, n1, n2, n3, n4, n5, n6, n7 and 92 more)" in sentence
+    world = WORLD.with_nodes(node(f"n{number}") for number in range(4096))
+    told = "8,192 workers on 4,096 nodes (n0, n1, n2, n3, n4, n5, n6, n7 and 4,088 more)"
+    assert told in report.world_sentence(world)
+    some = replace(world, nodes=world.nodes[:2], spares=("s",), spare_count=9)
+    assert "(n0, n1 and 4,094 more), spare: s and 8 more" in report.world_sentence(some)
 
 
 @pytest.mark.parametrize(

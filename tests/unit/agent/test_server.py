@@ -64,13 +64,28 @@ def test_a_world_gives_every_worker_its_place():
     facts = {"name": "n", "addr": "", "role": "trainer"}
     nodes = (
         WorldNode(
-            node="a", nproc=3, local_ranks=(0, 1, 2), first_rank=0, first_role_rank=0, **facts
+            node="a",
+            node_rank=0,
+            nproc=3,
+            local_ranks=(0, 1, 2),
+            first_rank=0,
+            first_role_rank=0,
+            **facts,
         ),
-        WorldNode(node="b", nproc=2, local_ranks=(0, 1), first_rank=3, first_role_rank=3, **facts),
+        WorldNode(
+            node="b",
+            node_rank=1,
+            nproc=2,
+            local_ranks=(0, 1),
+            first_rank=3,
+            first_role_rank=3,
+            **facts,
+        ),
     )
     group = WorkerGroup(spec())
 
-    group.place(World(generation=0, phase="running", nodes=nodes), node_rank=1)
+    world = World(generation=0, phase="running").with_nodes(nodes)
+    group.place(world, nodes[1])
 
     assert (group.group_rank, group.group_world_size) == (1, 2)
     assert [(worker.global_rank, worker.role_rank) for worker in group.workers] == [(3, 3), (4, 4)]

@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from torchelastic.agent.worker_env import entry_for, node_env, worker_env
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.rendezvous.world import World, WorldNode
 
-WORLD = World(
-    generation=7,
-    phase="running",
-    store="[fe80::1]:4321",
-    nodes=tuple(
-        WorldNode(
-            node=name,
-            name=name,
-            addr=name,
-            nproc=nproc,
-            role=role,
-            first_rank=first_rank,
-            first_role_rank=first_role_rank,
-            local_ranks=tuple(range(nproc)),
-        )
-        for name, nproc, role, first_rank, first_role_rank in [
-            ("a", 1, "actor", 0, 0),
-            ("b", 3, "learner", 1, 0),
-            ("c", 2, "actor", 4, 1),
-        ]
-    ),
+NODES = tuple(
+    WorldNode(
+        node=name,
+        name=name,
+        addr=name,
+        node_rank=node_rank,
+        nproc=nproc,
+        role=role,
+        first_rank=first_rank,
+        first_role_rank=first_role_rank,
+        local_ranks=tuple(range(nproc)),
+    )
+    for node_rank, (name, nproc, role, first_rank, first_role_rank) in enumerate(
+        [("a", 1, "actor", 0, 0), ("b", 3, "learner", 1, 0), ("c", 2, "actor", 4, 1)]
+    )
 )
+WHOLE = World(generation=7, phase="running", store="[fe80::1]:4321").with_nodes(NODES)
+#: As node `c` may hold it: without the others.
+WORLD = replace(WHOLE, nodes=NODES[2:])
 
 
 def test_a_worker_of_an_unequal_world():
     config = LaunchConfig(run_id="job", max_restarts=5)
-    env = worker_env({"HOME": "/h"}, config, WORLD, 2, 1)
+    env = worker_env({"HOME": "/h"}, config, WORLD, NODES[2], 1)
     assert env == {
         "HOME": "/h",
         "RANK": "5",
@@ -74,7 +73,7 @@ def test_what_the_user_set_for_nccl_stays():
 def test_a_virtual_local_rank_sees_one_device(visible, device):
     base = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
     config = LaunchConfig(run_id="job", virtual_local_rank=True)
-    env = worker_env(base, config, WORLD, 2, 1)
+    env = worker_env(base, config, WORLD, NODES[2], 1)
     assert (env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"], env["RANK"]) == ("0", device, "5")
 
 

@@ -44,6 +44,7 @@ def test_a_line_has_an_envelope_and_the_fields_of_its_event(tmp_path):
         "reason": "the job starts",
         "restarts_used": 0,
         "spares": [],
+        "count": 0,
     }
     assert second["generation"] is None
 

@@ -63,16 +63,47 @@ def test_get_finds_what_is_under_a_prefix_in_order_of_arrival(prefix, keys):
 def test_compare_and_set(before, expected, written):
     table = filled(Table(), *before)
     revision = table.revision
-    row = table.put("a", '{"new":1}', expected=expected)
-    assert (row is not None) is written
+    rows = table.put("a", '{"new":1}', expected=expected)
+    assert bool(rows) is written
     assert table.revision == revision + written
 
 
 def test_a_deleted_key_counts_as_absent_and_is_born_anew():
     table = with_lease("a")
     table.end_lease("L")
-    row = table.put("a", "{}", expected=0)
-    assert row == Row("a", "{}", 3, 3)
+    assert table.put("a", "{}", expected=0) == [Row("a", "{}", 3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("expected", "provided", "written"),
+    [
+        (0, None, True),
+        (0, ("leader", 1), True),
+        (0, ("leader", 2), False),  # put again, but it came into being before
+        (0, ("nobody", 0), False),
+        (1, ("leader", 1), False),
+    ],
+)
+def test_what_is_set_beside_a_key_is_set_with_it_or_not_at_all(expected, provided, written):
+    table = filled(Table(), "leader", "leader", "part/0")
+    rows = table.put(
+        "world", "{}", expected=expected, beside={"part/0": "[]", "part/1": "[]"}, provided=provided
+    )
+    assert [row.key for row in rows] == (["part/0", "part/1", "world"] if written else [])
+    assert table.since("", 3) == rows
+
+
+def test_what_is_set_beside_a_key_is_under_no_lease():
+    table = with_lease("leader")
+    table.put("world", "{}", lease="L", beside={"part/0": "[]"})
+    table.end_lease("L")
+    assert [row.key for row in table.get("")] == ["part/0"]
+
+
+def test_a_request_with_several_keys_is_known_again_by_its_stamp():
+    table = Table()
+    rows = table.put("world", "{}", beside={"part/0": "[]"}, stamp="s")
+    assert table.revision_of("s") == rows[-1].modified == table.revision
 
 
 # Leases

@@ -11,9 +11,9 @@ from torchelastic.clock import SystemClock
 from torchelastic.rendezvous.embedded.client import EmbeddedStore
 from torchelastic.rendezvous.embedded.endpoint import bind_endpoint
 from torchelastic.rendezvous.embedded.server import EmbeddedServer
-from torchelastic.rendezvous.leader import QUIET_LOOKS, WORLD_KEY, CheckpointPath, Leader
+from torchelastic.rendezvous.leader import QUIET_LOOKS, CheckpointPath, Leader
 from torchelastic.rendezvous.round_state import RoundRules
-from torchelastic.rendezvous.world import Member, World
+from torchelastic.rendezvous.world import PART_PREFIX, WORLD_KEY, Member, World
 
 DEADLINE = 10.0
 
@@ -67,10 +67,16 @@ class Node:
                 async for change in changes:
                     world = World.from_json(change.item.value)
                     if (world.generation, world.phase) == (generation, phase):
-                        return world
+                        return await self.whole(world)
             raise AssertionError("the watch ended")
 
         return await asyncio.wait_for(look(), DEADLINE)
+
+    async def whole(self, world):
+        """The world with all of its parts."""
+        listing = await self.store.get(PART_PREFIX)
+        parts = [item.value for item in listing.items.values()]
+        return world.with_parts([part for part in parts if world.owns(part)])
 
     async def close(self):
         self.leading.cancel()
@@ -133,7 +139,12 @@ def test_a_leader_that_was_overtaken_publishes_nothing():
             await a.say()
             await a.world(0)
             usurped = replace(await a.world(0), generation=9, reason="another leader's")
-            await a.store.put(WORLD_KEY, usurped.to_json())
+            await a.store.compare_and_set(
+                WORLD_KEY,
+                usurped.summary(),
+                expected=(await a.store.get(WORLD_KEY)).items[WORLD_KEY].modified,
+                beside=usurped.parts(),
+            )
             await a.say(done=0)  # of a generation that is history: its end must not be published
             await a.say(done=9)
             closed = await a.world(9, "closed")

@@ -58,8 +58,8 @@ class LocalElasticAgent(ElasticAgent):
         except BaseException:
             group.state = WorkerState.STOPPED
             raise
-        if ended.world is not None and ended.node_rank is not None:
-            group.place(ended.world, ended.node_rank)
+        if ended.world is not None and ended.place is not None:
+            group.place(ended.world, ended.place)
         result = _result(ended)
         group.state = result.state
         if result.state is WorkerState.STOPPED:

@@ -12,7 +12,7 @@ from torchelastic.config import Std
 from torchelastic.errors import ConfigError
 from torchelastic.multiprocessing.calls import function_name
 from torchelastic.multiprocessing.errors import ProcessFailure
-from torchelastic.rendezvous.world import World
+from torchelastic.rendezvous.world import World, WorldNode
 
 
 @dataclass
@@ -96,10 +96,9 @@ class WorkerGroup:
         self.group_world_size: int | None = None
         self.state = WorkerState.INIT
 
-    def place(self, world: World, node_rank: int) -> None:
+    def place(self, world: World, node: WorldNode) -> None:
         """Give every worker the place it has in a world."""
-        node = world.nodes[node_rank]
-        self.group_rank, self.group_world_size = node_rank, len(world.nodes)
+        self.group_rank, self.group_world_size = node.node_rank, world.count
         for worker in self.workers:
             worker.global_rank = node.first_rank + worker.local_rank
             worker.role_rank = node.first_role_rank + worker.local_rank

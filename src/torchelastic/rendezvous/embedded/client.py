@@ -14,7 +14,7 @@ import logging
 import math
 import secrets
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 
 from torchelastic.clock import Clock, SystemClock
 from torchelastic.errors import (
@@ -166,14 +166,23 @@ class EmbeddedStore:
         return Listing(answer.revision, {row.key: _item(row) for row in request.rows})
 
     async def put(self, key: str, value: Json, *, leased: bool = False) -> int:
-        revision = await self._write(key, value, None, leased)
+        revision = await self._write(key, value, leased=leased)
         assert revision is not None
         return revision
 
     async def compare_and_set(
-        self, key: str, value: Json, *, expected: int, leased: bool = False
+        self,
+        key: str,
+        value: Json,
+        *,
+        expected: int,
+        leased: bool = False,
+        beside: Mapping[str, Json] | None = None,
+        provided: tuple[str, int] | None = None,
     ) -> int | None:
-        return await self._write(key, value, expected, leased)
+        return await self._write(
+            key, value, expected=expected, leased=leased, beside=beside, provided=provided
+        )
 
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Change, None]:
         self._check()
@@ -238,14 +247,26 @@ class EmbeddedStore:
 
     # Requests and answers
 
-    async def _write(self, key: str, value: Json, expected: int | None, leased: bool) -> int | None:
+    async def _write(
+        self,
+        key: str,
+        value: Json,
+        *,
+        leased: bool,
+        expected: int | None = None,
+        beside: Mapping[str, Json] | None = None,
+        provided: tuple[str, int] | None = None,
+    ) -> int | None:
         text = wire.encode_value(key, value)
+        texts = {name: wire.encode_value(name, other) for name, other in (beside or {}).items()}
         self._check()
         lease = self._held()
         if leased and lease is None:
             raise LeaseExpired(f"This node holds no lease: '{key}' was not written.")
         request = await self._ask(
-            lambda id: wire.Put(id, key, text, f"{self._name}/{id}", expected, leased)
+            lambda id: wire.Put(
+                id, key, text, f"{self._name}/{id}", expected, leased, texts, provided
+            )
         )
         answer = request.answer.result()
         if isinstance(answer, wire.NoLease):

@@ -195,21 +195,23 @@ class EmbeddedServer:
             peer.link.send(wire.Done(put.id, revision))
             return
         # Whoever wrote it is sent away for it, not all those who would read it.
-        wire.decode_value(put.value)
+        for text in (put.value, *put.beside.values()):
+            wire.decode_value(text)
         try:
-            row = self._table.put(
+            rows = self._table.put(
                 put.key,
                 put.value,
                 expected=put.expected,
                 lease=(peer.lease or "") if put.leased else None,
+                beside=put.beside,
+                provided=put.provided,
                 stamp=put.stamp,
             )
         except LeaseExpired:
             peer.link.send(wire.NoLease(put.id))
             return
-        peer.link.send(wire.Done(put.id, row.modified if row else None))
-        if row:
-            self._publish([row])
+        peer.link.send(wire.Done(put.id, rows[-1].modified if rows else None))
+        self._publish(rows)
 
     def _send_rows(self, peer: _Peer, id: int, rows: list[Row]) -> None:
         portions = wire.batches(rows)

@@ -8,7 +8,7 @@ mean, text takes a fraction of the memory, and nobody can change a value that ot
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -145,18 +145,35 @@ class Table:
         *,
         expected: int | None = None,
         lease: str | None = None,
+        beside: Mapping[str, str] | None = None,
+        provided: tuple[str, int] | None = None,
         stamp: str = "",
-    ) -> Row | None:
-        """Set a key. With `expected`, only if its last change was then (0: it is absent).
+    ) -> list[Row]:
+        """Set a key, and others beside it. With `expected`, only if its last change was then (0: it
+        is absent); with `provided`, only if that key is there and came into being then.
 
-        Returns the change, None where `expected` is not so. Raises `LeaseExpired` if the lease
-        it is to be under has ended.
+        Returns the changes, the key's own last; none where a condition does not hold. Raises
+        `LeaseExpired` if the lease it is to be under has ended.
         """
         if lease is not None and lease not in self._leases:
             raise LeaseExpired(f"The lease has ended: '{key}' was not written.")
+        if expected is not None and expected != self._modified(key):
+            return []
+        if provided is not None and not self._is_since(*provided):
+            return []
+        others = [self._set(other, value, None, "") for other, value in (beside or {}).items()]
+        return [*others, self._set(key, text, lease, stamp)]
+
+    def _modified(self, key: str) -> int:
+        row = self._rows.get(key)
+        return row.modified if row else 0
+
+    def _is_since(self, key: str, created: int) -> bool:
+        row = self._rows.get(key)
+        return row is not None and row.created == created
+
+    def _set(self, key: str, text: str, lease: str | None, stamp: str) -> Row:
         old = self._rows.get(key)
-        if expected is not None and expected != (old.modified if old else 0):
-            return None
         self.revision += 1
         row = Row(key, text, old.created if old else self.revision, self.revision)
         self._rows[key] = row

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, get_type_hints
 
 from torchelastic.errors import WireError
@@ -81,7 +81,11 @@ class Get(Message):
 
 @dataclass(frozen=True, slots=True)
 class Put(Message):
-    """Sets a key; with `expected`, only if its last change was at that revision."""
+    """Sets a key, and others beside it, all or none.
+
+    With `expected`, only if the key's last change was at that revision; with `provided`, only if
+    another key is there that came into being at a revision.
+    """
 
     kind = "put"
     id: int
@@ -91,6 +95,8 @@ class Put(Message):
     stamp: str
     expected: int | None
     leased: bool
+    beside: dict[str, str] = field(default_factory=dict)
+    provided: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,12 +374,29 @@ def _checked(value: Any, hint: Any, what: str) -> Any:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise WireError(f"{what} is not a list of texts.")
         return value
+    if hint == dict[str, str]:
+        return _texts(value, what)
+    if hint == tuple[str, int] | None:
+        return None if value is None else _key_and_revision(value, what)
     if hint is float:
         hint = int | float
     # A bool is an int to Python, and to nobody else.
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise WireError(f"{what} is of the wrong type: {type(value).__name__}.")
     return value
+
+
+def _texts(value: Any, what: str) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise WireError(f"{what} is no object of texts.")
+    return value
+
+
+def _key_and_revision(value: Any, what: str) -> tuple[str, int]:
+    match value:
+        case [str(key), int(revision)]:
+            return key, revision
+    raise WireError(f"{what} is no key with a revision.")
 
 
 def _row(item: Any, what: str) -> Row:

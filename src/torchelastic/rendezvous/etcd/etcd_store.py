@@ -8,7 +8,7 @@ import itertools
 import logging
 import math
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from torchelastic.clock import Clock, SystemClock
 from torchelastic.errors import LeaseExpired, RendezvousError, RendezvousLost
@@ -120,9 +120,16 @@ class EtcdStore:
             expected = revision
 
     async def compare_and_set(
-        self, key: str, value: Json, *, expected: int, leased: bool = False
+        self,
+        key: str,
+        value: Json,
+        *,
+        expected: int,
+        leased: bool = False,
+        beside: Mapping[str, Json] | None = None,
+        provided: tuple[str, int] | None = None,
     ) -> int | None:
-        won, revision = await self._swap(key, value, expected, leased)
+        won, revision = await self._swap(key, value, expected, leased, beside, provided)
         return revision if won else None
 
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Change, None]:
@@ -200,13 +207,15 @@ class EtcdStore:
 
     # Beyond the protocol
 
-    async def forget_job(self, last_key: str, revision: int) -> bool:
+    async def forget_job(self, last_key: str, revision: int, *beside: str) -> bool:
         """Delete all keys of the job, if `last_key` is as of `revision` (0: absent) and there is
-        no other; says whether that was done."""
+        no other, but for those that begin with one of `beside`; says whether that was done."""
         full = self._keys.full(last_key)
         conditions = [
             messages.if_modified(full, revision),
-            *messages.if_alone(full, self._keys.prefix),
+            *messages.if_alone(
+                self._keys.prefix, full, *(self._keys.full(prefix) for prefix in beside)
+            ),
         ]
         request = messages.txn(conditions, [messages.delete(self._keys.root)], [])
         answer = await self._call(messages.TXN, request)
@@ -268,19 +277,35 @@ class EtcdStore:
                 self._line.check()
             await self._enter(self._patience())
 
-    async def _swap(self, key: str, value: Json, expected: int, leased: bool) -> tuple[bool, int]:
+    async def _swap(
+        self,
+        key: str,
+        value: Json,
+        expected: int,
+        leased: bool,
+        beside: Mapping[str, Json] | None = None,
+        provided: tuple[str, int] | None = None,
+    ) -> tuple[bool, int]:
         """Set a key if its last change was at `expected`; whether that was so, and when the last
         change is now."""
-        raw = messages.encode_value(key, value, f"{self._name}/{next(self._ids)}")
+        stamp = f"{self._name}/{next(self._ids)}"
+        raw = messages.encode_value(key, value, stamp)
+        others = [
+            messages.put(self._keys.full(name), messages.encode_value(name, other, stamp))
+            for name, other in (beside or {}).items()
+        ]
         self._check()
         lease = self._lease
         if leased and lease is None:
             raise LeaseExpired(f"This node holds no lease: '{key}' was not written.")
         full = self._keys.full(key)
         put = messages.put(full, raw, lease.id if leased and lease is not None else 0)
+        conditions = [messages.if_modified(full, expected)]
+        if provided is not None:
+            conditions.append(messages.if_created(self._keys.full(provided[0]), provided[1]))
         try:
             won, answer, parts = await self._in_job(
-                [messages.if_modified(full, expected)], [put], [messages.get_one(full)]
+                conditions, [*others, put], [messages.get_one(full)]
             )
         except messages.Refused as error:
             if error.code != messages.NOT_FOUND or not leased:

@@ -114,18 +114,20 @@ def if_modified(key: str, revision: int) -> Json:
     return _condition({"key": _pack(key)}, "MOD", "mod_revision", revision)
 
 
-def if_alone(key: str, prefix: str) -> tuple[Json, Json]:
-    """On condition that no key begins with `prefix`, except perhaps `key`."""
-    after = key.encode() + b"\0"
-    return (
-        _condition({"key": _pack(prefix), "range_end": _pack(key)}, "CREATE", "create_revision", 0),
-        _condition(
-            {"key": _pack(after), "range_end": _pack(_end(prefix.encode()))},
-            "CREATE",
-            "create_revision",
-            0,
-        ),
-    )
+def if_alone(prefix: str, *but: str) -> list[Json]:
+    """On condition that no key begins with `prefix`, except perhaps those that are or begin with
+    one of `but`."""
+    start = prefix.encode()
+    conditions = []
+    for left in sorted(but):
+        conditions.append(_if_empty(start, left.encode()))
+        start = _end(left.encode())
+    return [*conditions, _if_empty(start, _end(prefix.encode()))]
+
+
+def _if_empty(start: bytes, end: bytes) -> Json:
+    keys = {"key": _pack(start), "range_end": _pack(end)}
+    return _condition(keys, "CREATE", "create_revision", 0)
 
 
 def watch(prefix: str, after: int) -> Json:

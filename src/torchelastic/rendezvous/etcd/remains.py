@@ -14,8 +14,8 @@ import logging
 
 from torchelastic.errors import RendezvousRefused
 from torchelastic.rendezvous.etcd.etcd_store import EtcdStore
-from torchelastic.rendezvous.leader import WORLD_KEY
 from torchelastic.rendezvous.store import Item
+from torchelastic.rendezvous.world import PART_PREFIX, WORLD_KEY
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,8 @@ async def clear_remains(store: EtcdStore) -> bool:
     world = listing.items.get(WORLD_KEY)
     if world is not None and not _is_closed(world):
         return False
-    return await store.forget_job(WORLD_KEY, 0 if world is None else world.modified)
+    modified = 0 if world is None else world.modified
+    return await store.forget_job(WORLD_KEY, modified, PART_PREFIX)
 
 
 async def start_afresh(store: EtcdStore, timeout: float | None) -> None:
@@ -50,7 +51,7 @@ async def _see_off(store: EtcdStore) -> None:
         world = listing.items.get(WORLD_KEY)
         if world is None or not _is_closed(world):
             return
-        if await store.forget_job(WORLD_KEY, world.modified):
+        if await store.forget_job(WORLD_KEY, world.modified, PART_PREFIX):
             return
         log.info("an earlier job with the same id is ending: waiting for its nodes to go")
         async with contextlib.aclosing(store.watch("", after=listing.revision)) as changes:
