@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     ("cli", "distributed", "__main__"),
     ("p2p", "coordinator", "state", "train_loop", "worker_stats", "fault_injection"),
-    ("agent", "training", "multiprocessing", "launcher"),
+    ("agent", "training", "multiprocessing", "launcher", "torchrun"),
     ("worker",),
     ("rendezvous", "checkpoint", "utils"),
     ("events", "jobs", "metrics", "event_logger"),
@@ -34,6 +34,8 @@ PURE = {
     "rendezvous/etcd/feed.py",
     "rendezvous/etcd/messages.py",
     "rendezvous/url.py",
+    "torchrun/guest_state.py",
+    "torchrun/parameters.py",
     "agent/group_state.py",
     "agent/crew.py",
     "training/gate.py",

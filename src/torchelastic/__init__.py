@@ -20,6 +20,7 @@ Layout, from top to bottom; nothing imports from a layer above its own:
     p2p, train_loop, state, coordinator, worker_stats, fault_injection
                           the module names of release 0.1
     agent/                one per node: starts, watches and stops the workers of the node
+    torchrun/             the rendezvous for stock torchrun
     training/             the loop of a resident worker: state, process group, rolling back
     multiprocessing/      starting processes, and the error files they leave
     worker/               what runs inside a worker

@@ -22,14 +22,14 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public all the same
 
 from torchelastic.agent import crew, group_state
+from torchelastic.agent.log_observer import LogObserver
 from torchelastic.agent.presence import Presence
 from torchelastic.clock import SystemClock
 from torchelastic.config import LaunchConfig, format_endpoint
 from torchelastic.errors import TorchElasticError
 from torchelastic.failure import Failure
 from torchelastic.rendezvous import url as urls
-from torchelastic.rendezvous.restart_policy import Kind
-from torchelastic.rendezvous.world import Member, World
+from torchelastic.rendezvous.world import World
 from torchelastic.worker import channel, orders, slate
 
 logger = logging.getLogger("torchelastic")
@@ -99,7 +99,7 @@ class OwnNode:
             self._config,
             self._node,
             SystemClock(),
-            observer=Watcher(),
+            observer=LogObserver(),
             background=self._background,
             on_world=self._world_seen,
             on_lease_lost=lambda: self._queue.put_nowait(group_state.LeaseLost()),
@@ -239,22 +239,3 @@ class OwnNode:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-
-
-class Watcher:
-    """What the leader sees and decides, for people."""
-
-    def became_leader(self) -> None:
-        logger.debug("this node leads")
-
-    def node_joined(self, member: Member) -> None:
-        logger.info("%s joined", member.name)
-
-    def node_lost(self, name: str, reason: str) -> None:
-        logger.info("%s is lost: %s", name, reason)
-
-    def node_leaving(self, member: Member) -> None:
-        logger.info("%s leaves (%s)", member.name, member.leaving)
-
-    def decided(self, world: World, kind: Kind | None) -> None:
-        logger.debug("decided: generation %d %s (%s)", world.generation, world.phase, kind)

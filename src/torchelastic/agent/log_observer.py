@@ -1,0 +1,29 @@
+"""What a leader sees and decides, as lines of a log, for nodes that have no event log."""
+
+from __future__ import annotations
+
+import logging
+
+from torchelastic.rendezvous.restart_policy import Kind
+from torchelastic.rendezvous.world import Member, World
+
+logger = logging.getLogger("torchelastic")
+
+
+class LogObserver:
+    """A `LeaderObserver` for people."""
+
+    def became_leader(self) -> None:
+        logger.debug("this node leads")
+
+    def node_joined(self, member: Member) -> None:
+        logger.info("%s joined", member.name)
+
+    def node_lost(self, name: str, reason: str) -> None:
+        logger.info("%s is lost: %s", name, reason)
+
+    def node_leaving(self, member: Member) -> None:
+        logger.info("%s leaves (%s)", member.name, member.leaving)
+
+    def decided(self, world: World, kind: Kind | None) -> None:
+        logger.debug("decided: generation %d %s (%s)", world.generation, world.phase, kind)

@@ -1,0 +1,64 @@
+"""The TCPStore of a generation: one is made for each, and used for no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import (  # type: ignore[attr-defined]  # public all the same
+    PrefixStore,
+    TCPStore,
+)
+
+#: Seconds torchrun's own reads and writes may take, as with its own rendezvous.
+READ_TIMEOUT = timedelta(seconds=60)
+#: Under this prefix the agents speak; the workers use the store as it is.
+_AGENTS = "torchelastic/agents"
+_HERE, _ALL_HERE = "here", "all-here"
+#: How torchrun's key begins for the barrier at which agents whose workers succeeded wait.
+_EXIT_BARRIER = "torchelastic/agent/terminal_state"
+
+
+def serve() -> TCPStore:
+    """A fresh store on a free port of this machine."""
+    return TCPStore(
+        host_name="localhost",
+        port=0,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=READ_TIMEOUT,
+    )
+
+
+class AgentStore(PrefixStore):
+    """What torchrun's agents of one world exchange their ranks through, and wait at in the end."""
+
+    def __init__(self, store: TCPStore, on_success: Callable[[], None]) -> None:
+        super().__init__(_AGENTS, store)
+        self._on_success = on_success
+
+    @classmethod
+    def connect(
+        cls, host: str, port: int, *, timeout: float, on_success: Callable[[], None]
+    ) -> AgentStore:
+        """Raises torch's `DistError` if the store does not answer in time."""
+        limit = timedelta(seconds=timeout)
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        store.set_timeout(READ_TIMEOUT)
+        return cls(store, on_success)
+
+    def arrive(self, nodes: int) -> None:
+        """Say that this node is here."""
+        if super().add(_HERE, 1) == nodes:
+            super().set(_ALL_HERE, "1")
+
+    def all_here(self) -> bool:
+        """Whether all nodes have said so."""
+        return bool(super().check([_ALL_HERE]))
+
+    def add(self, key: str, amount: int) -> int:
+        """As the store does it; and the one place where a launcher shows that its workers succeeded
+        while those of other nodes still run."""
+        if key.startswith(_EXIT_BARRIER):
+            self._on_success()
+        return int(super().add(key, amount))
