@@ -151,6 +151,13 @@ class LaunchConfig:
     rdzv_endpoint: str = ""
     #: Every `key=value` of `--rdzv-conf`, as given; those with a meaning have set a field as well.
     rdzv_configs: Mapping[str, str] = field(default_factory=dict)
+    #: The file that has the job's secret, the same on every node; None: it is in the environment,
+    #: or there is none. The secret itself is nowhere in a config.
+    rdzv_secret_file: str | None = None
+    #: PEM files for TLS between the nodes, all three or none.
+    rdzv_tls_cert: str | None = None
+    rdzv_tls_key: str | None = None
+    rdzv_tls_ca: str | None = None
     #: The place in a static rendezvous.
     node_rank: int | None = None
     local_addr: str | None = None
@@ -209,6 +216,10 @@ class LaunchConfig:
             raise ConfigError(
                 f"--world-sizes {self.world_sizes} allows fewer workers than the job has nodes "
                 f"at least ({self.min_nodes}): change it or --nnodes."
+            )
+        if len({bool(self.rdzv_tls_cert), bool(self.rdzv_tls_key), bool(self.rdzv_tls_ca)}) > 1:
+            raise ConfigError(
+                "--rdzv-tls-cert, --rdzv-tls-key and --rdzv-tls-ca belong together: give all three."
             )
         object.__setattr__(self, "rdzv_endpoint", self._canonical_endpoint())
         if self.rdzv_backend in ETCD_BACKENDS:

@@ -41,6 +41,12 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("TORCHELASTIC_SIGNALS_TO_HANDLE", "worker", "signals the agent handles"),
     Variable("TORCHELASTIC_STARTUP", "worker", "what a starting Python is to be; removed at once"),
     Variable("TORCHELASTIC_CHANNEL_FD", "worker", "descriptor of the channel to the agent"),
+    Variable(
+        "TORCHELASTIC_SECRET_FD",
+        "worker",
+        "descriptor to read the job's secret from, once; Python workers have done it before the "
+        "script begins",
+    ),
     Variable("TORCHELASTIC_FAULTS", "worker", "faults to inject, see torchelastic.faults"),
     Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "worker", "1 unless set"),
     Variable("RES_OPTIONS", "worker", "timeout:1 attempts:2 unless set: how long DNS is asked"),
@@ -57,6 +63,11 @@ VARIABLES: tuple[Variable, ...] = (
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
         "agent",
         "line prefix with ${role_name}, ${rank}, ${local_rank}",
+    ),
+    Variable(
+        "TORCHELASTIC_SECRET",
+        "agent",
+        "the secret of the job where no --rdzv-secret-file is given; workers do not get it",
     ),
     Variable("LOGLEVEL", "agent", "level of the agent's own log (default INFO)"),
     Variable("XDG_RUNTIME_DIR", "agent", "where jobs of this machine are listed"),
@@ -79,6 +90,11 @@ def replace(values: Mapping[str, str]) -> None:
     for name in set(os.environ) - set(values):
         del os.environ[name]
     os.environ.update(values)
+
+
+def remove(name: str) -> None:
+    """Unset a variable."""
+    os.environ.pop(name, None)
 
 
 def update(values: Mapping[str, str]) -> None:

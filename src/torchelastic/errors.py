@@ -7,6 +7,7 @@ TorchElasticError
 │   ├── LeaseExpired       the store has given this node up
 │   ├── RendezvousRefused  the store answered, but this agent may not join it
 │   └── WireError          bytes that are not our protocol, or a message too large for it
+│       └── TlsError       the other end speaks no TLS, or its certificate is not to be trusted
 ├── ChannelLost            a resident worker and its agent cannot talk any longer
 ├── CheckpointError        a checkpoint cannot be written or loaded
 ├── NonRetryableException  user code: trying again cannot help
@@ -51,6 +52,10 @@ class RendezvousRefused(RendezvousError):
 
 class WireError(RendezvousError):
     """What came over a connection is not our protocol, or what is to go is too large for it."""
+
+
+class TlsError(WireError):
+    """No TLS comes about with the other end of a connection."""
 
 
 class NotEnoughNodes(RendezvousError):

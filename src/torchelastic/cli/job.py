@@ -17,6 +17,10 @@ from torchelastic.errors import ConfigError
 _SAME_NAME = (
     "role",
     "local_addr",
+    "rdzv_secret_file",
+    "rdzv_tls_cert",
+    "rdzv_tls_key",
+    "rdzv_tls_ca",
     "max_restarts",
     "count_resizes",
     "grow",

@@ -11,6 +11,8 @@ from torchelastic.rendezvous.embedded.table import Row
 MESSAGES = [
     wire.Hello(wire.PROTOCOL, wire.VERSION, "job", None),
     wire.Hello(wire.PROTOCOL, wire.VERSION, "job", "token"),
+    wire.Hello(wire.PROTOCOL, wire.VERSION, "job", None, wire.RING, 3, "0" * 64),
+    wire.Proof("1" * 64),
     wire.Get(1, "member/"),
     wire.Put(2, "k", '{"a":"é\\u0000\\""}', "me/2", None, False),
     wire.Put(3, "k", "{}", "me/3", 0, True),
@@ -21,6 +23,7 @@ MESSAGES = [
     wire.KeepAlive(6),
     wire.Bye(),
     wire.Welcome(wire.PROTOCOL, wire.VERSION, "name", True),
+    wire.Challenge("0" * 64, "1" * 64),
     wire.Refusal("No."),
     wire.Elsewhere(["node1:29400", "[::1]:29400"], 3),
     wire.Elsewhere([], 0),
@@ -31,7 +34,13 @@ MESSAGES = [
     wire.Changed("k", [Row("k", "{}", 1, 2)]),
     wire.LeaseEnded("token"),
 ]
-ALL = {**wire.GREETINGS, **wire.ANSWERS_TO_HELLO, **wire.REQUESTS, **wire.ANSWERS}
+ALL = {
+    **wire.GREETINGS,
+    **wire.PROOFS,
+    **wire.ANSWERS_TO_HELLO,
+    **wire.REQUESTS,
+    **wire.ANSWERS,
+}
 
 
 def payloads(data: bytes, step: int | None = None) -> list[bytes]:

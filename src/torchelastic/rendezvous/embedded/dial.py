@@ -6,14 +6,22 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchelastic.clock import Clock
 from torchelastic.config import format_endpoint, parse_endpoint
-from torchelastic.errors import ConfigError, RendezvousLost, RendezvousRefused, WireError
+from torchelastic.errors import (
+    ConfigError,
+    RendezvousLost,
+    RendezvousRefused,
+    TlsError,
+    WireError,
+)
 from torchelastic.rendezvous.embedded import wire
 from torchelastic.rendezvous.embedded.endpoint import loopback_addresses
 from torchelastic.rendezvous.embedded.link import Link
+from torchelastic.rendezvous.embedded.tls import TlsPipe
+from torchelastic.rendezvous.secret import ANONYMOUS, Credentials, is_nonce, new_nonce
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +42,12 @@ class Endpoint:
     host: str
     port: int
     job: str
+    #: What to show there.
+    credentials: Credentials = field(default=ANONYMOUS, repr=False, compare=False)
 
     @classmethod
-    def at(cls, address: str, job: str) -> Endpoint:
-        return cls(*parse_endpoint(address), job)
+    def at(cls, address: str, job: str, credentials: Credentials = ANONYMOUS) -> Endpoint:
+        return cls(*parse_endpoint(address), job, credentials)
 
     def __str__(self) -> str:
         return format_endpoint(self.host, self.port)
@@ -60,7 +70,7 @@ async def dial(
     term: int = 0,
     again: bool = False,
     meanwhile: Callable[[], Awaitable[None]] | None = None,
-) -> tuple[Link, wire.Welcome]:
+) -> tuple[Link, wire.Welcome, Endpoint]:
     """A greeted connection, which takes up `lease` if it can; waits for the host to be there.
 
     The host is looked for at all `places`, and must be of `term` at least. `again` says that there
@@ -121,7 +131,7 @@ def _words(problem: Exception) -> str:
 
 async def _follow(
     places: Sequence[Endpoint], lease: str | None, term: int, timeout: float
-) -> tuple[Link, wire.Welcome]:
+) -> tuple[Link, wire.Welcome, Endpoint]:
     """Ask at the places, then wherever an agent says that the store is, each place once."""
     problem: Exception = _Nowhere()
     asking, asked = list(places), set(places)
@@ -133,10 +143,12 @@ async def _follow(
             problem = error
             continue
         if isinstance(answer, wire.Welcome) and answer.term >= term:
-            return link, answer
+            return link, answer, place
         link.abort()
         if isinstance(answer, wire.Elsewhere):
-            named = [Endpoint.at(address, place.job) for address in answer.addresses]
+            named = [
+                Endpoint.at(address, place.job, place.credentials) for address in answer.addresses
+            ]
             asking = [new for new in named if new not in asked] + asking
             asked.update(named)
     raise problem
@@ -151,8 +163,11 @@ async def knock(
     timeout: float,
 ) -> tuple[Link, wire.Welcome | wire.Elsewhere]:
     """One attempt at one place. Raises OSError, TimeoutError, `NoAnswer` or `RendezvousRefused`."""
-    link = Link()
-    hello = wire.Hello(wire.PROTOCOL, wire.VERSION, endpoint.job, lease, purpose, term)
+    shown = endpoint.credentials
+    tls = TlsPipe(shown.client_tls, server=False) if shown.client_tls is not None else None
+    link = Link(tls=tls, limit=wire.GREETING_LIMIT)
+    nonce = new_nonce() if shown.secret is not None else ""
+    hello = wire.Hello(wire.PROTOCOL, wire.VERSION, endpoint.job, lease, purpose, term, nonce)
     try:
         await asyncio.wait_for(_connect(link, endpoint), timeout)
         return link, await _greet(link, endpoint, hello, timeout)
@@ -183,20 +198,62 @@ async def _connect(link: Link, endpoint: Endpoint) -> None:
 async def _greet(
     link: Link, endpoint: Endpoint, hello: wire.Hello, timeout: float
 ) -> wire.Welcome | wire.Elsewhere:
-    """Say hello. An answer to a challenge for the job's secret would go here."""
-    link.send(hello)
+    """Say hello; where the job has a secret, ask for proof that the other end has it, too."""
+    greeting = wire.pack(hello)
+    link.send(greeting)
+    answer = await _answer(link, endpoint, timeout)
+    if endpoint.credentials.secret is not None:
+        _prove(link, endpoint, wire.payload_of(greeting), answer)
+        answer = await _answer(link, endpoint, timeout)
+    if not isinstance(answer, wire.Welcome | wire.Elsewhere):
+        raise RendezvousRefused(_no_rendezvous(endpoint))
+    link.admit()
+    return answer
+
+
+def _prove(link: Link, endpoint: Endpoint, hello: bytes, challenge: wire.Message) -> None:
+    """See whether the other end has our secret, and only then show that we have it."""
+    secret = endpoint.credentials.secret
+    assert secret is not None
+    if not isinstance(challenge, wire.Challenge):
+        raise RendezvousRefused(
+            f"This node has a secret, the rendezvous at {endpoint} has none: give every node of "
+            "the job the same (--rdzv-secret-file or TORCHELASTIC_SECRET)."
+        )
+    known = is_nonce(challenge.nonce) and secret.proves(
+        challenge.proof, "server", hello, challenge.nonce
+    )
+    if not known:
+        raise RendezvousRefused(
+            f"The rendezvous at {endpoint} and this node have different secrets: give every node "
+            "of the job the same (--rdzv-secret-file or TORCHELASTIC_SECRET)."
+        )
+    link.send(wire.Proof(secret.proof("client", hello, challenge.nonce)))
+
+
+async def _answer(link: Link, endpoint: Endpoint, timeout: float) -> wire.Message:
+    """What the other end says next, if it is not that we are refused."""
     try:
         frame = await asyncio.wait_for(link.next_frame(), timeout)
         answer = wire.parse(frame, wire.ANSWERS_TO_HELLO)
-    except WireError as error:
+    except TlsError as error:
         raise RendezvousRefused(
-            f"The port of {endpoint} is used by something that is not a torchelastic "
-            "rendezvous: choose another port in --rdzv-endpoint."
+            f"TLS with {endpoint} does not come about ({error}): give every node certificates of "
+            "one authority (--rdzv-tls-ca, --rdzv-tls-cert, --rdzv-tls-key), or none."
         ) from error
+    except WireError as error:
+        raise RendezvousRefused(_no_rendezvous(endpoint)) from error
     except (OSError, EOFError, asyncio.TimeoutError) as error:
         # Not a refusal yet: proxies take connections for a host that is still to come.
         raise NoAnswer from error
     if isinstance(answer, wire.Refusal):
         raise RendezvousRefused(answer.sentence)
-    assert isinstance(answer, wire.Welcome | wire.Elsewhere)
     return answer
+
+
+def _no_rendezvous(endpoint: Endpoint) -> str:
+    asked = "TLS" if endpoint.credentials.client_tls is not None else "no TLS"
+    return (
+        f"The port of {endpoint} is used by something that is not a torchelastic rendezvous (of "
+        f"{asked}, as this node has): choose another port in --rdzv-endpoint."
+    )

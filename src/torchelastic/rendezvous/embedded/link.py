@@ -7,8 +7,9 @@ import socket
 from collections import deque
 from collections.abc import Callable
 
-from torchelastic.errors import WireError
-from torchelastic.rendezvous.embedded.wire import Message, Unpacker, pack
+from torchelastic.errors import TlsError, WireError
+from torchelastic.rendezvous.embedded.tls import TlsPipe
+from torchelastic.rendezvous.embedded.wire import FRAME_LIMIT, Message, Unpacker, pack
 
 #: Seconds the kernel keeps trying to reach a peer that does not acknowledge.
 PEER_TIMEOUT = 15
@@ -27,7 +28,14 @@ _SOCKET_OPTIONS = (
 class Link(asyncio.Protocol):
     """Whole frames in and out; `ended` tells that it is over, and why. Made in a running loop."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        tls: TlsPipe | None = None,
+        limit: int = FRAME_LIMIT,
+        made: Callable[[Link], None] | None = None,
+    ) -> None:
+        """`limit` is the most bytes of a frame; `made` is told when there is a connection."""
         #: Done when the connection is over; the result is the error that ended it, if any.
         self.ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         self.local_addr = ""
@@ -36,7 +44,9 @@ class Link(asyncio.Protocol):
         #: Bytes not yet sent at which the connection is given up; None: never.
         self._backlog: int | None = None
         self._transport: asyncio.Transport | None = None
-        self._unpacker = Unpacker()
+        self._made = made
+        self._tls = tls
+        self._unpacker = Unpacker(limit)
         self._handler: Callable[[bytes], None] | None = None
         #: Frames that came before anybody wanted them.
         self._early: deque[bytes] = deque()
@@ -45,14 +55,23 @@ class Link(asyncio.Protocol):
 
     # What the owner calls
 
+    def admit(self) -> None:
+        """The peer is one of ours: its frames may be as large as any."""
+        self._unpacker.limit = FRAME_LIMIT
+
     def deliver_to(self, handler: Callable[[bytes], None]) -> None:
         """Hand every frame to `handler`, beginning with those already here."""
         self._handler = handler
+        self._resume()
         while self._early and not self.is_closing:
             handler(self._early.popleft())
 
     def keep_frames(self) -> None:
-        """Hand frames to nobody until somebody wants them."""
+        """Hand frames to nobody until somebody wants them.
+
+        Nothing is read meanwhile once one has come, so that no peer can fill the memory; nor is
+        the end of the connection noticed then.
+        """
         self._handler = None
 
     def give_up_at(self, backlog: int) -> None:
@@ -65,6 +84,7 @@ class Link(asyncio.Protocol):
         """The next frame, for the greeting. Raises what ended the connection instead of it."""
         if self._early:
             return self._early.popleft()
+        self._resume()
         if self.ended.done():
             raise self.ended.result() or EOFError("the connection was closed")
         self._wanted = asyncio.get_running_loop().create_future()
@@ -72,8 +92,14 @@ class Link(asyncio.Protocol):
 
     def send(self, message: Message | bytes) -> None:
         """Send a message, or a frame packed before; nothing happens if the connection is over."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(message if isinstance(message, bytes) else pack(message))
+        if self._transport is None or self._transport.is_closing():
+            return
+        frame = message if isinstance(message, bytes) else pack(message)
+        if self._tls is None:
+            self._transport.write(frame)
+        else:
+            self._tls.encrypt(frame)
+            self._transport.write(self._tls.outgoing())
 
     def close(self) -> None:
         """End the connection once everything is sent."""
@@ -103,15 +129,32 @@ class Link(asyncio.Protocol):
             sock.setsockopt(level, option, value)
         self.local_addr = sock.getsockname()[0]
         self.remote_addr = (transport.get_extra_info("peername") or ("",))[0]
+        if self._tls is not None:
+            self._tls.begin()
+            transport.write(self._tls.outgoing())
+        if self._made is not None:
+            self._made(self)
 
     def data_received(self, data: bytes) -> None:
         try:
-            for payload in self._unpacker.feed(data):
+            for payload in self._unpacker.feed(self._plain(data)):
                 self._hand_over(payload)
                 if self.is_closing:
                     return
+        except TlsError as error:
+            self._error = error
+            self.close()  # not at once: TLS itself has sent the peer a word on why
         except WireError as error:
             self.abort(error)
+
+    def _plain(self, data: bytes) -> bytes:
+        if self._tls is None:
+            return data
+        try:
+            return self._tls.decrypt(data)
+        finally:
+            if self._transport is not None and (answer := self._tls.outgoing()):
+                self._transport.write(answer)
 
     def _hand_over(self, payload: bytes) -> None:
         if self._handler is not None:
@@ -120,6 +163,12 @@ class Link(asyncio.Protocol):
             self._wanted.set_result(payload)
         else:
             self._early.append(payload)
+            if self._transport is not None:
+                self._transport.pause_reading()
+
+    def _resume(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def pause_writing(self) -> None:
         """The peer reads slower than we write: rather lose it than our memory or our time."""

@@ -5,6 +5,8 @@ names the message. The conversation:
 
     client                          server
     hello                      ->
+                               <-   challenge, where the job has a secret
+    proof                      ->
                                <-   welcome; or refusal, elsewhere (then the connection ends)
     get, watch                 ->
                                <-   rows (one or more)
@@ -31,6 +33,8 @@ PROTOCOL = "torchelastic-rendezvous"
 VERSION = 1
 
 FRAME_LIMIT = 4 * 1024 * 1024
+#: Bytes of a frame before both ends know each other.
+GREETING_LIMIT = 4 * 1024
 #: A row travels back in another message than it came in: what the two may differ by.
 ROOM = 16 * 1024
 KEY_LIMIT = 512
@@ -68,6 +72,16 @@ class Hello(Message):
     purpose: str = STORE
     #: The latest term of the store's hosts that the client knows of.
     term: int = 0
+    #: See `secret`; empty: this node has none.
+    nonce: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof(Message):
+    """Answers a challenge: the client has the job's secret."""
+
+    kind = "proof"
+    proof: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +157,15 @@ class Bye(Message):
 
 
 # What the server says
+
+
+@dataclass(frozen=True, slots=True)
+class Challenge(Message):
+    """The first answer to a hello where the job has a secret: the server has it, prove it too."""
+
+    kind = "challenge"
+    nonce: str
+    proof: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +254,8 @@ def _by_kind(*classes: type[Message]) -> Kinds:
 
 
 GREETINGS = _by_kind(Hello)
-ANSWERS_TO_HELLO = _by_kind(Welcome, Refusal, Elsewhere)
+PROOFS = by_kind(Proof)
+ANSWERS_TO_HELLO = _by_kind(Challenge, Welcome, Refusal, Elsewhere)
 REQUESTS = _by_kind(Get, Put, Watch, Unwatch, OpenLease, KeepAlive, Bye)
 ANSWERS = _by_kind(Rows, Done, NoLease, Changed, LeaseEnded, Refusal)
 
@@ -262,6 +286,11 @@ def pack(message: Message) -> bytes:
             f"{FRAME_LIMIT}."
         )
     return _LENGTH.pack(len(payload)) + payload
+
+
+def payload_of(frame: bytes) -> bytes:
+    """What a frame that was packed holds."""
+    return frame[_LENGTH.size :]
 
 
 def batches(rows: Iterable[Row], limit: int = FRAME_LIMIT // 2) -> list[list[Row]]:
@@ -299,7 +328,8 @@ class Unpacker:
     """Cuts a stream of bytes into the payloads of its frames."""
 
     def __init__(self, limit: int = FRAME_LIMIT) -> None:
-        self._limit = limit
+        #: Most bytes of a frame; may be changed at any time.
+        self.limit = limit
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
@@ -312,9 +342,9 @@ class Unpacker:
         if len(self._buffer) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
-        if length > self._limit:
+        if length > self.limit:
             # Before it is waited for: text of another protocol reads as a length of gigabytes.
-            raise WireError(f"A frame of {length} bytes is announced; {self._limit} is the limit.")
+            raise WireError(f"A frame of {length} bytes is announced; {self.limit} is the limit.")
         end = _LENGTH.size + length
         if len(self._buffer) < end:
             return None

@@ -1,0 +1,104 @@
+"""Where the job's secret and the certificates of this node come from."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from typing import TYPE_CHECKING
+
+from torchelastic import env
+from torchelastic.config import ETCD_BACKENDS, LaunchConfig, parse_endpoint
+from torchelastic.errors import ConfigError
+from torchelastic.rendezvous.embedded.endpoint import loopback_addresses
+from torchelastic.rendezvous.secret import LONGEST, Credentials, Secret
+
+if TYPE_CHECKING:
+    import ssl
+
+log = logging.getLogger(__name__)
+
+VARIABLE = "TORCHELASTIC_SECRET"
+
+
+def load(config: LaunchConfig) -> Credentials:
+    """The credentials of this node; says what is unwise about them."""
+    secret = load_secret(config)
+    if config.rdzv_secret_file:
+        _warn_if_open(config.rdzv_secret_file)
+    elif secret is None and _is_open(config):
+        log.warning(
+            "This job has no secret: whoever can reach %s can join it and stop it. Give every "
+            "node the same --rdzv-secret-file or %s.",
+            config.rdzv_endpoint,
+            VARIABLE,
+        )
+    if not config.rdzv_tls_cert:
+        return Credentials(secret)
+    return Credentials(secret, _tls(config, server=True), _tls(config, server=False))
+
+
+def load_secret(config: LaunchConfig) -> Secret | None:
+    """The job's secret: of the file if one is named, else of the environment; None: it has none."""
+    if config.rdzv_secret_file:
+        return _read(config.rdzv_secret_file)
+    text = env.get(VARIABLE)
+    if not text:
+        return None
+    try:
+        return Secret(os.fsencode(text))
+    except ConfigError as error:
+        raise ConfigError(f"{VARIABLE}: {error}") from None
+
+
+def _read(path: str) -> Secret:
+    try:
+        with open(path, "rb") as file:
+            # A little more than allowed: a whole disk named by mistake is not read.
+            return Secret(file.read(2 * LONGEST))
+    except OSError as error:
+        raise ConfigError(
+            f"--rdzv-secret-file {path} cannot be read ({error.strerror}): name a file that has "
+            "the job's secret."
+        ) from None
+    except ConfigError as error:
+        raise ConfigError(f"--rdzv-secret-file {path}: {error}") from None
+
+
+def _warn_if_open(path: str) -> None:
+    if os.stat(path).st_mode & (stat.S_IROTH | stat.S_IWOTH):
+        log.warning("Every user of this machine has access to the secret: chmod 600 %s.", path)
+
+
+def _is_open(config: LaunchConfig) -> bool:
+    """Whether others than this machine can reach a rendezvous of ours."""
+    if not config.rdzv_endpoint or config.rdzv_backend in ETCD_BACKENDS:
+        return False
+    hosts = [parse_endpoint(place)[0] for place in config.rdzv_endpoint.split(",")]
+    return not all(loopback_addresses(host) for host in hosts)
+
+
+def _tls(config: LaunchConfig, *, server: bool) -> ssl.SSLContext:
+    """Mutual: both ends have a certificate of the authority, which is all that is asked of it.
+
+    Names are not compared: nodes call each other at addresses that no certificate foresees.
+    """
+    import ssl
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    flag, path = "", ""
+    try:
+        flag, path = "--rdzv-tls-ca", str(config.rdzv_tls_ca)
+        context.load_verify_locations(path)
+        flag, path = "--rdzv-tls-cert", f"{config.rdzv_tls_cert} (with {config.rdzv_tls_key})"
+        # Without a password to give, an encrypted key would be asked for at the terminal.
+        context.load_cert_chain(str(config.rdzv_tls_cert), config.rdzv_tls_key, password="")
+    except (OSError, ssl.SSLError, ValueError) as error:
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"{flag} {path} cannot be used ({reason}): name PEM files, the key unencrypted."
+        ) from None
+    return context
