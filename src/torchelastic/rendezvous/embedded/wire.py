@@ -248,28 +248,23 @@ class LeaseEnded(Message):
 
 Kinds = Mapping[str, type[Message]]
 
+#: The fields of every message, and their types.
+_HINTS: dict[type[Message], dict[str, Any]] = {}
 
-def _by_kind(*classes: type[Message]) -> Kinds:
+
+def by_kind(*classes: type[Message]) -> Kinds:
+    """The messages that may come at some point of a conversation."""
+    for cls in classes:
+        hints = get_type_hints(cls)
+        _HINTS[cls] = {item.name: hints[item.name] for item in fields(cls)}
     return {cls.kind: cls for cls in classes}
 
 
-GREETINGS = _by_kind(Hello)
+GREETINGS = by_kind(Hello)
 PROOFS = by_kind(Proof)
-ANSWERS_TO_HELLO = _by_kind(Challenge, Welcome, Refusal, Elsewhere)
-REQUESTS = _by_kind(Get, Put, Watch, Unwatch, OpenLease, KeepAlive, Bye)
-ANSWERS = _by_kind(Rows, Done, NoLease, Changed, LeaseEnded, Refusal)
-
-
-def _hints(cls: type[Message]) -> dict[str, Any]:
-    hints = get_type_hints(cls)
-    return {item.name: hints[item.name] for item in fields(cls)}
-
-
-_HINTS = {
-    cls: _hints(cls)
-    for kinds in (GREETINGS, ANSWERS_TO_HELLO, REQUESTS, ANSWERS)
-    for cls in kinds.values()
-}
+ANSWERS_TO_HELLO = by_kind(Challenge, Welcome, Refusal, Elsewhere)
+REQUESTS = by_kind(Get, Put, Watch, Unwatch, OpenLease, KeepAlive, Bye)
+ANSWERS = by_kind(Rows, Done, NoLease, Changed, LeaseEnded, Refusal)
 
 
 # Messages to bytes
