@@ -1,0 +1,127 @@
+"""Jobs whose nodes are hosts of a network, and what must hold of them whatever happens to it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.netns import Host, Network
+from tests.process.jobs import SCRIPT, Job, Node
+from tests.support import poll_for
+from torchelastic.config import format_endpoint
+
+RESIDENT = Path(__file__).with_name("resident.py")
+PORT = 29400
+
+
+class HostNode(Node):
+    """One `torchelastic run` on a host."""
+
+    def __init__(self, host: Host, command: list[str], directory: Path) -> None:
+        super().__init__(host.command(command), directory, dict(os.environ))
+        self.host = host
+
+
+class NetworkJob(Job):
+    """Nodes on hosts; all are given the same endpoint."""
+
+    def __init__(
+        self, directory: Path, endpoint: str, flags: str, script: Path, keys: Sequence[str]
+    ) -> None:
+        super().__init__(directory, flags, script)
+        self.endpoint = endpoint
+        self._keys = list(keys)
+
+    def start_on(self, host: Host, flags: str = "", *, endpoint: str | None = None) -> HostNode:
+        directory = self.directory / f"{host.name}-{len(self.nodes)}"
+        command = [sys.executable, "-m", "torchelastic", "run", f"--log-dir={directory}/logs"]
+        command += [f"--rdzv-endpoint={endpoint or self.endpoint}", "--rdzv-id=net"]
+        command += [*self.flags, *flags.split()]
+        command += [str(self.script), str(self._lines), str(self._orders), *self._keys]
+        node = HostNode(host, command, directory)
+        self.nodes.append(node)
+        return node
+
+    def start_all(self, hosts: Sequence[Host], flags: str = "") -> list[HostNode]:
+        return [self.start_on(host, flags) for host in hosts]
+
+    def wait_for(self, probe: Any, what: str, timeout: float = 60.0) -> Any:
+        """`poll_for` that shows what the nodes have said."""
+        try:
+            return poll_for(probe, what=what, timeout=timeout)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.said()}") from None
+
+    def steps(self, **wanted: Any) -> list[dict[str, Any]]:
+        return self.lines(event="step", **wanted)
+
+    def wait_steps(self, number: int = 3, timeout: float = 60.0, **wanted: Any) -> int:
+        """Wait until a generation has made so many steps; the newest of those that have."""
+
+        def stepped() -> list[int]:
+            made: dict[int, set[int]] = defaultdict(set)
+            for line in self.steps(**wanted):
+                made[line["generation"]].add(line["step"])
+            return [generation for generation, steps in made.items() if len(steps) >= number]
+
+        what = f"{number} steps of a world with {wanted}"
+        return max(self.wait_for(lambda: [g + 1 for g in stepped()], what, timeout)) - 1
+
+
+@contextmanager
+def network_job(
+    directory: Path,
+    network: Network,
+    flags: str = "",
+    *,
+    endpoint: str | None = None,
+    script: Path = SCRIPT,
+    **keys: Any,
+) -> Iterator[NetworkJob]:
+    """A job on a network; the first host's name is where it meets, unless told otherwise."""
+    endpoint = endpoint or format_endpoint(network.hosts[0].name, PORT)
+    words = [f"{key}={value}" for key, value in keys.items()]
+    made = NetworkJob(directory, endpoint, flags, script, words)
+    try:
+        yield made
+    finally:
+        network.heal()
+        for host in network.hosts:
+            host.wake()
+        made.close()
+
+
+def check_one_world_at_a_time(made: NetworkJob) -> None:
+    """Laws 1 and 2, from what the workers wrote: no step of a generation is made after a step of
+    a later one, and every step is made with the same result by all who make it.
+
+    All hosts are on one machine, so their monotonic clocks are one.
+    """
+    steps = sorted(made.steps(), key=lambda line: line["at"])
+    generations = [line["generation"] for line in steps]
+    assert generations == sorted(generations), _interleaved(steps)
+    sizes: dict[int, set[int]] = defaultdict(set)
+    for line in steps:
+        sizes[line["generation"]].add(line["size"])
+    assert all(len(found) == 1 for found in sizes.values()), f"two worlds of one number: {sizes}"
+    results: dict[tuple[int, int], set[str]] = defaultdict(set)
+    for line in steps:
+        results[line["generation"], line["step"]].add(line["hash"])
+    assert all(len(found) == 1 for found in results.values()), "workers of a world differ"
+    for node in made.nodes:
+        formed = [record["generation"] for record in node.events("world-formed")]
+        assert formed == sorted(set(formed)), f"{node.directory.name} saw generations {formed}"
+
+
+def _interleaved(steps: list[dict[str, Any]]) -> str:
+    """Where two worlds were at work at the same time."""
+    for before, after in itertools.pairwise(steps):
+        if after["generation"] < before["generation"]:
+            return f"two worlds at once: {before} and then {after}"
+    return ""

@@ -1,0 +1,171 @@
+"""The networks that other tests are made on do what they say."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import netns
+from tests.netns import Host, Network
+from tests.support import poll_for
+
+PORT = 5000
+
+ECHO = f"""
+import socket, threading
+def echo(connection):
+    while True:
+        connection.sendall(connection.recv(65536) or exit())
+server = socket.create_server(("::", {PORT}), family=socket.AF_INET6, dualstack_ipv6=True)
+while True:
+    threading.Thread(target=echo, args=server.accept()[:1], daemon=True).start()
+"""
+
+#: Connects, then sends a line of what it is told to and says how that went.
+ASK = f"""
+import socket, sys, time
+try:
+    connection = socket.create_connection((sys.argv[1], {PORT}), float(sys.argv[2]))
+    print("connected", flush=True)
+    for line in sys.stdin:
+        began, data = time.monotonic(), b"x" * int(line)
+        connection.sendall(data)
+        while data:
+            data = data[len(connection.recv(65536)):]
+        print(f"{{time.monotonic() - began:.3f}}", flush=True)
+except OSError as error:
+    print(type(error).__name__, flush=True)
+"""
+
+
+class Asking:
+    """A process on one host with a connection to another."""
+
+    def __init__(self, host: Host, address: str, *, timeout: float = 0.5) -> None:
+        command = [sys.executable, "-c", ASK, address, str(timeout)]
+        self.process = host.popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def __enter__(self) -> Asking:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def hear(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().decode().strip()
+
+    def ask(self, size: int = 1) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{size}\n".encode())
+        self.process.stdin.flush()
+        return self.hear()
+
+
+@pytest.fixture
+def network():
+    with Network(3) as made:
+        echo = made.hosts[1].popen([sys.executable, "-c", ECHO], stderr=subprocess.DEVNULL)
+        try:
+            poll_for(lambda: _connects(made), what="the second host listens")
+            yield made
+        finally:
+            echo.kill()
+            echo.wait()
+
+
+def _connects(network: Network) -> bool:
+    with Asking(network.hosts[0], "host2") as asking:
+        return asking.hear() == "connected"
+
+
+@pytest.mark.parametrize(
+    ("how", "to_the_old", "to_a_new"),
+    [
+        ("drop", "TimeoutError", "TimeoutError"),
+        ("reset", "ConnectionResetError", "ConnectionRefusedError"),
+    ],
+)
+def test_hosts_that_are_cut_off_do_not_reach_each_other(network, how, to_the_old, to_a_new):
+    first, second, third = network.hosts
+    for address in second.addresses:
+        with Asking(first, address) as before, Asking(third, address) as beside:
+            assert (before.hear(), beside.hear()) == ("connected", "connected")
+            network.cut([first], [second, third], how=how)
+            assert before.ask() == to_the_old
+            assert float(beside.ask()) < 1
+            with Asking(first, address) as new:
+                assert new.hear() == to_a_new
+            network.heal()
+            with Asking(first, address) as healed:
+                assert healed.hear() == "connected"
+
+
+def test_connections_can_be_reset_once(network):
+    first, second, _ = network.hosts
+    with Asking(first, second.address) as before:
+        assert before.hear() == "connected"
+        assert second.reset_connections(PORT) == 1
+        assert before.ask() == "ConnectionResetError"
+    assert _connects(network)
+
+
+def test_packets_are_delayed_and_lost(network):
+    first, second, _ = network.hosts
+    network.delay(50)
+    with Asking(first, second.address, timeout=10) as asking:
+        assert asking.hear() == "connected"
+        assert 0.1 <= float(asking.ask()) < 1
+    network.lose(10)
+    with Asking(first, second.address, timeout=10) as asking:
+        assert asking.hear() == "connected"
+        assert sum(float(asking.ask()) for _ in range(20)) > 0.2  # TCP sends again after 200 ms
+
+
+def test_a_host_has_its_own_name_and_names(network):
+    first = network.hosts[0]
+    assert first.run(["sh", "-c", "cat /proc/sys/kernel/hostname"]) == "host1\n"
+    assert Path("/proc/sys/kernel/hostname").read_text() != "host1\n"
+    first.names({"late": ["10.77.0.9"]})
+    assert first.run(["getent", "ahosts", "late"]).startswith("10.77.0.9 ")
+
+
+CRASH = """
+import os, signal
+from pathlib import Path
+from tests.netns import Network
+network = Network(1).__enter__()
+process = network.hosts[0].popen(["sleep", "600"])
+while Path(f"/proc/{process.pid}/comm").read_text() != "sleep\\n":
+    pass
+print(network.hosts[0].namespace, process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_test_run_that_is_killed_leaves_nothing_for_long():
+    netns.need_namespaces()
+    crashed = subprocess.run([sys.executable, "-c", CRASH], capture_output=True, text=True)
+    assert crashed.returncode == -signal.SIGKILL, crashed.stderr
+    name, pid = crashed.stdout.split()
+    poll_for(lambda: not Path(f"/proc/{pid}").exists(), what="its processes end with it")
+    assert Path(f"/run/netns/{name}").exists()
+    netns.need_namespaces()
+    assert not Path(f"/run/netns/{name}").exists()
+    assert not Path(f"/etc/netns/{name}").exists()
+
+
+def test_without_root_the_tests_are_skipped_saying_so(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.delenv("TESTS_MUST_NOT_SKIP", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="only root can make them"):
+        netns.need_namespaces()
+    monkeypatch.setenv("TESTS_MUST_NOT_SKIP", "1")
+    with pytest.raises(pytest.fail.Exception, match="only root can make them"):
+        netns.need_namespaces()
