@@ -6,6 +6,8 @@ TorchElasticError
 │   ├── RendezvousLost     the store cannot be reached any longer (exit 171)
 │   ├── LeaseExpired       the store has given this node up
 │   ├── RendezvousRefused  the store answered, but this agent may not join it
+│   ├── RendezvousClosedException, RendezvousTimeoutException, RendezvousNonRetryableError
+│   │                      0.2's handlers: the job has ended; too few nodes; anything else
 │   └── WireError          bytes that are not our protocol, or a message too large for it
 │       └── TlsError       the other end speaks no TLS, or its certificate is not to be trusted
 ├── ChannelLost            a resident worker and its agent cannot talk any longer
@@ -60,6 +62,18 @@ class TlsError(WireError):
 
 class NotEnoughNodes(RendezvousError):
     """The job waited for nodes longer than it was allowed to."""
+
+
+class RendezvousClosedException(RendezvousError):
+    """0.2: the job has ended, and no world comes any more."""
+
+
+class RendezvousTimeoutException(RendezvousError):
+    """0.2: the nodes have not agreed on a world in time."""
+
+
+class RendezvousNonRetryableError(RendezvousError):
+    """0.2: the rendezvous cannot be reached, or refuses this node."""
 
 
 class CheckpointError(TorchElasticError):

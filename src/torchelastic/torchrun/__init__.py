@@ -3,7 +3,9 @@
 guest_state.py  what such a node makes of the worlds it hears of, pure
 guest.py        the node: a thread that is a member of the job, while the launcher has the workers
 stores.py       the TCPStore of a generation
+parameters.py   what the launcher was told about the rendezvous, as a job of ours, pure
 handler.py      torch's `RendezvousHandler` over a guest
+old_handler.py  that of release 0.2
 
 torch finds this package by its entry point in the group `torchrun.handlers`. It runs in torchrun's
 process, so it may import torch.

@@ -1,0 +1,53 @@
+"""torchrun's flags as a job of ours."""
+
+import pytest
+
+from torchelastic.errors import ConfigError
+from torchelastic.torchrun.parameters import launch_config
+
+
+def made(endpoint="node1", run_id="job", nodes=(1, 2), **conf):
+    return launch_config(endpoint, run_id, nodes, conf)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "conf", "backend", "where"),
+    [
+        ("node1", {}, "c10d", "node1:29400"),
+        ("node1:1234", {"backend": "c10d"}, "c10d", "node1:1234"),
+        ("tcp://node1:1234", {}, "c10d", "node1:1234"),
+        ("e1:23790", {"backend": "etcd"}, "etcd", "e1:23790"),
+        ("etcd://e1", {}, "etcd", "e1:2379"),
+        ("etcd-v3://e1", {"backend": "etcd-v3"}, "etcd-v3", "e1:2379"),
+    ],
+)
+def test_the_endpoint_or_a_key_says_where_the_nodes_meet(endpoint, conf, backend, where):
+    config = made(endpoint, **conf)
+
+    assert (config.rdzv_backend, config.rdzv_endpoint) == (backend, where)
+
+
+def test_keys_mean_what_they_mean_to_torchrun():
+    config = made(last_call_timeout=2, join_timeout=60, timeout=900, keep_alive_interval=1)
+
+    assert (config.settle, config.wait_for_nodes, config.lease) == (2.0, 60.0, 3.0)
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (1, 2, 1)
+
+
+def test_our_budget_is_not_what_ends_a_job():
+    assert made().max_restarts > 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"endpoint": "etcd://e1", "backend": "c10d"}, "disagree"),
+        ({"endpoint": "zookeeper://z"}, "'zookeeper' is not available"),
+        ({"endpoint": "etcd://e1", "run_id": "none"}, "--rdzv-id"),
+        ({"endpoint": ""}, "--rdzv-endpoint"),
+        ({"last_call_timeout": "soon"}, "'soon' is no time"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_joined(arguments, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        made(**arguments)
