@@ -20,6 +20,7 @@ from torchelastic.agent.processes import command_line
 from torchelastic.agent.supervisor import Supervisor, WorkerExit, WorkerSpawn
 from torchelastic.agent.zygote import Zygote
 from torchelastic.config import Entry
+from torchelastic.rendezvous.secret import Secret
 
 #: Long, for a busy machine: a torch that is imported from a cold disk cache takes its time.
 DEADLINE = 90.0
@@ -75,6 +76,8 @@ class Bench:
         self.messages: list[tuple[int, dict[str, Any]]] = []
         self.zygote: Zygote | None = None
         self.cgroup = cgroup
+        #: The job's, for workers that are started from now on.
+        self.secret: Secret | None = None
         self._supervisor: Supervisor | None = None
 
     def start_zygote(
@@ -101,6 +104,7 @@ class Bench:
                 cgroup=self.cgroup,
                 on_exit=self.exits.append,
                 on_message=lambda local_rank, message: self.messages.append((local_rank, message)),
+                secret=self.secret,
             )
         return self._supervisor
 

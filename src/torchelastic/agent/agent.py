@@ -37,6 +37,7 @@ from torchelastic.errors import (
     SpawnError,
 )
 from torchelastic.events.log import EventLog, sink_for
+from torchelastic.rendezvous.credentials import load_secret
 from torchelastic.rendezvous.world import World
 from torchelastic.worker import orders
 
@@ -79,6 +80,7 @@ class Agent:
         self._entry = entry
         self._clock = clock or SystemClock()
         self._node = secrets.token_hex(4)
+        self._secret = load_secret(config)
         self._state: GroupState | CrewState = GroupState(
             node=self._node, nproc=config.nproc_per_node
         )
@@ -147,6 +149,7 @@ class Agent:
             narrator=self._narrator,
             clock=self._clock,
             tell_event=self._queue.put_nowait,
+            secret=self._secret,
         )
         self._presence = Presence(
             config,

@@ -52,7 +52,7 @@ class Nursery:
         await self.stores.start()
 
     async def _spawn(self, spawn: WorkerSpawn) -> int:
-        pid = await self._fork(spawn) or spawn_plain(spawn, python=self._python, channel_fd=None)
+        pid = await self._fork(spawn) or spawn_plain(spawn, python=self._python)
         self.pids.add(pid)
         return pid
 
@@ -60,7 +60,7 @@ class Nursery:
         if self.zygote is None or not self.zygote.usable:
             return None
         try:
-            return await self.zygote.fork(spawn, None, None)
+            return await self.zygote.fork(spawn)
         except SpawnError as error:
             logger.info("%s starts as a plain process: %s", spawn.entry.target, error)
             return None

@@ -59,15 +59,19 @@ def command_line(entry: Entry, python: str) -> list[str]:
 
 
 def spawn_plain(
-    spawn: WorkerSpawn, *, python: str, channel_fd: int | None, cgroup: Cgroup | None = None
+    spawn: WorkerSpawn,
+    *,
+    python: str,
+    inherited: Mapping[str, int] | None = None,
+    cgroup: Cgroup | None = None,
 ) -> int:
     """Start a worker as a child of this process, in a session of its own; returns its pid.
 
-    It dies with this process. Raises `SpawnError` if the program cannot be run.
+    It dies with this process. `inherited` are descriptors of ours it is to have, by the variable
+    that tells it their number. Raises `SpawnError` if the program cannot be run.
     """
-    env = dict(spawn.env)
-    if channel_fd is not None:
-        env["TORCHELASTIC_CHANNEL_FD"] = str(channel_fd)
+    inherited = inherited or {}
+    env = {**spawn.env, **{name: str(number) for name, number in inherited.items()}}
     if spawn.entry.kind != "program":
         env = startup.environment(env, "worker")
 
@@ -77,7 +81,7 @@ def spawn_plain(
         if spawn.cpus is not None:
             os.sched_setaffinity(0, spawn.cpus)
 
-    keep = () if channel_fd is None else (channel_fd,)
+    keep = tuple(inherited.values())
     command = command_line(spawn.entry, python)
     return start_program(command, env=env, streams=spawn.streams, keep=keep, prepare=prepare)
 

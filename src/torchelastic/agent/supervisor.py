@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from signal import SIGCHLD, SIGCONT, SIGKILL, SIGTERM, pidfd_send_signal
 from typing import Any
@@ -19,7 +19,8 @@ from torchelastic.agent.processes import WorkerSpawn, default_python, spawn_plai
 from torchelastic.agent.zygote import Zygote
 from torchelastic.errors import SpawnError
 from torchelastic.failure import signal_name
-from torchelastic.worker import channel
+from torchelastic.rendezvous.secret import Secret
+from torchelastic.worker import channel, handed_secret
 
 __all__ = ["Supervisor", "WorkerExit", "WorkerSpawn"]
 
@@ -62,7 +63,9 @@ class Supervisor:
         on_exit: Callable[[WorkerExit], None],
         on_message: Callable[[int, dict[str, Any]], None],
         python: str | None = None,
+        secret: Secret | None = None,
     ) -> None:
+        """`secret` is the job's, handed to every worker."""
         #: Children that are no workers and must not be taken for strays of workers. A helper's
         #: owner adds it at once, before anything else is awaited.
         self.exempt: set[int] = set(linux.children())
@@ -75,6 +78,7 @@ class Supervisor:
         self._on_exit = on_exit
         self._on_message = on_message
         self._python = python or default_python()
+        self._secret = secret
         self._workers: dict[int, _Worker] = {}
         #: Of the workers of this generation, those that have ended included.
         self._cgroups: list[Cgroup] = []
@@ -110,12 +114,18 @@ class Supervisor:
 
     async def _start(self, spawn: WorkerSpawn) -> int:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        inherited = {channel.VARIABLE: theirs.fileno()}
+        if self._secret is not None:
+            inherited[handed_secret.VARIABLE] = handed_secret.offer(self._secret)
         with theirs:
             try:
-                pid = await self._spawn(spawn, theirs.fileno())
+                pid = await self._spawn(spawn, inherited)
             except BaseException:
                 ours.close()
                 raise
+            finally:
+                if self._secret is not None:
+                    os.close(inherited[handed_secret.VARIABLE])
         worker = _Worker(spawn.local_rank, pid, os.pidfd_open(pid), ours)
         self._workers[spawn.local_rank] = worker
         self._none_left.clear()
@@ -126,13 +136,13 @@ class Supervisor:
         loop.add_reader(worker.channel, self._hear, worker)
         return pid
 
-    async def _spawn(self, spawn: WorkerSpawn, channel_fd: int) -> int:
+    async def _spawn(self, spawn: WorkerSpawn, inherited: Mapping[str, int]) -> int:
         if self._zygote is not None and spawn.entry.kind != "program":
             try:
-                return await self._zygote.fork(spawn, channel_fd, self._cgroup)
+                return await self._zygote.fork(spawn, inherited, self._cgroup)
             except SpawnError as error:
                 self._say_plain(str(error))
-        return spawn_plain(spawn, python=self._python, channel_fd=channel_fd, cgroup=self._cgroup)
+        return spawn_plain(spawn, python=self._python, inherited=inherited, cgroup=self._cgroup)
 
     def _say_plain(self, reason: str) -> None:
         if not self._said_plain:

@@ -15,6 +15,8 @@ def node_env(environ: Mapping[str, str], config: LaunchConfig) -> dict[str, str]
     The OpenMP variable acts when torch is imported, so it must be right before the first fork.
     """
     env = dict(environ)
+    # Whatever a worker starts inherits its environment: it gets the secret by a descriptor.
+    env.pop("TORCHELASTIC_SECRET", None)
     if config.nproc_per_node > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")

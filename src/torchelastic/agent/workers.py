@@ -23,6 +23,7 @@ from torchelastic.clock import Clock
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.errors import SpawnError
 from torchelastic.failure import Failure
+from torchelastic.rendezvous.secret import Secret
 from torchelastic.rendezvous.world import World
 from torchelastic.worker import error_file, orders, slate
 from torchelastic.worker.bootstrap import TOLD_MESSAGE, TOLD_TRACEBACK, result_path
@@ -47,6 +48,7 @@ class Workers:
         narrator: Narrator,
         clock: Clock,
         tell_event: Callable[[crew.Event], None],
+        secret: Secret | None,
     ) -> None:
         self._config = config
         self._entry = entry
@@ -60,6 +62,7 @@ class Workers:
             cgroup=Cgroup.create(),
             on_exit=self._exited,
             on_message=self._heard,
+            secret=secret,
         )
         self._supervisor.exempt = nursery.pids
         #: From the order to stop them on: their ends are no failures then.

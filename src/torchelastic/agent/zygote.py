@@ -132,25 +132,28 @@ class Zygote:
             self._control.send(json.dumps({"cgroup": cgroup.path}).encode())
 
     async def fork(
-        self, spawn: WorkerSpawn, channel_fd: int | None, cgroup: Cgroup | None = None
+        self,
+        spawn: WorkerSpawn,
+        inherited: Mapping[str, int] | None = None,
+        cgroup: Cgroup | None = None,
     ) -> int:
         """The pid of a new worker, a child of ours in a session of its own.
 
-        Raises `SpawnError`: for this worker if it needs what a copy cannot have, for all if
-        `usable` is False afterwards.
+        `inherited` is as for `spawn_plain`. Raises `SpawnError`: for this worker if it needs what a
+        copy cannot have, for all if `usable` is False afterwards.
         """
-        request = self._request(spawn, cgroup)
+        inherited = inherited or {}
+        request = {**self._request(spawn, cgroup), "inherited": list(inherited)}
+        descriptors = [*spawn.streams, *inherited.values()]
         await self.wait_ready()
         self.in_flight += 1
         try:
             async with self._lock:
-                return await self._ask(request, spawn.streams, channel_fd)
+                return await self._ask(request, descriptors)
         finally:
             self.in_flight -= 1
 
-    async def _ask(
-        self, request: Mapping[str, Any], streams: Sequence[int], channel_fd: int | None
-    ) -> int:
+    async def _ask(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
         if self.aside:
             raise SpawnError(self.aside)
         self._requests += 1
@@ -158,10 +161,9 @@ class Zygote:
         with open(os.memfd_create("request"), "w+b") as file:
             file.write(json.dumps(request).encode())
             file.flush()
-            descriptors = [file.fileno(), *streams]
-            descriptors += [] if channel_fd is None else [channel_fd]
+            sent = [file.fileno(), *descriptors]
             try:
-                socket.send_fds(self._control, [json.dumps(message).encode()], descriptors)
+                socket.send_fds(self._control, [json.dumps(message).encode()], sent)
             except OSError as error:
                 logger.debug("the zygote does not listen: %s", error)
         while True:

@@ -8,10 +8,10 @@ wait to be told what they are.
 
 The agent's first message is `{"preload": […], "blanks": …}`; the answer `{"seconds": …}` comes when
 the imports are done. `{"cgroup": …}` says where blanks are to be. `{"number": …}` is a request; its
-descriptors are what is asked for, as JSON in a file, standard input, output and error, and perhaps
-the channel. The answer is `{"number": …, "pid": …}`. `{"error": …}` says why there is no worker,
-and with `"aside": true` that there will be none: the zygote ends. `{"blank": pid}` comes before a
-blank becomes the agent's child.
+descriptors are what is asked for, as JSON in a file, standard input, output and error, and those
+that the worker inherits. The answer is `{"number": …, "pid": …}`. `{"error": …}` says why there is
+no worker, and with `"aside": true` that there will be none: the zygote ends. `{"blank": pid}` comes
+before a blank becomes the agent's child.
 """
 
 from __future__ import annotations

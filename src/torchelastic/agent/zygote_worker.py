@@ -18,7 +18,7 @@ from torchelastic import env
 from torchelastic.agent import linux
 from torchelastic.agent.cgroup import Cgroup
 from torchelastic.agent.processes import redirect
-from torchelastic.worker import bootstrap, channel
+from torchelastic.worker import bootstrap
 
 #: What torch begins with in releases that do not seed at random.
 CONSTANT_SEED = 67280421310721
@@ -31,7 +31,8 @@ def become(descriptors: Sequence[int], agent: int, env_changes: Mapping[str, str
         os.setsid()
         request = _read(descriptors[0])
         _take_streams(descriptors[1:4])
-        _take_environment(request["env"], env_changes, descriptors[4:])
+        inherited = dict(zip(request["inherited"], descriptors[4:], strict=True))
+        _take_environment(request["env"], env_changes, inherited)
         if request["cgroup"]:
             Cgroup(request["cgroup"]).join()
         if request["cpus"] is not None:
@@ -92,12 +93,13 @@ def _renew(stream: TextIOWrapper, number: int) -> None:
 
 
 def _take_environment(
-    wanted: Mapping[str, str], env_changes: Mapping[str, str | None], channel_fd: Sequence[int]
+    wanted: Mapping[str, str],
+    env_changes: Mapping[str, str | None],
+    inherited: Mapping[str, int],
 ) -> None:
     """Exactly what was asked for, and what imports have set since, as they do in any process."""
     values: dict[str, str | None] = {**wanted, **env_changes}
-    for descriptor in channel_fd:
-        values[channel.VARIABLE] = str(descriptor)
+    values.update((name, str(descriptor)) for name, descriptor in inherited.items())
     env.replace({name: value for name, value in values.items() if value is not None})
 
 

@@ -28,7 +28,7 @@ from torchelastic.errors import ConfigError
 from torchelastic.multiprocessing.calls import function_entry, read_result
 from torchelastic.multiprocessing.errors import ProcessFailure
 from torchelastic.multiprocessing.output_thread import Output
-from torchelastic.worker import channel
+from torchelastic.worker import channel, handed_secret
 from torchelastic.worker.bootstrap import result_path
 
 logger = logging.getLogger(__name__)
@@ -176,8 +176,9 @@ class PContext(abc.ABC):
     def _env(self, rank: int) -> dict[str, str]:
         whole = {**env.snapshot(), **self.envs[rank]}
         whole["TORCHELASTIC_ERROR_FILE"] = self.error_files[rank]
-        # If we are a worker, the channel to the agent is ours alone.
-        whole.pop(channel.VARIABLE, None)
+        # If we are a worker, the channel to the agent is ours alone; so is the job's secret.
+        for name in (channel.VARIABLE, handed_secret.VARIABLE, "TORCHELASTIC_SECRET"):
+            whole.pop(name, None)
         return whole
 
     def _spawn(self, rank: int, streams: WorkerStreams) -> int:
@@ -188,7 +189,7 @@ class PContext(abc.ABC):
             stdout=streams.stdout,
             stderr=streams.stderr,
         )
-        return spawn_plain(spawn, python=default_python(), channel_fd=None)
+        return spawn_plain(spawn, python=default_python())
 
     def _running(self) -> dict[int, _Process]:
         return {rank: each for rank, each in self._processes.items() if each.exitcode is None}

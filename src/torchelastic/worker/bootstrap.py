@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from torchelastic import env
-from torchelastic.worker import channel, error_file
+from torchelastic.worker import channel, error_file, handed_secret
 
 #: How many characters of a message and of a traceback the agent is told, at most 12 bytes each in
 #: JSON; the error file has everything.
@@ -24,6 +24,7 @@ def attach() -> None:
     it was replaced.
     """
     channel.adopt()
+    handed_secret.adopt()
     worker = os.getpid()
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
