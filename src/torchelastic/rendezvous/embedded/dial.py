@@ -252,8 +252,7 @@ async def _answer(link: Link, endpoint: Endpoint, timeout: float) -> wire.Messag
 
 
 def _no_rendezvous(endpoint: Endpoint) -> str:
-    asked = "TLS" if endpoint.credentials.client_tls is not None else "no TLS"
     return (
-        f"The port of {endpoint} is used by something that is not a torchelastic rendezvous (of "
-        f"{asked}, as this node has): choose another port in --rdzv-endpoint."
+        f"The port of {endpoint} is used by something that is not a torchelastic rendezvous: "
+        "choose another port in --rdzv-endpoint."
     )

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable
 
 from torchelastic.errors import TlsError, WireError
-from torchelastic.rendezvous.embedded.tls import TlsPipe
-from torchelastic.rendezvous.embedded.wire import FRAME_LIMIT, Message, Unpacker, pack
+from torchelastic.rendezvous.embedded.tls import TlsPipe, is_tls
+from torchelastic.rendezvous.embedded.wire import FRAME_LIMIT, Message, Refusal, Unpacker, pack
 
 #: Seconds the kernel keeps trying to reach a peer that does not acknowledge.
 PEER_TIMEOUT = 15
@@ -22,6 +22,10 @@ _SOCKET_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PEER_TIMEOUT // 3),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, PEER_TIMEOUT * 1000),
+)
+_OTHER_KIND = (
+    "Nodes with TLS and nodes without do not meet: give every node --rdzv-tls-cert, --rdzv-tls-key "
+    "and --rdzv-tls-ca, or none."
 )
 
 
@@ -46,6 +50,7 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._made = made
         self._tls = tls
+        self._first = True
         self._unpacker = Unpacker(limit)
         self._handler: Callable[[bytes], None] | None = None
         #: Frames that came before anybody wanted them.
@@ -136,6 +141,11 @@ class Link(asyncio.Protocol):
             self._made(self)
 
     def data_received(self, data: bytes) -> None:
+        if self._first:
+            self._first = False
+            if is_tls(data) != (self._tls is not None):
+                self._part_from_the_other_kind()
+                return
         try:
             for payload in self._unpacker.feed(self._plain(data)):
                 self._hand_over(payload)
@@ -146,6 +156,13 @@ class Link(asyncio.Protocol):
             self.close()  # not at once: TLS itself has sent the peer a word on why
         except WireError as error:
             self.abort(error)
+
+    def _part_from_the_other_kind(self) -> None:
+        """One end speaks TLS, the other does not. Both can tell, in their own way, from this."""
+        assert self._transport is not None
+        self._error = TlsError("it speaks TLS" if self._tls is None else "it speaks no TLS")
+        self._transport.write(pack(Refusal(_OTHER_KIND)))
+        self.close()
 
     def _plain(self, data: bytes) -> bytes:
         if self._tls is None:

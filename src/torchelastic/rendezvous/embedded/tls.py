@@ -11,6 +11,13 @@ import ssl
 from torchelastic.errors import TlsError
 
 _CHUNK = 64 * 1024
+#: How an alert and a handshake begin. As the length of a frame it would be far too much.
+_FIRST_BYTES = (0x15, 0x16)
+
+
+def is_tls(data: bytes) -> bool:
+    """Whether a conversation that begins so is TLS, and not frames in the clear."""
+    return data[0] in _FIRST_BYTES
 
 
 class TlsPipe:

@@ -1,0 +1,45 @@
+"""Certificates for tests, made by the `openssl` program; skips, saying so, where there is none."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Paths of PEM files."""
+
+    cert: str
+    key: str
+
+
+class Authority:
+    """Signs certificates, and is known by its own."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        if shutil.which("openssl") is None:
+            pytest.skip("the openssl program is not installed")
+        self._directory = directory
+        self._name = name
+        own = self._make(name, "-x509", "-addext", "basicConstraints=critical,CA:TRUE")
+        self.cert, self._key = own.cert, own.key
+
+    def issue(self, name: str) -> Certificate:
+        signed_by = ("-CA", self.cert, "-CAkey", self._key, "-addext", "basicConstraints=CA:FALSE")
+        return self._make(f"{self._name}-{name}", "-x509", *signed_by)
+
+    def _make(self, name: str, *options: str) -> Certificate:
+        made = Certificate(
+            str(self._directory / f"{name}.pem"), str(self._directory / f"{name}.key")
+        )
+        key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+        files = ("-keyout", made.key, "-out", made.cert)
+        subject = ("-subj", f"/CN={name}", "-days", "2")
+        command = ["openssl", "req", *options, *key, *files, *subject]
+        subprocess.run(command, check=True, capture_output=True)
+        return made

@@ -1,0 +1,397 @@
+"""The greeting: both ends have the secret, or nothing comes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+
+from tests.certificates import Authority
+from tests.unit.rendezvous.embedded_support import run
+from tests.unit.rendezvous.reception_support import (
+    JOB,
+    SECRET,
+    call,
+    echoed,
+    frame,
+    receiving,
+    stranger,
+)
+from torchelastic.config import LaunchConfig
+from torchelastic.errors import ConfigError, RendezvousRefused
+from torchelastic.rendezvous import credentials
+from torchelastic.rendezvous.embedded import wire
+from torchelastic.rendezvous.embedded.dial import Endpoint, knock
+from torchelastic.rendezvous.embedded.link import Link
+from torchelastic.rendezvous.secret import ANONYMOUS, Credentials, Secret, new_nonce
+
+OTHER = Secret(b"the secret of another job")
+
+
+def hello(nonce: str = "", job: str = JOB) -> wire.Hello:
+    return wire.Hello(wire.PROTOCOL, wire.VERSION, job, None, wire.STORE, 0, nonce)
+
+
+# The secret
+
+
+def test_both_have_the_secret():
+    async def story():
+        async with receiving(secret=SECRET) as (reception, echo):
+            link = await call(reception.port, Credentials(Secret(SECRET.reveal())))
+            assert await echoed(link)
+            assert echo.hellos[0].job == JOB
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "sentence"),
+    [
+        (SECRET, Credentials(OTHER), "different secrets: give every node"),
+        (SECRET, ANONYMOUS, "has a secret, and this node none: give every node"),
+        (None, Credentials(SECRET), "has a secret, and the rendezvous none: give every node"),
+    ],
+    ids=["another one", "none here", "none there"],
+)
+def test_one_sentence_tells_what_is_wrong_with_the_secret(theirs, ours, sentence):
+    async def story():
+        async with receiving(secret=theirs) as (reception, echo):
+            with pytest.raises(RendezvousRefused, match=sentence) as refusal:
+                await call(reception.port, ours)
+            assert "--rdzv-secret-file or TORCHELASTIC_SECRET" in str(refusal.value)
+            assert not echo.links
+
+    run(story())
+
+
+def test_who_has_the_secret_and_means_another_job_is_told_so():
+    async def story():
+        async with receiving(secret=SECRET) as (reception, _):
+            with pytest.raises(RendezvousRefused, match="belongs to job 'job-1', not to 'job-2'"):
+                await call(reception.port, Credentials(SECRET), job="job-2")
+
+    run(story())
+
+
+def test_a_stranger_learns_nothing_about_the_job():
+    async def story():
+        async with receiving(secret=SECRET, job="confidential") as (reception, echo):
+            for first in (hello(), hello(new_nonce()), hello(new_nonce(), "confidential")):
+                async with stranger(reception.port) as spy:
+                    spy.say(wire.pack(first))
+                    heard = await spy.hear()
+                    if first.nonce:
+                        spy.say(wire.pack(wire.Proof("0" * 64)))
+                    heard += await spy.end()
+                assert b"confidential" not in heard
+                assert SECRET.reveal() not in heard
+                assert b"welcome" not in heard
+            assert not echo.links
+
+    run(story())
+
+
+def test_what_was_heard_on_one_connection_is_of_no_use_on_another():
+    async def story():
+        async with receiving(secret=SECRET) as (reception, echo):
+            first = wire.pack(hello(new_nonce()))
+            proof = b""
+            for attempt in range(2):
+                async with stranger(reception.port) as spy:
+                    spy.say(first)
+                    challenge = wire.parse(await spy.hear(), wire.ANSWERS_TO_HELLO)
+                    assert isinstance(challenge, wire.Challenge)
+                    if not attempt:
+                        made = SECRET.proof("client", wire.payload_of(first), challenge.nonce)
+                        proof = wire.pack(wire.Proof(made))
+                    spy.say(proof)
+                    welcomed = b"welcome" in await spy.hear() if not attempt else False
+                    assert welcomed is not bool(attempt)
+                    if attempt:
+                        assert await spy.end() == b""
+            assert len(echo.links) == 1
+
+    run(story())
+
+
+def test_the_servers_own_proof_does_not_open_its_door():
+    async def story():
+        async with receiving(secret=SECRET) as (reception, echo), stranger(reception.port) as spy:
+            spy.say(wire.pack(hello(new_nonce())))
+            challenge = wire.parse(await spy.hear(), wire.ANSWERS_TO_HELLO)
+            assert isinstance(challenge, wire.Challenge)
+            spy.say(wire.pack(wire.Proof(challenge.proof)))
+            assert await spy.end() == b""
+            assert not echo.links
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [wire.Challenge(new_nonce(), "0" * 64)],
+        [wire.Challenge("not a nonce", "0" * 64)],
+        [wire.Welcome(wire.PROTOCOL, wire.VERSION, "trap", False)],
+        [wire.Elsewhere(["127.0.0.1:1"], 9)],
+        [wire.Challenge("\ud800", "\udfff")],
+    ],
+    ids=["no proof", "no nonce", "a welcome", "elsewhere", "no text"],
+)
+def test_a_node_does_not_follow_whoever_took_the_hosts_place(answers):
+    async def story():
+        heard: list[bytes] = []
+
+        async def trap(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            heard.append(await reader.readexactly(4))
+            heard.append(await reader.readexactly(int.from_bytes(heard[0], "big")))
+            for answer in answers:
+                writer.write(wire.pack(answer))
+            heard.append(await reader.read())
+            writer.close()
+
+        listener = await asyncio.start_server(trap, "127.0.0.1", 0)
+        async with listener:
+            port = listener.sockets[0].getsockname()[1]
+            with pytest.raises(RendezvousRefused, match="secret"):
+                await call(port, Credentials(SECRET))
+            while len(heard) < 3:
+                await asyncio.sleep(0.001)
+        # No proof, which a thief of the port could try secrets on.
+        assert heard[2] == b""
+        assert SECRET.reveal() not in heard[1]
+
+    run(story())
+
+
+# Where it comes from
+
+
+def test_the_file_is_taken_before_the_variable(tmp_path, monkeypatch):
+    path = tmp_path / "secret"
+    path.write_bytes(b"of the file, long enough\n")
+    monkeypatch.setenv(credentials.VARIABLE, "of the variable, long enough")
+    by_file = credentials.load_secret(LaunchConfig(rdzv_secret_file=str(path)))
+    by_variable = credentials.load_secret(LaunchConfig())
+    assert by_file is not None
+    assert by_variable is not None
+    assert by_file.reveal() == b"of the file, long enough"
+    assert by_variable.reveal() == b"of the variable, long enough"
+    monkeypatch.delenv(credentials.VARIABLE)
+    assert credentials.load_secret(LaunchConfig()) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [(None, "cannot be read"), (b"too short", "16 to 4096 bytes, not 9"), (b"x" * 9000, "8192")],
+)
+def test_a_bad_file_is_refused_by_its_name(tmp_path, content, sentence):
+    path = tmp_path / "secret"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=sentence) as error:
+        credentials.load_secret(LaunchConfig(rdzv_secret_file=str(path)))
+    assert f"--rdzv-secret-file {path}" in str(error.value)
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, False), (0o644, True)])
+def test_a_file_that_every_user_can_read_is_warned_of(tmp_path, caplog, mode, warned):
+    path = tmp_path / "secret"
+    path.write_bytes(b"0123456789abcdef")
+    path.chmod(mode)
+    with caplog.at_level(logging.WARNING):
+        credentials.load(LaunchConfig(rdzv_secret_file=str(path)))
+    assert ("chmod 600" in caplog.text) is warned
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "warned"),
+    [
+        ("", False),
+        ("localhost:29400", False),
+        ("127.0.0.1:29400", False),
+        ("[::1]:29400", False),
+        ("node1:29400", True),
+    ],
+)
+def test_a_job_that_others_can_reach_and_has_no_secret_is_warned_of(caplog, endpoint, warned):
+    with caplog.at_level(logging.WARNING):
+        credentials.load(LaunchConfig(rdzv_endpoint=endpoint))
+    assert ("This job has no secret" in caplog.text) is warned
+
+
+# TLS
+
+
+class Files:
+    """The certificates of a node."""
+
+    def __init__(self, ours: Authority, trusted: Authority) -> None:
+        issued = ours.issue("node")
+        self.config = LaunchConfig(
+            rdzv_tls_cert=issued.cert, rdzv_tls_key=issued.key, rdzv_tls_ca=trusted.cert
+        )
+
+    def load(self) -> Credentials:
+        return credentials.load(self.config)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("certificates"), "ours")
+
+
+@pytest.fixture(scope="module")
+def other_authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("certificates"), "theirs")
+
+
+@pytest.fixture(scope="module")
+def shown(authority: Authority) -> Credentials:
+    return Files(authority, authority).load()
+
+
+def test_nodes_speak_tls_with_and_without_a_secret(shown):
+    async def story(secret: Secret | None):
+        both = Credentials(secret, shown.server_tls, shown.client_tls)
+        async with receiving(secret=secret, tls=both.server_tls) as (reception, _):
+            link = await call(reception.port, both)
+            for size in (1, 100, 70_000, wire.FRAME_LIMIT):
+                assert await echoed(link, b"x" * size)
+            link.close()
+            await link.ended
+
+    run(story(None))
+    run(story(SECRET))
+
+
+def test_what_is_said_cannot_be_read_on_the_way(shown):
+    async def story():
+        passed: list[bytes] = []
+
+        async with receiving(tls=shown.server_tls) as (reception, _):
+            tapped = await _tap(reception.port, passed)
+            async with tapped:
+                port = tapped.sockets[0].getsockname()[1]
+                link = await call(port, shown)
+                assert await echoed(link, b"confidential")
+                link.close()
+                await link.ended
+                for _ in range(3):
+                    await asyncio.sleep(0)
+        assert passed
+        assert b"confidential" not in b"".join(passed)
+        assert b"hello" not in b"".join(passed)
+
+    asyncio.run(story())
+
+
+async def _tap(port: int, passed: list[bytes]) -> asyncio.Server:
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            passed.append(data)
+            writer.write(data)
+        writer.close()
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(pump(reader, far[1]), pump(far[0], writer))
+
+    return await asyncio.start_server(connect, "127.0.0.1", 0)
+
+
+def test_a_certificate_of_another_authority_is_refused_at_both_ends(
+    authority, other_authority, shown
+):
+    stranger_there = Files(other_authority, authority).load()
+    stranger_here = Files(authority, other_authority).load()
+
+    async def story(theirs: Credentials, ours: Credentials):
+        async with receiving(tls=theirs.server_tls) as (reception, echo):
+            with pytest.raises(
+                RendezvousRefused, match=r"TLS with .* does not come about"
+            ) as error:
+                await call(reception.port, ours)
+            assert "--rdzv-tls-ca" in str(error.value)
+            assert not echo.links
+
+    run(story(shown, stranger_there))
+    run(story(stranger_there, shown))
+    run(story(shown, stranger_here))
+
+
+@pytest.mark.parametrize(
+    ("with_tls", "sentence"),
+    [("there", "nodes without do not meet"), ("here", "does not come about .it speaks no TLS")],
+)
+def test_who_has_no_tls_and_who_has_do_not_meet_and_both_are_told(shown, with_tls, sentence):
+    async def story():
+        theirs, ours = (shown, ANONYMOUS) if with_tls == "there" else (ANONYMOUS, shown)
+        async with receiving(tls=theirs.server_tls) as (reception, echo):
+            with pytest.raises(RendezvousRefused, match=sentence) as error:
+                await call(reception.port, ours)
+            assert "or none" in str(error.value)
+            assert not echo.links
+
+    run(story())
+
+
+def test_garbage_instead_of_tls_ends_the_connection(shown, caplog):
+    async def story():
+        async with receiving(tls=shown.server_tls) as (reception, echo):
+            for noise in (frame(b"{}"), b"\x16\x03\x01" + b"\xff" * 500, b"\x80" * 4000):
+                async with stranger(reception.port) as spy:
+                    spy.say(noise)
+                    await spy.end()
+            link = await call(reception.port, shown)
+            assert await echoed(link)
+            assert len(echo.links) == 1
+
+    with caplog.at_level(logging.WARNING):
+        run(story())
+    assert caplog.text.count("no TLS that is ours") == 1
+
+
+@pytest.mark.parametrize("missing", ["rdzv_tls_cert", "rdzv_tls_key", "rdzv_tls_ca"])
+def test_files_that_cannot_be_used_are_named(authority, tmp_path, missing):
+    issued = authority.issue("named")
+    files = {
+        "rdzv_tls_cert": issued.cert,
+        "rdzv_tls_key": issued.key,
+        "rdzv_tls_ca": authority.cert,
+    }
+    (tmp_path / "empty").touch()
+    for path in ("nowhere", "empty"):
+        config = LaunchConfig(**{**files, missing: str(tmp_path / path)})
+        with pytest.raises(ConfigError, match=f"{path}.* cannot be used"):
+            credentials.load(config)
+    del files[missing]
+    with pytest.raises(ConfigError, match="belong together"):
+        LaunchConfig(**files)
+
+
+def test_a_link_that_never_connects_leaves_nothing(shown):
+    async def story():
+        with pytest.raises(OSError, match=r"[Cc]onnect"):
+            await knock(Endpoint("127.0.0.1", 1, JOB, shown), timeout=5)
+
+    run(story())
+
+
+def test_where_the_link_comes_from_is_known():
+    async def story():
+        async with receiving() as (reception, echo):
+            link = await call(reception.port)
+            assert isinstance(link, Link)
+            assert echo.links[0].remote_addr == "127.0.0.1"
+
+    run(story())
+
+
+def test_no_path_of_the_secret_leads_into_a_config():
+    config = LaunchConfig(rdzv_secret_file="/etc/secret")
+    assert config.to_json()["rdzv_secret_file"] == "/etc/secret"
+    assert Path(str(config.rdzv_secret_file)).name in repr(config)
