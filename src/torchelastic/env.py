@@ -49,6 +49,9 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable("TORCHELASTIC_FAULTS", "worker", "faults to inject, see torchelastic.faults"),
     Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "worker", "1 unless set"),
+    Variable(
+        "GLOO_SOCKET_IFNAME", "worker", "unless set, the interface where other nodes reach this one"
+    ),
     Variable("RES_OPTIONS", "worker", "timeout:1 attempts:2 unless set: how long DNS is asked"),
     Variable("OMP_NUM_THREADS", "worker", "1 if unset and the node has several workers"),
     Variable(

@@ -193,6 +193,7 @@ class Agent:
         """Meet the other nodes and warm up side by side; say `ready` when both are done."""
         warming = self._background(self._nursery.warm_up(), "warm-up")
         await self._presence.join()
+        self._workers.reached_at(self._presence.meeting.addr)
         self._narrator.joined(self._presence.member.name, self._presence.meeting)
         self._narrator.warmed_up(await warming, self._nursery.warnings)
         await self._offer_store()

@@ -23,6 +23,7 @@ from torchelastic.clock import Clock
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.errors import SpawnError
 from torchelastic.failure import Failure
+from torchelastic.rendezvous.interfaces import interface_of
 from torchelastic.rendezvous.secret import Secret
 from torchelastic.rendezvous.world import World
 from torchelastic.worker import error_file, orders, slate
@@ -99,6 +100,14 @@ class Workers:
         return self._supervisor.pid(local_rank)
 
     # --- starting --------------------------------------------------------------------------------
+
+    def reached_at(self, addr: str) -> None:
+        """Let gloo listen where other nodes reach this one, unless the user has said where.
+
+        Left alone, it takes what the machine's name means here, which may be a loopback address.
+        """
+        if (interface := interface_of(addr)) is not None:
+            self._env = {"GLOO_SOCKET_IFNAME": interface, **self._env}
 
     async def start_all(self, world: World, node: str) -> None:
         """Start the workers of a world's node, all or none."""

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public all the same
 
+from torchelastic import env
 from torchelastic.agent import crew, group_state
 from torchelastic.agent.log_observer import LogObserver
 from torchelastic.agent.presence import Presence
@@ -29,6 +30,7 @@ from torchelastic.config import LaunchConfig, format_endpoint
 from torchelastic.errors import TorchElasticError
 from torchelastic.failure import Failure
 from torchelastic.rendezvous import url as urls
+from torchelastic.rendezvous.interfaces import interface_of
 from torchelastic.rendezvous.world import World
 from torchelastic.worker import channel, orders, slate
 
@@ -119,6 +121,7 @@ class OwnNode:
 
     async def _join(self) -> None:
         await self._presence.join(resident=True, starting=1, ready=True)
+        self._let_gloo_listen()
         self._state = replace(self._state, name=self._presence.member.name)
         self._offer_store()
 
@@ -144,6 +147,12 @@ class OwnNode:
             self._queue.put_nowait(error)
 
     # --- the store of a generation ---------------------------------------------------------------
+
+    def _let_gloo_listen(self) -> None:
+        """Where other nodes reach this one, not where the machine's name leads."""
+        interface = interface_of(self._presence.meeting.addr)
+        if interface is not None and not env.get("GLOO_SOCKET_IFNAME"):
+            env.update({"GLOO_SOCKET_IFNAME": interface})
 
     def _offer_store(self) -> None:
         store = TCPStore(
