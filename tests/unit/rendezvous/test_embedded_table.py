@@ -161,6 +161,45 @@ def test_a_keep_alive_undoes_the_shortening():
     assert table.next_deadline() == 3.04
 
 
+def test_deadlines_are_not_kept_for_ever():
+    table = with_lease()
+    for now in range(100):  # a client whose connection breaks again and again
+        table.shorten("L", now + 0.05)
+        assert table.keep_alive("L", now)
+        assert table.next_deadline() == now + 3.0
+    assert len(table._deadlines) < 10
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["open", "keep", "shorten", "end"]),
+            st.sampled_from("ABC"),
+            st.integers(0, 9),
+        )
+    )
+)
+def test_the_next_deadline_is_the_earliest_of_all(moves):
+    table, deadlines, now = Table(), {}, 0.0
+    for move, token, seconds in moves:
+        now += 1.0
+        if move == "open":
+            table.open_lease(token, seconds + 1.0, now)
+            deadlines[token] = (now + seconds + 1.0, seconds + 1.0)
+        elif move == "keep" and table.keep_alive(token, now):
+            deadlines[token] = (now + deadlines[token][1], deadlines[token][1])
+        elif move == "shorten" and token in deadlines:
+            table.shorten(token, now + seconds)
+            deadlines[token] = (min(deadlines[token][0], now + seconds), deadlines[token][1])
+        elif move == "end":
+            table.end_lease(token)
+            deadlines.pop(token, None)
+        due = {token for token, (deadline, _) in deadlines.items() if deadline <= now}
+        assert set(table.expire(now)) == due
+        deadlines = {token: facts for token, facts in deadlines.items() if token not in due}
+        assert table.next_deadline() == min((at for at, _ in deadlines.values()), default=None)
+
+
 def test_a_lease_opened_twice_is_one_lease():
     table = with_lease("a")
     table.open_lease("L", 4.0, 1.0)
@@ -208,6 +247,24 @@ def test_changes_since_a_revision_come_in_order():
         ("m/2", True, 7),
     ]
     assert table.since("m/", 7) == []
+
+
+@pytest.mark.parametrize(
+    ("prefix", "keys"),
+    [
+        ("", ["member/1", "world", "member/2", "worldly", "member/1"]),
+        ("member/", ["member/1", "member/2", "member/1"]),
+        ("member/1", ["member/1", "member/1"]),
+        ("world", ["world", "worldly"]),
+        ("worldl", ["worldly"]),
+        ("w/", []),
+    ],
+)
+def test_changes_under_a_prefix_whatever_it_ends_in(prefix, keys):
+    table = filled(Table(), "first", "member/1", "world", "member/2", "worldly", "member/1")
+    changes = table.since(prefix, 1)
+    assert changes is not None
+    assert [row.key for row in changes] == keys
 
 
 def test_beyond_the_history_the_last_change_of_each_key_is_told():

@@ -7,9 +7,13 @@ mean, text takes a fraction of the memory, and nobody can change a value that ot
 
 from __future__ import annotations
 
+import heapq
+import math
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 from torchelastic.errors import LeaseExpired
@@ -36,24 +40,37 @@ class Lease:
 
     seconds: float
     deadline: float
+    #: The deadline it is queued by, which is not later; others it was queued by count no more.
+    queued: float
     #: A dict for its order: keys are deleted in the order they were put.
     keys: dict[str, None] = field(default_factory=dict)
 
 
+def _kind(key: str) -> str:
+    """What a key is about: `member` of `member/8f2c`."""
+    return key.partition("/")[0]
+
+
 class History:
-    """The last changes, in full, and which request made each."""
+    """The last changes, in full, and which request made each.
+
+    Kept apart for each kind of key: who follows the one key `world` is not to pay for the thousands
+    of members that have changed meanwhile.
+    """
 
     def __init__(self, rows: int, chars: int) -> None:
         self._max_rows = rows
         self._max_chars = chars
         self._chars = 0
         self._rows: deque[tuple[Row, str]] = deque()
+        self._by_kind: dict[str, deque[Row]] = {}
         self._stamps: dict[str, int] = {}
         #: Every change after this revision is here.
         self.floor = 0
 
     def append(self, row: Row, stamp: str) -> None:
         self._rows.append((row, stamp))
+        self._by_kind.setdefault(_kind(row.key), deque()).append(row)
         self._chars += len(row.text or "")
         if stamp:
             self._stamps[stamp] = row.modified
@@ -62,18 +79,22 @@ class History:
 
     def _forget_oldest(self) -> None:
         row, stamp = self._rows.popleft()
+        self._by_kind[_kind(row.key)].popleft()  # the oldest of all is the oldest of its kind
         self._chars -= len(row.text or "")
         self._stamps.pop(stamp, None)
         self.floor = row.modified
 
-    def since(self, after: int) -> list[Row]:
-        """The changes after a revision that is not below `floor`, oldest first."""
+    def since(self, prefix: str, after: int) -> list[Row]:
+        """The changes under a prefix after a revision that is not below `floor`, oldest first."""
+        kind = _kind(prefix)
+        kinds = [kind] if "/" in prefix else [k for k in self._by_kind if k.startswith(kind)]
         found: list[Row] = []
-        for row, _ in reversed(self._rows):
-            if row.modified <= after:
-                break
-            found.append(row)
-        return found[::-1]
+        for kind in kinds:
+            newer = takewhile(
+                lambda row: row.modified > after, reversed(self._by_kind.get(kind, ()))
+            )
+            found += (row for row in newer if row.key.startswith(prefix))
+        return sorted(found, key=lambda row: row.modified)
 
     def revision_of(self, stamp: str) -> int | None:
         """The revision made by the request with this stamp, if it is remembered."""
@@ -92,7 +113,11 @@ class Table:
     ) -> None:
         self.revision = 0
         self._rows: dict[str, Row] = {}
+        #: The keys of the rows in order: those under a prefix are found without a look at others.
+        self._keys: list[str] = []
         self._leases: dict[str, Lease] = {}
+        #: A heap of when each lease may end, at the earliest.
+        self._deadlines: list[tuple[float, str]] = []
         #: The lease each leased key is under.
         self._owners: dict[str, str] = {}
         self._history = History(history_rows, history_chars)
@@ -106,8 +131,14 @@ class Table:
 
     def get(self, prefix: str) -> list[Row]:
         """The rows under a prefix, in order of arrival."""
-        found = [row for key, row in self._rows.items() if key.startswith(prefix)]
-        return sorted(found, key=lambda row: row.created)
+        return sorted(self._under(prefix), key=lambda row: row.created)
+
+    def _under(self, prefix: str) -> Iterator[Row]:
+        for index in range(bisect_left(self._keys, prefix), len(self._keys)):
+            key = self._keys[index]
+            if not key.startswith(prefix):
+                return
+            yield self._rows[key]
 
     def since(self, prefix: str, after: int) -> list[Row] | None:
         """Every change under a prefix after a revision, in order.
@@ -116,16 +147,14 @@ class Table:
         watcher ends up with the same keys. None: not even the deletions reach back that far.
         """
         if after >= self._history.floor:
-            changes: Iterable[Row] = self._history.since(after)
-        elif after == 0 or after >= self._graves_floor:
-            changes = self._last_changes(after)
-        else:
-            return None
-        return [row for row in changes if row.key.startswith(prefix)]
+            return self._history.since(prefix, after)
+        if after == 0 or after >= self._graves_floor:
+            return self._last_changes(prefix, after)
+        return None
 
-    def _last_changes(self, after: int) -> list[Row]:
-        present_or_gone = (*self._rows.values(), *self._graves.values())
-        changed = [row for row in present_or_gone if row.modified > after]
+    def _last_changes(self, prefix: str, after: int) -> list[Row]:
+        gone = (row for row in self._graves.values() if row.key.startswith(prefix))
+        changed = [row for row in (*self._under(prefix), *gone) if row.modified > after]
         return sorted(changed, key=lambda row: row.modified)
 
     def revision_of(self, stamp: str) -> int | None:
@@ -177,6 +206,8 @@ class Table:
         self.revision += 1
         row = Row(key, text, old.created if old else self.revision, self.revision)
         self._rows[key] = row
+        if old is None:
+            insort(self._keys, key)
         self._graves.pop(key, None)
         self._own(key, lease)
         self._history.append(row, stamp)
@@ -194,6 +225,7 @@ class Table:
     def _delete(self, key: str) -> Row:
         self.revision += 1
         row = Row(key, None, self._rows.pop(key).created, self.revision)
+        del self._keys[bisect_left(self._keys, key)]
         self._owners.pop(key, None)
         self._graves[key] = row
         if len(self._graves) > self._max_graves:
@@ -206,9 +238,10 @@ class Table:
 
     def open_lease(self, token: str, seconds: float, now: float) -> None:
         """Open a lease. One that is open already is renewed: the request may come twice."""
-        lease = self._leases.setdefault(token, Lease(seconds, now + seconds))
+        lease = self._leases.setdefault(token, Lease(seconds, now + seconds, math.inf))
         lease.seconds = seconds
         lease.deadline = now + seconds
+        self._queue(lease, token)
 
     def keep_alive(self, token: str, now: float) -> bool:
         """Renew a lease; False if it has ended.
@@ -224,8 +257,15 @@ class Table:
 
     def shorten(self, token: str, deadline: float) -> None:
         """Let a lease end at `deadline` unless it is kept alive before."""
-        if lease := self._leases.get(token):
-            lease.deadline = min(lease.deadline, deadline)
+        lease = self._leases.get(token)
+        if lease is not None and deadline < lease.deadline:
+            lease.deadline = deadline
+            self._queue(lease, token)
+
+    def _queue(self, lease: Lease, token: str) -> None:
+        if lease.deadline < lease.queued:
+            lease.queued = lease.deadline
+            heapq.heappush(self._deadlines, (lease.deadline, token))
 
     def end_lease(self, token: str) -> list[Row]:
         """End a lease; returns the deletions of its keys."""
@@ -234,9 +274,26 @@ class Table:
 
     def expire(self, now: float) -> dict[str, list[Row]]:
         """End every lease whose time is up; returns their tokens and their keys' deletions."""
-        due = [token for token, lease in self._leases.items() if lease.deadline <= now]
-        return {token: self.end_lease(token) for token in due}
+        ended = {}
+        while (due := self.next_deadline()) is not None and due <= now:
+            token = self._deadlines[0][1]
+            ended[token] = self.end_lease(token)
+        return ended
 
     def next_deadline(self) -> float | None:
-        """When the next lease may end, None if there is none."""
-        return min((lease.deadline for lease in self._leases.values()), default=None)
+        """When the next lease may end, None if there is none.
+
+        A keep-alive leaves its place in the heap as it is; it is put where it belongs here, when
+        its old deadline has become the earliest: once in a lease's time, not at every keep-alive.
+        """
+        while self._deadlines:
+            deadline, token = self._deadlines[0]
+            lease = self._leases.get(token)
+            if lease is None or lease.queued != deadline:
+                heapq.heappop(self._deadlines)
+            elif lease.deadline <= deadline:
+                return deadline
+            else:
+                lease.queued = lease.deadline
+                heapq.heapreplace(self._deadlines, (lease.deadline, token))
+        return None
