@@ -14,6 +14,7 @@ from torchelastic.rendezvous.embedded.endpoint import (
     loopback_addresses,
     reachable_address,
 )
+from torchelastic.rendezvous.interfaces import Placed
 
 #: For documentation: no machine has it.
 NOBODYS = "192.0.2.7"
@@ -162,7 +163,23 @@ def test_the_address_of_the_connection_is_what_peers_reach(address, host, told):
     assert reachable_address(address, host) == told
 
 
-def test_a_host_that_met_itself_by_name_tells_its_address_on_the_network():
-    told = reachable_address("127.0.0.1", "node1")
-    # Without any network the loopback address is all there is.
-    assert told == "127.0.0.1" or not loopback_addresses(told)
+@pytest.mark.parametrize(
+    ("routed", "placed", "told"),
+    [
+        ({socket.AF_INET: "10.1.1.1", socket.AF_INET6: "fd00::1"}, ["10.2.2.2"], "10.1.1.1"),
+        ({socket.AF_INET6: "fd00::1"}, ["10.2.2.2"], "fd00::1"),
+        ({socket.AF_INET6: "fe80::1"}, ["10.2.2.2"], "10.2.2.2"),
+        ({}, ["127.0.0.1", "169.254.3.3", "10.2.2.2", "10.3.3.3"], "10.2.2.2"),
+        ({}, ["127.0.0.1", "::1", "fd00::2"], "fd00::2"),
+        ({}, ["127.0.0.1", "::1"], "127.0.1.1"),
+    ],
+    ids=["way out", "IPv6 way out", "no real way out", "no way out", "IPv6 alone", "no network"],
+)
+def test_a_host_that_met_itself_by_name_tells_its_address_on_the_network(
+    monkeypatch, routed, placed, told
+):
+    monkeypatch.setattr(endpoint, "_source_towards", lambda family, address: routed.get(family))
+    found = [Placed(address, "eth0") for address in placed]
+    monkeypatch.setattr(endpoint, "placed_addresses", lambda: found)
+    assert reachable_address("127.0.1.1", "node1") == told
+    assert reachable_address("127.0.1.1", "localhost") == "127.0.1.1"

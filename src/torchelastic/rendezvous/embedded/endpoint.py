@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterable
 
 from torchelastic.errors import ConfigError
+from torchelastic.rendezvous.interfaces import can_be_told, placed_addresses
 
 log = logging.getLogger(__name__)
 
@@ -68,9 +69,16 @@ def reachable_address(address: str, host: str) -> str:
     A host that meets itself by its own name may have come over the loopback interface; what
     it has towards the network is told then.
     """
-    if loopback_addresses(host) or not loopback_addresses(address):
+    if loopback_addresses(host) or can_be_told(address):
         return address
-    return _source_towards(socket.AF_INET, _NOBODYS[socket.AF_INET]) or address
+    return _outward_address() or address
+
+
+def _outward_address() -> str | None:
+    """What this machine sends from on its way out, or has at all where there is no way out."""
+    routed = (_source_towards(family, address) for family, address in _NOBODYS.items())
+    placed = (found.address for found in placed_addresses())
+    return next((found for found in (*routed, *placed) if found and can_be_told(found)), None)
 
 
 def _is_this_machine(host: str) -> bool:
