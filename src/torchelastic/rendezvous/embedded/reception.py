@@ -65,18 +65,25 @@ class Reception:
         secret: Secret | None = None,
         tls: ssl.SSLContext | None = None,
         patience: float = PATIENCE,
+        most_guests: int | None = None,
     ) -> None:
+        """`patience` is how many seconds a guest has to be admitted."""
         self._job = job
         self._secret = secret
         self._tls = tls
         self._patience = patience
         self._handlers: dict[str, Handler] = {}
         self._listeners: list[asyncio.Server] = []
-        most = _most_guests()
+        most = most_guests or _most_guests()
         self._guests: Lobby[_Guest] = Lobby(most, most // 2)
         self._told = Told()
         self._closing = False
         self.port = 0
+
+    @property
+    def guests(self) -> int:
+        """How many connections are not admitted yet."""
+        return len(self._guests)
 
     def serve(self, purpose: str, handler: Handler) -> None:
         """Hand the connections of this purpose to `handler` from now on."""

@@ -1,0 +1,140 @@
+"""Messages that nobody should send: frames of the rendezvous, bent and broken, from a seed."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torchelastic.rendezvous.embedded import wire
+from torchelastic.rendezvous.secret import new_nonce
+
+TOKEN = "f" * 32
+
+#: What may stand where something else was expected.
+ODD: tuple[Any, ...] = (
+    *(None, True, -1, 0, 2**63, -(2**70), 1.5, 1e308, float("nan"), float("inf")),
+    *("", "\x00", "\ud800", "é" * 50, "x" * 2000, "../../etc/passwd", "%s%n{}"),
+    *([], [[]], {}, {"": {}}, ["a", None, 1], {"kind": "hello"}),
+)
+NOISE = (
+    b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x5a" * 40,
+    b"\x15\x03\x03\x00\x02\x02\x28",
+    b"\x00\x00\x00\x00",
+    b"\x00\x00\x00\x02{}",
+    b"\xff\xff\xff\xff",
+    b"\x80\x02}q\x00(X\x04\x00\x00\x00kindq\x01X\x05\x00\x00\x00helloq\x02u.",
+    b"SSH-2.0-OpenSSH_9.2\r\n",
+)
+
+
+def greetings(job: str) -> list[wire.Message]:
+    """First frames: ours, those of other versions and jobs, and what comes later otherwise."""
+    return [
+        wire.Hello(wire.PROTOCOL, wire.VERSION, job, None),
+        wire.Hello(wire.PROTOCOL, wire.VERSION, job, TOKEN, wire.RING, -5, new_nonce()),
+        wire.Hello(wire.PROTOCOL, wire.VERSION, job, None, wire.SUCCESSION, 10**9, new_nonce()),
+        wire.Hello(wire.PROTOCOL, wire.VERSION + 1, job, None),
+        wire.Hello(wire.PROTOCOL, wire.VERSION, "another job", None, "juggling", 0, new_nonce()),
+        wire.Hello("http", wire.VERSION, job, None),
+        wire.Proof("0" * 64),
+        wire.Challenge(new_nonce(), "0" * 64),
+        wire.Get(1, ""),
+        wire.Bye(),
+    ]
+
+
+def requests() -> list[wire.Message]:
+    """What a client may ask for, kept away from what others have in the store."""
+    return [
+        wire.Get(1, "fuzz/"),
+        wire.Put(2, "fuzz/a", '{"n":1}', "fuzz/2", None, False),
+        wire.Put(3, "fuzz/b", "{}", "fuzz/3", 0, True),
+        wire.Watch(4, "fuzz/", 0),
+        wire.Unwatch("fuzz/"),
+        wire.OpenLease(5, TOKEN, 0.5),
+        wire.KeepAlive(6),
+        wire.Done(7, 1),
+        wire.Refusal("You are refused."),
+        wire.Hello(wire.PROTOCOL, wire.VERSION, "job", None),
+    ]
+
+
+class Fuzzer:
+    """Makes bad messages out of good ones; the same ones from the same seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._bends: tuple[Callable[[wire.Message], bytes], ...] = (
+            self._flipped,
+            self._cut,
+            self._with_wrong_length,
+            self._with_odd_field,
+            self._without_field,
+            self._nested,
+            self._twice,
+            self._noise,
+            wire.pack,
+        )
+
+    def message(self, messages: list[wire.Message]) -> bytes:
+        """One of these, bent in one way or another, or left as it is."""
+        return self._random.choice(self._bends)(self._random.choice(messages))
+
+    def pieces(self, data: bytes) -> Iterator[bytes]:
+        """The same bytes as a network may deliver them."""
+        while data and self._random.random() < 0.2:
+            end = self._random.randint(1, len(data))
+            yield data[:end]
+            data = data[end:]
+        if data:
+            yield data
+
+    def chance(self, probability: float) -> bool:
+        return self._random.random() < probability
+
+    def _flipped(self, message: wire.Message) -> bytes:
+        data = bytearray(wire.pack(message))
+        for _ in range(self._random.randint(1, 8)):
+            data[self._random.randrange(len(data))] = self._random.randrange(256)
+        return bytes(data)
+
+    def _cut(self, message: wire.Message) -> bytes:
+        data = wire.pack(message)
+        return data[: self._random.randrange(len(data))]
+
+    def _with_wrong_length(self, message: wire.Message) -> bytes:
+        length = self._random.choice((0, 1, 5, 4096, 4097, 2**22, 2**22 + 1, 2**31, 2**32 - 1))
+        return length.to_bytes(4, "big") + wire.payload_of(wire.pack(message))
+
+    def _with_odd_field(self, message: wire.Message) -> bytes:
+        content = self._content(message)
+        content[self._random.choice(list(content))] = self._random.choice(ODD)
+        return _frame(json.dumps(content).encode())
+
+    def _without_field(self, message: wire.Message) -> bytes:
+        content = self._content(message)
+        del content[self._random.choice(list(content))]
+        return _frame(json.dumps(content).encode())
+
+    def _nested(self, message: wire.Message) -> bytes:
+        depth = self._random.choice((10, 500, 1900))
+        return _frame(b'{"kind":' + b"[" * depth + b"]" * depth + b"}")
+
+    def _twice(self, message: wire.Message) -> bytes:
+        return wire.pack(message) * self._random.randint(2, 20)
+
+    def _noise(self, message: wire.Message) -> bytes:
+        if self._random.random() < 0.5:
+            return self._random.choice(NOISE)
+        return self._random.randbytes(self._random.randint(1, 3000))
+
+    def _content(self, message: wire.Message) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(wire.payload_of(wire.pack(message)))
+        return content
+
+
+def _frame(payload: bytes) -> bytes:
+    return len(payload).to_bytes(4, "big") + payload
