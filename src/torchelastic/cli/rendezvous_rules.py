@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchelastic.cli.parser import Parsed
-from torchelastic.config import DEFAULT_STATIC_PORT, format_endpoint
+from torchelastic.config import DEFAULT_STATIC_PORT, ETCD_BACKENDS, OWN_ETCD, format_endpoint
 from torchelastic.errors import ConfigError
 from torchelastic.rendezvous.parameters import (
     check_backend,
@@ -35,7 +35,9 @@ class Patience:
 def arrange(parsed: Parsed, max_nodes: int) -> Meeting:
     """Decide on the rendezvous."""
     if parsed["standalone"]:
-        return Meeting("c10d")
+        # 0.2's way: etcd, where it is asked for, is started beside the job.
+        at_etcd = parsed.given("rdzv_backend") and parsed["rdzv_backend"] in ETCD_BACKENDS
+        return Meeting(choose_backend(parsed), OWN_ETCD) if at_etcd else Meeting("c10d")
     backend = choose_backend(parsed)
     if backend != "static":
         return Meeting(backend, parsed["rdzv_endpoint"])

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable
 from typing import TypeVar
 
-from torchelastic.config import parse_endpoint
+from torchelastic.config import parse_endpoints
 from torchelastic.errors import ConfigError
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ def workers(given: str) -> int | str:
 def endpoint(given: str) -> str:
     """Checked, but kept as given: the default port depends on the rendezvous."""
     if given:
-        parse_endpoint(given)
+        parse_endpoints(given)
     return given
 
 

@@ -7,12 +7,13 @@ import logging
 from collections.abc import Mapping
 
 from torchelastic.clock import Clock
-from torchelastic.config import DEFAULT_ETCD_PORT, ETCD_BACKENDS, parse_endpoint
+from torchelastic.config import DEFAULT_ETCD_PORT, ETCD_BACKENDS, parse_endpoint, parse_endpoints
 from torchelastic.errors import RendezvousError
 from torchelastic.rendezvous.embedded.joining import host_or_join
 from torchelastic.rendezvous.embedded.server import EmbeddedServer
 from torchelastic.rendezvous.etcd import EtcdStore, clear_remains, start_afresh
-from torchelastic.rendezvous.parameters import check_backend, etcd_prefix
+from torchelastic.rendezvous.etcd_settings import EtcdSettings
+from torchelastic.rendezvous.parameters import check_backend
 from torchelastic.rendezvous.store import Store
 
 logger = logging.getLogger(__name__)
@@ -58,9 +59,12 @@ async def close_store(store: Store, server: EmbeddedServer | None, *, others: fl
 async def _open_etcd(
     endpoint: str, run_id: str, options: Mapping[str, str], timeout: float | None, clock: Clock
 ) -> EtcdStore:
-    host, port = parse_endpoint(endpoint, DEFAULT_ETCD_PORT)
     store = await EtcdStore.connect(
-        host, port, run_id, timeout=timeout, prefix=etcd_prefix(options), clock=clock
+        parse_endpoints(endpoint, DEFAULT_ETCD_PORT),
+        run_id,
+        timeout=timeout,
+        settings=EtcdSettings.of(options),
+        clock=clock,
     )
     try:
         await start_afresh(store, timeout)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torchelastic.config import ETCD_BACKENDS, parse_truth
 from torchelastic.errors import ConfigError
+from torchelastic.rendezvous.etcd_settings import KEYS, EtcdSettings
 
 BACKENDS = ("c10d", "static", *ETCD_BACKENDS)
 
@@ -18,10 +19,6 @@ _LAST_CALL_TIMEOUT = 30
 _KEEP_ALIVE = {"keep_alive_interval": 5, "keep_alive_max_attempt": 3}
 _WAIT_KEYS = ("join_timeout", "timeout")
 _KEYS_WITH_MEANING = {"last_call_timeout", "is_host", "rank", *_WAIT_KEYS, *_KEEP_ALIVE}
-_TLS_KEYS = ("cacert", "cert", "key")
-#: For etcd only.
-_ETCD_KEYS = {"etcd_prefix", "protocol", *_TLS_KEYS}
-_ETCD_PREFIX = "/torchelastic"
 
 
 class RendezvousParameters:
@@ -86,33 +83,7 @@ def check_backend(backend: str, conf: Mapping[str, Any]) -> None:
             f"{BACKENDS[-1]}; c10d needs no server."
         )
     if backend in ETCD_BACKENDS:
-        etcd_prefix(conf)
-        _check_protocol(conf)
-
-
-def _check_protocol(conf: Mapping[str, Any]) -> None:
-    """Rather no connection than one in the clear where another was asked for."""
-    protocol = str(conf.get("protocol", "http"))
-    if protocol not in ("http", "https"):
-        raise ConfigError(f"The protocol '{protocol}' is none of etcd's: write protocol=http.")
-    tls = [key for key in _TLS_KEYS if conf.get(key)]
-    if protocol == "https" or tls:
-        raise ConfigError(
-            f"TLS to etcd ({', '.join(tls) or 'protocol=https'}) is not available in this version: "
-            "leave it out, and let etcd listen on http in a network you trust."
-        )
-
-
-def etcd_prefix(conf: Mapping[str, Any]) -> str:
-    """Under which key of etcd jobs have theirs.
-
-    >>> etcd_prefix({}), etcd_prefix({"etcd_prefix": "torchelastic/p2p/"})
-    ('/torchelastic', '/torchelastic/p2p')
-    """
-    prefix = str(conf.get("etcd_prefix") or _ETCD_PREFIX)
-    if not prefix.strip("/"):
-        raise ConfigError("etcd_prefix names no key: write one as in /torchelastic.")
-    return "/" + prefix.strip("/")
+        EtcdSettings.of(conf)
 
 
 def fields_from_conf(conf: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,7 +108,7 @@ def fields_from_conf(conf: Mapping[str, Any]) -> dict[str, Any]:
 
 def keys_without_meaning(conf: Mapping[str, Any], backend: str) -> list[str]:
     """The keys that change nothing here."""
-    with_meaning = _KEYS_WITH_MEANING | (_ETCD_KEYS if backend in ETCD_BACKENDS else set())
+    with_meaning = _KEYS_WITH_MEANING | set(KEYS if backend in ETCD_BACKENDS else ())
     return sorted(set(conf) - with_meaning)
 
 

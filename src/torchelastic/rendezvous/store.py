@@ -107,6 +107,16 @@ class Store(Protocol):
         """Open a lease for this connection; one it still has is ended first."""
         ...
 
+    async def give_up(
+        self, key: str, *, created: int, provided: tuple[str, int] | None = None
+    ) -> None:
+        """End the lease, whoever's, that a key is under: all its keys go, and its holder is told.
+
+        Nothing happens unless the key came into being at revision `created` (that of a member
+        that has come back is another one's) and `provided`, as of `compare_and_set`, holds.
+        """
+        ...
+
     async def close(self) -> None:
         """End the lease (its keys go at once) and the connection."""
         ...

@@ -1,28 +1,33 @@
 """A rendezvous in one line, as 0.1's `init_method` has it. Pure: text in, data out.
 
 etcd://localhost:2379/job-1?min_workers=2&max_workers=4     at an etcd server
+etcd://etcd1:2379,etcd2:2379/job-1?min_workers=2            at an etcd of several servers
 tcp://node1:29400/job-1?min_workers=2                       embedded, hosted by node1
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from torchelastic.config import DEFAULT_ETCD_PORT, DEFAULT_PORT, format_endpoint, parse_endpoint
+from torchelastic.config import DEFAULT_ETCD_PORT, DEFAULT_PORT, format_endpoint, parse_endpoints
 from torchelastic.errors import ConfigError
+from torchelastic.rendezvous.etcd_settings import KEYS
 
 #: Scheme -> (the backend it means, the port it has when none is given).
 _SCHEMES = {"etcd": ("etcd", DEFAULT_ETCD_PORT), "tcp": ("c10d", DEFAULT_PORT)}
 _FORM = "write SCHEME://HOST[:PORT]/RUN_ID?min_workers=N&max_workers=M, SCHEME being etcd or tcp"
+#: Scheme, endpoints, and the rest. Of several endpoints `urlsplit` makes what it likes.
+_PARTS = re.compile(r"(\w+)://([^/?#]*)(.*)", re.DOTALL)
 
 _NUMBERS = ("min_workers", "max_workers")
 _TIMES = ("timeout", "last_call_timeout")
 #: What only the store of that scheme understands; the store checks the values.
 _OPTIONS: dict[str, tuple[str, ...]] = {
-    "etcd": ("etcd_prefix", "protocol", "cacert", "cert", "key"),
+    "etcd": KEYS,
     "tcp": (),
 }
 
@@ -33,7 +38,7 @@ class RendezvousUrl:
 
     #: `etcd` or `c10d`, the embedded rendezvous.
     backend: str
-    #: `host:port`.
+    #: `host:port`; several with commas.
     endpoint: str
     run_id: str
     min_workers: int
@@ -52,13 +57,13 @@ def parse(url: str) -> RendezvousUrl:
     >>> parse("etcd://localhost/job-1?min_workers=2").endpoint
     'localhost:2379'
     """
-    parts = _split(url)
+    endpoints, parts = _split(url)
     given = _parameters(url, parts)
     smallest, largest = _workers(url, given)
     backend, port = _SCHEMES[parts.scheme]
     return RendezvousUrl(
         backend=backend,
-        endpoint=_endpoint(url, parts, port),
+        endpoint=_endpoint(url, endpoints, port),
         run_id=_run_id(url, parts),
         min_workers=smallest,
         max_workers=largest,
@@ -68,21 +73,21 @@ def parse(url: str) -> RendezvousUrl:
     )
 
 
-def _split(url: str) -> SplitResult:
-    try:
-        parts = urlsplit(url)
-    except ValueError as error:
-        raise ConfigError(f"'{url}' is no rendezvous ({error}): {_FORM}.") from None
-    if parts.scheme not in _SCHEMES:
+def _split(url: str) -> tuple[str, SplitResult]:
+    """The endpoints, and what is around them."""
+    match = _PARTS.fullmatch(url)
+    if match is None or match[1] not in _SCHEMES:
         raise ConfigError(f"'{url}' is no rendezvous: {_FORM}.")
-    if "@" in parts.netloc or parts.fragment:
+    parts = urlsplit(f"{match[1]}://host{match[3]}")
+    if "@" in match[2] or parts.fragment:
         raise ConfigError(f"'{url}' has a user or a fragment, which mean nothing here: {_FORM}.")
-    return parts
+    return match[2], parts
 
 
-def _endpoint(url: str, parts: SplitResult, default_port: int) -> str:
+def _endpoint(url: str, text: str, default_port: int) -> str:
     try:
-        return format_endpoint(*parse_endpoint(parts.netloc, default_port))
+        endpoints = parse_endpoints(text, default_port)
+        return ",".join(format_endpoint(host, port) for host, port in endpoints)
     except ConfigError:
         raise ConfigError(f"'{url}' names no host to meet at: {_FORM}.") from None
 

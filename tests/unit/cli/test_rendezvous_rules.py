@@ -8,6 +8,7 @@ from torchelastic.cli.flags import DISTRIBUTED_LAUNCH, DISTRIBUTED_RUN, RUN
 from torchelastic.cli.job import launch_config
 from torchelastic.cli.parser import parse
 from torchelastic.cli.rendezvous_rules import Meeting, arrange, patience
+from torchelastic.config import OWN_ETCD
 from torchelastic.errors import ConfigError
 
 EVERY = (RUN, DISTRIBUTED_RUN, DISTRIBUTED_LAUNCH)
@@ -30,7 +31,8 @@ def meeting_of(line, flavour, environ=None):
     [
         ("", PRIVATE),
         ("--standalone", PRIVATE),
-        ("--standalone --rdzv-backend etcd --rdzv-endpoint a:1", PRIVATE),
+        ("--standalone --rdzv-backend c10d --rdzv-endpoint a:1", PRIVATE),
+        ("--standalone --rdzv-backend etcd --rdzv-endpoint a:1", Meeting("etcd", OWN_ETCD)),
         ("--rdzv-backend c10d", PRIVATE),
         ("--rdzv-backend c10d --rdzv-endpoint a", Meeting("c10d", "a")),
         ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a:1", Meeting("c10d", "a:1")),
@@ -83,11 +85,10 @@ def test_variables_are_heeded_like_flags():
     ("flavour", "line", "sentence"),
     [
         (RUN, "--rdzv-backend etcd", "needs --rdzv-endpoint HOST:PORT, the address of the etcd"),
-        (RUN, "--rdzv-backend etcd-v2 --rdzv-endpoint a:0", "needs --rdzv-endpoint HOST:PORT"),
+        (RUN, "--rdzv-backend etcd --rdzv-endpoint a:0 --nnodes 2 --rdzv-id x", "with port 0"),
         (DISTRIBUTED_LAUNCH, "--nnodes 2 --rdzv-endpoint a:1", "at etcd needs an id"),
-        (RUN, f"{ETCD} --rdzv-conf protocol=https", r"TLS to etcd \(protocol=https\) is not avail"),
-        (RUN, f"{ETCD} --rdzv-conf cert=a,key=b", r"TLS to etcd \(cert, key\) is not available"),
-        (RUN, f"{ETCD} --rdzv-conf protocol=ftp", "write protocol=http"),
+        (RUN, f"{ETCD} --rdzv-conf protocol=http,cert=a", "protocol=http has no use for cert"),
+        (RUN, f"{ETCD} --rdzv-conf protocol=ftp", "write http or https"),
         (RUN, f"{ETCD} --rdzv-conf etcd_prefix=/", "etcd_prefix names no key"),
         (RUN, "--rdzv-backend mine", "The rendezvous 'mine' is not available: write c10d, static"),
         (RUN, "--nnodes 2", "needs a place to meet"),
@@ -112,6 +113,8 @@ def test_what_cannot_work_is_refused(flavour, line, sentence):
         ("--nnodes 2 --rdzv-backend static --rdzv-endpoint a", "a:29500"),
         (ETCD, "a:2379"),
         ("--rdzv-backend etcd-v2 --rdzv-endpoint a:1", "a:1"),
+        ("--rdzv-backend etcd --rdzv-endpoint a,[::1]:1", "a:2379,[::1]:1"),
+        ("--rdzv-backend etcd --rdzv-endpoint a:0", OWN_ETCD),
     ],
 )
 def test_ports(line, endpoint):

@@ -39,7 +39,7 @@ def posted(*answers):
     async def story():
         async with talking_to(*answers) as connection:
             for _ in answers:
-                results.append(await within(5, connection.post("/p", b"{}")))
+                results.append(await within(5, connection.post("/p", b"{}", {"X": "y"})))
             usable.append(connection.is_usable)
 
     results, usable = [], []
@@ -89,7 +89,7 @@ def test_lines_come_one_by_one_however_they_are_cut():
 
     async def story():
         async with talking_to((head, *chunks)) as connection:
-            assert await within(5, connection.begin("/p", b"{}")) == 200
+            assert await within(5, connection.begin("/p", b"{}", {})) == 200
             lines = [await within(5, connection.next_line()) for _ in range(4)]
             assert lines == [b"one", b"two", b"three", b"four"]
             with pytest.raises(EOFError):

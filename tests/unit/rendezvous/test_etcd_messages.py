@@ -67,7 +67,7 @@ def test_streams_wrap_what_others_tell_plainly():
 
 
 def row(key, value, created, modified):
-    stored = messages.encode_value(key, value, "stamp").decode()
+    stored = messages.encode_value(value, stamp="s", job=1).decode()
     return {
         "key": b64(KEYS.full(key)),
         "value": b64(stored),
@@ -96,8 +96,70 @@ def test_what_others_wrote_is_named(value):
 
 
 def test_a_value_too_large_for_etcd_is_refused_before_it_is_sent():
-    with pytest.raises(WireError, match=r"'world' takes .* bytes"):
-        messages.encode_value("world", {"x": "y" * messages.VALUE_LIMIT}, "stamp")
+    half = {"x": "y" * (messages.VALUE_LIMIT // 2)}
+    for values, sentence in (
+        ({"world": {"x": "y" * messages.VALUE_LIMIT}}, "'world' takes .* bytes; etcd is given"),
+        ({"world": half, "part/0": half}, "'part/0' and 1 more take .* bytes"),
+        ({str(n): {} for n in range(129)}, "of 129 keys at once is too large for etcd, .* 128"),
+    ):
+        with pytest.raises(WireError, match=sentence):
+            messages.puts(KEYS, values, {}, stamp="s", job=1)
+    assert len(messages.puts(KEYS, {str(n): {} for n in range(128)}, {}, stamp="s", job=1)) == 128
+
+
+def test_what_was_put_in_another_job_of_the_same_id_is_known_by_it():
+    def event(job, **more):
+        value = messages.encode_value({"n": 1}, stamp="s", job=job)
+        return {"kv": {"key": b64(KEYS.full("a")), "value": b64(value.decode())}, **more}
+
+    def foreign(*events):
+        return messages.tells_of_another_job({"events": list(events)}, 7)
+
+    assert not foreign()
+    assert not foreign(event(7), {"kv": {"key": b64(KEYS.full("a"))}, "type": "DELETE"})
+    assert foreign(event(7), event(9))
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"canceled": True, "cancel_reason": "no leader"}, "no leader"),
+        ({"canceled": True}, "was ended"),
+        ({"canceled": True, "compact_revision": "3"}, None),
+        ({"created": True}, None),
+    ],
+)
+def test_a_watch_that_etcd_ends(message, reason):
+    if reason is None:
+        messages.check_watch(message)
+    else:
+        with pytest.raises(Busy, match=reason):
+            messages.check_watch(message)
+
+
+def test_what_a_login_gives_goes_into_a_header():
+    assert messages.token({"token": "a.1"}) == "a.1"
+    for bad in ({}, {"token": ""}, {"token": "a\r\nX: y"}, {"token": 3}, {"token": "é"}):
+        with pytest.raises(WireError, match="no token"):
+            messages.token(bad)
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "over"),
+    [
+        (16, "etcdserver: invalid auth token", True),
+        (3, "etcdserver: revision of auth store is old", True),
+        (7, "etcdserver: permission denied", False),
+        (3, "etcdserver: user name is empty", False),
+    ],
+)
+def test_when_to_log_in_again(code, message, over):
+    assert messages.is_login_over(Refused(code, message)) is over
+
+
+def test_some_refusals_say_what_to_do():
+    assert "etcd_password_file" in str(Refused(3, "etcdserver: user name is empty"))
+    assert str(Refused(3, "odd")) == "etcd refuses what was asked: odd."
 
 
 # --- feeds ---------------------------------------------------------------------------------------

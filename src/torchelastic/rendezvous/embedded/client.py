@@ -227,6 +227,11 @@ class EmbeddedStore:
         keeping = self._lease.keep(self.keep_alive, seconds / RENEWALS)
         self._keeper = asyncio.create_task(keeping, name="rendezvous lease")
 
+    async def give_up(
+        self, key: str, *, created: int, provided: tuple[str, int] | None = None
+    ) -> None:
+        await self._ask(lambda id: wire.GiveUp(id, key, created, provided))
+
     async def close(self) -> None:
         self._stop_keeping()
         if self._lost is None:

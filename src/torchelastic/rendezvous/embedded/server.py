@@ -185,6 +185,8 @@ class EmbeddedServer:
                 self._unwatch(peer, prefix)
             case wire.OpenLease():
                 self._open_lease(peer, request)
+            case wire.GiveUp():
+                self._give_up(peer, request)
             case wire.Bye():
                 self._end_lease(peer)
                 peer.link.close()
@@ -287,9 +289,23 @@ class EmbeddedServer:
     def _expire(self) -> None:
         self._timer = None
         for token, rows in self._table.expire(self._clock.now()).items():
-            holder = self._holders.pop(token, None)
-            if holder is not None:
-                holder.lease = None
-                holder.link.send(wire.LeaseEnded(token))
-            self._publish(rows)
+            self._lease_over(token, rows)
         self._set_timer()
+
+    def _give_up(self, peer: _Peer, request: wire.GiveUp) -> None:
+        conditions = [(request.key, request.created)]
+        if request.provided is not None:
+            conditions.append(request.provided)
+        is_so = all(self._table.created(key) == created for key, created in conditions)
+        token = self._table.lease_of(request.key) if is_so else None
+        if token is not None:
+            self._lease_over(token, self._table.end_lease(token))
+        peer.link.send(wire.Done(request.id, None))
+
+    def _lease_over(self, token: str, rows: list[Row]) -> None:
+        """Tell whose lease it was, and who watches."""
+        holder = self._holders.pop(token, None)
+        if holder is not None:
+            holder.lease = None
+            holder.link.send(wire.LeaseEnded(token))
+        self._publish(rows)

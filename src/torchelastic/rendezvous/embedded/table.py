@@ -157,6 +157,15 @@ class Table:
         changed = [row for row in (*self._under(prefix), *gone) if row.modified > after]
         return sorted(changed, key=lambda row: row.modified)
 
+    def created(self, key: str) -> int:
+        """The revision at which a key came into being, 0 if it is absent."""
+        row = self._rows.get(key)
+        return row.created if row else 0
+
+    def lease_of(self, key: str) -> str | None:
+        """The lease a key is under."""
+        return self._owners.get(key)
+
     def revision_of(self, stamp: str) -> int | None:
         """The revision a request made when it came the first time, None if it has made none.
 

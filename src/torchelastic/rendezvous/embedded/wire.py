@@ -10,7 +10,7 @@ names the message. The conversation:
                                <-   welcome; or refusal, elsewhere (then the connection ends)
     get, watch                 ->
                                <-   rows (one or more)
-    put, open_lease, keep_alive ->
+    put, open_lease, keep_alive, give_up ->
                                <-   done, or no_lease
     unwatch, bye               ->
                                <-   changed (to who watches), lease_ended, refusal
@@ -150,6 +150,17 @@ class KeepAlive(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class GiveUp(Message):
+    """Ends the lease a key is under, if that key, and `provided`, came into being then."""
+
+    kind = "give_up"
+    id: int
+    key: str
+    created: int
+    provided: tuple[str, int] | None
+
+
+@dataclass(frozen=True, slots=True)
 class Bye(Message):
     """Ends this connection's lease at once, and the connection."""
 
@@ -214,7 +225,7 @@ class Rows(Message):
 
 @dataclass(frozen=True, slots=True)
 class Done(Message):
-    """Answers `put` (the revision, None: `expected` was not so), `open_lease`, `keep_alive`."""
+    """Answers `put` (the revision, None: `expected` was not so) and what asks for no revision."""
 
     kind = "done"
     id: int
@@ -263,7 +274,7 @@ def by_kind(*classes: type[Message]) -> Kinds:
 GREETINGS = by_kind(Hello)
 PROOFS = by_kind(Proof)
 ANSWERS_TO_HELLO = by_kind(Challenge, Welcome, Refusal, Elsewhere)
-REQUESTS = by_kind(Get, Put, Watch, Unwatch, OpenLease, KeepAlive, Bye)
+REQUESTS = by_kind(Get, Put, Watch, Unwatch, OpenLease, KeepAlive, GiveUp, Bye)
 ANSWERS = by_kind(Rows, Done, NoLease, Changed, LeaseEnded, Refusal)
 
 

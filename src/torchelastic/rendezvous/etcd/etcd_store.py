@@ -8,49 +8,42 @@ import itertools
 import logging
 import math
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 from torchelastic.clock import Clock, SystemClock
-from torchelastic.errors import LeaseExpired, RendezvousError, RendezvousLost
-from torchelastic.rendezvous.embedded.endpoint import reachable_address
+from torchelastic.errors import LeaseExpired, RendezvousError
 from torchelastic.rendezvous.etcd import messages
 from torchelastic.rendezvous.etcd.feed import Feed
 from torchelastic.rendezvous.etcd.line import TROUBLE, Address, Line, Patience
 from torchelastic.rendezvous.etcd.messages import JobKeys
+from torchelastic.rendezvous.etcd.tls import client_context
+from torchelastic.rendezvous.etcd_settings import EtcdSettings
+from torchelastic.rendezvous.lease import HeldLease
 from torchelastic.rendezvous.store import Change, Json, Listing
 
 log = logging.getLogger(__name__)
 
-PREFIX = "/torchelastic"
 #: Seconds to come back to a lost etcd. Much longer than a lease: an etcd that is restarted, or
 #: elects a leader, has forgotten nothing, and the job can go on where it was.
 RECONNECT_TIMEOUT = 60.0
-#: A lease is renewed this many times before it would end.
-RENEWALS = 3
+#: A lease is renewed this many times before it would end: so most of it is left when etcd goes.
+RENEWALS = 10
 #: Seconds etcd has to take our goodbye.
 GOODBYE = 1.0
-
-
-class _HeldLease:
-    """Our lease, as far as we can know: `until` is counted from before the request left."""
-
-    def __init__(self, id: int, seconds: float, sent: float) -> None:
-        self.id = id
-        self.seconds = seconds
-        self.until = sent + seconds
-
-    def renewed(self, sent: float) -> None:
-        self.until = max(self.until, sent + self.seconds)
 
 
 class EtcdStore:
     """The `Store` protocol over etcd's v3 API. Made by `connect`."""
 
-    def __init__(self, line: Line, keys: JobKeys, *, clock: Clock, patience: float) -> None:
+    def __init__(
+        self, line: Line, keys: JobKeys, *, clock: Clock, patience: float, outage: float
+    ) -> None:
         self._line = line
         self._keys = keys
         self._clock = clock
         self._seconds = patience
+        #: Seconds without etcd that a lease is to survive.
+        self._outage = outage
         #: Makes the stamps of this client's writes its own.
         self._name = secrets.token_hex(8)
         self._ids = itertools.count(1)
@@ -59,35 +52,44 @@ class EtcdStore:
         self._has_written = False
         #: The last revision we know of a key: right most times, since most keys have one writer.
         self._revisions: dict[str, int] = {}
-        self._lease: _HeldLease | None = None
+        self._lease: HeldLease | None = None
         #: The lease to be ended before another is opened; it may be over for us already.
-        self._granted: int | None = None
+        self._granted: str | None = None
         self._keeper: asyncio.Task[None] | None = None
-        self._lease_timer: asyncio.TimerHandle | None = None
         #: Set when the lease of this connection has ended, cleared by `open_lease`.
         self.lease_lost = asyncio.Event()
-        line.lost.add_done_callback(lambda _: self._end_lease(self._lease))
+        line.lost.add_done_callback(lambda _: self._lose_lease())
 
     @classmethod
     async def connect(
         cls,
-        host: str,
-        port: int,
+        endpoints: Sequence[tuple[str, int]],
         job: str,
         *,
         timeout: float | None,
-        prefix: str = PREFIX,
+        settings: EtcdSettings | None = None,
         reconnect_timeout: float = RECONNECT_TIMEOUT,
         clock: Clock | None = None,
     ) -> EtcdStore:
         """Connect to the etcd of a job, waiting up to `timeout` seconds (None: for ever) for it.
 
-        Raises `RendezvousLost` if it does not answer, `RendezvousRefused` if it does not let us,
-        or is something else.
+        `endpoints` are (host, port) of one or more of its servers. Raises `RendezvousLost` if none
+        answers, `RendezvousRefused` if it does not let us, or is something else.
         """
-        clock = clock or SystemClock()
-        line = Line(Address(host, port), clock=clock)
-        store = cls(line, JobKeys.of(job, prefix), clock=clock, patience=reconnect_timeout)
+        clock, settings = clock or SystemClock(), settings or EtcdSettings()
+        line = Line(
+            [Address(*endpoint) for endpoint in endpoints],
+            clock=clock,
+            tls=None if settings.tls is None else client_context(settings.tls),
+            login=settings.login,
+        )
+        store = cls(
+            line,
+            JobKeys.of(job, settings.prefix),
+            clock=clock,
+            patience=reconnect_timeout,
+            outage=settings.outage,
+        )
         limit = math.inf if timeout is None else timeout
         try:
             await store._enter(Patience(line, limit, clock, first=True))
@@ -99,13 +101,13 @@ class EtcdStore:
     @property
     def local_addr(self) -> str:
         """This node's address towards etcd: what its peers can reach as well."""
-        return reachable_address(self._line.local_addr, self._line.address.host)
+        return self._line.local_addr
 
     # The verbs
 
     async def get(self, prefix: str) -> Listing:
         request = messages.get(self._keys.full(prefix))
-        _, answer, (response,) = await self._in_job([], [request], [])
+        _, answer, (response,) = await self._in_job([], lambda _: [request])
         listing = messages.listing(answer, response, self._keys)
         self._revisions.update((key, item.modified) for key, item in listing.items.items())
         return listing
@@ -134,7 +136,8 @@ class EtcdStore:
 
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Change, None]:
         self._check()
-        feed = Feed(prefix, after, self._revisions)
+        # Further back there are only jobs before ours.
+        feed = Feed(prefix, max(after, self._job), self._revisions)
         patience = self._patience()
         while True:
             request = messages.watch(self._keys.full(prefix), feed.seen)
@@ -151,46 +154,69 @@ class EtcdStore:
                 await patience.wait(error)
 
     async def keep_alive(self) -> bool:
-        lease = self._lease
         self._check()
-        if lease is None or lease is not self._lease:
+        lease = self._held()
+        if lease is None:
             return False
         sent = self._clock.now()
         answer = await self._call(messages.KEEP_ALIVE, messages.of_lease(lease.id))
         if messages.time_to_live(answer) <= 0:
-            self._end_lease(lease)
+            lease.end()
         else:
             lease.renewed(sent)
-        self._check_lease()
-        return lease is self._lease
+        return lease.check()
 
     async def open_lease(self, seconds: float) -> None:
         await self.end_lease()
-        id = secrets.randbits(62) + 1
+        id = str(secrets.randbits(62) + 1)
+        lasting = max(seconds, self._outage)
         sent = self._clock.now()
         try:
             # In whole seconds at etcd, and not less than it allows; our own clock ends it in time.
-            await self._call(messages.GRANT, messages.grant(id, math.ceil(seconds)))
+            await self._call(messages.GRANT, messages.grant(id, math.ceil(lasting)))
         except messages.Refused as error:
-            if error.code != messages.ALREADY_EXISTS:  # else granted, and the answer got lost
+            if error.code != messages.FAILED_PRECONDITION:  # else granted, and the answer got lost
                 raise
         self._granted = id
-        self._lease = _HeldLease(id, seconds, sent)
-        self.lease_lost.clear()
-        self._watch_lease()
-        self._keeper = asyncio.create_task(self._keep(self._lease), name="rendezvous lease")
+        self._lease = HeldLease(
+            id,
+            seconds=lasting,
+            standstill=seconds,
+            sent=sent,
+            clock=self._clock,
+            lost=self.lease_lost,
+        )
+        keeping = self._lease.keep(self.keep_alive, lasting / RENEWALS)
+        self._keeper = asyncio.create_task(keeping, name="rendezvous lease")
 
     async def end_lease(self) -> None:
         """Give the lease back; its keys go at once."""
         self._check()
         await self._stop_keeping()
         if self._granted is not None:
-            try:
-                await self._call(messages.REVOKE, messages.of_lease(self._granted))
-            except messages.Refused as error:
-                if error.code != messages.NOT_FOUND:  # else it has ended by itself
-                    raise
+            await self._revoke(self._granted)
             self._granted = None
+
+    async def give_up(
+        self, key: str, *, created: int, provided: tuple[str, int] | None = None
+    ) -> None:
+        full = self._keys.full(key)
+        look = [messages.get_one(full)]
+        _, _, (found,) = await self._in_job([], lambda _: look)
+        rows = messages.rows(found)
+        if not rows or messages.created(rows[0]) != created:
+            return
+        # A transaction cannot end a lease: so the key goes on condition, and the rest of the
+        # lease, whose number nobody else can have, follows.
+        done, _, parts = await self._in_job(
+            [messages.if_created(full, created), *self._fence(provided)],
+            lambda _: [messages.delete_one(full)],
+            look,
+        )
+        lease = messages.lease_of(rows[0])
+        # Gone already: the answer to a first attempt may have got lost.
+        if lease != "0" and (done or not messages.rows(parts[0])):
+            await self._revoke(lease)
 
     async def close(self) -> None:
         granted, self._granted = self._granted, None
@@ -212,6 +238,7 @@ class EtcdStore:
         no other, but for those that begin with one of `beside`; says whether that was done."""
         full = self._keys.full(last_key)
         conditions = [
+            messages.if_created(self._keys.job, self._job),
             messages.if_modified(full, revision),
             *messages.if_alone(
                 self._keys.prefix, full, *(self._keys.full(prefix) for prefix in beside)
@@ -242,7 +269,7 @@ class EtcdStore:
     async def _enter(self, patience: Patience) -> None:
         """Be of the job that is there now; begin it where there is none."""
         key = self._keys.job
-        value = messages.encode_value(key, {}, self._name)
+        value = messages.encode_value({}, stamp=self._name, job=0)
         request = messages.txn(
             [messages.if_created(key, 0)], [messages.put(key, value)], [messages.get_one(key)]
         )
@@ -254,25 +281,30 @@ class EtcdStore:
             self._job = messages.created(messages.rows(response)[0])
 
     async def _in_job(
-        self, compare: Sequence[Json], then: Sequence[Json], otherwise: Sequence[Json]
+        self,
+        compare: Sequence[Json],
+        then: Callable[[int], Sequence[Json]],
+        otherwise: Sequence[Json] = (),
     ) -> tuple[bool, Json, list[Json]]:
         """A transaction of the job we belong to; (succeeded, the answer, its parts).
 
-        Who was away while its job ended must not meddle with the next one of the same id.
+        `then` is told the job. Who was away while its job ended must not meddle with the next one
+        of the same id.
         """
         key = self._keys.job
         while True:
             conditions = [messages.if_created(key, self._job), *compare]
-            request = messages.txn(conditions, then, [*otherwise, messages.get_one(key)])
+            work = then(self._job)
+            request = messages.txn(conditions, work, [*otherwise, messages.get_one(key)])
             answer = await self._call(messages.TXN, request)
             if answer.get("succeeded"):
-                return True, answer, messages.responses(answer, len(then))
+                return True, answer, messages.responses(answer, len(work))
             *parts, job = messages.responses(answer, len(otherwise) + 1)
             if [messages.created(row) for row in messages.rows(job)] == [self._job]:
                 return False, answer, parts
             if self._has_written:
                 self._line.lose(
-                    f"The job at {self._line.address} has ended while this node was away from it."
+                    f"The job at {self._line} has ended while this node was away from it."
                 )
                 self._line.check()
             await self._enter(self._patience())
@@ -288,29 +320,25 @@ class EtcdStore:
     ) -> tuple[bool, int]:
         """Set a key if its last change was at `expected`; whether that was so, and when the last
         change is now."""
-        stamp = f"{self._name}/{next(self._ids)}"
-        raw = messages.encode_value(key, value, stamp)
-        others = [
-            messages.put(self._keys.full(name), messages.encode_value(name, other, stamp))
-            for name, other in (beside or {}).items()
-        ]
         self._check()
-        lease = self._lease
+        lease = self._held() if leased else None
         if leased and lease is None:
             raise LeaseExpired(f"This node holds no lease: '{key}' was not written.")
         full = self._keys.full(key)
-        put = messages.put(full, raw, lease.id if leased and lease is not None else 0)
-        conditions = [messages.if_modified(full, expected)]
-        if provided is not None:
-            conditions.append(messages.if_created(self._keys.full(provided[0]), provided[1]))
+        stamp = f"{self._name}/{next(self._ids)}"
+        # The key itself last: who watches finds the others there when it is told of this one.
+        values = {**(beside or {}), key: value}
+        leases = {} if lease is None else {key: lease.id}
         try:
             won, answer, parts = await self._in_job(
-                conditions, [*others, put], [messages.get_one(full)]
+                [messages.if_modified(full, expected), *self._fence(provided)],
+                lambda job: messages.puts(self._keys, values, leases, stamp=stamp, job=job),
+                [messages.get_one(full)],
             )
         except messages.Refused as error:
-            if error.code != messages.NOT_FOUND or not leased:
+            if error.code != messages.NOT_FOUND or lease is None:
                 raise
-            self._end_lease(lease)
+            lease.end()
             raise LeaseExpired(
                 f"The rendezvous has given this node up: '{key}' was not written."
             ) from error
@@ -320,62 +348,50 @@ class EtcdStore:
             rows = messages.rows(parts[0])
             revision = messages.modified(rows[0]) if rows else 0
             # Ours, and the answer to the first attempt got lost.
-            won = bool(rows) and messages.raw_value(rows[0]) == raw
+            won = bool(rows) and messages.stamp_of(rows[0]) == stamp
         self._revisions[key] = revision
         return won, revision
 
+    def _fence(self, provided: tuple[str, int] | None) -> list[Json]:
+        if provided is None:
+            return []
+        key, created = provided
+        return [messages.if_created(self._keys.full(key), created)]
+
     async def _news(self, feed: Feed, message: Json) -> list[Change]:
         self._check_lease()
-        if message.get("compact_revision"):
+        is_ours = not messages.tells_of_another_job(message, self._job)
+        if message.get("compact_revision") or not is_ours:
+            # Of another job: we are of that one now, or are told here that ours has ended.
             return feed.catch_up(await self.get(feed.prefix))
-        if message.get("canceled"):  # for no reason of ours
-            raise messages.Busy(str(message.get("cancel_reason") or "the watch was ended"))
         news = feed.take(messages.changes(message, self._keys))
         self._revisions.update((change.key, change.revision) for change in news if change.item)
         return news
 
     # The lease
 
-    async def _keep(self, lease: _HeldLease) -> None:
-        """Renew the lease until it ends."""
-        while lease is self._lease:
-            await asyncio.sleep(lease.seconds / RENEWALS)
-            try:
-                await self.keep_alive()
-            except RendezvousLost:
-                return
-            except RendezvousError as error:
-                # Our own clock ends the lease; whoever asks next is told the reason.
-                log.warning("The lease could not be renewed: %s", error)
-
-    def _watch_lease(self) -> None:
-        """Set the timer by which the lease is over unless it was renewed."""
-        if self._lease is not None:
-            delay = max(self._lease.until - self._clock.now(), 0.0)
-            loop = asyncio.get_running_loop()
-            self._lease_timer = loop.call_later(delay, self._lease_may_be_over)
-
-    def _lease_may_be_over(self) -> None:
-        self._check_lease()
-        self._watch_lease()
+    def _held(self) -> HeldLease | None:
+        return self._lease if self._lease is not None and self._lease.is_held else None
 
     def _check_lease(self) -> None:
-        """Whatever etcd thinks: not renewed in time, a lease may be over, so it is."""
-        if self._lease is not None and self._clock.now() >= self._lease.until:
-            self._end_lease(self._lease)
+        if self._lease is not None:
+            self._lease.check()
 
-    def _end_lease(self, lease: _HeldLease | None) -> None:
-        if lease is not None and lease is self._lease:
-            self._lease = None
-            self.lease_lost.set()
-            if self._lease_timer is not None:
-                self._lease_timer.cancel()
+    def _lose_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.end()
+
+    async def _revoke(self, lease: str) -> None:
+        try:
+            await self._call(messages.REVOKE, messages.of_lease(lease))
+        except messages.Refused as error:
+            if error.code != messages.NOT_FOUND:  # else it has ended by itself
+                raise
 
     async def _stop_keeping(self) -> None:
         """Hold the lease no more; it is given back, not lost."""
-        self._lease = None
-        if self._lease_timer is not None:
-            self._lease_timer.cancel()
+        if self._lease is not None:
+            self._lease.give_back()
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait({self._keeper})

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torchelastic.config import format_endpoint
 from torchelastic.errors import ConfigError, WireError
 from torchelastic.rendezvous.embedded.endpoint import loopback_addresses
 
@@ -47,9 +50,9 @@ class HttpConnection:
     """A connection to one server. Whatever it raises, it is not to be used again then."""
 
     def __init__(
-        self, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, host: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        self._host = host
+        self.address = (host, port)
         self._reader = reader
         self._writer = writer
         self._usable = True
@@ -64,30 +67,40 @@ class HttpConnection:
         self.local_addr = str(sock.getsockname()[0])
 
     @classmethod
-    async def open(cls, host: str, port: int) -> HttpConnection:
+    async def open(cls, host: str, port: int, tls: ssl.SSLContext | None = None) -> HttpConnection:
         """Connect; raises `OSError`, or `ConfigError` for what is no host name."""
-        name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        # The certificate is for the name that was given, whichever address it has.
+        name = None if tls is None else host
         # The loopback addresses by themselves: no thread for the name service is needed then.
         *others, final = loopback_addresses(host) or (host,)
         for address in others:
             try:
-                return cls(name, *await asyncio.open_connection(address, port))
+                streams = await asyncio.open_connection(
+                    address, port, ssl=tls, server_hostname=name
+                )
             except OSError:
                 continue
+            return cls(host, port, *streams)
         try:
-            streams = await asyncio.open_connection(final, port, happy_eyeballs_delay=NEXT_ADDRESS)
+            streams = await asyncio.open_connection(
+                final,
+                port,
+                happy_eyeballs_delay=NEXT_ADDRESS,
+                ssl=tls,
+                server_hostname=name,
+            )
         except UnicodeError as error:
             raise ConfigError(f"'{host}' is no host name: correct --rdzv-endpoint.") from error
-        return cls(name, *streams)
+        return cls(host, port, *streams)
 
     @property
     def is_usable(self) -> bool:
         """Whether another request can be made; the server may have ended an idle connection."""
         return self._usable and not self._reader.at_eof() and not self._writer.is_closing()
 
-    async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
+    async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
         """The status and the whole body of the answer."""
-        status = await self.begin(path, body)
+        status = await self.begin(path, body, headers)
         parts = bytearray()
         while part := await self._next_part():
             parts += part
@@ -96,25 +109,27 @@ class HttpConnection:
         self._usable = not self._head.last
         return status, bytes(parts)
 
-    async def begin(self, path: str, body: bytes) -> int:
+    async def begin(self, path: str, body: bytes, headers: Mapping[str, str]) -> int:
         """Ask, and read the answer's status; its body is for `next_line`."""
         # Until the answer is read to its end, the next request would get the rest of it.
         self._usable = False
+        host = format_endpoint(*self.address)
+        more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self._writer.write(
-            f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n".encode()
+            f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n{more}\r\n".encode()
             + body
         )
         await self._writer.drain()
         first = await self._text()
         # Before waiting for more: what is no HTTP may not come to an end.
         parse_status(first)
-        headers = []
+        lines = []
         while line := await self._text():
-            headers.append(line)
-            if len(headers) > HEADER_LIMIT:
+            lines.append(line)
+            if len(lines) > HEADER_LIMIT:
                 raise WireError("An answer has too many headers.")
-        self._head = parse_head(first, headers)
+        self._head = parse_head(first, lines)
         self._ended = False
         return self._head.status
 

@@ -1,8 +1,10 @@
-"""Calls and streams over connections that may break.
+"""Calls and streams over connections that may break, to servers that may.
 
 A call is made again, over another connection, until it is answered; so all calls must be such that
-twice is as good as once. When etcd does not answer for longer than our patience, it is lost for
-good: every call and every stream, now and later, raises `RendezvousLost`.
+twice is as good as once. Of several servers one is asked as long as it answers; when it does not,
+cannot be reached, or has no leader, the next is. Which servers there are, the user says: addresses
+that etcd advertises are not looked at. When none answers for longer than our patience, etcd is lost
+for good: every call and every stream, now and later, raises `RendezvousLost`.
 """
 
 from __future__ import annotations
@@ -11,21 +13,26 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import AsyncGenerator, Coroutine
+import ssl
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from torchelastic.clock import Clock
 from torchelastic.config import format_endpoint
 from torchelastic.errors import RendezvousLost, RendezvousRefused, WireError
-from torchelastic.rendezvous.etcd import messages
+from torchelastic.rendezvous.embedded.endpoint import reachable_address
+from torchelastic.rendezvous.etcd import messages, tls
 from torchelastic.rendezvous.etcd.http1 import HttpConnection
+from torchelastic.rendezvous.etcd_settings import Login
 from torchelastic.rendezvous.store import Json
 
 log = logging.getLogger(__name__)
 
 #: Seconds an answer may take before it is asked for anew, over another connection.
 ATTEMPT = 5.0
+#: Seconds a connection may take to be made.
+CONNECTING = 2.0
 FIRST_PAUSE = 0.01
 LONGEST_PAUSE = 0.5
 #: Connections kept for the next call.
@@ -34,12 +41,15 @@ IDLE = 2
 #: What may be over in a moment.
 TROUBLE = (OSError, EOFError, asyncio.TimeoutError, messages.Busy)
 
+#: A server that is cut off from its leader says so, at once, instead of being silent.
+_NEEDS_LEADER = {"Grpc-Metadata-hasleader": "true"}
+
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where etcd is."""
+    """Where a server of etcd is."""
 
     host: str
     port: int
@@ -51,13 +61,36 @@ class Address:
 class Line:
     """Our connections to etcd. Made in a running loop."""
 
-    def __init__(self, address: Address, *, clock: Clock) -> None:
-        self.address = address
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        *,
+        clock: Clock,
+        tls: ssl.SSLContext | None = None,
+        login: Login | None = None,
+    ) -> None:
+        self.addresses = tuple(addresses)
+        #: Where peers reach this node, as far as the way to etcd tells.
         self.local_addr = ""
         #: Done when etcd is lost; the result says why.
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._clock = clock
+        self._tls = tls
+        self._login = login
+        #: What etcd gave us for the password.
+        self._token = ""
+        #: The server that is asked, by its place among the addresses.
+        self._turn = 0
         self._idle: list[HttpConnection] = []
+        self._streams: set[HttpConnection] = set()
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.addresses))
+
+    @property
+    def address(self) -> Address:
+        """The server that is asked now."""
+        return self.addresses[self._turn]
 
     def lose(self, sentence: str) -> None:
         """The end of every call and stream, for this reason; the first reason stands."""
@@ -66,30 +99,34 @@ class Line:
 
     def close(self) -> None:
         self.lose("This connection to the rendezvous was closed.")
-        for connection in self._idle:
-            connection.abort()
-        self._idle.clear()
+        self._drop_idle()
 
     def check(self) -> None:
         """Raise `RendezvousLost` if etcd is lost."""
         if self.lost.done():
             raise RendezvousLost(self.lost.result())
 
+    # Asking
+
     async def call(self, path: str, request: Json, patience: Patience) -> Json:
         """The answer to a request. Raises `messages.Refused` if etcd will not do it."""
-        body = json.dumps(request, separators=(",", ":")).encode()
+        body = _body(request)
         while True:
             self.check()
+            address = self.address
             try:
-                return await self._unless_lost(self._exchange(path, body), ATTEMPT)
+                return await self._unless_lost(self._exchange(address, path, body), ATTEMPT)
             except TROUBLE as error:
+                if patience.is_first and isinstance(error, ssl.SSLError):
+                    self._not_trusted(address, error)
+                self._move_on(address, error)
                 await patience.wait(error)
             except WireError as error:
-                self._not_understood(error)
+                self._not_understood(address, error)
 
     async def once(self, path: str, request: Json) -> Json:
         """The answer to a request that is made once only, even when etcd is lost."""
-        return await self._exchange(path, json.dumps(request).encode())
+        return await self._exchange(self.address, path, _body(request))
 
     async def stream(self, path: str, request: Json) -> AsyncGenerator[Json, None]:
         """The messages that answer a request, until the connection breaks: one of `TROUBLE` then.
@@ -97,26 +134,49 @@ class Line:
         The first must come soon; the others take their time.
         """
         self.check()
-        connection = await self._unless_lost(self._open(), ATTEMPT)
+        address = self.address
         try:
-            body = json.dumps(request).encode()
-            status = await self._unless_lost(connection.begin(path, body), ATTEMPT)
-            limit: float | None = ATTEMPT
-            while True:
-                line = await self._unless_lost(connection.next_line(), limit)
-                yield messages.read(status, line)
-                limit = None
+            connection = await self._unless_lost(self._open(address), CONNECTING)
+            self._streams.add(connection)
+            try:
+                async for message in self._messages(connection, path, _body(request)):
+                    yield message
+            finally:
+                self._streams.discard(connection)
+                connection.abort()
+        except TROUBLE as error:
+            self._move_on(address, error)
+            raise
         except WireError as error:
-            self._not_understood(error)
-        finally:
-            connection.abort()
+            self._not_understood(address, error)
 
-    async def _exchange(self, path: str, body: bytes) -> Json:
-        connection = self._take() or await self._open()
+    async def _messages(
+        self, connection: HttpConnection, path: str, body: bytes
+    ) -> AsyncGenerator[Json, None]:
+        headers = await self._unless_lost(self._headers(connection), ATTEMPT)
+        status = await self._unless_lost(connection.begin(path, body, headers), ATTEMPT)
+        limit: float | None = ATTEMPT
+        while True:
+            line = await self._unless_lost(connection.next_line(), limit)
+            try:
+                message = messages.read(status, line)
+                messages.check_watch(message)
+            except messages.Refused as error:
+                self._see_login(error)
+                raise
+            yield message
+            limit = None
+
+    async def _exchange(self, address: Address, path: str, body: bytes) -> Json:
+        connection = self._take()
+        if connection is None:
+            connection = await asyncio.wait_for(self._open(address), CONNECTING)
         try:
-            answer = messages.read(*await connection.post(path, body))
-        except messages.Refused:
+            headers = await self._headers(connection)
+            answer = messages.read(*await connection.post(path, body, headers))
+        except messages.Refused as error:
             self._give_back(connection)
+            self._see_login(error)
             raise
         except BaseException:
             # Whatever it was, a cancellation included: half an answer may be left in there.
@@ -124,6 +184,51 @@ class Line:
             raise
         self._give_back(connection)
         return answer
+
+    # Who we are
+
+    async def _headers(self, connection: HttpConnection) -> dict[str, str]:
+        if self._login is not None and not self._token:
+            await self._log_in(connection, self._login)
+        return {**_NEEDS_LEADER, "Authorization": self._token} if self._token else _NEEDS_LEADER
+
+    async def _log_in(self, connection: HttpConnection, login: Login) -> None:
+        body = _body(messages.authenticate(login.user, login.password))
+        try:
+            answer = messages.read(
+                *await connection.post(messages.AUTHENTICATE, body, _NEEDS_LEADER)
+            )
+        except messages.Refused as error:
+            if error.code != messages.FAILED_PRECONDITION:
+                raise RendezvousRefused(
+                    f"etcd does not let '{login.user}' in ({error.message}): see etcd_user and "
+                    "etcd_password_file."
+                ) from error
+            log.warning("etcd asks nobody for a password: '%s' has given one in vain.", login.user)
+            self._login = None
+        else:
+            self._token = messages.token(answer)
+
+    def _see_login(self, error: messages.Refused) -> None:
+        """Tokens end, and a server that was started anew knows none of them: log in again then."""
+        if self._login is not None and messages.is_login_over(error):
+            self._token = ""
+            raise messages.Busy(error.message) from error
+
+    # Connections
+
+    def _move_on(self, address: Address, trouble: BaseException) -> None:
+        """Ask the next server from now on, if it is still this one that was asked.
+
+        Streams move as well: of a server that is frozen, a stream alone would never know.
+        """
+        if len(self.addresses) == 1 or address is not self.address:
+            return
+        self._turn = (self._turn + 1) % len(self.addresses)
+        log.info("etcd at %s: %s; asking %s now", address, _words(trouble), self.address)
+        self._drop_idle()
+        for connection in self._streams:
+            connection.abort()
 
     def _take(self) -> HttpConnection | None:
         while self._idle:
@@ -134,24 +239,43 @@ class Line:
         return None
 
     def _give_back(self, connection: HttpConnection) -> None:
-        if connection.is_usable and len(self._idle) < IDLE and not self.lost.done():
+        # One that was made to the server before is of no use.
+        current = connection.address == (self.address.host, self.address.port)
+        if current and connection.is_usable and len(self._idle) < IDLE and not self.lost.done():
             self._idle.append(connection)
         else:
             connection.abort()
 
-    async def _open(self) -> HttpConnection:
-        connection = await HttpConnection.open(self.address.host, self.address.port)
-        self.local_addr = self.local_addr or connection.local_addr
+    def _drop_idle(self) -> None:
+        for connection in self._idle:
+            connection.abort()
+        self._idle.clear()
+
+    async def _open(self, address: Address) -> HttpConnection:
+        connection = await HttpConnection.open(address.host, address.port, self._tls)
+        self.local_addr = self.local_addr or reachable_address(connection.local_addr, address.host)
         return connection
 
-    def _not_understood(self, error: WireError) -> NoReturn:
+    # The end
+
+    def _not_understood(self, address: Address, error: WireError) -> NoReturn:
         # Asked again, it would say the same again.
-        sentence = (
-            f"What answers at {self.address} is not etcd 3.4 or later without TLS ({error}): "
-            "correct --rdzv-endpoint."
+        how = "with" if self._tls else "without"
+        hint = "" if self._tls else ", or say protocol=https in --rdzv-conf"
+        self._refuse(
+            f"What answers at {address} is not etcd 3.4 or later {how} TLS ({error}): correct "
+            f"--rdzv-endpoint{hint}."
         )
+
+    def _not_trusted(self, address: Address, error: ssl.SSLError) -> NoReturn:
+        self._refuse(
+            f"There is no TLS connection to etcd at {address} ({tls.words(error)}): see protocol, "
+            "cacert, cert and key in --rdzv-conf."
+        )
+
+    def _refuse(self, sentence: str) -> NoReturn:
         self.lose(sentence)
-        raise RendezvousRefused(sentence) from error
+        raise RendezvousRefused(sentence)
 
     async def _unless_lost(self, work: Coroutine[Any, Any, T], limit: float | None) -> T:
         """The result of `work`, unless etcd is lost before, or the time is up."""
@@ -177,14 +301,17 @@ class Patience:
         self._seconds = seconds
         self._clock = clock
         #: Whether etcd has never answered yet.
-        self._first = first
+        self.is_first = first
         self._since: float | None = None
         self._pause = FIRST_PAUSE
+        #: How often things went wrong since they went well.
+        self._times = 0
 
     def restore(self) -> None:
         """Things go well again."""
         self._since = None
         self._pause = FIRST_PAUSE
+        self._times = 0
 
     async def wait(self, trouble: BaseException) -> None:
         """Wait before asking again; raises `RendezvousLost` when that has been done long enough."""
@@ -192,28 +319,36 @@ class Patience:
             self._since = self._clock.now()
             log.log(
                 # Nobody wants to wait for an hour to learn that the endpoint has a typing error.
-                logging.WARNING if self._first else logging.INFO,
+                logging.WARNING if self.is_first else logging.INFO,
                 "waiting for etcd at %s: %s",
-                self._line.address,
+                self._line,
                 _words(trouble),
             )
         left = self._since + self._seconds - self._clock.now()
         if left <= 0:
             self._line.lose(self._verdict(trouble))
+        self._times += 1
+        if self._times % len(self._line.addresses):
+            self._line.check()
+            return  # another server has not been asked yet
         await asyncio.wait({self._line.lost}, timeout=min(self._pause, max(left, 0.0)))
         self._line.check()
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
     def _verdict(self, trouble: BaseException) -> str:
-        if self._first:
+        if self.is_first:
             return (
-                f"No etcd answered at {self._line.address} within {self._seconds:g} s "
+                f"No etcd answered at {self._line} within {self._seconds:g} s "
                 f"({_words(trouble)}): see whether it runs, and whether --rdzv-endpoint names it."
             )
         return (
-            f"etcd at {self._line.address} was lost and has not answered for {self._seconds:g} s "
+            f"etcd at {self._line} was lost and has not answered for {self._seconds:g} s "
             f"({_words(trouble)}): it has ended, is frozen or cannot be reached."
         )
+
+
+def _body(request: Json) -> bytes:
+    return json.dumps(request, separators=(",", ":")).encode()
 
 
 def _words(trouble: BaseException) -> str:
@@ -225,4 +360,6 @@ def _words(trouble: BaseException) -> str:
         return "it closed the connection"
     if isinstance(trouble, asyncio.TimeoutError):
         return "no answer"
+    if isinstance(trouble, ssl.SSLError):
+        return tls.words(trouble)
     return str(trouble) or type(trouble).__name__

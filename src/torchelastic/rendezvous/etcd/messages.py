@@ -20,15 +20,27 @@ from torchelastic.rendezvous.store import Change, Item, Json, Listing
 RANGE, TXN = "/v3/kv/range", "/v3/kv/txn"
 GRANT, KEEP_ALIVE, REVOKE = "/v3/lease/grant", "/v3/lease/keepalive", "/v3/lease/revoke"
 WATCH = "/v3/watch"
+AUTHENTICATE = "/v3/auth/authenticate"
 
-#: etcd's own limit for a request is 1.5 MB, the JSON form of it included.
+#: Bytes of the values of one change; etcd's own limit for a request is 1.5 MB.
 VALUE_LIMIT = 1024 * 1024
+#: Keys of one change, as etcd is configured by default.
+KEYS_LIMIT = 128
 
 # Codes of gRPC.
 NOT_FOUND = 5
-ALREADY_EXISTS = 9  # FAILED_PRECONDITION, which is what a lease granted twice gets
+#: What a lease granted twice gets, and who logs in where nobody needs to.
+FAILED_PRECONDITION = 9
+_UNAUTHENTICATED = 16
 #: It may be so now and not in a moment: cancelled, deadline, exhausted, aborted, unavailable.
 _PASSING = {1, 4, 8, 10, 14}
+
+
+#: What to do about some of the things etcd says.
+_HINTS = {
+    "etcdserver: user name is empty": "name a user, with etcd_user and etcd_password_file",
+    "etcdserver: permission denied": "the user needs a role that writes under etcd_prefix",
+}
 
 
 class Busy(Exception):
@@ -39,8 +51,10 @@ class Refused(RendezvousRefused):
     """etcd will not do it, however often it is asked."""
 
     def __init__(self, code: int, message: str) -> None:
-        super().__init__(f"etcd refuses what was asked: {message}.")
+        hint = _HINTS.get(message, "")
+        super().__init__(f"etcd refuses what was asked: {message}{hint and f': {hint}'}.")
         self.code = code
+        self.message = message
 
 
 # --- where the keys are --------------------------------------------------------------------------
@@ -92,8 +106,12 @@ def get_one(key: str) -> Json:
     return {"request_range": {"key": _pack(key)}}
 
 
-def put(key: str, value: bytes, lease: int = 0) -> Json:
-    return {"request_put": {"key": _pack(key), "value": _pack(value), "lease": str(lease)}}
+def put(key: str, value: bytes, lease: str = "0") -> Json:
+    return {"request_put": {"key": _pack(key), "value": _pack(value), "lease": lease}}
+
+
+def delete_one(key: str) -> Json:
+    return {"request_delete_range": {"key": _pack(key)}}
 
 
 def delete(prefix: str) -> Json:
@@ -134,22 +152,48 @@ def watch(prefix: str, after: int) -> Json:
     return {"create_request": {**key_range(prefix), "start_revision": str(after + 1)}}
 
 
-def grant(lease: int, seconds: int) -> Json:
-    return {"ID": str(lease), "TTL": str(seconds)}
+def grant(lease: str, seconds: int) -> Json:
+    return {"ID": lease, "TTL": str(seconds)}
 
 
-def of_lease(lease: int) -> Json:
-    return {"ID": str(lease)}
+def of_lease(lease: str) -> Json:
+    return {"ID": lease}
 
 
-def encode_value(key: str, value: Json, stamp: str) -> bytes:
-    """A value as etcd keeps it, with the stamp by which its writer knows it again."""
-    text = json.dumps({"stamp": stamp, "value": value}, separators=(",", ":"), allow_nan=False)
-    if len(text) > VALUE_LIMIT:
+def authenticate(user: str, password: str) -> Json:
+    return {"name": user, "password": password}
+
+
+def encode_value(value: Json, *, stamp: str, job: int) -> bytes:
+    """A value as etcd keeps it, with the stamp by which its writer knows it again, and the job it
+    is of, by the revision at which that came into being."""
+    content = {"stamp": stamp, "job": job, "value": value}
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+
+
+def puts(
+    keys: JobKeys, values: Mapping[str, Json], leases: Mapping[str, str], *, stamp: str, job: int
+) -> list[Json]:
+    """Sets some keys, each under its lease if it has one."""
+    raw = {key: encode_value(value, stamp=stamp, job=job) for key, value in values.items()}
+    _check_size(raw)
+    return [put(keys.full(key), text, leases.get(key, "0")) for key, text in raw.items()]
+
+
+def _check_size(values: Mapping[str, bytes]) -> None:
+    """Refuse a change that etcd would not take."""
+    if len(values) > KEYS_LIMIT:
         raise WireError(
-            f"The value of '{key}' takes {len(text)} bytes; etcd is given at most {VALUE_LIMIT}."
+            f"A change of {len(values)} keys at once is too large for etcd, which takes "
+            f"{KEYS_LIMIT}."
         )
-    return text.encode()
+    size = sum(map(len, values.values()))
+    if size > VALUE_LIMIT:
+        raise WireError(
+            f"The value of '{min(values)}'"
+            + (f" and {len(values) - 1} more take" if len(values) > 1 else " takes")
+            + f" {size} bytes; etcd is given at most {VALUE_LIMIT} at once."
+        )
 
 
 def _condition(keys: Json, target: str, field: str, revision: int) -> Json:
@@ -197,6 +241,26 @@ def _error(status: int, answer: Json) -> Busy | Refused:
     return Busy(message) if code in _PASSING else Refused(code, message)
 
 
+def check_watch(message: Json) -> None:
+    """Raise `Busy` if a watch has ended for no reason of ours."""
+    if message.get("canceled") and not message.get("compact_revision"):
+        raise Busy(str(message.get("cancel_reason") or "the watch was ended"))
+
+
+def token(answer: Json) -> str:
+    """What to show instead of the password from now on."""
+    found = answer.get("token")
+    # It goes into a header as it is.
+    if not isinstance(found, str) or not found.isascii() or not found.isprintable() or not found:
+        raise WireError("etcd's answer has no token.")
+    return found
+
+
+def is_login_over(error: Refused) -> bool:
+    """Whether the token is not, or no more, one that etcd knows."""
+    return error.code == _UNAUTHENTICATED or "revision of auth store is old" in error.message
+
+
 def revision(answer: Json) -> int:
     """The store's revision as of an answer."""
     return _number(answer["header"], "revision")
@@ -226,8 +290,14 @@ def modified(row: Mapping[str, Any]) -> int:
     return _number(row, "mod_revision")
 
 
-def raw_value(row: Mapping[str, Any]) -> bytes:
-    return _unpack(row.get("value", ""))
+def stamp_of(row: Mapping[str, Any]) -> str:
+    """By which the writer of a value knows it again."""
+    return str(_content(row).get("stamp"))
+
+
+def lease_of(row: Mapping[str, Any]) -> str:
+    """The lease a key is under; `0`: under none."""
+    return str(_number(row, "lease"))
 
 
 def listing(answer: Json, response: Json, keys: JobKeys) -> Listing:
@@ -239,6 +309,12 @@ def listing(answer: Json, response: Json, keys: JobKeys) -> Listing:
 def changes(answer: Json, keys: JobKeys) -> list[Change]:
     """What a message of a watch tells."""
     return [_change(event, keys) for event in answer.get("events", [])]
+
+
+def tells_of_another_job(answer: Json, job: int) -> bool:
+    """Whether a message of a watch has something that was put in another job of the same id."""
+    rows = [event["kv"] for event in answer.get("events", []) if event.get("type") != "DELETE"]
+    return any(_content(row).get("job") != job for row in rows)
 
 
 def time_to_live(answer: Json) -> int:
@@ -257,15 +333,22 @@ def _key(row: Mapping[str, Any], keys: JobKeys) -> str:
 
 
 def _item(row: Mapping[str, Any]) -> Item:
+    return Item(_content(row)["value"], created(row), modified(row))
+
+
+def _content(row: Mapping[str, Any]) -> Json:
+    """A value as it was written, with what is around it."""
     try:
-        value = json.loads(raw_value(row))["value"]
-    except (ValueError, KeyError, TypeError) as error:
+        content = json.loads(_unpack(row.get("value", "")))
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict) or not isinstance(content.get("value"), dict):
         name = _unpack(row["key"]).decode(errors="replace")
         raise WireError(
             f"'{name}' in etcd holds something that no torchelastic wrote: delete it there, or "
             "choose another etcd_prefix."
-        ) from error
-    return Item(value, created(row), modified(row))
+        )
+    return content
 
 
 def _number(fields: Mapping[str, Any], name: str) -> int:

@@ -1,0 +1,138 @@
+"""How to talk to etcd, as `--rdzv-conf` or a rendezvous URL says it; checked before anybody is
+asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchelastic import env
+from torchelastic.errors import ConfigError
+
+#: All that can be said.
+KEYS = (
+    "etcd_prefix",
+    "etcd_outage",
+    "etcd_user",
+    "etcd_password_file",
+    "protocol",
+    "cacert",
+    "cert",
+    "key",
+)
+USER_VARIABLE = "TORCHELASTIC_ETCD_USER"
+PASSWORD_FILE_VARIABLE = "TORCHELASTIC_ETCD_PASSWORD_FILE"
+
+#: Bytes: a file that has more is not a password's.
+_LONGEST_PASSWORD = 4096
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """PEM files. Without `cacert` the system's authorities are trusted; without `cert` we show no
+    certificate of our own; without `key` it is in `cert`."""
+
+    cacert: str = ""
+    cert: str = ""
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class Login:
+    """Who we are to etcd."""
+
+    user: str
+    password: str = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EtcdSettings:
+    """Where in etcd, as whom and how."""
+
+    #: The key under which jobs have theirs.
+    prefix: str = "/torchelastic"
+    #: Seconds etcd may be away before nodes count as lost: leases last this long at least.
+    outage: float = 15.0
+    login: Login | None = None
+    #: None: without TLS.
+    tls: TlsFiles | None = None
+
+    @classmethod
+    def of(cls, conf: Mapping[str, Any]) -> EtcdSettings:
+        """What the keys say; whatever is wrong with them is a `ConfigError` of one sentence.
+
+        >>> EtcdSettings.of({"etcd_prefix": "torchelastic/p2p/", "protocol": "http"})
+        EtcdSettings(prefix='/torchelastic/p2p', outage=15.0, login=None, tls=None)
+        """
+        given = {key: str(conf[key]) for key in KEYS if conf.get(key) not in (None, "")}
+        return cls(
+            prefix=_prefix(given.get("etcd_prefix", cls.prefix)),
+            outage=_outage(given["etcd_outage"]) if "etcd_outage" in given else cls.outage,
+            login=_login(given),
+            tls=_tls(given),
+        )
+
+
+def _prefix(text: str) -> str:
+    if not text.strip("/"):
+        raise ConfigError("etcd_prefix names no key: write one as in /torchelastic.")
+    return "/" + text.strip("/")
+
+
+def _outage(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ConfigError(
+            f"etcd_outage={text} is no time: write the seconds that etcd may be away."
+        )
+    return seconds
+
+
+def _login(given: Mapping[str, str]) -> Login | None:
+    user = given.get("etcd_user") or env.get(USER_VARIABLE)
+    path = given.get("etcd_password_file") or env.get(PASSWORD_FILE_VARIABLE)
+    if not user and not path:
+        return None
+    if not user or not path:
+        raise ConfigError(
+            "etcd needs a user and a password: give both etcd_user and etcd_password_file, or none."
+        )
+    return Login(user, _password(path))
+
+
+def _password(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            # A little more than allowed: a whole disk named by mistake is not read.
+            text = file.read(_LONGEST_PASSWORD + 1).strip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise ConfigError(
+            f"etcd_password_file {path} cannot be read ({reason}): name a file that has the "
+            "password and nothing else."
+        ) from None
+    if not text or len(text) > _LONGEST_PASSWORD or "\n" in text:
+        raise ConfigError(
+            f"etcd_password_file {path} has no password: write it there, in one line."
+        )
+    return text
+
+
+def _tls(given: Mapping[str, str]) -> TlsFiles | None:
+    """Rather no connection than one in the clear where another was asked for."""
+    files = {name: given[name] for name in ("cacert", "cert", "key") if name in given}
+    protocol = given.get("protocol", "https" if files else "http")
+    if protocol not in ("http", "https"):
+        raise ConfigError(f"The protocol '{protocol}' is none of etcd's: write http or https.")
+    if protocol == "http":
+        if files:
+            raise ConfigError(f"protocol=http has no use for {', '.join(files)}: write https.")
+        return None
+    if "key" in files and "cert" not in files:
+        raise ConfigError("key is the key of a certificate: name that, too, with cert=FILE.")
+    return TlsFiles(**files)

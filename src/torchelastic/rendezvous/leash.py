@@ -1,0 +1,26 @@
+"""`python leash.py OWNER PROGRAM ARGS…`: become a program that dies with its owner.
+
+Run as a file of its own, and so quick to start: it imports nothing of torchelastic. The owner is
+the thread that started it, which the kernel looks at: whatever ends that, SIGKILL included, ends
+the program.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    owner, *command = sys.argv[1:]
+    if ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        sys.exit("the kernel does not tie a process to its parent")
+    # Died before the call: the signal would never come.
+    if os.getppid() == int(owner):
+        os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main()
