@@ -15,6 +15,7 @@ from tests.unit.rendezvous.embedded_support import JOB, run, serving, within
 from torchelastic.clock import Clock, FakeClock, SystemClock
 from torchelastic.errors import LeaseExpired, RendezvousLost
 from torchelastic.rendezvous.embedded import EmbeddedStore
+from torchelastic.rendezvous.embedded.dial import Endpoint
 from torchelastic.rendezvous.etcd import EtcdStore
 from torchelastic.rendezvous.etcd_settings import EtcdSettings
 from torchelastic.rendezvous.store import Change, Store
@@ -358,7 +359,9 @@ async def embedded() -> AsyncIterator[Connect]:
 
         async def connect(clock: Clock | None = None) -> EmbeddedStore:
             store = await EmbeddedStore.connect(
-                "localhost", server.port, JOB, timeout=PATIENCE, clock=clock or SystemClock()
+                [Endpoint("localhost", server.port, JOB)],
+                timeout=PATIENCE,
+                clock=clock or SystemClock(),
             )
             stores.append(store)
             return store

@@ -11,10 +11,11 @@ import sys
 
 from torchelastic.errors import RendezvousLost
 from torchelastic.rendezvous.embedded import EmbeddedStore
+from torchelastic.rendezvous.embedded.dial import Endpoint
 
 
 async def main(port: int, key: str, seconds: float) -> None:
-    store = await EmbeddedStore.connect("localhost", port, "job-1", timeout=20)
+    store = await EmbeddedStore.connect([Endpoint("localhost", port, "job-1")], timeout=20)
     await store.open_lease(seconds)
     await store.put(key, {}, leased=True)
     try:

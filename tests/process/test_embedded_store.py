@@ -16,6 +16,7 @@ import pytest
 from tests.unit.rendezvous.embedded_support import connected, run, serving, within
 from torchelastic.errors import RendezvousLost
 from torchelastic.rendezvous.embedded import EmbeddedStore
+from torchelastic.rendezvous.embedded.dial import Endpoint
 
 HERE = Path(__file__).parent
 PATIENCE = 25.0
@@ -136,7 +137,9 @@ def test_two_hundred_members_join_at_once():
     count = 200
 
     async def join(port: int, number: int) -> EmbeddedStore:
-        store = await EmbeddedStore.connect("localhost", port, "job-1", timeout=PATIENCE)
+        store = await EmbeddedStore.connect(
+            [Endpoint("localhost", port, "job-1")], timeout=PATIENCE
+        )
         await store.open_lease(60.0)
         await store.put(f"member/{number}", {"node": number}, leased=True)
         return store

@@ -334,7 +334,7 @@ def test_the_last_to_go_clears_a_closed_job_away(etcd, run_id):
             await one.end_lease()
             assert not await clear_remains(one)
             assert "world" in (await other.get("")).items
-            await close_store(other, None)
+            await close_store(other)
             assert "kvs" not in await ask(etcd, "/v3/kv/range", keys_of(run_id))
 
     run(story())
@@ -358,15 +358,14 @@ def test_the_next_job_waits_for_the_nodes_of_the_last(etcd, run_id):
             await old.put("member/1", {}, leased=True)
             await closed_world(old)
             opening = asyncio.ensure_future(
-                open_store("etcd", etcd.endpoint, run_id, {}, timeout=9.0, clock=SystemClock())
+                open_store(etcd.endpoint, run_id, {}, timeout=9.0, clock=SystemClock())
             )
             with pytest.raises(asyncio.TimeoutError):
                 await within(0.3, asyncio.shield(opening))
             await old.end_lease()
-            new, server = await within(PATIENCE, opening)
-            assert server is None
+            new = await within(PATIENCE, opening)
             assert (await new.get("")).items == {}
-            await close_store(new, None)
+            await close_store(new)
 
     run(story())
 
@@ -379,7 +378,7 @@ def test_nodes_of_a_closed_job_that_do_not_go_are_named_as_the_reason(etcd, run_
             await closed_world(old)
             with pytest.raises(RendezvousRefused, match=r"are still there after 0\.2 s"):
                 await open_store(
-                    "etcd", etcd.endpoint, run_id, {}, timeout=0.2, clock=SystemClock()
+                    etcd.endpoint, run_id, {}, timeout=0.2, clock=SystemClock()
                 )
 
     run(story())
@@ -429,7 +428,7 @@ def test_jobs_do_not_see_each_other(etcd, run_id):
 def test_options_that_cannot_be_heeded_are_refused(etcd, run_id):
     async def story():
         opening = open_store(
-            "etcd", etcd.endpoint, run_id, {"cert": "x"}, timeout=1, clock=SystemClock()
+            etcd.endpoint, run_id, {"cert": "x"}, timeout=1, clock=SystemClock()
         )
         with pytest.raises(ConfigError, match="TLS"):
             await opening

@@ -201,7 +201,8 @@ class Agent:
         self._presence.update(ready=True)
 
     async def _rejoin(self, gone: int) -> None:
-        self._narrator.rejoined(await self._presence.rejoin(gone))
+        name = await self._presence.rejoin(gone)
+        self._narrator.rejoined(name, self._presence.meeting)
 
     def _world_seen(self, world: World) -> None:
         if not self._state.leaving:
@@ -212,7 +213,7 @@ class Agent:
 
     def _lease_lost(self) -> None:
         if not self._state.leaving:
-            self._narrator.lease_lost()
+            self._narrator.lease_lost(self._presence.meeting.loss)
         self._queue.put_nowait(group_state.LeaseLost())
 
     async def _offer_store(self) -> None:

@@ -27,3 +27,6 @@ class LogObserver:
 
     def decided(self, world: World, kind: Kind | None) -> None:
         logger.debug("decided: generation %d %s (%s)", world.generation, world.phase, kind)
+
+    def without_host(self, sentence: str) -> None:
+        logger.warning("%s", sentence)

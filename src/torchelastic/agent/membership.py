@@ -10,12 +10,13 @@ from torchelastic.rendezvous.leader import MEMBER_PREFIX
 from torchelastic.rendezvous.store import Store
 from torchelastic.rendezvous.world import Member
 
+NAME_PREFIX = "name/"
+
 
 class Membership:
     """Puts the record whenever it changes; several changes before a put travel in one."""
 
-    def __init__(self, store: Store, member: Member) -> None:
-        self._store = store
+    def __init__(self, member: Member) -> None:
         self._member = member
         self._changed = asyncio.Event()
         self._settled = asyncio.Event()
@@ -31,14 +32,14 @@ class Membership:
         self._changed.set()
         self._settled.clear()
 
-    async def run(self) -> None:
+    async def run(self, store: Store) -> None:
         """Put the record at every change. Ends by raising when the lease or the store is lost."""
         key = MEMBER_PREFIX + self._member.node
         try:
             while True:
                 await self._changed.wait()
                 self._changed.clear()
-                await self._store.put(key, self._member.to_json(), leased=True)
+                await store.put(key, self._member.to_json(), leased=True)
                 if not self._changed.is_set():
                     self._settled.set()
         finally:
@@ -54,7 +55,9 @@ async def claim_name(store: Store, host: str, node: str) -> str:
     number = 1
     while True:
         name = host if number == 1 else f"{host}-{number}"
-        won = await store.compare_and_set(f"name/{name}", {"node": node}, expected=0, leased=True)
+        won = await store.compare_and_set(
+            NAME_PREFIX + name, {"node": node}, expected=0, leased=True
+        )
         if won is not None:
             return name
         number += 1

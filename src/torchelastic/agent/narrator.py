@@ -81,19 +81,29 @@ class Narrator:
         self.name = name
         if self._config.max_nodes > 1:
             set_up_log(name)
-            where = "hosting" if meeting.server is not None else "joined"
+            where = "hosting" if meeting.is_host else "joined"
             logger.info("%s job %s at %s", where, self._config.run_id, meeting.endpoint)
-        hosting = meeting.server is not None
-        self._log.emit(events.Joined(name=name, endpoint=meeting.endpoint, hosting=hosting))
+        self._log.emit(
+            events.Joined(name=name, endpoint=meeting.endpoint, hosting=meeting.is_host)
+        )
 
-    def rejoined(self, name: str) -> None:
+    def rejoined(self, name: str, meeting: Meeting) -> None:
         self.name = name
         if self._config.max_nodes > 1:
             set_up_log(name)
-        logger.info("joined the job anew")
-        self._log.emit(events.Note(text=f"joined anew as {name}"))
+        where = "hosting the rendezvous now" if meeting.is_host else "joined anew"
+        logger.info("%s at %s", where, meeting.endpoint)
+        self._log.emit(events.Note(text=f"{where} as {name} at {meeting.endpoint}"))
 
-    def lease_lost(self) -> None:
+    def without_host(self, sentence: str) -> None:
+        logger.warning("%s", sentence)
+        self._log.emit(events.Note(text=sentence))
+
+    def lease_lost(self, store_lost: str) -> None:
+        if store_lost:
+            logger.warning("%s This node stops its workers and looks for another host.", store_lost)
+            self._log.emit(events.LeaseLost(reason=store_lost))
+            return
         reason = f"no keep-alive has reached the rendezvous for {self._config.lease:g} s"
         logger.warning("%s: this node counts as failed there and stops its workers", reason)
         self._log.emit(events.LeaseLost(reason=reason))

@@ -10,13 +10,14 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from torchelastic.agent.meeting import Meeting, meet
-from torchelastic.agent.membership import Membership, claim_name
+from torchelastic.agent.membership import NAME_PREFIX, Membership, claim_name
 from torchelastic.clock import Clock
 from torchelastic.config import LaunchConfig
-from torchelastic.errors import LeaseExpired
-from torchelastic.rendezvous.leader import Leader, LeaderObserver
+from torchelastic.errors import LeaseExpired, RendezvousLost
+from torchelastic.rendezvous.heir import Heir
+from torchelastic.rendezvous.leader import MEMBER_PREFIX, SETTLED_KEY, Leader, LeaderObserver
 from torchelastic.rendezvous.round_state import RoundRules
-from torchelastic.rendezvous.store import Json
+from torchelastic.rendezvous.store import Json, Store
 from torchelastic.rendezvous.world import NO_PART, WORLD_KEY, Member, World, part_key
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,9 @@ class Presence:
         self._facts: dict[str, Any] = {}
         #: The part of the last world's nodes that this one may be in.
         self._part: Json = NO_PART
+        #: The last world that was passed on, as it came.
+        self._seen: Json | None = None
+        self._heir = Heir(node)
         #: What this node does as a member under its present lease.
         self._tasks: list[asyncio.Task[Any]] = []
 
@@ -67,90 +71,155 @@ class Presence:
 
     async def join(self, **facts: Any) -> None:
         """Meet the other nodes and be one of them; `facts` are what the member record says more."""
-        self._meeting = await meet(self._config, self._clock)
-        name = await self._open_lease()
+        self._meeting = await meet(self._config, self._node, self._clock)
         member = Member(
             node=self._node,
-            name=name,
+            name="",
             addr=self._meeting.addr,
+            peer=self._meeting.peer,
             nproc=self._config.nproc_per_node,
             role=self._config.role,
             node_rank=self._config.node_rank,
             **{**facts, **self._facts},
         )
-        self._membership = Membership(self._meeting.store, member)
-        self._background(self._watch_world(), "watch-world")
-        self._be_member()
+        self._membership = Membership(member)
+        await self._enlist()
 
     async def rejoin(self, gone: int) -> str:
-        """After a lost lease: come as a newcomer; returns the new name."""
-        assert self._membership is not None
+        """After a lost lease, with no worker left in a world: be a member again, if need be at
+        another host of the store; returns the new name."""
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
-        name = await self._open_lease()
         gone = max(gone, self.member.gone)  # a later word stands
-        self.update(name=name, gone=gone, failures=())
+        self.update(gone=gone, failures=())
+        await self._enlist()
+        return self.member.name
+
+    async def _enlist(self) -> None:
+        """Open a lease and claim a name under it; again where the store took longer than the lease
+        to answer, and at the next host where the host is lost."""
+        while True:
+            store = self.meeting.store
+            try:
+                await store.open_lease(self._config.lease)
+                name = await claim_name(store, socket.gethostname(), self._node)
+            except LeaseExpired as error:
+                logger.debug("the lease ended before it was of use: %s", error)
+            except RendezvousLost:
+                if await self._regain():
+                    break
+            else:
+                self.update(name=name)
+                break
         self._be_member()
-        return name
+
+    async def _regain(self) -> bool:
+        """Have a store again; says whether this node's keys are there under a lease."""
+        kept: dict[str, Json] = {}
+        if self.member.name:
+            kept[MEMBER_PREFIX + self._node] = self.member.to_json()
+            kept[NAME_PREFIX + self.member.name] = {"node": self._node}
+        limit = self._config.wait_for_nodes or None
+        leased = await self.meeting.regain(kept, timeout=limit, say=self._observer.without_host)
+        self.update(addr=self.meeting.addr, peer=self.meeting.peer)
+        return leased and bool(kept)
 
     def update(self, **changes: Any) -> None:
         """Change the member record, or what it will say once this node has joined."""
         if self._membership is not None:
             self._membership.update(**changes)
+            if changes.get("leaving"):
+                self.meeting.say_goodbye()
         else:
             self._facts.update(changes)
 
-    async def _open_lease(self) -> str:
-        """Open a lease and claim a name under it; again where the store took longer than the lease
-        to answer."""
-        store = self.meeting.store
-        while True:
-            await store.open_lease(self._config.lease)
-            try:
-                return await claim_name(store, socket.gethostname(), self._node)
-            except LeaseExpired as error:
-                logger.debug("the lease ended before it was of use: %s", error)
-
     def _be_member(self) -> None:
-        """Put the member record from now on, and lead when it is our turn, until the lease ends."""
+        """Put the member record from now on, follow the worlds, and lead when it is our turn, until
+        the lease ends."""
         assert self._membership is not None
-        rules = RoundRules.from_config(self._config)
-        leader = Leader(self.meeting.store, self._node, rules, self._clock, self._observer)
-        self.update()
-        self._tasks = [
-            self._background(_while_leased(self._membership.run()), "membership"),
-            self._background(_while_leased(leader.run()), "leader"),
-            self._background(self._watch_lease(), "watch-lease"),
-        ]
-
-    async def _watch_world(self) -> None:
         store = self.meeting.store
+        self.update()
+        work = {
+            "membership": self._membership.run(store),
+            "watch-world": self._watch_world(store),
+        }
+        if self.meeting.term:
+            work["watch-settled"] = self._watch_settled(store)
+        if self.meeting.is_host or not self.meeting.term:
+            work["leader"] = self._leader(store).run()
+        self._tasks = [
+            self._background(self._while_leased(coroutine), name)
+            for name, coroutine in work.items()
+        ]
+        self._tasks.append(self._background(self._watch_lease(store), "watch-lease"))
+
+    def _leader(self, store: Store) -> Leader:
+        rules = RoundRules.from_config(self._config)
+        return Leader(
+            store,
+            self._node,
+            rules,
+            self._clock,
+            self._observer,
+            term=self.meeting.term,
+            may_begin_at=self.meeting.may_begin_at,
+        )
+
+    async def _while_leased(self, work: Coroutine[Any, Any, None]) -> None:
+        """Work that ends quietly with the lease: what follows from that is `_watch_lease`'s to
+        tell. So it is with the host of the store, if another node can take its place."""
+        try:
+            await work
+        except LeaseExpired:
+            return
+        except RendezvousLost:
+            if not self.meeting.term:
+                raise
+
+    async def _watch_world(self, store: Store) -> None:
         listing = await store.get(WORLD_KEY)
         if WORLD_KEY in listing.items:
-            await self._see_world(listing.items[WORLD_KEY].value)
+            await self._see_world(store, listing.items[WORLD_KEY].value)
         async with contextlib.aclosing(store.watch(WORLD_KEY, after=listing.revision)) as changes:
             async for change in changes:
                 if change.item is not None:
-                    await self._see_world(change.item.value)
+                    await self._see_world(store, change.item.value)
 
-    async def _see_world(self, summary: Json) -> None:
+    async def _see_world(self, store: Store, summary: Json) -> None:
         """Pass a world on, with the part of its nodes that this one may be in.
 
         Of a world with a newer one behind it there is no part any more: the newer one is told of.
         """
+        if summary == self._seen:
+            return  # told again, by a store that was opened anew
         world = World.from_json(summary)
         if world.count and not world.owns(self._part):
             key = part_key(self._node, world.shards)
-            listing = await self.meeting.store.get(key)
+            listing = await store.get(key)
             self._part = listing.items[key].value
-        if not world.count:
-            self._on_world(world)
-        elif world.owns(self._part):
-            self._on_world(world.with_parts([self._part]))
+        if world.count and not world.owns(self._part):
+            return
+        if not self.meeting.takes_up(world.generation):
+            return  # of an earlier host, and not ours: a newer one follows
+        if world.count:
+            world = world.with_parts([self._part])
+            if self.meeting.term:
+                self.meeting.hold(await self._heir.take(store, world, summary))
+                self.update(accepted=world.generation)
+        self._seen = summary
+        self._on_world(world)
 
-    async def _watch_lease(self) -> None:
-        await self.meeting.store.lease_lost.wait()
+    async def _watch_settled(self, store: Store) -> None:
+        """Of a node that may be the next host: hear when a world is settled."""
+        await self._heir.is_candidate.wait()
+        async with contextlib.aclosing(store.watch(SETTLED_KEY, after=0)) as changes:
+            async for change in changes:
+                if change.item is not None:
+                    self.meeting.hold(self._heir.settled(change.item.value["generation"]))
+
+    async def _watch_lease(self, store: Store) -> None:
+        await store.lease_lost.wait()
         self._on_lease_lost()
 
     async def last_words(self, seconds: float) -> None:
@@ -163,9 +232,3 @@ class Presence:
         """Go; a host gives the other nodes up to `others` seconds to go first."""
         if self._meeting is not None:
             await self._meeting.close(others)
-
-
-async def _while_leased(work: Coroutine[Any, Any, None]) -> None:
-    """Work that ends quietly with the lease: what follows from that is `_watch_lease`'s to tell."""
-    with contextlib.suppress(LeaseExpired):
-        await work

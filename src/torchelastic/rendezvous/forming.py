@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from torchelastic.errors import EXIT_NOT_ENOUGH_NODES
-from torchelastic.rendezvous.round_state import Decision, Present, RoundRules, RoundState
+from torchelastic.rendezvous import succession
+from torchelastic.rendezvous.round_state import (
+    Decision,
+    RoundRules,
+    RoundState,
+    has_quorum,
+    the_world,
+    votes,
+)
 from torchelastic.rendezvous.world import NAMED, Member, World, WorldNode
 
 #: How long a world may be held back for members that are there but not ready to start workers.
@@ -16,29 +26,45 @@ WARM_UP_PATIENCE = 30.0
 SAY_EVERY = 60.0
 
 
+class Offer(NamedTuple):
+    """A member that could be in the next world, and the workers it brings."""
+
+    node: str
+    member: Member
+    created: int
+    #: Local ranks.
+    ranks: tuple[int, ...]
+
+
 def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> Decision:
     """The next world if enough members are ready, else a waiting one, else the end."""
+    if len(state.members) < rules.min_nodes:
+        return _wait(rules, state, now)  # before a look at each: they come one by one
     ordered = in_order(candidates(state), state.world)
     chosen = choose(rules, ordered, state)
-    if not chosen:
+    if not chosen or not has_quorum(rules, state):
         return _wait(rules, state, now)
+    if state.world is None and now < state.may_begin_at:
+        return Decision(wake_at=state.may_begin_at)
     if not at_once and len(chosen) < rules.max_nodes:
-        at = settled_at(rules, state, [member.node for member in ordered])
+        at = settled_at(rules, state, [offer.node for offer in ordered], len(ordered))
         if now < at:
             return Decision(wake_at=at) if state.world else _wait(rules, state, now)
-    if not chosen[0].store:
+    if not chosen[0].member.store:
         return Decision()
     last = state.world or World(generation=-1, phase="waiting", reason="the job starts")
     world = replace(
         last,
-        generation=last.generation + 1 if last.nodes or last.generation < 0 else last.generation,
+        generation=_number(last, state),
         phase="running",
-        store=chosen[0].store,
+        host=state.host,
+        term=state.term,
+        store=chosen[0].member.store,
         ending=None,
         after=None,
         resident=are_resident(state),
         reason=_beginning(last),
-        spares=tuple(member.name for member in ordered[len(chosen) :][:NAMED]),
+        spares=tuple(offer.member.name for offer in ordered[len(chosen) :][:NAMED]),
         spare_count=len(ordered) - len(chosen),
         missing=(),
         missing_count=0,
@@ -46,20 +72,32 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
     return Decision(world.with_nodes(_place(chosen)))
 
 
+def _number(last: World, state: RoundState) -> int:
+    """The number of the world after `last`, which may have had no nodes."""
+    if last.generation < 0:
+        return 0
+    if not last.nodes:
+        return last.generation
+    return succession.next_generation(last.generation, state.term)
+
+
 def newcomers_to(rules: RoundRules, state: RoundState) -> list[str]:
     """Nodes with workers outside the running world that would make the next one larger."""
     world = state.world
     if world is None or world.phase != "running":
         return []
-    chosen = choose(rules, in_order(candidates(state), world), state)
-    if sum(member.nproc for member in chosen) <= world.size:
+    offers = candidates(state)
+    if not any(_brings_more(world, offer) for offer in offers):
         return []
-    return [member.node for member in chosen if _brings_more(world, member)]
+    chosen = choose(rules, in_order(offers, world), state)
+    if sum(len(offer.ranks) for offer in chosen) <= world.size:
+        return []
+    return [offer.node for offer in chosen if _brings_more(world, offer)]
 
 
-def _brings_more(world: World, member: Member) -> bool:
-    found = world.find(member.node)
-    return found is None or found.nproc < member.nproc
+def _brings_more(world: World, offer: Offer) -> bool:
+    found = world.find(offer.node)
+    return found is None or found.nproc < len(offer.ranks)
 
 
 def _beginning(last: World) -> str:
@@ -105,6 +143,13 @@ def _wait(rules: RoundRules, state: RoundState, now: float) -> Decision:
 
 def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
     """What keeps a world from being formed, and whether that is only a matter of warming up."""
+    if not has_quorum(rules, state):
+        agree, world = len(votes(state)), the_world(state)
+        return (
+            f"waiting for a majority: {agree} of the {world.count} nodes of generation "
+            f"{world.generation} can be reached (--quorum)",
+            False,
+        )
     staying = [item.member for item in state.members.values() if not item.member.leaving]
     there = f"{len(staying)} of at least {rules.min_nodes} there"
     if len(staying) < rules.min_nodes:
@@ -132,12 +177,13 @@ def _missing(state: RoundState) -> tuple[str, ...]:
     return tuple(node.name for node in state.world.nodes if node.node not in state.members)
 
 
-def settled_at(rules: RoundRules, state: RoundState, nodes: Iterable[str]) -> float:
-    """When arrivals count as over: a settle time after the last one, at once when all are there.
+def settled_at(rules: RoundRules, state: RoundState, nodes: Iterable[str], there: int) -> float:
+    """When arrivals count as over: a settle time after the last one of `nodes`, at once when as
+    many as may take part are there.
 
     Members that are there but still warming up are waited for, within reason.
     """
-    if len(candidates(state)) >= rules.max_nodes:
+    if there >= rules.max_nodes:
         return 0.0
     at = max(state.members[node].seen_at for node in nodes) + rules.settle
     warming = [
@@ -158,103 +204,115 @@ def are_resident(state: RoundState) -> bool:
     """Whether the next world is one of resident workers."""
     if state.world is not None and state.world.nodes:
         return state.world.resident
-    members = [present.member for present in state.members.values()]
-    return bool(members) and all(member.resident for member in members)
+    members = state.members.values()
+    return bool(members) and all(present.member.resident for present in members)
 
 
-def candidates(state: RoundState) -> list[Present]:
-    """Members that could be in the next world, in order of arrival, each static place once.
-
-    `standing` and `nproc` of what is returned are the workers each of them brings.
-    """
+def candidates(state: RoundState) -> list[Offer]:
+    """Members that could be in the next world, in order of arrival, each static place once."""
+    resident = are_resident(state)
     taken: set[int] = set()
     found = []
     for present in sorted(state.members.values(), key=lambda item: item.created):
-        member = _with_workers(state, present.member)
-        if member.leaving or not member.nproc:
+        member = present.member
+        ranks = member.standing if resident else _startable(state, member)
+        if member.leaving or not ranks:
             continue
         if member.node_rank is not None:
             if member.node_rank in taken:
                 continue
             taken.add(member.node_rank)
-        found.append(replace(present, member=member))
+        found.append(Offer(member.node, member, present.created, ranks))
     return found
 
 
-def _with_workers(state: RoundState, member: Member) -> Member:
-    """Of resident workers those that stand; otherwise all, or none while it cannot start them."""
-    if are_resident(state):
-        return replace(member, nproc=len(member.standing))
-    in_world = state.world is not None and state.world.place(member.node) is not None
-    nproc = member.nproc if member.ready or in_world else 0
-    return replace(member, nproc=nproc, standing=tuple(range(nproc)))
+def _startable(state: RoundState, member: Member) -> tuple[int, ...]:
+    """Workers that are started with a world: all of a node's, or none while it cannot."""
+    if member.ready or (state.world is not None and state.world.find(member.node) is not None):
+        return _first(member.nproc)
+    return ()
 
 
-def choose(rules: RoundRules, ordered: list[Member], state: RoundState) -> list[Member]:
+@cache
+def _first(count: int) -> tuple[int, ...]:
+    """One tuple for the thousands of nodes that have as many workers."""
+    return tuple(range(count))
+
+
+def choose(rules: RoundRules, ordered: list[Offer], state: RoundState) -> list[Offer]:
     """The most workers that make an allowed world, from the beginning of the list; may be none."""
     if are_resident(state):
         return _choose_workers(rules, ordered[: rules.max_nodes], state.world)
     return _choose_nodes(rules, ordered)
 
 
-def _choose_workers(rules: RoundRules, members: list[Member], last: World | None) -> list[Member]:
+def _choose_workers(rules: RoundRules, offers: list[Offer], last: World | None) -> list[Offer]:
     """A node may bring some of its workers only; those of the last world have precedence."""
-    every = [(member.node, rank) for member in members for rank in member.standing]
+    every = [(offer.node, rank) for offer in offers for rank in offer.ranks]
     if last is not None:
         every.sort(key=lambda worker: last.rank(*worker) is None)  # stable: else in order
-    for size in range(len(every), rules.min_nodes - 1, -1):
-        nodes = {node for node, _ in every[:size]}
-        if rules.world_sizes.allows(size) and len(nodes) >= rules.min_nodes:
-            return [_cut(member, every[:size]) for member in members if member.node in nodes]
-    return []
+    size = _largest(rules, every)
+    ranks: dict[str, list[int]] = {}
+    for node, rank in every[:size]:
+        ranks.setdefault(node, []).append(rank)
+    return [
+        offer._replace(ranks=tuple(sorted(ranks[offer.node])))
+        for offer in offers
+        if offer.node in ranks
+    ]
 
 
-def _cut(member: Member, workers: list[tuple[str, int]]) -> Member:
-    standing = tuple(sorted(rank for node, rank in workers if node == member.node))
-    return replace(member, standing=standing, nproc=len(standing))
+def _largest(rules: RoundRules, workers: list[tuple[str, int]]) -> int:
+    """How many of these workers, the first ones, make the largest allowed world; 0 if none do."""
+    nodes: set[str] = set()
+    largest = 0
+    for size, (node, _) in enumerate(workers, start=1):
+        nodes.add(node)
+        if len(nodes) >= rules.min_nodes and rules.world_sizes.allows(size):
+            largest = size
+    return largest
 
 
-def _choose_nodes(rules: RoundRules, ordered: list[Member]) -> list[Member]:
+def _choose_nodes(rules: RoundRules, ordered: list[Offer]) -> list[Offer]:
     """The longest beginning of the list that makes an allowed world."""
-    sizes = list(accumulate(member.nproc for member in ordered[: rules.max_nodes]))
+    sizes = list(accumulate(len(offer.ranks) for offer in ordered[: rules.max_nodes]))
     for count in range(len(sizes), rules.min_nodes - 1, -1):
         if rules.world_sizes.allows(sizes[count - 1]):
             return ordered[:count]
     return []
 
 
-def in_order(candidates: Iterable[Present], last: World | None) -> list[Member]:
+def in_order(offers: Iterable[Offer], last: World | None) -> list[Offer]:
     """Static places first; then survivors in their order, newcomers last."""
 
-    def place(present: Present) -> tuple[int, int, int]:
-        member = present.member
-        static = member.node_rank if member.node_rank is not None else -1
-        survivor = last.place(member.node) if last is not None else None
-        return static, survivor if survivor is not None else 1 << 30, present.created
+    def place(offer: Offer) -> tuple[int, int, int]:
+        static = offer.member.node_rank if offer.member.node_rank is not None else -1
+        survivor = last.place(offer.node) if last is not None else None
+        return static, survivor if survivor is not None else 1 << 30, offer.created
 
-    return [present.member for present in sorted(candidates, key=place)]
+    return sorted(offers, key=place)
 
 
-def _place(members: Iterable[Member]) -> tuple[WorldNode, ...]:
+def _place(offers: Iterable[Offer]) -> tuple[WorldNode, ...]:
     """Give every worker its ranks."""
     nodes: list[WorldNode] = []
     rank, role_ranks = 0, dict[str, int]()
-    for place, member in enumerate(members):
+    for place, (node, member, _, ranks) in enumerate(offers):
         role_rank = role_ranks.get(member.role, 0)
         nodes.append(
             WorldNode(
-                node=member.node,
+                node=node,
                 name=member.name,
                 addr=member.addr,
                 peer=member.peer,
                 node_rank=place,
-                nproc=member.nproc,
+                nproc=len(ranks),
                 role=member.role,
                 first_rank=rank,
                 first_role_rank=role_rank,
-                local_ranks=member.standing,
+                local_ranks=ranks,
             )
         )
-        rank += member.nproc
-        role_ranks[member.role] = role_rank + member.nproc
+        rank += len(ranks)
+        role_ranks[member.role] = role_rank + len(ranks)
     return tuple(nodes)

@@ -13,20 +13,24 @@ import glob
 import logging
 import os
 import stat
+from collections.abc import Iterable
 from itertools import chain
 from typing import Protocol
 
 from torchelastic.clock import Clock
 from torchelastic.errors import LeaseExpired, RendezvousError
-from torchelastic.rendezvous import resident, round_state
+from torchelastic.rendezvous import resident, round_state, succession
 from torchelastic.rendezvous.restart_policy import Kind
 from torchelastic.rendezvous.round import waits_for_checkpoint
-from torchelastic.rendezvous.round_state import Decision, RoundRules, RoundState
-from torchelastic.rendezvous.store import Change, Store
+from torchelastic.rendezvous.round_state import Decision, Draft, Present, RoundRules, RoundState
+from torchelastic.rendezvous.store import Change, Listing, Store
 from torchelastic.rendezvous.world import PART_PREFIX, WORLD_KEY, Member, World
 
 LEADER_KEY = "leader"
 MEMBER_PREFIX = "member/"
+#: Who must agree to what follows the world; and the last world of which that is clear.
+ROLL_KEY = "roll"
+SETTLED_KEY = "settled"
 
 #: How often the checkpoint path is looked at, and how often in a row nothing must have changed.
 CHECKPOINT_POLL = 0.5
@@ -43,15 +47,30 @@ class LeaderObserver(Protocol):
     def node_lost(self, name: str, reason: str) -> None: ...
     def node_leaving(self, member: Member) -> None: ...
     def decided(self, world: World, kind: Kind | None) -> None: ...
+    def without_host(self, sentence: str) -> None:
+        """This node has lost the host of the store, and has no other one yet."""
+        ...
 
 
 class Leader:
     """Campaigns for the leader key, and leads while it has it."""
 
     def __init__(
-        self, store: Store, node: str, rules: RoundRules, clock: Clock, observer: LeaderObserver
+        self,
+        store: Store,
+        node: str,
+        rules: RoundRules,
+        clock: Clock,
+        observer: LeaderObserver,
+        *,
+        term: int = 0,
+        may_begin_at: float = 0.0,
     ) -> None:
+        """`term` is that of an agent which hosts the store itself; it forms no first world before
+        `may_begin_at`."""
         self._store = store
+        self._term = term
+        self._may_begin_at = may_begin_at
         self._node = node
         self._rules = rules
         self._clock = clock
@@ -108,22 +127,29 @@ class Leader:
 
     async def _take_over(self) -> int:
         """Start from what the store holds; returns the revision it is as of."""
-        self._state = RoundState()
         self._changes = asyncio.Queue()
-        now = self._clock.now()
         listing = await self._store.get("")
         held = listing.items.get(WORLD_KEY)
         self._world_revision = held.modified if held else 0
-        if held:
-            parts = [item.value for k, item in listing.items.items() if k.startswith(PART_PREFIX)]
-            self._state = round_state.taken_over(World.from_parts(held.value, parts), now)
+        self._state = self._state_from(listing)
         members = [(k, item) for k, item in listing.items.items() if k.startswith(MEMBER_PREFIX)]
-        for _, item in sorted(members, key=lambda pair: pair[1].modified):
-            self._take(Member.from_json(item.value), item.created)
-        for node in self._state.world.nodes if self._state.world else ():
-            if node.node not in self._state.members:
-                self._state = round_state.vanished(self._state, node.node)
+        ordered = sorted(members, key=lambda pair: pair[1].modified)
+        self._take_up([Change(key, item, item.modified) for key, item in ordered])
+        self._state = round_state.without_the_vanished(self._state)
         return listing.revision
+
+    def _state_from(self, listing: Listing) -> RoundState:
+        """What the store says of the last world."""
+        state = RoundState(may_begin_at=self._may_begin_at)
+        world, items = None, listing.items
+        if WORLD_KEY in items:
+            parts = [item.value for key, item in items.items() if key.startswith(PART_PREFIX)]
+            world = World.from_parts(items[WORLD_KEY].value, parts)
+            state = round_state.taken_over(world, self._clock.now())
+        if not self._term:
+            return state
+        stored = items[ROLL_KEY].value if ROLL_KEY in items else None
+        return round_state.hosted(state, self._node, self._term, stored)
 
     async def _watch_members(self, revision: int) -> None:
         async with contextlib.aclosing(self._store.watch(MEMBER_PREFIX, after=revision)) as changes:
@@ -132,6 +158,7 @@ class Leader:
 
     async def _decide_until_closed(self, watching: asyncio.Task[None]) -> bool:
         while True:
+            await self._settle()
             decision = resident.decide(self._rules, self._state, self._clock.now())
             if decision.world is not None:
                 if not await self._publish(decision.world, decision.kind):
@@ -144,20 +171,32 @@ class Leader:
     async def _publish(self, world: World, kind: Kind | None) -> bool:
         if self._store.lease_lost.is_set():
             raise LeaseExpired("This node is no leader any more: its lease has ended.")
+        following = round_state.published(self._state, world, self._clock.now())
+        beside = None
+        if not _has_list_of(world, self._state.world):
+            beside = world.parts()
+            if following.roll is not None:
+                beside[ROLL_KEY] = succession.to_json(following.roll)
         revision = await self._store.compare_and_set(
             WORLD_KEY,
             world.summary(),
             expected=self._world_revision,
-            beside=None if _has_list_of(world, self._state.world) else world.parts(),
+            beside=beside,
             provided=(LEADER_KEY, self._elected),
         )
         if revision is None:
             logger.warning("somebody else has published a world meanwhile: looking again")
             return False
         self._world_revision = revision
-        self._state = round_state.published(self._state, world, self._clock.now())
+        self._state = following
         self._observer.decided(world, kind)
         return True
+
+    async def _settle(self) -> None:
+        """Note, for the next host as well, when only the nodes of the last world have a say."""
+        before, self._state = self._state, round_state.settled(self._state)
+        if self._state.roll is not before.roll and self._state.roll is not None:
+            await self._store.put(SETTLED_KEY, {"generation": self._state.roll.generation})
 
     async def _next_change(self, decision: Decision, watching: asyncio.Task[None]) -> None:
         """Wait for a member to change or for the time the decision named, and take it up."""
@@ -171,9 +210,10 @@ class Leader:
             {getting, watching}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
         )
         if getting.done():
-            self._apply(getting.result())
+            changes = [getting.result()]
             while not self._changes.empty():
-                self._apply(self._changes.get_nowait())
+                changes.append(self._changes.get_nowait())
+            self._take_up(changes)
         else:
             getting.cancel()
             if watching.done():
@@ -191,19 +231,24 @@ class Leader:
             self._checkpoint = await asyncio.to_thread(CheckpointPath, self._rules.grow.path)
         return self._checkpoint is not None
 
-    def _apply(self, change: Change) -> None:
-        if change.item is not None:
-            self._take(Member.from_json(change.item.value), change.item.created)
-            return
-        node = change.key.removeprefix(MEMBER_PREFIX)
-        present = self._state.members.get(node)
-        self._state = round_state.lost(self._state, node)
-        if present is not None and not present.member.leaving:
-            self._observer.node_lost(present.member.name, "its connection or lease ended")
+    def _take_up(self, changes: Iterable[Change]) -> None:
+        """Take up what members say, or that they say nothing any more."""
+        draft = Draft(self._state)
+        now = self._clock.now()
+        for change in changes:
+            node = change.key.removeprefix(MEMBER_PREFIX)
+            before = draft.members.get(node)
+            if change.item is None:
+                draft.lose(node)
+                if before is not None and not before.member.leaving:
+                    self._observer.node_lost(before.member.name, "its connection or lease ended")
+            else:
+                member = Member.from_json(change.item.value)
+                draft.see(member, change.item.created, now)
+                self._tell_of(member, change.item.created, before)
+        self._state = draft.finish()
 
-    def _take(self, member: Member, created: int) -> None:
-        before = self._state.members.get(member.node)
-        self._state = round_state.seen(self._state, member, created, self._clock.now())
+    def _tell_of(self, member: Member, created: int, before: Present | None) -> None:
         if before is None or before.created != created:
             self._observer.node_joined(member)
         if member.leaving and (before is None or not before.member.leaving):

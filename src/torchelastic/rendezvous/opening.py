@@ -1,4 +1,4 @@
-"""Opening the store of a job, whichever rendezvous it is, and leaving it."""
+"""Opening the store of a job at etcd, and leaving it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ import logging
 from collections.abc import Mapping
 
 from torchelastic.clock import Clock
-from torchelastic.config import DEFAULT_ETCD_PORT, ETCD_BACKENDS, parse_endpoint, parse_endpoints
+from torchelastic.config import DEFAULT_ETCD_PORT, parse_endpoints
 from torchelastic.errors import RendezvousError
-from torchelastic.rendezvous.embedded.joining import host_or_join
-from torchelastic.rendezvous.embedded.server import EmbeddedServer
 from torchelastic.rendezvous.etcd import EtcdStore, clear_remains, start_afresh
 from torchelastic.rendezvous.etcd_settings import EtcdSettings
-from torchelastic.rendezvous.parameters import check_backend
-from torchelastic.rendezvous.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -23,42 +19,19 @@ CLEARING = 2.0
 
 
 async def open_store(
-    backend: str,
     endpoint: str,
     run_id: str,
     options: Mapping[str, str],
     *,
     timeout: float | None,
     clock: Clock,
-    is_host: bool | None = None,
-) -> tuple[Store, EmbeddedServer | None]:
-    """A connection to the store of a job, and the store itself where it is hosted here.
+) -> EtcdStore:
+    """A connection to the store of a job at etcd.
 
-    Waits up to `timeout` seconds (None: for ever) for the store to be there. `options` are those
-    of `--rdzv-conf` or of a rendezvous URL. Raises `RendezvousLost`, `RendezvousRefused` or
+    Waits up to `timeout` seconds (None: for ever) for etcd to be there. `options` are those of
+    `--rdzv-conf` or of a rendezvous URL. Raises `RendezvousLost`, `RendezvousRefused` or
     `ConfigError`.
     """
-    check_backend(backend, options)
-    if backend in ETCD_BACKENDS:
-        return await _open_etcd(endpoint, run_id, options, timeout, clock), None
-    host, port = parse_endpoint(endpoint)
-    return await host_or_join(host, port, run_id, timeout=timeout, clock=clock, is_host=is_host)
-
-
-async def close_store(store: Store, server: EmbeddedServer | None, *, others: float = 0.0) -> None:
-    """Leave; a host gives the other nodes up to `others` seconds to go first."""
-    if isinstance(store, EtcdStore):
-        await _clear_etcd(store)
-    await store.close()
-    if server is not None:
-        if others:
-            await server.wait_alone(others)
-        await server.close()
-
-
-async def _open_etcd(
-    endpoint: str, run_id: str, options: Mapping[str, str], timeout: float | None, clock: Clock
-) -> EtcdStore:
     store = await EtcdStore.connect(
         parse_endpoints(endpoint, DEFAULT_ETCD_PORT),
         run_id,
@@ -72,6 +45,12 @@ async def _open_etcd(
         await store.close()
         raise
     return store
+
+
+async def close_store(store: EtcdStore) -> None:
+    """Leave; the last one clears away what is left."""
+    await _clear_etcd(store)
+    await store.close()
 
 
 async def _clear_etcd(store: EtcdStore) -> None:

@@ -60,8 +60,8 @@ def _have_all_enlisted(state: RoundState) -> bool:
 
 def _have_some_gone_home(state: RoundState) -> bool:
     """Whether nodes wait for others that have nothing more to do."""
-    waiting = [present for present in state.members.values() if present.member.resident]
-    return bool(state.done) and bool(waiting)
+    members = state.members.values()
+    return bool(state.done) and any(present.member.resident for present in members)
 
 
 # --- running -------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from dataclasses import replace
 from torchelastic.errors import EXIT_FAILED
 from torchelastic.failure import Failure
 from torchelastic.rendezvous import root_cause
-from torchelastic.rendezvous.forming import SAY_EVERY, form, newcomers_to, settled_at
+from torchelastic.rendezvous.forming import SAY_EVERY, candidates, form, newcomers_to, settled_at
 from torchelastic.rendezvous.restart_policy import Ending, Kind, judge
 from torchelastic.rendezvous.round_state import (
     Decision,
@@ -87,7 +87,7 @@ def consider_growth(rules: RoundRules, state: RoundState, now: float) -> Decisio
     newcomers = newcomers_to(rules, state)
     if not newcomers or state.done:  # work that is finished is not done again for a newcomer
         return Decision()
-    at = settled_at(rules, state, newcomers)
+    at = settled_at(rules, state, newcomers, len(candidates(state)))
     if rules.grow.when == "every":
         at = max(at, state.running_since + rules.grow.seconds)
     if rules.grow.when == "after-checkpoint" and not state.checkpoint:

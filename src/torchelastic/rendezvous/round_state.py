@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torchelastic.config import Grow, LaunchConfig, WorldSizes
 from torchelastic.failure import Failure
+from torchelastic.rendezvous import succession
 from torchelastic.rendezvous.restart_policy import AT_ONCE, Kind
+from torchelastic.rendezvous.succession import Roll
 from torchelastic.rendezvous.world import Member, World
 
 #: How many nodes a reason names; it is sent to all of them.
@@ -26,6 +29,8 @@ class RoundRules:
     world_sizes: WorldSizes = field(default_factory=WorldSizes)
     max_restarts: int = 100
     count_resizes: bool = False
+    #: Whether the host of the store needs a majority to go on without the others.
+    quorum: bool = True
 
     @classmethod
     def from_config(cls, config: LaunchConfig) -> RoundRules:
@@ -38,6 +43,7 @@ class RoundRules:
             world_sizes=config.world_sizes,
             max_restarts=config.max_restarts,
             count_resizes=config.count_resizes,
+            quorum=config.quorum == "majority",
         )
 
 
@@ -76,6 +82,13 @@ class RoundState:
     said_at: float = 0.0
     #: When the generation began to run.
     running_since: float = 0.0
+    #: The leader hosts the store: as which node, and in which term.
+    host: str = ""
+    term: int = 0
+    #: Who must agree to the next world; None: nobody but the store.
+    roll: Roll | None = None
+    #: No first world before this time.
+    may_begin_at: float = 0.0
     #: A checkpoint was written since the waiting newcomers came (`--grow after-checkpoint:PATH`).
     checkpoint: bool = False
 
@@ -89,31 +102,83 @@ class Decision:
     wake_at: float | None = None
 
 
+class Draft:
+    """A state that is being changed: what thousands of reports change is copied once for all."""
+
+    def __init__(self, state: RoundState) -> None:
+        self.members = dict(state.members)
+        self._state = state
+        self._failures = dict.fromkeys(state.failures)
+        self._done = set(state.done)
+        self._lost = dict.fromkeys(state.lost)
+        self._finished = state.finished
+        self._step = state.step
+
+    def finish(self) -> RoundState:
+        """The state as it is now."""
+        return replace(
+            self._state,
+            members=self.members,
+            failures=tuple(self._failures),
+            done=frozenset(self._done),
+            lost=tuple(self._lost),
+            finished=self._finished,
+            step=self._step,
+        )
+
+    def see(self, member: Member, created: int, now: float) -> None:
+        """A member came or changed what it says."""
+        before = self.members.get(member.node)
+        if before is not None and before.created != created:
+            self.lose(member.node)
+            before = None
+        seen_at = before.seen_at if before else now
+        self.members[member.node] = Present(member=member, created=created, seen_at=seen_at)
+        self._note_report(member)
+
+    def lose(self, node: str) -> None:
+        """A member's key is gone: it failed, or left after saying so."""
+        present = self.members.pop(node, None)
+        world = self._state.world
+        if present is None or world is None or not _is_missed(world, present.member):
+            return
+        if node not in self._done:
+            self._lost[node] = None
+
+    def _note_report(self, member: Member) -> None:
+        """Take up what a member of the current generation says of it."""
+        world, node = self._state.world, member.node
+        if world is None or world.phase == "closed":
+            return
+        is_leaver = node in world.handing_over
+        if world.find(node) is None and not is_leaver:
+            return
+        last = world.generation - is_leaver
+        theirs = [item for item in member.failures if item.generation >= last]
+        self._failures.update(dict.fromkeys(theirs))
+        if member.done == world.generation:
+            self._done.add(node)
+        self._finished = _first_finished(self._finished, member, world.generation)
+        self._step = max(self._step, member.step)
+        if world.phase in ("running", "pausing") and member.gone >= world.generation:
+            explained = theirs or member.leaving or node in self._done
+            if not explained:
+                # Given up and back before anybody noticed: its workers are gone all the same.
+                self._lost[node] = None
+
+
 def seen(state: RoundState, member: Member, created: int, now: float) -> RoundState:
     """A member came or changed what it says."""
-    before = state.members.get(member.node)
-    if before is not None and before.created != created:
-        state = lost(state, member.node)
-        before = None
-    seen_at = before.seen_at if before else now
-    present = Present(member=member, created=created, seen_at=seen_at)
-    state = replace(state, members={**state.members, member.node: present})
-    return _note_report(state, member)
+    draft = Draft(state)
+    draft.see(member, created, now)
+    return draft.finish()
 
 
 def lost(state: RoundState, node: str) -> RoundState:
     """A member's key is gone: it failed, or left after saying so."""
-    present = state.members.get(node)
-    members = {key: value for key, value in state.members.items() if key != node}
-    state = replace(state, members=members)
-    world = state.world
-    if present is None or world is None:
-        return state
-    if not _is_missed(world, present.member):
-        return state
-    if node in state.done or node in state.lost:
-        return state
-    return replace(state, lost=(*state.lost, node))
+    draft = Draft(state)
+    draft.lose(node)
+    return draft.finish()
 
 
 def _is_missed(world: World, member: Member) -> bool:
@@ -132,9 +197,56 @@ def taken_over(world: World, now: float) -> RoundState:
     return RoundState(world=world, since=now, said_at=now, running_since=now - AT_ONCE - 1)
 
 
-def vanished(state: RoundState, node: str) -> RoundState:
-    """A node of the world has no member key when a new leader takes over."""
-    return replace(state, lost=(*state.lost, node))
+def hosted(state: RoundState, host: str, term: int, stored: Mapping[str, Any] | None) -> RoundState:
+    """The leader hosts the store; `stored` is what it says of who must agree."""
+    world = state.world
+    roll = Roll()
+    if world is not None and world.nodes:
+        nodes = [node.node for node in world.nodes]
+        roll = succession.from_json(stored, world.generation, nodes, world.host)
+    return replace(state, host=host, term=term, roll=roll)
+
+
+def votes(state: RoundState) -> set[str]:
+    """The nodes of the last world that agree to another one: those whose workers have stopped, or
+    wait at a step, and those who said goodbye."""
+    world = state.world
+    if world is None:
+        return set()
+    return {node.node for node in world.nodes if _agrees(state, world, node.node)}
+
+
+def _agrees(state: RoundState, world: World, node: str) -> bool:
+    present = state.members.get(node)
+    if present is None:
+        return node not in state.lost
+    member = present.member
+    stopped = member.gone >= world.generation or member.paused == world.generation
+    return bool(stopped or member.leaving)
+
+
+def has_quorum(rules: RoundRules, state: RoundState) -> bool:
+    """Whether enough nodes of the last world agree to another one."""
+    if state.roll is None or not rules.quorum:
+        return True
+    return succession.agreed(state.roll.electorates, votes(state))
+
+
+def settled(state: RoundState) -> RoundState:
+    """Once enough of those who had to agree have the last world, only its nodes have a say."""
+    if state.roll is None or not state.roll.before:
+        return state
+    have = {node: present.member.accepted for node, present in state.members.items()}
+    gone = votes(state) - state.members.keys()
+    roll = succession.settled(state.roll, have, gone)
+    return state if roll == state.roll else replace(state, roll=roll)
+
+
+def without_the_vanished(state: RoundState) -> RoundState:
+    """Nodes of the world that have no member key when a new leader takes over are lost."""
+    world = state.world
+    gone = [node.node for node in world.nodes if node.node not in state.members] if world else []
+    return replace(state, lost=tuple(dict.fromkeys((*state.lost, *gone))))
 
 
 def checkpoint_seen(state: RoundState, seen: bool) -> RoundState:
@@ -151,34 +263,12 @@ def published(state: RoundState, world: World, now: float) -> RoundState:
         )
     if world.phase == "over" and world.ending == "finished":
         state = replace(state, forgiven=state.failures, lost=())
+    if state.roll is not None and world.nodes and world.generation != state.roll.generation:
+        nodes = [node.node for node in world.nodes]
+        roll = succession.formed(state.roll, world.generation, nodes, world.host)
+        state = replace(state, roll=roll)
     since = state.since if before is not None and before.phase == world.phase else now
     return replace(state, world=world, since=since, said_at=now)
-
-
-def _note_report(state: RoundState, member: Member) -> RoundState:
-    """Take up what a member of the current generation says of it."""
-    world = state.world
-    if world is None or world.phase == "closed":
-        return state
-    if world.place(member.node) is None and member.node not in world.handing_over:
-        return state
-    last = world.generation - (member.node in world.handing_over)
-    theirs = [item for item in member.failures if item.generation >= last]
-    fresh = tuple(item for item in theirs if item not in state.failures)
-    done = state.done | {member.node} if member.done == world.generation else state.done
-    state = replace(
-        state,
-        failures=state.failures + fresh,
-        done=done,
-        finished=_first_finished(state.finished, member, world.generation),
-        step=max(state.step, member.step),
-    )
-    if world.phase in ("running", "pausing") and member.gone >= world.generation:
-        explained = theirs or member.leaving or member.node in state.done
-        if not explained and member.node not in state.lost:
-            # Given up and back before anybody noticed: its workers are gone all the same.
-            return replace(state, lost=(*state.lost, member.node))
-    return state
 
 
 def _first_finished(known: int, member: Member, generation: int) -> int:

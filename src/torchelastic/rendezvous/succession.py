@@ -14,12 +14,19 @@ have taken it up, it is not *settled*, and they must agree as well: they may kno
 A voter never votes for who knows less than itself, so the new host holds the newest world that a
 majority can have taken up. The old host, cut off, may have formed one world more that nobody has
 taken up: its number is left out.
+
+Terms and generations are one count. The host of term t gives its first world the number t - 1 or a
+higher one, and a term is chosen beyond all numbers that earlier hosts can have given. So no number
+is given twice, "newer" is the same as "of a later host, or later of the same", and a world can be
+told from its number alone. `docs/decisions/0010-succession.md` has the whole protocol, and what was
+explored of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 #: Seconds between the attempts of those who could be the next host, by their place in the world.
 STAGGER = 0.25
@@ -58,7 +65,7 @@ class Roll:
 
     @property
     def electorates(self) -> tuple[Electorate, ...]:
-        return (*self.before, self.latest)
+        return tuple(each for each in (*self.before, self.latest) if each.nodes)
 
 
 def formed(roll: Roll, generation: int, nodes: Iterable[str], host: str) -> Roll:
@@ -69,10 +76,12 @@ def formed(roll: Roll, generation: int, nodes: Iterable[str], host: str) -> Roll
 def settled(roll: Roll, accepted: Mapping[str, int], gone: Collection[str] = ()) -> Roll:
     """The roll, given the newest world that each node has taken up, and who said goodbye.
 
-    Once settled, only those who are in the world have a say.
+    Once settled, only those who are in the world have a say. Whoever finds out may say so: who has
+    this world has it from its own host (`may_take_up`). Who has a newer one need not have had this.
     """
-    have = {node for node, generation in accepted.items() if generation >= roll.generation}
-    return replace(roll, before=()) if agreed(roll.before, have | set(gone)) else roll
+    have = {node for node, generation in accepted.items() if generation == roll.generation}
+    have |= {roll.latest.host, *gone}  # by forming it, its host has taken it up
+    return replace(roll, before=()) if agreed(roll.before, have) else roll
 
 
 def settles_itself(roll: Roll, gone: Collection[str] = ()) -> bool:
@@ -81,12 +90,17 @@ def settles_itself(roll: Roll, gone: Collection[str] = ()) -> bool:
     A step needs every node of the world. Where those are a majority of who had to agree, nobody
     can have stepped in it before that majority had it; else it must be settled before it begins.
     """
-    return agreed(roll.before, roll.latest.nodes | set(gone))
+    return agreed(roll.before, {roll.latest.host, *roll.latest.nodes, *gone})
 
 
-def next_generation(generation: int, *, same_host: bool) -> int:
-    """The number of the world after this one: a new host leaves one out."""
-    return generation + (1 if same_host else 2)
+def next_generation(generation: int, term: int) -> int:
+    """The number of the world that the host of a term forms after this one."""
+    return max(generation + 1, first_generation(term))
+
+
+def first_generation(term: int) -> int:
+    """The lowest number for a world of the host of a term; terms count from 1."""
+    return term - 1
 
 
 # --- voting --------------------------------------------------------------------------------------
@@ -117,12 +131,35 @@ class Elector:
     generation: int = -1
     #: It has a host that answers.
     has_host: bool = False
+    #: It has announced to a host that it leaves.
+    leaving: bool = False
+
+
+def next_term(elector: Elector, heard: int = 0) -> int:
+    """The term for which a node asks for votes, given the highest one it has heard of.
+
+    Beyond every number that the old host can have given to a world: that is one more than this
+    node holds, for without a majority that holds the one it does not form the next.
+    """
+    left_out = elector.generation + 1 if elector.generation >= 0 else -1
+    return max(elector.term + 1, heard + 1, left_out + 2)
+
+
+def elected(roll: Roll, votes: Mapping[str, int]) -> bool:
+    """Whether a candidate with this roll is host; `votes`: the newest world of each voter.
+
+    Those who must agree may have taken the world up without its host having lived to say so.
+    """
+    return agreed(settled(roll, votes).electorates, votes)
 
 
 def refusal(elector: Elector, asked: Candidacy) -> str:
     """Why a node does not vote for another; empty: it does."""
     if elector.has_host:
         return "its host answers"
+    if elector.leaving:
+        # The host it said so to counts on it for whatever it does without this node.
+        return "it leaves, and has agreed to what its last host does"
     if asked.generation < elector.generation:
         return f"it knows generation {elector.generation}, a newer one"
     if asked.term < elector.term or (asked.term == elector.term and asked.node != elector.chosen):
@@ -147,8 +184,21 @@ def following(elector: Elector, term: int, host: str) -> Elector:
     return replace(elector, term=term, chosen=host, has_host=True)
 
 
+def may_take_up(elector: Elector, generation: int) -> bool:
+    """Whether a node takes up a world that its host shows: a newer one, formed by that host.
+
+    One that the host itself took over does not count as taken up: a host between the two may have
+    formed a newer one, and whoever has that would still be voted for.
+    """
+    return generation > elector.generation and generation >= first_generation(elector.term)
+
+
 def must_yield(own_term: int, term: int) -> bool:
-    """Whether a host that hears of another host is host no more."""
+    """Whether a host that hears of a term is host no more.
+
+    From another host, or from a node that would follow but has voted in a later term: it could
+    never follow this one, and those who wait for it would wait for ever.
+    """
     return term > own_term
 
 
@@ -156,3 +206,22 @@ def turn(order: Sequence[str], node: str, host: str) -> float:
     """Seconds to let others try first: those before this node in the world, the old host aside."""
     before = [other for other in order if other != host]
     return STAGGER * (before.index(node) if node in before else len(before))
+
+
+# --- as JSON -------------------------------------------------------------------------------------
+
+
+def to_json(roll: Roll) -> dict[str, Any]:
+    """What of a roll is not in the world itself."""
+    before = [{"nodes": sorted(each.nodes), "host": each.host} for each in roll.before]
+    return {"generation": roll.generation, "before": before}
+
+
+def from_json(
+    data: Mapping[str, Any] | None, generation: int, nodes: Iterable[str], host: str
+) -> Roll:
+    """The roll of a world, with what was stored beside it; of another world: as if settled."""
+    before: tuple[Electorate, ...] = ()
+    if data is not None and data["generation"] == generation:
+        before = tuple(Electorate(frozenset(e["nodes"]), e["host"]) for e in data["before"])
+    return Roll(generation, Electorate(frozenset(nodes), host), before)

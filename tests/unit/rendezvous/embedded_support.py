@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 from torchelastic.rendezvous.embedded import EmbeddedServer, EmbeddedStore, bind_endpoint
+from torchelastic.rendezvous.embedded.dial import Endpoint
 
 JOB = "job-1"
 #: A failed test ends by this, never by hanging.
@@ -60,7 +61,7 @@ async def serving(port: int = 0, **options: Any) -> AsyncIterator[EmbeddedServer
 
 @contextlib.asynccontextmanager
 async def connected(port: int, **options: Any) -> AsyncIterator[EmbeddedStore]:
-    store = await EmbeddedStore.connect("127.0.0.1", port, JOB, timeout=10, **options)
+    store = await EmbeddedStore.connect([Endpoint("127.0.0.1", port, JOB)], timeout=10, **options)
     try:
         yield store
     finally:

@@ -21,7 +21,8 @@ from tests.unit.rendezvous.embedded_support import (
 )
 from torchelastic.clock import FakeClock
 from torchelastic.errors import ConfigError, LeaseExpired, RendezvousLost, RendezvousRefused
-from torchelastic.rendezvous.embedded import EmbeddedStore, endpoint, host_or_join, wire
+from torchelastic.rendezvous.embedded import EmbeddedStore, wire
+from torchelastic.rendezvous.embedded.dial import Endpoint
 from torchelastic.rendezvous.embedded.table import Table
 
 
@@ -65,7 +66,9 @@ def test_a_client_waits_for_its_host():
             tried.set()
 
         joining = asyncio.create_task(
-            EmbeddedStore.connect("localhost", port, JOB, timeout=None, meanwhile=meanwhile)
+            EmbeddedStore.connect(
+                [Endpoint("localhost", port, JOB)], timeout=None, meanwhile=meanwhile
+            )
         )
         await within(10, tried.wait())
         assert not joining.done()
@@ -81,7 +84,7 @@ def test_waiting_has_an_end():
     async def story():
         port = unused_port()
         with pytest.raises(RendezvousLost, match=rf"127.0.0.1:{port} within 0.1 s \(connection re"):
-            await EmbeddedStore.connect("127.0.0.1", port, JOB, timeout=0.1)
+            await EmbeddedStore.connect([Endpoint("127.0.0.1", port, JOB)], timeout=0.1)
 
     run(story())
 
@@ -100,7 +103,7 @@ def test_a_name_that_nobody_knows_yet_is_waited_for(monkeypatch):
 
         monkeypatch.setattr(loop, "getaddrinfo", late)
         async with serving() as server:
-            store = await EmbeddedStore.connect("node1", server.port, JOB, timeout=10)
+            store = await EmbeddedStore.connect([Endpoint("node1", server.port, JOB)], timeout=10)
             await store.close()
         assert asked == ["node1"] * 3
 
@@ -110,7 +113,7 @@ def test_a_name_that_nobody_knows_yet_is_waited_for(monkeypatch):
 def test_a_name_that_cannot_be_one():
     async def story():
         with pytest.raises(ConfigError, match="is no host name"):
-            await EmbeddedStore.connect("a" * 70 + ".example", 1, JOB, timeout=10)
+            await EmbeddedStore.connect([Endpoint("a" * 70 + ".example", 1, JOB)], timeout=10)
 
     run(story())
 
@@ -119,7 +122,7 @@ def test_another_job_is_refused_at_once():
     async def story():
         async with serving(job="other") as server:
             with pytest.raises(RendezvousRefused, match="belongs to job 'other'"):
-                await EmbeddedStore.connect("localhost", server.port, JOB, timeout=None)
+                await EmbeddedStore.connect([Endpoint("localhost", server.port, JOB)], timeout=None)
 
     run(story())
 
@@ -137,7 +140,7 @@ def test_something_else_at_the_port_is_refused_at_once(answer):
     async def story():
         async with something_else(answer) as port:
             with pytest.raises(RendezvousRefused, match="not a torchelastic rendezvous"):
-                await EmbeddedStore.connect("localhost", port, JOB, timeout=None)
+                await EmbeddedStore.connect([Endpoint("localhost", port, JOB)], timeout=None)
 
     run(story())
 
@@ -147,7 +150,7 @@ def test_something_that_says_nothing_is_refused_in_the_end(answer):
     async def story():
         async with something_else(answer) as port:
             with pytest.raises(RendezvousRefused, match="does not answer as a torchelastic"):
-                await EmbeddedStore.connect("localhost", port, JOB, timeout=0.1)
+                await EmbeddedStore.connect([Endpoint("localhost", port, JOB)], timeout=0.1)
 
     run(story())
 
@@ -157,52 +160,12 @@ def test_giving_up_while_waiting_leaves_nothing():
         met = asyncio.Event()
         async with something_else(b"", met) as port:
             joining = asyncio.create_task(
-                EmbeddedStore.connect("localhost", port, JOB, timeout=None)
+                EmbeddedStore.connect([Endpoint("localhost", port, JOB)], timeout=None)
             )
             await within(10, met.wait())
             joining.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await joining
-
-    run(story())
-
-
-def test_the_first_hosts_and_the_second_joins():
-    async def story():
-        port = unused_port()
-        one, server = await host_or_join("localhost", port, JOB, timeout=10)
-        two, none = await host_or_join("localhost", port, JOB, timeout=10)
-        assert server is not None
-        assert none is None
-        await one.put("a", {})
-        assert list((await two.get("")).items) == ["a"]
-        for closing in (two, one, server):
-            await closing.close()
-
-    run(story())
-
-
-def test_a_host_whose_name_comes_late_still_hosts(monkeypatch):
-    async def story():
-        answers = [False, False, True]
-        monkeypatch.setattr(endpoint, "_is_this_machine", lambda host: answers.pop(0))
-        monkeypatch.setattr("torchelastic.rendezvous.embedded.joining.LOOK_AGAIN", 0.0)
-        store, server = await host_or_join("0.0.0.0", unused_port(), JOB, timeout=10)
-        assert server is not None
-        await store.close()
-        await server.close()
-
-    run(story())
-
-
-def test_a_host_that_is_refused_by_itself_goes(monkeypatch):
-    async def story():
-        port = unused_port()
-        monkeypatch.setattr(wire, "parse_hello", lambda payload: None)
-        with pytest.raises(RendezvousRefused, match="install the same"):
-            await host_or_join("localhost", port, JOB, timeout=10)
-        async with serving(port):
-            pass
 
     run(story())
 
@@ -338,7 +301,7 @@ def test_verbs_wait_for_the_connection_and_then_give_up():
     async def story():
         async with serving() as server, proxied(server.port) as proxy:
             store = await EmbeddedStore.connect(
-                "127.0.0.1", proxy.port, JOB, timeout=10, reconnect_timeout=0.3
+                [Endpoint("127.0.0.1", proxy.port, JOB)], timeout=10, reconnect_timeout=0.3
             )
             await store.open_lease(20.0)
             changes = store.watch("", after=0)
@@ -460,7 +423,9 @@ def test_a_defect_in_making_connections_leaves_nobody_waiting(monkeypatch, caplo
 def test_a_frozen_host_costs_the_lease_and_then_the_store():
     async def story():
         async with serving() as server, proxied(server.port) as proxy:
-            store = await EmbeddedStore.connect("127.0.0.1", proxy.port, JOB, timeout=10)
+            store = await EmbeddedStore.connect(
+                [Endpoint("127.0.0.1", proxy.port, JOB)], timeout=10
+            )
             await store.open_lease(0.3)
             await store.put("a", {}, leased=True)
             proxy.answers.clear()

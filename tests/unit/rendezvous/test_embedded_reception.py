@@ -38,7 +38,7 @@ async def receiving(answer: wire.Message | None = None) -> AsyncIterator[Recepti
 
 
 async def call(port: int, timeout: float = 10.0) -> wire.Welcome:
-    link, welcome = await dial(
+    link, welcome, _ = await dial(
         [Endpoint("127.0.0.1", port, JOB)], None, timeout=timeout, clock=SystemClock()
     )
     link.abort()

@@ -17,6 +17,7 @@ from torchelastic.rendezvous.embedded import (
     bind_endpoint,
     wire,
 )
+from torchelastic.rendezvous.embedded.dial import Endpoint
 
 TOKEN = "t" * 32
 
@@ -288,7 +289,7 @@ def test_ipv6_and_ipv4_clients_are_served():
         server = EmbeddedServer(JOB)
         port = await server.start(sockets)
         for host in ("127.0.0.1", "::1") if both else ("127.0.0.1",):
-            store = await EmbeddedStore.connect(host, port, JOB, timeout=10)
+            store = await EmbeddedStore.connect([Endpoint(host, port, JOB)], timeout=10)
             assert store.local_addr == host
             await store.close()
         await server.close()

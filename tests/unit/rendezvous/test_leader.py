@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from torchelastic.clock import SystemClock
 from torchelastic.rendezvous.embedded.client import EmbeddedStore
+from torchelastic.rendezvous.embedded.dial import Endpoint
 from torchelastic.rendezvous.embedded.endpoint import bind_endpoint
 from torchelastic.rendezvous.embedded.server import EmbeddedServer
 from torchelastic.rendezvous.leader import QUIET_LOOKS, CheckpointPath, Leader
@@ -92,7 +93,9 @@ async def cluster(rules, *names):
     nodes = []
     try:
         for name in names:
-            store = await EmbeddedStore.connect("127.0.0.1", port, "job", timeout=DEADLINE)
+            store = await EmbeddedStore.connect(
+                [Endpoint("127.0.0.1", port, "job")], timeout=DEADLINE
+            )
             await store.open_lease(5.0)
             nodes.append(Node(store, name, rules))
         yield nodes

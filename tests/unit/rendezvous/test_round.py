@@ -467,7 +467,7 @@ def test_a_new_leader_takes_over_a_running_world_and_misses_the_dead():
     for name in "bc":
         job._tell(name)
     assert job.world.phase == "running"
-    job.state = round_state.vanished(job.state, "a")
+    job.state = round_state.without_the_vanished(job.state)
     job.settle()
     job.all_gone()
     assert (job.world.generation, job.names) == (1, ["b", "c"])

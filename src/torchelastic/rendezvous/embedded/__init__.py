@@ -8,12 +8,10 @@ reception.py an agent's one port: greets whoever comes, hands on whom it admits
 server.py    the store over connections
 dial.py      getting a connection, waiting for the host
 client.py    the `Store` protocol over connections that may break
-joining.py   host or join, whichever this agent can
 """
 
 from torchelastic.rendezvous.embedded.client import EmbeddedStore
 from torchelastic.rendezvous.embedded.endpoint import bind_endpoint
-from torchelastic.rendezvous.embedded.joining import host_or_join
 from torchelastic.rendezvous.embedded.server import EmbeddedServer
 
-__all__ = ["EmbeddedServer", "EmbeddedStore", "bind_endpoint", "host_or_join"]
+__all__ = ["EmbeddedServer", "EmbeddedStore", "bind_endpoint"]

@@ -14,7 +14,7 @@ import logging
 import math
 import secrets
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 
 from torchelastic.clock import Clock, SystemClock
 from torchelastic.errors import (
@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 RECONNECT_TIMEOUT = 3.0
 #: A lease is renewed this many times before it would end.
 RENEWALS = 3
+#: Seconds to come back to a host that another node could replace; it gives us up sooner.
+SUCCESSOR_WAITS = 0.15
 #: Seconds the server has to take our goodbye.
 GOODBYE = 1.0
 
@@ -88,9 +90,10 @@ class EmbeddedStore:
     """The `Store` protocol over the embedded server. Made by `connect`."""
 
     def __init__(
-        self, endpoint: Endpoint, *, clock: Clock, reconnect_timeout: float | None
+        self, place: Endpoint, *, clock: Clock, reconnect_timeout: float | None
     ) -> None:
-        self._endpoint = endpoint
+        #: Where the host is; until it is found, where it is looked for first.
+        self.place = place
         self._clock = clock
         self._reconnect_timeout = reconnect_timeout
         #: Seconds without the store after which it is lost.
@@ -104,6 +107,8 @@ class EmbeddedStore:
         self._catching_up: dict[int, _Feed] = {}
         self._link: Link | None = None
         self._store_name = ""
+        #: Of the store's host; 0: it is no agent, and nobody would take its place.
+        self.term = 0
         self._local_addr = ""
         #: Why nothing works any more.
         self._lost: str | None = None
@@ -114,37 +119,42 @@ class EmbeddedStore:
         self._frames_heard = 0
         #: Set when the lease of this connection has ended, cleared by `open_lease`.
         self.lease_lost = asyncio.Event()
+        #: Called when the store is lost.
+        self.on_lost: Callable[[], None] | None = None
 
     @classmethod
     async def connect(
         cls,
-        host: str,
-        port: int,
-        job: str,
+        places: Sequence[Endpoint],
         *,
         timeout: float | None,
+        term: int = 0,
+        lease: tuple[str, float] | None = None,
         reconnect_timeout: float | None = None,
         clock: Clock | None = None,
         meanwhile: Callable[[], Awaitable[None]] | None = None,
     ) -> EmbeddedStore:
         """Connect to the store of a job, waiting up to `timeout` seconds (None: for ever) for it.
 
-        `meanwhile` is called every now and then while nobody is there. Raises `RendezvousLost` if
-        nobody comes, `RendezvousRefused` if who is there is not for us.
+        Its host must be of `term` at least. `lease` (token, seconds) is one that is open there
+        already, if things went well: see `has_lease`. `meanwhile` is called every now and then
+        while nobody is there. Raises `RendezvousLost` if nobody comes, `RendezvousRefused` if who
+        is there is not for us.
         """
-        store = cls(
-            Endpoint(host, port, job),
-            clock=clock or SystemClock(),
-            reconnect_timeout=reconnect_timeout,
-        )
-        link, welcome = await dial(
-            store._endpoint,
-            None,
+        clock = clock or SystemClock()
+        store = cls(places[0], clock=clock, reconnect_timeout=reconnect_timeout)
+        sent = clock.now()
+        link, welcome, store.place = await dial(
+            places,
+            None if lease is None else lease[0],
             timeout=math.inf if timeout is None else timeout,
-            clock=store._clock,
+            clock=clock,
+            term=term,
             meanwhile=meanwhile,
         )
-        store._store_name = welcome.store
+        store._store_name, store.term = welcome.store, welcome.term
+        if lease is not None and welcome.lease:
+            store._keep_lease(*lease, sent)
         store._adopt(link)
         store._connector = asyncio.create_task(
             store._stay_connected(link), name="rendezvous connection"
@@ -156,6 +166,22 @@ class EmbeddedStore:
     def local_addr(self) -> str:
         """This node's address towards the store: what its peers can reach as well."""
         return self._local_addr
+
+    @property
+    def has_lease(self) -> bool:
+        return self._held() is not None
+
+    @property
+    def loss(self) -> str:
+        """Why nothing works any more; empty while it does."""
+        return self._lost or ""
+
+    def lose(self, sentence: str) -> None:
+        """End the connection for good, for this reason."""
+        if self._lost is None:
+            self._lose(sentence)
+        if self._link is not None:
+            self._link.abort()
 
     # The verbs
 
@@ -213,6 +239,9 @@ class EmbeddedStore:
         sent = self._clock.now()
         await self._ask(lambda id: wire.OpenLease(id, token, seconds))
         # No waiting from here on: a connection lost meanwhile would not take this lease up.
+        self._keep_lease(token, seconds, sent)
+
+    def _keep_lease(self, token: str, seconds: float, sent: float) -> None:
         self._stop_keeping()
         self._lease = HeldLease(
             token,
@@ -317,7 +346,7 @@ class EmbeddedStore:
                 if self._lease is not None and self._lease.id == token:
                     self._lease.end()
             case wire.Refusal(sentence=sentence):
-                self._lose(f"The rendezvous at {self._endpoint} is over: {sentence}")
+                self._lose(f"The rendezvous at {self.place} is over: {sentence}")
             case wire.Rows() | wire.Done() | wire.NoLease():
                 self._answered(message)
 
@@ -356,7 +385,7 @@ class EmbeddedStore:
     def _adopt(self, link: Link) -> None:
         """Go on where the last connection ended."""
         self._link = link
-        self._local_addr = reachable_address(link.local_addr, self._endpoint.host)
+        self._local_addr = reachable_address(link.local_addr, self.place.host)
         link.deliver_to(self._hear)
         self._catching_up.clear()
         for feed in self._feeds:
@@ -375,7 +404,7 @@ class EmbeddedStore:
                 return
             if isinstance(error, WireError):
                 # Asked again, it would say the same again.
-                self._lose(f"The rendezvous at {self._endpoint} cannot be understood: {error}")
+                self._lose(f"The rendezvous at {self.place} cannot be understood: {error}")
                 return
             log.info("The connection to the rendezvous was lost (%s).", error or "closed")
             try:
@@ -384,25 +413,27 @@ class EmbeddedStore:
                 self._lose(str(problem))
                 return
             except RendezvousError as problem:
-                self._lose(f"The rendezvous at {self._endpoint} is gone: {problem}")
+                self._lose(f"The rendezvous at {self.place} is gone: {problem}")
                 return
 
     def _disconnected(self, connector: asyncio.Task[None]) -> None:
         """No verb may wait for a connection that nobody makes any more, whatever went wrong."""
         if not connector.cancelled() and (bug := connector.exception()) is not None:
             log.error("The connection to the rendezvous cannot be made again.", exc_info=bug)
-            self._lose(f"The rendezvous at {self._endpoint} is lost: {bug!r}.")
+            self._lose(f"The rendezvous at {self.place} is lost: {bug!r}.")
 
     async def _dial_again(self) -> Link:
         lease = self._held()
         token = None if lease is None else lease.id
-        link, welcome = await dial(
-            self._endpoint, token, timeout=self._patience, clock=self._clock, again=True
+        # Whoever would take the host's place is not to be kept waiting.
+        patience = min(self._patience, SUCCESSOR_WAITS) if self.term else self._patience
+        link, welcome, _ = await dial(
+            [self.place], token, timeout=patience, clock=self._clock, term=self.term, again=True
         )
         if welcome.store != self._store_name:
             link.abort()
             raise RendezvousLost(
-                f"The rendezvous at {self._endpoint} was started anew and has forgotten this job."
+                f"The rendezvous at {self.place} was started anew and has forgotten this job."
             )
         if lease is not None and not welcome.lease:
             lease.end()
@@ -416,8 +447,11 @@ class EmbeddedStore:
                 self._silence_timer.cancel()
                 self._silence_timer = None
         elif self._silence_timer is None:
+            # A renewal that gets no answer was asked for a while after the last one that got one:
+            # the host is to be given up when our lease ends, not later.
+            patience = self._patience * (1 - 1 / RENEWALS) if self.term else self._patience
             self._silence_timer = asyncio.get_running_loop().call_later(
-                self._patience, self._notice_silence, self._frames_heard
+                patience, self._notice_silence, self._frames_heard
             )
 
     def _notice_silence(self, heard_before: int) -> None:
@@ -437,6 +471,8 @@ class EmbeddedStore:
         self._expect_answer()
         if self._lease is not None:
             self._lease.end()
+        if self.on_lost is not None:
+            self.on_lost()
 
     # The lease
 

@@ -37,6 +37,16 @@ def loopback_addresses(host: str) -> tuple[str, ...]:
         return ()
 
 
+def is_own_endpoint(host: str, *, is_host: bool | None = None) -> bool:
+    """Whether an endpoint's name means this machine, unless `is_host` says so or the contrary.
+
+    May wait for the name service.
+    """
+    if is_host is not None:
+        return is_host
+    return bool(loopback_addresses(host)) or _is_this_machine(host)
+
+
 def bind_endpoint(
     host: str, port: int, *, is_host: bool | None = None
 ) -> list[socket.socket] | None:
@@ -46,11 +56,9 @@ def bind_endpoint(
     `is_host` answers instead of the look at the addresses (behind address translation, say).
     May wait for the name service.
     """
-    if is_host is False:
+    if not is_own_endpoint(host, is_host=is_host):
         return None
     loopback = loopback_addresses(host)
-    if not loopback and not is_host and not _is_this_machine(host):
-        return None
     try:
         return _listen_on(loopback, port) if loopback else [_listen_everywhere(port)]
     except PermissionError as error:
@@ -61,6 +69,20 @@ def bind_endpoint(
         if error.errno == errno.EADDRINUSE or error.errno in _NOT_HERE:
             return None
         raise
+
+
+def listen_beside(host: str, port: int) -> list[socket.socket]:
+    """Listening sockets for an agent whose endpoint is another's: at the same port, if it is free
+    here, for then the address of any node is as good as the endpoint's."""
+    loopback = loopback_addresses(host)
+    if loopback:
+        return _listen_on(loopback, 0)
+    try:
+        return [_listen_everywhere(port)]
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+    return [_listen_everywhere(0)]
 
 
 def reachable_address(address: str, host: str) -> str:

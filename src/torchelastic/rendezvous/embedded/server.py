@@ -63,12 +63,15 @@ class EmbeddedServer:
         grace: float = GRACE,
         backlog: int = BACKLOG,
         table: Table | None = None,
+        term: int = 0,
     ) -> None:
         self._job = job
         self._clock = clock or SystemClock()
         self._grace = grace
         self._backlog = backlog
         self._table = table or Table()
+        #: Of the agent that hosts it; 0: it is no agent, and nobody would take its place.
+        self._term = term
         #: A client that comes back to another name than it left has lost its store.
         self._name = secrets.token_hex(8)
         self._reception: Reception | None = None
@@ -106,8 +109,12 @@ class EmbeddedServer:
                 return self.clients <= own
         return True
 
-    async def close(self) -> None:
-        """Stop; clients are told that the store is gone for good."""
+    def rows(self, prefix: str) -> list[Row]:
+        """The rows under a prefix."""
+        return self._table.get(prefix)
+
+    async def close(self, sentence: str = ENDED) -> None:
+        """Stop; clients are told that it is gone for good, and why."""
         self._closing = True
         if self._timer is not None:
             self._timer.cancel()
@@ -115,7 +122,7 @@ class EmbeddedServer:
             await self._reception.close()
         ends = [peer.link.ended for peer in self._peers]
         for peer in self._peers:
-            peer.refuse(ENDED)
+            peer.refuse(sentence)
         if ends:
             await asyncio.wait(ends, timeout=CLOSING_PATIENCE)
         for peer in self._peers:
@@ -137,7 +144,7 @@ class EmbeddedServer:
         if hello.lease is not None and self._table.keep_alive(hello.lease, self._clock.now()):
             self._hold(peer, hello.lease)
         resumed = peer.lease is not None
-        link.send(wire.Welcome(wire.PROTOCOL, wire.VERSION, self._name, resumed))
+        link.send(wire.Welcome(wire.PROTOCOL, wire.VERSION, self._name, resumed, self._term))
         link.deliver_to(partial(self._serve, peer))
 
     def _hold(self, peer: _Peer, token: str) -> None:

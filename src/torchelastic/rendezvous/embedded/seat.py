@@ -1,0 +1,617 @@
+"""This node's seat at the embedded rendezvous: a client of whoever hosts the store, or the host.
+
+A seat has a reception from the start, where other agents find it. When the host is gone, the seats
+look for another one, and elect it among themselves if there is none (`succession` says by which
+rules). Who decides what:
+
+    no host known   ask everybody one knows: somebody has a host -> be its client
+                                             a majority has none, and it is our turn -> ask for
+                                             votes -> be host
+    host            serve; tell those who are missing, and who sits at the endpoints, who is host;
+                    hear of a later term -> be host no more
+    client          the connection is lost -> no host known
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import secrets
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torchelastic.clock import Clock
+from torchelastic.config import format_endpoint
+from torchelastic.errors import RendezvousLost, RendezvousRefused
+from torchelastic.rendezvous import succession
+from torchelastic.rendezvous.embedded import wire
+from torchelastic.rendezvous.embedded.ballots import QUESTIONS, Ballot, Canvass, Noted, Reign
+from torchelastic.rendezvous.embedded.canvass import Returns, canvass, proclaim
+from torchelastic.rendezvous.embedded.client import EmbeddedStore
+from torchelastic.rendezvous.embedded.dial import Endpoint
+from torchelastic.rendezvous.embedded.endpoint import (
+    bind_endpoint,
+    is_own_endpoint,
+    listen_beside,
+)
+from torchelastic.rendezvous.embedded.link import Link
+from torchelastic.rendezvous.embedded.reception import Reception
+from torchelastic.rendezvous.embedded.server import EmbeddedServer
+from torchelastic.rendezvous.embedded.table import Row, Table
+from torchelastic.rendezvous.store import Json
+from torchelastic.rendezvous.succession import Candidacy, Elector, Electorate, Roll
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two looks at whether the endpoint is ours after all.
+LOOK_AGAIN = 1.0
+#: Seconds between two rounds of asking; they grow.
+FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.5
+#: Seconds a host that was named has to answer.
+HOST_ANSWERS = 1.0
+#: How often a host tells others that it is host, in a lease.
+PROCLAMATIONS = 3
+#: How many missing nodes it tells at a time.
+PROCLAIMED = 16
+#: The newest world of a node that is no more.
+DEAD = -2
+LOOPBACK = "127.0.0.1"
+SUCCEEDED = "Another node hosts the rendezvous now."
+#: How often a node without a host says what it waits for.
+SAY_EVERY = 60.0
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a node has of the newest world: enough to vote, and, with `rows`, to host it."""
+
+    roll: Roll = field(default_factory=Roll)
+    #: Who could be host next, in order.
+    order: tuple[str, ...] = ()
+    #: Where the receptions of nodes are.
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    #: What a new host puts into its store first.
+    rows: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """What this node has in the store under its lease; it takes it along to the next host."""
+
+    seconds: float
+    rows: Mapping[str, Json] = field(default_factory=dict)
+    lease: str = field(default_factory=lambda: secrets.token_hex(16))
+
+
+class _EndpointIsOurs(Exception):
+    """The name of the endpoint has come to mean this machine."""
+
+
+class Seat:
+    """One node at the embedded rendezvous of one job; `open` it first. Made in a running loop."""
+
+    def __init__(
+        self,
+        places: Sequence[Endpoint],
+        node: str,
+        *,
+        clock: Clock,
+        lease: float,
+        local_addr: str | None = None,
+        is_host: bool | None = None,
+        two_node_takeover: bool = False,
+        may_be_remembered: bool = True,
+    ) -> None:
+        self._places = list(places)
+        self._node = node
+        self._clock = clock
+        self._lease = lease
+        self._local_addr = local_addr
+        self._is_host = is_host
+        self._two_node_takeover = two_node_takeover
+        #: Others may know a job of this id at our endpoint, from an agent that was here before us.
+        self._may_be_remembered = may_be_remembered and places[0].port != 0
+        shown = places[0].credentials
+        self._reception = Reception(self.job, secret=shown.secret, tls=shown.server_tls)
+        self._elector = Elector(node)
+        self._holding = Holding()
+        self._belongings = Belongings(lease)
+        #: The endpoint this node listens at, if one of them is its own.
+        self._own_place: Endpoint | None = None
+        self._next_look = 0.0
+        #: Set while no worker of this node is in a world, so that it may vote.
+        self._stopped = asyncio.Event()
+        self._stopped.set()
+        #: This node's address, as found out when it was somebody's client.
+        self._addr = ""
+        #: Set when there is news of a host.
+        self._news = asyncio.Event()
+        self._rumours: list[str] = []
+        self._heralding: asyncio.Task[None] | None = None
+        self._votes: set[asyncio.Task[None]] = set()
+        self._store: EmbeddedStore | None = None
+        self.server: EmbeddedServer | None = None
+        #: When this node, as the host of a store that has no world yet, may form the first one.
+        self.may_begin_at = 0.0
+
+    # What the owner asks
+
+    @property
+    def job(self) -> str:
+        return self._places[0].job
+
+    @property
+    def store(self) -> EmbeddedStore:
+        assert self._store is not None, "asked before the seat was taken"
+        return self._store
+
+    @property
+    def term(self) -> int:
+        return self._elector.term
+
+    @property
+    def is_host(self) -> bool:
+        return self.server is not None
+
+    @property
+    def loss(self) -> str:
+        """Why the store is lost; empty while it is not."""
+        return self.store.loss
+
+    @property
+    def addr(self) -> str:
+        """Where peers reach this node."""
+        return self._local_addr or self._addr
+
+    @property
+    def peer(self) -> str:
+        """Where they reach its reception."""
+        return format_endpoint(self.addr, self._reception.port)
+
+    @property
+    def endpoint(self) -> str:
+        """Where a newcomer would best look for the job."""
+        return self.peer if self.is_host else str(self.store.place)
+
+    def takes_up(self, generation: int) -> bool:
+        """Whether this node may act on a world that its host shows."""
+        has_it = generation == self._elector.generation
+        return has_it or succession.may_take_up(self._elector, generation)
+
+    def hold(self, holding: Holding) -> None:
+        """Take note of a world that is taken up, or of more that is known of it."""
+        if holding.roll.generation > self._holding.roll.generation:
+            self._stopped.clear()
+        self._holding = holding
+        self._elector = replace(self._elector, generation=holding.roll.generation)
+
+    def say_goodbye(self) -> None:
+        """This node leaves, and has said so."""
+        self._elector = replace(self._elector, leaving=True)
+
+    # Taking a seat
+
+    async def open(self, timeout: float | None) -> None:
+        """Listen, and be host or client of the job; waits up to `timeout` seconds for a host."""
+        self._reception.serve(wire.STORE, self._say_where)
+        self._reception.serve(wire.SUCCESSION, self._converse)
+        await self._look_for_own_place()
+        if not self._reception.port:
+            sockets = await asyncio.to_thread(
+                listen_beside, self._places[0].host, self._places[0].port
+            )
+            await self._reception.listen(sockets)
+        if self._own_place is None:
+            await self._wait_for_host(timeout)
+        else:
+            await self._find_host(timeout)
+
+    async def regain(
+        self, rows: Mapping[str, Json], *, timeout: float | None, say: Callable[[str], None]
+    ) -> bool:
+        """Once the host is lost and no worker here is in a world: find the next one, or be it.
+
+        `rows` are what this node had in the store under its lease; says whether it has them there
+        under a lease again. Raises `RendezvousLost` when the time is up.
+        """
+        if self.term == 0:
+            raise RendezvousLost(self.store.loss)  # of a store that nobody takes over
+        await self._leave()
+        self._belongings = Belongings(self._lease, rows)
+        self._stopped.set()
+        if not self._holding.roll.latest.nodes and self._own_place is None:
+            await self._wait_for_host(timeout)
+        else:
+            await self._find_host(timeout, say)
+        return self.store.has_lease
+
+    async def close(self, others: float = 0.0) -> None:
+        """Go; a host gives the other nodes up to `others` seconds to go first."""
+        self._elector = replace(self._elector, has_host=False)
+        for task in [self._heralding, *self._votes]:
+            if task is not None:
+                task.cancel()
+        if self._store is not None:
+            await self._store.close()
+        if self.server is not None:
+            if others:
+                await self.server.wait_alone(others)
+            await self.server.close()
+        await self._reception.close()
+
+    async def _look_for_own_place(self) -> None:
+        """Listen at the endpoint that is this machine's, if there is one and its port is free.
+
+        Asked again while nobody answers: in a cluster that is starting, a machine's name may come
+        to mean that machine only after its agent has started.
+        """
+        if self._own_place is not None or self._clock.now() < self._next_look:
+            return
+        self._next_look = self._clock.now() + LOOK_AGAIN
+        for index, place in enumerate(self._places):
+            # In a thread: the name service may take its time.
+            if not await asyncio.to_thread(is_own_endpoint, place.host, is_host=self._is_host):
+                continue
+            if self._reception.port != place.port:
+                sockets = bind_endpoint(place.host, place.port, is_host=True)
+                if sockets is None:
+                    continue
+                place = replace(place, port=await self._reception.listen(sockets))
+            self._own_place = self._places[index] = place
+            return
+
+    async def _wait_for_host(self, timeout: float | None) -> None:
+        """Of a node that has no say: wait until somebody hosts."""
+
+        async def look() -> None:
+            await self._look_for_own_place()
+            if self._own_place is not None:
+                raise _EndpointIsOurs
+
+        try:
+            store = await EmbeddedStore.connect(
+                self._places,
+                term=self._elector.term,
+                timeout=timeout,
+                clock=self._clock,
+                meanwhile=look,
+            )
+        except _EndpointIsOurs:
+            await self._find_host(timeout)
+            return
+        self._follow(store)
+
+    async def _find_host(
+        self, timeout: float | None, say: Callable[[str], None] = logger.info
+    ) -> None:
+        """Ask around until this node has a host, or is it."""
+        begun = self._clock.now()
+        deadline = begun + (math.inf if timeout is None else timeout)
+        pause, say_at = FIRST_PAUSE, begun + 2 * self._lease
+        while True:
+            if self._may_found():
+                await self._reign(1, Returns())
+                return
+            self._news.clear()
+            returns = await self._ask(succession.next_term(self._elector), binding=False)
+            if await self._join_one_of(self._hosts_in(returns)):
+                return
+            is_our_turn = self._clock.now() - begun >= self._turn()
+            if is_our_turn and self._is_elected(returns) and await self._stand(returns):
+                return
+            now = self._clock.now()
+            if now >= deadline:
+                raise RendezvousLost(f"{self._predicament(returns)}: given up.")
+            if now >= say_at:
+                say(self._predicament(returns))
+                say_at = now + SAY_EVERY
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._news.wait(), pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _may_found(self) -> bool:
+        """Whether nobody else could know of the job: no world here, and ours the only endpoint."""
+        return self._holding.roll.generation < 0 and self._places == [self._own_place]
+
+    # Asking others
+
+    def _roll(self) -> Roll:
+        """Who must agree that this node be host; before the first world, the endpoints."""
+        if self._holding.roll.generation >= 0:
+            return self._holding.roll
+        return Roll(latest=Electorate(frozenset(map(str, self._places))))
+
+    def _voice(self) -> str:
+        """As whom this node votes itself."""
+        return self._node if self._holding.roll.generation >= 0 else str(self._own_place)
+
+    def _whereabouts(self) -> dict[str, Endpoint]:
+        """Whom to ask: all that this node knows of, endpoints included."""
+        known = {node: self._at(at) for node, at in self._holding.addresses.items()}
+        ours = {self._node, str(self._own_place)}
+        everybody = {**{str(place): place for place in self._places}, **known}
+        return {key: place for key, place in everybody.items() if key not in ours}
+
+    async def _ask(self, term: int, *, binding: bool, of: Sequence[str] | None = None) -> Returns:
+        asked = Canvass(term, self._node, self._elector.generation, binding)
+        places = self._whereabouts()
+        if of is not None:
+            places = {key: place for key, place in places.items() if key in of}
+        return await canvass(places, asked, enough=self._suffices)
+
+    def _suffices(self, returns: Returns) -> bool:
+        """Whether nobody else need be asked."""
+        named = any(ballot.hosts for ballot in returns.ballots.values())
+        return named or self._is_elected(returns)
+
+    def _is_elected(self, returns: Returns) -> bool:
+        if self._holding.roll.generation >= 0 and not self._holding.rows:
+            return False  # nothing to host the store with
+        return succession.elected(self._roll(), self._votes_in(returns))
+
+    def _votes_in(self, returns: Returns) -> dict[str, int]:
+        """Who agrees, and the newest world that each of them has."""
+        votes = {key: each.generation for key, each in returns.ballots.items() if each.granted}
+        votes[self._voice()] = self._elector.generation
+        for key, ballot in returns.ballots.items():
+            if key in self._holding.addresses and ballot.node != key:
+                votes[key] = DEAD  # another agent has its port: the one we knew is no more
+        if self._two_node_takeover:
+            votes |= {key: DEAD for key in returns.refused if self._is_other_of_two(key)}
+        return votes
+
+    def _is_other_of_two(self, node: str) -> bool:
+        return any(node in each.nodes and len(each.nodes) == 2 for each in self._roll().electorates)
+
+    def _hosts_in(self, returns: Returns) -> list[str]:
+        """Where a host is said to be, of the latest term first."""
+        ballots = sorted(returns.ballots.values(), key=lambda ballot: -ballot.term)
+        named = [
+            address
+            for ballot in ballots
+            if succession.may_follow(self._elector, ballot.term)
+            for address in ballot.hosts
+        ]
+        rumours, self._rumours = self._rumours, []
+        return list(dict.fromkeys([*rumours, *named]))
+
+    def _turn(self) -> float:
+        if self._holding.roll.generation < 0:
+            order, host = [str(place) for place in self._places], ""
+        else:
+            order, host = list(self._holding.order), self._holding.roll.latest.host
+        return succession.turn(order, self._voice(), host)
+
+    def _predicament(self, returns: Returns) -> str:
+        votes = self._votes_in(returns)
+        wanted = max(self._roll().electorates, key=lambda each: len(each.nodes - votes.keys()))
+        there = len(wanted.nodes & votes.keys())
+        what = "nodes" if self._holding.roll.generation >= 0 else "endpoints"
+        hint = ""
+        if len(wanted.nodes) == 2:
+            hint = "; if the host is gone for good, --two-node-takeover lets the other go on"
+        return (
+            f"the host of the rendezvous is out of reach, and {there} of {len(wanted.nodes)} {what}"
+            f" are no majority: this node waits for the others{hint}"
+        )
+
+    # Becoming a client
+
+    async def _join_one_of(self, hosts: Sequence[str]) -> bool:
+        for address in hosts:
+            try:
+                store = await EmbeddedStore.connect(
+                    [self._at(address)],
+                    term=self._elector.term,
+                    timeout=HOST_ANSWERS,
+                    lease=(self._belongings.lease, self._belongings.seconds),
+                    clock=self._clock,
+                )
+            except (RendezvousLost, RendezvousRefused) as error:
+                logger.debug("no host at %s: %s", address, error)
+                continue
+            self._follow(store)
+            return True
+        return False
+
+    def _follow(self, store: EmbeddedStore) -> None:
+        self._store = store
+        store.on_lost = self._host_lost
+        if not self.is_host or self._own_place is not None:
+            self._addr = store.local_addr
+        self._elector = succession.following(self._elector, store.term, str(store.place))
+
+    def _host_lost(self) -> None:
+        self._elector = replace(self._elector, has_host=False)
+
+    def _at(self, address: str) -> Endpoint:
+        return Endpoint.at(address, self.job, self._places[0].credentials)
+
+    # Becoming host
+
+    async def _stand(self, wished: Returns) -> bool:
+        """Ask those for their vote who would give it; says whether this node is host now."""
+        heard = max((ballot.term for ballot in wished.ballots.values()), default=0)
+        term = succession.next_term(self._elector, heard)
+        ours = Candidacy(term, self._node, self._elector.generation, binding=True)
+        if succession.refusal(self._elector, ours):
+            return False
+        self._elector = succession.voted(self._elector, ours)
+        willing = [key for key, ballot in wished.ballots.items() if ballot.granted]
+        returns = await self._ask(term, binding=True, of=willing)
+        returns.refused |= wished.refused
+        for key, ballot in wished.ballots.items():
+            returns.ballots.setdefault(key, replace(ballot, granted=False))
+        # Meanwhile it may have voted for somebody of a later term.
+        if not self._is_elected(returns) or self._elector.term != term:
+            returns.close()
+            return False
+        await self._reign(term, returns)
+        return True
+
+    async def _reign(self, term: int, returns: Returns) -> None:
+        """Serve the store from now on, and tell those who voted."""
+        self._elector = replace(self._elector, term=term, chosen=self._node)
+        self.may_begin_at = self._may_begin()
+        table = self._new_table([ballot for ballot in returns.ballots.values() if ballot.granted])
+        self.server = EmbeddedServer(self.job, clock=self._clock, table=table, term=term)
+        self._reception.serve(wire.STORE, self._admit)
+        store = await EmbeddedStore.connect(
+            [self._own_place or self._at(format_endpoint(LOOPBACK, self._reception.port))],
+            term=term,
+            timeout=self._lease,
+            lease=(self._belongings.lease, self._belongings.seconds),
+            clock=self._clock,
+        )
+        self._follow(store)
+        for link in returns.links.values():
+            link.send(self._proclamation())
+            link.close()
+        self._heralding = asyncio.create_task(self._herald(), name="herald")
+
+    def _may_begin(self) -> float:
+        """A store that knows nothing waits a lease: another host may be about to call."""
+        if self._holding.roll.generation < 0 and self._may_be_remembered:
+            return self._clock.now() + self._lease
+        return 0.0
+
+    def _new_table(self, ballots: Sequence[Ballot]) -> Table:
+        """The store as it was, as far as it lasts: the world, and what the voters had in there."""
+        table = Table()
+        now = self._clock.now()
+        for key, value in self._holding.rows.items():
+            table.put(key, wire.encode_value(key, value))
+        own = self._ballot("", granted=True)
+        for ballot in (own, *ballots):
+            if not ballot.lease:
+                continue
+            table.open_lease(ballot.lease, ballot.seconds, now)
+            for row in ballot.rows:
+                table.put(row.key, row.text or "{}", lease=ballot.lease)
+        return table
+
+    def _proclamation(self) -> Reign:
+        return Reign(self._elector.term, self._node, [self.peer])
+
+    async def _herald(self) -> None:
+        """Of a host: tell who may not know it, the missing and who sits at the endpoints."""
+        while True:
+            await asyncio.sleep(self._lease / PROCLAMATIONS)
+            for place in self._uninformed():
+                noted = await proclaim(place, self._proclamation())
+                if noted is not None and succession.must_yield(self._elector.term, noted.term):
+                    self._rumours += noted.hosts
+                    await self._yield(noted.term)
+                    return
+
+    def _uninformed(self) -> list[Endpoint]:
+        assert self.server is not None
+        there = {row.key for row in self.server.rows("member/")}
+        missing = [
+            place for key, place in self._whereabouts().items() if f"member/{key}" not in there
+        ]
+        return missing[:PROCLAIMED]
+
+    async def _yield(self, term: int) -> None:
+        """Be host no more: there is one of a later term, and it has the majority."""
+        logger.info("this node hosts the rendezvous no more: there is a later term, %d", term)
+        self._host_lost()
+        server, self.server = self.server, None
+        self._reception.serve(wire.STORE, self._say_where)
+        if server is not None:
+            await server.close(SUCCEEDED)
+
+    async def _leave(self) -> None:
+        """Be done with the last host, or with having been it."""
+        if self._heralding is not None:
+            self._heralding.cancel()
+            self._heralding = None
+        if self.is_host:
+            await self._yield(self.term)
+        await self.store.close()
+        self._host_lost()
+
+    # What others ask
+
+    def _admit(self, link: Link, hello: wire.Hello) -> None:
+        """Of a host: serve a client, unless it has voted in a later term and could not follow us:
+        then there must be another vote."""
+        if self.server is None or succession.must_yield(self._elector.term, hello.term):
+            self._say_where(link, hello)
+            self._start(self._yield(hello.term))
+        else:
+            self.server.admit(link, hello)
+
+    def _say_where(self, link: Link, hello: wire.Hello) -> None:
+        """To a client of the store, which is not hosted here."""
+        link.send(wire.Elsewhere(self._known_hosts(), self._elector.term))
+        link.close()
+
+    def _known_hosts(self) -> list[str]:
+        if not self._elector.has_host:
+            return []
+        return [self.peer] if self.is_host else [str(self.store.place)]
+
+    def _converse(self, link: Link, hello: wire.Hello) -> None:
+        link.send(wire.Welcome(wire.PROTOCOL, wire.VERSION, "", False, self._elector.term))
+        link.deliver_to(partial(self._hear, link))
+
+    def _hear(self, link: Link, payload: bytes) -> None:
+        match wire.parse(payload, QUESTIONS):
+            case Canvass(term, node, generation, binding):
+                asked = Candidacy(term, node, generation, binding)
+                if binding and not succession.refusal(self._elector, asked):
+                    self._start(self._vote_when_stopped(link, asked))
+                else:
+                    link.send(self._answer(asked))
+            case Reign() as reign:
+                self._hear_of_host(link, reign)
+
+    def _start(self, voting: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(voting, name="vote")
+        self._votes.add(task)
+        task.add_done_callback(self._votes.discard)
+
+    async def _vote_when_stopped(self, link: Link, asked: Candidacy) -> None:
+        await self._stopped.wait()
+        link.send(self._answer(asked))
+
+    def _answer(self, asked: Candidacy) -> Ballot:
+        why = succession.refusal(self._elector, asked)
+        if not why:
+            self._elector = succession.voted(self._elector, asked)
+        return self._ballot(why, granted=not why)
+
+    def _ballot(self, why: str, *, granted: bool) -> Ballot:
+        rows = [Row(key, json.dumps(value), 0, 0) for key, value in self._belongings.rows.items()]
+        return Ballot(
+            node=self._node,
+            granted=granted,
+            why=why,
+            term=self._elector.term,
+            generation=self._elector.generation,
+            hosts=self._known_hosts(),
+            lease=self._belongings.lease if granted and rows else "",
+            seconds=self._belongings.seconds,
+            rows=rows if granted else [],
+        )
+
+    def _hear_of_host(self, link: Link, reign: Reign) -> None:
+        """Somebody says that it is host."""
+        link.send(Noted(self._elector.term, self._known_hosts()))
+        if reign.node == self._node:
+            return
+        if not self._elector.has_host:
+            self._rumours += reign.addresses
+            self._news.set()
+        elif succession.must_yield(self._elector.term, reign.term):
+            self._rumours += reign.addresses
+            if self.is_host:
+                self._start(self._yield(reign.term))
+            else:
+                self.store.lose(SUCCEEDED)

@@ -1,0 +1,79 @@
+"""What a node keeps of each world, so that it could host the store if its host were lost."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from torchelastic.rendezvous import succession
+from torchelastic.rendezvous.embedded.seat import Holding
+from torchelastic.rendezvous.leader import ROLL_KEY
+from torchelastic.rendezvous.store import Json, Store
+from torchelastic.rendezvous.world import PART_PREFIX, WORLD_KEY, World
+
+
+class Heir:
+    """Collects what is to be held of the newest world. The whole of it only where this node is one
+    of the candidates that the world names; others have no use for thousands of addresses."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._holding = Holding()
+        self._digest = ""
+        #: Set once this node has been a candidate.
+        self.is_candidate = asyncio.Event()
+
+    async def take(self, store: Store, world: World, summary: Json) -> Holding:
+        """What to hold of a world; gets what is not in its summary, if there is any need."""
+        order = tuple(candidate.node for candidate in world.candidates)
+        known = (world.generation, world.digest) == (self._holding.roll.generation, self._digest)
+        if known:
+            rows = {**self._holding.rows, WORLD_KEY: summary} if self._holding.rows else {}
+            self._holding = replace(self._holding, rows=rows)
+        elif self._node in order:
+            self.is_candidate.set()
+            self._holding = await self._whole(store, world, summary)
+        else:
+            self._holding = self._outline(world)
+        self._digest = world.digest
+        return self._holding
+
+    def settled(self, generation: int) -> Holding:
+        """What to hold once a world is settled."""
+        held = self._holding
+        if held.roll.generation == generation:
+            roll = replace(held.roll, before=())
+            rows = {**held.rows, ROLL_KEY: succession.to_json(roll)} if held.rows else {}
+            self._holding = replace(held, roll=roll, rows=rows)
+        return self._holding
+
+    def _outline(self, world: World) -> Holding:
+        """Enough to vote, and to look for a host."""
+        addresses = {candidate.node: candidate.peer for candidate in world.candidates}
+        addresses |= {node.node: node.peer for node in world.nodes}
+        nodes = (node.node for node in world.nodes)
+        return Holding(
+            roll=succession.from_json(None, world.generation, nodes, world.host),
+            order=tuple(candidate.node for candidate in world.candidates),
+            addresses={node: peer for node, peer in addresses.items() if peer},
+        )
+
+    async def _whole(self, store: Store, world: World, summary: Json) -> Holding:
+        parts, rolls = await asyncio.gather(store.get(PART_PREFIX), store.get(ROLL_KEY))
+        listed = {key: item.value for key, item in parts.items.items() if world.owns(item.value)}
+        roll = rolls.items[ROLL_KEY].value if ROLL_KEY in rolls.items else None
+        whole = world.with_parts(list(listed.values()))
+        if len(whole.nodes) != world.count:
+            return self._outline(world)  # a newer one is there already
+        nodes = [node.node for node in whole.nodes]
+        outline = self._outline(whole)
+        rows: dict[str, Json] = {WORLD_KEY: summary, **listed}
+        if roll is not None:
+            rows[ROLL_KEY] = roll
+        return replace(
+            outline,
+            roll=succession.from_json(roll, world.generation, nodes, world.host),
+            # Of those who are not in this world it knows where they were.
+            addresses={**self._holding.addresses, **outline.addresses},
+            rows=rows,
+        )
