@@ -116,7 +116,10 @@ class Guest:
             return self._error is None
         self._post(self._say_end, ending, why)
         with self._news:
-            if ending != "left" and self._state.counts:
+            if ending == "left":
+                # If it is the leader that goes, it says first that its world is over.
+                self._news.wait_for(lambda: not self._state.in_world or self._error, LAST_WORDS)
+            elif self._state.counts:
                 self._news.wait_for(lambda: self._state.is_closed or self._error, OTHERS_END)
         self._post(self._stop.set)
         thread.join()

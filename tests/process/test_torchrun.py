@@ -1,0 +1,163 @@
+"""Stock torchrun with our rendezvous: real agents, real workers that meet by gloo."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.etcd import Etcd
+from tests.process.jobs import free_port
+from tests.support import poll_for
+
+pytestmark = pytest.mark.slow  # every torchrun, and every worker, imports torch
+
+WORKER = Path(__file__).with_name("torchrun_worker.py")
+TIMEOUT = 60.0
+
+
+class Up(NamedTuple):
+    """A worker that has met the others."""
+
+    rank: int
+    size: int
+    store: int
+    pid: int
+    agent: int
+
+
+class Torchruns:
+    """The torchrun processes of one job."""
+
+    def __init__(self, directory, endpoint=""):
+        self.directory = directory
+        self.endpoint = endpoint or f"127.0.0.1:{free_port()}"
+        self.processes = []
+
+    def start(self, flags=""):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:3"]
+        command += ["--rdzv-backend=torchelastic", f"--rdzv-endpoint={self.endpoint}"]
+        command += ["--rdzv-id=job", "--max-restarts=3", "--shutdown-timeout=5", *flags.split()]
+        log = (self.directory / f"log-{len(self.processes)}").open("wb")
+        with log:
+            process = subprocess.Popen(
+                [*command, str(WORKER), str(self.directory)], stdout=log, stderr=log
+            )
+        self.processes.append(process)
+        return process
+
+    def log(self, process):
+        number = self.processes.index(process)
+        return (self.directory / f"log-{number}").read_text(errors="replace")
+
+    def ups(self):
+        return [Up(*map(int, path.read_text().split())) for path in self.directory.glob("up-*")]
+
+    def world(self, size, besides=()):
+        """The workers of a whole world of `size` at a store that is none of `besides`."""
+
+        def found():
+            for store in {up.store for up in self.ups()} - set(besides):
+                ups = [up for up in self.ups() if up.store == store]
+                if len(ups) == size and {up.size for up in ups} == {size}:
+                    return sorted(ups)
+            return None
+
+        try:
+            return poll_for(found, what=f"a world of {size}", timeout=TIMEOUT)
+        except AssertionError as error:
+            logs = "\n".join(self.log(process) for process in self.processes)
+            raise AssertionError(f"{error}: {self.ups()}\n{logs}") from None
+
+    def finish(self):
+        """Let the workers succeed; the exit codes."""
+        (self.directory / "finish").touch()
+        return [process.wait(TIMEOUT) for process in self.processes if process.returncode is None]
+
+    def close(self):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        for up in self.ups():  # torchrun does not take its workers with it when it is killed
+            try:
+                os.kill(up.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+@pytest.fixture
+def torchruns(tmp_path):
+    made = Torchruns(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_worker_that_dies_is_restarted_and_all_meet_anew(torchruns):
+    torchruns.start()
+    torchruns.start()
+    before = torchruns.world(2)
+
+    (torchruns.directory / f"die-{before[1].pid}").touch()
+    after = torchruns.world(2, besides={before[0].store})
+
+    assert {up.pid for up in before}.isdisjoint(up.pid for up in after)
+    assert torchruns.finish() == [0, 0]
+
+
+def test_agents_come_and_are_killed(torchruns):
+    torchruns.start()
+    torchruns.start()
+    of_two = torchruns.world(2)
+
+    third = torchruns.start()
+    of_three = torchruns.world(3, besides={of_two[0].store})
+    assert [up.agent for up in of_three[:2]] == [up.agent for up in of_two]
+    third.kill()
+    third.wait()
+    again = torchruns.world(2, besides={of_two[0].store, of_three[0].store})
+    assert [up.agent for up in again] == [up.agent for up in of_two]
+
+    assert torchruns.finish() == [0, 0]
+
+
+def test_an_agent_that_is_asked_to_go_leaves_and_the_other_goes_on(torchruns):
+    stays = torchruns.start("--rdzv-conf=is_host=1")
+    goes = torchruns.start("--rdzv-conf=is_host=0")
+    before = torchruns.world(2)
+
+    goes.send_signal(signal.SIGTERM)
+    assert goes.wait(TIMEOUT) != 0
+    torchruns.world(1, besides={before[0].store})
+
+    assert stays.poll() is None
+    assert torchruns.finish() == [0]
+
+
+def test_workers_that_fail_too_often_end_the_job_on_every_node(torchruns):
+    first = torchruns.start("--max-restarts=0")
+    second = torchruns.start("--max-restarts=3")
+    before = torchruns.world(2)
+
+    (failing,) = (up for up in before if up.agent == first.pid)
+    (torchruns.directory / f"die-{failing.pid}").touch()
+
+    assert (first.wait(TIMEOUT), second.wait(TIMEOUT)) == (1, 1)
+    assert "RendezvousClosedError" in torchruns.log(second)
+    assert "torchrun restarts its workers no more" in torchruns.log(second)
+
+
+def test_they_meet_at_etcd(tmp_path, etcd: Etcd):
+    torchruns = Torchruns(tmp_path, f"etcd://{etcd.endpoint}")
+    try:
+        torchruns.start()
+        torchruns.start()
+        before = torchruns.world(2)
+        torchruns.processes[0].kill()
+        torchruns.processes[0].wait()
+        torchruns.world(1, besides={before[0].store})
+        assert torchruns.finish() == [0]
+    finally:
+        torchruns.close()
