@@ -10,7 +10,9 @@ from textwrap import dedent
 import pytest
 
 from tests.process.bench import bench, fake_torch
+from tests.process.jobs import Job, Node, job
 from torchelastic.config import Entry
+from torchelastic.errors import EXIT_USAGE
 from torchelastic.rendezvous.secret import Secret
 
 KEY = "the secret of this job"
@@ -76,3 +78,87 @@ def _is_pipe(descriptor: str) -> bool:
         return os.readlink(f"/proc/self/fd/{descriptor}").startswith("pipe")
     except FileNotFoundError:
         return False
+
+
+# A whole job
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_text(KEY + "\n")
+    path.chmod(0o600)
+    return path
+
+
+def descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(each for child in children for each in descendants(int(child)))]
+
+
+def shown_by(pid: int, *names: str) -> bytes:
+    return b"".join(Path(f"/proc/{pid}/{name}").read_bytes() for name in names)
+
+
+def written_by(made: Job) -> bytes:
+    files = [path for path in made.directory.rglob("*") if path.is_file()]
+    return b"".join(path.read_bytes() for path in files)
+
+
+@pytest.mark.parametrize("way", ["file", "variable"])
+def test_nodes_with_the_secret_meet_and_show_it_to_nobody(tmp_path, monkeypatch, secret_file, way):
+    if way == "variable":
+        monkeypatch.setenv("TORCHELASTIC_SECRET", KEY)
+    flags = f"--rdzv-secret-file={secret_file}" if way == "file" else ""
+    with job(tmp_path / "job", f"--nnodes=2 --nproc-per-node=1 {flags}") as made:
+        nodes = [made.start(), made.start()]
+        made.world(0, 2)
+        for node in nodes:
+            first, *others = descendants(node.agent_pid)
+            assert others
+            for pid in others:
+                assert KEY.encode() not in shown_by(pid, "environ", "cmdline")
+            for pid in (node.pid, first):
+                assert KEY.encode() not in shown_by(pid, "cmdline")
+        made.order("finish")
+        assert [node.wait() for node in nodes] == [0, 0], made.said()
+        assert KEY.encode() not in written_by(made)
+        assert "has no secret" not in made.said()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "sentence"),
+    [("another secret than theirs", "different secrets"), (None, "and this node none")],
+)
+def test_a_node_without_the_secret_is_told_so_and_the_job_goes_on(
+    tmp_path, secret_file, theirs, sentence
+):
+    with job(tmp_path / "job", "--nnodes=1:2 --nproc-per-node=1 --settle=0.1") as made:
+        node = made.start(f"--rdzv-secret-file={secret_file}")
+        made.world(0, 1)
+        flags = ""
+        if theirs is not None:
+            (tmp_path / "theirs").write_text(theirs)
+            flags = f"--rdzv-secret-file={tmp_path / 'theirs'}"
+        stranger = made.start(flags)
+        assert stranger.wait() == EXIT_USAGE
+        told = [line for line in stranger.stderr.splitlines() if sentence in line]
+        assert len(told) == 1, stranger.stderr
+        assert "--rdzv-secret-file or TORCHELASTIC_SECRET" in told[0]
+        assert made.world_is(0)
+        made.order("finish")
+        assert node.wait() == 0, made.said()
+        assert b"another secret" not in written_by(made)
+
+
+@pytest.mark.parametrize(("content", "sentence"), [(None, "cannot be read"), ("short", "16 to")])
+def test_a_bad_secret_is_one_sentence(tmp_path, content, sentence):
+    path = tmp_path / "secret"
+    if content is not None:
+        path.write_text(content)
+    with job(tmp_path / "job", "--nnodes=1") as made:
+        node: Node = made.start(f"--rdzv-secret-file={path}")
+        assert node.wait() == EXIT_USAGE
+        (line,) = node.stderr.splitlines()
+        assert line.startswith(f"torchelastic run: error: --rdzv-secret-file {path}")
+        assert sentence in line
