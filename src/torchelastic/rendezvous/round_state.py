@@ -204,7 +204,10 @@ def hosted(state: RoundState, host: str, term: int, stored: Mapping[str, Any] | 
     if world is not None and world.nodes:
         nodes = [node.node for node in world.nodes]
         roll = succession.from_json(stored, world.generation, nodes, world.host)
-    return replace(state, host=host, term=term, roll=roll)
+        if world.term != term and world.phase in ("running", "pausing"):
+            # Those who voted have stopped their workers, and the others cannot go on without them.
+            world = replace(world, phase="over", after=None, ending="node-failure")
+    return replace(state, world=world, host=host, term=term, roll=roll)
 
 
 def votes(state: RoundState) -> set[str]:
