@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterable
@@ -19,6 +20,19 @@ def become_subreaper() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def raise_descriptor_limit() -> int:
+    """Allow this process, and those it starts, as many open files as they can be given."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = int(Path("/proc/sys/fs/nr_open").read_text())
+    for limit in (most, hard):
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        except (ValueError, PermissionError):
+            continue  # only root may ask for more than the hard limit, and not everywhere
+        return limit
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def stat_fields(pid: int) -> list[str]:

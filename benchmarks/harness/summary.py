@@ -59,6 +59,12 @@ def ratio_interval(pairs: Sequence[tuple[float, float]]) -> RatioInterval:
     return RatioInterval(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs))
 
 
+def growth_exponent(points: Sequence[tuple[float, float]]) -> float:
+    """The exponent of the power law nearest to the points: least squares on the logarithms."""
+    sizes, values = ([math.log(each) for each in column] for column in zip(*points, strict=True))
+    return statistics.linear_regression(sizes, values).slope
+
+
 def student_t(probability: float, freedom: int) -> float:
     """The quantile of Student's t distribution, for probabilities of one half and above."""
     scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))
