@@ -21,6 +21,7 @@ from torchelastic.errors import LeaseExpired, WireError
 from torchelastic.rendezvous.embedded import wire
 from torchelastic.rendezvous.embedded.endpoint import bind_endpoint
 from torchelastic.rendezvous.embedded.link import Link
+from torchelastic.rendezvous.embedded.lobby import Told, source_of
 from torchelastic.rendezvous.embedded.reception import Reception
 from torchelastic.rendezvous.embedded.table import Row, Table
 
@@ -82,6 +83,7 @@ class EmbeddedServer:
         self._holders: dict[str, _Peer] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._departure = asyncio.Event()
+        self._told = Told()
         self._closing = False
         self.port = 0
 
@@ -174,7 +176,8 @@ class EmbeddedServer:
         try:
             self._perform(peer, wire.parse(payload, wire.REQUESTS))
         except WireError as error:
-            log.warning("A client of the rendezvous is sent away: %s", error)
+            if self._told.first_time(source_of(peer.link.remote_addr), "nonsense"):
+                log.warning("A client of the rendezvous is sent away: %s", error)
             peer.refuse(str(error))
 
     def _perform(self, peer: _Peer, request: wire.Message) -> None:

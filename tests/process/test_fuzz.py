@@ -1,0 +1,167 @@
+"""Bad messages over real sockets, while those who mean well go on undisturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from tests.process.jobs import Job, Node, job
+from tests.support import poll_for
+from torchelastic.rendezvous.embedded import EmbeddedServer, EmbeddedStore, bind_endpoint, wire
+from torchelastic.rendezvous.embedded.dial import Endpoint
+from torchelastic.rendezvous.embedded.reception import Reception
+from torchelastic.rendezvous.secret import Credentials, Secret
+
+HERE = Path(__file__).parent
+JOB = "job-1"
+KEY = b"the secret of this job"
+#: Messages by default, and in the slow test; both with a seed of their own.
+FEW, MANY = 2_000, 100_000
+#: A second: more than a port meets in practice, less than fills a machine of two cores.
+RATE = 2_000
+#: Kilobytes the agent may grow by; what its memory allocator keeps is not given back at once.
+GROWTH = 8 * 1024
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_bytes(KEY)
+    path.chmod(0o600)
+    return path
+
+
+def attack(port: int, job_id: str, count: int, seed: int, *more: str) -> subprocess.Popen[str]:
+    words = [str(port), job_id, str(count), str(seed), str(RATE), *more]
+    return subprocess.Popen(
+        ["nice", sys.executable, "-m", "tests.process.fuzzer", *words],
+        cwd=HERE.parents[1],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@contextlib.asynccontextmanager
+async def hosting(secret: Secret | None) -> AsyncIterator[Reception]:
+    reception, server = Reception(JOB, secret=secret), EmbeddedServer(JOB)
+    reception.serve(wire.STORE, server.admit)
+    sockets = bind_endpoint("127.0.0.1", 0)
+    assert sockets is not None
+    await reception.listen(sockets)
+    try:
+        yield reception
+    finally:
+        await reception.close()
+        await server.close()
+
+
+@pytest.mark.parametrize("with_secret", [True, False], ids=["secret", "open"])
+def test_a_client_notices_nothing_of_those_who_talk_nonsense(caplog, secret_file, with_secret):
+    secret = Secret(KEY) if with_secret else None
+
+    async def work(store: EmbeddedStore, fuzzer: subprocess.Popen[str]) -> int:
+        rounds = 0
+        while fuzzer.poll() is None:
+            await store.put("mine/count", {"n": rounds}, leased=True)
+            listing = await store.get("mine/")
+            assert listing.items["mine/count"].value == {"n": rounds}
+            rounds += 1
+            await asyncio.sleep(0.01)
+        return rounds
+
+    async def story() -> None:
+        more = [str(secret_file)] if with_secret else []
+        async with hosting(secret) as reception:
+            place = Endpoint("127.0.0.1", reception.port, JOB, Credentials(secret))
+            store = await EmbeddedStore.connect([place], timeout=10)
+            await store.open_lease(5.0)
+            with attack(reception.port, JOB, FEW, 1, *more) as fuzzer:
+                rounds = await asyncio.wait_for(work(store, fuzzer), 120)
+                sent, admitted = map(int, fuzzer.stdout.read().split())
+            assert fuzzer.returncode == 0
+            assert sent == FEW
+            assert admitted > FEW // 20
+            assert rounds > 10
+            assert not store.lease_lost.is_set()
+            await store.close()
+
+    asyncio.run(story())
+    # A callback that raised would be told by asyncio itself.
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == []
+    assert len(caplog.records) < 10
+
+
+# A job that trains
+
+
+def steps_at(made: Job, begin: float, end: float) -> list[float]:
+    """Seconds between the steps of rank 0 in a stretch of time."""
+    times = [line["at"] for line in made.lines(event="step", rank=0)]
+    inside = sorted(at for at in times if begin <= at < end)
+    return [after - before for before, after in pairwise(inside)]
+
+
+def resident_memory(pid: int) -> int:
+    """Kilobytes."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1])
+    raise AssertionError(f"{pid} has no memory")
+
+
+def stretch(made: Job, seconds: float) -> list[float]:
+    begin = time.monotonic()
+    poll_for(
+        lambda: time.monotonic() >= begin + seconds, what="the end of it", timeout=seconds + 60
+    )
+    return steps_at(made, begin, begin + seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_job_trains_on_under_a_hundred_thousand_bad_messages(tmp_path, secret_file):
+    """Measured as A, A, B: two stretches without and one with attackers."""
+    flags = f"--nnodes=1:2 --nproc-per-node=2 --settle=0.1 --rdzv-secret-file={secret_file}"
+    with job(tmp_path / "job", flags, script=HERE / "resident.py") as made:
+        node = started(made)
+        first, second = stretch(made, 20), stretch(made, 20)
+        begin = time.monotonic()
+        grown = under_attack(made, node, secret_file)
+        attacked = steps_at(made, begin, time.monotonic())
+        noise = max(median(first), median(second)) / min(median(first), median(second))
+        slower = median(attacked) / max(median(first), median(second))
+        print(f"A/A {noise:.3f}, attacked {slower:.3f}, grown by {grown} kB")
+        assert slower < max(noise, 1.0) * 1.15
+        assert grown < GROWTH
+        assert {line["generation"] for line in made.lines(event="step")} == {0}
+        assert node.stderr.count("This is logged once") < 10
+        assert node.process.poll() is None, made.said()
+
+
+def started(made: Job) -> Node:
+    script = [str(made.script), str(made._lines), str(made._orders), "steps=1000000", "slow=0.02"]
+    node = made.start(script=script)
+    poll_for(lambda: len(made.lines(event="step", rank=0)) > 100, what="100 steps", timeout=120)
+    return node
+
+
+def under_attack(made: Job, node: Node, secret_file: Path) -> int:
+    """Let them come; returns by how many kilobytes the agent has grown after the first tenth."""
+    port, name = made.port, f"job{made.port}"
+    with attack(port, name, MANY // 10, 2, str(secret_file)) as fuzzer:
+        assert fuzzer.wait(300) == 0
+    before = resident_memory(node.agent_pid)
+    with attack(port, name, MANY - MANY // 10, 3, str(secret_file)) as fuzzer:
+        assert fuzzer.wait(600) == 0
+    os.kill(node.agent_pid, 0)
+    return resident_memory(node.agent_pid) - before
