@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 from torchelastic.clock import Clock
-from torchelastic.config import ETCD_BACKENDS, LaunchConfig, parse_endpoints
+from torchelastic.config import ETCD_BACKENDS, LaunchConfig, format_endpoint, parse_endpoints
 from torchelastic.errors import RendezvousLost
 from torchelastic.rendezvous import credentials
+from torchelastic.rendezvous.embedded import wire
 from torchelastic.rendezvous.embedded.dial import Endpoint
+from torchelastic.rendezvous.embedded.endpoint import listen_beside
+from torchelastic.rendezvous.embedded.reception import Reception
+from torchelastic.rendezvous.embedded.ring import Ring, lives
 from torchelastic.rendezvous.embedded.seat import Holding, Seat
 from torchelastic.rendezvous.etcd import EtcdStore
 from torchelastic.rendezvous.opening import close_store, open_store
@@ -59,6 +63,14 @@ class Meeting(Protocol):
         """When this node, if it leads, may form the first world."""
         ...
 
+    def ring(self, node: str, on_doubts: Callable[[set[str]], None]) -> Ring | None:
+        """Connections to other agents, where the store would be slow to notice an agent's end."""
+        ...
+
+    async def ask(self, address: str) -> bool | None:
+        """Ask the agent there whether it lives (`doubts.Ask`)."""
+        ...
+
     def takes_up(self, generation: int) -> bool:
         """Whether this node may act on a world that the store shows."""
         ...
@@ -85,18 +97,40 @@ class Meeting(Protocol):
         ...
 
 
-@dataclass(frozen=True)
 class EtcdMeeting:
-    """At an etcd server."""
+    """At an etcd server, with a reception of its own for the ring."""
 
-    store: EtcdStore
-    addr: str
-    endpoint: str
-    peer: str = ""
-    term: int = 0
-    is_host: bool = False
-    may_begin_at: float = 0.0
-    loss: str = ""
+    term = 0
+    is_host = False
+    may_begin_at = 0.0
+    loss = ""
+
+    def __init__(self, config: LaunchConfig, store: EtcdStore) -> None:
+        self.store = store
+        self.addr = config.local_addr or store.local_addr
+        self.endpoint = config.rdzv_endpoint
+        self._silence = config.lease
+        shown = credentials.load(config)
+        #: Of no place in particular.
+        self._job = Endpoint("", 0, config.run_id, shown)
+        self._reception = Reception(config.run_id, secret=shown.secret, tls=shown.server_tls)
+        self._ring: Ring | None = None
+
+    async def listen(self) -> None:
+        host, _ = parse_endpoints(self.endpoint)[0]
+        await self._reception.listen(await asyncio.to_thread(listen_beside, host, 0))
+
+    @property
+    def peer(self) -> str:
+        return format_endpoint(self.addr, self._reception.port)
+
+    def ring(self, node: str, on_doubts: Callable[[set[str]], None]) -> Ring:
+        self._ring = Ring(node, self._job, silence=self._silence, on_doubts=on_doubts)
+        self._reception.serve(wire.RING, self._ring.admit)
+        return self._ring
+
+    async def ask(self, address: str) -> bool | None:
+        return await lives(Endpoint.at(address, self._job.job, self._job.credentials))
 
     def takes_up(self, generation: int) -> bool:
         return True
@@ -113,25 +147,41 @@ class EtcdMeeting:
         raise RendezvousLost(f"etcd at {self.endpoint} is lost.")
 
     async def close(self, others: float) -> None:
+        if self._ring is not None:
+            await self._ring.close()
         await close_store(self.store)
+        await self._reception.close()
 
 
 async def meet(config: LaunchConfig, node: str, clock: Clock) -> Meeting:
     """Open the store of the job: host it, or wait for it to be there."""
     check_backend(config.rdzv_backend, config.rdzv_configs)
-    timeout = config.wait_for_nodes or None
     if config.rdzv_backend in ETCD_BACKENDS:
-        store = await open_store(
-            config.rdzv_endpoint, config.run_id, config.rdzv_configs, timeout=timeout, clock=clock
-        )
-        return EtcdMeeting(store, config.local_addr or store.local_addr, config.rdzv_endpoint)
+        return await _meet_at_etcd(config, clock)
     seat = _seat(config, node, clock)
     try:
-        await seat.open(timeout)
+        await seat.open(config.wait_for_nodes or None)
     except BaseException:
         await seat.close()
         raise
     return seat
+
+
+async def _meet_at_etcd(config: LaunchConfig, clock: Clock) -> EtcdMeeting:
+    store = await open_store(
+        config.rdzv_endpoint,
+        config.run_id,
+        config.rdzv_configs,
+        timeout=config.wait_for_nodes or None,
+        clock=clock,
+    )
+    meeting = EtcdMeeting(config, store)
+    try:
+        await meeting.listen()
+    except BaseException:
+        await meeting.close(0.0)
+        raise
+    return meeting
 
 
 def _seat(config: LaunchConfig, node: str, clock: Clock) -> Seat:

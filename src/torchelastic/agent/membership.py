@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +13,8 @@ from torchelastic.rendezvous.store import Store
 from torchelastic.rendezvous.world import Member
 
 NAME_PREFIX = "name/"
+#: Agents of one host that have consecutive numbers.
+NEIGHBOURS = 8
 
 
 class Membership:
@@ -52,12 +56,23 @@ class Membership:
 
 async def claim_name(store: Store, host: str, node: str) -> str:
     """A name for people: the host's, with a number where another agent of the job has it."""
-    number = 1
-    while True:
+    for number in _numbers():
         name = host if number == 1 else f"{host}-{number}"
         won = await store.compare_and_set(
             NAME_PREFIX + name, {"node": node}, expected=0, leased=True
         )
         if won is not None:
             return name
-        number += 1
+    raise AssertionError("there is always another number")
+
+
+def _numbers() -> Iterator[int]:
+    """Numbers to try for a name: the smallest first, then farther and farther away.
+
+    One after the other, the last of a thousand agents of one host would ask a thousand times.
+    """
+    yield from range(1, NEIGHBOURS + 1)
+    end = NEIGHBOURS
+    while True:
+        start, end = end + 1, end * NEIGHBOURS
+        yield random.randint(start, end)

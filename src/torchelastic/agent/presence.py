@@ -14,6 +14,7 @@ from torchelastic.agent.membership import NAME_PREFIX, Membership, claim_name
 from torchelastic.clock import Clock
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import LeaseExpired, RendezvousLost
+from torchelastic.rendezvous.embedded.ring import Ring
 from torchelastic.rendezvous.heir import Heir
 from torchelastic.rendezvous.leader import MEMBER_PREFIX, SETTLED_KEY, Leader, LeaderObserver
 from torchelastic.rendezvous.round_state import RoundRules
@@ -39,9 +40,12 @@ class Presence:
         background: Background,
         on_world: Callable[[World], None],
         on_lease_lost: Callable[[], None],
+        host: str = "",
     ) -> None:
+        """`host` is what this node is called for people, if not by the name of its machine."""
         self._config = config
         self._node = node
+        self._host = host or socket.gethostname()
         self._clock = clock
         self._observer = observer
         self._background = background
@@ -56,6 +60,7 @@ class Presence:
         #: The last world that was passed on, as it came.
         self._seen: Json | None = None
         self._heir = Heir(node)
+        self._ring: Ring | None = None
         #: What this node does as a member under its present lease.
         self._tasks: list[asyncio.Task[Any]] = []
 
@@ -83,6 +88,7 @@ class Presence:
             **{**facts, **self._facts},
         )
         self._membership = Membership(member)
+        self._ring = self._meeting.ring(self._node, self._doubt)
         await self._enlist()
 
     async def rejoin(self, gone: int) -> str:
@@ -103,7 +109,7 @@ class Presence:
             store = self.meeting.store
             try:
                 await store.open_lease(self._config.lease)
-                name = await claim_name(store, socket.gethostname(), self._node)
+                name = await claim_name(store, self._host, self._node)
             except LeaseExpired as error:
                 logger.debug("the lease ended before it was of use: %s", error)
             except RendezvousLost:
@@ -164,6 +170,7 @@ class Presence:
             self._observer,
             term=self.meeting.term,
             may_begin_at=self.meeting.may_begin_at,
+            ask=self.meeting.ask if self._ring is not None else None,
         )
 
     async def _while_leased(self, work: Coroutine[Any, Any, None]) -> None:
@@ -207,8 +214,13 @@ class Presence:
             if self.meeting.term:
                 self.meeting.hold(await self._heir.take(store, world, summary))
                 self.update(accepted=world.generation)
+        if self._ring is not None:
+            self._ring.turn_to([(node.node, node.peer) for node in world.nodes])
         self._seen = summary
         self._on_world(world)
+
+    def _doubt(self, nodes: set[str]) -> None:
+        self.update(doubts=tuple(sorted(nodes)))
 
     async def _watch_settled(self, store: Store) -> None:
         """Of a node that may be the next host: hear when a world is settled."""

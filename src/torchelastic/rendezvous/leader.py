@@ -20,6 +20,7 @@ from typing import Protocol
 from torchelastic.clock import Clock
 from torchelastic.errors import LeaseExpired, RendezvousError
 from torchelastic.rendezvous import resident, round_state, succession
+from torchelastic.rendezvous.doubts import Ask, Doubts
 from torchelastic.rendezvous.restart_policy import Kind
 from torchelastic.rendezvous.round import waits_for_checkpoint
 from torchelastic.rendezvous.round_state import Decision, Draft, Present, RoundRules, RoundState
@@ -65,12 +66,14 @@ class Leader:
         *,
         term: int = 0,
         may_begin_at: float = 0.0,
+        ask: Ask | None = None,
     ) -> None:
         """`term` is that of an agent which hosts the store itself; it forms no first world before
-        `may_begin_at`."""
+        `may_begin_at`. `ask` asks an agent that others doubt, where the store would be slow to."""
         self._store = store
         self._term = term
         self._may_begin_at = may_begin_at
+        self._doubts = Doubts(ask, self._give_up) if ask is not None else None
         self._node = node
         self._rules = rules
         self._clock = clock
@@ -124,6 +127,8 @@ class Leader:
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError, RendezvousError):
                 await watching
+            if self._doubts is not None:
+                await self._doubts.close()
 
     async def _take_over(self) -> int:
         """Start from what the store holds; returns the revision it is as of."""
@@ -192,6 +197,16 @@ class Leader:
         self._observer.decided(world, kind)
         return True
 
+    async def _give_up(self, node: str) -> None:
+        """Count a member as lost before the store does."""
+        present = self._state.members.get(node)
+        if present is not None:
+            await self._store.give_up(
+                MEMBER_PREFIX + node,
+                created=present.created,
+                provided=(LEADER_KEY, self._elected),
+            )
+
     async def _settle(self) -> None:
         """Note, for the next host as well, when only the nodes of the last world have a say."""
         before, self._state = self._state, round_state.settled(self._state)
@@ -240,12 +255,16 @@ class Leader:
             before = draft.members.get(node)
             if change.item is None:
                 draft.lose(node)
+                if self._doubts is not None:
+                    self._doubts.lost(node)
                 if before is not None and not before.member.leaving:
                     self._observer.node_lost(before.member.name, "its connection or lease ended")
             else:
                 member = Member.from_json(change.item.value)
                 draft.see(member, change.item.created, now)
                 self._tell_of(member, change.item.created, before)
+                if self._doubts is not None:
+                    self._doubts.heard(member)
         self._state = draft.finish()
 
     def _tell_of(self, member: Member, created: int, before: Present | None) -> None:

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torchelastic.failure import Failure
 from torchelastic.rendezvous.restart_policy import Kind, RestartLedger
@@ -22,7 +22,7 @@ from torchelastic.rendezvous.restart_policy import Kind, RestartLedger
 WORLD_KEY = "world"
 PART_PREFIX = "part/"
 #: Nodes of a part, about; a world of no more than this is in one part.
-PART_NODES = 32
+PART_NODES = 16
 #: How many nodes a summary names as possible hosts of the embedded store.
 CANDIDATES = 8
 #: How many nodes are named where people are told of many.
@@ -50,6 +50,8 @@ class Member:
     store: str = ""
     #: Whether workers could start at once; newcomers are admitted only then.
     ready: bool = False
+    #: Nodes to which this one's connections have ended, or that are silent there.
+    doubts: tuple[str, ...] = ()
     #: The newest generation that this node has seen running.
     accepted: int = -1
     #: No worker of this generation or an older one is left here.
@@ -92,7 +94,8 @@ class Member:
     def from_json(cls, data: Mapping[str, Any]) -> Member:
         made = _known(cls, data)
         made["failures"] = tuple(Failure.from_json(item) for item in made.get("failures", ()))
-        made["standing"] = tuple(made.get("standing", ()))
+        for name in ("standing", "doubts"):
+            made[name] = tuple(made.get(name, ()))
         return cls(**made)
 
 
@@ -103,8 +106,7 @@ _MEMBER_DEFAULTS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorldNode:
+class WorldNode(NamedTuple):
     """A node's place in a world."""
 
     node: str
@@ -124,11 +126,11 @@ class WorldNode:
     peer: str = ""
 
     def to_json(self) -> Json:
-        return dict(vars(self))
+        return self._asdict()
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> WorldNode:
-        made = _known(cls, data)
+        made = {name: data[name] for name in cls._fields if name in data}
         made["local_ranks"] = tuple(made["local_ranks"])
         return cls(**made)
 
@@ -321,10 +323,10 @@ _IN_PARTS = frozenset({"nodes", "handing_over"})
 
 
 def shards_for(count: int) -> int:
-    """In how many parts a list of so many nodes is stored: a power of two, 16 to 32 nodes in each.
+    """In how many parts a list of so many nodes is stored: a power of two, 8 to 16 nodes in each.
 
-    >>> [shards_for(count) for count in (1, 32, 33, 64, 1024, 4096)]
-    [1, 1, 2, 2, 32, 128]
+    >>> [shards_for(count) for count in (1, 16, 17, 32, 1024, 4096)]
+    [1, 1, 2, 2, 64, 256]
     """
     shards = 1
     while shards * PART_NODES < count:

@@ -41,6 +41,7 @@ from torchelastic.rendezvous.embedded.endpoint import (
 )
 from torchelastic.rendezvous.embedded.link import Link
 from torchelastic.rendezvous.embedded.reception import Reception
+from torchelastic.rendezvous.embedded.ring import lives
 from torchelastic.rendezvous.embedded.server import EmbeddedServer
 from torchelastic.rendezvous.embedded.table import Row, Table
 from torchelastic.rendezvous.store import Json
@@ -177,6 +178,13 @@ class Seat:
     def endpoint(self) -> str:
         """Where a newcomer would best look for the job."""
         return self.peer if self.is_host else str(self.store.place)
+
+    def ring(self, node: str, on_doubts: Callable[[set[str]], None]) -> None:
+        """None: whoever hosts the store has a connection to everybody."""
+
+    async def ask(self, address: str) -> bool | None:
+        """Whether the agent there lives."""
+        return await lives(self._at(address))
 
     def takes_up(self, generation: int) -> bool:
         """Whether this node may act on a world that its host shows."""

@@ -1,0 +1,187 @@
+"""The ring: every agent keeps a connection to the next one in the world, so that the end of an
+agent is seen at once also where the store would notice it by a lease only.
+
+What is seen here is a hint. A connection may end because of a firewall, and an agent may be silent
+because it is busy: whoever leads asks the agent itself, and decides (`doubts`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torchelastic.errors import RendezvousError, WireError
+from torchelastic.rendezvous.embedded import wire
+from torchelastic.rendezvous.embedded.dial import Endpoint, NoAnswer, knock
+from torchelastic.rendezvous.embedded.link import Link
+from torchelastic.rendezvous.embedded.wire import Message, by_kind
+
+logger = logging.getLogger(__name__)
+
+#: A neighbour says this many times that it lives before its silence counts.
+BEATS = 3
+#: Seconds between two attempts to reach the next one.
+TRY_AGAIN = 0.5
+#: Seconds an agent has to answer when it is asked whether it lives.
+ANSWERS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Beat(Message):
+    """Says who speaks, and that it lives."""
+
+    kind = "beat"
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parting(Message):
+    """Ends the connection: there is another neighbour."""
+
+    kind = "parting"
+
+
+#: Stands for the end of a connection.
+_ENDED = Message()
+
+BEAT = by_kind(Beat)
+BEATS_AND_PARTINGS = by_kind(Beat, Parting)
+
+
+def successor(nodes: Sequence[tuple[str, str]], node: str) -> tuple[str, str] | None:
+    """The next one after a node among (node, address), the first after the last; None: nobody.
+
+    >>> successor([("a", "h:1"), ("b", "h:2")], "b")
+    ('a', 'h:1')
+    """
+    names = [name for name, _ in nodes]
+    if node not in names or len(names) < 2:
+        return None
+    return nodes[(names.index(node) + 1) % len(names)]
+
+
+class Ring:
+    """This node's connections to its neighbours. Made in a running loop."""
+
+    def __init__(
+        self, node: str, job: Endpoint, *, silence: float, on_doubts: Callable[[set[str]], None]
+    ) -> None:
+        """`job` says which, and what to show; `on_doubts` hears who seems to be gone."""
+        self._node = node
+        self._job = job
+        self._silence = silence
+        self._on_doubts = on_doubts
+        self._doubted: set[str] = set()
+        self._next: tuple[str, str] | None = None
+        self._calling: asyncio.Task[None] | None = None
+        #: Connections that others have made to us.
+        self._guests: dict[Link, asyncio.Task[None]] = {}
+
+    def turn_to(self, nodes: Sequence[tuple[str, str]]) -> None:
+        """Take one's place among these nodes and their addresses, in order."""
+        following = successor([pair for pair in nodes if pair[1]], self._node)
+        self._note({name for name in self._doubted if name in dict(nodes)})
+        if following == self._next:
+            return
+        self._next = following
+        if self._calling is not None:
+            self._calling.cancel()
+            self._calling = None
+        if following is not None:
+            self._calling = asyncio.create_task(self._call(*following), name="ring")
+
+    def admit(self, link: Link, hello: wire.Hello) -> None:
+        """Take a connection of a neighbour, or of whoever asks if we live."""
+        link.send(wire.Welcome(wire.PROTOCOL, wire.VERSION, "", False, 0))
+        self._guests[link] = asyncio.create_task(self._receive(link), name="ring guest")
+        link.ended.add_done_callback(lambda _: self._guests.pop(link, None))
+
+    async def close(self) -> None:
+        tasks = [*self._guests.values(), *([self._calling] if self._calling is not None else [])]
+        for task in tasks:
+            task.cancel()
+        for link in list(self._guests):
+            link.abort()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # Both ends
+
+    async def _call(self, node: str, address: str) -> None:
+        """Be connected to the next one as long as it is the next one."""
+        place = Endpoint.at(address, self._job.job, self._job.credentials)
+        while True:
+            try:
+                link, _ = await knock(place, purpose=wire.RING, timeout=self._silence)
+            except (OSError, asyncio.TimeoutError, NoAnswer, RendezvousError) as error:
+                logger.debug("the next node does not answer at %s: %r", place, error)
+                self._doubt(node)
+            else:
+                self._trust(node)
+                if not await self._converse(link):
+                    self._doubt(node)
+            await asyncio.sleep(TRY_AGAIN)
+
+    async def _receive(self, link: Link) -> None:
+        """Hear who calls, then go on as at the other end."""
+        try:
+            frame = await asyncio.wait_for(link.next_frame(), self._silence)
+            beat = wire.parse(frame, BEAT)
+        except (OSError, EOFError, asyncio.TimeoutError, WireError):
+            link.abort()
+            return
+        assert isinstance(beat, Beat)
+        self._trust(beat.node)
+        if not await self._converse(link):
+            self._doubt(beat.node)
+
+    async def _converse(self, link: Link) -> bool:
+        """Say that we live and hear that the neighbour does, until that is over; says whether it
+        has parted from us."""
+        said: asyncio.Queue[Message] = asyncio.Queue()
+        link.deliver_to(lambda payload: said.put_nowait(wire.parse(payload, BEATS_AND_PARTINGS)))
+        link.ended.add_done_callback(lambda _: said.put_nowait(_ENDED))
+        beating = asyncio.create_task(self._beat(link))
+        try:
+            while True:
+                try:
+                    message = await asyncio.wait_for(said.get(), self._silence)
+                except asyncio.TimeoutError:
+                    return False
+                if message is _ENDED or isinstance(message, Parting):
+                    return isinstance(message, Parting)
+        finally:
+            beating.cancel()
+            link.send(Parting())
+            link.close()
+
+    async def _beat(self, link: Link) -> None:
+        while not link.is_closing:
+            link.send(Beat(self._node))
+            await asyncio.sleep(self._silence / BEATS)
+
+    # Whom to doubt
+
+    def _doubt(self, node: str) -> None:
+        self._note(self._doubted | {node})
+
+    def _trust(self, node: str) -> None:
+        self._note(self._doubted - {node})
+
+    def _note(self, doubted: set[str]) -> None:
+        if doubted != self._doubted:
+            self._doubted = doubted
+            self._on_doubts(doubted)
+
+
+async def lives(place: Endpoint) -> bool | None:
+    """Ask an agent whether it lives: yes; no, nobody listens there; or there is no telling."""
+    try:
+        link, _ = await knock(place, purpose=wire.RING, timeout=ANSWERS)
+    except ConnectionRefusedError:
+        return False
+    except (OSError, asyncio.TimeoutError, NoAnswer, RendezvousError):
+        return None
+    link.abort()
+    return True
