@@ -29,17 +29,20 @@ class Authority:
         own = self._make(name, "-x509", "-addext", "basicConstraints=critical,CA:TRUE")
         self.cert, self._key = own.cert, own.key
 
-    def issue(self, name: str) -> Certificate:
-        signed_by = ("-CA", self.cert, "-CAkey", self._key, "-addext", "basicConstraints=CA:FALSE")
-        return self._make(f"{self._name}-{name}", "-x509", *signed_by)
+    def issue(self, name: str, *hosts: str, subject: str = "") -> Certificate:
+        """For `hosts` (`IP:127.0.0.1`, `DNS:localhost`), where clients compare them."""
+        options = ["-CA", self.cert, "-CAkey", self._key, "-addext", "basicConstraints=CA:FALSE"]
+        if hosts:
+            options += ["-addext", f"subjectAltName={','.join(hosts)}"]
+        return self._make(f"{self._name}-{name}", "-x509", *options, subject=subject)
 
-    def _make(self, name: str, *options: str) -> Certificate:
+    def _make(self, name: str, *options: str, subject: str = "") -> Certificate:
         made = Certificate(
             str(self._directory / f"{name}.pem"), str(self._directory / f"{name}.key")
         )
         key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
         files = ("-keyout", made.key, "-out", made.cert)
-        subject = ("-subj", f"/CN={name}", "-days", "2")
-        command = ["openssl", "req", *options, *key, *files, *subject]
+        whose = ("-subj", subject or f"/CN={name}", "-days", "2")
+        command = ["openssl", "req", *options, *key, *files, *whose]
         subprocess.run(command, check=True, capture_output=True)
         return made

@@ -29,8 +29,9 @@ from torchelastic.rendezvous.store import Json
 
 log = logging.getLogger(__name__)
 
-#: Seconds an answer may take before it is asked for anew, over another connection.
-ATTEMPT = 5.0
+#: Seconds an answer may take before it is asked for anew, over another connection: what was asked
+#: of a leader that has just died is lost, and nobody says so.
+ATTEMPT = 3.0
 #: Seconds a connection may take to be made.
 CONNECTING = 2.0
 FIRST_PAUSE = 0.01
@@ -86,6 +87,10 @@ class Line:
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.addresses))
+
+    @property
+    def has_tls(self) -> bool:
+        return self._tls is not None
 
     @property
     def address(self) -> Address:
@@ -322,7 +327,7 @@ class Patience:
                 logging.WARNING if self.is_first else logging.INFO,
                 "waiting for etcd at %s: %s",
                 self._line,
-                _words(trouble),
+                self._words(trouble),
             )
         left = self._since + self._seconds - self._clock.now()
         if left <= 0:
@@ -339,12 +344,21 @@ class Patience:
         if self.is_first:
             return (
                 f"No etcd answered at {self._line} within {self._seconds:g} s "
-                f"({_words(trouble)}): see whether it runs, and whether --rdzv-endpoint names it."
+                f"({self._words(trouble)}): see whether it runs, and whether --rdzv-endpoint and "
+                "protocol are right."
             )
         return (
             f"etcd at {self._line} was lost and has not answered for {self._seconds:g} s "
             f"({_words(trouble)}): it has ended, is frozen or cannot be reached."
         )
+
+    def _words(self, trouble: BaseException) -> str:
+        words = _words(trouble)
+        if self.is_first and isinstance(trouble, ConnectionResetError | EOFError):
+            # Whether it says why before it closes, and whether we get to hear it, is chance.
+            lack = "TLS there, or of a certificate it trusts" if self._line.has_tls else "TLS here"
+            return f"{words}, perhaps for want of {lack}"
+        return words
 
 
 def _body(request: Json) -> bytes:
@@ -356,7 +370,7 @@ def _words(trouble: BaseException) -> str:
         return "its name is not known"
     if isinstance(trouble, ConnectionRefusedError):
         return "connection refused"
-    if isinstance(trouble, asyncio.IncompleteReadError):
+    if isinstance(trouble, asyncio.IncompleteReadError | ConnectionResetError):
         return "it closed the connection"
     if isinstance(trouble, asyncio.TimeoutError):
         return "no answer"

@@ -43,6 +43,10 @@ _HINTS = {
 }
 
 
+#: How the gateway refuses certificates that might be taken for a login.
+_COMMON_NAME = b"CommonName of client sending a request against gateway"
+
+
 class Busy(Exception):
     """etcd, or something in front of it, cannot answer just now."""
 
@@ -221,6 +225,11 @@ def read(status: int, body: bytes) -> Json:
     if not isinstance(answer, dict):
         if status >= 500:
             raise Busy(f"HTTP status {status}")
+        if _COMMON_NAME in body:
+            raise RendezvousRefused(
+                "etcd takes no password from who shows it a certificate with a common name (CN): "
+                "give cert one without, or leave etcd_user out."
+            )
         raise WireError(f"The answer is not etcd's: HTTP status {status}, and no JSON.")
     if status != 200 or "error" in answer:
         raise _error(status, answer)
