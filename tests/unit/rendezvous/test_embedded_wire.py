@@ -21,6 +21,7 @@ MESSAGES = [
     wire.OpenLease(5, "token", 0.5),
     wire.OpenLease(5, "token", 3),
     wire.KeepAlive(6),
+    wire.GiveUp(7, "member/a", 12, ("leader", 3)),
     wire.Bye(),
     wire.Welcome(wire.PROTOCOL, wire.VERSION, "name", True),
     wire.Challenge("0" * 64, "1" * 64),

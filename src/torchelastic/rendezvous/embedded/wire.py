@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar, get_args, get_type_hints
 
 from torchelastic.errors import WireError
 from torchelastic.rendezvous.embedded.table import Row
@@ -259,16 +259,69 @@ class LeaseEnded(Message):
 
 Kinds = Mapping[str, type[Message]]
 
-#: The fields of every message, and their types.
-_HINTS: dict[type[Message], dict[str, Any]] = {}
+#: How a field is read: by the types it may have, or by what makes it of what JSON gave, or raises.
+Reader = frozenset[type] | Callable[[Any, str], Any]
+#: The fields of every message, and how each is read.
+_FIELDS: dict[type[Message], dict[str, Reader]] = {}
 
 
 def by_kind(*classes: type[Message]) -> Kinds:
     """The messages that may come at some point of a conversation."""
     for cls in classes:
         hints = get_type_hints(cls)
-        _HINTS[cls] = {item.name: hints[item.name] for item in fields(cls)}
+        _FIELDS[cls] = {item.name: _reader(hints[item.name]) for item in fields(cls)}
     return {cls.kind: cls for cls in classes}
+
+
+def _reader(hint: Any) -> Reader:
+    """Found once for each field: thousands of messages are read in a second."""
+    if hint in _READERS:
+        return _READERS[hint]
+    # By the very type: a bool is an int to Python, and to nobody else.
+    return frozenset(get_args(hint) or (hint,))
+
+
+def _rows(value: Any, what: str) -> list[Row]:
+    if not isinstance(value, list):
+        raise WireError(f"{what} is not a list.")
+    return [_row(item, what) for item in value]
+
+
+def _row(item: Any, what: str) -> Row:
+    match item:
+        case [str(key), str() | None as text, int(created), int(modified)]:
+            return Row(key, text, created, modified)
+    raise WireError(f"{what} holds something that is no row.")
+
+
+def _list_of_texts(value: Any, what: str) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise WireError(f"{what} is not a list of texts.")
+    return value
+
+
+def _texts(value: Any, what: str) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise WireError(f"{what} is no object of texts.")
+    return value
+
+
+def _key_and_revision(value: Any, what: str) -> tuple[str, int] | None:
+    match value:
+        case None:
+            return None
+        case [str(key), int(revision)]:
+            return key, revision
+    raise WireError(f"{what} is no key with a revision.")
+
+
+_READERS: dict[Any, Reader] = {
+    float: frozenset({int, float}),
+    list[Row]: _rows,
+    list[str]: _list_of_texts,
+    dict[str, str]: _texts,
+    tuple[str, int] | None: _key_and_revision,
+}
 
 
 GREETINGS = by_kind(Hello)
@@ -281,11 +334,17 @@ ANSWERS = by_kind(Rows, Done, NoLease, Changed, LeaseEnded, Refusal)
 # Messages to bytes
 
 
+# Made once: `json.dumps` would make one for every message that is not written its way.
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+_encode_finite = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
 def pack(message: Message) -> bytes:
     """A message as one frame."""
-    content = {"kind": message.kind}
-    content.update((name, getattr(message, name)) for name in _HINTS[type(message)])
-    payload = json.dumps(content, separators=(",", ":")).encode()
+    content: dict[str, Any] = {"kind": message.kind}
+    for name in _FIELDS[type(message)]:
+        content[name] = getattr(message, name)
+    payload = _encode(content).encode()
     if len(payload) > FRAME_LIMIT:
         raise WireError(
             f"A message of {len(payload)} bytes is too large for the rendezvous, which takes "
@@ -316,10 +375,11 @@ def batches(rows: Iterable[Row], limit: int = FRAME_LIMIT // 2) -> list[list[Row
 
 def encode_value(key: str, value: Mapping[str, Any]) -> str:
     """A value as the text that is stored, refused here if no frame could carry it."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    text = _encode_finite(value)
     if not key or len(key) > KEY_LIMIT:
         raise WireError(f"A key has 1 to {KEY_LIMIT} characters, not {len(key)}.")
-    size = len(json.dumps(text))
+    # In a message its quotes are escaped: at most it doubles, which is not worth a look at most.
+    size = 2 * len(text) if 2 * len(text) < FRAME_LIMIT - ROOM else len(_encode(text))
     if size > FRAME_LIMIT - ROOM:
         raise WireError(
             f"The value of '{key}' takes {size} bytes; the rendezvous takes {FRAME_LIMIT - ROOM}."
@@ -361,7 +421,7 @@ class Unpacker:
 
 def _load(payload: bytes | str, what: str) -> dict[str, Any]:
     try:
-        content = json.loads(payload)
+        content = json.loads(payload if isinstance(payload, str) else payload.decode())
     except (ValueError, RecursionError) as error:
         raise WireError(f"{what} is not JSON: {error}.") from error
     if not isinstance(content, dict):
@@ -376,10 +436,16 @@ def parse(payload: bytes, kinds: Kinds) -> Message:
     if cls is None:
         raise WireError(f"A frame is none of: {', '.join(kinds)}.")
     made = {}
-    for name, hint in _HINTS[cls].items():
+    for name, reader in _FIELDS[cls].items():
         if name not in content:
             raise WireError(f"A '{cls.kind}' message lacks '{name}'.")
-        made[name] = _checked(content[name], hint, f"'{name}' of a '{cls.kind}' message")
+        value = content[name]
+        if not isinstance(reader, frozenset):
+            value = reader(value, f"'{name}' of a '{cls.kind}' message")
+        elif type(value) not in reader:
+            found = type(value).__name__
+            raise WireError(f"'{name}' of a '{cls.kind}' message is of the wrong type: {found}.")
+        made[name] = value
     # Fields nobody here knows are left alone: a later release of this version may say more.
     return cls(**made)
 
@@ -399,44 +465,3 @@ def parse_hello(payload: bytes) -> Hello | None:
 def decode_value(text: str) -> dict[str, Any]:
     """A stored text as the value it stands for."""
     return _load(text, "A value")
-
-
-def _checked(value: Any, hint: Any, what: str) -> Any:
-    if hint == list[Row]:
-        if not isinstance(value, list):
-            raise WireError(f"{what} is not a list.")
-        return [_row(item, what) for item in value]
-    if hint == list[str]:
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise WireError(f"{what} is not a list of texts.")
-        return value
-    if hint == dict[str, str]:
-        return _texts(value, what)
-    if hint == tuple[str, int] | None:
-        return None if value is None else _key_and_revision(value, what)
-    if hint is float:
-        hint = int | float
-    # A bool is an int to Python, and to nobody else.
-    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise WireError(f"{what} is of the wrong type: {type(value).__name__}.")
-    return value
-
-
-def _texts(value: Any, what: str) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise WireError(f"{what} is no object of texts.")
-    return value
-
-
-def _key_and_revision(value: Any, what: str) -> tuple[str, int]:
-    match value:
-        case [str(key), int(revision)]:
-            return key, revision
-    raise WireError(f"{what} is no key with a revision.")
-
-
-def _row(item: Any, what: str) -> Row:
-    match item:
-        case [str(key), str() | None as text, int(created), int(modified)]:
-            return Row(key, text, created, modified)
-    raise WireError(f"{what} holds something that is no row.")
