@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from torchelastic.rendezvous.leader import MEMBER_PREFIX
 from torchelastic.rendezvous.store import Store
-from torchelastic.rendezvous.world import Member
+from torchelastic.rendezvous.world import MEMBER_PREFIX, Member
 
 NAME_PREFIX = "name/"
 #: Agents of one host that have consecutive numbers.

@@ -14,12 +14,20 @@ from torchelastic.agent.membership import NAME_PREFIX, Membership, claim_name
 from torchelastic.clock import Clock
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import LeaseExpired, RendezvousLost
+from torchelastic.rendezvous.doubts import give_up_leader
 from torchelastic.rendezvous.embedded.ring import Ring
 from torchelastic.rendezvous.heir import Heir
-from torchelastic.rendezvous.leader import MEMBER_PREFIX, SETTLED_KEY, Leader, LeaderObserver
+from torchelastic.rendezvous.leader import SETTLED_KEY, Leader, LeaderObserver
 from torchelastic.rendezvous.round_state import RoundRules
 from torchelastic.rendezvous.store import Json, Store
-from torchelastic.rendezvous.world import NO_PART, WORLD_KEY, Member, World, part_key
+from torchelastic.rendezvous.world import (
+    MEMBER_PREFIX,
+    NO_PART,
+    WORLD_KEY,
+    Member,
+    World,
+    part_key,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +228,11 @@ class Presence:
         self._on_world(world)
 
     def _doubt(self, nodes: set[str]) -> None:
+        """Tell the leader whom the ring doubts; of the leader itself nobody else can be told."""
         self.update(doubts=tuple(sorted(nodes)))
+        if nodes:
+            asking = give_up_leader(self.meeting.store, nodes, self.meeting.ask)
+            self._background(self._while_leased(asking), "doubt")
 
     async def _watch_settled(self, store: Store) -> None:
         """Of a node that may be the next host: hear when a world is settled."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 
 from torchelastic.errors import RendezvousError
-from torchelastic.rendezvous.world import Member
+from torchelastic.rendezvous.store import Store
+from torchelastic.rendezvous.world import LEADER_KEY, MEMBER_PREFIX, Member
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +22,23 @@ HEARSAY = 0.02
 
 #: Asks the agent at an address: it lives, nobody is there, or there is no telling.
 Ask = Callable[[str], Awaitable[bool | None]]
+
+
+async def give_up_leader(store: Store, doubted: Collection[str], ask: Ask) -> None:
+    """Of any member: if the leader itself is doubted, ask it and give it up; who else would?"""
+    leaders = await store.get(LEADER_KEY)
+    leader = leaders.items.get(LEADER_KEY)
+    if leader is None or leader.value["node"] not in doubted:
+        return
+    key = MEMBER_PREFIX + leader.value["node"]
+    before = (await store.get(key)).items.get(key)
+    if before is None or await ask(Member.from_json(before.value).peer):
+        return
+    await asyncio.sleep(HEARSAY)
+    after = (await store.get(key)).items.get(key)
+    if after == before:
+        logger.info("the leader, %s, is given up: it does not answer", before.value["name"])
+        await store.give_up(key, created=before.created, provided=(LEADER_KEY, leader.created))
 
 
 class Doubts:

@@ -25,10 +25,15 @@ from torchelastic.rendezvous.restart_policy import Kind
 from torchelastic.rendezvous.round import waits_for_checkpoint
 from torchelastic.rendezvous.round_state import Decision, Draft, Present, RoundRules, RoundState
 from torchelastic.rendezvous.store import Change, Listing, Store
-from torchelastic.rendezvous.world import PART_PREFIX, WORLD_KEY, Member, World
+from torchelastic.rendezvous.world import (
+    LEADER_KEY,
+    MEMBER_PREFIX,
+    PART_PREFIX,
+    WORLD_KEY,
+    Member,
+    World,
+)
 
-LEADER_KEY = "leader"
-MEMBER_PREFIX = "member/"
 #: Who must agree to what follows the world; and the last world of which that is clear.
 ROLL_KEY = "roll"
 SETTLED_KEY = "settled"

@@ -19,6 +19,8 @@ from typing import Any, Literal, NamedTuple
 from torchelastic.failure import Failure
 from torchelastic.rendezvous.restart_policy import Kind, RestartLedger
 
+LEADER_KEY = "leader"
+MEMBER_PREFIX = "member/"
 WORLD_KEY = "world"
 PART_PREFIX = "part/"
 #: Nodes of a part, about; a world of no more than this is in one part.
