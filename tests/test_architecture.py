@@ -31,6 +31,7 @@ PURE = {
     "rendezvous/restart_policy.py",
     "rendezvous/root_cause.py",
     "rendezvous/embedded/table.py",
+    "rendezvous/embedded/journal.py",
     "rendezvous/etcd/feed.py",
     "rendezvous/etcd/messages.py",
     "rendezvous/url.py",

@@ -16,6 +16,8 @@ COMMANDS = {
     "torchelastic": [],
     "torchelastic run": ["run"],
     "torchelastic status": ["status"],
+    "torchelastic rendezvous": ["rendezvous"],
+    "torchelastic rendezvous serve": ["rendezvous", "serve"],
 }
 MODULES = ["torchelastic.distributed.run", "torchelastic.distributed.launch"]
 CPU_SECONDS = 0.150

@@ -19,8 +19,9 @@ usage: torchelastic COMMAND ...
 Elastic, fault-tolerant PyTorch training.
 
 Commands:
-  run       run a script in every worker of an elastic job
-  status    show the jobs of this machine
+  run               run a script in every worker of an elastic job
+  status            show the jobs of this machine
+  rendezvous serve  serve the place where nodes meet, as a process of its own
 
 `torchelastic COMMAND --help` says more. `torchelastic --version` names the version.
 """
@@ -37,6 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from torchelastic.cli import status
 
         return status.main(rest)
+    if command == "rendezvous":
+        from torchelastic.cli import rendezvous
+
+        return rendezvous.main(rest)
     if command in ("-h", "--help", "help"):
         print(_HELP, end="")
         return EXIT_OK
@@ -52,4 +57,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _unknown(command: str) -> str:
     if command.endswith(".py"):
         return f"There is no command '{command}': write torchelastic run {command}."
-    return f"There is no command '{command}': write run or status."
+    return f"There is no command '{command}': write run, status or rendezvous."

@@ -97,7 +97,7 @@ def test_version(capsys):
     ("command", "sentence"),
     [
         ("train.py", "There is no command 'train.py': write torchelastic run train.py."),
-        ("rnu", "There is no command 'rnu': write run or status."),
+        ("rnu", "There is no command 'rnu': write run, status or rendezvous."),
     ],
 )
 def test_an_unknown_command_is_refused(capsys, command, sentence):

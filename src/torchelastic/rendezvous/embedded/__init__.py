@@ -6,6 +6,8 @@ link.py      one connection that carries frames, the same at both ends
 endpoint.py  whose machine the endpoint is on; its listening sockets
 reception.py an agent's one port: greets whoever comes, hands on whom it admits
 server.py    the store over connections
+serving.py   the store without an agent; process.py is the process around it
+journal.py   what a store that outlives its process writes down, pure; state_file.py has the file
 dial.py      getting a connection, waiting for the host
 client.py    the `Store` protocol over connections that may break
 """

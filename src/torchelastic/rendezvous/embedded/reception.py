@@ -56,11 +56,12 @@ class _Guest:
 
 
 class Reception:
-    """Listens for the connections of one job and hands them to who serves their purpose."""
+    """Listens for the connections of one job (of any, if it is None) and hands them to who serves
+    their purpose."""
 
     def __init__(
         self,
-        job: str,
+        job: str | None,
         *,
         secret: Secret | None = None,
         tls: ssl.SSLContext | None = None,
@@ -84,6 +85,10 @@ class Reception:
     def guests(self) -> int:
         """How many connections are not admitted yet."""
         return len(self._guests)
+
+    @property
+    def is_closing(self) -> bool:
+        return self._closing
 
     def serve(self, purpose: str, handler: Handler) -> None:
         """Hand the connections of this purpose to `handler` from now on."""
@@ -210,7 +215,7 @@ class Reception:
     def _admit(self, guest: _Guest, hello: wire.Hello) -> None:
         """The guest may know of us: who is not meant is told where it has come to."""
         handler = self._handlers.get(hello.purpose)
-        if hello.job != self._job:
+        if self._job is not None and hello.job != self._job:
             self._refuse(
                 guest,
                 "means another job",

@@ -66,7 +66,9 @@ class EmbeddedServer:
         backlog: int = BACKLOG,
         table: Table | None = None,
         term: int = 0,
+        name: str = "",
     ) -> None:
+        """`table` and `name` are those of a store that was served before, if it is to go on."""
         self._job = job
         self._clock = clock or SystemClock()
         self._grace = grace
@@ -75,7 +77,7 @@ class EmbeddedServer:
         #: Of the agent that hosts it; 0: it is no agent, and nobody would take its place.
         self._term = term
         #: A client that comes back to another name than it left has lost its store.
-        self._name = secrets.token_hex(8)
+        self._name = name or secrets.token_hex(8)
         self._reception: Reception | None = None
         self._peers: set[_Peer] = set()
         #: Who watches a prefix. A dict for its order.
@@ -96,6 +98,10 @@ class EmbeddedServer:
         self._reception.serve(wire.STORE, self.admit)
         self.port = await self._reception.listen(sockets)
         return self.port
+
+    def resume(self) -> None:
+        """Of a table from before: end the leases of those who do not come back in time."""
+        self._set_timer()
 
     @property
     def clients(self) -> int:
@@ -130,6 +136,17 @@ class EmbeddedServer:
             peer.refuse(sentence)
         if ends:
             await asyncio.wait(ends, timeout=CLOSING_PATIENCE)
+        for peer in self._peers:
+            peer.link.abort()
+        if ends:
+            await asyncio.wait(ends)
+
+    async def abandon(self) -> None:
+        """Stop without a word, as if the process had died: clients wait for the next one."""
+        self._closing = True
+        if self._timer is not None:
+            self._timer.cancel()
+        ends = [peer.link.ended for peer in self._peers]
         for peer in self._peers:
             peer.link.abort()
         if ends:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchelastic.errors import LeaseExpired
 
@@ -252,6 +252,11 @@ class Table:
         lease.deadline = now + seconds
         self._queue(lease, token)
 
+    def seconds_of(self, token: str) -> float | None:
+        """How long a lease lasts; None if it is not open."""
+        lease = self._leases.get(token)
+        return None if lease is None else lease.seconds
+
     def keep_alive(self, token: str, now: float) -> bool:
         """Renew a lease; False if it has ended.
 
@@ -306,3 +311,32 @@ class Table:
                 lease.queued = lease.deadline
                 heapq.heapreplace(self._deadlines, (lease.deadline, token))
         return None
+
+    # As JSON
+
+    def to_json(self) -> dict[str, Any]:
+        """All that could outlive the process; of leases how long they last, not when they end."""
+        return {
+            "revision": self.revision,
+            "rows": [*self._rows.values()],
+            "leases": [[token, it.seconds, [*it.keys]] for token, it in self._leases.items()],
+            "graves": [*self._graves.values()],
+            "graves_floor": self._graves_floor,
+        }
+
+    def load(self, data: Mapping[str, Any], now: float) -> None:
+        """Take up, in an empty table, what `to_json` gave; every lease begins anew.
+
+        The history is not kept: who was told everything before goes on, others are told the last
+        change of each key.
+        """
+        assert self.revision == 0, "the table is in use"
+        self.revision = self._history.floor = data["revision"]
+        self._rows = {row.key: row for row in (Row(*item) for item in data["rows"])}
+        self._keys = sorted(self._rows)
+        self._graves = {row.key: row for row in (Row(*item) for item in data["graves"])}
+        self._graves_floor = data["graves_floor"]
+        for token, seconds, keys in data["leases"]:
+            self.open_lease(token, seconds, now)
+            for key in keys:
+                self._own(key, token)

@@ -1,0 +1,182 @@
+"""What a store that outlives its process writes down: the tables of its jobs, then every change.
+
+Pure: entries are JSON, lines are text; `state_file` puts them on a disk. An entry is a list, its
+first item says what it is:
+
+    ["job", JOB, NAME, TABLE]                       a job as it was when the file was written
+    ["new", JOB, NAME]                              a job that came later, its table empty
+    ["put", JOB, KEY, TEXT, LEASE, BESIDE, STAMP]   as `Table.put` did it
+    ["open", JOB, TOKEN, SECONDS]                   a lease
+    ["end", JOB, TOKEN]                             the end of one
+    ["forget", JOB]
+
+Keep-alives are not written: after a restart every lease has its whole time again, and who is alive
+comes back within it. Changes are written as what was done, and done again in the same order they
+give the same revisions, so that no client can tell the difference.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchelastic.errors import ConfigError
+from torchelastic.rendezvous.embedded.table import Row, Table
+
+FORMAT = "torchelastic-rendezvous-state"
+VERSION = 1
+
+Entry = list[Any]
+#: Writes an entry down; whether it must be on the disk before anybody is told of it.
+Recorder = Callable[[Entry, bool], None]
+
+
+class RecordedTable(Table):
+    """A table that writes down what it does, once `record` is set."""
+
+    def __init__(self, job: str) -> None:
+        super().__init__()
+        self._job = job
+        self.record: Recorder | None = None
+
+    def put(
+        self,
+        key: str,
+        text: str,
+        *,
+        expected: int | None = None,
+        lease: str | None = None,
+        beside: Mapping[str, str] | None = None,
+        provided: tuple[str, int] | None = None,
+        stamp: str = "",
+    ) -> list[Row]:
+        rows = super().put(
+            key,
+            text,
+            expected=expected,
+            lease=lease,
+            beside=beside,
+            provided=provided,
+            stamp=stamp,
+        )
+        if rows:
+            entry = ["put", self._job, key, text, lease, dict(beside or {}), stamp]
+            # What has no lease outlives all nodes: the world, its generation, the budget.
+            self._write(entry, lasting=lease is None)
+        return rows
+
+    def open_lease(self, token: str, seconds: float, now: float) -> None:
+        before = self.seconds_of(token)
+        super().open_lease(token, seconds, now)
+        if before != seconds:
+            self._write(["open", self._job, token, seconds])
+
+    def end_lease(self, token: str) -> list[Row]:
+        before = self.seconds_of(token)
+        rows = super().end_lease(token)
+        if before is not None:
+            self._write(["end", self._job, token])
+        return rows
+
+    def _write(self, entry: Entry, *, lasting: bool = False) -> None:
+        if self.record is not None:
+            self.record(entry, lasting)
+
+
+@dataclass
+class KeptJob:
+    """A job, as far as the store knows it."""
+
+    #: Of its store, for clients that come back.
+    name: str
+    table: RecordedTable
+
+
+def snapshot(jobs: Mapping[str, KeptJob]) -> list[Entry]:
+    """The entries that stand for all that was."""
+    return [["job", job, kept.name, kept.table.to_json()] for job, kept in jobs.items()]
+
+
+def replay(entries: Iterable[Entry], now: float) -> dict[str, KeptJob]:
+    """The jobs that entries tell of."""
+    jobs: dict[str, KeptJob] = {}
+    for entry in entries:
+        match entry:
+            case ["job", job, name, table]:
+                jobs[job] = KeptJob(name, RecordedTable(job))
+                jobs[job].table.load(table, now)
+            case ["new", job, name]:
+                jobs[job] = KeptJob(name, RecordedTable(job))
+            case ["put", job, key, text, lease, beside, stamp]:
+                jobs[job].table.put(key, text, lease=lease, beside=beside, stamp=stamp)
+            case ["open", job, token, seconds]:
+                jobs[job].table.open_lease(token, seconds, now)
+            case ["end", job, token]:
+                jobs[job].table.end_lease(token)
+            case ["forget", job]:
+                del jobs[job]
+            case _:
+                raise ValueError(f"an entry is none: {entry}")
+    return jobs
+
+
+# --- lines ---------------------------------------------------------------------------------------
+
+
+def line(content: Entry) -> bytes:
+    """One line of the file: what it says, and a sum that shows whether it was damaged."""
+    text = json.dumps(content, separators=(",", ":")).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def heading() -> bytes:
+    """The first line."""
+    return line([FORMAT, VERSION])
+
+
+def parse(data: bytes, path: str) -> list[Entry]:
+    """The entries of a file. Refuses what is none of ours, or damaged, in a sentence.
+
+    A last line without an end was being written when the process died: nobody was told of it.
+    """
+    lines = data.split(b"\n")[:-1]
+    head = _content(lines[0]) if lines else None
+    if head is None or head[:1] != [FORMAT]:
+        raise ConfigError(
+            f"{path} is no state file of a rendezvous: name another one in --state-file."
+        )
+    if head != [FORMAT, VERSION]:
+        raise ConfigError(
+            f"{path} was written by another version of torchelastic: serve with that one, or name "
+            "another file in --state-file."
+        )
+    entries = []
+    for number, text in enumerate(lines[1:], start=2):
+        entry = _content(text)
+        if entry is None:
+            raise ConfigError(damaged(path, f"line {number} is not as it was written"))
+        entries.append(entry)
+    return entries
+
+
+def damaged(path: str, how: str) -> str:
+    """The sentence for a file that is ours, and cannot be used."""
+    return (
+        f"The state file {path} is damaged ({how}): put a copy in its place, or remove it and "
+        "start the jobs it had anew."
+    )
+
+
+def _content(text: bytes) -> Entry | None:
+    """What a line says; None if it is not as it was written."""
+    total, _, rest = text.partition(b" ")
+    try:
+        if int(total, 16) != zlib.crc32(rest):
+            return None
+        content = json.loads(rest)
+    except ValueError:
+        return None
+    return content if isinstance(content, list) else None
