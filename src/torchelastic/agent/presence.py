@@ -225,7 +225,8 @@ class Presence:
         if self._ring is not None:
             self._ring.turn_to([(node.node, node.peer) for node in world.nodes])
         self._seen = summary
-        self._on_world(world)
+        if world.phase != "agreeing":
+            self._on_world(world)
 
     def _doubt(self, nodes: set[str]) -> None:
         """Tell the leader whom the ring doubts; of the leader itself nobody else can be told."""

@@ -69,7 +69,18 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         missing=(),
         missing_count=0,
     )
-    return Decision(world.with_nodes(_place(chosen)))
+    return Decision(_to_agree_on(rules, state, world.with_nodes(_place(chosen))))
+
+
+def _to_agree_on(rules: RoundRules, state: RoundState, world: World) -> World:
+    """The world as it may be published: to be begun at once, or when enough have taken it up."""
+    if state.roll is None or not rules.quorum:
+        return world
+    nodes = [node.node for node in world.nodes]
+    roll = succession.formed(state.roll, world.generation, nodes, world.host)
+    if succession.settles_itself(roll, votes(state) - state.members.keys()):
+        return world
+    return replace(world, phase="agreeing")
 
 
 def _number(last: World, state: RoundState) -> int:

@@ -199,7 +199,8 @@ class Leader:
             return False
         self._world_revision = revision
         self._state = following
-        self._observer.decided(world, kind)
+        if world.phase != "agreeing":
+            self._observer.decided(world, kind)
         return True
 
     async def _give_up(self, node: str) -> None:

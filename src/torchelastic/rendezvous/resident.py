@@ -33,6 +33,8 @@ def decide(rules: RoundRules, state: RoundState, now: float) -> Decision:
     world = state.world
     if world is None or not world.nodes:
         return script.decide(rules, state, now)
+    if world.phase == "agreeing":
+        return _await_agreement(state)
     if not world.resident:
         if world.phase == "running" and _have_all_enlisted(state):
             return Decision(replace(world, resident=True))
@@ -48,6 +50,19 @@ def decide(rules: RoundRules, state: RoundState, now: float) -> Decision:
         return _end(rules, state, now)
     if world.phase == "waiting":
         return _give_up(state) or form(rules, state, now, at_once=True)
+    return Decision()
+
+
+def _await_agreement(state: RoundState) -> Decision:
+    """Begin once enough have taken the world up; not at all if one of its nodes is gone before."""
+    world = the_world(state)
+    if state.lost:
+        return script.over_by(state, "node-failure", f"{names_of(state, state.lost)} failed")
+    leaving = _leaving(state)
+    if leaving:
+        return script.over_by(state, "leave", f"{names_of(state, leaving)} leaves")
+    if state.roll is None or not state.roll.before:
+        return Decision(replace(world, phase="running"))
     return Decision()
 
 
@@ -138,7 +153,7 @@ def _go_on_after(rules: RoundRules, state: RoundState, step: int, now: float) ->
     formed = form(rules, state, now, at_once=True)
     if formed.world is None:
         return formed  # the store of the first node is on its way
-    if formed.world.phase != "running":
+    if formed.world.phase not in ("running", "agreeing"):
         return Decision(replace(world, phase="over", after=step), world.ending)
     leaving = tuple(n.node for n in world.nodes if formed.world.place(n.node) is None)
     following = replace(formed.world, after=step, reason=world.reason)

@@ -154,9 +154,10 @@ class World:
     """
 
     generation: int
-    #: `waiting` for nodes; `running`; `pausing` (resident workers are asked for their step); `over`
+    #: `waiting` for nodes; `agreeing` (taken up, and not to be begun before a majority has it);
+    #: `running`; `pausing` (resident workers are asked for their step); `over`
     #: (workers are being stopped); `closed` (job ended).
-    phase: Literal["waiting", "running", "pausing", "over", "closed"]
+    phase: Literal["waiting", "agreeing", "running", "pausing", "over", "closed"]
     #: The nodes this holder knows the places of, in the order of ranks.
     nodes: tuple[WorldNode, ...] = ()
     #: Workers in the world, nodes in it, and workers of each role.
