@@ -119,7 +119,8 @@ class Job:
     def lines(self, **wanted: Any) -> list[dict[str, Any]]:
         found = []
         for path in sorted(self._lines.iterdir()):
-            for text in path.read_text().splitlines():
+            # What comes after the last line's end is being written, or its writer was killed.
+            for text in path.read_text().split("\n")[:-1]:
                 line = json.loads(text)
                 if all(line.get(key) == value for key, value in wanted.items()):
                     found.append(line)
