@@ -26,6 +26,7 @@ from typing import IO, Any, NamedTuple
 
 from benchmarks.crowds.channel import COUNT, GO, MARK, Share
 from benchmarks.harness.etcd import EtcdServer
+from benchmarks.harness.processes import cpu_seconds
 from benchmarks.harness.scenarios import Repetition, quiet_seconds
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -38,7 +39,11 @@ QUIET = 0.5
 
 
 class CrowdFailed(Exception):
-    """A process ended, said something that cannot be, or took too long."""
+    """A process ended, or said something that cannot be."""
+
+
+class CrowdLate(CrowdFailed):
+    """It took too long."""
 
 
 class Event(NamedTuple):
@@ -161,6 +166,7 @@ class Crowd:
         hosts = [index for index, share in enumerate(self._shares) if share.hosts]
         others = [index for index in self.present if index not in hosts]
         deadline = time.monotonic() + limit
+        cpu = self._cpu_seconds()
         began = []
         for index in hosts:
             self._order([index], GO)
@@ -171,6 +177,7 @@ class Crowd:
         worlds = self._worlds(sum(share.agents for share in self._shares), deadline)
         return Joined(
             max(event.facts["at"] for event in worlds) - min(event.facts["at"] for event in began),
+            self._cpu_seconds() - cpu,
             sum(event.facts.get("leases_lost", 0) for event in worlds),
         )
 
@@ -214,6 +221,9 @@ class Crowd:
         """The end of what the processes wrote to standard error."""
         self._errors.seek(0)
         return self._errors.read().decode(errors="replace")[-2000:]
+
+    def _cpu_seconds(self) -> float:
+        return sum(cpu_seconds(self._processes[index].pid) for index in self.present)
 
     def _start(self, system: System, share: Share) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -271,9 +281,10 @@ class Crowd:
             try:
                 event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise CrowdFailed("not finished") from None
+                raise CrowdLate from None
             if event.name == "ended" and event.process in self.present:
-                raise CrowdFailed(f"a process ended: {self.errors()}")
+                last = self.errors().strip().splitlines()[-1:]
+                raise CrowdFailed(f"a process ended: {' '.join(last)}")
             if event.process in processes and wanted(event):
                 found[event.process] = event
         return list(found.values())
@@ -283,6 +294,8 @@ class Joined(NamedTuple):
     """What it took all agents to have the first world."""
 
     seconds: float
+    #: Processor time of all their processes; etcd's own is not among it.
+    cpu: float
     leases_lost: int
 
 
@@ -305,7 +318,8 @@ def measure_join(system: System, agents: int, processes: int, limit: float) -> R
             joined = crowd.join(limit)
         except CrowdFailed as failure:
             return _missed(failure, limit, crowd)
-        return Repetition(joined.seconds, details={"leases_lost": joined.leases_lost})
+        details = {"cpu": round(joined.cpu, 2), "leases_lost": joined.leases_lost}
+        return Repetition(joined.seconds, details=details)
 
 
 def measure_failures(
@@ -331,5 +345,6 @@ def measure_failures(
 
 
 def _missed(failure: CrowdFailed, limit: float, crowd: Crowd) -> Repetition:
-    note = f"not finished after {limit:g} s" if str(failure) == "not finished" else str(failure)
-    return Repetition(None, note.splitlines()[-1], output=crowd.errors())
+    if isinstance(failure, CrowdLate):
+        return Repetition(None, f"not finished after {limit:g} s", details={"limit": limit})
+    return Repetition(None, str(failure), output=crowd.errors())

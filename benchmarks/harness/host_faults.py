@@ -19,7 +19,7 @@ from benchmarks.harness.scenarios import SPLIT, Attempt, Repetition, failed, qui
 from benchmarks.harness.worker_log import Finish, Span
 
 NODES = 3
-NOBODY_LEFT = "all nodes ended"  # as `scenarios.failed` says it
+NOBODY_LEFT = "the job ended with its host"
 #: Seconds the survivors train on while it is looked for another world beside theirs.
 BESIDE = 1.0
 #: The size of the model, as in the other faults of resident workers.
@@ -102,9 +102,9 @@ def _survived(job: Job, world: Span, at: float, host: Node, lost: set[int]) -> R
     job.wait_for(lambda: first() or all(each.poll() is not None for each in others), patience)
     finish = first()
     if finish is None:
+        found = failed(job, known, f"did not recover within {patience:g} s")
         ended = all(each.poll() is not None for each in others)
-        note = NOBODY_LEFT if ended else f"did not recover within {patience:g} s"
-        return failed(job, known, note)
+        return replace(found, note=NOBODY_LEFT) if ended else found
     # A host that trains on by itself, beside the others, is not to go unseen.
     job.wait_for(lambda: job.history.trained_for(NODES - 1, time.monotonic()) >= BESIDE, patience)
     found = recovery(job.history, world, finish, at, lost)

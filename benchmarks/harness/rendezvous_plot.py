@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,7 +60,7 @@ def _line(axes: Axes, results: Results, system: System) -> None:
         markersize=5,
         capsize=3,
         lw=1.8,
-        label=f"{LABELS[system]}: grows as N to the power of {growth_exponent(points):.2f}",
+        label=_label(system, points),
     )
     axes.annotate(
         f"{times[-1]:.2g} s",
@@ -71,6 +72,12 @@ def _line(axes: Axes, results: Results, system: System) -> None:
     )
 
 
+def _label(system: System, points: Sequence[tuple[float, float]]) -> str:
+    if system is TORCHRUN:
+        return LABELS[system]  # it polls every second: a power law it is not
+    return f"{LABELS[system]}: grows as N to the power of {growth_exponent(points):.2f}"
+
+
 def _unfinished(axes: Axes, results: Results, system: System) -> None:
     """A cross where a system was still at it when its time was up."""
     missed = [
@@ -79,11 +86,10 @@ def _unfinished(axes: Axes, results: Results, system: System) -> None:
         if not results.summary(key(JOIN, n), system.name).times
     ]
     for agents, repetitions in missed:
-        note = repetitions[0].note
-        limit = float(note.split()[-2]) if note.startswith("not finished after") else 1.0
+        limit = repetitions[0].details.get("limit", 1.0)
         axes.plot([agents], [limit], marker="x", markersize=9, mew=2, color=COLOURS[system])
         axes.annotate(
-            f"{agents}: {note.partition(':')[0]}",
+            f"{agents}: {repetitions[0].note.partition(':')[0]}",
             (agents, limit),
             xytext=(9, -4),
             textcoords="offset points",

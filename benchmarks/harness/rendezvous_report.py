@@ -9,7 +9,6 @@ from benchmarks.harness.bars import Bar
 from benchmarks.harness.crowd import EMBEDDED, ETCD, SYSTEMS, TORCHRUN, System
 from benchmarks.harness.host_faults import KILL_LIMIT, NOBODY_LEFT, SILENCE_LIMIT
 from benchmarks.harness.report import (
-    NOT_MEASURED,
     SPREAD_HEAD,
     Row,
     about,
@@ -37,11 +36,10 @@ BYTES_SPREAD = 1.25
 HEAD = ("measure", "torchelastic", "torchrun", "ratio", "wanted")
 FOOTNOTE = (
     "Seconds are medians (min to max). A join is timed from the first agent's first step until "
-    "the last one has the world; a failure from the SIGKILL until the last survivor has the next "
-    "world; a lost host until the first step that the survivors have committed in a new world, "
-    "minus one median step."
+    "the last one has the world (CPU: of all their processes, etcd's aside); a failure from the "
+    "SIGKILL until the last survivor has the next world; a lost host until the first step that "
+    "the survivors have committed in a new world, minus one median step."
 )
-NOT_AVAILABLE = "not available: the job ended with its host"
 
 
 def key(row: str, agents: int) -> str:
@@ -82,7 +80,8 @@ def _head(results: Results) -> str:
     return (
         f"{about(results)}\n\nAgents share {facts.get('processes')} processes; one more has the "
         f"host of the store, or is etcd. Everything ran on {network}; a process may have "
-        f"{facts.get('descriptors')} open files."
+        f"{facts.get('descriptors')} open files. Load before: {facts.get('load_before', 0.0):.1f}, "
+        f"after: {facts.get('load_after', 0.0):.1f}."
     )
 
 
@@ -115,9 +114,20 @@ def _joins(results: Results) -> list[Row]:
 
 def _compared(results: Results, system: System) -> Row:
     ours, theirs = (results.summary(key(JOIN, COMPARED), each.name) for each in (system, TORCHRUN))
-    bar = bars.faster(ours, theirs, FACTOR) if system is EMBEDDED else None
     title = f"{COMPARED} agents join, {system.name}"
-    return _line(title, seconds(ours), seconds(theirs), bars.ratio(ours, theirs), bar)
+    limit = given_up_after(results, COMPARED)
+    if limit is not None:
+        theirs = Summary((limit,))  # it would have taken longer still
+    bar = bars.faster(ours, theirs, FACTOR) if system is EMBEDDED else None
+    line = _line(title, seconds(ours), seconds(theirs), bars.ratio(ours, theirs), bar)
+    return line if limit is None else (*line[:2], f"not finished after {limit:g} s", *line[3:])
+
+
+def given_up_after(results: Results, agents: int) -> float | None:
+    """The limit at which torchrun was given up, if it never finished."""
+    found = results.repetitions(key(JOIN, agents), TORCHRUN.name)
+    limits = [each.details["limit"] for each in found if "limit" in each.details]
+    return max(limits) if limits and not any(each.seconds for each in found) else None
 
 
 def median_below(summary: Summary, limit: float, wanted: str) -> Bar:
@@ -126,22 +136,13 @@ def median_below(summary: Summary, limit: float, wanted: str) -> Bar:
 
 
 def _growth(results: Results, system: System) -> Row:
-    ours, theirs = (medians(results, JOIN, each) for each in (system, TORCHRUN))
-    exponent = growth_exponent(ours)
-    whole = (ours[0][0], ours[-1][0]) == (SMALLEST, LARGEST)
-    wanted = f"at most {EXPONENT:g}"
-    bar = Bar(wanted, exponent <= EXPONENT if whole else None) if system is EMBEDDED else None
-    return _line(
-        f"time to join grows as agents to the power of, {system.name}",
-        _fitted(ours),
-        _fitted(theirs) if len(theirs) > 1 else "",
-        None,
-        bar,
-    )
-
-
-def _fitted(points: Sequence[tuple[float, float]]) -> str:
-    return f"{growth_exponent(points):.2f} ({points[0][0]:,.0f} to {points[-1][0]:,.0f})"
+    points = medians(results, JOIN, system)
+    exponent = growth_exponent(points)
+    first, last = points[0][0], points[-1][0]
+    met = exponent <= EXPONENT if (first, last) == (SMALLEST, LARGEST) else None
+    bar = Bar(f"at most {EXPONENT:g}", met) if system is EMBEDDED else None
+    title = f"time to join grows as agents to the power of, {system.name}"
+    return _line(title, f"{exponent:.2f} ({first:,.0f} to {last:,.0f})", "", None, bar)
 
 
 def _join_table(results: Results) -> str:
@@ -157,7 +158,10 @@ def _joined(results: Results, agents: int, system: System) -> str:
     if not found:
         return ""
     summary = summarize([each.seconds for each in found])
-    return seconds(summary, 3) if summary.times else found[0].note
+    if not summary.times:
+        return found[0].note
+    cpu = Summary(tuple(each.details["cpu"] for each in found if "cpu" in each.details))
+    return seconds(summary, 3) + (f"; CPU {cpu.median:.2f} s" if cpu.times else "")
 
 
 # --- failing -------------------------------------------------------------------------------------
@@ -239,12 +243,12 @@ def _hosts(results: Results) -> list[Row]:
 def _host(results: Results, name: str, title: str, limit: float) -> Row:
     repetitions = [each for by in results.faults[name].values() for each in by]
     ours = summarize([each.seconds for each in repetitions])
-    gone = not ours.times and any(each.note.startswith(NOBODY_LEFT) for each in repetitions)
-    shown = NOT_AVAILABLE if gone else seconds(ours, 3)
+    gone = not ours.times and any(each.note == NOBODY_LEFT for each in repetitions)
+    shown = f"not available: {NOBODY_LEFT}" if gone else seconds(ours, 3)
     met = not ours.failed and max(ours.times) <= limit if ours.times else False
     split = any(each.overlaps for each in repetitions)
     bar = Bar(f"worst of {ours.count} under {limit:g} s", met and not split if ours.count else None)
-    return _line(title, shown or NOT_MEASURED, "", None, bar)
+    return _line(title, shown, "", None, bar)
 
 
 def _settings(results: Results) -> str:

@@ -89,6 +89,16 @@ def test_who_did_not_finish_says_when_it_was_given_up():
     assert rendezvous_report.medians(found, JOIN, TORCHRUN) == [(8.0, 1.0)]
 
 
+@pytest.mark.parametrize(("limit", "met"), [(60.0, "met"), (15.0, "**missed**")])
+def test_who_did_not_finish_is_slower_than_its_limit(limit, met):
+    found = results(join_128=(EMBEDDED, [1.0]))
+    late = Repetition(None, f"not finished after {limit:g} s", details={"limit": limit})
+    found.add(key(JOIN, 128), TORCHRUN.name, late)
+    row = line(render(found), "128 agents join, embedded")
+    assert f"not finished after {limit:g} s" in row
+    assert f"at least 20 times faster: {met}" in row
+
+
 def test_bytes_per_member_are_to_be_constant():
     found = Results(dict(ABOUT, processes=2, descriptors=1024))
     for agents, received in ((64, 1000), (1024, 1600)):
