@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.etcd import etcd, some_etcd
+from tests.etcd import etcd, etcd_on_path, some_etcd
 from tests.leaks import Leaks, Snapshot
 
-__all__ = ["etcd", "some_etcd"]
+__all__ = ["etcd", "etcd_on_path", "some_etcd"]
 
 #: Directories whose tests use real processes and sockets.
 _REAL = ("process", "contract", "frameworks")

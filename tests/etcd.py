@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.client
 import json
@@ -129,6 +130,13 @@ class Etcd:
             connection.request(verb, path, body, {"Authorization": token} if token else {})
             return connection.getresponse().read()
 
+    def keys_of(self, run_id: str) -> list[str]:
+        """All that it has of a job."""
+        first, end = (f"/torchelastic/{run_id}{last}".encode() for last in "/0")
+        key, range_end = (base64.b64encode(text).decode() for text in (first, end))
+        found = self.post("/v3/kv/range", {"key": key, "range_end": range_end, "keys_only": True})
+        return [base64.b64decode(row["key"]).decode() for row in found.get("kvs", [])]
+
     def leads(self) -> bool:
         """Whether it is the leader of its cluster."""
         status = self.post("/v3/maintenance/status", {})
@@ -199,3 +207,11 @@ def some_etcd() -> Iterator[Etcd]:
     """One for all tests that take long."""
     with running(*FAST) as server:
         yield server
+
+
+@pytest.fixture
+def etcd_on_path(monkeypatch: pytest.MonkeyPatch) -> str:
+    """What `EtcdServer` starts, in this process and in those it starts."""
+    program = any_etcd()
+    monkeypatch.setenv(BINARY_VARIABLE, program)
+    return program

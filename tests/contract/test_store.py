@@ -293,6 +293,36 @@ class StoreContract:
 
         run(story())
 
+    def test_a_leader_that_was_paused_changes_nothing(self, backend):
+        async def story():
+            async with backend() as connect:
+                clock = FakeClock()
+                paused, other = await connect(clock=clock), await connect()
+                await paused.open_lease(self.lease_seconds)
+                await other.open_lease(60.0)
+                elected = await paused.compare_and_set("leader", {}, expected=0, leased=True)
+                fence = ("leader", elected)
+                first = await paused.compare_and_set("world", {"n": 0}, expected=0, provided=fence)
+                changes = other.watch("leader", after=elected)
+                clock.advance(self.lease_seconds)
+                assert not await paused.keep_alive()
+                assert told(await take(changes, 1)) == [("leader", None)]
+
+                async def publish(n, fence):
+                    """Without a look at the lease: as what was on its way when it stopped."""
+                    return await paused.compare_and_set(
+                        "world", {"n": n}, expected=first, beside={"part/0": {}}, provided=fence
+                    )
+
+                assert await publish(1, fence) is None
+                now = await other.compare_and_set("leader", {}, expected=0, leased=True)
+                assert await publish(1, fence) is None
+                assert (await other.get("world")).items["world"].value == {"n": 0}
+                assert (await other.get("part/")).items == {}
+                assert await publish(2, ("leader", now)) is not None
+
+        run(story())
+
     def test_who_is_given_up_is_told_and_its_keys_go(self, backend):
         async def story():
             async with backend() as connect:

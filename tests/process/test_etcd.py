@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import secrets
 
 import pytest
 
 from tests.etcd import FAST, Etcd, running
-from tests.process.jobs import job
-from tests.support import poll_for
 from tests.unit.rendezvous.embedded_support import Proxy, proxied, run, within
 from torchelastic.clock import FakeClock, SystemClock
-from torchelastic.errors import ConfigError, LeaseExpired, RendezvousLost, RendezvousRefused
+from torchelastic.errors import LeaseExpired, RendezvousLost, RendezvousRefused, WireError
 from torchelastic.rendezvous.etcd import EtcdStore, clear_remains, start_afresh
 from torchelastic.rendezvous.etcd_settings import EtcdSettings
 from torchelastic.rendezvous.opening import close_store, open_store
@@ -315,15 +312,6 @@ async def closed_world(store):
     await store.put("world", {"phase": "closed"})
 
 
-def keys_of(run_id: str) -> dict[str, str]:
-    """All that etcd has of a job."""
-    first, end = (f"/torchelastic/{run_id}{last}".encode() for last in "/0")
-    return {
-        "key": base64.b64encode(first).decode(),
-        "range_end": base64.b64encode(end).decode(),
-    }
-
-
 def test_the_last_to_go_clears_a_closed_job_away(etcd, run_id):
     async def story():
         async with connected(etcd.port, run_id) as one, connected(etcd.port, run_id) as other:
@@ -335,7 +323,7 @@ def test_the_last_to_go_clears_a_closed_job_away(etcd, run_id):
             assert not await clear_remains(one)
             assert "world" in (await other.get("")).items
             await close_store(other)
-            assert "kvs" not in await ask(etcd, "/v3/kv/range", keys_of(run_id))
+            assert not await asyncio.to_thread(etcd.keys_of, run_id)
 
     run(story())
 
@@ -377,9 +365,7 @@ def test_nodes_of_a_closed_job_that_do_not_go_are_named_as_the_reason(etcd, run_
             await old.put("member/1", {}, leased=True)
             await closed_world(old)
             with pytest.raises(RendezvousRefused, match=r"are still there after 0\.2 s"):
-                await open_store(
-                    etcd.endpoint, run_id, {}, timeout=0.2, clock=SystemClock()
-                )
+                await open_store(etcd.endpoint, run_id, {}, timeout=0.2, clock=SystemClock())
 
     run(story())
 
@@ -425,65 +411,95 @@ def test_jobs_do_not_see_each_other(etcd, run_id):
     run(story())
 
 
-def test_options_that_cannot_be_heeded_are_refused(etcd, run_id):
+@pytest.mark.parametrize("has_written", [True, False])
+def test_a_watch_tells_nothing_of_the_next_job_of_the_same_id(etcd, run_id, has_written):
     async def story():
-        opening = open_store(
-            etcd.endpoint, run_id, {"cert": "x"}, timeout=1, clock=SystemClock()
-        )
-        with pytest.raises(ConfigError, match="TLS"):
-            await opening
+        async with (
+            connected(etcd.port, run_id) as watcher,
+            connected(etcd.port, run_id) as last,
+            connected(etcd.port, run_id) as new,
+        ):
+            await last.put("a", {"n": 1})
+            if has_written:
+                await watcher.put("mine", {})
+                await watcher.compare_and_set("b", {}, expected=0)
+            changes = watcher.watch("a", after=0)
+            assert (await next_of(changes)).item.value == {"n": 1}
+            assert await last.forget_job(
+                "a", (await last.get("a")).items["a"].modified, "b", "mine"
+            )
+            assert (await next_of(changes)).item is None
+            await new.put("a", {"n": 2})
+            if has_written:
+                with pytest.raises(RendezvousLost, match="has ended while this node was away"):
+                    await next_of(changes)
+            else:
+                # It has said nothing yet, and so is simply of the next job.
+                assert (await next_of(changes)).item.value == {"n": 2}
+            await changes.aclose()
 
     run(story())
 
 
-# --- whole jobs ----------------------------------------------------------------------------------
+def test_a_watch_from_the_beginning_begins_with_the_job(etcd, run_id):
+    async def story():
+        async with connected(etcd.port, run_id) as last:
+            await last.put("a", {"n": 1})
+            assert await last.forget_job("a", (await last.get("a")).items["a"].modified)
+        async with connected(etcd.port, run_id) as new:
+            await new.put("a", {"n": 2})
+            changes = new.watch("", after=0)
+            assert (await next_of(changes)).item.value == {"n": 2}
+            await changes.aclose()
+
+    run(story())
 
 
-def flags(etcd, run_id, more=""):
-    return f"--rdzv-backend=etcd --rdzv-endpoint={etcd.endpoint} --rdzv-id={run_id} {more}"
+def test_a_change_that_etcd_would_not_take_is_refused_in_a_sentence(etcd, run_id):
+    async def story():
+        async with connected(etcd.port, run_id) as store:
+            parts = {f"part/{n}": {} for n in range(127)}
+            assert await store.compare_and_set("world", {}, expected=0, beside=parts)
+            with pytest.raises(WireError, match="of 129 keys at once is too large for etcd"):
+                await store.compare_and_set(
+                    "world", {}, expected=0, beside={**parts, "part/127": {}}
+                )
+
+    run(story())
 
 
-def test_a_job_of_two_nodes_meets_at_etcd_and_leaves_nothing_there(etcd, run_id, tmp_path):
-    with job(tmp_path, flags(etcd, run_id, "--nnodes=2")) as it:
-        nodes = [it.start(), it.start()]
-        lines = it.world(0, 2)
-        assert [line["rank"] for line in lines] == [0, 1]
-        it.order("finish")
-        assert [node.wait() for node in nodes] == [0, 0], it.said()
-    assert "kvs" not in asyncio.run(ask(etcd, "/v3/kv/range", keys_of(run_id)))
+def test_a_lease_outlives_an_outage_longer_than_itself(etcd, run_id):
+    async def story():
+        async with (
+            proxied(etcd.port) as proxy,
+            connected(proxy.port, run_id) as store,
+            connected(etcd.port, run_id) as other,
+        ):
+            await store.open_lease(1.0)
+            await store.put("member/1", {}, leased=True)
+            await proxy.shut()
+            with pytest.raises(asyncio.TimeoutError):
+                await within(2.0, store.lease_lost.wait())
+            await proxy.open()
+            assert await within(PATIENCE, store.keep_alive())
+            assert "member/1" in (await other.get("")).items
+
+    run(story())
 
 
-@pytest.mark.slow
-def test_the_next_job_of_the_same_id_begins_at_the_beginning(etcd, run_id, tmp_path):
-    for order, exitcode in (("exit 3", 1), ("finish", 0)):
-        with job(tmp_path / order, flags(etcd, run_id, "--nnodes=1:2 --max-restarts=0")) as it:
-            node = it.start()
-            it.world(0, 1)
-            it.order(order)
-            assert node.wait() == exitcode, it.said()
+def test_who_stood_still_has_lost_its_lease_though_etcd_keeps_it(etcd, run_id):
+    async def story():
+        clock = FakeClock()
+        async with (
+            connected(etcd.port, run_id, clock=clock) as frozen,
+            connected(etcd.port, run_id) as other,
+        ):
+            await frozen.open_lease(3.0)
+            await frozen.put("member/1", {}, leased=True)
+            clock.advance(3.0)
+            with pytest.raises(LeaseExpired):
+                await frozen.put("member/1", {}, leased=True)
+            assert frozen.lease_lost.is_set()
+            assert "member/1" in (await other.get("")).items
 
-
-@pytest.mark.slow
-def test_a_killed_node_is_replaced(etcd, run_id, tmp_path):
-    with job(tmp_path, flags(etcd, run_id, "--nnodes=2 --lease=1")) as it:
-        first, second = it.start(), it.start()
-        it.world(0, 2)
-        second.kill()
-        poll_for(lambda: first.events("waiting"), what="the job waits")
-        third = it.start()
-        it.world(1, 2)
-        it.order("finish")
-        assert [first.wait(), third.wait()] == [0, 0], it.said()
-
-
-@pytest.mark.slow
-def test_a_job_whose_nodes_were_all_killed_goes_on_when_they_come_back(etcd, run_id, tmp_path):
-    with job(tmp_path, flags(etcd, run_id, "--nnodes=1:2 --lease=1")) as it:
-        it.start()
-        it.world(0, 1)
-        it.nodes[0].kill()
-        node = it.start()
-        it.world(1, 1)
-        it.order("finish")
-        assert node.wait() == 0, it.said()
-    assert "kvs" not in asyncio.run(ask(etcd, "/v3/kv/range", keys_of(run_id)))
+    run(story())

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from torchelastic.agent.guard import guarded
-from torchelastic.config import Entry, LaunchConfig
+from torchelastic.config import OWN_ETCD, Entry, LaunchConfig
 from torchelastic.errors import (
     EXIT_FAILED,
     EXIT_USAGE,
@@ -21,24 +24,53 @@ from torchelastic.errors import (
 def run_job(config: LaunchConfig, entry: Entry, *, outcome: Path | None = None) -> int:
     """Run this node's part of a job to its end; `outcome` is where to write how it ended."""
     signals = [signal.Signals[name] for name in config.signals_to_handle]
-    return guarded(lambda: _run_agent(config, entry, outcome), also=signals)
+    try:
+        with _with_etcd(config) as complete:
+            return guarded(lambda: _run_agent(complete, entry, outcome), also=signals)
+    except TorchElasticError as error:
+        return _fail(error, outcome)
+
+
+@contextlib.contextmanager
+def _with_etcd(config: LaunchConfig) -> Iterator[LaunchConfig]:
+    """The config with the endpoint of an etcd of our own, where it wants one.
+
+    It belongs to the guard: what the agent has started is killed at the end of a generation.
+    """
+    if config.rdzv_endpoint != OWN_ETCD:
+        yield config
+        return
+    from torchelastic.rendezvous.etcd_server import EtcdServer
+
+    with EtcdServer() as server:
+        yield dataclasses.replace(config, rdzv_endpoint=server.get_endpoint())
 
 
 def _run_agent(config: LaunchConfig, entry: Entry, outcome: Path | None) -> int:
     # Imported after the fork: the guard stays small.
     import asyncio
 
-    from torchelastic.agent.agent import Agent, Outcome
+    from torchelastic.agent.agent import Agent
     from torchelastic.agent.narrator import set_up_log
 
     set_up_log()
     try:
         ended = asyncio.run(Agent(config, entry, prints_failure=outcome is None).run())
     except TorchElasticError as error:
-        ended = Outcome(_exitcode(error), str(error))
-        if outcome is None:
-            print(f"torchelastic run: error: {error}", file=sys.stderr)
+        return _fail(error, outcome)
     if outcome is not None:
+        outcome.write_text(json.dumps(ended.to_json()))
+    return ended.exitcode
+
+
+def _fail(error: TorchElasticError, outcome: Path | None) -> int:
+    """Say why there was no end of a job to tell of; returns the exit code."""
+    from torchelastic.agent.agent import Outcome
+
+    ended = Outcome(_exitcode(error), str(error))
+    if outcome is None:
+        print(f"torchelastic run: error: {error}", file=sys.stderr)
+    else:
         outcome.write_text(json.dumps(ended.to_json()))
     return ended.exitcode
 

@@ -11,6 +11,7 @@ import http.client
 import importlib.util
 import logging
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -35,7 +36,6 @@ BINARY_VARIABLE = "TORCHELASTIC_ETCD_BINARY_PATH"
 _LOOK = 0.02
 #: Seconds it has to end by itself.
 _ENDING = 5.0
-_MEMBER = "default"
 
 
 def find_etcd() -> str:
@@ -71,6 +71,8 @@ class EtcdServer:
         self._directory: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
+        #: By which it is known: another etcd may have taken the port meanwhile, and answer there.
+        self._name = f"torchelastic-{secrets.token_hex(8)}"
         #: A process forked from the owner must not stop what is the owner's.
         self._owner = os.getpid()
 
@@ -136,10 +138,10 @@ class EtcdServer:
         # Anew for each attempt: etcd remembers its peers' address there.
         data = self._data_dir or f"{self._directory}/data-{attempt}"
         command = [sys.executable, "-I", "-S", leash.__file__, str(self._owner), program]
-        command += [f"--name={_MEMBER}", f"--data-dir={data}"]
+        command += [f"--name={self._name}", f"--data-dir={data}"]
         command += [f"--listen-client-urls={clients}", f"--advertise-client-urls={clients}"]
         command += [f"--listen-peer-urls={peers}", f"--initial-advertise-peer-urls={peers}"]
-        command += [f"--initial-cluster={_MEMBER}={peers}"]
+        command += [f"--initial-cluster={self._name}={peers}"]
         with open(f"{self._directory}/log", "wb") as output:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output
@@ -147,7 +149,7 @@ class EtcdServer:
 
     def _wait(self, deadline: float) -> bool:
         """Whether it answers in time."""
-        while not _answers(self._port):
+        while not _answers(self._port, self._name):
             if self._process is None or self._process.poll() is not None:
                 return False
             if time.monotonic() > deadline:
@@ -179,11 +181,12 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _answers(port: int) -> bool:
+def _answers(port: int, name: str) -> bool:
+    """Whether the etcd of this name serves."""
     connection = http.client.HTTPConnection(HOST, port, timeout=1)
     try:
-        connection.request("GET", "/health")
-        return b"true" in connection.getresponse().read()
+        connection.request("POST", "/v3/cluster/member/list", "{}")
+        return f'"{name}"'.encode() in connection.getresponse().read()
     except (OSError, http.client.HTTPException):
         return False
     finally:

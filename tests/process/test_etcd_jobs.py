@@ -1,0 +1,173 @@
+"""Whole jobs that meet at a real etcd, which may fail as well."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.etcd import FAST, cluster, running
+from tests.process.jobs import job
+from tests.support import poll_for
+
+
+@pytest.fixture
+def run_id():
+    return secrets.token_hex(4)
+
+
+def flags(endpoint, run_id, more=""):
+    return f"--rdzv-backend=etcd --rdzv-endpoint={endpoint} --rdzv-id={run_id} {more}"
+
+
+def generations(node) -> list[int]:
+    return [record["generation"] for record in node.events("world-formed")]
+
+
+def test_a_job_of_two_nodes_meets_at_etcd_and_leaves_nothing_there(some_etcd, run_id, tmp_path):
+    with job(tmp_path, flags(some_etcd.endpoint, run_id, "--nnodes=2")) as it:
+        nodes = [it.start(), it.start()]
+        lines = it.world(0, 2)
+        assert [line["rank"] for line in lines] == [0, 1]
+        it.order("finish")
+        assert [node.wait() for node in nodes] == [0, 0], it.said()
+    assert some_etcd.keys_of(run_id) == []
+
+
+@pytest.mark.slow
+def test_the_next_job_of_the_same_id_begins_at_the_beginning(some_etcd, run_id, tmp_path):
+    for name, order, exitcode in (("etcd-v2", "exit 3", 1), ("etcd-v3", "finish", 0)):
+        more = f"--nnodes=1:2 --max-restarts=0 --rdzv-backend={name}"
+        with job(tmp_path / name, flags(some_etcd.endpoint, run_id, more)) as it:
+            node = it.start()
+            it.world(0, 1)
+            it.order(order)
+            assert node.wait() == exitcode, it.said()
+
+
+@pytest.mark.slow
+def test_a_killed_node_is_replaced(some_etcd, run_id, tmp_path):
+    with job(tmp_path, flags(some_etcd.endpoint, run_id, "--nnodes=2")) as it:
+        first, second = it.start(), it.start()
+        it.world(0, 2)
+        second.kill()
+        poll_for(lambda: first.events("waiting"), what="the job waits")
+        third = it.start()
+        it.world(1, 2)
+        it.order("finish")
+        assert [first.wait(), third.wait()] == [0, 0], it.said()
+
+
+@pytest.mark.slow
+def test_a_job_whose_nodes_were_all_killed_goes_on_when_they_come_back(some_etcd, run_id, tmp_path):
+    with job(tmp_path, flags(some_etcd.endpoint, run_id, "--nnodes=1:2")) as it:
+        it.start()
+        it.world(0, 1)
+        it.nodes[0].kill()
+        node = it.start()
+        it.world(1, 1)
+        it.order("finish")
+        assert node.wait() == 0, it.said()
+    assert some_etcd.keys_of(run_id) == []
+
+
+@pytest.mark.slow
+def test_workers_do_not_notice_that_etcd_was_away_for_ten_seconds(run_id, tmp_path):
+    with running() as etcd, job(tmp_path, flags(etcd.endpoint, run_id, "--nnodes=2")) as it:
+        nodes = [it.start(), it.start()]
+        it.world(0, 2)
+        etcd.stop()
+        time.sleep(10.0)  # the promise is about this time
+        etcd.start()
+        # The store has forgotten nothing: the next generation is the next one.
+        it.order("raise", generation=0, rank=0)
+        it.world(1, 2)
+        assert len(it.lines(generation=0, event="start")) == 2
+        assert not any(node.events("lease-lost") for node in nodes), it.said()
+        it.order("finish", generation=1)
+        assert [node.wait() for node in nodes] == [0, 0], it.said()
+
+
+@pytest.mark.slow
+def test_a_job_outlives_the_leader_of_its_etcd(run_id, tmp_path):
+    with cluster(3, *FAST) as members:
+        leader = poll_for(lambda: [m for m in members if m.leads()], what="a leader")[0]
+        # All begin with the one that will go.
+        servers = [leader, *(member for member in members if member is not leader)]
+        endpoint = ",".join(server.endpoint for server in servers)
+        with job(tmp_path, flags(endpoint, run_id, "--nnodes=2")) as it:
+            nodes = [it.start(), it.start()]
+            it.world(0, 2)
+            leader.stop()
+            it.order("raise", generation=0, rank=1)
+            it.world(1, 2)
+            assert len(it.lines(generation=0, event="start")) == 2
+            assert not any(node.events("lease-lost") for node in nodes), it.said()
+            it.order("finish", generation=1)
+            assert [node.wait() for node in nodes] == [0, 0], it.said()
+        assert servers[1].keys_of(run_id) == []
+
+
+@pytest.mark.slow
+def test_a_leader_that_was_stopped_changes_nothing_when_it_wakes(some_etcd, run_id, tmp_path):
+    more = "--nnodes=1:2 --lease=1 --rdzv-conf=etcd_outage=1"
+    with job(tmp_path, flags(some_etcd.endpoint, run_id, more)) as it:
+        leader = it.start("--settle=5")
+        other = it.start("--settle=5")
+        it.world(0, 2)
+        poll_for(lambda: leader.events("leader"), what="the first node leads")
+        os.kill(leader.agent_pid, signal.SIGSTOP)
+        it.world(1, 1)
+        formed_before = generations(leader)
+        os.kill(leader.agent_pid, signal.SIGCONT)
+        # It finds that it was given up, stops its workers, and comes as a newcomer.
+        it.world(2, 2)
+        assert leader.events("lease-lost"), it.said()
+        assert generations(other)[-2:] == [1, 2]
+        assert [g for g in generations(leader) if g not in formed_before] == [2]
+        it.order("finish", generation=2)
+        assert [leader.wait(), other.wait()] == [0, 0], it.said()
+
+
+# --- an etcd of the job's own --------------------------------------------------------------------
+
+
+def etcds_below(directory: Path) -> list[int]:
+    """The etcds whose data is in a directory."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"--data-dir=%s" % str(directory).encode() in command:
+            found.append(int(pid))
+    return found
+
+
+def test_a_job_alone_may_have_an_etcd_of_its_own(etcd_on_path, tmp_path):
+    temporary = Path(os.environ["TMPDIR"])
+    with job(tmp_path / "job", "--standalone --rdzv-backend=etcd") as it:
+        node = it.start()
+        it.world(0, 1)
+        assert len(etcds_below(temporary)) == 1
+        it.order("exit 3", generation=0)
+        it.world(1, 1)
+        it.order("finish", generation=1)
+        assert node.wait() == 0, it.said()
+    assert etcds_below(temporary) == []
+    assert not list(temporary.glob("torchelastic-etcd-*"))
+
+
+def test_the_etcd_of_a_job_ends_with_it_whatever_ends_that(etcd_on_path, tmp_path):
+    temporary = Path(os.environ["TMPDIR"])
+    with job(tmp_path / "job", "--standalone --rdzv-backend=etcd") as it:
+        node = it.start()
+        it.world(0, 1)
+        assert len(etcds_below(temporary)) == 1
+        node.kill()
+        poll_for(lambda: not etcds_below(temporary), what="etcd is gone")
