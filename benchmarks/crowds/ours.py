@@ -47,6 +47,7 @@ class Agent:
             background=crowd.background,
             on_world=self._world_seen,
             on_lease_lost=self._lease_lost,
+            host=f"node-{self._node}",  # each stands for a machine of its own
         )
 
     async def join(self) -> None:
