@@ -114,7 +114,7 @@ as unset. `-j` and `--nnodes` (or `--nproc-per-node`) exclude each other.
 one if no address is given at all, which is enough for one node; else the command's default. A
 `static` rendezvous of one node without endpoint and `--master-port` is private, as with torchrun,
 and so is an endpoint with port 0. `etcd`, `etcd-v2` and `etcd-v3` are one: etcd's v3 API, whichever
-name is used.
+name is used; with `--standalone` or port 0 an etcd is started beside the job.
 
 **Job id.** `--rdzv-id` where given, also with `--standalone`. Otherwise a job of one node gets a
 unique one. Nodes that are to meet need the same id and have only the endpoint in common, so theirs
@@ -129,7 +129,7 @@ apart that use the same port one after the other. At an etcd server several node
 | `keep_alive_interval` times `keep_alive_max_attempt` | `--lease`; one not given counts 5 or 3 |
 | `join_timeout`, else `timeout` | `--wait-for-nodes` |
 | `is_host` | whether this node hosts the rendezvous, instead of finding out |
-| `etcd_prefix` | the key under which etcd has the keys of jobs; `/torchelastic` |
+| `etcd_…`, `protocol`, `cacert`, `cert`, `key` | for etcd: [rendezvous](rendezvous.md#at-etcd) |
 
 Other keys are named once in the log and ignored; so are Bagua's flags.
 
