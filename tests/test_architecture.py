@@ -35,6 +35,8 @@ PURE = {
     "rendezvous/etcd/feed.py",
     "rendezvous/etcd/messages.py",
     "rendezvous/url.py",
+    "rendezvous/secret.py",
+    "rendezvous/embedded/lobby.py",
     "torchrun/guest_state.py",
     "torchrun/parameters.py",
     "agent/group_state.py",

@@ -194,8 +194,8 @@ _RENDEZVOUS_FLAGS = (
         torchrun=True,
         help="torchrun's settings: last_call_timeout is --settle, keep_alive_interval times "
         "keep_alive_max_attempt is --lease, join_timeout (or timeout) is --wait-for-nodes; the "
-        "flag wins. is_host says whether this node hosts. Other keys are named in the log and "
-        "ignored.",
+        "flag wins. is_host says whether this node hosts; secret_file, tls_cert, tls_key and "
+        "tls_ca are --rdzv-secret-file and so on. Other keys are named in the log and ignored.",
     ),
     Flag(
         name="--rdzv-secret-file",

@@ -17,10 +17,6 @@ from torchelastic.errors import ConfigError
 _SAME_NAME = (
     "role",
     "local_addr",
-    "rdzv_secret_file",
-    "rdzv_tls_cert",
-    "rdzv_tls_key",
-    "rdzv_tls_ca",
     "max_restarts",
     "count_resizes",
     "grow",
@@ -76,6 +72,7 @@ def launch_config(
         zygote=not parsed["no_zygote"],
         log_line_prefix_template=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or None,
         notes=(*rules.notes(parsed, meeting, shape.max_nodes), *_ignored(parsed)),
+        **rules.files(parsed),
         **{name: parsed[name] for name in _SAME_NAME},
     )
     if config.run_id:

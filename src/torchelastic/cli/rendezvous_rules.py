@@ -8,6 +8,7 @@ from torchelastic.cli.parser import Parsed
 from torchelastic.config import DEFAULT_STATIC_PORT, ETCD_BACKENDS, OWN_ETCD, format_endpoint
 from torchelastic.errors import ConfigError
 from torchelastic.rendezvous.parameters import (
+    FILE_KEYS,
     check_backend,
     fields_from_conf,
     keys_without_meaning,
@@ -78,6 +79,14 @@ def patience(parsed: Parsed) -> Patience:
         return value if parsed.given(dest) else by_keys.get(dest, value)
 
     return Patience(chosen("settle"), chosen("lease"), chosen("wait_for_nodes"))
+
+
+def files(parsed: Parsed) -> dict[str, str | None]:
+    """The secret and the certificates, as fields: by their flags, else by keys, as torchrun's
+    users of our rendezvous have them."""
+    by_keys = fields_from_conf(parsed["rdzv_conf"])
+    names = [f"rdzv_{key}" for key in FILE_KEYS]
+    return {name: parsed[name] or by_keys.get(name) for name in names}
 
 
 def notes(parsed: Parsed, meeting: Meeting, max_nodes: int) -> tuple[str, ...]:

@@ -18,7 +18,13 @@ _LAST_CALL_TIMEOUT = 30
 # torch's defaults, for when only one of the two factors of the lease is set.
 _KEEP_ALIVE = {"keep_alive_interval": 5, "keep_alive_max_attempt": 3}
 _WAIT_KEYS = ("join_timeout", "timeout")
-_KEYS_WITH_MEANING = {"last_call_timeout", "is_host", "rank", *_WAIT_KEYS, *_KEEP_ALIVE}
+#: Paths of what the nodes know each other by; the fields have `rdzv_` before them. The secret
+#: itself is no key: those are logged.
+FILE_KEYS = ("secret_file", "tls_cert", "tls_key", "tls_ca")
+_KEYS_WITH_MEANING = {
+    *("last_call_timeout", "is_host", "rank"),
+    *(*FILE_KEYS, *_WAIT_KEYS, *_KEEP_ALIVE),
+}
 
 
 class RendezvousParameters:
@@ -103,6 +109,7 @@ def fields_from_conf(conf: Mapping[str, Any]) -> dict[str, Any]:
             fields["wait_for_nodes"] = _seconds(conf, key)
     if "rank" in conf:
         fields["node_rank"] = _whole("rank", conf["rank"])
+    fields.update((f"rdzv_{key}", str(conf[key])) for key in FILE_KEYS if conf.get(key))
     return fields
 
 

@@ -16,6 +16,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from torchelastic.config import DEFAULT_ETCD_PORT, DEFAULT_PORT, format_endpoint, parse_endpoints
 from torchelastic.errors import ConfigError
 from torchelastic.rendezvous.etcd_settings import KEYS
+from torchelastic.rendezvous.parameters import FILE_KEYS
 
 #: Scheme -> (the backend it means, the port it has when none is given).
 _SCHEMES = {"etcd": ("etcd", DEFAULT_ETCD_PORT), "tcp": ("c10d", DEFAULT_PORT)}
@@ -47,6 +48,8 @@ class RendezvousUrl:
     timeout: float | None = None
     #: Seconds to wait for more workers once there are enough; None: not said.
     last_call_timeout: float | None = None
+    #: `secret_file`, `tls_cert`, `tls_key`, `tls_ca`: paths, those that are said.
+    files: Mapping[str, str] = field(default_factory=dict)
     #: For the store: `etcd_prefix` and the like.
     options: Mapping[str, str] = field(default_factory=dict)
 
@@ -69,6 +72,7 @@ def parse(url: str) -> RendezvousUrl:
         max_workers=largest,
         timeout=_time(url, given, "timeout"),
         last_call_timeout=_time(url, given, "last_call_timeout"),
+        files={name: given[name] for name in FILE_KEYS if name in given},
         options={name: given[name] for name in _OPTIONS[parts.scheme] if name in given},
     )
 
@@ -100,7 +104,7 @@ def _run_id(url: str, parts: SplitResult) -> str:
 
 
 def _parameters(url: str, parts: SplitResult) -> dict[str, str]:
-    known = (*_NUMBERS, *_TIMES, *_OPTIONS[parts.scheme])
+    known = (*_NUMBERS, *_TIMES, *FILE_KEYS, *_OPTIONS[parts.scheme])
     given: dict[str, str] = {}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
         if name not in known:

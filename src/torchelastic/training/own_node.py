@@ -63,6 +63,10 @@ def config_for(url: urls.RendezvousUrl, max_workers: int | None) -> LaunchConfig
         rdzv_backend=url.backend,
         rdzv_endpoint=url.endpoint,
         rdzv_configs=url.options,
+        rdzv_secret_file=url.files.get("secret_file"),
+        rdzv_tls_cert=url.files.get("tls_cert"),
+        rdzv_tls_key=url.files.get("tls_key"),
+        rdzv_tls_ca=url.files.get("tls_ca"),
         wait_for_nodes=defaults.wait_for_nodes if url.timeout is None else url.timeout,
         settle=defaults.settle if url.last_call_timeout is None else url.last_call_timeout,
     )

@@ -50,6 +50,13 @@ def test_without_flags_the_job_is_the_default_one():
         (["--shutdown-timeout", "2"], {"shutdown_timeout": 2.0}),
         (["--monitor-interval", "1"], {"monitor_interval": 1.0}),
         (["--rdzv-conf", "is_host=1"], {"rdzv_configs": {"is_host": "1"}, "notes": ()}),
+        (["--rdzv-secret-file", "a"], {"rdzv_secret_file": "a"}),
+        (["--rdzv-conf", "secret_file=a"], {"rdzv_secret_file": "a", "notes": ()}),
+        (["--rdzv-secret-file", "b", "--rdzv-conf", "secret_file=a"], {"rdzv_secret_file": "b"}),
+        (
+            ["--rdzv-tls-cert", "a", "--rdzv-tls-key", "b", "--rdzv-tls-ca", "c"],
+            {"rdzv_tls_cert": "a", "rdzv_tls_key": "b", "rdzv_tls_ca": "c"},
+        ),
     ],
 )
 def test_flags_set_fields(argv, fields):

@@ -31,6 +31,14 @@ def made(**more):
             made(timeout=600.0, last_call_timeout=0.5),
         ),
         (
+            "tcp://h/r?min_workers=2&secret_file=/run/secret&tls_ca=ca.pem",
+            made(
+                backend="c10d",
+                endpoint="h:29400",
+                files={"secret_file": "/run/secret", "tls_ca": "ca.pem"},
+            ),
+        ),
+        (
             "etcd://h/r?min_workers=2&etcd_prefix=/torchelastic/p2p&protocol=http",
             made(options={"etcd_prefix": "/torchelastic/p2p", "protocol": "http"}),
         ),
