@@ -62,6 +62,8 @@ PROCLAIMED = 16
 #: The newest world of a node that is no more.
 DEAD = -2
 LOOPBACK = "127.0.0.1"
+#: Of whoever begins a job at the only endpoint.
+FIRST_TERM = 1
 SUCCEEDED = "Another node hosts the rendezvous now."
 #: How often a node without a host says what it waits for.
 SAY_EVERY = 60.0
@@ -124,6 +126,8 @@ class Seat:
         self._belongings = Belongings(lease)
         #: The endpoint this node listens at, if one of them is its own.
         self._own_place: Endpoint | None = None
+        #: The latest term for which this node, as host, has stepped down.
+        self._yielded_to = 0
         self._next_look = 0.0
         #: Set while no worker of this node is in a world, so that it may vote.
         self._stopped = asyncio.Event()
@@ -303,7 +307,7 @@ class Seat:
         pause, say_at = FIRST_PAUSE, begun + 2 * self._lease
         while True:
             if self._may_found():
-                await self._reign(1, Returns())
+                await self._reign(FIRST_TERM, Returns())
                 return
             self._news.clear()
             returns = await self._ask(succession.next_term(self._elector), binding=False)
@@ -323,8 +327,10 @@ class Seat:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _may_found(self) -> bool:
-        """Whether nobody else could know of the job: no world here, and ours the only endpoint."""
-        return self._holding.roll.generation < 0 and self._places == [self._own_place]
+        """Whether nobody else could know of the job: no world here, ours the only endpoint, and
+        nobody has spoken of a host after us."""
+        is_first = self._yielded_to <= FIRST_TERM and self._holding.roll.generation < 0
+        return is_first and self._places == [self._own_place]
 
     # Asking others
 
@@ -528,6 +534,7 @@ class Seat:
     async def _yield(self, term: int) -> None:
         """Be host no more: there is one of a later term, and it has the majority."""
         logger.info("this node hosts the rendezvous no more: there is a later term, %d", term)
+        self._yielded_to = max(self._yielded_to, term)
         self._host_lost()
         server, self.server = self.server, None
         self._reception.serve(wire.STORE, self._say_where)
