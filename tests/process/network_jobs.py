@@ -38,18 +38,20 @@ class NetworkJob(Job):
         self.endpoint = endpoint
         self._keys = list(keys)
 
-    def start_on(self, host: Host, flags: str = "", *, endpoint: str | None = None) -> HostNode:
+    def start_on(
+        self, host: Host, flags: str = "", *, endpoint: str | None = None, run_id: str = "net"
+    ) -> HostNode:
         directory = self.directory / f"{host.name}-{len(self.nodes)}"
         command = [sys.executable, "-m", "torchelastic", "run", f"--log-dir={directory}/logs"]
-        command += [f"--rdzv-endpoint={endpoint or self.endpoint}", "--rdzv-id=net"]
+        command += [f"--rdzv-endpoint={endpoint or self.endpoint}", f"--rdzv-id={run_id}"]
         command += [*self.flags, *flags.split()]
         command += [str(self.script), str(self._lines), str(self._orders), *self._keys]
         node = HostNode(host, command, directory)
         self.nodes.append(node)
         return node
 
-    def start_all(self, hosts: Sequence[Host], flags: str = "") -> list[HostNode]:
-        return [self.start_on(host, flags) for host in hosts]
+    def start_all(self, hosts: Sequence[Host]) -> list[HostNode]:
+        return [self.start_on(host) for host in hosts]
 
     def wait_for(self, probe: Any, what: str, timeout: float = 60.0) -> Any:
         """`poll_for` that shows what the nodes have said."""
@@ -61,17 +63,20 @@ class NetworkJob(Job):
     def steps(self, **wanted: Any) -> list[dict[str, Any]]:
         return self.lines(event="step", **wanted)
 
-    def wait_steps(self, number: int = 3, timeout: float = 60.0, **wanted: Any) -> int:
-        """Wait until a generation has made so many steps; the newest of those that have."""
+    def wait_steps(
+        self, number: int = 3, *, after: int = -1, timeout: float = 60.0, **wanted: Any
+    ) -> int:
+        """Wait until a generation later than `after` has made so many steps; which one it is."""
 
         def stepped() -> list[int]:
             made: dict[int, set[int]] = defaultdict(set)
             for line in self.steps(**wanted):
-                made[line["generation"]].add(line["step"])
+                if line["generation"] > after:
+                    made[line["generation"]].add(line["step"])
             return [generation for generation, steps in made.items() if len(steps) >= number]
 
-        what = f"{number} steps of a world with {wanted}"
-        return max(self.wait_for(lambda: [g + 1 for g in stepped()], what, timeout)) - 1
+        what = f"{number} steps of a world after generation {after}, with {wanted}"
+        return max(self.wait_for(stepped, what, timeout))
 
 
 @contextmanager
