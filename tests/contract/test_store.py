@@ -182,6 +182,28 @@ class StoreContract:
 
         run(story())
 
+    def test_following_a_key_begins_with_what_is_there(self, backend):
+        async def story():
+            async with backend() as connect:
+                writer, reader = await connect(), await connect()
+                await writer.put("worldly", {"n": 0})
+                async with contextlib.aclosing(reader.follow("world")) as values:
+                    assert await within(PATIENCE, anext(values)) is None
+                    await writer.open_lease(60.0)
+                    first = await writer.put("world", {"n": 1}, leased=True)
+                    await writer.put("worldly", {"n": 2})
+                    last = await writer.put("world", {"n": 3}, leased=True)
+                    items = [await within(PATIENCE, anext(values)) for _ in range(2)]
+                    assert [item.value for item in items] == [{"n": 1}, {"n": 3}]
+                    assert [item.created for item in items] == [first, first]
+                    async with contextlib.aclosing(reader.follow("world")) as others:
+                        item = await within(PATIENCE, anext(others))
+                        assert (item.value, item.modified) == ({"n": 3}, last)
+                    await writer.open_lease(60.0)
+                    assert await within(PATIENCE, anext(values)) is None
+
+        run(story())
+
     def test_several_watches_of_one_connection(self, backend):
         async def story():
             async with backend() as connect:

@@ -193,13 +193,10 @@ class Presence:
                 raise
 
     async def _watch_world(self, store: Store) -> None:
-        listing = await store.get(WORLD_KEY)
-        if WORLD_KEY in listing.items:
-            await self._see_world(store, listing.items[WORLD_KEY].value)
-        async with contextlib.aclosing(store.watch(WORLD_KEY, after=listing.revision)) as changes:
-            async for change in changes:
-                if change.item is not None:
-                    await self._see_world(store, change.item.value)
+        async with contextlib.aclosing(store.follow(WORLD_KEY)) as summaries:
+            async for summary in summaries:
+                if summary is not None:
+                    await self._see_world(store, summary.value)
 
     async def _see_world(self, store: Store, summary: Json) -> None:
         """Pass a world on, with the part of its nodes that this one may be in.

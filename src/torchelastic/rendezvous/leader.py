@@ -101,26 +101,19 @@ class Leader:
 
     async def _campaign(self) -> None:
         """Wait for the key to be free, and take it."""
-        while True:
-            listing = await self._store.get(LEADER_KEY)
-            holder = listing.items.get(LEADER_KEY)
-            if holder is not None and holder.value.get("node") == self._node:
-                self._elected = holder.created
-                return  # ours still: the last publication came too late, not the key
-            if holder is None:
+        async with contextlib.aclosing(self._store.follow(LEADER_KEY)) as holders:
+            async for holder in holders:
+                if holder is not None and holder.value.get("node") == self._node:
+                    self._elected = holder.created
+                    return  # ours still: the last publication came too late, not the key
+                if holder is not None:
+                    continue
                 won = await self._store.compare_and_set(
                     LEADER_KEY, {"node": self._node}, expected=0, leased=True
                 )
                 if won is not None:
                     self._elected = won
                     return
-                continue
-            async with contextlib.aclosing(
-                self._store.watch(LEADER_KEY, after=listing.revision)
-            ) as changes:
-                async for change in changes:
-                    if change.item is None:
-                        break
 
     async def _lead(self) -> bool:
         """Decide until the job is closed (True) or somebody else published a world (False)."""

@@ -96,6 +96,13 @@ class Store(Protocol):
         """
         ...
 
+    def follow(self, key: str) -> AsyncGenerator[Item | None, None]:
+        """A key as it is now, None if it is absent, and as every change leaves it.
+
+        What `get` and `watch` of the key would tell, in one question. Close it to stop.
+        """
+        ...
+
     async def keep_alive(self) -> bool:
         """Renew this connection's lease; False if it has ended.
 

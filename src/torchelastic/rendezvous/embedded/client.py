@@ -9,6 +9,7 @@ but the delay, until the store is out of reach for good: then everything raises 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
@@ -54,10 +55,12 @@ class _Request:
 
 
 class _Feed:
-    """What one `watch` is to tell next."""
+    """What one `watch` is to tell next, or one `follow`, which begins with what is there now."""
 
-    def __init__(self, prefix: str, after: int) -> None:
+    def __init__(self, prefix: str, after: int | None, *, one_key: bool = False) -> None:
         self.prefix = prefix
+        self._one_key = one_key
+        #: The revision of the last change that was told; None: not even what was there at first.
         self.seen = after
         #: Whether the server has told what was before now; news is out of order until then.
         self.live = False
@@ -68,10 +71,17 @@ class _Feed:
     def take(self, rows: list[Row]) -> None:
         for row in rows:
             # After a lost connection the server may tell again what was on its way.
-            if row.modified > self.seen:
+            is_news = self.seen is None or row.modified > self.seen
+            if is_news and (row.key == self.prefix or not self._one_key):
                 self.seen = row.modified
                 self._rows.append(row)
                 self._news.set()
+
+    def begin(self, revision: int) -> None:
+        """What was before now has been told; what follows is later than `revision`."""
+        self.live = True
+        if self.seen is None:
+            self.take([Row(self.prefix, None, 0, revision)])  # it is absent
 
     def lose(self, sentence: str) -> None:
         self._lost = sentence
@@ -89,9 +99,7 @@ class _Feed:
 class EmbeddedStore:
     """The `Store` protocol over the embedded server. Made by `connect`."""
 
-    def __init__(
-        self, place: Endpoint, *, clock: Clock, reconnect_timeout: float | None
-    ) -> None:
+    def __init__(self, place: Endpoint, *, clock: Clock, reconnect_timeout: float | None) -> None:
         #: Where the host is; until it is found, where it is looked for first.
         self.place = place
         self._clock = clock
@@ -211,13 +219,22 @@ class EmbeddedStore:
         )
 
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Change, None]:
+        async with contextlib.aclosing(self._rows_of(_Feed(prefix, after))) as rows:
+            async for row in rows:
+                yield _change(row)
+
+    async def follow(self, key: str) -> AsyncGenerator[Item | None, None]:
+        async with contextlib.aclosing(self._rows_of(_Feed(key, None, one_key=True))) as rows:
+            async for row in rows:
+                yield _change(row).item
+
+    async def _rows_of(self, feed: _Feed) -> AsyncGenerator[Row, None]:
         self._check()
-        feed = _Feed(prefix, after)
         self._feeds.append(feed)
         self._subscribe(feed)
         try:
             while True:
-                yield _change(await feed.next())
+                yield await feed.next()
         finally:
             self._drop(feed)
 
@@ -355,7 +372,7 @@ class EmbeddedStore:
         if isinstance(message, wire.Rows) and (feed := self._catching_up.get(message.id)):
             feed.take(message.rows)
             if last:
-                feed.live = True
+                feed.begin(message.revision)
                 del self._catching_up[message.id]
         elif request := self._requests.get(message.id):
             if isinstance(message, wire.Rows):

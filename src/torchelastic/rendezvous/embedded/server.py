@@ -252,7 +252,10 @@ class EmbeddedServer:
             peer.link.send(wire.Rows(id, self._table.revision, portion, last))
 
     def _watch(self, peer: _Peer, watch: wire.Watch) -> None:
-        rows = self._table.since(watch.prefix, watch.after)
+        if watch.after is None:
+            rows: list[Row] | None = self._table.get(watch.prefix)
+        else:
+            rows = self._table.since(watch.prefix, watch.after)
         if rows is None:
             peer.refuse("This agent was away for too long to be told what it has missed.")
             return

@@ -115,12 +115,15 @@ class Put(Message):
 
 @dataclass(frozen=True, slots=True)
 class Watch(Message):
-    """Asks for the changes under a prefix after a revision: as `rows` first, then as `changed`."""
+    """Asks for the changes under a prefix after a revision: as `rows` first, then as `changed`.
+
+    Without a revision the rows are what is there now.
+    """
 
     kind = "watch"
     id: int
     prefix: str
-    after: int
+    after: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from torchelastic.rendezvous.etcd.messages import JobKeys
 from torchelastic.rendezvous.etcd.tls import client_context
 from torchelastic.rendezvous.etcd_settings import EtcdSettings
 from torchelastic.rendezvous.lease import HeldLease
-from torchelastic.rendezvous.store import Change, Json, Listing
+from torchelastic.rendezvous.store import Change, Item, Json, Listing
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +152,14 @@ class EtcdStore:
                             break
             except TROUBLE as error:
                 await patience.wait(error)
+
+    async def follow(self, key: str) -> AsyncGenerator[Item | None, None]:
+        listing = await self.get(key)
+        yield listing.items.get(key)
+        async with contextlib.aclosing(self.watch(key, after=listing.revision)) as changes:
+            async for change in changes:
+                if change.key == key:
+                    yield change.item
 
     async def keep_alive(self) -> bool:
         self._check()
