@@ -399,17 +399,21 @@ def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, in
     """
     match = re.fullmatch(r"(?:\[([^\],]+)\]|([^:,\s]+))(?::(\d{1,5}))?", text.strip())
     if not match or int(match[3] or 0) > 65535:
-        raise ConfigError(f"'{text}' is no endpoint: write HOST[:PORT] as in node1:29400.")
+        raise ConfigError(
+            f"'{text}' is no endpoint: write HOST[:PORT] as in node1:29400, an IPv6 address in "
+            "brackets as in [fd00::1]:29400."
+        )
     return match[1] or match[2], int(match[3]) if match[3] else default_port
 
 
 def parse_endpoints(text: str, default_port: int = DEFAULT_PORT) -> tuple[tuple[str, int], ...]:
-    """One endpoint or several with commas, each as `parse_endpoint` has it.
+    """One endpoint or several with commas, each as `parse_endpoint` has it, and each once.
 
     >>> parse_endpoints("node1:80,[::1]")
     (('node1', 80), ('::1', 29400))
     """
-    return tuple(parse_endpoint(part, default_port) for part in text.split(","))
+    # Each once: a majority of them is counted when a job begins.
+    return tuple(dict.fromkeys(parse_endpoint(part, default_port) for part in text.split(",")))
 
 
 def format_endpoint(host: str, port: int) -> str:

@@ -15,6 +15,7 @@ from torchelastic.config import (
     default_run_id,
     format_endpoint,
     parse_endpoint,
+    parse_endpoints,
     parse_nnodes,
     parse_shape,
     parse_truth,
@@ -199,6 +200,36 @@ def test_endpoints_are_read(text, endpoint):
 def test_bad_endpoints_are_refused(text):
     with pytest.raises(ConfigError, match="no endpoint"):
         parse_endpoint(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "endpoints"),
+    [
+        ("node1", (("node1", 29400),)),
+        ("node1,node2:80", (("node1", 29400), ("node2", 80))),
+        ("node1:80, node2:80", (("node1", 80), ("node2", 80))),
+        (
+            "[fd00::1],[fd00::2]:80,10.0.0.1",
+            (("fd00::1", 29400), ("fd00::2", 80), ("10.0.0.1", 29400)),
+        ),
+        ("node1,node2,node1:29400", (("node1", 29400), ("node2", 29400))),
+    ],
+)
+def test_lists_of_endpoints_are_read(text, endpoints):
+    assert parse_endpoints(text) == endpoints
+    spelled = ",".join(format_endpoint(*endpoint) for endpoint in endpoints)
+    assert parse_endpoints(spelled) == endpoints
+
+
+@pytest.mark.parametrize("text", ["", ",", "node1,", ",node1", "node1,,node2", "a,b:c"])
+def test_bad_lists_of_endpoints_are_refused(text):
+    with pytest.raises(ConfigError, match="no endpoint"):
+        parse_endpoints(text)
+
+
+def test_an_ipv6_address_needs_brackets():
+    with pytest.raises(ConfigError, match=r"in brackets as in \[fd00::1\]:29400"):
+        parse_endpoint("fd00::1")
 
 
 def test_truth():
