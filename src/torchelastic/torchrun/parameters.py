@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchelastic.config import ETCD_BACKENDS, LaunchConfig
+from torchelastic.config import ETCD_BACKENDS, LaunchConfig, parse_truth
 from torchelastic.errors import ConfigError
 from torchelastic.rendezvous.parameters import check_backend, fields_from_conf
 
@@ -14,6 +14,7 @@ _BACKEND_KEY = "backend"
 _SCHEME = "://"
 #: Restarts are torchrun's to count.
 _NO_LIMIT = 1 << 31
+_QUORUMS = ("majority", "none")
 #: What torchrun has for a job without an id.
 _NO_ID = "none"
 
@@ -50,7 +51,26 @@ def launch_config(
         local_addr=local_addr,
         max_restarts=_NO_LIMIT,
         **fields_from_conf(conf),
+        **_flags_of_ours(conf),
     )
+
+
+def _flags_of_ours(conf: Mapping[str, Any]) -> dict[str, Any]:
+    """What torchrun has no flags for.
+
+    >>> _flags_of_ours({"quorum": "none", "two_node_takeover": 1})
+    {'quorum': 'none', 'two_node_takeover': True}
+    """
+    fields: dict[str, Any] = {}
+    if "quorum" in conf:
+        if conf["quorum"] not in _QUORUMS:
+            raise ConfigError(
+                f"Rendezvous key quorum: '{conf['quorum']}' is none: write majority or none."
+            )
+        fields["quorum"] = conf["quorum"]
+    if "two_node_takeover" in conf:
+        fields["two_node_takeover"] = parse_truth(str(conf["two_node_takeover"]))
+    return fields
 
 
 def _where(endpoint: str, backend: str) -> tuple[str, str]:

@@ -18,7 +18,9 @@ def made(endpoint="node1", run_id="job", nodes=(1, 2), **conf):
         ("tcp://node1:1234", {}, "c10d", "node1:1234"),
         ("e1:23790", {"backend": "etcd"}, "etcd", "e1:23790"),
         ("etcd://e1", {}, "etcd", "e1:2379"),
+        ("etcd://e1,e2:1234", {}, "etcd", "e1:2379,e2:1234"),
         ("etcd-v3://e1", {"backend": "etcd-v3"}, "etcd-v3", "e1:2379"),
+        ("node1,node2:1234", {}, "c10d", "node1:29400,node2:1234"),
     ],
 )
 def test_the_endpoint_or_a_key_says_where_the_nodes_meet(endpoint, conf, backend, where):
@@ -34,6 +36,13 @@ def test_keys_mean_what_they_mean_to_torchrun():
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (1, 2, 1)
 
 
+def test_keys_stand_for_flags_that_torchrun_has_not():
+    config = made(quorum="none", two_node_takeover="1", secret_file="/secret")
+
+    assert (config.quorum, config.two_node_takeover) == ("none", True)
+    assert config.rdzv_secret_file == "/secret"
+
+
 def test_our_budget_is_not_what_ends_a_job():
     assert made().max_restarts > 1_000_000
 
@@ -45,6 +54,8 @@ def test_our_budget_is_not_what_ends_a_job():
         ({"endpoint": "zookeeper://z"}, "'zookeeper' is not available"),
         ({"endpoint": "etcd://e1", "run_id": "none"}, "--rdzv-id"),
         ({"endpoint": ""}, "--rdzv-endpoint"),
+        ({"quorum": "some"}, "write majority or none"),
+        ({"two_node_takeover": "maybe"}, "neither yes nor no"),
         ({"last_call_timeout": "soon"}, "'soon' is no time"),
     ],
 )
