@@ -269,7 +269,7 @@ class Seat:
             # In a thread: the name service may take its time.
             if not await asyncio.to_thread(is_own_endpoint, place.host, is_host=self._is_host):
                 continue
-            if self._reception.port != place.port:
+            if not self._reception.port or self._reception.port != place.port:
                 sockets = bind_endpoint(place.host, place.port, is_host=True)
                 if sockets is None:
                     continue
