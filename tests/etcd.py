@@ -70,6 +70,8 @@ class Etcd:
         #: Of all members, where it is one of several.
         self.cluster = f"default={self.peers_url}"
         self.name = "default"
+        #: Where it listens.
+        self.hosts = ["127.0.0.1"]
         self._program = program
         self._flags = flags
         #: What its clients are to have, if it serves with TLS.
@@ -95,9 +97,11 @@ class Etcd:
 
     def begin(self) -> None:
         """Start it; a member of a cluster answers when enough of the others are there."""
-        url = f"{'https' if self._tls else 'http'}://{self.endpoint}"
+        scheme = "https" if self._tls else "http"
+        urls = ",".join(f"{scheme}://{host}:{self.port}" for host in self.hosts)
         command = [self._program, f"--name={self.name}", f"--data-dir={self.directory}/data"]
-        command += [f"--listen-client-urls={url}", f"--advertise-client-urls={url}"]
+        # Nobody is to follow what it advertises.
+        command += [f"--listen-client-urls={urls}", "--advertise-client-urls=http://nowhere:1"]
         command += [f"--listen-peer-urls={self.peers_url}"]
         command += [f"--initial-advertise-peer-urls={self.peers_url}"]
         self.run([*command, f"--initial-cluster={self.cluster}", *self._flags])
@@ -159,11 +163,15 @@ class Etcd:
 
 @contextlib.contextmanager
 def running(
-    *flags: str, program: str | None = None, tls: ssl.SSLContext | None = None
+    *flags: str,
+    program: str | None = None,
+    tls: ssl.SSLContext | None = None,
+    also_at: Sequence[str] = (),
 ) -> Iterator[Etcd]:
     program = program or any_etcd()
     with tempfile.TemporaryDirectory(prefix="etcd-") as directory:
         etcd = Etcd(Path(directory), program, *flags, tls=tls)
+        etcd.hosts += also_at
         try:
             etcd.start()
             yield etcd

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import socket
 
 import pytest
 
@@ -37,6 +38,13 @@ async def connected(port, run_id, **options):
 
 async def next_of(changes):
     return await within(PATIENCE, changes.__anext__())
+
+
+def has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
+        return True
+    return False
 
 
 async def ask(etcd: Etcd, path: str, request: dict) -> dict:
@@ -266,6 +274,19 @@ def test_a_watch_goes_on_after_what_it_asked_for_was_compacted_away(etcd, run_id
             await changes.aclose()
 
     run(story())
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback address")
+def test_an_address_of_ipv6(run_id):
+    async def story(etcd):
+        clock = SystemClock()
+        store = await open_store(f"[::1]:{etcd.port}", run_id, {}, timeout=9.0, clock=clock)
+        await store.put("a", {})
+        assert store.local_addr == "::1"
+        await close_store(store)
+
+    with running(*FAST, also_at=["[::1]"]) as etcd:
+        asyncio.run(story(etcd))
 
 
 # --- what else may be at the endpoint ------------------------------------------------------------

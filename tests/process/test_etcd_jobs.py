@@ -63,6 +63,20 @@ def test_a_killed_node_is_replaced(some_etcd, run_id, tmp_path):
 
 
 @pytest.mark.slow
+def test_the_death_of_the_leader_is_noticed_long_before_its_lease_ends(some_etcd, run_id, tmp_path):
+    with job(tmp_path, flags(some_etcd.endpoint, run_id, "--nnodes=1:2 --settle=5")) as it:
+        leader, other = it.start(), it.start()
+        it.world(0, 2)
+        assert leader.events("became-leader")
+        killed = time.monotonic()
+        leader.kill()
+        it.world(1, 1)
+        assert other.events("world-formed")[-1]["mono"] - killed < 5.0
+        it.order("finish")
+        assert other.wait() == 0, it.said()
+
+
+@pytest.mark.slow
 def test_a_job_whose_nodes_were_all_killed_goes_on_when_they_come_back(some_etcd, run_id, tmp_path):
     with job(tmp_path, flags(some_etcd.endpoint, run_id, "--nnodes=1:2")) as it:
         it.start()
@@ -114,14 +128,15 @@ def test_a_job_outlives_the_leader_of_its_etcd(run_id, tmp_path):
 
 @pytest.mark.slow
 def test_a_leader_that_was_stopped_changes_nothing_when_it_wakes(some_etcd, run_id, tmp_path):
-    more = "--nnodes=1:2 --lease=1 --rdzv-conf=etcd_outage=1"
-    with job(tmp_path, flags(some_etcd.endpoint, run_id, more)) as it:
-        leader = it.start("--settle=5")
-        other = it.start("--settle=5")
+    with job(tmp_path, flags(some_etcd.endpoint, run_id, "--nnodes=1:2 --settle=5")) as it:
+        leader, other = it.start(), it.start()
         it.world(0, 2)
-        poll_for(lambda: leader.events("leader"), what="the first node leads")
+        assert leader.events("became-leader")
+        stopped = time.monotonic()
         os.kill(leader.agent_pid, signal.SIGSTOP)
         it.world(1, 1)
+        # After --lease, not when its lease at etcd would end.
+        assert other.events("world-formed")[-1]["mono"] - stopped < 10.0
         formed_before = generations(leader)
         os.kill(leader.agent_pid, signal.SIGCONT)
         # It finds that it was given up, stops its workers, and comes as a newcomer.

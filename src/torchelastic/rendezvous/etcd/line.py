@@ -82,6 +82,8 @@ class Line:
         self._token = ""
         #: The server that is asked, by its place among the addresses.
         self._turn = 0
+        #: The one that answered last.
+        self._good: Address | None = None
         self._idle: list[HttpConnection] = []
         self._streams: set[HttpConnection] = set()
 
@@ -120,7 +122,7 @@ class Line:
             self.check()
             address = self.address
             try:
-                return await self._unless_lost(self._exchange(address, path, body), ATTEMPT)
+                answer = await self._unless_lost(self._exchange(address, path, body), ATTEMPT)
             except TROUBLE as error:
                 if patience.is_first and isinstance(error, ssl.SSLError):
                     self._not_trusted(address, error)
@@ -128,6 +130,9 @@ class Line:
                 await patience.wait(error)
             except WireError as error:
                 self._not_understood(address, error)
+            else:
+                self._note(address)
+                return answer
 
     async def once(self, path: str, request: Json) -> Json:
         """The answer to a request that is made once only, even when etcd is lost."""
@@ -230,10 +235,16 @@ class Line:
         if len(self.addresses) == 1 or address is not self.address:
             return
         self._turn = (self._turn + 1) % len(self.addresses)
-        log.info("etcd at %s: %s; asking %s now", address, _words(trouble), self.address)
+        log.debug("etcd at %s: %s; asking %s now", address, _words(trouble), self.address)
         self._drop_idle()
         for connection in self._streams:
             connection.abort()
+
+    def _note(self, address: Address) -> None:
+        """Say which server it is now; while one is sought, nobody wants to read of each attempt."""
+        if self._good is not None and self._good is not address:
+            log.info("etcd is asked at %s now; %s did not answer", address, self._good)
+        self._good = address
 
     def _take(self) -> HttpConnection | None:
         while self._idle:
