@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.mark.parametrize("how", ["drop", pytest.param("reset", marks=pytest.mark.slow)])
 def test_a_node_that_is_cut_off_is_taken_out_and_comes_back(tmp_path, how):
-    flags = "--nnodes=1:3 --lease=1"
+    flags = "--nnodes=1:3 --lease=2"
     with Network(3) as network, network_job(tmp_path / "job", network, flags, **ENDLESS) as made:
         nodes = made.start_all(network.hosts)
         together = made.wait_steps(size=3)

@@ -17,8 +17,8 @@ from tests.process.network_jobs import (
 )
 
 #: Of one node at least: it is the quorum that keeps a minority from going on, not the size.
-FLAGS = "--nnodes=1:3 --lease=1"
-LEASE = 1.0
+FLAGS = "--nnodes=1:3 --lease=2"
+LEASE = 2.0
 ENDLESS = {"script": RESIDENT, "steps": 1_000_000, "slow": 0.05}
 
 #: Several nodes import torch at the same time, on however few cores.
@@ -102,7 +102,7 @@ def test_who_comes_later_finds_the_next_host(tmp_path, how, endpoint):
 
 @pytest.mark.slow
 def test_one_host_after_the_other_is_lost(tmp_path):
-    with training(tmp_path, 3, "--nnodes=1:3 --lease=1 --two-node-takeover") as (network, made):
+    with training(tmp_path, 3, "--nnodes=1:3 --lease=2 --two-node-takeover") as (network, made):
         before = newest(made)
         network.hosts[0].kill()
         apart = made.wait_steps(size=2, after=before)
@@ -120,7 +120,7 @@ def stopped_saying_why(node: HostNode) -> bool:
 @pytest.mark.parametrize("how", ["drop", "reset"])
 def test_two_halves_of_four_both_wait(tmp_path, how):
     """Neither has more than half; whichever has the host."""
-    with training(tmp_path, 4, "--nnodes=1:4 --lease=1") as (network, made):
+    with training(tmp_path, 4, "--nnodes=1:4 --lease=2") as (network, made):
         before = newest(made)
         made.start_on(network.hosts[3])
         together = made.wait_steps(size=4, after=before)
@@ -135,7 +135,7 @@ def test_two_halves_of_four_both_wait(tmp_path, how):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["drop", "reset"])
 def test_of_two_nodes_the_hosts_side_goes_on(tmp_path, how):
-    with training(tmp_path, 2, "--nnodes=1:2 --lease=1") as (network, made):
+    with training(tmp_path, 2, "--nnodes=1:2 --lease=2") as (network, made):
         before = newest(made)
         pid = made.steps(generation=before, rank=0)[0]["pid"]
         network.cut(network.hosts[:1], network.hosts[1:], how=how)
@@ -147,7 +147,7 @@ def test_of_two_nodes_the_hosts_side_goes_on(tmp_path, how):
 
 @pytest.mark.slow
 def test_the_other_of_two_nodes_waits_for_the_host(tmp_path):
-    with training(tmp_path, 2, "--nnodes=1:2 --lease=1") as (network, made):
+    with training(tmp_path, 2, "--nnodes=1:2 --lease=2") as (network, made):
         before = newest(made)
         network.hosts[0].kill()
         made.wait_for(lambda: stopped_saying_why(made.nodes[1]), "it stops")
