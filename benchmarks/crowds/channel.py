@@ -12,6 +12,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 GO, MARK, COUNT = "go", "mark", "count"
+#: Seconds of silence after which a node counts as failed. Long: two cores stand for a thousand
+#: machines, each of which would have had the time to say that it lives.
+LEASE = 30
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, cast
 
 from benchmarks.crowds import traffic
-from benchmarks.crowds.channel import COUNT, GO, MARK, Share, tell
+from benchmarks.crowds.channel import COUNT, GO, LEASE, MARK, Share, tell
 from torchelastic.agent.presence import Presence
 from torchelastic.clock import SystemClock
 from torchelastic.config import LaunchConfig
@@ -157,6 +157,7 @@ def _config(share: Share) -> LaunchConfig:
         rdzv_endpoint=share.endpoint,
         rdzv_configs=hosting,
         local_addr="127.0.0.1",
+        lease=LEASE,
     )
 
 

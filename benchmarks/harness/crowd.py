@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from benchmarks.crowds.channel import COUNT, GO, MARK, Share
+from benchmarks.crowds.channel import COUNT, GO, LEASE, MARK, Share
 from benchmarks.harness.etcd import EtcdServer
 from benchmarks.harness.processes import cpu_seconds
 from benchmarks.harness.scenarios import Repetition, quiet_seconds
@@ -81,20 +81,23 @@ EMBEDDED = System(
     "embedded",
     "benchmarks.crowds.ours",
     "c10d",
-    "torchelastic, embedded store: agents are tasks, the first of them hosts the store",
+    f"torchelastic, embedded store, leases of {LEASE} s: agents are tasks, the first of them hosts "
+    "the store",
 )
 ETCD = System(
     "etcd",
     "benchmarks.crowds.ours",
     "etcd",
-    "torchelastic at one real etcd, stock settings but for its data, which lie in memory",
+    f"torchelastic at one real etcd, leases of {LEASE} s; etcd's settings are its own but for its "
+    "data, which lie in memory",
 )
 TORCHRUN = System(
     "torchrun",
     "benchmarks.crowds.torchrun",
     "c10d",
     "torchrun's dynamic rendezvous over c10d: agents are threads, the first of them hosts the "
-    "TCPStore; `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, time-outs too long to play a part",
+    "TCPStore; `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, time-outs too long to play a part, a "
+    f"keep-alive every {LEASE} s",
     {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
 )
 SYSTEMS = (EMBEDDED, ETCD, TORCHRUN)
