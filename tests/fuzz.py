@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from torchelastic.rendezvous.embedded import wire
+from torchelastic.rendezvous.embedded.ballots import Canvass, Reign
+from torchelastic.rendezvous.embedded.ring import Beat, Parting
 from torchelastic.rendezvous.secret import new_nonce
+
+T = TypeVar("T")
 
 TOKEN = "f" * 32
 
@@ -62,26 +66,38 @@ def requests() -> list[wire.Message]:
     ]
 
 
+def between_agents() -> list[wire.Message]:
+    """What agents say to each other about the host of the store and about themselves. A node with
+    the secret is believed: only broken ones may be sent to a job that is to go on."""
+    return [Beat("fuzz"), Parting(), Canvass(0, "fuzz", 0, False), Reign(0, "fuzz", [])]
+
+
 class Fuzzer:
     """Makes bad messages out of good ones; the same ones from the same seed."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._bends: tuple[Callable[[wire.Message], bytes], ...] = (
-            self._flipped,
+        breaks: tuple[Callable[[wire.Message], bytes], ...] = (
             self._cut,
             self._with_wrong_length,
-            self._with_odd_field,
             self._without_field,
             self._nested,
-            self._twice,
             self._noise,
-            wire.pack,
         )
+        bends = (self._flipped, self._with_odd_field, self._twice, wire.pack)
+        self._breaks = breaks
+        self._bends = (*breaks, *bends)
 
-    def message(self, messages: list[wire.Message]) -> bytes:
+    def message(self, messages: Sequence[wire.Message]) -> bytes:
         """One of these, bent in one way or another, or left as it is."""
         return self._random.choice(self._bends)(self._random.choice(messages))
+
+    def broken(self, messages: Sequence[wire.Message]) -> bytes:
+        """One of these, so that it is one no more."""
+        return self._random.choice(self._breaks)(self._random.choice(messages))
+
+    def choice(self, items: Sequence[T]) -> T:
+        return self._random.choice(items)
 
     def pieces(self, data: bytes) -> Iterator[bytes]:
         """The same bytes as a network may deliver them."""

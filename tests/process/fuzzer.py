@@ -12,9 +12,11 @@ import struct
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from tests.fuzz import Fuzzer, greetings, requests
+from tests.fuzz import Fuzzer, between_agents, greetings, requests
 from torchelastic.rendezvous.embedded import wire
 from torchelastic.rendezvous.secret import Secret, new_nonce
 
@@ -32,7 +34,8 @@ class Attacker:
         self._fuzzer = Fuzzer(seed)
         self._greetings = greetings(job)
         self._requests = requests()
-        self._hello = wire.Hello(wire.PROTOCOL, wire.VERSION, job, None)
+        self._between_agents = between_agents()
+        self._job = job
         self._idle: deque[socket.socket] = deque()
         self.sent = 0
         self.admitted = 0
@@ -40,13 +43,19 @@ class Attacker:
     def attack(self, limit: int) -> None:
         """One connection, with `limit` messages at most."""
         member = self._fuzzer.chance(0.5)
+        purpose = self._fuzzer.choice((wire.STORE, wire.STORE, wire.RING, wire.SUCCESSION))
         connection = socket.create_connection(("127.0.0.1", self._port), PATIENCE)
         # A reset instead of an end; an end would also keep the local port for a minute.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         with contextlib.suppress(ConnectionError, EOFError):
-            if member:
-                self._be_admitted(connection)
-            self._say(connection, self._requests if member else self._greetings, limit)
+            if not member:
+                self._say(connection, partial(self._fuzzer.message, self._greetings), limit)
+            elif not self._be_admitted(connection, purpose):
+                self.sent += 1
+            elif purpose == wire.STORE:
+                self._say(connection, partial(self._fuzzer.message, self._requests), limit)
+            else:
+                self._say(connection, partial(self._fuzzer.broken, self._between_agents), limit)
         if self._fuzzer.chance(0.1):
             self._idle.append(connection)
             connection = self._idle.popleft() if len(self._idle) > IDLE else connection
@@ -57,17 +66,20 @@ class Attacker:
         for connection in self._idle:
             connection.close()
 
-    def _say(self, connection: socket.socket, messages: list[wire.Message], limit: int) -> None:
+    def _say(self, connection: socket.socket, make: Callable[[], bytes], limit: int) -> None:
         for _ in range(limit):
             self.sent += 1
-            for piece in self._fuzzer.pieces(self._fuzzer.message(messages)):
+            for piece in self._fuzzer.pieces(make()):
                 connection.sendall(piece)
             if self._fuzzer.chance(0.3):
                 return
 
-    def _be_admitted(self, connection: socket.socket) -> None:
+    def _be_admitted(self, connection: socket.socket, purpose: str) -> bool:
+        """Greet as a node does; whether this is served here."""
         nonce = new_nonce() if self._secret is not None else ""
-        hello = wire.pack(wire.Hello(*_fields(self._hello), nonce=nonce))
+        hello = wire.pack(
+            wire.Hello(wire.PROTOCOL, wire.VERSION, self._job, None, purpose, 0, nonce)
+        )
         connection.sendall(hello)
         answer = _receive(connection)
         if self._secret is not None:
@@ -75,12 +87,9 @@ class Attacker:
             proof = self._secret.proof("client", wire.payload_of(hello), answer.nonce)
             connection.sendall(wire.pack(wire.Proof(proof)))
             answer = _receive(connection)
-        assert isinstance(answer, wire.Welcome), answer
-        self.admitted += 1
-
-
-def _fields(hello: wire.Hello) -> tuple[str, int, str, str | None]:
-    return hello.protocol, hello.version, hello.job, hello.lease
+        served = isinstance(answer, wire.Welcome)
+        self.admitted += served
+        return served
 
 
 def _receive(connection: socket.socket) -> wire.Message:

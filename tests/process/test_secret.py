@@ -9,6 +9,7 @@ from textwrap import dedent
 
 import pytest
 
+from tests.certificates import Authority
 from tests.process.bench import bench, fake_torch
 from tests.process.jobs import Job, Node, job
 from torchelastic.config import Entry
@@ -105,7 +106,7 @@ def written_by(made: Job) -> bytes:
     return b"".join(path.read_bytes() for path in files)
 
 
-@pytest.mark.parametrize("way", ["file", "variable"])
+@pytest.mark.parametrize("way", [pytest.param("file", marks=pytest.mark.slow), "variable"])
 def test_nodes_with_the_secret_meet_and_show_it_to_nobody(tmp_path, monkeypatch, secret_file, way):
     if way == "variable":
         monkeypatch.setenv("TORCHELASTIC_SECRET", KEY)
@@ -128,7 +129,10 @@ def test_nodes_with_the_secret_meet_and_show_it_to_nobody(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize(
     ("theirs", "sentence"),
-    [("another secret than theirs", "different secrets"), (None, "and this node none")],
+    [
+        ("another secret than theirs", "different secrets"),
+        pytest.param(None, "and this node none", marks=pytest.mark.slow),
+    ],
 )
 def test_a_node_without_the_secret_is_told_so_and_the_job_goes_on(
     tmp_path, secret_file, theirs, sentence
@@ -149,6 +153,25 @@ def test_a_node_without_the_secret_is_told_so_and_the_job_goes_on(
         made.order("finish")
         assert node.wait() == 0, made.said()
         assert b"another secret" not in written_by(made)
+
+
+def test_nodes_with_certificates_of_one_authority_and_the_secret_meet(tmp_path, secret_file):
+    authority, other = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
+    flags = f"--nnodes=2 --nproc-per-node=1 --rdzv-secret-file={secret_file}"
+    with job(tmp_path / "job", flags) as made:
+        nodes = [made.start(tls_flags(authority, authority, "node0"))]
+        stranger = made.start(tls_flags(other, authority, "stranger"))
+        assert stranger.wait() == EXIT_USAGE
+        assert "does not come about" in stranger.stderr
+        nodes.append(made.start(tls_flags(authority, authority, "node1")))
+        made.world(0, 2)
+        made.order("finish")
+        assert [node.wait() for node in nodes] == [0, 0], made.said()
+
+
+def tls_flags(signed_by: Authority, trusted: Authority, name: str) -> str:
+    issued = signed_by.issue(name)
+    return f"--rdzv-tls-cert={issued.cert} --rdzv-tls-key={issued.key} --rdzv-tls-ca={trusted.cert}"
 
 
 @pytest.mark.parametrize(("content", "sentence"), [(None, "cannot be read"), ("short", "16 to")])

@@ -65,11 +65,17 @@ class Link(asyncio.Protocol):
         self._unpacker.limit = FRAME_LIMIT
 
     def deliver_to(self, handler: Callable[[bytes], None]) -> None:
-        """Hand every frame to `handler`, beginning with those already here."""
+        """Hand every frame to `handler`, beginning with those already here.
+
+        A `WireError` that it raises ends the connection.
+        """
         self._handler = handler
         self._resume()
-        while self._early and not self.is_closing:
-            handler(self._early.popleft())
+        try:
+            while self._early and not self.is_closing:
+                handler(self._early.popleft())
+        except WireError as error:
+            self.abort(error)
 
     def keep_frames(self) -> None:
         """Hand frames to nobody until somebody wants them.
