@@ -134,6 +134,22 @@ class StoreContract:
 
         run(story())
 
+    def test_what_is_set_beside_a_key_is_under_its_lease(self, backend):
+        async def story():
+            async with backend() as connect:
+                store = await connect()
+                await store.open_lease(60.0)
+                both = {"member/a": {"n": 1}}
+                assert await store.compare_and_set(
+                    "name/a", {}, expected=0, leased=True, beside=both
+                )
+                await store.put("member/a", {"n": 2}, leased=True)
+                assert (await store.get("member/")).items["member/a"].value == {"n": 2}
+                await store.open_lease(60.0)
+                assert (await store.get("")).items == {}
+
+        run(story())
+
     def test_of_many_that_set_at_once_one_wins(self, backend):
         async def story():
             async with backend() as connect:

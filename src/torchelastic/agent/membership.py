@@ -21,6 +21,8 @@ class Membership:
 
     def __init__(self, member: Member) -> None:
         self._member = member
+        #: The record as the store has it, if it has one.
+        self._said: Member | None = None
         self._changed = asyncio.Event()
         self._settled = asyncio.Event()
         self._settled.set()
@@ -28,6 +30,30 @@ class Membership:
     @property
     def member(self) -> Member:
         return self._member
+
+    async def enlist(self, store: Store, host: str) -> None:
+        """Claim a name under a new lease, and put the record with it.
+
+        The name is for people: the host's, with a number where another agent of the job has it.
+        """
+        for number in _numbers():
+            named = replace(self._member, name=host if number == 1 else f"{host}-{number}")
+            won = await store.compare_and_set(
+                NAME_PREFIX + named.name,
+                {"node": named.node},
+                expected=0,
+                leased=True,
+                beside={MEMBER_PREFIX + named.node: named.to_json()},
+            )
+            if won is not None:
+                self._said = named
+                self.update(name=named.name)
+                return
+
+    def unsaid(self) -> None:
+        """What the store has of the record is not known: it is to be put again."""
+        self._said = None
+        self.update()
 
     def update(self, **changes: Any) -> None:
         """Change the record; it is put by `run`."""
@@ -42,7 +68,9 @@ class Membership:
             while True:
                 await self._changed.wait()
                 self._changed.clear()
-                await store.put(key, self._member.to_json(), leased=True)
+                if (member := self._member) != self._said:
+                    await store.put(key, member.to_json(), leased=True)
+                    self._said = member
                 if not self._changed.is_set():
                     self._settled.set()
         finally:
@@ -51,18 +79,6 @@ class Membership:
     async def flush(self) -> None:
         """Wait until all that was said has been put, or nothing can be put any more."""
         await self._settled.wait()
-
-
-async def claim_name(store: Store, host: str, node: str) -> str:
-    """A name for people: the host's, with a number where another agent of the job has it."""
-    for number in _numbers():
-        name = host if number == 1 else f"{host}-{number}"
-        won = await store.compare_and_set(
-            NAME_PREFIX + name, {"node": node}, expected=0, leased=True
-        )
-        if won is not None:
-            return name
-    raise AssertionError("there is always another number")
 
 
 def _numbers() -> Iterator[int]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from torchelastic.agent.meeting import Meeting, meet
-from torchelastic.agent.membership import NAME_PREFIX, Membership, claim_name
+from torchelastic.agent.membership import NAME_PREFIX, Membership
 from torchelastic.clock import Clock
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import LeaseExpired, RendezvousLost
@@ -113,18 +113,18 @@ class Presence:
     async def _enlist(self) -> None:
         """Open a lease and claim a name under it; again where the store took longer than the lease
         to answer, and at the next host where the host is lost."""
+        assert self._membership is not None
         while True:
             store = self.meeting.store
             try:
                 await store.open_lease(self._config.lease)
-                name = await claim_name(store, self._host, self._node)
+                await self._membership.enlist(store, self._host)
             except LeaseExpired as error:
                 logger.debug("the lease ended before it was of use: %s", error)
             except RendezvousLost:
                 if await self._regain():
                     break
             else:
-                self.update(name=name)
                 break
         self._be_member()
 
@@ -136,6 +136,8 @@ class Presence:
             kept[NAME_PREFIX + self.member.name] = {"node": self._node}
         limit = self._config.wait_for_nodes or None
         leased = await self.meeting.regain(kept, timeout=limit, say=self._observer.without_host)
+        assert self._membership is not None
+        self._membership.unsaid()
         self.update(addr=self.meeting.addr, peer=self.meeting.peer)
         return leased and bool(kept)
 

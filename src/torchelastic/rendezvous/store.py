@@ -80,9 +80,10 @@ class Store(Protocol):
     ) -> int | None:
         """Set a key whose last change was at revision `expected` (0: it is absent).
 
-        `beside` are other keys, set in the same change and without a lease: nobody sees one of them
-        new and another one old. `provided` names a key and the revision at which it came into
-        being, and is one more condition: nothing is set if that key is gone or was put anew.
+        `beside` are other keys, set in the same change and under the same lease, if any: nobody
+        sees one of them new and another one old. `provided` names a key and the revision at which
+        it came into being, and is one more condition: nothing is set if that key is gone or was
+        put anew.
 
         Returns the new revision of `key`, None if a condition does not hold. Raises as `put` does.
         """

@@ -93,11 +93,12 @@ def test_what_is_set_beside_a_key_is_set_with_it_or_not_at_all(expected, provide
     assert table.since("", 3) == rows
 
 
-def test_what_is_set_beside_a_key_is_under_no_lease():
-    table = with_lease("leader")
-    table.put("world", "{}", lease="L", beside={"part/0": "[]"})
+@pytest.mark.parametrize(("lease", "left"), [("L", []), (None, ["member/a", "name/a"])])
+def test_what_is_set_beside_a_key_is_under_its_lease(lease, left):
+    table = with_lease()
+    table.put("name/a", "{}", lease=lease, beside={"member/a": "{}"})
     table.end_lease("L")
-    assert [row.key for row in table.get("")] == ["part/0"]
+    assert [row.key for row in table.get("")] == left
 
 
 def test_a_request_with_several_keys_is_known_again_by_its_stamp():

@@ -199,7 +199,7 @@ class Table:
             return []
         if provided is not None and not self._is_since(*provided):
             return []
-        others = [self._set(other, value, None, "") for other, value in (beside or {}).items()]
+        others = [self._set(other, value, lease, "") for other, value in (beside or {}).items()]
         return [*others, self._set(key, text, lease, stamp)]
 
     def _modified(self, key: str) -> int:

@@ -336,7 +336,7 @@ class EtcdStore:
         stamp = f"{self._name}/{next(self._ids)}"
         # The key itself last: who watches finds the others there when it is told of this one.
         values = {**(beside or {}), key: value}
-        leases = {} if lease is None else {key: lease.id}
+        leases = {} if lease is None else dict.fromkeys(values, lease.id)
         try:
             won, answer, parts = await self._in_job(
                 [messages.if_modified(full, expected), *self._fence(provided)],
@@ -357,7 +357,7 @@ class EtcdStore:
             revision = messages.modified(rows[0]) if rows else 0
             # Ours, and the answer to the first attempt got lost.
             won = bool(rows) and messages.stamp_of(rows[0]) == stamp
-        self._revisions[key] = revision
+        self._revisions.update(dict.fromkeys(values if won else [key], revision))
         return won, revision
 
     def _fence(self, provided: tuple[str, int] | None) -> list[Json]:

@@ -1,0 +1,67 @@
+"""A node's record in a real store: its name, and what is put when."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from itertools import islice
+
+from tests.unit.rendezvous.embedded_support import connected, run, serving, soon
+from torchelastic.agent.membership import NEIGHBOURS, Membership, _numbers
+from torchelastic.rendezvous.world import Member
+
+
+def member(node: str) -> Member:
+    return Member(node=node, name="", addr="10.0.0.1", nproc=2)
+
+
+async def record(store, node: str) -> Member:
+    return Member.from_json((await store.get(f"member/{node}")).items[f"member/{node}"].value)
+
+
+def test_agents_of_one_host_are_told_apart_by_numbers():
+    async def story():
+        async with serving() as server:
+            names = []
+            async with contextlib.AsyncExitStack() as stack:
+                for node in "abc":
+                    store = await stack.enter_async_context(connected(server.port))
+                    await store.open_lease(60.0)
+                    membership = Membership(member(node))
+                    await membership.enlist(store, "host")
+                    names.append(membership.member.name)
+                    assert (await record(store, node)).name == names[-1]
+            assert names == ["host", "host-2", "host-3"]
+
+    run(story())
+
+
+def test_the_last_of_thousands_of_one_host_does_not_try_every_number():
+    tries = list(islice(_numbers(), NEIGHBOURS + 4))
+    assert tries[:NEIGHBOURS] == list(range(1, NEIGHBOURS + 1))
+    ends = [NEIGHBOURS**power for power in range(1, 6)]
+    for number, start, end in zip(tries[NEIGHBOURS:], ends[:-1], ends[1:], strict=True):
+        assert start < number <= end
+
+
+def test_a_record_is_put_when_it_differs_from_what_the_store_has():
+    async def story():
+        async with serving() as server, connected(server.port) as store:
+            await store.open_lease(60.0)
+            membership = Membership(member("a"))
+            await membership.enlist(store, "host")
+            running = asyncio.create_task(membership.run(store))
+            before = (await store.get("")).revision
+            membership.update(ready=False)
+            await membership.flush()
+            assert (await store.get("")).revision == before
+            membership.update(ready=True)
+            await membership.flush()
+            assert (await record(store, "a")).ready
+            membership.unsaid()
+            await membership.flush()
+            assert (await store.get("")).revision == before + 2
+            running.cancel()
+            await soon(running.done, "the record is put no more")
+
+    run(story())
