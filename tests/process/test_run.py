@@ -274,7 +274,7 @@ def test_a_stubborn_worker_is_killed_after_the_shutdown_timeout_on_restarts_too(
 
 
 def test_the_end_of_the_host_and_a_wrong_job_id_are_told_in_a_sentence(tmp_path):
-    with job(tmp_path, "--nnodes=1:2 --lease=1 --no-zygote") as it:
+    with job(tmp_path, "--nnodes=1:2 --lease=1 --wait-for-nodes=4 --no-zygote") as it:
         host, other = it.start(), it.start()
         it.world(0, 2)
         stranger = it.start("--rdzv-id=another")
@@ -283,7 +283,8 @@ def test_the_end_of_the_host_and_a_wrong_job_id_are_told_in_a_sentence(tmp_path)
         assert "Traceback" not in stranger.stderr
         host.kill()
         assert other.wait() == 171
-        assert "rendezvous" in other.stderr.splitlines()[-1]
+        assert "1 of 2 nodes are no majority" in other.stderr
+        assert "--two-node-takeover lets the other go on" in other.stderr.splitlines()[-1]
         assert not any(alive(line["pid"]) for line in it.lines(event="start"))
 
 

@@ -475,6 +475,8 @@ class Seat:
         table = self._new_table([ballot for ballot in returns.ballots.values() if ballot.granted])
         self.server = EmbeddedServer(self.job, clock=self._clock, table=table, term=term)
         self._reception.serve(wire.STORE, self._admit)
+        self._next_look = 0.0  # the endpoint may have come free with the last host
+        await self._look_for_own_place()
         store = await EmbeddedStore.connect(
             [self._own_place or self._at(format_endpoint(LOOPBACK, self._reception.port))],
             term=term,
