@@ -14,7 +14,7 @@ from torchelastic.rendezvous.interfaces import can_be_told, placed_addresses
 log = logging.getLogger(__name__)
 
 #: The kernel queues this many joiners until they are accepted; the limit is net.core.somaxconn.
-LISTEN_BACKLOG = 1024
+LISTEN_BACKLOG = 4096
 
 _LOOPBACK = ("127.0.0.1", "::1")
 #: Addresses for documentation: no machine has them.

@@ -214,10 +214,8 @@ class Seat:
         self._reception.serve(wire.SUCCESSION, self._converse)
         await self._look_for_own_place()
         if not self._reception.port:
-            sockets = await asyncio.to_thread(
-                listen_beside, self._places[0].host, self._places[0].port
-            )
-            await self._reception.listen(sockets)
+            first = self._places[0]
+            await self._reception.listen(listen_beside(first.host, first.port))
         if self._own_place is None:
             await self._wait_for_host(timeout)
         else:
@@ -266,8 +264,7 @@ class Seat:
             return
         self._next_look = self._clock.now() + LOOK_AGAIN
         for index, place in enumerate(self._places):
-            # In a thread: the name service may take its time.
-            if not await asyncio.to_thread(is_own_endpoint, place.host, is_host=self._is_host):
+            if not await self._is_own(place):
                 continue
             if not self._reception.port or self._reception.port != place.port:
                 sockets = bind_endpoint(place.host, place.port, is_host=True)
@@ -276,6 +273,12 @@ class Seat:
                 place = replace(place, port=await self._reception.listen(sockets))
             self._own_place = self._places[index] = place
             return
+
+    async def _is_own(self, place: Endpoint) -> bool:
+        if self._is_host is not None:
+            return self._is_host
+        # In a thread: the name service may take its time.
+        return await asyncio.to_thread(is_own_endpoint, place.host)
 
     async def _wait_for_host(self, timeout: float | None) -> None:
         """Of a node that has no say: wait until somebody hosts."""
