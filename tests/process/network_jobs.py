@@ -103,12 +103,13 @@ def network_job(
 
 
 def check_one_world_at_a_time(made: NetworkJob) -> None:
-    """Laws 1 and 2, from what the workers wrote: no step of a generation is made after a step of
-    a later one, and every step is made with the same result by all who make it.
+    """Laws 1 and 2, from what the workers wrote: no step is made that was entered after one of a
+    later generation, and every step is made with the same result by all who make it.
 
-    All hosts are on one machine, so their monotonic clocks are one.
+    All hosts are on one machine, so their monotonic clocks are one. A worker that was frozen may
+    end the step it was in when it wakes; that is no progress.
     """
-    steps = sorted(made.steps(), key=lambda line: line["at"])
+    steps = sorted(made.steps(), key=lambda line: line["entered"])
     generations = [line["generation"] for line in steps]
     assert generations == sorted(generations), _interleaved(steps)
     sizes: dict[int, set[int]] = defaultdict(set)

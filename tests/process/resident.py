@@ -95,6 +95,7 @@ def train_step(state) -> None:
     ends = dict(item.split(":") for item in KEYS.get("ends", "").split(",") if item)
     if step >= int(ends.get(str(here.rank), STEPS)):
         raise StopIteration
+    entered = time.monotonic()
     write("enter", step=step, rank=here.rank, size=here.size, generation=here.generation)
     time.sleep(float(KEYS.get("slow", "0")))
     obey(step, here.rank)
@@ -114,6 +115,7 @@ def train_step(state) -> None:
         size=here.size,
         generation=here.generation,
         hash=fingerprint(),
+        entered=entered,
         at=time.monotonic(),
     )
 
