@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torchelastic.cli.parser import Parsed
 from torchelastic.config import DEFAULT_STATIC_PORT, ETCD_BACKENDS, OWN_ETCD, format_endpoint
@@ -81,9 +82,8 @@ def patience(parsed: Parsed) -> Patience:
     return Patience(chosen("settle"), chosen("lease"), chosen("wait_for_nodes"))
 
 
-def files(parsed: Parsed) -> dict[str, str | None]:
-    """The secret and the certificates, as fields: by their flags, else by keys, as torchrun's
-    users of our rendezvous have them."""
+def files(parsed: Parsed) -> dict[str, Any]:
+    """The fields for the secret and the certificates: by their flags, else by their keys."""
     by_keys = fields_from_conf(parsed["rdzv_conf"])
     names = [f"rdzv_{key}" for key in FILE_KEYS]
     return {name: parsed[name] or by_keys.get(name) for name in names}
