@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.etcd import Etcd, need_etcd
+from tests.etcd import running
 from tests.process.jobs import free_port, job
 from tests.support import poll_for
 
@@ -104,22 +104,14 @@ def _listens(url: str) -> bool:
 @pytest.mark.slow
 def test_the_seeds_program_at_etcd(tmp_path):
     """As printed, but for the port, which may be in use here."""
-    need_etcd()
-    directory = tmp_path / "etcd"
-    directory.mkdir()
-    etcd = Etcd(directory)
+    printed = (EXAMPLES / "seed_main.py").read_text()
     script = tmp_path / "main.py"
-    script.write_text(
-        (EXAMPLES / "seed_main.py").read_text().replace("localhost:2379", etcd.endpoint)
-    )
-    try:
-        etcd.start()
+    with running() as etcd:
+        script.write_text(printed.replace("localhost:2379", etcd.endpoint))
         with programs() as started:
             started.append(Program(tmp_path / "out", str(script)))
             started[0].wait()
             assert "done after 200 steps" in started[0].text
-    finally:
-        etcd.stop()
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.etcd import Etcd, binary, need_etcd
+from tests.etcd import Etcd, any_etcd
 from tests.process.jobs import Job, Node, free_port, job
 from tests.support import poll_for
 from torchelastic.cli.flags import DISTRIBUTED_RUN
@@ -402,16 +402,17 @@ def test_seed_000_line_112_the_program_at_etcd(tmp_path, seeds_etcd):
 @pytest.fixture
 def seeds_etcd(tmp_path) -> Iterator[Etcd]:
     """Seed 002, line 27: etcd, started as printed."""
-    need_etcd()
+    program = any_etcd()
     directory = tmp_path / "etcd"
     directory.mkdir()
-    etcd = Etcd(directory)
+    etcd = Etcd(directory, program)
     filled = SEED_002_LINE_27.replace("PUBLIC_HOSTNAME", "http://public-hostname.invalid")
     filled = filled.replace("2379", str(etcd.port)).replace("4001", str(free_port()))
     _, *flags = filled.split()
     own = [f"--data-dir={directory}/data", f"--listen-peer-urls=http://127.0.0.1:{free_port()}"]
     try:
-        etcd.run([binary() or "etcd", *flags, *own])
+        etcd.run([program, *flags, *own])
+        poll_for(etcd.answers, what="etcd answers")
         yield etcd
     finally:
         etcd.stop()
