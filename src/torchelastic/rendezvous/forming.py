@@ -155,7 +155,8 @@ def _wait(rules: RoundRules, state: RoundState, now: float) -> Decision:
 def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
     """What keeps a world from being formed, and whether that is only a matter of warming up."""
     if not has_quorum(rules, state):
-        agree, world = len(votes(state)), the_world(state)
+        world = the_world(state)
+        agree = sum(world.place(node) is not None for node in votes(state))
         return (
             f"waiting for a majority: {agree} of the {world.count} nodes of generation "
             f"{world.generation} can be reached (--quorum)",

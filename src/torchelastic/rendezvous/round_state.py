@@ -211,19 +211,25 @@ def hosted(state: RoundState, host: str, term: int, stored: Mapping[str, Any] | 
 
 
 def votes(state: RoundState) -> set[str]:
-    """The nodes of the last world that agree to another one: those whose workers have stopped, or
-    wait at a step, and those who said goodbye."""
+    """The nodes that agree to another world: those whose workers have stopped, or wait at a step,
+    or who have none in the last one, and those who said goodbye."""
     world = state.world
     if world is None:
         return set()
-    return {node.node for node in world.nodes if _agrees(state, world, node.node)}
+    asked = {node.node for node in world.nodes}
+    if state.roll is not None:
+        asked = asked.union(*(electorate.nodes for electorate in state.roll.before))
+    return {node for node in asked if _agrees(state, world, node)}
 
 
 def _agrees(state: RoundState, world: World, node: str) -> bool:
     present = state.members.get(node)
+    is_in_world = world.place(node) is not None
     if present is None:
-        return node not in state.lost
+        return is_in_world and node not in state.lost
     member = present.member
+    if not is_in_world:
+        return True
     stopped = member.gone >= world.generation or member.paused == world.generation
     return bool(stopped or member.leaving)
 

@@ -52,6 +52,8 @@ class Reign(Message):
     kind = "reign"
     term: int
     node: str
+    #: The newest world it holds.
+    generation: int
     addresses: list[str]
 
 

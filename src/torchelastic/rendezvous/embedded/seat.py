@@ -391,11 +391,17 @@ class Seat:
         named = [
             address
             for ballot in ballots
-            if succession.may_follow(self._elector, ballot.term)
+            if self._may_follow(ballot.term, ballot.generation)
             for address in ballot.hosts
         ]
         rumours, self._rumours = self._rumours, []
         return list(dict.fromkeys([*rumours, *named]))
+
+    def _may_follow(self, term: int, generation: int) -> bool:
+        """Not who knows less than this node: a store that was started anew, say, at the endpoint
+        of a host that is gone."""
+        knows_more = generation >= self._elector.generation
+        return knows_more and succession.may_follow(self._elector, term)
 
     def _turn(self) -> float:
         if self._holding.roll.generation < 0:
@@ -515,18 +521,18 @@ class Seat:
         return table
 
     def _proclamation(self) -> Reign:
-        return Reign(self._elector.term, self._node, [self.peer])
+        return Reign(self._elector.term, self._node, self._elector.generation, [self.peer])
 
     async def _herald(self) -> None:
         """Of a host: tell who may not know it, the missing and who sits at the endpoints."""
         while True:
-            await asyncio.sleep(self._lease / PROCLAMATIONS)
-            for place in self._uninformed():
-                noted = await proclaim(place, self._proclamation())
-                if noted is not None and succession.must_yield(self._elector.term, noted.term):
+            said = (proclaim(place, self._proclamation()) for place in self._uninformed())
+            for noted in filter(None, await asyncio.gather(*said)):
+                if succession.must_yield(self._elector.term, noted.term):
                     self._rumours += noted.hosts
                     await self._yield(noted.term)
                     return
+            await asyncio.sleep(self._lease / PROCLAMATIONS)
 
     def _uninformed(self) -> list[Endpoint]:
         assert self.server is not None
@@ -627,8 +633,9 @@ class Seat:
         if reign.node == self._node:
             return
         if not self._elector.has_host:
-            self._rumours += reign.addresses
-            self._news.set()
+            if self._may_follow(reign.term, reign.generation):
+                self._rumours += reign.addresses
+                self._news.set()
         elif succession.must_yield(self._elector.term, reign.term):
             self._rumours += reign.addresses
             if self.is_host:

@@ -1,0 +1,181 @@
+"""Who may go on when nodes of the last world cannot be reached, in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.rendezvous.test_round import Job
+from torchelastic.config import WorldSizes
+from torchelastic.rendezvous import round_state, succession
+from torchelastic.rendezvous.round_state import RoundState
+
+
+def hosted(nnodes: str = "1:5", *, term: int = 1, **rules) -> Job:
+    """A job whose leader hosts the store, as node `a`."""
+    job = Job(nnodes, settle=1.0, **rules)
+    job.state = round_state.hosted(RoundState(), "a", term, None)
+    return job
+
+
+def train(job: Job, *names: str) -> None:
+    job.come(*names)
+    job.wait(2.0)
+    assert job.world.phase == "running"
+    assert {node.node for node in job.world.nodes} == set(names)
+    accept(job, *names)
+
+
+def accept(job: Job, *names: str) -> None:
+    for name in names:
+        job.say(name, accepted=job.world.generation)
+    job.state = round_state.settled(job.state)
+    job.settle()
+
+
+def stop(job: Job, *names: str) -> None:
+    for name in names:
+        job.say(name, gone=job.world.generation)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "left", "goes_on"),
+    [
+        ("abc", "ab", True),
+        ("abc", "a", False),
+        ("ab", "a", True),  # the host holds the tie of two
+        ("abcd", "ab", False),
+        ("abcd", "abc", True),
+        ("abcde", "abc", True),
+        ("abcde", "ab", False),
+    ],
+)
+def test_a_majority_of_the_last_world_goes_on(nodes, left, goes_on):
+    job = hosted()
+    train(job, *nodes)
+    job.die(*(node for node in nodes if node not in left))
+    stop(job, *left)
+    assert (job.world.phase == "running") == goes_on
+    if not goes_on:
+        assert job.world.phase == "waiting"
+        assert f"{len(left)} of the {len(nodes)} nodes of generation 0" in job.world.reason
+
+
+def test_without_the_rule_whoever_is_with_the_host_goes_on():
+    job = hosted(quorum=False)
+    train(job, *"abcde")
+    job.die(*"bcde")
+    stop(job, "a")
+    assert [node.node for node in job.world.nodes] == ["a"]
+    assert job.world.phase == "running"
+
+
+def test_where_the_store_is_outside_nobody_is_asked():
+    job = Job("1:5", settle=1.0)
+    train(job, *"abc")
+    job.die("b", "c")
+    stop(job, "a")
+    assert job.world.phase == "running"
+
+
+def test_who_says_goodbye_agrees():
+    job = hosted()
+    train(job, *"abcd")
+    for name in "bcd":
+        job.say(name, leaving="SIGTERM")
+    job.die(*"bcd")
+    stop(job, "a")
+    assert [node.node for node in job.world.nodes] == ["a"]
+
+
+def test_one_after_the_other_may_fail():
+    """Each world is settled before the next node goes: a majority of it is enough."""
+    job = hosted()
+    train(job, *"abcde")
+    for left in ("abcd", "abc", "ab", "a"):
+        gone = {node.node for node in job.world.nodes} - set(left)
+        job.die(*gone)
+        stop(job, *left)
+        assert job.world.phase == "running", left
+        accept(job, *left)
+
+
+def test_nodes_that_come_back_bring_the_majority():
+    job = hosted()
+    train(job, *"abc")
+    job.die("b", "c")
+    stop(job, "a")
+    assert job.world.phase == "waiting"
+    job.come("b", gone=0)
+    job.wait(1.0)
+    assert [node.node for node in job.world.nodes] == ["a", "b"]
+
+
+def test_strangers_bring_no_majority():
+    job = hosted()
+    train(job, *"abc")
+    job.die("b", "c")
+    stop(job, "a")
+    job.come("d", "e")
+    job.wait(10.0)
+    assert job.world.phase == "waiting"
+
+
+def test_a_world_that_is_no_majority_waits_until_enough_have_taken_it_up():
+    job = hosted(world_sizes=WorldSizes.parse("4,10"))
+    train(job, *"abcde")  # two workers each
+    job.die("e")
+    stop(job, *"abcd")
+    assert [node.node for node in job.world.nodes] == ["a", "b"]
+    assert job.world.phase == "agreeing"
+    accept(job, "a", "b")
+    assert job.world.phase == "agreeing"
+    accept(job, "c")  # three of five
+    assert job.world.phase == "running"
+
+
+def test_a_world_whose_node_goes_before_it_is_agreed_on_is_given_up():
+    """Those who had to agree to it agree to the next one, too, though they are not in it."""
+    job = hosted(world_sizes=WorldSizes.parse("4,10"))
+    train(job, *"abcde")
+    job.die("e")
+    stop(job, *"abcd")
+    generation = job.world.generation
+    assert (job.names, job.world.phase) == (["a", "b"], "agreeing")
+    job.die("b")
+    assert job.world.phase == "over"
+    job.say("a", gone=generation)
+    assert (job.names, job.world.phase) == (["a", "c"], "agreeing")
+    assert job.world.generation == generation + 1
+
+
+def test_the_first_world_of_a_store_that_knows_nothing_waits():
+    job = hosted()
+    job.state = RoundState(may_begin_at=3.0, host="a", term=1, roll=succession.Roll())
+    job.come("a", "b")
+    job.wait(2.0)
+    assert job.state.world is None or job.state.world.phase == "waiting"
+    job.wait(3.0)
+    assert job.world.phase == "running"
+
+
+def test_a_new_host_goes_on_without_those_who_did_not_vote():
+    """Those who voted have stopped: nobody of them counts as failed."""
+    first = hosted()
+    train(first, *"abc")
+    world, roll = first.world, first.state.roll
+    assert roll is not None
+
+    later = Job("1:5", settle=1.0)
+    taken = round_state.taken_over(world, 0.0)
+    later.state = round_state.hosted(taken, "b", 3, succession.to_json(roll))
+    later.state = round_state.without_the_vanished(later.state)
+    for name in "bc":
+        member, created = first.records[name]
+        later.records[name] = (member, created)
+    later.state = round_state.seen(later.state, first.records["b"][0], 1, 0.0)
+    later.state = round_state.seen(later.state, first.records["c"][0], 2, 0.0)
+    later.say("b", gone=0)
+    later.say("c", gone=0)
+    assert later.world.phase == "running"
+    assert later.world.generation == 2  # the number that the old host may have given is left out
+    assert (later.world.host, later.world.term) == ("b", 3)

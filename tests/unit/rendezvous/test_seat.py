@@ -1,0 +1,286 @@
+"""Seats at the embedded rendezvous, in one process, over real sockets: who hosts, and who next."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.process.jobs import free_port as unused_port
+from tests.unit.rendezvous.embedded_support import JOB, run, within
+from torchelastic.clock import SystemClock
+from torchelastic.errors import RendezvousLost
+from torchelastic.rendezvous import succession
+from torchelastic.rendezvous.embedded import endpoint, wire
+from torchelastic.rendezvous.embedded.dial import Endpoint
+from torchelastic.rendezvous.embedded.seat import Holding, Seat
+from torchelastic.rendezvous.leader import ROLL_KEY
+from torchelastic.rendezvous.world import MEMBER_PREFIX, WORLD_KEY
+
+PATIENCE = 20.0
+LEASE = 2.0
+
+
+class Table:
+    """A few seats of one job, the first endpoint's owner first."""
+
+    def __init__(self, *ports: int) -> None:
+        self.places = [Endpoint("localhost", port, JOB) for port in ports]
+        self.seats: list[Seat] = []
+        self.said: list[str] = []
+
+    def seat(self, name: str, **options) -> Seat:
+        made = Seat(self.places, name, clock=SystemClock(), lease=LEASE, **options)
+        self.seats.append(made)
+        return made
+
+    async def sit(self, *names: str, **options) -> list[Seat]:
+        """Seats that are open, each with its record in the store, and a world of them all."""
+        seats = [self.seat(name, **options) for name in names]
+        for seat in seats:
+            await within(PATIENCE, seat.open(PATIENCE))
+            await enlist(seat)
+        self.form(0, seats)
+        return seats
+
+    def form(self, generation: int, seats: list[Seat]) -> None:
+        """As if the host had published a world, and all had taken it up."""
+        nodes = [name_of(seat) for seat in seats]
+        host = next(name_of(seat) for seat in seats if seat.is_host)
+        roll = succession.from_json(None, generation, nodes, host)
+        rows = {WORLD_KEY: {"generation": generation}, ROLL_KEY: succession.to_json(roll)}
+        addresses = {name_of(seat): seat.peer for seat in seats}
+        for seat in seats:
+            seat.hold(Holding(roll, tuple(nodes), addresses, rows))
+
+    async def regain(self, seat: Seat, timeout: float = PATIENCE) -> bool:
+        rows = {MEMBER_PREFIX + name_of(seat): {"node": name_of(seat)}}
+        regaining = seat.regain(rows, timeout=timeout, say=self.said.append)
+        return await within(PATIENCE + 5, regaining)
+
+    async def close(self) -> None:
+        for seat in reversed(self.seats):
+            await seat.close()
+
+
+def name_of(seat: Seat) -> str:
+    return seat._node
+
+
+async def enlist(seat: Seat) -> None:
+    await seat.store.open_lease(LEASE)
+    await seat.store.put(MEMBER_PREFIX + name_of(seat), {"node": name_of(seat)}, leased=True)
+
+
+async def end(seat: Seat) -> None:
+    """The end of an agent, as the others see it: its connections break, its port is closed."""
+    await seat.close()
+
+
+@contextlib.asynccontextmanager
+async def seats_at(*ports: int) -> AsyncIterator[Table]:
+    table = Table(*(ports or (unused_port(),)))
+    try:
+        yield table
+    finally:
+        await table.close()
+
+
+async def lost(seat: Seat) -> None:
+    """Wait until a seat has lost its store."""
+    while not seat.loss:
+        await asyncio.sleep(0.01)
+
+
+async def members(seat: Seat) -> set[str]:
+    listing = await within(PATIENCE, seat.store.get(MEMBER_PREFIX))
+    return {key.removeprefix(MEMBER_PREFIX) for key in listing.items}
+
+
+def test_the_first_hosts_and_the_others_join():
+    async def story():
+        async with seats_at() as table:
+            a, b = await table.sit("a", "b")
+            assert (a.is_host, b.is_host) == (True, False)
+            assert (a.term, b.term) == (1, 1)
+            assert await members(b) == {"a", "b"}
+
+    run(story())
+
+
+def test_a_host_whose_name_comes_late_still_hosts(monkeypatch):
+    async def story():
+        answers = [False, False, True]
+        monkeypatch.setattr(endpoint, "_is_this_machine", lambda host: answers.pop(0))
+        monkeypatch.setattr("torchelastic.rendezvous.embedded.seat.LOOK_AGAIN", 0.0)
+        place = Endpoint("0.0.0.0", unused_port(), JOB)
+        seat = Seat([place], "a", clock=SystemClock(), lease=LEASE)
+        await within(PATIENCE, seat.open(PATIENCE))
+        assert seat.is_host
+        await seat.close()
+
+    run(story())
+
+
+def test_a_store_that_may_be_known_elsewhere_waits_a_lease_for_its_first_world():
+    async def story():
+        async with seats_at() as table:
+            (a,) = await table.sit("a")
+            assert a.may_begin_at > SystemClock().now()
+        private = Seat([Endpoint("127.0.0.1", 0, JOB)], "a", clock=SystemClock(), lease=LEASE)
+        await private.open(PATIENCE)
+        assert private.may_begin_at == 0.0
+        await private.close()
+
+    run(story())
+
+
+def test_the_next_in_order_is_host_when_the_host_ends_and_has_what_the_voters_had():
+    async def story():
+        async with seats_at() as table:
+            a, b, c = await table.sit("a", "b", "c")
+            await end(a)
+            kept = await asyncio.gather(table.regain(b), table.regain(c))
+            assert kept == [True, True]  # their leases and records are in the new store
+            assert (b.is_host, c.is_host) == (True, False)
+            assert b.term == c.term > 1
+            assert await members(c) == {"b", "c"}
+            listing = await c.store.get(WORLD_KEY)
+            assert listing.items[WORLD_KEY].value == {"generation": 0}
+
+    run(story())
+
+
+def test_who_has_a_host_that_answers_does_not_vote():
+    async def story():
+        async with seats_at() as table:
+            a, b, c = await table.sit("a", "b", "c")
+            b.store.lose("cut off")
+            assert await table.regain(b) is False
+            assert not b.is_host  # c told it where the host is
+            assert await members(c) >= {"a", "c"}
+            assert a.is_host
+
+    run(story())
+
+
+def test_a_voter_stops_its_workers_first():
+    async def story():
+        async with seats_at() as table:
+            a, b, c = await table.sit("a", "b", "c")
+            await end(a)
+            regaining = asyncio.create_task(table.regain(b))
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(asyncio.shield(regaining), 1.0)
+            await asyncio.gather(regaining, table.regain(c))  # now c's workers have stopped
+            assert b.is_host
+
+    run(story())
+
+
+def test_a_minority_waits_says_why_and_follows_when_the_others_are_back():
+    async def story():
+        async with seats_at() as table:
+            a, b, c = await table.sit("a", "b", "c")
+            await end(a)
+            for seat in (b, c):  # a cut between them
+                seat._reception.serve(wire.SUCCESSION, lambda link, hello: link.abort())
+            for seat in (b, c):
+                with pytest.raises(RendezvousLost, match="1 of 3 nodes are no majority"):
+                    await table.regain(seat, timeout=0.3)
+            for seat in (b, c):  # it heals
+                seat._reception.serve(wire.SUCCESSION, seat._converse)
+            await asyncio.gather(table.regain(b), table.regain(c))
+            assert sum(seat.is_host for seat in (b, c)) == 1
+
+    run(story())
+
+
+def test_of_two_nodes_the_other_waits_unless_it_may_take_over():
+    async def story(may: bool):
+        async with seats_at() as table:
+            a, b = await table.sit("a", "b", two_node_takeover=may)
+            await end(a)
+            if may:
+                assert await table.regain(b)
+                assert b.is_host
+            else:
+                with pytest.raises(RendezvousLost, match="--two-node-takeover"):
+                    await table.regain(b, timeout=0.5)
+
+    run(story(False))
+    run(story(True))
+
+
+def test_an_agent_that_is_new_at_the_old_address_is_proof_that_the_old_one_is_dead():
+    async def story():
+        async with seats_at() as table:
+            a, b = await table.sit("a", "b")
+            await end(a)
+            again = table.seat("a2")
+            await within(PATIENCE, again.open(PATIENCE))
+            await table.regain(b)
+            assert b.is_host
+            await within(PATIENCE, lost(again))
+            await table.regain(again)
+            assert not again.is_host
+            assert again.term == b.term
+
+    run(story())
+
+
+def test_a_host_that_was_succeeded_yields_and_follows():
+    async def story():
+        async with seats_at() as table:
+            a, b, c = await table.sit("a", "b", "c")
+            for seat in (b, c):  # as if a had been frozen for them
+                seat.store.lose("it does not answer")
+            a._reception.serve(wire.SUCCESSION, lambda link, hello: link.abort())
+            await asyncio.gather(table.regain(b), table.regain(c))
+            a._reception.serve(wire.SUCCESSION, a._converse)  # it wakes
+            await within(PATIENCE, lost(a))
+            assert not a.is_host
+            await table.regain(a)
+            assert a.term == b.term
+            assert sum(seat.is_host for seat in (a, b, c)) == 1
+
+    run(story())
+
+
+def test_a_list_of_endpoints_needs_a_majority_of_it():
+    async def story():
+        async with seats_at(unused_port(), unused_port(), unused_port()) as table:
+            a = table.seat("a")
+            with pytest.raises(RendezvousLost, match="1 of 3 endpoints are no majority"):
+                await within(PATIENCE, a.open(0.5))
+
+    run(story())
+
+
+def test_agents_of_a_list_may_start_in_any_order():
+    async def story():
+        async with seats_at(unused_port(), unused_port(), unused_port()) as table:
+            seats = [table.seat(name) for name in "abc"]
+            late = seats.pop(0)
+            await within(PATIENCE, asyncio.gather(*(seat.open(PATIENCE) for seat in seats)))
+            await within(PATIENCE, late.open(PATIENCE))
+            assert sum(seat.is_host for seat in table.seats) == 1
+
+    run(story())
+
+
+def test_a_newcomer_finds_the_host_at_any_living_member():
+    async def story():
+        async with seats_at() as table:
+            a, b, c = await table.sit("a", "b", "c")
+            await end(a)
+            await asyncio.gather(table.regain(b), table.regain(c))
+            port = int(c.peer.rpartition(":")[2])
+            late = Seat([Endpoint("localhost", port, JOB)], "d", clock=SystemClock(), lease=LEASE)
+            await within(PATIENCE, late.open(PATIENCE))
+            assert await members(late) == {"b", "c"}
+            await late.close()
+
+    run(story())
