@@ -2,9 +2,10 @@
 
 table.py     the state, pure: rows, revisions, leases, history
 wire.py      the messages and their frames, pure
-link.py      one connection that carries frames, the same at both ends
+link.py      one connection that carries frames, the same at both ends; tls.py encrypts it
 endpoint.py  whose machine the endpoint is on; its listening sockets
 reception.py an agent's one port: greets whoever comes, hands on whom it admits
+lobby.py     how many may wait there to be admitted, pure
 server.py    the store over connections
 serving.py   the store without an agent; process.py is the process around it
 journal.py   what a store that outlives its process writes down, pure; state_file.py has the file
