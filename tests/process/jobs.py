@@ -83,11 +83,13 @@ class Node:
 class Job:
     """Nodes of one job and what its workers wrote."""
 
-    def __init__(self, directory: Path, flags: str = "", script: Path = SCRIPT) -> None:
+    def __init__(
+        self, directory: Path, flags: str = "", script: Path = SCRIPT, port: int = 0
+    ) -> None:
         self.directory = directory
         self.flags = flags.split()
         self.script = script
-        self.port = free_port()
+        self.port = port or free_port()
         self.nodes: list[Node] = []
         self._lines = directory / "lines"
         self._orders = directory / "orders"

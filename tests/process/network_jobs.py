@@ -34,7 +34,7 @@ class NetworkJob(Job):
     def __init__(
         self, directory: Path, endpoint: str, flags: str, script: Path, keys: Sequence[str]
     ) -> None:
-        super().__init__(directory, flags, script)
+        super().__init__(directory, flags, script, PORT)
         self.endpoint = endpoint
         self._keys = list(keys)
 
