@@ -163,6 +163,13 @@ def _hooked(group: Group) -> Step:
     return lambda: ddp(batch).sum().backward()
 
 
+def _static(group: Group) -> Step:
+    """DDP that reduces and waits in one callback at the end of its first backward."""
+    ddp = DistributedDataParallel(nn.Linear(512, 512), static_graph=True)
+    batch = torch.randn(4, 512)
+    return lambda: ddp(batch).sum().backward()
+
+
 def _subgroup(group: Group) -> Step:
     others = dist.new_group([0, 1, LOST])
     return lambda: dist.all_reduce(torch.ones(1), group=others)
@@ -184,6 +191,7 @@ OPERATIONS: dict[str, Callable[[Group], Step]] = {
     "all-reduces": _direct,
     "backward": _ddp,
     "hooked backward": _hooked,
+    "first backward of a static graph": _static,
     "subgroup": _subgroup,
     "barrier": lambda group: dist.barrier,
     "exchange": _exchange,

@@ -12,6 +12,7 @@ release changes it):
 * Methods of a Python `ProcessGroup` are called from C++, too (DDP), and so are those of its `Work`.
 * gloo tells the end of a collective by the future of its work, in a thread of its own; of sends,
   receives and reduce-scatters only to who waits for them.
+* DDP's reducer waits at the end of a backward (`backward`).
 * The ranks' listening addresses are in the store, under device and rank
   (`sockets.listening_address`).
 * DDP pickles what a future of a Python group holds to find the tensors in it (`waits._Failed`).
@@ -30,8 +31,8 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
 from torchelastic import faults
-from torchelastic.training import sockets
-from torchelastic.training.waits import OwnedWork, Waits
+from torchelastic.training import backward, sockets
+from torchelastic.training.waits import Operation, OwnedWork, Waits
 
 #: gloo itself, whatever torch's name for it stands for at the moment.
 _Gloo: Any = distributed_c10d.ProcessGroupGloo
@@ -76,20 +77,30 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Any
     return gloo, sockets.find(sockets.Ports.told(rank, cards))
 
 
-def _collective(name: str, *, future: bool = True, whole: bool = False) -> Callable[..., OwnedWork]:
+def _collective(name: str, *, whole: bool = False) -> Callable[..., Any]:
     """A method that launches gloo's operation of this name.
 
-    Without `future` gloo tells its end only to who waits for it. `whole` are those that gloo
-    offers through a group of C++ only.
+    `whole` are those that gloo offers through a group of C++ only.
     """
 
     def method(self: OwnedGloo, *args: Any, **kwargs: Any) -> OwnedWork:
-        def start() -> Any:
-            # gloo is looked up late: an error raised before would keep it in its frames.
-            target = self._plain_group() if whole else self._gloo
-            return getattr(target, name)(*args, **kwargs)
+        number, work = self._start(name, args, kwargs, whole)
+        owned = OwnedWork(self._waits, number, work.get_future())
+        self._waits.enter(owned)
+        return owned
 
-        return self._waits.launch(start) if future else self._waits.launch_blocking(start)
+    method.__name__ = name
+    return method
+
+
+def _blocking(
+    name: str, *, whole: bool = False, tells_source: bool = False
+) -> Callable[..., OwnedWork]:
+    """The same for an operation whose end gloo tells only to who waits for it."""
+
+    def method(self: OwnedGloo, *args: Any, **kwargs: Any) -> OwnedWork:
+        number, work = self._start(name, args, kwargs, whole)
+        return self._waits.follow(number, work, tells_source=tells_source)
 
     method.__name__ = name
     return method
@@ -108,7 +119,7 @@ class OwnedGloo(dist.ProcessGroup):
         self._gloo, self.connections = self._waits.call(lambda: connect(store, rank, size, timeout))
         _owner.adopt(self)
 
-    allreduce = _collective("allreduce")
+    _allreduce = _collective("allreduce")
     allreduce_coalesced = _collective("allreduce_coalesced")
     broadcast = _collective("broadcast")
     reduce = _collective("reduce")
@@ -116,32 +127,45 @@ class OwnedGloo(dist.ProcessGroup):
     allgather_coalesced = _collective("allgather_coalesced")
     gather = _collective("gather")
     scatter = _collective("scatter")
-    reduce_scatter = _collective("reduce_scatter", future=False)
+    reduce_scatter = _blocking("reduce_scatter")
     alltoall = _collective("alltoall")
     barrier = _collective("barrier")
     # The names of torch 2.13, and those before.
     all_gather_single = _allgather_base = _collective("_allgather_base")
-    reduce_scatter_single = _reduce_scatter_base = _collective("_reduce_scatter_base", future=False)
+    reduce_scatter_single = _reduce_scatter_base = _blocking("_reduce_scatter_base")
     all_to_all_single = alltoall_base = _collective("alltoall_base")
     all_gather_single_coalesced = _collective("allgather_into_tensor_coalesced", whole=True)
     allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_single_coalesced = _collective(
-        "reduce_scatter_tensor_coalesced", future=False, whole=True
-    )
+    reduce_scatter_single_coalesced = _blocking("reduce_scatter_tensor_coalesced", whole=True)
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> OwnedWork:
-        return self._waits.launch_blocking(lambda: self._gloo.send(tensors, rank, tag))
+    def allreduce(self, *args: Any, **kwargs: Any) -> Any:
+        """As any collective; to DDP's reducer gloo's own work, waited for before it waits."""
+        if not backward.asks():
+            return self._allreduce(*args, **kwargs)
+        number, work = self._start("allreduce", args, kwargs)
+        operation = Operation(self._waits, number, work.get_future())
+        self._waits.enter(operation)
+        backward.at_end(operation.wait)
+        return work
 
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> OwnedWork:
-        return self._waits.launch_blocking(
-            lambda: self._gloo.recv(tensors, rank, tag), tells_source=True
-        )
+    send = _blocking("send")
+    recv = _blocking("recv", tells_source=True)
+    recv_anysource = _blocking("recv_anysource", tells_source=True)
 
-    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> OwnedWork:
-        return self._waits.launch_blocking(
-            lambda: self._gloo.recv_anysource(tensors, tag), tells_source=True
-        )
+    def _start(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], whole: bool = False
+    ) -> tuple[int, Any]:
+        """Launch an operation of gloo's; its number, and gloo's work."""
+        number = self._waits.announce()
+        try:
+            # gloo is looked up late: an error raised before would keep it in its frames.
+            target = self._plain_group() if whole else self._gloo
+            return number, getattr(target, name)(*args, **kwargs)
+        except RuntimeError as error:
+            # On a connection that is broken already gloo raises here, not in the wait.
+            self._waits.refused(error)
+            raise
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False

@@ -1,8 +1,9 @@
 """Waits that can be ended: what a training thread waits on instead of on gloo.
 
 gloo's own waits end when the operation does, and a frozen peer ends it never. So every operation
-launched in a world is registered here, and whoever waits for it waits for an `OwnedWork`. That is
-finished once, by gloo's callback or by `Waits.end`, whichever comes first.
+launched in a world is registered here, and whoever waits for it waits for an `Operation`. That is
+finished once, by gloo or by `Waits.end`, whichever comes first. gloo tells the end by its future:
+who waits has it call back, and nobody else is told, for a call into Python is not free.
 
 Nothing here takes a lock that two threads want: a dict's `setdefault` and `pop` are atomic, and
 decide races between the thread of gloo that finishes an operation and the one that ends the world.
@@ -33,6 +34,9 @@ class PeerLostError(RuntimeError):
 #: In errors of gloo's that are about connections: the file they come from.
 _TRANSPORT = "gloo/transport"
 
+#: From so many operations under way on, those that have ended are looked for.
+_MANY = 64
+
 #: How an operation ended: an error, or a value.
 _Outcome = tuple[Exception | None, Any]
 
@@ -50,29 +54,14 @@ class Waits:
         #: The first operation that failed by itself.
         self.failure: PeerLostError | None = None
         self._calls = 0
-        self._under_way: dict[int, OwnedWork] = {}
+        self._under_way: dict[int, Operation] = {}
 
     @property
     def pending(self) -> int:
-        """Operations launched whose end gloo has not told yet, freed waits among them."""
+        """Operations launched that gloo has not ended yet, freed waits among them."""
+        for operation in list(self._under_way.values()):
+            operation.look()
         return len(self._under_way)
-
-    def launch(self, start: Callable[[], Any]) -> OwnedWork:
-        """Start an operation whose end gloo tells by a future."""
-        work = self.announce()
-        inner = self._start(start)
-        self._under_way[work.number] = work  # before the callback, which removes it
-        inner.get_future().add_done_callback(work.told)
-        return self.entered(work)
-
-    def _start(self, start: Callable[[], Any]) -> Any:
-        """Start it. On a connection that is broken already gloo raises here, not in the wait."""
-        try:
-            return start()
-        except RuntimeError as error:
-            if _TRANSPORT in str(error):
-                raise self.failed(error) from None
-            raise  # an argument that gloo does not take
 
     def check(self) -> None:
         """Raise if the world is over.
@@ -82,46 +71,58 @@ class Waits:
         if self.over is not None:
             raise GenerationOver(*self.over.args)
 
-    def announce(self) -> OwnedWork:
-        """Pass what comes before every operation, and number it."""
-        self.check()
+    def announce(self) -> int:
+        """Pass what comes before every operation; its number."""
+        if self.over is not None:
+            self.check()
         if self.before is not None:
             self.before()
         faults.at("collective.before")
         self.launched += 1
-        return OwnedWork(self, self.launched)
+        return self.launched
 
-    def entered(self, work: OwnedWork) -> OwnedWork:
+    def enter(self, operation: Operation) -> None:
+        """An operation was launched that has a future of gloo's."""
+        self._under_way[operation.number] = operation
+        if len(self._under_way) > _MANY:
+            _ = self.pending  # those that nobody waits for are not kept for ever
+        self._launched(operation)
+
+    def _launched(self, operation: Operation) -> None:
         """Pass what comes after every launch."""
         faults.at("collective.launched")
         if self.over is not None:  # ended while the operation was launched: `end` did not see it
-            work.finish(GenerationOver(*self.over.args), None)
-        return work
+            operation.finish(GenerationOver(*self.over.args), None)
 
-    def launch_blocking(self, start: Callable[[], Any], *, tells_source: bool = False) -> OwnedWork:
-        """Start an operation whose end is found out by waiting for it: a send, a receive."""
-        work = self.announce()
-        inner = self._start(start)
+    def refused(self, error: RuntimeError) -> None:
+        """gloo has raised instead of launching; if that is about a connection, say so."""
+        if _TRANSPORT in str(error):
+            raise self.failed(error) from None
 
-        def wait() -> Any:
+    def follow(self, number: int, inner: Any, *, tells_source: bool) -> OwnedWork:
+        """One was launched whose end is found out by waiting for it: a send, a receive."""
+        work = OwnedWork(self, number)
+
+        def wait() -> None:
             inner.wait()
             if tells_source:
                 work.source = inner._source_rank()
 
         self._in_thread(work, wait)
-        return self.entered(work)
+        self._launched(work)
+        return work
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Do something that blocks, in a thread that is left to it when the world ends."""
         self.check()
         self._calls += 1
-        work = OwnedWork(self, -self._calls)
-        self._in_thread(work, function)
+        operation = Operation(self, -self._calls)
+        self._in_thread(operation, function)
         self.check()  # `end` may not have seen it
-        return work.result()
+        return operation.result()
 
-    def _in_thread(self, work: OwnedWork, function: Callable[[], Any]) -> None:
-        self._under_way[work.number] = work
+    def _in_thread(self, operation: Operation, function: Callable[[], Any]) -> None:
+        self._under_way[operation.number] = operation
 
         def run() -> None:
             ended: _Outcome
@@ -131,14 +132,14 @@ class Waits:
                 ended = (self.failed(error), None)
             except Exception as error:
                 ended = (error, None)
-            self.told(work)
-            work.finish(*ended)
+            self.told(operation)
+            operation.finish(*ended)
 
         group_threads.run(run)
 
-    def told(self, work: OwnedWork) -> None:
+    def told(self, operation: Operation) -> None:
         """gloo is done with this operation, whoever waited for it."""
-        self._under_way.pop(work.number, None)
+        self._under_way.pop(operation.number, None)
 
     def failed(self, error: Exception) -> PeerLostError:
         """What a failure of gloo's own is to the training thread."""
@@ -150,31 +151,34 @@ class Waits:
     def end(self, over: GenerationOver) -> None:
         """Free every wait, now, and launch nothing more."""
         self.over = over
-        for work in list(self._under_way.values()):
-            work.finish(GenerationOver(*over.args), None)
+        for operation in list(self._under_way.values()):
+            operation.finish(GenerationOver(*over.args), None)
 
 
-class OwnedWork(dist.Work):
+class Operation:
     """An operation whose waits end with the operation, or with the world."""
 
     #: The error or the value it ended with; absent before.
     _outcome: _Outcome
-    #: Only for those who ask for it.
-    _future: Any
+    #: What the waiting are released by; absent as long as nobody waits.
+    _gate: threading.Lock
 
-    def __init__(self, waits: Waits, number: int) -> None:
-        super().__init__()
+    def __init__(self, waits: Waits, number: int, native: Any = None) -> None:
+        """`native` is gloo's future, for operations that have one."""
         self.number = number
         self._waits = waits
-        self._gate = threading.Lock()
-        self._gate.acquire()
-        self.source = -1
+        self._native = native
 
-    def told(self, inner: Any) -> None:
-        """gloo's callback, in a thread of gloo. It must not raise: that would end the process."""
+    def look(self) -> None:
+        """Take note of the end if gloo has come to it."""
+        if self._native is not None and self._native.done():
+            self.told(self._native)
+
+    def told(self, native: Any) -> None:
+        """By gloo, in a thread of its own. It must not raise: that would end the process."""
         self._waits.told(self)
         try:
-            value = inner.value()
+            value = native.value()
         except Exception as error:
             self.finish(self._waits.failed(error), None)
         else:
@@ -183,32 +187,69 @@ class OwnedWork(dist.Work):
     def finish(self, error: Exception | None, value: Any) -> None:
         """The first one to call this decides how the operation ended."""
         outcome = (error, value)
-        if self.__dict__.setdefault("_outcome", outcome) is not outcome:
-            return
-        self._gate.release()
-        if "_future" in self.__dict__:
-            self._settle()
+        if self.__dict__.setdefault("_outcome", outcome) is outcome and "_gate" in self.__dict__:
+            self._gate.release()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Until the operation or the world ends. Signal handlers run meanwhile."""
         if "_outcome" not in self.__dict__:
-            seconds = timeout.total_seconds() if timeout else -1
-            if not self._gate.acquire(timeout=seconds):
-                raise PeerLostError(f"A collective was not done within {seconds:g} s.")
-            self._gate.release()
+            self.look()
+            if "_outcome" not in self.__dict__:
+                self._block(timeout)
         error = self._outcome[0]
         if error is not None:
             raise error
         faults.at("collective.after")
         return True
 
+    def _block(self, timeout: timedelta | None) -> None:
+        made = threading.Lock()
+        made.acquire()
+        gate = self.__dict__.setdefault("_gate", made)
+        # `finish` sets the outcome and then looks for the gate; here it is the other way round.
+        if "_outcome" in self.__dict__:
+            return
+        if gate is made:
+            self._have_it_told()
+        seconds = timeout.total_seconds() if timeout else -1
+        if not gate.acquire(timeout=seconds):
+            raise PeerLostError(f"A collective was not done within {seconds:g} s.")
+        gate.release()
+
+    def _have_it_told(self) -> None:
+        if self._native is not None:
+            self._native.add_done_callback(self.told)
+
+    def result(self) -> Any:
+        self.wait()
+        return self._outcome[1]
+
+
+class OwnedWork(Operation, dist.Work):
+    """An operation as torch and scripts know them."""
+
+    #: Only for those who ask for it.
+    _future: Any
+
+    def __init__(self, waits: Waits, number: int, native: Any = None) -> None:
+        dist.Work.__init__(self)
+        Operation.__init__(self, waits, number, native)
+        self.source = -1
+
+    def finish(self, error: Exception | None, value: Any) -> None:
+        super().finish(error, value)
+        if "_future" in self.__dict__:
+            self._settle()
+
     def get_future(self) -> Any:
-        """What DDP waits on, in C++."""
+        """A future of ours."""
         future = self.__dict__.get("_future")
         if future is None:
             future = self._future = torch.futures.Future()
-            if "_outcome" in self.__dict__:
+            if self.is_completed():
                 self._settle()
+            else:
+                self._have_it_told()
         return future
 
     def _settle(self) -> None:
@@ -228,6 +269,7 @@ class OwnedWork(dist.Work):
         self._future.set_result(value)
 
     def is_completed(self) -> bool:
+        self.look()
         return "_outcome" in self.__dict__
 
     def is_success(self) -> bool:
@@ -235,10 +277,6 @@ class OwnedWork(dist.Work):
 
     def exception(self) -> Exception | None:
         return self._outcome[0] if self.is_completed() else None
-
-    def result(self) -> Any:
-        self.wait()
-        return self._outcome[1]
 
     def source_rank(self) -> int:
         return self.source

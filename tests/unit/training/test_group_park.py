@@ -5,9 +5,9 @@ import sys
 
 #: The reaper is in the middle of a drop, and another group waits, when the script ends.
 IN_A_DROP = """
-import threading, time
+import threading, time, torch
 from torchelastic.training import group_park
-from torchelastic.training.waits import Waits
+from torchelastic.training.waits import Operation, Waits
 
 begun = threading.Event()
 
@@ -26,7 +26,7 @@ class Stuck:
         print("never this one", flush=True)
 
 stuck = Waits()
-stuck._under_way[1] = None
+stuck.enter(Operation(stuck, stuck.announce(), torch.futures.Future()))
 group_park.park([Stuck()], stuck, silent=[], aborted=True)
 group_park.park([Waiting()], Waits(), silent=[], aborted=False)
 group_park.park([Slow()], Waits(), silent=[], aborted=True)

@@ -150,7 +150,7 @@ def test_ddp_finds_the_tensors_of_a_future_by_pickling_it():
 
 def test_an_ended_future_raises_in_python():
     waits = Waits()
-    work = waits.announce()
+    work = OwnedWork(waits, waits.announce())
     future = work.get_future()
     work.finish(GenerationOver("over"), None)
     with pytest.raises(GenerationOver):
