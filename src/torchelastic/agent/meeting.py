@@ -13,9 +13,10 @@ from torchelastic.rendezvous import credentials
 from torchelastic.rendezvous.embedded import wire
 from torchelastic.rendezvous.embedded.dial import Endpoint
 from torchelastic.rendezvous.embedded.endpoint import listen_beside
+from torchelastic.rendezvous.embedded.holding import Holding
 from torchelastic.rendezvous.embedded.reception import Reception
 from torchelastic.rendezvous.embedded.ring import Ring, lives
-from torchelastic.rendezvous.embedded.seat import Holding, Seat
+from torchelastic.rendezvous.embedded.seat import Seat
 from torchelastic.rendezvous.etcd import EtcdStore
 from torchelastic.rendezvous.opening import close_store, open_store
 from torchelastic.rendezvous.parameters import check_backend

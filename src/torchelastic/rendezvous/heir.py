@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from torchelastic.rendezvous import succession
-from torchelastic.rendezvous.embedded.seat import Holding
+from torchelastic.rendezvous.embedded.holding import Holding
 from torchelastic.rendezvous.leader import ROLL_KEY
 from torchelastic.rendezvous.store import Json, Store
 from torchelastic.rendezvous.world import PART_PREFIX, WORLD_KEY, World

@@ -15,7 +15,8 @@ from torchelastic.errors import RendezvousLost
 from torchelastic.rendezvous import succession
 from torchelastic.rendezvous.embedded import endpoint, wire
 from torchelastic.rendezvous.embedded.dial import Endpoint
-from torchelastic.rendezvous.embedded.seat import Holding, Seat
+from torchelastic.rendezvous.embedded.holding import Holding
+from torchelastic.rendezvous.embedded.seat import Seat
 from torchelastic.rendezvous.leader import ROLL_KEY
 from torchelastic.rendezvous.world import MEMBER_PREFIX, WORLD_KEY
 
@@ -114,7 +115,7 @@ def test_a_host_whose_name_comes_late_still_hosts(monkeypatch):
     async def story():
         answers = [False, False, True]
         monkeypatch.setattr(endpoint, "_is_this_machine", lambda host: answers.pop(0))
-        monkeypatch.setattr("torchelastic.rendezvous.embedded.seat.LOOK_AGAIN", 0.0)
+        monkeypatch.setattr("torchelastic.rendezvous.embedded.endpoints.LOOK_AGAIN", 0.0)
         place = Endpoint("0.0.0.0", unused_port(), JOB)
         seat = Seat([place], "a", clock=SystemClock(), lease=LEASE)
         await within(PATIENCE, seat.open(PATIENCE))

@@ -11,6 +11,10 @@ serving.py   the store without an agent; process.py is the process around it
 journal.py   what a store that outlives its process writes down, pure; state_file.py has the file
 dial.py      getting a connection, waiting for the host
 client.py    the `Store` protocol over connections that may break
+endpoints.py where this agent listens
+seat.py      this agent as a client of whoever hosts the store, or as its host; holding.py is what
+             it keeps for that, ballots.py and canvass.py how it asks the others
+ring.py      connections between neighbours, where the store would notice an agent's end too late
 """
 
 from torchelastic.rendezvous.embedded.client import EmbeddedStore

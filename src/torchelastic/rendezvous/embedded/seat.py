@@ -19,9 +19,8 @@ import contextlib
 import json
 import logging
 import math
-import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,11 +33,8 @@ from torchelastic.rendezvous.embedded.ballots import QUESTIONS, Ballot, Canvass,
 from torchelastic.rendezvous.embedded.canvass import Returns, canvass, proclaim
 from torchelastic.rendezvous.embedded.client import EmbeddedStore
 from torchelastic.rendezvous.embedded.dial import Endpoint
-from torchelastic.rendezvous.embedded.endpoint import (
-    bind_endpoint,
-    is_own_endpoint,
-    listen_beside,
-)
+from torchelastic.rendezvous.embedded.endpoints import Endpoints
+from torchelastic.rendezvous.embedded.holding import Belongings, Holding
 from torchelastic.rendezvous.embedded.link import Link
 from torchelastic.rendezvous.embedded.reception import Reception
 from torchelastic.rendezvous.embedded.ring import lives
@@ -49,8 +45,6 @@ from torchelastic.rendezvous.succession import Candidacy, Elector, Electorate, R
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two looks at whether the endpoint is ours after all.
-LOOK_AGAIN = 1.0
 #: Seconds between two rounds of asking; they grow.
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.5
 #: Seconds a host that was named has to answer.
@@ -67,28 +61,6 @@ FIRST_TERM = 1
 SUCCEEDED = "Another node hosts the rendezvous now."
 #: How often a node without a host says what it waits for.
 SAY_EVERY = 60.0
-
-
-@dataclass(frozen=True)
-class Holding:
-    """What a node has of the newest world: enough to vote, and, with `rows`, to host it."""
-
-    roll: Roll = field(default_factory=Roll)
-    #: Who could be host next, in order.
-    order: tuple[str, ...] = ()
-    #: Where the receptions of nodes are.
-    addresses: Mapping[str, str] = field(default_factory=dict)
-    #: What a new host puts into its store first.
-    rows: Mapping[str, Json] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Belongings:
-    """What this node has in the store under its lease; it takes it along to the next host."""
-
-    seconds: float
-    rows: Mapping[str, Json] = field(default_factory=dict)
-    lease: str = field(default_factory=lambda: secrets.token_hex(16))
 
 
 class _EndpointIsOurs(Exception):
@@ -110,25 +82,21 @@ class Seat:
         two_node_takeover: bool = False,
         may_be_remembered: bool = True,
     ) -> None:
-        self._places = list(places)
         self._node = node
         self._clock = clock
         self._lease = lease
         self._local_addr = local_addr
-        self._is_host = is_host
         self._two_node_takeover = two_node_takeover
         #: Others may know a job of this id at our endpoint, from an agent that was here before us.
         self._may_be_remembered = may_be_remembered and places[0].port != 0
         shown = places[0].credentials
-        self._reception = Reception(self.job, secret=shown.secret, tls=shown.server_tls)
+        self._reception = Reception(places[0].job, secret=shown.secret, tls=shown.server_tls)
+        self._endpoints = Endpoints(places, self._reception, clock=clock, is_host=is_host)
         self._elector = Elector(node)
         self._holding = Holding()
         self._belongings = Belongings(lease)
-        #: The endpoint this node listens at, if one of them is its own.
-        self._own_place: Endpoint | None = None
         #: The latest term for which this node, as host, has stepped down.
         self._yielded_to = 0
-        self._next_look = 0.0
         #: Set while no worker of this node is in a world, so that it may vote.
         self._stopped = asyncio.Event()
         self._stopped.set()
@@ -148,7 +116,7 @@ class Seat:
 
     @property
     def job(self) -> str:
-        return self._places[0].job
+        return self._endpoints.places[0].job
 
     @property
     def store(self) -> EmbeddedStore:
@@ -212,11 +180,8 @@ class Seat:
         """Listen, and be host or client of the job; waits up to `timeout` seconds for a host."""
         self._reception.serve(wire.STORE, self._say_where)
         self._reception.serve(wire.SUCCESSION, self._converse)
-        await self._look_for_own_place()
-        if not self._reception.port:
-            first = self._places[0]
-            await self._reception.listen(listen_beside(first.host, first.port))
-        if self._own_place is None:
+        await self._endpoints.listen()
+        if self._endpoints.ours is None:
             await self._wait_for_host(timeout)
         else:
             await self._find_host(timeout)
@@ -234,7 +199,7 @@ class Seat:
         await self._leave()
         self._belongings = Belongings(self._lease, rows)
         self._stopped.set()
-        if not self._holding.roll.latest.nodes and self._own_place is None:
+        if not self._holding.roll.latest.nodes and self._endpoints.ours is None:
             await self._wait_for_host(timeout)
         else:
             await self._find_host(timeout, say)
@@ -254,43 +219,17 @@ class Seat:
             await self.server.close()
         await self._reception.close()
 
-    async def _look_for_own_place(self) -> None:
-        """Listen at the endpoint that is this machine's, if there is one and its port is free.
-
-        Asked again while nobody answers: in a cluster that is starting, a machine's name may come
-        to mean that machine only after its agent has started.
-        """
-        if self._own_place is not None or self._clock.now() < self._next_look:
-            return
-        self._next_look = self._clock.now() + LOOK_AGAIN
-        for index, place in enumerate(self._places):
-            if not await self._is_own(place):
-                continue
-            if not self._reception.port or self._reception.port != place.port:
-                sockets = bind_endpoint(place.host, place.port, is_host=True)
-                if sockets is None:
-                    continue
-                place = replace(place, port=await self._reception.listen(sockets))
-            self._own_place = self._places[index] = place
-            return
-
-    async def _is_own(self, place: Endpoint) -> bool:
-        if self._is_host is not None:
-            return self._is_host
-        # In a thread: the name service may take its time.
-        return await asyncio.to_thread(is_own_endpoint, place.host)
-
     async def _wait_for_host(self, timeout: float | None) -> None:
         """Of a node that has no say: wait until somebody hosts."""
 
         async def look() -> None:
-            await self._look_for_own_place()
-            if self._own_place is not None:
+            await self._endpoints.look()
+            if self._endpoints.ours is not None:
                 raise _EndpointIsOurs
 
         try:
             store = await EmbeddedStore.connect(
-                self._places,
+                self._endpoints.places,
                 term=self._elector.term,
                 timeout=timeout,
                 clock=self._clock,
@@ -333,7 +272,7 @@ class Seat:
         """Whether nobody else could know of the job: no world here, ours the only endpoint, and
         nobody has spoken of a host after us."""
         is_first = self._yielded_to <= FIRST_TERM and self._holding.roll.generation < 0
-        return is_first and self._places == [self._own_place]
+        return is_first and self._endpoints.places == [self._endpoints.ours]
 
     # Asking others
 
@@ -341,17 +280,17 @@ class Seat:
         """Who must agree that this node be host; before the first world, the endpoints."""
         if self._holding.roll.generation >= 0:
             return self._holding.roll
-        return Roll(latest=Electorate(frozenset(map(str, self._places))))
+        return Roll(latest=Electorate(frozenset(map(str, self._endpoints.places))))
 
     def _voice(self) -> str:
         """As whom this node votes itself."""
-        return self._node if self._holding.roll.generation >= 0 else str(self._own_place)
+        return self._node if self._holding.roll.generation >= 0 else str(self._endpoints.ours)
 
     def _whereabouts(self) -> dict[str, Endpoint]:
         """Whom to ask: all that this node knows of, endpoints included."""
         known = {node: self._at(at) for node, at in self._holding.addresses.items()}
-        ours = {self._node, str(self._own_place)}
-        everybody = {**{str(place): place for place in self._places}, **known}
+        ours = {self._node, str(self._endpoints.ours)}
+        everybody = {**{str(place): place for place in self._endpoints.places}, **known}
         return {key: place for key, place in everybody.items() if key not in ours}
 
     async def _ask(self, term: int, *, binding: bool, of: Sequence[str] | None = None) -> Returns:
@@ -405,7 +344,7 @@ class Seat:
 
     def _turn(self) -> float:
         if self._holding.roll.generation < 0:
-            order, host = [str(place) for place in self._places], ""
+            order, host = [str(place) for place in self._endpoints.places], ""
         else:
             order, host = list(self._holding.order), self._holding.roll.latest.host
         return succession.turn(order, self._voice(), host)
@@ -445,7 +384,7 @@ class Seat:
     def _follow(self, store: EmbeddedStore) -> None:
         self._store = store
         store.on_lost = self._host_lost
-        if not self.is_host or self._own_place is not None:
+        if not self.is_host or self._endpoints.ours is not None:
             self._addr = store.local_addr
         self._elector = succession.following(self._elector, store.term, str(store.place))
 
@@ -453,7 +392,7 @@ class Seat:
         self._elector = replace(self._elector, has_host=False)
 
     def _at(self, address: str) -> Endpoint:
-        return Endpoint.at(address, self.job, self._places[0].credentials)
+        return Endpoint.at(address, self.job, self._endpoints.places[0].credentials)
 
     # Becoming host
 
@@ -484,10 +423,9 @@ class Seat:
         table = self._new_table([ballot for ballot in returns.ballots.values() if ballot.granted])
         self.server = EmbeddedServer(self.job, clock=self._clock, table=table, term=term)
         self._reception.serve(wire.STORE, self._admit)
-        self._next_look = 0.0  # the endpoint may have come free with the last host
-        await self._look_for_own_place()
+        await self._endpoints.look(again=True)  # one may have come free with the last host
         store = await EmbeddedStore.connect(
-            [self._own_place or self._at(format_endpoint(LOOPBACK, self._reception.port))],
+            [self._endpoints.ours or self._at(format_endpoint(LOOPBACK, self._reception.port))],
             term=term,
             timeout=self._lease,
             lease=(self._belongings.lease, self._belongings.seconds),

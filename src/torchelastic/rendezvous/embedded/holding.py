@@ -1,0 +1,32 @@
+"""What a node keeps, so that the store survives its host."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torchelastic.rendezvous.store import Json
+from torchelastic.rendezvous.succession import Roll
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a node has of the newest world: enough to vote, and, with `rows`, to host it."""
+
+    roll: Roll = field(default_factory=Roll)
+    #: Who could be host next, in order.
+    order: tuple[str, ...] = ()
+    #: Where the receptions of nodes are.
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    #: What a new host puts into its store first.
+    rows: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """What this node has in the store under its lease; it takes it along to the next host."""
+
+    seconds: float
+    rows: Mapping[str, Json] = field(default_factory=dict)
+    lease: str = field(default_factory=lambda: secrets.token_hex(16))
