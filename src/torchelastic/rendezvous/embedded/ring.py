@@ -73,6 +73,7 @@ class Ring:
         self._job = job
         self._silence = silence
         self._on_doubts = on_doubts
+        self._around: frozenset[str] = frozenset()
         self._doubted: set[str] = set()
         self._next: tuple[str, str] | None = None
         self._calling: asyncio.Task[None] | None = None
@@ -82,7 +83,8 @@ class Ring:
     def turn_to(self, nodes: Sequence[tuple[str, str]]) -> None:
         """Take one's place among these nodes and their addresses, in order."""
         following = successor([pair for pair in nodes if pair[1]], self._node)
-        self._note({name for name in self._doubted if name in dict(nodes)})
+        self._around = frozenset(name for name, _ in nodes)
+        self._note(self._doubted & self._around)
         if following == self._next:
             return
         self._next = following
@@ -145,10 +147,11 @@ class Ring:
         beating = asyncio.create_task(self._beat(link))
         try:
             while True:
-                try:
-                    message = await asyncio.wait_for(said.get(), self._silence)
-                except asyncio.TimeoutError:
-                    return False
+                # Not `wait_for`, which before Python 3.12 may lose a cancellation.
+                getting = asyncio.ensure_future(said.get())
+                done, _ = await asyncio.wait({getting}, timeout=self._silence)
+                getting.cancel()
+                message = getting.result() if done else _ENDED
                 if message is _ENDED or isinstance(message, Parting):
                     return isinstance(message, Parting)
         finally:
@@ -164,7 +167,8 @@ class Ring:
     # Whom to doubt
 
     def _doubt(self, node: str) -> None:
-        self._note(self._doubted | {node})
+        if node in self._around:  # whoever calls may give any name
+            self._note(self._doubted | {node})
 
     def _trust(self, node: str) -> None:
         self._note(self._doubted - {node})

@@ -15,7 +15,6 @@ rules). Who decides what:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import math
@@ -264,9 +263,14 @@ class Seat:
             if now >= say_at:
                 say(self._predicament(returns))
                 say_at = now + SAY_EVERY
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._news.wait(), pause)
+            await self._wait_for_news(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def _wait_for_news(self, seconds: float) -> None:
+        # Not `wait_for`, which before Python 3.12 may lose a cancellation.
+        news = asyncio.ensure_future(self._news.wait())
+        await asyncio.wait({news}, timeout=seconds)
+        news.cancel()
 
     def _may_found(self) -> bool:
         """Whether nobody else could know of the job: no world here, ours the only endpoint, and
