@@ -22,7 +22,6 @@ from torchelastic.rendezvous.round_state import RoundRules
 from torchelastic.rendezvous.store import Json, Store
 from torchelastic.rendezvous.world import (
     MEMBER_PREFIX,
-    NO_PART,
     WORLD_KEY,
     Member,
     World,
@@ -63,8 +62,8 @@ class Presence:
         self._membership: Membership | None = None
         #: What was said before there was a record to say it.
         self._facts: dict[str, Any] = {}
-        #: The part of the last world's nodes that this one may be in.
-        self._part: Json = NO_PART
+        #: A phase of the last world that had nodes, with those of our part.
+        self._world: World | None = None
         #: The last world that was passed on, as it came.
         self._seen: Json | None = None
         self._heir = Heir(node)
@@ -201,31 +200,38 @@ class Presence:
                     await self._see_world(store, summary.value)
 
     async def _see_world(self, store: Store, summary: Json) -> None:
-        """Pass a world on, with the part of its nodes that this one may be in.
-
-        Of a world with a newer one behind it there is no part any more: the newer one is told of.
-        """
+        """Pass a world on, with the part of its nodes that this one may be in."""
         if summary == self._seen:
             return  # told again, by a store that was opened anew
-        world = World.from_json(summary)
-        if world.count and not world.owns(self._part):
-            key = part_key(self._node, world.shards)
-            listing = await store.get(key)
-            self._part = listing.items[key].value
-        if world.count and not world.owns(self._part):
+        world = await self._with_nodes(store, World.from_json(summary))
+        if world is None:
             return
         if not self.meeting.takes_up(world.generation):
             return  # of an earlier host, and not ours: a newer one follows
-        if world.count:
-            world = world.with_parts([self._part])
-            if self.meeting.term:
-                self.meeting.hold(await self._heir.take(store, world, summary))
-                self.update(accepted=world.generation)
+        if world.count and self.meeting.term:
+            self.meeting.hold(await self._heir.take(store, world, summary))
+            self.update(accepted=world.generation)
         if self._ring is not None:
             self._ring.turn_to([(node.node, node.peer) for node in world.nodes])
         self._seen = summary
         if world.phase != "agreeing":
             self._on_world(world)
+
+    async def _with_nodes(self, store: Store, world: World) -> World | None:
+        """A world with the nodes of our part, which is read once for all of the world's phases.
+
+        None where a newer world is there, whose summary is on its way: only its parts are left.
+        """
+        if not world.count:
+            return world
+        if self._world is not None and world.has_list_of(self._world):
+            return world.with_list_of(self._world)
+        key = part_key(self._node, world.shards)
+        part = (await store.get(key)).items[key].value
+        if not world.owns(part):
+            return None
+        self._world = world.with_parts([part])
+        return self._world
 
     def _doubt(self, nodes: set[str]) -> None:
         """Tell the leader whom the ring doubts; of the leader itself nobody else can be told."""

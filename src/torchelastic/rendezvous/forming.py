@@ -97,13 +97,17 @@ def newcomers_to(rules: RoundRules, state: RoundState) -> list[str]:
     world = state.world
     if world is None or world.phase != "running":
         return []
-    offers = candidates(state)
-    if not any(_brings_more(world, offer) for offer in offers):
-        return []
-    chosen = choose(rules, in_order(offers, world), state)
+    if not any(_may_bring_more(world, present.member) for present in state.members.values()):
+        return []  # nearly always, and asked whenever one of thousands says something
+    chosen = choose(rules, in_order(candidates(state), world), state)
     if sum(len(offer.ranks) for offer in chosen) <= world.size:
         return []
     return [offer.node for offer in chosen if _brings_more(world, offer)]
+
+
+def _may_bring_more(world: World, member: Member) -> bool:
+    found = world.find(member.node)
+    return found is None or len(member.standing) > found.nproc
 
 
 def _brings_more(world: World, offer: Offer) -> bool:

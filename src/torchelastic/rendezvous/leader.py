@@ -42,6 +42,11 @@ SETTLED_KEY = "settled"
 CHECKPOINT_POLL = 0.5
 QUIET_LOOKS = 2
 
+#: A decision about thousands of nodes takes milliseconds, and they report one by one: so many times
+#: as long is waited before the next one, for more of them to do so; not worth it with few nodes.
+PAUSE = 4.0
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
+
 logger = logging.getLogger(__name__)
 
 
@@ -88,6 +93,8 @@ class Leader:
         #: When the leader key that is ours came into being.
         self._elected = 0
         self._changes: asyncio.Queue[Change] = asyncio.Queue()
+        #: Seconds in which further changes may come before a decision.
+        self._pause = 0.0
         #: Looked at only while newcomers wait for a checkpoint.
         self._checkpoint: CheckpointPath | None = None
 
@@ -162,7 +169,9 @@ class Leader:
     async def _decide_until_closed(self, watching: asyncio.Task[None]) -> bool:
         while True:
             await self._settle()
+            began = asyncio.get_running_loop().time()
             decision = resident.decide(self._rules, self._state, self._clock.now())
+            self._pause = PAUSE * (asyncio.get_running_loop().time() - began)
             if decision.world is not None:
                 if not await self._publish(decision.world, decision.kind):
                     return False
@@ -174,9 +183,11 @@ class Leader:
     async def _publish(self, world: World, kind: Kind | None) -> bool:
         if self._store.lease_lost.is_set():
             raise LeaseExpired("This node is no leader any more: its lease has ended.")
+        world = world.in_parts(self._store.most_beside - 1)
         following = round_state.published(self._state, world, self._clock.now())
         beside = None
-        if not _has_list_of(world, self._state.world):
+        before = self._state.world
+        if before is None or not world.has_list_of(before):
             beside = world.parts()
             if following.roll is not None:
                 beside[ROLL_KEY] = succession.to_json(following.roll)
@@ -224,6 +235,8 @@ class Leader:
             {getting, watching}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
         )
         if getting.done():
+            if self._pause > SHORTEST_PAUSE:
+                await asyncio.sleep(min(self._pause, LONGEST_PAUSE))
             changes = [getting.result()]
             while not self._changes.empty():
                 changes.append(self._changes.get_nowait())
@@ -271,13 +284,6 @@ class Leader:
             self._observer.node_joined(member)
         if member.leaving and (before is None or not before.member.leaving):
             self._observer.node_leaving(member)
-
-
-def _has_list_of(world: World, before: World | None) -> bool:
-    """Whether the nodes' places are as they were published: another phase of the generation."""
-    if before is None:
-        return False
-    return (world.generation, world.digest) == (before.generation, before.digest)
 
 
 class CheckpointPath:

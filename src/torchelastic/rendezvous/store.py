@@ -52,6 +52,8 @@ class Store(Protocol):
     #: Set when the lease has ended, as the store says or as our own clock must assume, and before
     #: any other verb succeeds; cleared by `open_lease`.
     lease_lost: asyncio.Event
+    #: How many keys can be set beside another one.
+    most_beside: int
 
     @property
     def local_addr(self) -> str:

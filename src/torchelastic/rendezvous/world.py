@@ -101,11 +101,13 @@ class Member:
         return cls(**made)
 
 
-_MEMBER_DEFAULTS = {
-    item.name: item.default
-    for item in dataclasses.fields(Member)
-    if item.default is not dataclasses.MISSING
-}
+def _defaults(cls: type) -> Json:
+    """The fields that are not sent when they say nothing."""
+    fields = dataclasses.fields(cls)
+    return {item.name: item.default for item in fields if item.default is not dataclasses.MISSING}
+
+
+_MEMBER_DEFAULTS = _defaults(Member)
 
 
 class WorldNode(NamedTuple):
@@ -132,13 +134,16 @@ class WorldNode(NamedTuple):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> WorldNode:
-        made = {name: data[name] for name in cls._fields if name in data}
-        made["local_ranks"] = tuple(made["local_ranks"])
+        made = {**data, "local_ranks": tuple(data["local_ranks"])}
+        if not made.keys() <= _OF_A_NODE:  # a newer peer says more than we understand
+            made = {name: value for name, value in made.items() if name in _OF_A_NODE}
         return cls(**made)
 
 
-@dataclass(frozen=True)
-class Candidate:
+_OF_A_NODE = frozenset(WorldNode._fields)
+
+
+class Candidate(NamedTuple):
     """A node that may become the host of the embedded store, and where its agent is reached."""
 
     node: str
@@ -247,6 +252,10 @@ class World:
             candidates=tuple(Candidate(node.node, node.peer) for node in nodes[:CANDIDATES]),
         )
 
+    def in_parts(self, most: int) -> World:
+        """The same world in no more than so many parts, however large they are then."""
+        return dataclasses.replace(self, shards=min(self.shards, most))
+
     # --- as JSON ---------------------------------------------------------------------------------
 
     def to_json(self) -> Json:
@@ -256,11 +265,14 @@ class World:
 
     def summary(self) -> Json:
         """All but the nodes: what every node is sent, of a size that does not grow with them."""
-        made = {name: getattr(self, name) for name in _names(World) if name not in _IN_PARTS}
+        made = {
+            name: getattr(self, name)
+            for name in _names(World)
+            if name not in _IN_PARTS and getattr(self, name) != _WORLD_DEFAULTS.get(name, ...)
+        }
         made["ledger"] = dict(vars(self.ledger))
         made["cause"] = None if self.cause is None else self.cause.to_json()
         made["consequences"] = [failure.to_json() for failure in self.consequences]
-        made["candidates"] = [dict(vars(candidate)) for candidate in self.candidates]
         return made
 
     def parts(self) -> dict[str, Json]:
@@ -289,9 +301,7 @@ class World:
             made["cause"] = Failure.from_json(made["cause"])
         made["ledger"] = RestartLedger(**_known(RestartLedger, made["ledger"]))
         made["consequences"] = tuple(Failure.from_json(item) for item in made["consequences"])
-        made["candidates"] = tuple(
-            Candidate(**_known(Candidate, item)) for item in made["candidates"]
-        )
+        made["candidates"] = tuple(Candidate(*item[:2]) for item in made.get("candidates", ()))
         for name in ("spares", "missing", "handing_over"):
             made[name] = tuple(made.get(name, ()))
         return cls(**made)
@@ -305,6 +315,10 @@ class World:
         world = cls.from_json(summary)
         return world.with_parts([part for part in parts if world.owns(part)])
 
+    def with_list_of(self, other: World) -> World:
+        """The same world with the nodes that another phase of it has."""
+        return dataclasses.replace(self, nodes=other.nodes, handing_over=other.handing_over)
+
     def with_parts(self, parts: Sequence[Mapping[str, Any]]) -> World:
         """The same world with the nodes of these parts of it."""
         nodes = [WorldNode.from_json(node) for part in parts for node in part["nodes"]]
@@ -314,13 +328,16 @@ class World:
             handing_over=tuple(node for part in parts for node in part["handing_over"]),
         )
 
+    def has_list_of(self, other: World) -> bool:
+        """Whether every node has the place that it has there: another phase of one generation."""
+        return (self.generation, self.digest) == (other.generation, other.digest)
+
     def owns(self, part: Mapping[str, Any]) -> bool:
         """Whether a part is one of this world's list."""
         return (part["generation"], part["digest"]) == (self.generation, self.digest)
 
 
-#: A part of no world.
-NO_PART: Json = {"generation": -1, "digest": "", "nodes": [], "handing_over": []}
+_WORLD_DEFAULTS = _defaults(World)
 #: Fields of a world that are stored apart from its summary.
 _IN_PARTS = frozenset({"nodes", "handing_over"})
 

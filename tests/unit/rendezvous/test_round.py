@@ -455,6 +455,35 @@ def test_a_newcomer_that_allows_no_larger_world_stays_a_spare():
     assert job.world.phase == "over"
 
 
+@pytest.mark.parametrize("phase", ["running", "over"])
+def test_reports_that_come_at_once_change_what_they_change_one_by_one(phase):
+    job = running("1:4", "abcd")
+    job.state = replace(job.state, world=replace(job.world, phase=phase))
+    told = failure("a")
+    records = [
+        replace(job.records["a"][0], failures=(told,), gone=0, step=7),
+        replace(job.records["b"][0], done=0),
+        replace(job.records["c"][0], gone=0),  # for no reason that anybody knows
+        replace(job.records["a"][0], failures=(told, failure("a", pid=2)), gone=0),
+    ]
+    one_by_one, draft = job.state, round_state.Draft(job.state)
+    for member in records:
+        created = job.records[member.node][1]
+        one_by_one = round_state.seen(one_by_one, member, created, 9.0)
+        draft.see(member, created, 9.0)
+    one_by_one = round_state.lost(one_by_one, "d")
+    draft.lose("d")
+    assert draft.finish() == one_by_one
+    assert (len(one_by_one.failures), one_by_one.done, one_by_one.step) == (2, {"b"}, 7)
+    assert one_by_one.lost == (("c", "d") if phase == "running" else ("d",))
+
+
+def test_of_many_nodes_the_first_are_named():
+    job = running("1:100", "abcdefghijkl")
+    job.die(*"abcdefghij")
+    assert job.world.reason == "a, b, c, d, e, f, g, h and 2 more failed"
+
+
 # --- another leader ------------------------------------------------------------------------------
 
 

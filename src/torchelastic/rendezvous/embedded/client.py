@@ -99,6 +99,9 @@ class _Feed:
 class EmbeddedStore:
     """The `Store` protocol over the embedded server. Made by `connect`."""
 
+    #: As many as fit a frame, if there is anything in them.
+    most_beside = wire.FRAME_LIMIT // 1024
+
     def __init__(self, place: Endpoint, *, clock: Clock, reconnect_timeout: float | None) -> None:
         #: Where the host is; until it is found, where it is looked for first.
         self.place = place

@@ -34,6 +34,8 @@ CLOSING_PATIENCE = 1.0
 #: Most guests at a time, where this process may open as many files. Thousands of nodes may come at
 #: once, all of them from one address if that of a gateway is between.
 MOST_GUESTS = 4096
+#: Connections accepted before those that are there are looked at.
+ACCEPTED = 64
 #: Characters of what a guest says that are said back to it.
 QUOTED = 100
 
@@ -98,9 +100,11 @@ class Reception:
         """Receive on the sockets `bind_endpoint` gave; returns the port."""
         loop = asyncio.get_running_loop()
         for sock in sockets:
-            # Written out, for the default backlog makes the 101st joiner wait for a second.
-            listener = await loop.create_server(self._accept, sock=sock, backlog=LISTEN_BACKLOG)
+            # As many are accepted at a time: between them, those before say who they are.
+            listener = await loop.create_server(self._accept, sock=sock, backlog=ACCEPTED)
             self._listeners.append(listener)
+            # As many may queue: with a short queue the first too many would wait for a second.
+            sock.listen(LISTEN_BACKLOG)
         self.port = int(sockets[0].getsockname()[1])
         return self.port
 

@@ -35,6 +35,8 @@ GOODBYE = 1.0
 class EtcdStore:
     """The `Store` protocol over etcd's v3 API. Made by `connect`."""
 
+    most_beside = messages.KEYS_LIMIT - 1
+
     def __init__(
         self, line: Line, keys: JobKeys, *, clock: Clock, patience: float, outage: float
     ) -> None:
