@@ -93,6 +93,10 @@ class Meeting(Protocol):
         """
         ...
 
+    async def hand_over(self, rows: Mapping[str, Json], seconds: float) -> None:
+        """Of a host that leaves: see to it, within some seconds, that there is another one."""
+        ...
+
     async def close(self, others: float) -> None:
         """Go; a host gives the other nodes up to `others` seconds to go first."""
         ...
@@ -146,6 +150,9 @@ class EtcdMeeting:
         self, rows: Mapping[str, Json], *, timeout: float | None, say: Callable[[str], None]
     ) -> bool:
         raise RendezvousLost(f"etcd at {self.endpoint} is lost.")
+
+    async def hand_over(self, rows: Mapping[str, Json], seconds: float) -> None:
+        """Nothing: etcd stays."""
 
     async def close(self, others: float) -> None:
         if self._ring is not None:

@@ -83,9 +83,7 @@ class Narrator:
             set_up_log(name)
             where = "hosting" if meeting.is_host else "joined"
             logger.info("%s job %s at %s", where, self._config.run_id, meeting.endpoint)
-        self._log.emit(
-            events.Joined(name=name, endpoint=meeting.endpoint, hosting=meeting.is_host)
-        )
+        self._log.emit(events.Joined(name=name, endpoint=meeting.endpoint, hosting=meeting.is_host))
 
     def rejoined(self, name: str, meeting: Meeting) -> None:
         self.name = name

@@ -30,6 +30,8 @@ from torchelastic.rendezvous.world import (
 
 logger = logging.getLogger(__name__)
 
+#: Seconds a host that leaves stays for the others to elect the next one.
+HANDING_OVER = 3.0
 #: Runs something beside the loop; what goes wrong there is the owner's to see.
 Background = Callable[[Coroutine[Any, Any, Any], str], asyncio.Task[Any]]
 
@@ -127,12 +129,18 @@ class Presence:
                 break
         self._be_member()
 
+    def _kept(self) -> dict[str, Json]:
+        """What this node has in the store under its lease."""
+        if not self.member.name:
+            return {}
+        return {
+            MEMBER_PREFIX + self._node: self.member.to_json(),
+            NAME_PREFIX + self.member.name: {"node": self._node},
+        }
+
     async def _regain(self) -> bool:
         """Have a store again; says whether this node's keys are there under a lease."""
-        kept: dict[str, Json] = {}
-        if self.member.name:
-            kept[MEMBER_PREFIX + self._node] = self.member.to_json()
-            kept[NAME_PREFIX + self.member.name] = {"node": self._node}
+        kept = self._kept()
         limit = self._config.wait_for_nodes or None
         leased = await self.meeting.regain(kept, timeout=limit, say=self._observer.without_host)
         assert self._membership is not None
@@ -210,7 +218,7 @@ class Presence:
             return  # of an earlier host, and not ours: a newer one follows
         if world.count and self.meeting.term:
             self.meeting.hold(await self._heir.take(store, world, summary))
-            self.update(accepted=world.generation)
+            self._accept(world)
         if self._ring is not None:
             self._ring.turn_to([(node.node, node.peer) for node in world.nodes])
         self._seen = summary
@@ -232,6 +240,14 @@ class Presence:
             return None
         self._world = world.with_parts([part])
         return self._world
+
+    def _accept(self, world: World) -> None:
+        """Say that this node has a world; at once where the others wait for that."""
+        assert self._membership is not None
+        if world.phase == "agreeing":
+            self.update(accepted=world.generation)
+        elif self.member.accepted != world.generation:
+            self._membership.mention(accepted=world.generation)
 
     def _doubt(self, nodes: set[str]) -> None:
         """Tell the leader whom the ring doubts; of the leader itself nobody else can be told."""
@@ -260,5 +276,8 @@ class Presence:
 
     async def close(self, others: float) -> None:
         """Go; a host gives the other nodes up to `others` seconds to go first."""
-        if self._meeting is not None:
-            await self._meeting.close(others)
+        if self._meeting is None:
+            return
+        if self._membership is not None and self.member.leaving:
+            await self._meeting.hand_over(self._kept(), HANDING_OVER)
+        await self._meeting.close(others)

@@ -160,8 +160,8 @@ _RENDEZVOUS_FLAGS = (
         default_words="private, one node only",
         torchrun=True,
         help="Where the nodes meet: one node of the job and a free port on it, the same on every "
-        "node, or several with commas; with etcd, its servers. The port defaults to 29400 (static: 29500, etcd: 2379); port "
-        "0 means private.",
+        "node, or several with commas; with etcd, its servers. The port defaults to 29400 "
+        "(static: 29500, etcd: 2379); port 0 means private.",
     ),
     Flag(
         name="--rdzv-id",

@@ -215,6 +215,22 @@ def test_of_two_nodes_the_other_waits_unless_it_may_take_over():
     run(story(True))
 
 
+def test_a_host_that_leaves_votes_before_it_goes():
+    async def story():
+        async with seats_at() as table:
+            a, b = await table.sit("a", "b")
+            a.say_goodbye()
+            rows = {MEMBER_PREFIX + "a": {"node": "a", "leaving": "SIGTERM"}}
+            handing = asyncio.create_task(a.hand_over(rows, PATIENCE))
+            await within(PATIENCE, lost(b))
+            assert await table.regain(b)
+            await within(PATIENCE, handing)
+            assert b.is_host
+            assert await members(b) == {"a", "b"}  # until its lease ends, as one who leaves
+
+    run(story())
+
+
 def test_an_agent_that_is_new_at_the_old_address_is_proof_that_the_old_one_is_dead():
     async def story():
         async with seats_at() as table:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from torchelastic.rendezvous.embedded import wire
+from torchelastic.rendezvous.embedded.ballots import Ballot
+from torchelastic.rendezvous.embedded.table import Table
 from torchelastic.rendezvous.store import Json
 from torchelastic.rendezvous.succession import Roll
 
@@ -30,3 +33,16 @@ class Belongings:
     seconds: float
     rows: Mapping[str, Json] = field(default_factory=dict)
     lease: str = field(default_factory=lambda: secrets.token_hex(16))
+
+
+def table_of(holding: Holding, ballots: Iterable[Ballot], now: float) -> Table:
+    """The store as it was, as far as it lasts: the world, and what the voters had in there."""
+    table = Table()
+    for key, value in holding.rows.items():
+        table.put(key, wire.encode_value(key, value))
+    for ballot in ballots:
+        if ballot.lease:
+            table.open_lease(ballot.lease, ballot.seconds, now)
+            for row in ballot.rows:
+                table.put(row.key, row.text or "{}", lease=ballot.lease)
+    return table

@@ -33,12 +33,12 @@ from torchelastic.rendezvous.embedded.canvass import Returns, canvass, proclaim
 from torchelastic.rendezvous.embedded.client import EmbeddedStore
 from torchelastic.rendezvous.embedded.dial import Endpoint
 from torchelastic.rendezvous.embedded.endpoints import Endpoints
-from torchelastic.rendezvous.embedded.holding import Belongings, Holding
+from torchelastic.rendezvous.embedded.holding import Belongings, Holding, table_of
 from torchelastic.rendezvous.embedded.link import Link
 from torchelastic.rendezvous.embedded.reception import Reception
 from torchelastic.rendezvous.embedded.ring import lives
 from torchelastic.rendezvous.embedded.server import EmbeddedServer
-from torchelastic.rendezvous.embedded.table import Row, Table
+from torchelastic.rendezvous.embedded.table import Row
 from torchelastic.rendezvous.store import Json
 from torchelastic.rendezvous.succession import Candidacy, Elector, Electorate, Roll
 
@@ -99,6 +99,8 @@ class Seat:
         #: Set while no worker of this node is in a world, so that it may vote.
         self._stopped = asyncio.Event()
         self._stopped.set()
+        #: Set when it has voted for another node.
+        self._voted = asyncio.Event()
         #: This node's address, as found out when it was somebody's client.
         self._addr = ""
         #: Set when there is news of a host.
@@ -203,6 +205,22 @@ class Seat:
         else:
             await self._find_host(timeout, say)
         return self.store.has_lease
+
+    async def hand_over(self, rows: Mapping[str, Json], seconds: float) -> None:
+        """Of a host that leaves, with no worker left: vote for the next one before going.
+
+        `rows` as of `regain`. Waits up to `seconds` for somebody to ask.
+        """
+        if self.server is None or self.server.clients < 2:
+            return
+        await self._leave("it leaves")
+        self._belongings = Belongings(self._lease, rows)
+        # Nobody else counts on its consent: it was its own host.
+        self._elector = replace(self._elector, leaving=False)
+        self._stopped.set()
+        voted = asyncio.ensure_future(self._voted.wait())
+        await asyncio.wait({voted}, timeout=seconds)
+        voted.cancel()
 
     async def close(self, others: float = 0.0) -> None:
         """Go; a host gives the other nodes up to `others` seconds to go first."""
@@ -424,7 +442,9 @@ class Seat:
         """Serve the store from now on, and tell those who voted."""
         self._elector = replace(self._elector, term=term, chosen=self._node)
         self.may_begin_at = self._may_begin()
-        table = self._new_table([ballot for ballot in returns.ballots.values() if ballot.granted])
+        votes = [ballot for ballot in returns.ballots.values() if ballot.granted]
+        ballots = [self._ballot("", granted=True), *votes]
+        table = table_of(self._holding, ballots, self._clock.now())
         self.server = EmbeddedServer(self.job, clock=self._clock, table=table, term=term)
         self._reception.serve(wire.STORE, self._admit)
         await self._endpoints.look(again=True)  # one may have come free with the last host
@@ -446,21 +466,6 @@ class Seat:
         if self._holding.roll.generation < 0 and self._may_be_remembered:
             return self._clock.now() + self._lease
         return 0.0
-
-    def _new_table(self, ballots: Sequence[Ballot]) -> Table:
-        """The store as it was, as far as it lasts: the world, and what the voters had in there."""
-        table = Table()
-        now = self._clock.now()
-        for key, value in self._holding.rows.items():
-            table.put(key, wire.encode_value(key, value))
-        own = self._ballot("", granted=True)
-        for ballot in (own, *ballots):
-            if not ballot.lease:
-                continue
-            table.open_lease(ballot.lease, ballot.seconds, now)
-            for row in ballot.rows:
-                table.put(row.key, row.text or "{}", lease=ballot.lease)
-        return table
 
     def _proclamation(self) -> Reign:
         return Reign(self._elector.term, self._node, self._elector.generation, [self.peer])
@@ -484,9 +489,9 @@ class Seat:
         ]
         return missing[:PROCLAIMED]
 
-    async def _yield(self, term: int) -> None:
-        """Be host no more: there is one of a later term, and it has the majority."""
-        logger.info("this node hosts the rendezvous no more: there is a later term, %d", term)
+    async def _yield(self, term: int, why: str = "there is a later term") -> None:
+        """Be host no more."""
+        logger.info("this node hosts the rendezvous no more: %s", why)
         self._yielded_to = max(self._yielded_to, term)
         self._host_lost()
         server, self.server = self.server, None
@@ -494,13 +499,13 @@ class Seat:
         if server is not None:
             await server.close(SUCCEEDED)
 
-    async def _leave(self) -> None:
+    async def _leave(self, why: str = "its lease was lost") -> None:
         """Be done with the last host, or with having been it."""
         if self._heralding is not None:
             self._heralding.cancel()
             self._heralding = None
         if self.is_host:
-            await self._yield(self.term)
+            await self._yield(self.term, why)
         await self.store.close()
         self._host_lost()
 
@@ -553,6 +558,8 @@ class Seat:
         why = succession.refusal(self._elector, asked)
         if not why:
             self._elector = succession.voted(self._elector, asked)
+            if asked.binding:
+                self._voted.set()
         return self._ballot(why, granted=not why)
 
     def _ballot(self, why: str, *, granted: bool) -> Ballot:
