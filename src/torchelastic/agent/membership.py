@@ -12,6 +12,8 @@ from torchelastic.rendezvous.store import Store
 from torchelastic.rendezvous.world import MEMBER_PREFIX, Member
 
 NAME_PREFIX = "name/"
+#: Seconds by which what is not urgent is put.
+A_WHILE = 0.25
 #: Agents of one host that have consecutive numbers.
 NEIGHBOURS = 8
 
@@ -23,6 +25,7 @@ class Membership:
         self._member = member
         #: The record as the store has it, if it has one.
         self._said: Member | None = None
+        self._reminder: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
         self._settled = asyncio.Event()
         self._settled.set()
@@ -60,6 +63,17 @@ class Membership:
         self._member = replace(self._member, **changes)
         self._changed.set()
         self._settled.clear()
+
+    def mention(self, **changes: Any) -> None:
+        """Change the record in something that is not urgent: it is put with what comes next, or
+        after a while. When a world begins, all its nodes have more important things to ask."""
+        self._member = replace(self._member, **changes)
+        if self._reminder is None:
+            self._reminder = asyncio.get_running_loop().call_later(A_WHILE, self._remind)
+
+    def _remind(self) -> None:
+        self._reminder = None
+        self.update()
 
     async def run(self, store: Store) -> None:
         """Put the record at every change. Ends by raising when the lease or the store is lost."""

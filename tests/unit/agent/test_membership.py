@@ -61,6 +61,14 @@ def test_a_record_is_put_when_it_differs_from_what_the_store_has():
             membership.unsaid()
             await membership.flush()
             assert (await store.get("")).revision == before + 2
+            membership.mention(accepted=3)
+            membership.update(gone=2)
+            await membership.flush()
+            said = await record(store, "a")
+            assert (said.accepted, said.gone) == (3, 2)
+            membership.mention(accepted=4)
+            while (await record(store, "a")).accepted != 4:
+                await asyncio.sleep(0.01)
             running.cancel()
             await soon(running.done, "the record is put no more")
 
