@@ -195,7 +195,7 @@ def _leaving(state: RoundState) -> bool:
 
 def why(state: RoundState, kind: Kind, cause: Failure | None) -> str:
     """What ended a generation, in words."""
-    if kind == "node-failure":
+    if kind == "node-failure" and state.lost:
         return f"{names_of(state, state.lost)} failed"
     if kind in ("failure", "error") and cause is not None:
         if cause.alive and root_cause.is_consequence(cause):

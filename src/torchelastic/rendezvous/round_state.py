@@ -206,7 +206,8 @@ def hosted(state: RoundState, host: str, term: int, stored: Mapping[str, Any] | 
         roll = succession.from_json(stored, world.generation, nodes, world.host)
         if world.term != term and world.phase in ("running", "pausing"):
             # Those who voted have stopped their workers, and the others cannot go on without them.
-            world = replace(world, phase="over", after=None, ending="node-failure")
+            reason = "the host of the rendezvous is gone"
+            world = replace(world, phase="over", after=None, ending="node-failure", reason=reason)
     return replace(state, world=world, host=host, term=term, roll=roll)
 
 

@@ -213,7 +213,7 @@ class Seat:
         """
         if self.server is None or self.server.clients < 2:
             return
-        await self._leave("it leaves")
+        await self._leave("Its host leaves the job.")
         self._belongings = Belongings(self._lease, rows)
         # Nobody else counts on its consent: it was its own host.
         self._elector = replace(self._elector, leaving=False)
@@ -489,23 +489,23 @@ class Seat:
         ]
         return missing[:PROCLAIMED]
 
-    async def _yield(self, term: int, why: str = "there is a later term") -> None:
-        """Be host no more."""
-        logger.info("this node hosts the rendezvous no more: %s", why)
+    async def _yield(self, term: int, told: str = SUCCEEDED) -> None:
+        """Be host no more; the clients are told why."""
+        logger.info("this node hosts the rendezvous no more (term %d)", term)
         self._yielded_to = max(self._yielded_to, term)
         self._host_lost()
         server, self.server = self.server, None
         self._reception.serve(wire.STORE, self._say_where)
         if server is not None:
-            await server.close(SUCCEEDED)
+            await server.close(told)
 
-    async def _leave(self, why: str = "its lease was lost") -> None:
+    async def _leave(self, told: str = SUCCEEDED) -> None:
         """Be done with the last host, or with having been it."""
         if self._heralding is not None:
             self._heralding.cancel()
             self._heralding = None
         if self.is_host:
-            await self._yield(self.term, why)
+            await self._yield(self.term, told)
         await self.store.close()
         self._host_lost()
 
