@@ -76,6 +76,11 @@ class Meeting(Protocol):
         """Whether this node may act on a world that the store shows."""
         ...
 
+    @property
+    def dead(self) -> frozenset[str]:
+        """Nodes of the last world that are known to be no more."""
+        ...
+
     def hold(self, holding: Holding) -> None:
         """Take note of what is needed to host the store, should its host be lost."""
         ...
@@ -108,6 +113,7 @@ class EtcdMeeting:
     term = 0
     is_host = False
     may_begin_at = 0.0
+    dead: frozenset[str] = frozenset()
     loss = ""
 
     def __init__(self, config: LaunchConfig, store: EtcdStore) -> None:

@@ -187,6 +187,7 @@ class Presence:
             self._observer,
             term=self.meeting.term,
             may_begin_at=self.meeting.may_begin_at,
+            dead=self.meeting.dead,
             ask=self.meeting.ask if self._ring is not None else None,
         )
 

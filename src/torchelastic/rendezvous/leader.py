@@ -14,6 +14,7 @@ import logging
 import os
 import stat
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import chain
 from typing import Protocol
 
@@ -76,13 +77,16 @@ class Leader:
         *,
         term: int = 0,
         may_begin_at: float = 0.0,
+        dead: frozenset[str] = frozenset(),
         ask: Ask | None = None,
     ) -> None:
         """`term` is that of an agent which hosts the store itself; it forms no first world before
-        `may_begin_at`. `ask` asks an agent that others doubt, where the store would be slow to."""
+        `may_begin_at`, and goes on without the `dead`. `ask` asks an agent that others doubt, where
+        the store would be slow to."""
         self._store = store
         self._term = term
         self._may_begin_at = may_begin_at
+        self._dead = dead
         self._doubts = Doubts(ask, self._give_up) if ask is not None else None
         self._node = node
         self._rules = rules
@@ -159,7 +163,8 @@ class Leader:
         if not self._term:
             return state
         stored = items[ROLL_KEY].value if ROLL_KEY in items else None
-        return round_state.hosted(state, self._node, self._term, stored)
+        state = round_state.hosted(state, self._node, self._term, stored)
+        return replace(state, dead=self._dead)
 
     async def _watch_members(self, revision: int) -> None:
         async with contextlib.aclosing(self._store.watch(MEMBER_PREFIX, after=revision)) as changes:

@@ -85,6 +85,8 @@ class RoundState:
     #: The leader hosts the store: as which node, and in which term.
     host: str = ""
     term: int = 0
+    #: Nodes that are known to be no more, though they never said goodbye.
+    dead: frozenset[str] = frozenset()
     #: Who must agree to the next world; None: nobody but the store.
     roll: Roll | None = None
     #: No first world before this time.
@@ -224,6 +226,8 @@ def votes(state: RoundState) -> set[str]:
 
 
 def _agrees(state: RoundState, world: World, node: str) -> bool:
+    if node in state.dead:
+        return True
     present = state.members.get(node)
     is_in_world = world.place(node) is not None
     if present is None:

@@ -44,6 +44,10 @@ SUCCESSOR_WAITS = 0.15
 GOODBYE = 1.0
 
 
+class _Silence(ConnectionError):
+    """The other end takes what we send, or nobody says that it does not, and never answers."""
+
+
 class _Request:
     """A request that is not answered yet."""
 
@@ -428,7 +432,7 @@ class EmbeddedStore:
                 return
             log.info("The connection to the rendezvous was lost (%s).", error or "closed")
             try:
-                link = await self._dial_again()
+                link = await self._dial_again(was_silent=isinstance(error, _Silence))
             except RendezvousLost as problem:
                 self._lose(str(problem))
                 return
@@ -442,13 +446,20 @@ class EmbeddedStore:
             log.error("The connection to the rendezvous cannot be made again.", exc_info=bug)
             self._lose(f"The rendezvous at {self.place} is lost: {bug!r}.")
 
-    async def _dial_again(self) -> Link:
+    async def _dial_again(self, *, was_silent: bool) -> Link:
         lease = self._held()
         token = None if lease is None else lease.id
-        # Whoever would take the host's place is not to be kept waiting.
-        patience = min(self._patience, SUCCESSOR_WAITS) if self.term else self._patience
+        # Whoever would take the host's place is not to be kept waiting, once there is reason to
+        # think that it is gone: it was silent for long already, or nobody listens at its port.
+        hurry = SUCCESSOR_WAITS if self.term else self._patience
         link, welcome, _ = await dial(
-            [self.place], token, timeout=patience, clock=self._clock, term=self.term, again=True
+            [self.place],
+            token,
+            timeout=min(hurry, self._patience) if was_silent else self._patience,
+            refused=hurry,
+            clock=self._clock,
+            term=self.term,
+            again=True,
         )
         if welcome.store != self._store_name:
             link.abort()
@@ -477,7 +488,7 @@ class EmbeddedStore:
     def _notice_silence(self, heard_before: int) -> None:
         self._silence_timer = None
         if self._link is not None and self._frames_heard == heard_before:
-            self._link.abort(ConnectionError("it does not answer"))
+            self._link.abort(_Silence("it does not answer"))
         self._expect_answer()
 
     def _lose(self, sentence: str) -> None:

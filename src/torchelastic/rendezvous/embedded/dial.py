@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -69,17 +70,20 @@ async def dial(
     clock: Clock,
     term: int = 0,
     again: bool = False,
+    refused: float = math.inf,
     meanwhile: Callable[[], Awaitable[None]] | None = None,
 ) -> tuple[Link, wire.Welcome, Endpoint]:
     """A greeted connection, which takes up `lease` if it can; waits for the host to be there.
 
     The host is looked for at all `places`, and must be of `term` at least. `again` says that there
-    was a connection already; `meanwhile` is called after every attempt in vain. Raises
+    was a connection already; after `refused` seconds of nothing but refused connections the time
+    is up as well. `meanwhile` is called after every attempt in vain. Raises
     `RendezvousRefused` at once when the store refuses or something else lives at the port,
     `RendezvousLost` when nobody is there until the time is up.
     """
     endpoint = places[0]
     deadline = clock.now() + timeout
+    refused_until = clock.now() + refused
     pause = FIRST_PAUSE
     while True:
         try:
@@ -88,7 +92,9 @@ async def dial(
         except (OSError, asyncio.TimeoutError, NoAnswer, _Nowhere) as error:
             problem = error
         log.debug("No rendezvous at %s yet: %s.", endpoint, _words(problem))
-        if clock.now() >= deadline:
+        if not isinstance(problem, ConnectionRefusedError):
+            refused_until = clock.now() + refused
+        if clock.now() >= min(deadline, refused_until):
             raise _verdict(endpoint, timeout, problem, again) from problem
         if meanwhile is not None:
             await meanwhile()
@@ -101,8 +107,8 @@ def _verdict(
 ) -> RendezvousLost | RendezvousRefused:
     if again:
         return RendezvousLost(
-            f"The rendezvous at {endpoint} was lost and has not answered for {timeout:g} s "
-            f"({_words(problem)}): its host has ended, is frozen or cannot be reached."
+            f"The rendezvous at {endpoint} was lost and does not answer ({_words(problem)}): its "
+            "host has ended, is frozen or cannot be reached."
         )
     if isinstance(problem, NoAnswer):
         return RendezvousRefused(

@@ -179,6 +179,12 @@ class Ring:
             self._on_doubts(doubted)
 
 
+def answer_that_we_live(link: Link, hello: wire.Hello) -> None:
+    """To whoever asks, where there is no ring."""
+    link.send(wire.Welcome(wire.PROTOCOL, wire.VERSION, "", False, 0))
+    link.close()
+
+
 async def lives(place: Endpoint) -> bool | None:
     """Ask an agent whether it lives: yes; no, nobody listens there; or there is no telling."""
     try:

@@ -29,18 +29,19 @@ from torchelastic.errors import RendezvousLost, RendezvousRefused
 from torchelastic.rendezvous import succession
 from torchelastic.rendezvous.embedded import wire
 from torchelastic.rendezvous.embedded.ballots import QUESTIONS, Ballot, Canvass, Noted, Reign
-from torchelastic.rendezvous.embedded.canvass import Returns, canvass, proclaim
+from torchelastic.rendezvous.embedded.canvass import Returns, canvass, predicament, proclaim
 from torchelastic.rendezvous.embedded.client import EmbeddedStore
 from torchelastic.rendezvous.embedded.dial import Endpoint
 from torchelastic.rendezvous.embedded.endpoints import Endpoints
 from torchelastic.rendezvous.embedded.holding import Belongings, Holding, table_of
 from torchelastic.rendezvous.embedded.link import Link
 from torchelastic.rendezvous.embedded.reception import Reception
-from torchelastic.rendezvous.embedded.ring import lives
+from torchelastic.rendezvous.embedded.ring import answer_that_we_live, lives
 from torchelastic.rendezvous.embedded.server import EmbeddedServer
 from torchelastic.rendezvous.embedded.table import Row
 from torchelastic.rendezvous.store import Json
 from torchelastic.rendezvous.succession import Candidacy, Elector, Electorate, Roll
+from torchelastic.rendezvous.world import MEMBER_PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,8 @@ class Seat:
         self._votes: set[asyncio.Task[None]] = set()
         self._store: EmbeddedStore | None = None
         self.server: EmbeddedServer | None = None
+        #: Nodes of the last world that are known to be no more, though they never said goodbye.
+        self.dead: frozenset[str] = frozenset()
         #: When this node, as the host of a store that has no world yet, may form the first one.
         self.may_begin_at = 0.0
 
@@ -181,6 +184,7 @@ class Seat:
         """Listen, and be host or client of the job; waits up to `timeout` seconds for a host."""
         self._reception.serve(wire.STORE, self._say_where)
         self._reception.serve(wire.SUCCESSION, self._converse)
+        self._reception.serve(wire.RING, answer_that_we_live)
         await self._endpoints.listen()
         if self._endpoints.ours is None:
             await self._wait_for_host(timeout)
@@ -372,17 +376,8 @@ class Seat:
         return succession.turn(order, self._voice(), host)
 
     def _predicament(self, returns: Returns) -> str:
-        votes = self._votes_in(returns)
-        wanted = max(self._roll().electorates, key=lambda each: len(each.nodes - votes.keys()))
-        there = len(wanted.nodes & votes.keys())
         what = "nodes" if self._holding.roll.generation >= 0 else "endpoints"
-        hint = ""
-        if len(wanted.nodes) == 2:
-            hint = "; if the host is gone for good, --two-node-takeover lets the other go on"
-        return (
-            f"the host of the rendezvous is out of reach, and {there} of {len(wanted.nodes)} {what}"
-            f" are no majority: this node waits for the others{hint}"
-        )
+        return predicament(self._roll(), self._votes_in(returns), what)
 
     # Becoming a client
 
@@ -442,10 +437,15 @@ class Seat:
         """Serve the store from now on, and tell those who voted."""
         self._elector = replace(self._elector, term=term, chosen=self._node)
         self.may_begin_at = self._may_begin()
-        votes = [ballot for ballot in returns.ballots.values() if ballot.granted]
-        ballots = [self._ballot("", granted=True), *votes]
+        self.dead = frozenset(
+            node for node, last in self._votes_in(returns).items() if last == DEAD
+        )
+        granted = [ballot for ballot in returns.ballots.values() if ballot.granted]
+        ballots = [self._ballot("", granted=True), *granted]
         table = table_of(self._holding, ballots, self._clock.now())
-        self.server = EmbeddedServer(self.job, clock=self._clock, table=table, term=term)
+        self.server = EmbeddedServer(
+            self.job, clock=self._clock, table=table, term=term, is_gone=self._is_gone
+        )
         self._reception.serve(wire.STORE, self._admit)
         await self._endpoints.look(again=True)  # one may have come free with the last host
         store = await EmbeddedStore.connect(
@@ -483,9 +483,9 @@ class Seat:
 
     def _uninformed(self) -> list[Endpoint]:
         assert self.server is not None
-        there = {row.key for row in self.server.rows("member/")}
+        there = {row.key for row in self.server.rows(MEMBER_PREFIX)}
         missing = [
-            place for key, place in self._whereabouts().items() if f"member/{key}" not in there
+            place for key, place in self._whereabouts().items() if MEMBER_PREFIX + key not in there
         ]
         return missing[:PROCLAIMED]
 
@@ -519,6 +519,12 @@ class Seat:
             self._start(self._yield(hello.term))
         else:
             self.server.admit(link, hello)
+
+    async def _is_gone(self, rows: Sequence[Row]) -> bool:
+        """Of a host: whether the agent with these rows is gone, as far as its machine says so."""
+        records = [row.text for row in rows if row.key.startswith(MEMBER_PREFIX)]
+        address = wire.decode_value(records[0] or "{}").get("peer") if records else None
+        return not address or await lives(self._at(address)) is False
 
     def _say_where(self, link: Link, hello: wire.Hello) -> None:
         """To a client of the store, which is not hosted here."""

@@ -14,7 +14,7 @@ import logging
 import math
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from torchelastic.clock import Clock, SystemClock
@@ -66,6 +66,7 @@ class EmbeddedServer:
         backlog: int = BACKLOG,
         table: Table | None = None,
         term: int = 0,
+        is_gone: Callable[[Sequence[Row]], Awaitable[bool]] | None = None,
         name: str = "",
     ) -> None:
         """`table` and `name` are those of a store that was served before, if it is to go on."""
@@ -87,6 +88,9 @@ class EmbeddedServer:
         #: Changes that the watchers are yet to be told.
         self._news: list[Row] = []
         self._timer: asyncio.TimerHandle | None = None
+        #: Says, given what a client had under its lease, whether it is gone for sure.
+        self._is_gone = is_gone
+        self._asking: set[asyncio.Task[None]] = set()
         self._departure = asyncio.Event()
         self._told = Told()
         self._closing = False
@@ -127,8 +131,7 @@ class EmbeddedServer:
     async def close(self, sentence: str = ENDED) -> None:
         """Stop; clients are told that it is gone for good, and why."""
         self._closing = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop()
         if self._reception is not None:
             await self._reception.close()
         ends = [peer.link.ended for peer in self._peers]
@@ -141,11 +144,16 @@ class EmbeddedServer:
         if ends:
             await asyncio.wait(ends)
 
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._asking:
+            task.cancel()
+
     async def abandon(self) -> None:
         """Stop without a word, as if the process had died: clients wait for the next one."""
         self._closing = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop()
         ends = [peer.link.ended for peer in self._peers]
         for peer in self._peers:
             peer.link.abort()
@@ -186,9 +194,27 @@ class EmbeddedServer:
             log.debug("A client's connection ended: %s.", error)
         if peer.lease is not None and not self._closing:
             del self._holders[peer.lease]
-            self._table.shorten(peer.lease, self._clock.now() + self._grace)
-            self._set_timer()
+            self._miss(peer.lease)
         self._departure.set()
+
+    def _miss(self, token: str) -> None:
+        """A connection has ended that had a lease; firewalls end some, too."""
+        if self._is_gone is None:
+            self._shorten(token)
+            return
+        task = asyncio.create_task(self._ask_after(token), name="ask after a client")
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+
+    async def _ask_after(self, token: str) -> None:
+        """If it is gone, give it up, unless it is back in a moment; else its lease tells."""
+        assert self._is_gone is not None
+        if await self._is_gone(self._table.under(token)) and token not in self._holders:
+            self._shorten(token)
+
+    def _shorten(self, token: str) -> None:
+        self._table.shorten(token, self._clock.now() + self._grace)
+        self._set_timer()
 
     # Requests
 

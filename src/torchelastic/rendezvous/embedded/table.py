@@ -166,6 +166,11 @@ class Table:
         """The lease a key is under."""
         return self._owners.get(key)
 
+    def under(self, lease: str) -> list[Row]:
+        """The rows under a lease."""
+        held = self._leases.get(lease)
+        return [self._rows[key] for key in held.keys] if held else []
+
     def revision_of(self, stamp: str) -> int | None:
         """The revision a request made when it came the first time, None if it has made none.
 
