@@ -1,0 +1,551 @@
+"""A model of embedded failover: every decision is made by `succession`, every order is possible.
+
+What was said is never taken back: each message lies in a set of its own and may be heard at any
+later time, several times, or never. That is loss, duplication, delay and reordering at once. A node
+that is paused does nothing for a while, as any node may; its workers go on.
+
+To keep the number of states down, things happen together that nobody can tell apart:
+* a node that votes, asks for votes or finds another host has lost its host just before;
+* a step is made as soon as all nodes of a world run it: that only helps to find a violation;
+* what only ever makes more possible happens as soon as it can: a candidate counts its votes, its
+  voters hear that it won, a host finds its world settled, and its followers hear that and begin.
+  All conditions are monotone in what was heard, and whoever waits could do no more than then.
+A crash is a pause without end, but for its workers; it is a move only where that matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import chain, combinations
+from typing import NamedTuple
+
+from torchelastic.rendezvous import succession
+from torchelastic.rendezvous.succession import Candidacy, Elector, Electorate, Roll
+
+FIRST_TERM = 1
+#: Any generation but the one that the hearer asks about.
+NO_MATTER = -2
+
+
+#: Its number, its nodes and who formed it.
+World = tuple[int, Electorate]
+
+
+class Node(NamedTuple):
+    elector: Elector
+    #: Of the newest world it has taken up.
+    roll: Roll = Roll()
+    #: The world that its workers run.
+    workers: World | None = None
+    #: They wait for the word to begin in the world it has taken up; once stopped, they never do.
+    waits: bool = False
+    crashed: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.elector.node
+
+    @property
+    def choice(self) -> tuple[int, str]:
+        return self.elector.term, self.elector.chosen
+
+    @property
+    def session(self) -> tuple[int, str] | None:
+        """The term and the node that it has for a host, itself included."""
+        return self.choice if self.elector.has_host else None
+
+    @property
+    def is_host(self) -> bool:
+        return self.elector.has_host and self.elector.chosen == self.name
+
+    @property
+    def world(self) -> World:
+        return self.roll.generation, self.roll.latest
+
+    @property
+    def is_over(self) -> bool:
+        return self.workers is None and not self.waits
+
+    def stopped(self) -> Node:
+        return self._replace(workers=None, waits=False)
+
+
+@cache
+def without_host(elector: Elector) -> Elector:
+    return replace(elector, has_host=False)
+
+
+class Record(NamedTuple):
+    """What a node has said to a host or candidate of itself."""
+
+    term: int
+    host: str
+    node: str
+    generation: int
+    #: Nothing that was begun under an earlier host runs here, nor anything of that generation.
+    stopped: bool
+    is_vote: bool = False
+
+
+class Published(NamedTuple):
+    """A world as a host has shown it; shown again when it is settled."""
+
+    term: int
+    host: str
+    roll: Roll
+    #: Its nodes may begin.
+    begins: bool
+
+
+class State(NamedTuple):
+    nodes: tuple[Node, ...]
+    asked: frozenset[Candidacy] = frozenset()
+    hosts: frozenset[tuple[int, str]] = frozenset()
+    records: frozenset[Record] = frozenset()
+    published: frozenset[Published] = frozenset()
+    #: Term and host to whom a node has said that it leaves.
+    goodbyes: frozenset[tuple[int, str, str]] = frozenset()
+    #: The newest world that has made a step.
+    stepped: World = (-1, Electorate(frozenset()))
+    #: How often votes were asked for, and the numbers that were given to worlds.
+    elections: int = 0
+    numbers: frozenset[int] = frozenset()
+
+    def node(self, name: str) -> Node:
+        return next(node for node in self.nodes if node.name == name)
+
+    def having(self, changed: Node) -> State:
+        nodes = tuple(changed if node.name == changed.name else node for node in self.nodes)
+        return self._replace(nodes=nodes)
+
+    def recording(self, record: Record) -> State:
+        return self._replace(records=self.records | {record})
+
+
+class Move(NamedTuple):
+    """What a node does next. Plain data: it can be sorted, shown and done again."""
+
+    kind: str
+    node: str
+    argument: tuple[object, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.node} {self.kind} {' '.join(map(str, self.argument))}".rstrip()
+
+
+class Violation(AssertionError):
+    """A law of the design does not hold."""
+
+
+class Bounds(NamedTuple):
+    """How far the search goes."""
+
+    #: How often votes are asked for, and how many worlds are formed after the first.
+    elections: int
+    worlds: int
+    leaves: int = 0
+    crashes: int = 0
+
+
+class Options(NamedTuple):
+    """What is done otherwise than it should be, or by a user's wish."""
+
+    #: Off: who votes, or takes up a world that has no place for it, lets its workers run on.
+    stops_first: bool = True
+    #: Off: a leave counts as consent while its workers still run.
+    leavers_stop: bool = True
+    #: Off: workers begin at once in a world that does not settle itself.
+    waits_until_settled: bool = True
+    #: `--two-node-takeover`: the other of two takes the host for dead; rightly, or just so.
+    takeover: str = ""
+    #: The vote of a node that has crashed is taken for given.
+    counts_the_dead: bool = False
+
+
+BOUNDLESS = Bounds(elections=10**6, worlds=10**6, leaves=10**6, crashes=10**6)
+PROPER = Options()
+
+
+class Model:
+    """The moves that are possible in a state, and what they lead to."""
+
+    def __init__(self, bounds: Bounds = BOUNDLESS, options: Options = PROPER) -> None:
+        self.bounds = bounds
+        self.options = options
+        self._kinds: dict[
+            str, tuple[Callable[..., Iterator[tuple[object, ...]]], Callable[..., State]]
+        ] = {
+            "asks": (self._can_ask, self._ask),
+            "votes": (self._can_vote, self._vote),
+            "follows": (self._can_follow, self._follow),
+            "stops": (self._can_stop, self._stop),
+            "forms": (self._can_form, self._form),
+            "takes": (self._can_take, self._take),
+            "leaves": (self._can_leave, self._leave),
+            "crashes": (self._can_crash, self._crash),
+            "loses": (self._can_lose, self._lose),
+        }
+
+    @property
+    def kinds(self) -> list[str]:
+        return list(self._kinds)
+
+    def moves(self, state: State, kinds: Iterable[str] | None = None) -> Iterator[Move]:
+        for kind in kinds or self._kinds:
+            for node in state.nodes:
+                yield from self.moves_of(state, kind, node)
+
+    def moves_of(self, state: State, kind: str, node: Node) -> Iterator[Move]:
+        if not node.crashed:
+            for argument in self._kinds[kind][0](state, node):
+                yield Move(kind, node.name, argument)
+
+    def is_possible(self, state: State, move: Move) -> bool:
+        return move in self.moves_of(state, move.kind, state.node(move.node))
+
+    def after(self, state: State, move: Move) -> State:
+        """The state after a possible move; raises `Violation`."""
+        node = state.node(move.node)
+        done = self._kinds[move.kind][1](state, node, *move.argument)
+        if move.kind in ("asks", "votes"):
+            done = self._count(done, done.node(node.name).elector)
+        return self._stepping(self._spread(done, done.node(node.name).session))
+
+    # --- asking for votes, and giving them -------------------------------------------------------
+
+    def _can_ask(self, state: State, node: Node) -> Iterator[tuple[int]]:
+        if state.elections >= self.bounds.elections or not node.roll.latest.nodes:
+            return
+        heard = max((asked.term for asked in state.asked), default=0)
+        alone = without_host(node.elector)
+        for term in {succession.next_term(alone), succession.next_term(alone, heard)}:
+            ours = Candidacy(term, node.name, node.roll.generation, binding=True)
+            if not succession.refusal(alone, ours):
+                yield (term,)
+
+    def _ask(self, state: State, node: Node, term: int) -> State:
+        ours = Candidacy(term, node.name, node.roll.generation, binding=True)
+        state = state._replace(asked=state.asked | {ours}, elections=state.elections + 1)
+        return self._voting(state, node, ours)
+
+    def _can_vote(self, state: State, node: Node) -> Iterator[tuple[int, str]]:
+        alone = without_host(node.elector)
+        for asked in state.asked:
+            if asked.node == node.name or not self._is_asked(state, node, asked):
+                continue
+            if not succession.refusal(alone, asked) and succession.voted(alone, asked) != alone:
+                yield asked.term, asked.node
+
+    def _is_asked(self, state: State, node: Node, asked: Candidacy) -> bool:
+        """A candidate asks those who must agree."""
+        electorates = state.node(asked.node).roll.electorates
+        return any(node.name in electorate.nodes for electorate in electorates)
+
+    def _vote(self, state: State, node: Node, term: int, candidate: str) -> State:
+        asked = next(one for one in state.asked if (one.term, one.node) == (term, candidate))
+        return self._voting(state, node, asked)
+
+    def _voting(self, state: State, node: Node, asked: Candidacy) -> State:
+        """Lose the host, stop the workers, and only then vote."""
+        elector = succession.voted(without_host(node.elector), asked)
+        voted = self._stopping(node)._replace(elector=elector)
+        generation = node.roll.generation
+        vote = Record(asked.term, asked.node, node.name, generation, stopped=True, is_vote=True)
+        return state.having(voted).recording(vote)
+
+    def _votes(self, state: State, node: Node) -> dict[str, int]:
+        votes = {
+            record.node: record.generation
+            for record in state.records
+            if record.is_vote and (record.term, record.host) == (node.elector.term, node.name)
+        }
+        return votes | {name: -1 for name in self.taken_for_dead(state, node)}
+
+    def _stopping(self, node: Node) -> Node:
+        return node.stopped() if self.options.stops_first else node
+
+    def _count(self, state: State, voter: Elector) -> State:
+        """Whether the candidate has won by this vote; its voters follow it then."""
+        candidate, session = state.node(voter.chosen), (voter.term, voter.chosen)
+        # Who has won once, and yielded, does not win again by a vote that comes twice.
+        stands = candidate.choice == session and session not in state.hosts
+        if stands and succession.elected(candidate.roll, self._votes(state, candidate)):
+            state = self._win(state, candidate)
+        if session not in state.hosts:
+            return state
+        for node in state.nodes:
+            if node.choice == session and node.name != candidate.name and not node.crashed:
+                elector = succession.following(node.elector, *session)
+                state = state.having(node._replace(elector=elector))
+        return state
+
+    def _win(self, state: State, node: Node) -> State:
+        term = node.elector.term
+        if any(other == term for other, _ in state.hosts):
+            raise Violation(f"two hosts of term {term}")
+        roll = succession.settled(node.roll, self._votes(state, node))
+        elector = succession.following(node.elector, term, node.name)
+        host = node._replace(elector=elector, roll=roll)
+        taken_over = Published(term, node.name, roll, begins=False)
+        return state.having(host)._replace(
+            hosts=state.hosts | {(term, node.name)}, published=state.published | {taken_over}
+        )
+
+    def taken_for_dead(self, state: State, node: Node) -> set[str]:
+        """Nodes that count as having agreed to whatever this one does."""
+        crashed = {other.name for other in state.nodes if other.crashed}
+        if self.options.counts_the_dead:
+            return crashed
+        host = node.roll.latest.host
+        if not self.options.takeover or len(node.roll.latest.nodes) != 2 or host == node.name:
+            return set()
+        return {host} if self.options.takeover == "blind" else {host} & crashed
+
+    # --- a host and those who follow it ----------------------------------------------------------
+
+    def _can_follow(self, state: State, node: Node) -> Iterator[tuple[int, str]]:
+        alone = without_host(node.elector)
+        for term, host in state.hosts:
+            is_another = host != node.name and (term, host) != node.session
+            if is_another and succession.may_follow(alone, term):
+                yield term, host
+
+    def _follow(self, state: State, node: Node, term: int, host: str) -> State:
+        follower = node._replace(elector=succession.following(node.elector, term, host))
+        return self._saying(state, follower, stopped=node.is_over)
+
+    def _saying(self, state: State, node: Node, *, stopped: bool) -> State:
+        """A node tells its host how it stands."""
+        assert node.session is not None
+        record = Record(*node.session, node.name, node.roll.generation, stopped)
+        return state.having(node).recording(record)
+
+    def _can_stop(self, state: State, node: Node) -> Iterator[tuple[()]]:
+        if node.session is not None and not node.is_host and not node.is_over:
+            yield ()
+
+    def _stop(self, state: State, node: Node) -> State:
+        return self._saying(state, node.stopped(), stopped=True)
+
+    def _can_lose(self, state: State, node: Node) -> Iterator[tuple[()]]:
+        if node.elector.has_host:
+            yield ()
+
+    def _lose(self, state: State, node: Node) -> State:
+        """Know of no host, or be it no more, and stop for that; implied by what may come next."""
+        return state.having(node.stopped()._replace(elector=without_host(node.elector)))
+
+    def _can_leave(self, state: State, node: Node) -> Iterator[tuple[()]]:
+        possible = len(state.goodbyes) < self.bounds.leaves and not node.elector.leaving
+        if possible and node.session is not None and not node.is_host:
+            yield ()
+
+    def _leave(self, state: State, node: Node) -> State:
+        """Stop, and say goodbye; before that, an announced leave is no consent."""
+        assert node.session is not None
+        goodbyes = state.goodbyes | {(*node.session, node.name)}
+        leaving = replace(node.elector, leaving=True)
+        left = node.stopped() if self.options.leavers_stop else node
+        return state.having(left._replace(elector=leaving))._replace(goodbyes=goodbyes)
+
+    def _can_crash(self, state: State, node: Node) -> Iterator[tuple[()]]:
+        if sum(other.crashed for other in state.nodes) < self.bounds.crashes:
+            yield ()
+
+    def _crash(self, state: State, node: Node) -> State:
+        return state.having(node.stopped()._replace(crashed=True))
+
+    # --- worlds ----------------------------------------------------------------------------------
+
+    def _can_form(self, state: State, node: Node) -> Iterator[tuple[tuple[str, ...]]]:
+        if not node.is_host or len(state.numbers) > self.bounds.worlds:
+            return
+        table = [record for record in state.records if (record.term, record.host) == node.session]
+        agree = self._said_goodbye(state, node) | {node.name}
+        is_of_another = node.roll.generation < succession.first_generation(node.elector.term)
+        agree |= {
+            record.node
+            for record in table
+            if record.stopped and (is_of_another or record.generation == node.roll.generation)
+        }
+        if succession.agreed(node.roll.electorates, agree):
+            ready = {record.node for record in table if record.stopped} | {node.name}
+            yield from ((nodes,) for nodes in subsets(ready))
+
+    def _said_goodbye(self, state: State, node: Node) -> set[str]:
+        said = {name for *session, name in state.goodbyes if tuple(session) == node.session}
+        return said | self.taken_for_dead(state, node)
+
+    def _form(self, state: State, node: Node, nodes: tuple[str, ...]) -> State:
+        term, gone = node.elector.term, self._said_goodbye(state, node)
+        generation = succession.next_generation(node.roll.generation, term)
+        if generation in state.numbers:
+            raise Violation(f"generation {generation} was given twice")
+        roll = succession.formed(node.roll, generation, nodes, node.name)
+        roll = succession.settled(roll, {}, gone)
+        begins = succession.settles_itself(roll, gone) or not self.options.waits_until_settled
+        shown = Published(term, node.name, roll, begins)
+        state = state._replace(
+            published=state.published | {shown}, numbers=state.numbers | {generation}
+        )
+        return state.having(self._held(node, shown))
+
+    def _can_take(self, state: State, node: Node) -> Iterator[tuple[int]]:
+        found = {
+            shown.roll.generation
+            for shown in state.published
+            if (shown.term, shown.host) == node.session and not node.is_host
+        }
+        for generation in found:
+            if succession.may_take_up(node.elector, generation):
+                yield (generation,)
+
+    def _take(self, state: State, node: Node, generation: int) -> State:
+        """As it was shown first; `_spread` tells what has been said of it since."""
+        shown = max(
+            (
+                shown
+                for shown in state.published
+                if (shown.term, shown.host) == node.session and shown.roll.generation == generation
+            ),
+            key=lambda shown: (len(shown.roll.before), not shown.begins),
+        )
+        held = self._held(node, shown)
+        return self._saying(state, held, stopped=held.is_over)
+
+    def _held(self, node: Node, shown: Published) -> Node:
+        """The node with a newer world, its workers in the old one stopped."""
+        elector = replace(node.elector, generation=shown.roll.generation)
+        held = node._replace(elector=elector, roll=shown.roll)
+        if node.name not in shown.roll.latest.nodes or node.elector.leaving:
+            return self._stopping(held)
+        return held._replace(workers=held.world if shown.begins else None, waits=not shown.begins)
+
+    # --- what follows at once --------------------------------------------------------------------
+
+    def _spread(self, state: State, session: tuple[int, str] | None) -> State:
+        """The host of a session finds its world settled, and those who follow it hear of it."""
+        if session is None:
+            return state
+        host = state.node(session[1])
+        if host.session == session and not host.crashed:
+            state = self._settle(state, host)
+        shown = [one for one in state.published if (one.term, one.host) == session]
+        for node in state.nodes:
+            if node.session == session and not node.crashed:
+                state = self._hear(state, node, shown)
+        return state
+
+    def _settle(self, state: State, host: Node) -> State:
+        if not host.roll.before:
+            return state
+        accepted = {
+            record.node: record.generation
+            for record in state.records
+            if (record.term, record.host) == host.session
+            and record.generation == host.roll.generation
+        }
+        roll = succession.settled(host.roll, accepted, self._said_goodbye(state, host))
+        state = state.having(host._replace(roll=roll))
+        if roll.before or roll.generation < succession.first_generation(host.elector.term):
+            return state
+        shown = Published(host.elector.term, host.name, roll, begins=True)
+        return state._replace(published=state.published | {shown})
+
+    def _hear(self, state: State, node: Node, shown: list[Published]) -> State:
+        heard = node
+        for one in shown:
+            if one.roll.generation != node.roll.generation or one.roll.latest != node.roll.latest:
+                continue
+            if heard.waits and one.begins:
+                heard = heard._replace(workers=node.world, waits=False)
+            if heard.roll.before and not one.roll.before:
+                heard = heard._replace(roll=one.roll)
+        return state if heard is node else state.having(heard)
+
+    def _stepping(self, state: State) -> State:
+        """A world whose nodes all run it makes a step, unless a law forbids it."""
+        running = [(node.name, node.workers) for node in state.nodes if node.workers]
+        for world in {world for _, world in running} - {state.stepped}:
+            if world[1].nodes <= {name for name, theirs in running if theirs == world}:
+                if world[0] <= state.stepped[0]:
+                    raise Violation(f"a step in {shown(world)} after {shown(state.stepped)}")
+                state = state._replace(stepped=world)
+        return state
+
+
+def shown(world: World) -> str:
+    return f"{world[0]} ({' '.join(sorted(world[1].nodes))})"
+
+
+def subsets(names: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    ordered = sorted(names)
+    return chain.from_iterable(combinations(ordered, count) for count in range(1, len(ordered) + 1))
+
+
+def running(count: int, newcomers: int = 0) -> State:
+    """Nodes a, b, … train in the first world, hosted by a; newcomers hold nothing yet."""
+    names = "abcdefgh"[: count + newcomers]
+    members = names[:count]
+    roll = Roll(0, Electorate(frozenset(members), members[0]))
+    elector = Elector("", FIRST_TERM, members[0], 0, has_host=True)
+    world = (roll.generation, roll.latest)
+    nodes = [Node(replace(elector, node=name), roll, world) for name in members]
+    nodes += [Node(Elector(name)) for name in names[count:]]
+    shown = Published(FIRST_TERM, members[0], roll, begins=True)
+    records = [Record(FIRST_TERM, members[0], name, 0, stopped=False) for name in members]
+    return State(
+        tuple(nodes),
+        hosts=frozenset({(FIRST_TERM, members[0])}),
+        records=frozenset(records),
+        published=frozenset({shown}),
+        stepped=world,
+        numbers=frozenset({0}),
+    )
+
+
+def essence(state: State) -> State:
+    """Without what nobody can hear any more to any effect, so that fewer states differ.
+
+    A record is of use to the host or candidate it was made to; a request for votes while it may
+    still win (else it only binds those who hear it); a host and its worlds to who may follow it.
+    """
+    terms = {node.name: node.elector.term for node in state.nodes}
+    lowest = min(terms.values())
+    held = min(node.elector.generation for node in state.nodes)
+    return state._replace(
+        asked=frozenset(one for one in state.asked if terms[one.node] == one.term),
+        hosts=frozenset(one for one in state.hosts if one[0] >= lowest),
+        records=frozenset(_essential(state)),
+        goodbyes=frozenset(one for one in state.goodbyes if terms[one[1]] == one[0]),
+        published=frozenset(
+            one
+            for one in state.published
+            if one.term >= lowest and (one.roll.generation > held or not one.begins)
+        ),
+    )
+
+
+def _essential(state: State) -> Iterator[Record]:
+    """Of what was said to a host: its votes have been counted, and of other worlds than its own
+    only that nothing runs there is of interest."""
+    hearers = {node.elector.term: node for node in state.nodes if node.elector.chosen == node.name}
+    for record in state.records:
+        hearer = hearers.get(record.term)
+        if hearer is None or hearer.name != record.host:
+            continue
+        if hearer.elector.has_host and record.generation != hearer.roll.generation:
+            record = record._replace(generation=NO_MATTER)
+        if record.is_vote and hearer.elector.has_host:
+            record = record._replace(is_vote=False)
+        if record.stopped or record.generation != NO_MATTER:
+            yield record
+
+
+def cold(count: int) -> State:
+    """Nodes that were started with the list of all of them, and know nothing else."""
+    names = "abcdefgh"[:count]
+    roll = Roll(latest=Electorate(frozenset(names)))
+    return State(tuple(Node(Elector(name), roll) for name in names))
