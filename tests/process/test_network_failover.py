@@ -148,9 +148,6 @@ def test_of_two_nodes_the_hosts_side_goes_on(tmp_path, how):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    strict=False, reason="the host's vote is not counted as given when its next agent is there"
-)
 def test_the_other_of_two_nodes_waits_for_the_host(tmp_path):
     with training(tmp_path, 2, "--nnodes=1:2 --lease=2") as (network, made):
         before = newest(made)

@@ -30,6 +30,8 @@ from torchelastic.rendezvous.world import (
 
 logger = logging.getLogger(__name__)
 
+#: So many nodes may all speak at once when a world begins.
+FEW = 64
 #: Seconds a host that leaves stays for the others to elect the next one.
 HANDING_OVER = 3.0
 #: Runs something beside the loop; what goes wrong there is the owner's to see.
@@ -243,9 +245,10 @@ class Presence:
         return self._world
 
     def _accept(self, world: World) -> None:
-        """Say that this node has a world; at once where the others wait for that."""
+        """Say that this node has a world; at once where the others wait for that, or are so few
+        that it costs nothing: until enough have said so, those of the last world have a say."""
         assert self._membership is not None
-        if world.phase == "agreeing":
+        if world.phase == "agreeing" or world.count <= FEW:
             self.update(accepted=world.generation)
         elif self.member.accepted != world.generation:
             self._membership.mention(accepted=world.generation)

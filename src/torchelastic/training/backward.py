@@ -1,9 +1,12 @@
-"""What C++ code of a backward asks for, and what is to be done before that code waits for it.
+"""Backwards: what is to be done before one begins, and before C++ code of one waits.
+
+`before_next` holds what is to be called when the next backward that adds to gradients begins. For
+that the engine, as Python knows it, is put into a class of ours, when first needed.
 
 DDP's reducer launches its collectives in a backward, and waits for them in a callback that it has
 the engine run at the end of the backward: in C++, and on whatever future it was given. A callback
-that was queued before runs before. So whoever launches for the reducer queues a wait of its own,
-and the reducer finds every collective done, or never gets that far.
+that was queued before runs before. So whoever launches for the reducer (it `asks`) queues a wait of
+its own (`at_end`), and the reducer finds every collective done, or never gets that far.
 
 What is relied upon in torch (tests/process/test_abort.py fails when a release changes it): the
 reducer queues its callback after it has launched the last collective; callbacks run in the order in
@@ -18,14 +21,32 @@ from typing import Any
 
 import torch
 
-_engine: Any = torch.autograd.Variable._execution_engine
+_variable: Any = torch.autograd.Variable
+_engine: Any = _variable._execution_engine
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
-#: The function that calls the engine; None if torch has another way to it, and `asks` is False.
-_enter_engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
-_ENTERS_ENGINE = getattr(_enter_engine, "__code__", None)
 
 #: Have the engine call this at the end of the present backward.
 at_end: Callable[[Callable[[], object]], None] = _engine.queue_callback
+
+#: Called once, when the next backward begins; by whom, so that they can take it back.
+before_next: dict[int, Callable[[], object]] = {}
+
+
+class _Watched(type(_engine)):  # type: ignore[misc]
+    """The engine."""
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        if before_next and kwargs.get("accumulate_grad", True):
+            for call in [*before_next.values()]:
+                call()
+            before_next.clear()
+        return super().run_backward(*args, **kwargs)
+
+
+def watch() -> None:
+    """From now on `before_next` is called."""
+    if not isinstance(_variable._execution_engine, _Watched):
+        _variable._execution_engine = _Watched()
 
 
 def asks() -> bool:
@@ -34,5 +55,14 @@ def asks() -> bool:
     Code of Python, a hook of the user's in a backward for one, has a frame of its own between the
     engine and us. With the graph done there is no node: what is queued then may come too late.
     """
-    frame = sys._getframe(2)
-    return frame.f_code is _ENTERS_ENGINE and _current_node() is not None
+    return sys._getframe(2).f_code in _ENTERS_ENGINE and _current_node() is not None
+
+
+#: The functions that call the engine. Without torch's, if it has another, `asks` is False.
+_ENTERS_ENGINE = tuple(
+    getattr(function, "__code__", None)
+    for function in (
+        getattr(torch.autograd.graph, "_engine_run_backward", None),
+        _Watched.run_backward,
+    )
+)

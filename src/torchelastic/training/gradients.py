@@ -3,15 +3,18 @@
 Zeroed at the end of a step, gradients are None at the beginning, and None is all there is to put
 back. Zeroed at the start, they hold values that nobody will read: nothing to put back either. Only
 when a backward adds to what an earlier step has left do the values matter. A hook on each parameter
-runs just before that, and copies then. It is installed once a step begins with gradients: a job
-that zeroes at the end never pays for it.
+runs just before that, and copies then. The hooks are installed once a backward begins while there
+are such values: a job that zeroes all at the start or the end never pays for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import is_
 
 import torch
+
+from torchelastic.training import backward
 
 _Mark = tuple[int, int]
 
@@ -21,7 +24,7 @@ class Gradients:
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = list(parameters)
-        self._index = {parameter: index for index, parameter in enumerate(self._parameters)}
+        self._index = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._unhooked = list(enumerate(self._parameters))
         self._none: list[_Mark | None] = [None] * len(self._parameters)
         self._nothing_pending = [False] * len(self._parameters)
@@ -60,7 +63,7 @@ class Gradients:
         if True not in self._pending:
             return
         for parameter in parameters:
-            index = self._index.get(parameter)
+            index = self._index.get(id(parameter))
             if index is not None and self._pending[index]:
                 self._keep(index, copy=copy)
 
@@ -84,10 +87,14 @@ class Gradients:
         """Whether there are values whose fate is open."""
         return self._pending is not self._nothing_pending
 
-    def zeroed(self, parameters: Iterable[torch.Tensor]) -> None:
+    def zeroed(self, parameters: Sequence[torch.Tensor]) -> None:
         """Somebody zeroes the gradients of these: nobody wants what they were."""
+        if len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters)):
+            self._pending = self._nothing_pending
+            backward.before_next.pop(id(self), None)
+            return
         for parameter in parameters:
-            index = self._index.get(parameter)
+            index = self._index.get(id(parameter))
             if index is not None:
                 self._pending[index] = False
 
@@ -110,13 +117,17 @@ class Gradients:
     def _watch(self) -> None:
         self._pending = [mark is not None for mark in self._marks]
         if self._unhooked:
-            self._install()
+            backward.before_next[id(self)] = self._install
+            backward.watch()
         if self._at_once:
             for index, pending in enumerate(self._pending):
                 if pending:
                     self._keep(index)
 
     def _install(self) -> None:
+        """A backward begins; if it may add to what is there, see to it that it is copied."""
+        if True not in self._pending:
+            return
         remaining = []
         for index, parameter in self._unhooked:
             if parameter.requires_grad:

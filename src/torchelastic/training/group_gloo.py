@@ -85,7 +85,7 @@ def _collective(name: str, *, whole: bool = False) -> Callable[..., Any]:
 
     def method(self: OwnedGloo, *args: Any, **kwargs: Any) -> OwnedWork:
         number, work = self._start(name, args, kwargs, whole)
-        owned = OwnedWork(self._waits, number, work.get_future())
+        owned = OwnedWork(self._waits, number, work)
         self._waits.enter(owned)
         return owned
 
@@ -144,7 +144,7 @@ class OwnedGloo(dist.ProcessGroup):
         if not backward.asks():
             return self._allreduce(*args, **kwargs)
         number, work = self._start("allreduce", args, kwargs)
-        operation = Operation(self._waits, number, work.get_future())
+        operation = Operation(self._waits, number, work)
         self._waits.enter(operation)
         backward.at_end(operation.wait)
         return work

@@ -1,9 +1,9 @@
 """The random states of this process, as bytes: torch's, and together Python's, numpy's and CUDA's.
 
-They are read at every step, and before every collective, so reading has to be cheap. Whether a
-generator has moved is seen from a few bytes where it lies in memory (asking torch, Python and numpy
-takes 8, 11 and 41 microseconds): torch's and Python's only after a comparison with what `get_state`
-and `getstate` say, numpy's at the address it publishes. What has not moved is not read.
+They are read at every step, and before every collective, so reading has to be cheap: asking torch,
+Python and numpy takes 8, 11 and 41 microseconds. So torch's is read where it lies in memory, if
+what lies there is found to mean what `get_state` says; and of the others, a few bytes there tell
+whether they have moved. What has not moved is not read.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: Of torch's generator as `get_state` tells: seed, words left, whether seeded, position; 624 words.
-_TORCH_HEAD = struct.Struct("=QiiQ")
-_TORCH_WORDS = struct.Struct("=624Q")
-#: The same where it lies in memory, the words of half the size; then, after four bytes of nothing,
-#: normal deviates of both precisions that it may keep.
-_TORCH_HEAD_THERE = struct.Struct("=Qi?3xI")
-_TORCH_WORDS_THERE = struct.Struct("=624I")
-_TORCH_DEVIATES = 24
+#: Of torch's generator as `get_state` tells: seed, words left, whether seeded, position; 624 words;
+#: of three numbers the second is a normal deviate that it may keep, and whether it does; another
+#: one in single precision, and whether.
+_TORCH_TOLD = struct.Struct("=QiiQ624Qdddi4xf?3x")
+#: The same where it lies in memory.
+_TORCH_THERE = struct.Struct("=Qi?3xI624I4xf?3xd?")
 #: Of a Mersenne Twister as Python keeps it: the index, then 624 words.
 _PYTHON = struct.Struct("=i624I")
 _GAUSS = struct.Struct("=d")
@@ -33,22 +31,28 @@ _NUMPY_WORDS = 624 * 4
 _NUMPY_TAIL = struct.Struct("=qqd")
 #: How long the states of Python, numpy and CUDA are.
 _LENGTHS = struct.Struct("=qqq")
-#: Torch's are not further than this into its generator, which is much longer.
+#: Torch's is not further than this into its generator, which is much longer.
 _TORCH_WITHIN = 128
+#: By which a generator is known.
+_SEED = 0x5EED0FA7081A1
 #: Four words next to the position: whatever is drawn changes one of them, or the position.
 _SIGN = 16
 
 _generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
 _cuda_in_use: Callable[[], bool] = torch.cuda.is_initialized
-_torch_state: Callable[[], torch.Tensor] = torch.default_generator.get_state
-_TORCH = _torch_state().nbytes
 
 
 class Random(NamedTuple):
     """The random states of a process at one moment; those unchanged are the same objects."""
 
+    #: As it lies in memory, among other bytes that mean nothing; or as it is told.
     torch: bytes
     others: bytes
+
+    def told(self) -> Random:
+        """As the generators say it themselves: the same for states that draw the same."""
+        read = len(self.torch) == _TORCH_THERE.size
+        return Random(_told(self.torch), self.others) if read else self
 
 
 _last = Random(b"", b"")
@@ -58,12 +62,12 @@ def capture() -> Random:
     global _last
     own, others = _torch.capture(), _others.capture()
     if own is not _last[0] or others is not _last[1]:
-        _last = Random(own, others)
+        _last = tuple.__new__(Random, (own, others))  # half the time of Random(own, others)
     return _last
 
 
 def restore(states: Random) -> None:
-    torch.default_generator.set_state(_tensor(states.torch))
+    torch.default_generator.set_state(_tensor(states.told().torch))
     python, numpy, cuda = _split(states.others)
     _restore_python(python)
     if numpy and "numpy" in sys.modules:
@@ -96,21 +100,16 @@ def _split(others: bytes) -> tuple[bytes, bytes, bytes]:
 class _Torch:
     """Reads torch's generator."""
 
-    def __init__(self, windows: tuple[_Window, _Window] | None) -> None:
-        self._windows = windows
-        self._sign: tuple[bytes, bytes] | None = None
+    def __init__(self, window: _Window | None) -> None:
+        self._window = window
         self._state = b""
 
     def capture(self) -> bytes:
-        # Looked at before it is read: what another thread draws meanwhile is seen the next time.
-        windows = self._windows
-        sign = None if windows is None else (windows[0].raw, windows[1].raw)
-        if sign is None or sign != self._sign:
-            tensor = _torch_state()
-            read = ctypes.string_at(tensor.data_ptr(), _TORCH)
-            if read != self._state:
-                self._state = read
-            self._sign = sign
+        """As it lies in memory, or as it is told. Who draws in another thread may tear it."""
+        window = self._window
+        read = bytes_of(torch.default_generator.get_state()) if window is None else window.raw
+        if read != self._state:
+            self._state = read
         return self._state
 
 
@@ -161,44 +160,47 @@ def _read() -> tuple[bytes, bool]:
 # --- torch ----------------------------------------------------------------------------------------
 
 
-def _offset_in_torchs(generator: Any) -> int | None:
-    """How far into a generator its head lies; None if it is not found."""
-    state = bytes_of(generator.get_state())
-    head = _TORCH_HEAD.unpack_from(state)
-    words = _TORCH_WORDS_THERE.pack(*_TORCH_WORDS.unpack_from(state, _TORCH_HEAD.size))
+def _told(there: bytes) -> bytes:
+    """What `get_state` would say of a generator that looks like this."""
+    seed, left, seeded, position, *more = _TORCH_THERE.unpack(there)
+    *words, single, keeps_single, double, keeps_double = more
+    kept = double if keeps_double else 0.0
+    head, deviate = (seed, left, seeded, position), (0.0, kept, 0.0, keeps_double)
+    single = single if keeps_single else 0.0
+    return _TORCH_TOLD.pack(*head, *words, *deviate, single, keeps_single)
+
+
+def _torch_window() -> _Window | None:
+    """Where the global generator lies, as found out with another one; None if it is not known."""
+    trial = torch.Generator("cpu")
+    trial.manual_seed(_SEED)
+    if trial.get_state().nbytes != _TORCH_TOLD.size:
+        return None
     for offset in range(0, _TORCH_WITHIN, 8):
-        there = generator._cdata + offset
-        if (
-            ctypes.string_at(there + _TORCH_HEAD_THERE.size, len(words)) == words
-            and _TORCH_HEAD_THERE.unpack(ctypes.string_at(there, _TORCH_HEAD_THERE.size)) == head
-        ):
-            return offset
+        begins = ctypes.string_at(trial._cdata + offset, 8) == _SEED.to_bytes(8, sys.byteorder)
+        if begins and _lies_at(offset, trial):
+            return _window(torch.default_generator._cdata + offset, _TORCH_THERE.size)
     return None
 
 
-def _torch_windows_of(generator: Any, offset: int) -> tuple[_Window, _Window]:
-    """Head and first words, and the deviates."""
-    head = generator._cdata + offset
-    deviates = head + _TORCH_HEAD_THERE.size + _TORCH_WORDS_THERE.size + 4
-    return _window(head, _TORCH_HEAD_THERE.size + _SIGN), _window(deviates, _TORCH_DEVIATES)
-
-
-def _torch_windows() -> tuple[_Window, _Window] | None:
-    """Those of the global generator, as found out with another one; None if they are not known."""
-    trial = torch.Generator("cpu")
-    trial.manual_seed(1)
-    offset = _offset_in_torchs(trial)
-    if offset is None:
-        return None
-    deviates = _torch_windows_of(trial, offset)[1]
+def _lies_at(offset: int, trial: Any) -> bool:
+    """Whether all that a generator may come to hold is found so far into it."""
+    there = _window(trial._cdata + offset, _TORCH_THERE.size)
     for precision in (torch.float32, torch.float64):
-        none = deviates.raw
-        torch.randn(1, generator=trial, dtype=precision, device="cpu")
-        kept = deviates.raw
-        torch.randn(1, generator=trial, dtype=precision, device="cpu")
-        if kept in (none, deviates.raw):
-            return None
-    return _torch_windows_of(torch.default_generator, offset)
+        for _ in range(3):  # keeps a deviate, uses it up, keeps another
+            if not _means(there, trial):
+                return False
+            torch.randn(1, generator=trial, dtype=precision, device="cpu")
+    fields = list(_TORCH_TOLD.unpack(bytes_of(trial.get_state())))
+    fields[-2:] = 0.5, True
+    trial.set_state(_tensor(_TORCH_TOLD.pack(*fields)))
+    torch.rand(1000, generator=trial, device="cpu")  # all words are new
+    return _means(there, trial)
+
+
+def _means(there: _Window, generator: Any) -> bool:
+    """Whether what lies there is what the generator says of itself."""
+    return _told(there.raw) == bytes_of(generator.get_state())
 
 
 # --- Python ---------------------------------------------------------------------------------------
@@ -269,6 +271,6 @@ def _numpy_window() -> _Window | None:
     return window
 
 
-_torch = _Torch(_torch_windows())
+_torch = _Torch(_torch_window())
 _others = _Others(_python_window())
 look = _others.look

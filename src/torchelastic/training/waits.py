@@ -163,22 +163,28 @@ class Operation:
     #: What the waiting are released by; absent as long as nobody waits.
     _gate: threading.Lock
 
-    def __init__(self, waits: Waits, number: int, native: Any = None) -> None:
-        """`native` is gloo's future, for operations that have one."""
+    def __init__(self, waits: Waits, number: int, inner: Any = None) -> None:
+        """`inner` is gloo's work, for operations whose end is told by a future."""
         self.number = number
         self._waits = waits
-        self._native = native
+        self._inner = inner
 
     def look(self) -> None:
         """Take note of the end if gloo has come to it."""
-        if self._native is not None and self._native.done():
-            self.told(self._native)
+        inner = self._inner
+        if inner is not None and inner.is_completed():
+            self._ended(inner.wait)
 
-    def told(self, native: Any) -> None:
+    def told(self, future: Any) -> None:
         """By gloo, in a thread of its own. It must not raise: that would end the process."""
+        self._ended(future.value)
+
+    def _ended(self, tell: Callable[[], Any]) -> None:
+        """gloo is done; `tell` says how that was, without a wait."""
+        self._inner = None  # it keeps gloo's connections open
         self._waits.told(self)
         try:
-            value = native.value()
+            value = tell()
         except Exception as error:
             self.finish(self._waits.failed(error), None)
         else:
@@ -217,8 +223,9 @@ class Operation:
         gate.release()
 
     def _have_it_told(self) -> None:
-        if self._native is not None:
-            self._native.add_done_callback(self.told)
+        inner = self._inner
+        if inner is not None:
+            inner.get_future().add_done_callback(self.told)
 
     def result(self) -> Any:
         self.wait()
@@ -231,10 +238,15 @@ class OwnedWork(Operation, dist.Work):
     #: Only for those who ask for it.
     _future: Any
 
-    def __init__(self, waits: Waits, number: int, native: Any = None) -> None:
+    def __init__(self, waits: Waits, number: int, inner: Any = None) -> None:
         dist.Work.__init__(self)
-        Operation.__init__(self, waits, number, native)
+        Operation.__init__(self, waits, number, inner)
         self.source = -1
+
+    def look(self) -> None:
+        inner = self._inner
+        if inner is not None and inner.is_completed():
+            self._ended(inner.get_future().value)
 
     def finish(self, error: Exception | None, value: Any) -> None:
         super().finish(error, value)

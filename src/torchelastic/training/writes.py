@@ -14,7 +14,7 @@ so it is copied too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -100,11 +100,11 @@ class Writes:
     def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         faults.at("optimizer.before")
         key = id(optimizer)
-        self._gradients.before_write(_parameters(optimizer), copy=self.copying)
-        copy = self._copies[key]
+        if self._gradients.pending:
+            self._gradients.before_write(_parameters(optimizer), copy=self.copying)
         # A second write of the same step must not replace the copy made before the first.
         if self.copying and key not in self._begun:
-            copy.take()
+            self._copies[key].take()
         self._begun.add(key)
         self._open.add(key)
         faults.at("optimizer.inside")
@@ -147,7 +147,7 @@ class _Copy:
     @torch.no_grad()
     def take(self) -> None:
         state = self._optimizer.state
-        self._parameters = list(_parameters(self._optimizer))
+        self._parameters = _parameters(self._optimizer)
         self._parameter_copies = _copy_all(self._parameters, self._parameter_copies)
         tensors = [
             value
@@ -190,5 +190,5 @@ def _copy_all(live: Sequence[torch.Tensor], rooms: list[torch.Tensor]) -> list[t
     return rooms
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -22,7 +22,7 @@ from tests.unit.rendezvous.embedded_support import (
 from torchelastic.clock import FakeClock
 from torchelastic.errors import ConfigError, LeaseExpired, RendezvousLost, RendezvousRefused
 from torchelastic.rendezvous.embedded import EmbeddedStore, wire
-from torchelastic.rendezvous.embedded.dial import Endpoint
+from torchelastic.rendezvous.embedded.dial import Endpoint, is_refused_everywhere
 from torchelastic.rendezvous.embedded.table import Table
 
 
@@ -469,3 +469,17 @@ def test_a_verb_that_is_given_up_leaves_nothing():
             assert (await store.get("")).items == {}
 
     run(story())
+
+
+@pytest.mark.parametrize(
+    ("error", "refused"),
+    [
+        (ConnectionRefusedError(111, "no"), True),
+        (OSError(113, "no route"), False),
+        (OSError("Multiple exceptions: [Errno 111] at a, [Errno 111] at b"), True),
+        (OSError("Multiple exceptions: [Errno 111] at a, [Errno 113] at b"), False),
+        (OSError("something else"), False),
+    ],
+)
+def test_refused_is_what_every_address_refuses(error, refused):
+    assert is_refused_everywhere(error) is refused

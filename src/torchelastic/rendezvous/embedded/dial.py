@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import math
+import re
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -199,6 +201,23 @@ async def _connect(link: Link, endpoint: Endpoint) -> None:
         )
     except UnicodeError as error:
         raise ConfigError(f"'{endpoint.host}' is no host name: correct --rdzv-endpoint.") from error
+    except OSError as error:
+        if is_refused_everywhere(error):
+            raise ConnectionRefusedError(errno.ECONNREFUSED, str(error)) from error
+        raise
+
+
+def is_refused_everywhere(error: OSError) -> bool:
+    """Whether nobody listens at any address of a name. Of several, asyncio tells the errors in one
+    text; a list of them is to be had only from Python 3.12 on.
+
+    >>> is_refused_everywhere(OSError("Multiple exceptions: [Errno 111] a, [Errno 113] b"))
+    False
+    """
+    if error.errno is not None:
+        return error.errno == errno.ECONNREFUSED
+    numbers = re.findall(r"\[Errno (\d+)\]", str(error))
+    return bool(numbers) and set(numbers) == {str(errno.ECONNREFUSED)}
 
 
 async def _greet(

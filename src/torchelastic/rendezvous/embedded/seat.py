@@ -446,6 +446,7 @@ class Seat:
         self.server = EmbeddedServer(
             self.job, clock=self._clock, table=table, term=term, is_gone=self._is_gone
         )
+        self.server.resume()
         self._reception.serve(wire.STORE, self._admit)
         await self._endpoints.look(again=True)  # one may have come free with the last host
         store = await EmbeddedStore.connect(
