@@ -172,14 +172,15 @@ def _told(there: bytes) -> bytes:
 
 def _torch_window() -> _Window | None:
     """Where the global generator lies, as found out with another one; None if it is not known."""
-    trial = torch.Generator("cpu")
+    trial: Any = torch.Generator("cpu")
+    own: Any = torch.default_generator
     trial.manual_seed(_SEED)
     if trial.get_state().nbytes != _TORCH_TOLD.size:
         return None
     for offset in range(0, _TORCH_WITHIN, 8):
         begins = ctypes.string_at(trial._cdata + offset, 8) == _SEED.to_bytes(8, sys.byteorder)
         if begins and _lies_at(offset, trial):
-            return _window(torch.default_generator._cdata + offset, _TORCH_THERE.size)
+            return _window(own._cdata + offset, _TORCH_THERE.size)
     return None
 
 

@@ -5,7 +5,7 @@ import sys
 
 #: The reaper is in the middle of a drop, and another group waits, when the script ends.
 IN_A_DROP = """
-import threading, time, torch
+import threading, time
 from torchelastic.training import group_park
 from torchelastic.training.waits import Operation, Waits
 
@@ -25,8 +25,12 @@ class Stuck:
     def __del__(self):
         print("never this one", flush=True)
 
+class Endless:
+    def is_completed(self):
+        return False
+
 stuck = Waits()
-stuck.enter(Operation(stuck, stuck.announce(), torch.futures.Future()))
+stuck.enter(Operation(stuck, stuck.announce(), Endless()))
 group_park.park([Stuck()], stuck, silent=[], aborted=True)
 group_park.park([Waiting()], Waits(), silent=[], aborted=False)
 group_park.park([Slow()], Waits(), silent=[], aborted=True)

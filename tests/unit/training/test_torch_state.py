@@ -236,7 +236,7 @@ def test_a_replacement_goes_on_with_what_the_dead_had_drawn(ahead, wire, slate):
     if ahead:
         step(peer, lambda: peer._undo.before_collective())
         peer._committed((0, 4))
-    expected = rng.capture()
+    expected = rng.capture().told()
     buffers = peer.module[1].running_mean.clone()
     peer._undo.enter(0, None)  # from here on it is not the one that died
     replacement, _ = built("foreach Adam", ddp=False)
@@ -245,7 +245,7 @@ def test_a_replacement_goes_on_with_what_the_dead_had_drawn(ahead, wire, slate):
     peer.module[1].running_mean.fill_(9)  # a peer's own, not those of the dead
     enter(peer, 0, versions, generation=1)
     enter(replacement, 1, versions, generation=1, slate=slate)
-    assert rng.capture() == expected
+    assert rng.capture().told() == expected
     assert torch.equal(replacement.module[1].running_mean, buffers)
 
 

@@ -235,7 +235,7 @@ def tensors_of(state: TorchState) -> Iterator[tuple[str, object]]:
             yield place, (str(value.dtype), tuple(value.shape), rng.bytes_of(value.contiguous()))
         else:
             yield place, value
-    yield "random", rng.capture()
+    yield "random", rng.capture().told()
 
 
 def _leaves(place: str, tree: object) -> Iterator[tuple[str, object]]:
