@@ -158,6 +158,8 @@ class Options(NamedTuple):
     leavers_stop: bool = True
     #: Off: workers begin at once in a world that does not settle itself.
     waits_until_settled: bool = True
+    #: Off: who has not taken up the last world agrees to the next one, too.
+    agree_to_what_they_have: bool = True
     #: `--two-node-takeover`: the other of two takes the host for dead; rightly, or just so.
     takeover: str = ""
     #: The vote of a node that has crashed is taken for given.
@@ -364,11 +366,13 @@ class Model:
             return
         table = [record for record in state.records if (record.term, record.host) == node.session]
         agree = self._said_goodbye(state, node) | {node.name}
-        is_of_another = node.roll.generation < succession.first_generation(node.elector.term)
+        # Whoever follows a new host runs nothing that an earlier one has formed.
+        any_will_do = node.roll.generation < succession.first_generation(node.elector.term)
+        any_will_do |= not self.options.agree_to_what_they_have
         agree |= {
             record.node
             for record in table
-            if record.stopped and (is_of_another or record.generation == node.roll.generation)
+            if record.stopped and (any_will_do or record.generation == node.roll.generation)
         }
         if succession.agreed(node.roll.electorates, agree):
             ready = {record.node for record in table if record.stopped} | {node.name}
