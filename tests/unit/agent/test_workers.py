@@ -25,6 +25,7 @@ def workers(monkeypatch):
         narrator=SimpleNamespace(name="n", worker_failed=lambda failure: None),
         clock=None,
         tell_event=lambda event: None,
+        secret=None,
     )
     made._slates[0] = slate.create()
     yield made
