@@ -141,6 +141,19 @@ def test_who_lives_says_so():
     run(story())
 
 
+def test_a_port_that_goes_while_it_is_asked_is_gone():
+    async def story():
+        def end_all(reader, writer):
+            writer.transport.abort()
+            server.close()
+
+        server = await asyncio.start_server(end_all, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        assert await lives(Endpoint("127.0.0.1", port, JOB)) is False
+
+    run(story())
+
+
 def member(name: str, *doubts: str) -> Member:
     return Member(node=name, name=name, addr=name, peer=f"{name}:1", nproc=1, doubts=doubts)
 

@@ -26,6 +26,9 @@ BEATS = 3
 TRY_AGAIN = 0.5
 #: Seconds an agent has to answer when it is asked whether it lives.
 ANSWERS = 0.5
+#: How often it is asked that takes a connection and ends it again, and seconds between.
+QUESTIONS = 4
+ASK_AGAIN = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +190,19 @@ def answer_that_we_live(link: Link, hello: wire.Hello) -> None:
 
 async def lives(place: Endpoint) -> bool | None:
     """Ask an agent whether it lives: yes; no, nobody listens there; or there is no telling."""
-    try:
-        link, _ = await knock(place, purpose=wire.RING, timeout=ANSWERS)
-    except ConnectionRefusedError:
-        return False
-    except (OSError, asyncio.TimeoutError, NoAnswer, RendezvousError):
-        return None
-    link.abort()
-    return True
+    for _ in range(QUESTIONS):
+        try:
+            link, _ = await knock(place, purpose=wire.RING, timeout=ANSWERS)
+        except ConnectionRefusedError:
+            return False
+        except NoAnswer as error:
+            if isinstance(error.__cause__, asyncio.TimeoutError):
+                return None
+            # Of a process that is being killed, the port may be the last to go.
+            await asyncio.sleep(ASK_AGAIN)
+        except (OSError, asyncio.TimeoutError, RendezvousError):
+            return None
+        else:
+            link.abort()
+            return True
+    return None
