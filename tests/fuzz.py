@@ -69,7 +69,7 @@ def requests() -> list[wire.Message]:
 def between_agents() -> list[wire.Message]:
     """What agents say to each other about the host of the store and about themselves. A node with
     the secret is believed: only broken ones may be sent to a job that is to go on."""
-    return [Beat("fuzz"), Parting(), Canvass(0, "fuzz", 0, False), Reign(0, "fuzz", [])]
+    return [Beat("fuzz"), Parting(), Canvass(0, "fuzz", 0, False), Reign(0, "fuzz", 0, [])]
 
 
 class Fuzzer:

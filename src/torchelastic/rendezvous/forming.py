@@ -44,7 +44,7 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
     chosen = choose(rules, ordered, state)
     if not chosen or not has_quorum(rules, state):
         return _wait(rules, state, now)
-    if state.world is None and now < state.may_begin_at:
+    if now < state.may_begin_at and _may_be_known_elsewhere(rules, state, chosen):
         return Decision(wake_at=state.may_begin_at)
     if not at_once and len(chosen) < rules.max_nodes:
         at = settled_at(rules, state, [offer.node for offer in ordered], len(ordered))
@@ -70,6 +70,13 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         missing_count=0,
     )
     return Decision(_to_agree_on(rules, state, world.with_nodes(_place(chosen))))
+
+
+def _may_be_known_elsewhere(rules: RoundRules, state: RoundState, chosen: list[Member]) -> bool:
+    """Whether the job may have a host already, which this store knows nothing of: not if all the
+    nodes that it can have are here, and new."""
+    is_first = state.world is None or not state.world.nodes
+    return is_first and len(chosen) < rules.max_nodes
 
 
 def _to_agree_on(rules: RoundRules, state: RoundState, world: World) -> World:

@@ -153,8 +153,17 @@ def test_the_first_world_of_a_store_that_knows_nothing_waits():
     job.state = RoundState(may_begin_at=3.0, host="a", term=1, roll=succession.Roll())
     job.come("a", "b")
     job.wait(2.0)
-    assert job.state.world is None or job.state.world.phase == "waiting"
+    assert job.state.world is None or not job.state.world.nodes
     job.wait(3.0)
+    assert job.world.phase == "running"
+
+
+def test_it_does_not_wait_where_all_are_there():
+    job = hosted("2:2")
+    job.state = RoundState(may_begin_at=3.0, host="a", term=1, roll=succession.Roll())
+    job.come("a")
+    assert job.world.phase == "waiting"
+    job.come("b")
     assert job.world.phase == "running"
 
 
