@@ -79,7 +79,7 @@ class Agent:
         self._prints_failure = prints_failure
         self._entry = entry
         self._clock = clock or SystemClock()
-        self._node = secrets.token_hex(4)
+        self._node = secrets.token_hex(6)
         self._secret = load_secret(config)
         self._state: GroupState | CrewState = GroupState(
             node=self._node, nproc=config.nproc_per_node

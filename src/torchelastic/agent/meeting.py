@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -22,6 +23,8 @@ from torchelastic.rendezvous.opening import close_store, open_store
 from torchelastic.rendezvous.parameters import check_backend
 from torchelastic.rendezvous.store import Json, Store
 
+#: Nodes, each with a connection or two to the host, for which the usual limits are too low.
+MANY = 200
 PRIVATE_ENDPOINT = "127.0.0.1:0"
 
 
@@ -170,6 +173,8 @@ class EtcdMeeting:
 async def meet(config: LaunchConfig, node: str, clock: Clock) -> Meeting:
     """Open the store of the job: host it, or wait for it to be there."""
     check_backend(config.rdzv_backend, config.rdzv_configs)
+    if config.max_nodes > MANY:
+        _allow_many_connections()
     if config.rdzv_backend in ETCD_BACKENDS:
         return await _meet_at_etcd(config, clock)
     seat = _seat(config, node, clock)
@@ -196,6 +201,12 @@ async def _meet_at_etcd(config: LaunchConfig, clock: Clock) -> EtcdMeeting:
         await meeting.close(0.0)
         raise
     return meeting
+
+
+def _allow_many_connections() -> None:
+    """Open as many files as this process may: most are allowed fewer than a large job has nodes."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _seat(config: LaunchConfig, node: str, clock: Clock) -> Seat:

@@ -238,10 +238,10 @@ class Presence:
         if self._world is not None and world.has_list_of(self._world):
             return world.with_list_of(self._world)
         key = part_key(self._node, world.shards)
-        part = (await store.get(key)).items[key].value
-        if not world.owns(part):
+        part = await store.latest(key)
+        if part is None or not world.owns(part.value):
             return None
-        self._world = world.with_parts([part])
+        self._world = world.with_parts([part.value])
         return self._world
 
     def _accept(self, world: World) -> None:

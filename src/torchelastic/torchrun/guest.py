@@ -65,7 +65,7 @@ class Guest:
         self._config = config
         self._launcher = launcher
         self._clock = SystemClock()
-        self._state = GuestState(node=secrets.token_hex(4))
+        self._state = GuestState(node=secrets.token_hex(6))
         #: Guards `_state` and `_error`, and tells of their changes.
         self._news = threading.Condition()
         #: Why there is no job for this node any more.

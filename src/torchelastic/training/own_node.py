@@ -78,7 +78,7 @@ class OwnNode:
     def __init__(self, config: LaunchConfig, channel_end: socket.socket) -> None:
         self._config = config
         self._channel = channel_end
-        self._node = secrets.token_hex(4)
+        self._node = secrets.token_hex(6)
         self._state = crew.alone(self._node, socket.gethostname())
         self._queue: asyncio.Queue[crew.Event | BaseException] = asyncio.Queue()
         self._tasks: set[asyncio.Task[Any]] = set()
