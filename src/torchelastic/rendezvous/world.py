@@ -129,18 +129,16 @@ class WorldNode(NamedTuple):
     #: `host:port` at which its agent takes connections of other agents.
     peer: str = ""
 
-    def to_json(self) -> Json:
-        return self._asdict()
-
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> WorldNode:
-        made = {**data, "local_ranks": tuple(data["local_ranks"])}
-        if not made.keys() <= _OF_A_NODE:  # a newer peer says more than we understand
-            made = {name: value for name, value in made.items() if name in _OF_A_NODE}
-        return cls(**made)
+    def from_json(cls, data: Sequence[Any]) -> WorldNode:
+        """As JSON it is a list: every node is sent many of them, and names would be most of that.
+        A newer peer may say more than we understand, after the rest."""
+        made = list(data[: len(cls._fields)])
+        made[_LOCAL_RANKS] = tuple(made[_LOCAL_RANKS])
+        return cls(*made)
 
 
-_OF_A_NODE = frozenset(WorldNode._fields)
+_LOCAL_RANKS = WorldNode._fields.index("local_ranks")
 
 
 class Candidate(NamedTuple):
@@ -260,8 +258,11 @@ class World:
 
     def to_json(self) -> Json:
         """The world as this holder has it, the nodes included."""
-        nodes = [node.to_json() for node in self.nodes]
-        return {**self.summary(), "nodes": nodes, "handing_over": list(self.handing_over)}
+        return {
+            **self.summary(),
+            "nodes": list(self.nodes),
+            "handing_over": list(self.handing_over),
+        }
 
     def summary(self) -> Json:
         """All but the nodes: what every node is sent, of a size that does not grow with them."""
@@ -287,7 +288,7 @@ class World:
             for index in range(self.shards)
         }
         for node in self.nodes:
-            parts[part_key(node.node, self.shards)]["nodes"].append(node.to_json())
+            parts[part_key(node.node, self.shards)]["nodes"].append(node)
         for gone in self.handing_over:
             parts[part_key(gone, self.shards)]["handing_over"].append(gone)
         return parts

@@ -135,7 +135,7 @@ def test_what_a_newer_peer_says_more_is_left_alone():
     world = world_of(2)
     summary = {**sent(world.summary()), "mood": "good"}
     parts = [
-        {**part, "nodes": [{**node, "mood": "bad"} for node in part["nodes"]]}
+        {**part, "nodes": [[*node, "in a bad mood"] for node in part["nodes"]]}
         for part in sent(world.parts()).values()
     ]
     assert World.from_parts(summary, parts).nodes == world.nodes

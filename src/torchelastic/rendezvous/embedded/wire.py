@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, get_args, get_type_hints
 
@@ -266,13 +266,17 @@ Kinds = Mapping[str, type[Message]]
 Reader = frozenset[type] | Callable[[Any, str], Any]
 #: The fields of every message, and how each is read.
 _FIELDS: dict[type[Message], dict[str, Reader]] = {}
+#: The fields of every message, each with the text that comes before its value.
+_TEXTS: dict[type[Message], list[tuple[str, str]]] = {}
 
 
 def by_kind(*classes: type[Message]) -> Kinds:
     """The messages that may come at some point of a conversation."""
     for cls in classes:
         hints = get_type_hints(cls)
-        _FIELDS[cls] = {item.name: _reader(hints[item.name]) for item in fields(cls)}
+        names = [item.name for item in fields(cls)]
+        _FIELDS[cls] = {name: _reader(hints[name]) for name in names}
+        _TEXTS[cls] = [(f',"{name}":', name) for name in names]
     return {cls.kind: cls for cls in classes}
 
 
@@ -340,14 +344,24 @@ ANSWERS = by_kind(Rows, Done, NoLease, Changed, LeaseEnded, Refusal)
 # Made once: `json.dumps` would make one for every message that is not written its way.
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _encode_finite = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_decode = json.JSONDecoder().raw_decode
+
+#: How the plain values are written, which most fields are: thousands of messages go in a second.
+_PLAIN: dict[type, Callable[[Any], str]] = {
+    int: repr,
+    str: json.encoder.encode_basestring_ascii,
+    type(None): lambda value: "null",
+    bool: lambda value: "true" if value else "false",
+}
 
 
 def pack(message: Message) -> bytes:
     """A message as one frame."""
-    content: dict[str, Any] = {"kind": message.kind}
-    for name in _FIELDS[type(message)]:
-        content[name] = getattr(message, name)
-    payload = _encode(content).encode()
+    text = f'{{"kind":"{message.kind}"'
+    for before, name in _TEXTS[type(message)]:
+        value = getattr(message, name)
+        text += before + _PLAIN.get(type(value), _encode)(value)
+    payload = (text + "}").encode()
     if len(payload) > FRAME_LIMIT:
         raise WireError(
             f"A message of {len(payload)} bytes is too large for the rendezvous, which takes "
@@ -401,11 +415,21 @@ class Unpacker:
         self.limit = limit
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Take in more bytes; yields the payloads they complete."""
+    def feed(self, data: bytes) -> Iterable[bytes]:
+        """Take in more bytes; gives the payloads they complete."""
+        if not self._buffer and (payload := self._whole(data)) is not None:
+            return (payload,)
         self._buffer += data
-        while (payload := self._next()) is not None:
-            yield payload
+        return iter(self._next, None)
+
+    def _whole(self, data: bytes) -> bytes | None:
+        """The payload of bytes that are one frame, as nearly always when few are on their way."""
+        if len(data) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(data)
+        if length > self.limit or len(data) != _LENGTH.size + length:
+            return None
+        return data[_LENGTH.size :]
 
     def _next(self) -> bytes | None:
         if len(self._buffer) < _LENGTH.size:
@@ -424,9 +448,12 @@ class Unpacker:
 
 def _load(payload: bytes | str, what: str) -> dict[str, Any]:
     try:
-        content = json.loads(payload if isinstance(payload, str) else payload.decode())
+        text = (payload if isinstance(payload, str) else payload.decode()).strip(" \t\r\n")
+        content, end = _decode(text)
     except (ValueError, RecursionError) as error:
         raise WireError(f"{what} is not JSON: {error}.") from error
+    if end != len(text):
+        raise WireError(f"{what} is JSON with something behind it.")
     if not isinstance(content, dict):
         raise WireError(f"{what} is JSON, but not an object.")
     return content
@@ -438,7 +465,7 @@ def parse(payload: bytes, kinds: Kinds) -> Message:
     cls = kinds.get(str(content.pop("kind", None)))
     if cls is None:
         raise WireError(f"A frame is none of: {', '.join(kinds)}.")
-    made = {}
+    made = []
     for name, reader in _FIELDS[cls].items():
         if name not in content:
             raise WireError(f"A '{cls.kind}' message lacks '{name}'.")
@@ -448,9 +475,9 @@ def parse(payload: bytes, kinds: Kinds) -> Message:
         elif type(value) not in reader:
             found = type(value).__name__
             raise WireError(f"'{name}' of a '{cls.kind}' message is of the wrong type: {found}.")
-        made[name] = value
+        made.append(value)
     # Fields nobody here knows are left alone: a later release of this version may say more.
-    return cls(**made)
+    return cls(*made)
 
 
 def parse_hello(payload: bytes) -> Hello | None:
