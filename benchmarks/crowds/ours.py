@@ -7,6 +7,7 @@ an agent with workers says when they have stopped, these say at once.
 from __future__ import annotations
 
 import asyncio
+import gc
 import secrets
 import sys
 import time
@@ -163,6 +164,10 @@ def _config(share: Share) -> LaunchConfig:
 
 async def attend(share: Share) -> None:
     crowd = Crowd(share)
+    if not share.hosts:
+        # An agent has a process and a heap of its own; to look through the heap of thousands of
+        # them, again and again, would be work that none of them has. The host is as in life.
+        gc.disable()
     tell("ready")
     await crowd.obey()
 

@@ -220,6 +220,26 @@ class StoreContract:
 
         run(story())
 
+    def test_the_latest_of_a_key_is_as_new_as_what_was_told(self, backend):
+        async def story():
+            async with backend() as connect:
+                writer, reader = await connect(), await connect()
+                assert await within(PATIENCE, reader.latest("part/1")) is None
+                revision = 0
+                async with contextlib.aclosing(reader.follow("world")) as worlds:
+                    await within(PATIENCE, anext(worlds))
+                    for n in range(5):
+                        beside = {"part/1": {"n": n}, "part/2": {"n": -n}}
+                        revision = await writer.compare_and_set(
+                            "world", {"n": n}, expected=revision, beside=beside
+                        )
+                        assert (await within(PATIENCE, anext(worlds))).value == {"n": n}
+                        parts = [await reader.latest(key) for key in ("part/1", "part/2")]
+                        assert [part.value for part in parts] == [{"n": n}, {"n": -n}]
+                        assert (await reader.latest("part/2")).value == {"n": -n}
+
+        run(story())
+
     def test_several_watches_of_one_connection(self, backend):
         async def story():
             async with backend() as connect:

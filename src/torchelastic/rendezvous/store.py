@@ -106,6 +106,14 @@ class Store(Protocol):
         """
         ...
 
+    async def latest(self, key: str) -> Item | None:
+        """A key, None if it is absent, for who asks for the same one again and again.
+
+        It is no older than what any verb of this connection has told, but need not be newer: a
+        store that is told of changes answers by itself.
+        """
+        ...
+
     async def keep_alive(self) -> bool:
         """Renew this connection's lease; False if it has ended.
 

@@ -84,6 +84,7 @@ class _Feed:
     def begin(self, revision: int) -> None:
         """What was before now has been told; what follows is later than `revision`."""
         self.live = True
+        self._news.set()
         if self.seen is None:
             self.take([Row(self.prefix, None, 0, revision)])  # it is absent
 
@@ -93,11 +94,32 @@ class _Feed:
 
     async def next(self) -> Row:
         while not self._rows:
-            if self._lost is not None:
-                raise RendezvousLost(self._lost)
-            self._news.clear()
-            await self._news.wait()
+            await self._wait()
         return self._rows.popleft()
+
+    async def _wait(self) -> None:
+        if self._lost is not None:
+            raise RendezvousLost(self._lost)
+        self._news.clear()
+        await self._news.wait()
+
+
+class _Memo(_Feed):
+    """A key that is asked for again and again: the server tells, and nobody need ask."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key, None, one_key=True)
+
+    def take(self, rows: list[Row]) -> None:
+        super().take(rows)
+        while len(self._rows) > 1:
+            self._rows.popleft()
+
+    async def latest(self) -> Row:
+        """The key as it is now, as far as anybody here could know."""
+        while not self.live:
+            await self._wait()
+        return self._rows[-1]
 
 
 class EmbeddedStore:
@@ -118,6 +140,7 @@ class EmbeddedStore:
         self._ids = itertools.count(1)
         self._requests: dict[int, _Request] = {}
         self._feeds: list[_Feed] = []
+        self._memos: dict[str, _Memo] = {}
         #: Feeds that wait for what was before now, by the request that asked for it.
         self._catching_up: dict[int, _Feed] = {}
         self._link: Link | None = None
@@ -234,6 +257,21 @@ class EmbeddedStore:
         async with contextlib.aclosing(self._rows_of(_Feed(key, None, one_key=True))) as rows:
             async for row in rows:
                 yield _change(row).item
+
+    async def latest(self, key: str) -> Item | None:
+        self._check()
+        if key not in self._memos:
+            self._forget_memos()
+            self._memos[key] = memo = _Memo(key)
+            self._feeds.append(memo)
+            self._subscribe(memo)
+        return _change(await self._memos[key].latest()).item
+
+    def _forget_memos(self) -> None:
+        """Be told no more of the keys that were asked for before, unless somebody waits for one."""
+        for memo in [memo for memo in self._memos.values() if memo.live]:
+            del self._memos[memo.prefix]
+            self._drop(memo)
 
     async def _rows_of(self, feed: _Feed) -> AsyncGenerator[Row, None]:
         self._check()

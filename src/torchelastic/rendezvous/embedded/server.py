@@ -302,14 +302,29 @@ class EmbeddedServer:
         self._news += rows
 
     def _tell_watchers(self) -> None:
-        """A frame is packed once for all the watchers of a prefix."""
+        """What is told of a prefix is packed once for all its watchers; who watches several is sent
+        everything at once, the latest last: whoever knows of a change knows what came before it."""
         rows, self._news = self._news, []
-        for prefix, peers in self._watchers.items():
-            news = [row for row in rows if row.key.startswith(prefix)]
-            for portion in wire.batches(news) if news else ():
-                frame = wire.pack(wire.Changed(prefix, portion))
-                for peer in peers:
-                    peer.link.send(frame)
+        told: dict[_Peer, bytes] = {}
+        for prefix, news in self._by_prefix(rows):
+            frames = b"".join(
+                wire.pack(wire.Changed(prefix, portion)) for portion in wire.batches(news)
+            )
+            for peer in self._watchers[prefix]:
+                told[peer] = told[peer] + frames if peer in told else frames
+        for peer, frames in told.items():
+            peer.link.send(frames)
+
+    def _by_prefix(self, rows: list[Row]) -> list[tuple[str, list[Row]]]:
+        """The rows under each prefix that is watched, found without a look at every prefix."""
+        lengths = {len(prefix) for prefix in self._watchers}
+        found: dict[str, list[Row]] = {}
+        for row in rows:
+            for length in lengths:
+                prefix = row.key[:length]
+                if len(prefix) == length and prefix in self._watchers:
+                    found.setdefault(prefix, []).append(row)
+        return sorted(found.items(), key=lambda item: item[1][-1].modified)
 
     # Leases
 

@@ -163,6 +163,9 @@ class EtcdStore:
                 if change.key == key:
                     yield change.item
 
+    async def latest(self, key: str) -> Item | None:
+        return (await self.get(key)).items.get(key)
+
     async def keep_alive(self) -> bool:
         self._check()
         lease = self._held()
