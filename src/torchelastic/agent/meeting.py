@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torchelastic.clock import Clock
@@ -16,7 +16,7 @@ from torchelastic.rendezvous.embedded.dial import Endpoint
 from torchelastic.rendezvous.embedded.endpoint import listen_beside
 from torchelastic.rendezvous.embedded.holding import Holding
 from torchelastic.rendezvous.embedded.reception import Reception
-from torchelastic.rendezvous.embedded.ring import Ring, lives
+from torchelastic.rendezvous.embedded.ring import Ring
 from torchelastic.rendezvous.embedded.seat import Seat
 from torchelastic.rendezvous.etcd import EtcdStore
 from torchelastic.rendezvous.opening import close_store, open_store
@@ -71,10 +71,6 @@ class Meeting(Protocol):
         """Connections to other agents, where the store would be slow to notice an agent's end."""
         ...
 
-    async def ask(self, address: str) -> bool | None:
-        """Ask the agent there whether it lives (`doubts.Ask`)."""
-        ...
-
     def takes_up(self, generation: int) -> bool:
         """Whether this node may act on a world that the store shows."""
         ...
@@ -86,6 +82,10 @@ class Meeting(Protocol):
 
     def hold(self, holding: Holding) -> None:
         """Take note of what is needed to host the store, should its host be lost."""
+        ...
+
+    def hear_of(self, addresses: Sequence[str]) -> None:
+        """Take note of agents that may know where the store is, should it be lost."""
         ...
 
     def say_goodbye(self) -> None:
@@ -143,14 +143,14 @@ class EtcdMeeting:
         self._reception.serve(wire.RING, self._ring.admit)
         return self._ring
 
-    async def ask(self, address: str) -> bool | None:
-        return await lives(Endpoint.at(address, self._job.job, self._job.credentials))
-
     def takes_up(self, generation: int) -> bool:
         return True
 
     def hold(self, holding: Holding) -> None:
         """Nothing: etcd does not need us."""
+
+    def hear_of(self, addresses: Sequence[str]) -> None:
+        """Nothing: etcd is where it is."""
 
     def say_goodbye(self) -> None:
         """Nothing more than the member record says."""

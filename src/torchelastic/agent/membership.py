@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchelastic.rendezvous.store import Store
-from torchelastic.rendezvous.world import MEMBER_PREFIX, Member
+from torchelastic.rendezvous.world import MEMBER_PREFIX, Member, altered
 
 NAME_PREFIX = "name/"
 #: Seconds by which what is not urgent is put.
@@ -60,14 +60,15 @@ class Membership:
 
     def update(self, **changes: Any) -> None:
         """Change the record; it is put by `run`."""
-        self._member = replace(self._member, **changes)
+        if changes:
+            self._member = altered(self._member, **changes)
         self._changed.set()
         self._settled.clear()
 
     def mention(self, **changes: Any) -> None:
         """Change the record in something that is not urgent: it is put with what comes next, or
         after a while. When a world begins, all its nodes have more important things to ask."""
-        self._member = replace(self._member, **changes)
+        self._member = altered(self._member, **changes)
         if self._reminder is None:
             self._reminder = asyncio.get_running_loop().call_later(A_WHILE, self._remind)
 

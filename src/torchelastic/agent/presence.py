@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 #: So many nodes may all speak at once when a world begins.
 FEW = 64
 #: Seconds a host that leaves stays for the others to elect the next one.
-HANDING_OVER = 3.0
+HANDING_OVER = 10.0
 #: Runs something beside the loop; what goes wrong there is the owner's to see.
 Background = Callable[[Coroutine[Any, Any, Any], str], asyncio.Task[Any]]
 
@@ -190,7 +190,7 @@ class Presence:
             term=self.meeting.term,
             may_begin_at=self.meeting.may_begin_at,
             dead=self.meeting.dead,
-            ask=self.meeting.ask if self._ring is not None else None,
+            ask=self._ring.ask if self._ring is not None else None,
         )
 
     async def _while_leased(self, work: Coroutine[Any, Any, None]) -> None:
@@ -214,10 +214,12 @@ class Presence:
         """Pass a world on, with the part of its nodes that this one may be in."""
         if summary == self._seen:
             return  # told again, by a store that was opened anew
-        world = await self._with_nodes(store, World.from_json(summary))
+        told = World.from_json(summary)
+        self.meeting.hear_of([candidate.peer for candidate in told.candidates])
+        world = await self._with_nodes(store, told)
         if world is None:
             return
-        if not self.meeting.takes_up(world.generation):
+        if world.count and not self.meeting.takes_up(world.generation):
             return  # of an earlier host, and not ours: a newer one follows
         if world.count and self.meeting.term:
             self.meeting.hold(await self._heir.take(store, world, summary))
@@ -256,8 +258,8 @@ class Presence:
     def _doubt(self, nodes: set[str]) -> None:
         """Tell the leader whom the ring doubts; of the leader itself nobody else can be told."""
         self.update(doubts=tuple(sorted(nodes)))
-        if nodes:
-            asking = give_up_leader(self.meeting.store, nodes, self.meeting.ask)
+        if nodes and self._ring is not None:
+            asking = give_up_leader(self.meeting.store, nodes, self._ring.ask)
             self._background(self._while_leased(asking), "doubt")
 
     async def _watch_settled(self, store: Store) -> None:

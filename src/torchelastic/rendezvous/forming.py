@@ -72,11 +72,14 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
     return Decision(_to_agree_on(rules, state, world.with_nodes(_place(chosen))))
 
 
-def _may_be_known_elsewhere(rules: RoundRules, state: RoundState, chosen: list[Member]) -> bool:
-    """Whether the job may have a host already, which this store knows nothing of: not if all the
-    nodes that it can have are here, and new."""
+def _may_be_known_elsewhere(rules: RoundRules, state: RoundState, chosen: list[Offer]) -> bool:
+    """Whether the job may have a host already, which this store knows nothing of.
+
+    Not if it has a fixed number of nodes, and all of them are here, and new: others would be too
+    few to train.
+    """
     is_first = state.world is None or not state.world.nodes
-    return is_first and len(chosen) < rules.max_nodes
+    return is_first and not rules.min_nodes == rules.max_nodes == len(chosen)
 
 
 def _to_agree_on(rules: RoundRules, state: RoundState, world: World) -> World:
@@ -92,10 +95,8 @@ def _to_agree_on(rules: RoundRules, state: RoundState, world: World) -> World:
 
 def _number(last: World, state: RoundState) -> int:
     """The number of the world after `last`, which may have had no nodes."""
-    if last.generation < 0:
-        return 0
     if not last.nodes:
-        return last.generation
+        return max(last.generation, 0, succession.first_generation(state.term))
     return succession.next_generation(last.generation, state.term)
 
 

@@ -20,6 +20,8 @@ class Heir:
         self._node = node
         self._holding = Holding()
         self._digest = ""
+        #: The newest world that is settled, as far as is known.
+        self._settled = -1
         #: Set once this node has been a candidate.
         self.is_candidate = asyncio.Event()
 
@@ -28,18 +30,20 @@ class Heir:
         order = tuple(candidate.node for candidate in world.candidates)
         known = (world.generation, world.digest) == (self._holding.roll.generation, self._digest)
         if known:
-            rows = {**self._holding.rows, WORLD_KEY: summary} if self._holding.rows else {}
-            self._holding = replace(self._holding, rows=rows)
+            if self._holding.rows:
+                rows = {**self._holding.rows, WORLD_KEY: summary}
+                self._holding = replace(self._holding, rows=rows)
         elif self._node in order:
             self.is_candidate.set()
             self._holding = await self._whole(store, world, summary)
         else:
             self._holding = self._outline(world)
         self._digest = world.digest
-        return self._holding
+        return self.settled(self._settled)
 
     def settled(self, generation: int) -> Holding:
-        """What to hold once a world is settled."""
+        """What to hold once a world is settled; it may be heard of before the world is here."""
+        self._settled = max(self._settled, generation)
         held = self._holding
         if held.roll.generation == generation:
             roll = replace(held.roll, before=())

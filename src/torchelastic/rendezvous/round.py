@@ -27,6 +27,7 @@ from torchelastic.rendezvous.round_state import (
     Decision,
     RoundRules,
     RoundState,
+    follows_later_host,
     names_of,
     the_world,
 )
@@ -162,9 +163,18 @@ def wait_for_stop(state: RoundState, slow: list[str], now: float) -> Decision:
 
 
 def holds_up(state: RoundState, node: str, generation: int) -> bool:
-    """Whether a node is there, stays, and still has workers of the old generation."""
+    """Whether a node is there, stays, and still has workers of the old generation.
+
+    Who leaves is waited for only if nobody stays: where somebody has stopped, the others of the
+    world cannot make a step without it.
+    """
     present = state.members.get(node)
-    return present is not None and not present.member.leaving and present.member.gone < generation
+    if present is None or present.member.gone >= generation or follows_later_host(state):
+        return False
+    return not present.member.leaving or not any(
+        other.node in state.members and not state.members[other.node].member.leaving
+        for other in the_world(state).nodes
+    )
 
 
 def classify(state: RoundState) -> tuple[Kind, Failure | None, tuple[Failure, ...]]:

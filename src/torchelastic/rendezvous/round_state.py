@@ -85,6 +85,8 @@ class RoundState:
     #: The leader hosts the store: as which node, and in which term.
     host: str = ""
     term: int = 0
+    #: Nodes that are gone after saying goodbye.
+    left: frozenset[str] = frozenset()
     #: Nodes that are known to be no more, though they never said goodbye.
     dead: frozenset[str] = frozenset()
     #: Who must agree to the next world; None: nobody but the store.
@@ -113,6 +115,7 @@ class Draft:
         self._failures = dict.fromkeys(state.failures)
         self._done = set(state.done)
         self._lost = dict.fromkeys(state.lost)
+        self._left = set(state.left)
         self._finished = state.finished
         self._step = state.step
 
@@ -124,6 +127,7 @@ class Draft:
             failures=tuple(self._failures),
             done=frozenset(self._done),
             lost=tuple(self._lost),
+            left=frozenset(self._left),
             finished=self._finished,
             step=self._step,
         )
@@ -135,6 +139,7 @@ class Draft:
             self.lose(member.node)
             before = None
         seen_at = before.seen_at if before else now
+        self._left.discard(member.node)
         self.members[member.node] = Present(member=member, created=created, seen_at=seen_at)
         self._note_report(member)
 
@@ -142,6 +147,8 @@ class Draft:
         """A member's key is gone: it failed, or left after saying so."""
         present = self.members.pop(node, None)
         world = self._state.world
+        if present is not None and present.member.leaving:
+            self._left.add(node)
         if present is None or world is None or not _is_missed(world, present.member):
             return
         if node not in self._done:
@@ -206,7 +213,7 @@ def hosted(state: RoundState, host: str, term: int, stored: Mapping[str, Any] | 
     if world is not None and world.nodes:
         nodes = [node.node for node in world.nodes]
         roll = succession.from_json(stored, world.generation, nodes, world.host)
-        if world.term != term and world.phase in ("running", "pausing"):
+        if world.term != term and world.phase in ("agreeing", "running", "pausing"):
             # Those who voted have stopped their workers, and the others cannot go on without them.
             reason = "the host of the rendezvous is gone"
             world = replace(world, phase="over", after=None, ending="node-failure", reason=reason)
@@ -225,18 +232,25 @@ def votes(state: RoundState) -> set[str]:
     return {node for node in asked if _agrees(state, world, node)}
 
 
+def follows_later_host(state: RoundState) -> bool:
+    """Whether the last world is of an earlier host. Whoever is here has stopped its workers before
+    it followed this one, and could not even be told of that world any more."""
+    return state.world is not None and state.world.term != state.term
+
+
 def _agrees(state: RoundState, world: World, node: str) -> bool:
     if node in state.dead:
         return True
     present = state.members.get(node)
-    is_in_world = world.place(node) is not None
     if present is None:
-        return is_in_world and node not in state.lost
+        return node in state.left
     member = present.member
-    if not is_in_world:
+    if follows_later_host(state):
         return True
-    stopped = member.gone >= world.generation or member.paused == world.generation
-    return bool(stopped or member.leaving)
+    if world.place(node) is None:
+        # Who does not have the last world could vote for another host that lacks it, too.
+        return member.accepted == world.generation
+    return member.gone >= world.generation or member.paused == world.generation
 
 
 def has_quorum(rules: RoundRules, state: RoundState) -> bool:

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from torchelastic.failure import Failure
 from torchelastic.rendezvous.restart_policy import Kind, RestartLedger
@@ -26,11 +26,12 @@ PART_PREFIX = "part/"
 #: Nodes of a part, about; a world of no more than this is in one part.
 PART_NODES = 16
 #: How many nodes a summary names as possible hosts of the embedded store.
-CANDIDATES = 8
+CANDIDATES = 16
 #: How many nodes are named where people are told of many.
 NAMED = 32
 
 Json = dict[str, Any]
+T = TypeVar("T", bound="Member | World")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +248,7 @@ class World:
             roles=roles,
             shards=shards_for(len(nodes) + len(handing_over)),
             digest=_digest(nodes, handing_over),
-            candidates=tuple(Candidate(node.node, node.peer) for node in nodes[:CANDIDATES]),
+            candidates=tuple(Candidate(node.node, node.peer) for node in _spread(nodes)),
         )
 
     def in_parts(self, most: int) -> World:
@@ -318,12 +319,12 @@ class World:
 
     def with_list_of(self, other: World) -> World:
         """The same world with the nodes that another phase of it has."""
-        return dataclasses.replace(self, nodes=other.nodes, handing_over=other.handing_over)
+        return altered(self, nodes=other.nodes, handing_over=other.handing_over)
 
     def with_parts(self, parts: Sequence[Mapping[str, Any]]) -> World:
         """The same world with the nodes of these parts of it."""
         nodes = [WorldNode.from_json(node) for part in parts for node in part["nodes"]]
-        return dataclasses.replace(
+        return altered(
             self,
             nodes=tuple(sorted(nodes, key=lambda node: node.node_rank)),
             handing_over=tuple(node for part in parts for node in part["handing_over"]),
@@ -341,6 +342,13 @@ class World:
 _WORLD_DEFAULTS = _defaults(World)
 #: Fields of a world that are stored apart from its summary.
 _IN_PARTS = frozenset({"nodes", "handing_over"})
+
+
+def _spread(nodes: Sequence[WorldNode]) -> list[WorldNode]:
+    """A few nodes from all over the list, in order: neighbours in it often share a rack."""
+    if len(nodes) <= CANDIDATES:
+        return list(nodes)
+    return [nodes[index * len(nodes) // CANDIDATES] for index in range(CANDIDATES)]
 
 
 def shards_for(count: int) -> int:
@@ -371,6 +379,15 @@ def _digest(nodes: Sequence[WorldNode], handing_over: Sequence[str]) -> str:
         return ""
     lines = [f"{node.node} {node.first_rank} {node.local_ranks}" for node in nodes]
     return hashlib.blake2s("\n".join((*lines, *handing_over)).encode(), digest_size=12).hexdigest()
+
+
+def altered(record: T, **changes: Any) -> T:
+    """As `dataclasses.replace` does, without a look at every field of a record that has many."""
+    assert changes.keys() <= _names(type(record)).keys()
+    made = object.__new__(type(record))
+    vars(made).update(vars(record), **changes)
+    vars(made).pop("_by_node", None)  # of a world: counted anew where it is wanted
+    return made
 
 
 @cache

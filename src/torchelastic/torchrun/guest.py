@@ -73,6 +73,7 @@ class Guest:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
+        self._rejoining = False
         self._tasks: set[asyncio.Task[Any]] = set()
         #: Stores by the generation that meets at them; -1: offered for the next.
         self._stores: dict[int, TCPStore] = {}
@@ -312,8 +313,14 @@ class Guest:
             self._background(self._rejoin(), "rejoin")
 
     async def _rejoin(self) -> None:
-        """Come as a newcomer, for no worker is left here."""
-        await self._presence.rejoin(self._state.held)
+        """Come as a newcomer, for no worker is left here; once, whoever asks."""
+        if self._rejoining:
+            return
+        self._rejoining = True
+        try:
+            await self._presence.rejoin(self._state.held)
+        finally:
+            self._rejoining = False
         self._change(given_up=False)
 
     def _offer_store(self) -> None:

@@ -143,8 +143,9 @@ def test_a_world_whose_node_goes_before_it_is_agreed_on_is_given_up():
     assert (job.names, job.world.phase) == (["a", "b"], "agreeing")
     job.die("b")
     assert job.world.phase == "over"
+    accept(job, "c", "d")
     job.say("a", gone=generation)
-    assert (job.names, job.world.phase) == (["a", "c"], "agreeing")
+    assert (job.names, job.world.phase) == (["a", "c"], "running")
     assert job.world.generation == generation + 1
 
 
@@ -167,24 +168,77 @@ def test_it_does_not_wait_where_all_are_there():
     assert job.world.phase == "running"
 
 
+def taken_over(first: Job, host: str, *names: str, term: int = 3) -> Job:
+    """What another host makes of a world, with these nodes as they were."""
+    later = Job("1:7", settle=1.0)
+    state = round_state.taken_over(first.world, 0.0)
+    roll = first.state.roll
+    assert roll is not None
+    later.state = round_state.hosted(state, host, term, succession.to_json(roll))
+    for name in names:
+        later.records[name] = first.records[name]
+        later.state = round_state.seen(later.state, *first.records[name], 0.0)
+    later.state = round_state.without_the_vanished(later.state)
+    later.settle()
+    return later
+
+
 def test_a_new_host_goes_on_without_those_who_did_not_vote():
     """Those who voted have stopped: nobody of them counts as failed."""
     first = hosted()
     train(first, *"abc")
-    world, roll = first.world, first.state.roll
-    assert roll is not None
-
-    later = Job("1:5", settle=1.0)
-    taken = round_state.taken_over(world, 0.0)
-    later.state = round_state.hosted(taken, "b", 3, succession.to_json(roll))
-    later.state = round_state.without_the_vanished(later.state)
-    for name in "bc":
-        member, created = first.records[name]
-        later.records[name] = (member, created)
-    later.state = round_state.seen(later.state, first.records["b"][0], 1, 0.0)
-    later.state = round_state.seen(later.state, first.records["c"][0], 2, 0.0)
-    later.say("b", gone=0)
-    later.say("c", gone=0)
-    assert later.world.phase == "running"
+    later = taken_over(first, "b", "b", "c")
+    assert (later.names, later.world.phase) == (["b", "c"], "running")
+    assert later.world.reason.startswith("a failed")
     assert later.world.generation == 2  # the number that the old host may have given is left out
     assert (later.world.host, later.world.term) == ("b", 3)
+
+
+def test_a_new_host_waits_for_nobody_who_never_saw_the_last_world():
+    """It could not even be told of it any more: it follows a later host."""
+    first = hosted()
+    train(first, *"abc")
+    first.die("a")
+    stop(first, "b", "c")  # c is cut off before it hears of generation 1
+    first.say("b", accepted=1)
+    later = taken_over(first, "b", "b", "c")
+    assert (later.world.phase, later.world.generation) == ("running", 2)
+
+
+def test_a_world_that_was_being_agreed_on_ends_with_its_host():
+    first = hosted("1:7", world_sizes=WorldSizes.parse("6,14"))
+    train(first, *"abcdefg")
+    first.die("g")
+    stop(first, *"abcdef")
+    assert first.world.phase == "agreeing"
+    later = taken_over(first, "b", *"bcde")
+    assert later.world.phase == "running"
+
+
+def test_who_is_done_and_then_cut_off_has_not_agreed():
+    """It may vote for another host."""
+    job = hosted()
+    train(job, *"abc")
+    job.say("b", done=0, gone=0)
+    job.die("b", "c")
+    stop(job, "a")
+    assert job.world.phase == "waiting"
+
+
+def test_where_all_leave_their_workers_are_waited_for():
+    job = Job("1:1", settle=1.0)
+    job.come("a")
+    job.come("b")
+    assert job.names == ["a"]
+    job.say("a", leaving="SIGTERM")
+    assert job.world.phase == "over"
+    job.say("a", gone=0)
+    assert (job.names, job.world.phase) == (["b"], "running")
+
+
+def test_the_first_world_of_a_later_host_has_a_number_that_all_take_up():
+    job = hosted("2:2", term=4)
+    job.come("a")
+    job.come("b")
+    assert job.world.phase == "running"
+    assert job.world.generation >= succession.first_generation(4)

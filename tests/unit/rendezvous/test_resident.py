@@ -123,8 +123,9 @@ def test_the_last_node_that_leaves_ends_its_world_at_the_boundary_too():
     job = resident_job("a", nnodes="1:1")
     job.say("a", leaving="SIGTERM")
     job.say("a", paused=0, entered=3)
-    over, waiting = job.worlds[-2:]
-    assert (over.phase, over.after, waiting.phase) == ("over", 3, "waiting")
+    assert (job.world.phase, job.world.after) == ("over", 3)
+    job.say("a", gone=0)
+    assert job.world.phase == "waiting"
 
 
 def test_who_leaves_without_waiting_for_the_boundary_ends_the_generation():

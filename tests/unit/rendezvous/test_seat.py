@@ -231,10 +231,12 @@ def test_a_host_that_leaves_votes_before_it_goes():
     run(story())
 
 
-def test_an_agent_that_is_new_at_the_old_address_is_proof_that_the_old_one_is_dead():
+def test_an_agent_that_is_new_at_the_old_address_says_that_the_old_one_is_dead():
+    """Where that is trusted, as a refusal is."""
+
     async def story():
         async with seats_at() as table:
-            a, b = await table.sit("a", "b")
+            a, b = await table.sit("a", "b", two_node_takeover=True)
             await end(a)
             again = table.seat("a2")
             await within(PATIENCE, again.open(PATIENCE))

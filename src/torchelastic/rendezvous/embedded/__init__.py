@@ -13,7 +13,8 @@ dial.py      getting a connection, waiting for the host
 client.py    the `Store` protocol over connections that may break
 endpoints.py where this agent listens
 seat.py      this agent as a client of whoever hosts the store, or as its host; holding.py is what
-             it keeps for that, ballots.py and canvass.py how it asks the others
+             it keeps for that, ballots.py and canvass.py how it asks the others, poll.py, pure,
+             what it makes of their answers
 ring.py      connections between neighbours, where the store would notice an agent's end too late
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torchelastic.errors import RendezvousError
@@ -13,7 +13,6 @@ from torchelastic.rendezvous.embedded import wire
 from torchelastic.rendezvous.embedded.ballots import REPLIES, Ballot, Canvass, Noted, Reign
 from torchelastic.rendezvous.embedded.dial import Endpoint, NoAnswer, knock
 from torchelastic.rendezvous.embedded.link import Link
-from torchelastic.rendezvous.succession import Roll
 
 log = logging.getLogger(__name__)
 
@@ -89,19 +88,6 @@ async def _ask_one(key: str, place: Endpoint, asked: Canvass, returns: Returns) 
         returns.links[key] = link
     else:
         link.abort()
-
-
-def predicament(roll: Roll, votes: Collection[str], what: str) -> str:
-    """What a node waits for that has no host and no majority, for people."""
-    wanted = max(roll.electorates, key=lambda each: len(each.nodes - set(votes)))
-    there = len(wanted.nodes & set(votes))
-    hint = ""
-    if len(wanted.nodes) == 2:
-        hint = "; if the host is gone for good, --two-node-takeover lets the other go on"
-    return (
-        f"the host of the rendezvous is out of reach, and {there} of {len(wanted.nodes)} {what}"
-        f" are no majority: this node waits for the others{hint}"
-    )
 
 
 async def proclaim(place: Endpoint, reign: Reign) -> Noted | None:

@@ -154,7 +154,8 @@ class EmbeddedStore:
         self._lease: HeldLease | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._silence_timer: asyncio.TimerHandle | None = None
-        self._frames_heard = 0
+        #: When a frame was last heard, and when a request came that found no other one unanswered.
+        self._heard_at = self._asked_at = 0.0
         #: Set when the lease of this connection has ended, cleared by `open_lease`.
         self.lease_lost = asyncio.Event()
         #: Called when the store is lost.
@@ -377,6 +378,8 @@ class EmbeddedStore:
         self._check()
         id = next(self._ids)
         request = _Request(wire.pack(make(id)))
+        if not self._requests:
+            self._asked_at = asyncio.get_running_loop().time()
         self._requests[id] = request
         if self._link is not None:
             self._link.send(request.frame)
@@ -385,7 +388,6 @@ class EmbeddedStore:
             await request.answer
         finally:
             self._requests.pop(id, None)
-            self._expect_answer()
         return request
 
     def _check(self) -> None:
@@ -395,7 +397,7 @@ class EmbeddedStore:
             raise RendezvousLost(self._lost)
 
     def _hear(self, payload: bytes) -> None:
-        self._frames_heard += 1
+        self._heard_at = asyncio.get_running_loop().time()
         # First: after this process stood still, what is read now is old, and so may the lease be.
         self._check_lease()
         message = wire.parse(payload, wire.ANSWERS)
@@ -447,6 +449,7 @@ class EmbeddedStore:
     def _adopt(self, link: Link) -> None:
         """Go on where the last connection ended."""
         self._link = link
+        self._heard_at = asyncio.get_running_loop().time()
         self._local_addr = reachable_address(link.local_addr, self.place.host)
         link.deliver_to(self._hear)
         self._catching_up.clear()
@@ -499,35 +502,41 @@ class EmbeddedStore:
             term=self.term,
             again=True,
         )
+        if self._lost is not None:  # closed meanwhile; a cancellation may have been lost
+            link.abort()
+            raise RendezvousLost(self._lost)
         if welcome.store != self._store_name:
             link.abort()
-            raise RendezvousLost(
-                f"The rendezvous at {self.place} was started anew and has forgotten this job."
-            )
+            what = "has another host now" if self.term else "has forgotten this job"
+            raise RendezvousLost(f"The rendezvous at {self.place} was started anew and {what}.")
         if lease is not None and not welcome.lease:
             lease.end()
         self._adopt(link)
         return link
 
     def _expect_answer(self) -> None:
-        """While something is unanswered, notice a frozen host: its machine takes what we send."""
-        if not self._requests or self._lost is not None:
-            if self._silence_timer is not None:
-                self._silence_timer.cancel()
-                self._silence_timer = None
-        elif self._silence_timer is None:
-            # A renewal that gets no answer was asked for a while after the last one that got one:
-            # the host is to be given up when our lease ends, not later.
-            patience = self._patience * (1 - 1 / RENEWALS) if self.term else self._patience
-            self._silence_timer = asyncio.get_running_loop().call_later(
-                patience, self._notice_silence, self._frames_heard
-            )
+        """While something is unanswered, notice a frozen host: its machine takes what we send.
 
-    def _notice_silence(self, heard_before: int) -> None:
+        An answer leaves the timer alone: there are many, and it looks for itself when it is due.
+        """
+        if self._requests and self._lost is None and self._silence_timer is None:
+            loop = asyncio.get_running_loop()
+            self._silence_timer = loop.call_at(self._patience_ends(), self._notice_silence)
+
+    def _patience_ends(self) -> float:
+        # A renewal that gets no answer was asked for a while after the last one that got one: the
+        # host is to be given up when our lease ends, not later.
+        patience = self._patience * (1 - 1 / RENEWALS) if self.term else self._patience
+        return max(self._asked_at, self._heard_at) + patience
+
+    def _notice_silence(self) -> None:
         self._silence_timer = None
-        if self._link is not None and self._frames_heard == heard_before:
+        if self._link is None:
+            return  # the next connection will expect an answer again
+        if self._requests and asyncio.get_running_loop().time() >= self._patience_ends():
             self._link.abort(_Silence("it does not answer"))
-        self._expect_answer()
+        else:
+            self._expect_answer()
 
     def _lose(self, sentence: str) -> None:
         """The end: every verb and every watch, now and later, says this."""
@@ -537,7 +546,8 @@ class EmbeddedStore:
                 request.answer.set_exception(RendezvousLost(sentence))
         for feed in self._feeds:
             feed.lose(sentence)
-        self._expect_answer()
+        if self._silence_timer is not None:
+            self._silence_timer.cancel()
         if self._lease is not None:
             self._lease.end()
         if self.on_lost is not None:

@@ -21,7 +21,7 @@ from torchelastic.errors import (
     WireError,
 )
 from torchelastic.rendezvous.embedded import wire
-from torchelastic.rendezvous.embedded.endpoint import loopback_addresses
+from torchelastic.rendezvous.embedded.endpoint import is_address, loopback_addresses
 from torchelastic.rendezvous.embedded.link import Link
 from torchelastic.rendezvous.embedded.tls import TlsPipe
 from torchelastic.rendezvous.secret import ANONYMOUS, Credentials, is_nonce, new_nonce
@@ -141,7 +141,8 @@ async def _follow(
     places: Sequence[Endpoint], lease: str | None, term: int, timeout: float
 ) -> tuple[Link, wire.Welcome, Endpoint]:
     """Ask at the places, then wherever an agent says that the store is, each place once."""
-    problem: Exception = _Nowhere()
+    problem: Exception | None = None
+    refusal: RendezvousRefused | None = None
     asking, asked = list(places), set(places)
     while asking:
         place = asking.pop(0)
@@ -150,16 +151,21 @@ async def _follow(
         except (OSError, asyncio.TimeoutError, NoAnswer) as error:
             problem = error
             continue
+        except RendezvousRefused as error:
+            refusal = error
+            continue
         if isinstance(answer, wire.Welcome) and answer.term >= term:
             return link, answer, place
         link.abort()
+        problem = problem or _Nowhere()
         if isinstance(answer, wire.Elsewhere):
             named = [
                 Endpoint.at(address, place.job, place.credentials) for address in answer.addresses
             ]
             asking = [new for new in named if new not in asked] + asking
             asked.update(named)
-    raise problem
+    # One place may be another job's, and the store at another one that is to come yet.
+    raise problem or refusal or _Nowhere()
 
 
 async def knock(
@@ -196,8 +202,10 @@ async def _connect(link: Link, endpoint: Endpoint) -> None:
             continue
         return
     try:
+        # Of a name with several addresses, the next one is tried beside one that is slow.
+        stagger = None if is_address(final) else NEXT_ADDRESS
         await loop.create_connection(
-            lambda: link, final, endpoint.port, happy_eyeballs_delay=NEXT_ADDRESS
+            lambda: link, final, endpoint.port, happy_eyeballs_delay=stagger
         )
     except UnicodeError as error:
         raise ConfigError(f"'{endpoint.host}' is no host name: correct --rdzv-endpoint.") from error

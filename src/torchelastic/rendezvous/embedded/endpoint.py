@@ -37,6 +37,19 @@ def loopback_addresses(host: str) -> tuple[str, ...]:
         return ()
 
 
+def is_address(host: str) -> bool:
+    """Whether it is an address and no name.
+
+    >>> is_address("10.0.0.1"), is_address("fe80::1%eth0"), is_address("node1")
+    (True, True, False)
+    """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def is_own_endpoint(host: str, *, is_host: bool | None = None) -> bool:
     """Whether an endpoint's name means this machine, unless `is_host` says so or the contrary.
 

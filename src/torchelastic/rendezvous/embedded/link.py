@@ -91,15 +91,17 @@ class Link(asyncio.Protocol):
         if self._transport is not None:
             self._transport.set_write_buffer_limits(high=backlog)
 
-    async def next_frame(self) -> bytes:
-        """The next frame, for the greeting. Raises what ended the connection instead of it."""
+    def next_frame(self) -> asyncio.Future[bytes]:
+        """The next frame, for the greeting, or what ended the connection instead of it."""
+        wanted: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         if self._early:
-            return self._early.popleft()
-        self._resume()
-        if self.ended.done():
-            raise self.ended.result() or EOFError("the connection was closed")
-        self._wanted = asyncio.get_running_loop().create_future()
-        return await self._wanted
+            wanted.set_result(self._early.popleft())
+        elif self.ended.done():
+            wanted.set_exception(self.ended.result() or EOFError("the connection was closed"))
+        else:
+            self._resume()
+            self._wanted = wanted
+        return wanted
 
     def send(self, message: Message | bytes) -> None:
         """Send a message, or a frame packed before; nothing happens if the connection is over."""

@@ -103,6 +103,10 @@ class Ring:
         self._guests[link] = asyncio.create_task(self._receive(link), name="ring guest")
         link.ended.add_done_callback(lambda _: self._guests.pop(link, None))
 
+    async def ask(self, address: str) -> bool | None:
+        """Ask the agent there whether it lives (`doubts.Ask`)."""
+        return await lives(Endpoint.at(address, self._job.job, self._job.credentials))
+
     async def close(self) -> None:
         tasks = [*self._guests.values(), *([self._calling] if self._calling is not None else [])]
         for task in tasks:

@@ -18,6 +18,7 @@ import asyncio
 import json
 import logging
 import math
+import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,18 +30,19 @@ from torchelastic.errors import RendezvousLost, RendezvousRefused
 from torchelastic.rendezvous import succession
 from torchelastic.rendezvous.embedded import wire
 from torchelastic.rendezvous.embedded.ballots import QUESTIONS, Ballot, Canvass, Noted, Reign
-from torchelastic.rendezvous.embedded.canvass import Returns, canvass, predicament, proclaim
+from torchelastic.rendezvous.embedded.canvass import Returns, canvass, proclaim
 from torchelastic.rendezvous.embedded.client import EmbeddedStore
 from torchelastic.rendezvous.embedded.dial import Endpoint
 from torchelastic.rendezvous.embedded.endpoints import Endpoints
 from torchelastic.rendezvous.embedded.holding import Belongings, Holding, table_of
 from torchelastic.rendezvous.embedded.link import Link
+from torchelastic.rendezvous.embedded.poll import DEAD, Poll
 from torchelastic.rendezvous.embedded.reception import Reception
 from torchelastic.rendezvous.embedded.ring import answer_that_we_live, lives
 from torchelastic.rendezvous.embedded.server import EmbeddedServer
 from torchelastic.rendezvous.embedded.table import Row
 from torchelastic.rendezvous.store import Json
-from torchelastic.rendezvous.succession import Candidacy, Elector, Electorate, Roll
+from torchelastic.rendezvous.succession import Candidacy, Elector
 from torchelastic.rendezvous.world import MEMBER_PREFIX
 
 logger = logging.getLogger(__name__)
@@ -53,8 +55,6 @@ HOST_ANSWERS = 1.0
 PROCLAMATIONS = 3
 #: How many missing nodes it tells at a time.
 PROCLAIMED = 16
-#: The newest world of a node that is no more.
-DEAD = -2
 LOOPBACK = "127.0.0.1"
 #: Of whoever begins a job at the only endpoint.
 FIRST_TERM = 1
@@ -107,8 +107,9 @@ class Seat:
         #: Set when there is news of a host.
         self._news = asyncio.Event()
         self._rumours: list[str] = []
+        self._heard_of: Sequence[str] = ()
         self._heralding: asyncio.Task[None] | None = None
-        self._votes: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._store: EmbeddedStore | None = None
         self.server: EmbeddedServer | None = None
         #: Nodes of the last world that are known to be no more, though they never said goodbye.
@@ -158,10 +159,6 @@ class Seat:
     def ring(self, node: str, on_doubts: Callable[[set[str]], None]) -> None:
         """None: whoever hosts the store has a connection to everybody."""
 
-    async def ask(self, address: str) -> bool | None:
-        """Whether the agent there lives."""
-        return await lives(self._at(address))
-
     def takes_up(self, generation: int) -> bool:
         """Whether this node may act on a world that its host shows."""
         has_it = generation == self._elector.generation
@@ -173,6 +170,10 @@ class Seat:
             self._stopped.clear()
         self._holding = holding
         self._elector = replace(self._elector, generation=holding.roll.generation)
+
+    def hear_of(self, addresses: Sequence[str]) -> None:
+        """Take note of agents that may know where the store is, should it be lost."""
+        self._heard_of = addresses
 
     def say_goodbye(self) -> None:
         """This node leaves, and has said so."""
@@ -229,9 +230,8 @@ class Seat:
     async def close(self, others: float = 0.0) -> None:
         """Go; a host gives the other nodes up to `others` seconds to go first."""
         self._elector = replace(self._elector, has_host=False)
-        for task in [self._heralding, *self._votes]:
-            if task is not None:
-                task.cancel()
+        for task in self._tasks:
+            task.cancel()
         if self._store is not None:
             await self._store.close()
         if self.server is not None:
@@ -250,7 +250,7 @@ class Seat:
 
         try:
             store = await EmbeddedStore.connect(
-                self._endpoints.places,
+                [*self._endpoints.places, *map(self._at, filter(None, self._heard_of))],
                 term=self._elector.term,
                 timeout=timeout,
                 clock=self._clock,
@@ -274,16 +274,17 @@ class Seat:
                 return
             self._news.clear()
             returns = await self._ask(succession.next_term(self._elector), binding=False)
-            if await self._join_one_of(self._hosts_in(returns)):
+            rumours, self._rumours = self._rumours, []
+            if await self._join_one_of([*rumours, *self._poll.hosts(returns)]):
                 return
-            is_our_turn = self._clock.now() - begun >= self._turn()
-            if is_our_turn and self._is_elected(returns) and await self._stand(returns):
+            is_our_turn = self._clock.now() - begun >= self._poll.turn
+            if is_our_turn and self._poll.is_won(returns) and await self._stand(returns):
                 return
             now = self._clock.now()
             if now >= deadline:
-                raise RendezvousLost(f"{self._predicament(returns)}: given up.")
+                raise RendezvousLost(f"{self._poll.predicament(returns)}: given up.")
             if now >= say_at:
-                say(self._predicament(returns))
+                say(self._poll.predicament(returns))
                 say_at = now + SAY_EVERY
             await self._wait_for_news(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
@@ -302,15 +303,16 @@ class Seat:
 
     # Asking others
 
-    def _roll(self) -> Roll:
-        """Who must agree that this node be host; before the first world, the endpoints."""
-        if self._holding.roll.generation >= 0:
-            return self._holding.roll
-        return Roll(latest=Electorate(frozenset(map(str, self._endpoints.places))))
-
-    def _voice(self) -> str:
-        """As whom this node votes itself."""
-        return self._node if self._holding.roll.generation >= 0 else str(self._endpoints.ours)
+    @property
+    def _poll(self) -> Poll:
+        ours = self._endpoints.ours
+        return Poll(
+            self._elector,
+            self._holding,
+            places=tuple(map(str, self._endpoints.places)),
+            own_place="" if ours is None else str(ours),
+            two_node_takeover=self._two_node_takeover,
+        )
 
     def _whereabouts(self) -> dict[str, Endpoint]:
         """Whom to ask: all that this node knows of, endpoints included."""
@@ -324,60 +326,7 @@ class Seat:
         places = self._whereabouts()
         if of is not None:
             places = {key: place for key, place in places.items() if key in of}
-        return await canvass(places, asked, enough=self._suffices)
-
-    def _suffices(self, returns: Returns) -> bool:
-        """Whether nobody else need be asked."""
-        named = any(ballot.hosts for ballot in returns.ballots.values())
-        return named or self._is_elected(returns)
-
-    def _is_elected(self, returns: Returns) -> bool:
-        if self._holding.roll.generation >= 0 and not self._holding.rows:
-            return False  # nothing to host the store with
-        return succession.elected(self._roll(), self._votes_in(returns))
-
-    def _votes_in(self, returns: Returns) -> dict[str, int]:
-        """Who agrees, and the newest world that each of them has."""
-        votes = {key: each.generation for key, each in returns.ballots.items() if each.granted}
-        votes[self._voice()] = self._elector.generation
-        for key, ballot in returns.ballots.items():
-            if key in self._holding.addresses and ballot.node != key:
-                votes[key] = DEAD  # another agent has its port: the one we knew is no more
-        if self._two_node_takeover:
-            votes |= {key: DEAD for key in returns.refused if self._is_other_of_two(key)}
-        return votes
-
-    def _is_other_of_two(self, node: str) -> bool:
-        return any(node in each.nodes and len(each.nodes) == 2 for each in self._roll().electorates)
-
-    def _hosts_in(self, returns: Returns) -> list[str]:
-        """Where a host is said to be, of the latest term first."""
-        ballots = sorted(returns.ballots.values(), key=lambda ballot: -ballot.term)
-        named = [
-            address
-            for ballot in ballots
-            if self._may_follow(ballot.term, ballot.generation)
-            for address in ballot.hosts
-        ]
-        rumours, self._rumours = self._rumours, []
-        return list(dict.fromkeys([*rumours, *named]))
-
-    def _may_follow(self, term: int, generation: int) -> bool:
-        """Not who knows less than this node: a store that was started anew, say, at the endpoint
-        of a host that is gone."""
-        knows_more = generation >= self._elector.generation
-        return knows_more and succession.may_follow(self._elector, term)
-
-    def _turn(self) -> float:
-        if self._holding.roll.generation < 0:
-            order, host = [str(place) for place in self._endpoints.places], ""
-        else:
-            order, host = list(self._holding.order), self._holding.roll.latest.host
-        return succession.turn(order, self._voice(), host)
-
-    def _predicament(self, returns: Returns) -> str:
-        what = "nodes" if self._holding.roll.generation >= 0 else "endpoints"
-        return predicament(self._roll(), self._votes_in(returns), what)
+        return await canvass(places, asked, enough=self._poll.suffices)
 
     # Becoming a client
 
@@ -400,6 +349,7 @@ class Seat:
 
     def _follow(self, store: EmbeddedStore) -> None:
         self._store = store
+        self._stopped.clear()
         store.on_lost = self._host_lost
         if not self.is_host or self._endpoints.ours is not None:
             self._addr = store.local_addr
@@ -427,7 +377,7 @@ class Seat:
         for key, ballot in wished.ballots.items():
             returns.ballots.setdefault(key, replace(ballot, granted=False))
         # Meanwhile it may have voted for somebody of a later term.
-        if not self._is_elected(returns) or self._elector.term != term:
+        if not self._poll.is_won(returns) or self._elector.term != term:
             returns.close()
             return False
         await self._reign(term, returns)
@@ -436,9 +386,11 @@ class Seat:
     async def _reign(self, term: int, returns: Returns) -> None:
         """Serve the store from now on, and tell those who voted."""
         self._elector = replace(self._elector, term=term, chosen=self._node)
-        self.may_begin_at = self._may_begin()
+        if self._holding.roll.generation < 0 and self._may_be_remembered:
+            # A store that knows nothing waits a lease: another host may be about to call.
+            self.may_begin_at = self._clock.now() + self._lease
         self.dead = frozenset(
-            node for node, last in self._votes_in(returns).items() if last == DEAD
+            node for node, last in self._poll.votes(returns).items() if last == DEAD
         )
         granted = [ballot for ballot in returns.ballots.values() if ballot.granted]
         ballots = [self._ballot("", granted=True), *granted]
@@ -460,13 +412,7 @@ class Seat:
         for link in returns.links.values():
             link.send(self._proclamation())
             link.close()
-        self._heralding = asyncio.create_task(self._herald(), name="herald")
-
-    def _may_begin(self) -> float:
-        """A store that knows nothing waits a lease: another host may be about to call."""
-        if self._holding.roll.generation < 0 and self._may_be_remembered:
-            return self._clock.now() + self._lease
-        return 0.0
+        self._heralding = self._start(self._herald())
 
     def _proclamation(self) -> Reign:
         return Reign(self._elector.term, self._node, self._elector.generation, [self.peer])
@@ -478,7 +424,7 @@ class Seat:
             for noted in filter(None, await asyncio.gather(*said)):
                 if succession.must_yield(self._elector.term, noted.term):
                     self._rumours += noted.hosts
-                    await self._yield(noted.term)
+                    self._start(self._yield(noted.term))
                     return
             await asyncio.sleep(self._lease / PROCLAMATIONS)
 
@@ -488,7 +434,7 @@ class Seat:
         missing = [
             place for key, place in self._whereabouts().items() if MEMBER_PREFIX + key not in there
         ]
-        return missing[:PROCLAIMED]
+        return random.sample(missing, min(PROCLAIMED, len(missing)))
 
     async def _yield(self, term: int, told: str = SUCCEEDED) -> None:
         """Be host no more; the clients are told why."""
@@ -552,10 +498,16 @@ class Seat:
             case Reign() as reign:
                 self._hear_of_host(link, reign)
 
-    def _start(self, voting: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(voting, name="vote")
-        self._votes.add(task)
-        task.add_done_callback(self._votes.discard)
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name="seat")
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (bug := task.exception()) is not None:
+            logger.error("The rendezvous has a fault.", exc_info=bug)
 
     async def _vote_when_stopped(self, link: Link, asked: Candidacy) -> None:
         await self._stopped.wait()
@@ -589,7 +541,7 @@ class Seat:
         if reign.node == self._node:
             return
         if not self._elector.has_host:
-            if self._may_follow(reign.term, reign.generation):
+            if self._poll.may_follow(reign.term, reign.generation):
                 self._rumours += reign.addresses
                 self._news.set()
         elif succession.must_yield(self._elector.term, reign.term):

@@ -1,0 +1,112 @@
+"""What a node without a host makes of the answers it has got. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchelastic.rendezvous import succession
+from torchelastic.rendezvous.embedded.canvass import Returns
+from torchelastic.rendezvous.embedded.holding import Holding
+from torchelastic.rendezvous.succession import Elector, Electorate, Roll
+
+#: The newest world of a node that is no more.
+DEAD = -2
+
+
+@dataclass(frozen=True)
+class Poll:
+    """Who asks, and what it knows. Before the first world the endpoints vote, each for a node."""
+
+    elector: Elector
+    holding: Holding
+    #: The endpoints, and the one that is this node's.
+    places: tuple[str, ...]
+    own_place: str = ""
+    two_node_takeover: bool = False
+
+    @property
+    def has_world(self) -> bool:
+        return self.holding.roll.generation >= 0
+
+    @property
+    def roll(self) -> Roll:
+        """Who must agree that this node be host."""
+        if self.has_world:
+            return self.holding.roll
+        return Roll(latest=Electorate(frozenset(self.places)))
+
+    @property
+    def voice(self) -> str:
+        """As whom this node votes itself."""
+        return self.elector.node if self.has_world else self.own_place
+
+    @property
+    def turn(self) -> float:
+        """Seconds to let others try first."""
+        if not self.has_world:
+            return succession.turn(self.places, self.voice, "")
+        return succession.turn(self.holding.order, self.voice, self.holding.roll.latest.host)
+
+    def suffices(self, returns: Returns) -> bool:
+        """Whether nobody else need be asked."""
+        named = any(ballot.hosts for ballot in returns.ballots.values())
+        return named or self.is_won(returns)
+
+    def is_won(self, returns: Returns) -> bool:
+        """Whether this node is, or would be, elected."""
+        if self.has_world and not self.holding.rows:
+            return False  # nothing to host the store with
+        return succession.elected(self.roll, self.votes(returns))
+
+    def votes(self, returns: Returns) -> dict[str, int]:
+        """Who agrees, and the newest world that each of them has."""
+        votes = {key: each.generation for key, each in returns.ballots.items() if each.granted}
+        votes[self.voice] = self.elector.generation
+        if self.two_node_takeover:
+            votes |= dict.fromkeys(filter(self._is_other_of_two, self._dead_in(returns)), DEAD)
+        return votes
+
+    def _dead_in(self, returns: Returns) -> set[str]:
+        """Who seems to be no more: nobody listens at its port, or another agent does."""
+        replaced = {
+            key
+            for key, ballot in returns.ballots.items()
+            if ballot.node not in (key, self.elector.node)
+        }
+        return returns.refused | replaced
+
+    def _is_other_of_two(self, node: str) -> bool:
+        latest = self.roll.latest.nodes
+        return self.has_world and len(latest) == 2 and node in latest
+
+    def hosts(self, returns: Returns) -> list[str]:
+        """Where a host is said to be, of the latest term first."""
+        ballots = sorted(returns.ballots.values(), key=lambda ballot: -ballot.term)
+        named = [
+            address
+            for ballot in ballots
+            if self.may_follow(ballot.term, ballot.generation)
+            for address in ballot.hosts
+        ]
+        return list(dict.fromkeys(named))
+
+    def may_follow(self, term: int, generation: int) -> bool:
+        """Not who knows less than this node, and may never know more: a store that was started
+        anew, say, at the endpoint of a host that is gone."""
+        ours = self.elector.generation
+        will_know_more = generation >= ours or succession.first_generation(term) > ours
+        return will_know_more and succession.may_follow(self.elector, term)
+
+    def predicament(self, returns: Returns) -> str:
+        """What a node waits for that has no host and no majority, for people."""
+        gone = "the host of the rendezvous is out of reach"
+        if self.has_world and not self.holding.rows:
+            return f"{gone}: this node waits for one of those that could host it"
+        votes = set(self.votes(returns))
+        wanted = max(self.roll.electorates, key=lambda each: len(each.nodes - votes))
+        what = "nodes" if self.has_world else "endpoints"
+        there = f"{len(wanted.nodes & votes)} of {len(wanted.nodes)} {what}"
+        hint = ""
+        if self.has_world and len(wanted.nodes) == 2:
+            hint = "; if the host is gone for good, --two-node-takeover lets the other go on"
+        return f"{gone}, and {there} are no majority: this node waits for the others{hint}"
