@@ -74,9 +74,9 @@ class Agent:
         self._crowd.background(self.presence.rejoin(self._gone), "rejoin")
 
     def _unused_store(self) -> str:
-        """The address of a store for workers; there are none to look for it."""
+        """The address of a store for workers, another one for each; nobody looks for it."""
         self._stores += 1
-        return f"127.0.0.1:{self._stores}"
+        return f"{self._node}:{self._stores}"
 
 
 class Crowd:
