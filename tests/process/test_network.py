@@ -56,6 +56,7 @@ def test_a_reset_is_no_death(tmp_path):
         assert not any(node.events("lease-lost", "node-lost") for node in nodes)
 
 
+@pytest.mark.slow
 def test_a_slow_network_that_loses_packets_will_do(tmp_path):
     flags = "--nnodes=1:2"
     with Network(2) as network, network_job(tmp_path / "job", network, flags, **ENDLESS) as made:
@@ -92,6 +93,7 @@ def test_ipv6_alone_will_do(tmp_path, endpoint):
         assert stores_met_at(made, 2) <= {host.ipv6 for host in network.hosts}
 
 
+@pytest.mark.slow
 def test_names_may_come_late_and_mean_something_else_at_home(tmp_path):
     """As Debian has it, a machine's name means 127.0.1.1 there, and has an address elsewhere."""
     with (

@@ -75,7 +75,7 @@ def restore(network: Network, made: NetworkJob, host: Host, how: str) -> None:
 WAYS = [
     "killed",
     pytest.param("frozen", marks=pytest.mark.slow),
-    "drop",
+    pytest.param("drop", marks=pytest.mark.slow),
     pytest.param("reset", marks=pytest.mark.slow),
 ]
 
