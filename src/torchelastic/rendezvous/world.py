@@ -303,7 +303,7 @@ class World:
             made["cause"] = Failure.from_json(made["cause"])
         made["ledger"] = RestartLedger(**_known(RestartLedger, made["ledger"]))
         made["consequences"] = tuple(Failure.from_json(item) for item in made["consequences"])
-        made["candidates"] = tuple(Candidate(*item[:2]) for item in made.get("candidates", ()))
+        made["candidates"] = tuple([Candidate(*item[:2]) for item in made.get("candidates", ())])
         for name in ("spares", "missing", "handing_over"):
             made[name] = tuple(made.get(name, ()))
         return cls(**made)

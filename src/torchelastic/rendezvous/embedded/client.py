@@ -132,6 +132,7 @@ class EmbeddedStore:
         #: Where the host is; until it is found, where it is looked for first.
         self.place = place
         self._clock = clock
+        self._loop = asyncio.get_running_loop()
         self._reconnect_timeout = reconnect_timeout
         #: Seconds without the store after which it is lost.
         self._patience = RECONNECT_TIMEOUT if reconnect_timeout is None else reconnect_timeout
@@ -379,7 +380,7 @@ class EmbeddedStore:
         id = next(self._ids)
         request = _Request(wire.pack(make(id)))
         if not self._requests:
-            self._asked_at = asyncio.get_running_loop().time()
+            self._asked_at = self._loop.time()
         self._requests[id] = request
         if self._link is not None:
             self._link.send(request.frame)
@@ -397,7 +398,7 @@ class EmbeddedStore:
             raise RendezvousLost(self._lost)
 
     def _hear(self, payload: bytes) -> None:
-        self._heard_at = asyncio.get_running_loop().time()
+        self._heard_at = self._loop.time()
         # First: after this process stood still, what is read now is old, and so may the lease be.
         self._check_lease()
         message = wire.parse(payload, wire.ANSWERS)
@@ -449,7 +450,7 @@ class EmbeddedStore:
     def _adopt(self, link: Link) -> None:
         """Go on where the last connection ended."""
         self._link = link
-        self._heard_at = asyncio.get_running_loop().time()
+        self._heard_at = self._loop.time()
         self._local_addr = reachable_address(link.local_addr, self.place.host)
         link.deliver_to(self._hear)
         self._catching_up.clear()
@@ -520,8 +521,7 @@ class EmbeddedStore:
         An answer leaves the timer alone: there are many, and it looks for itself when it is due.
         """
         if self._requests and self._lost is None and self._silence_timer is None:
-            loop = asyncio.get_running_loop()
-            self._silence_timer = loop.call_at(self._patience_ends(), self._notice_silence)
+            self._silence_timer = self._loop.call_at(self._patience_ends(), self._notice_silence)
 
     def _patience_ends(self) -> float:
         # A renewal that gets no answer was asked for a while after the last one that got one: the
@@ -533,7 +533,7 @@ class EmbeddedStore:
         self._silence_timer = None
         if self._link is None:
             return  # the next connection will expect an answer again
-        if self._requests and asyncio.get_running_loop().time() >= self._patience_ends():
+        if self._requests and self._loop.time() >= self._patience_ends():
             self._link.abort(_Silence("it does not answer"))
         else:
             self._expect_answer()

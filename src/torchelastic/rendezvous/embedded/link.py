@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -29,7 +30,18 @@ _OTHER_KIND = (
 )
 
 
-class Link(asyncio.Protocol):
+class _Desk(threading.local):
+    """Where a thread's loop puts what it receives, to be taken away in the same callback: room for
+    each of thousands of connections, or anew for every frame, would cost more than the frames."""
+
+    def __init__(self) -> None:
+        self.room = bytearray(64 * 1024)
+
+
+_desk = _Desk()
+
+
+class Link(asyncio.BufferedProtocol):
     """Whole frames in and out; `ended` tells that it is over, and why. Made in a running loop."""
 
     def __init__(
@@ -148,7 +160,11 @@ class Link(asyncio.Protocol):
         if self._made is not None:
             self._made(self)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return _desk.room
+
+    def buffer_updated(self, nbytes: int) -> None:
+        data = bytes(memoryview(_desk.room)[:nbytes])
         if self._first:
             self._first = False
             if is_tls(data) != (self._tls is not None):
