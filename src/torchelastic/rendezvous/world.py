@@ -383,7 +383,7 @@ def _digest(nodes: Sequence[WorldNode], handing_over: Sequence[str]) -> str:
 
 def altered(record: T, **changes: Any) -> T:
     """As `dataclasses.replace` does, without a look at every field of a record that has many."""
-    assert changes.keys() <= _names(type(record)).keys()
+    assert changes.keys() <= vars(record).keys()
     made = object.__new__(type(record))
     vars(made).update(vars(record), **changes)
     vars(made).pop("_by_node", None)  # of a world: counted anew where it is wanted

@@ -19,7 +19,7 @@ import json
 import logging
 import math
 import random
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -314,12 +314,12 @@ class Seat:
             two_node_takeover=self._two_node_takeover,
         )
 
-    def _whereabouts(self) -> dict[str, Endpoint]:
-        """Whom to ask: all that this node knows of, endpoints included."""
-        known = {node: self._at(at) for node, at in self._holding.addresses.items()}
-        ours = {self._node, str(self._endpoints.ours)}
-        everybody = {**{str(place): place for place in self._endpoints.places}, **known}
-        return {key: place for key, place in everybody.items() if key not in ours}
+    def _whereabouts(self, but: Set[str] = frozenset()) -> dict[str, Endpoint]:
+        """Whom to ask: all others that this node knows of, endpoints included, `but` these."""
+        but = but | {self._node, str(self._endpoints.ours)}
+        places = {str(place): place for place in self._endpoints.places if str(place) not in but}
+        known = self._holding.addresses.items()
+        return {**places, **{node: self._at(at) for node, at in known if node not in but}}
 
     async def _ask(self, term: int, *, binding: bool, of: Sequence[str] | None = None) -> Returns:
         asked = Canvass(term, self._node, self._elector.generation, binding)
@@ -430,10 +430,9 @@ class Seat:
 
     def _uninformed(self) -> list[Endpoint]:
         assert self.server is not None
-        there = {row.key for row in self.server.rows(MEMBER_PREFIX)}
-        missing = [
-            place for key, place in self._whereabouts().items() if MEMBER_PREFIX + key not in there
-        ]
+        members = self.server.rows(MEMBER_PREFIX)
+        there = {row.key.removeprefix(MEMBER_PREFIX) for row in members}
+        missing = list(self._whereabouts(but=there).values())
         return random.sample(missing, min(PROCLAIMED, len(missing)))
 
     async def _yield(self, term: int, told: str = SUCCEEDED) -> None:
