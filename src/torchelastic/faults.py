@@ -63,8 +63,10 @@ class Fault:
     seconds: float = 0.0
 
 
-# What is planned. Empty in ordinary life: then a place costs the test of a name.
 _plan: tuple[Fault, ...] = ()
+#: Whether anything is. It is not in ordinary life, and places that are passed in every step ask
+#: first: `if faults.planned: faults.at(...)` costs the test of a name.
+planned = False
 _rank = _step = _generation = -1
 #: How often each place was passed in the present step.
 _passed: Counter[str] = Counter()
@@ -86,8 +88,9 @@ def position(*, rank: int, step: int, generation: int) -> None:
 
 def plan(text: str) -> None:
     """Replace the plan; an empty text is no plan."""
-    global _plan
+    global _plan, planned
     _plan = parse(text)
+    planned = bool(_plan)
     _passed.clear()
 
 

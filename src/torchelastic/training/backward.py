@@ -28,7 +28,7 @@ _current_node: Callable[[], Any] = torch._C._current_autograd_node
 #: Have the engine call this at the end of the present backward.
 at_end: Callable[[Callable[[], object]], None] = _engine.queue_callback
 
-#: Called once, when the next backward begins; by whom, so that they can take it back.
+#: What is called once, when the next backward begins; by the key of who wants it.
 before_next: dict[int, Callable[[], object]] = {}
 
 
@@ -43,10 +43,11 @@ class _Watched(type(_engine)):  # type: ignore[misc]
         return super().run_backward(*args, **kwargs)
 
 
-def watch() -> None:
-    """From now on `before_next` is called."""
-    if not isinstance(_variable._execution_engine, _Watched):
+def watch(key: int, call: Callable[[], object]) -> None:
+    """Have this called when the next backward begins, unless it is taken out of `before_next`."""
+    if type(_variable._execution_engine) is not _Watched:
         _variable._execution_engine = _Watched()
+    before_next[key] = call
 
 
 def asks() -> bool:

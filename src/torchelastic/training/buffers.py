@@ -41,15 +41,16 @@ class Buffers:
                 light.append((place, buffer))
             else:
                 self.heavy.append(_Heavy(place, traceless=isinstance(owner, _NormBase)))
-        self._light = [place for place, _ in light]
+        #: Where the light ones are.
+        self.light = [place for place, _ in light]
         self._views, size = _views(buffer for _, buffer in light)
         self._block, self._copies = _block(size, self._views)
 
     def capture(self) -> bytes:
         """What the light ones hold."""
-        if not self._light:
+        if not self.light:
             return b""
-        live: list[Any] = [buffers[name] for buffers, name in self._light]
+        live: list[Any] = [buffers[name] for buffers, name in self.light]
         try:
             torch._foreach_copy_(self._copies, live)
         except (RuntimeError, TypeError):  # one is gone, or has another shape than it had
@@ -72,7 +73,7 @@ class Buffers:
             return False
         if light:
             block = torch.frombuffer(bytearray(light), dtype=torch.uint8)
-            for (buffers, name), saved in zip(self._light, _cut(block, self._views), strict=True):
+            for (buffers, name), saved in zip(self.light, _cut(block, self._views), strict=True):
                 buffers[name] = _put_back(buffers[name], saved)
         return True
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import is_
+from typing import Any
 
 import torch
 
@@ -26,12 +27,13 @@ class Gradients:
         self._parameters = list(parameters)
         self._index = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._unhooked = list(enumerate(self._parameters))
-        self._none: list[_Mark | None] = [None] * len(self._parameters)
         self._nothing_pending = [False] * len(self._parameters)
         #: What each was at the beginning: None, or which tensor in which version.
-        self._marks = self._none
+        self._marks: list[_Mark | None] = [None] * len(self._parameters)
         #: Which have a gradient whose values are neither copied nor known to be unwanted.
         self._pending = self._nothing_pending
+        #: Whether there may be such.
+        self.pending = False
         self._copies: dict[int, torch.Tensor] = {}
         self._copied: set[int] = set()
         self._lost = False
@@ -42,17 +44,22 @@ class Gradients:
 
     def begin(self) -> None:
         """A step begins."""
-        self._marks = [
-            None if (grad := parameter.grad) is None else (id(grad), grad._version)
-            for parameter in self._parameters
-        ]
+        marks: list[_Mark | None] = []
+        pending = []
+        for parameter in self._parameters:
+            grad = parameter.grad
+            marks.append(None if grad is None else (id(grad), grad._version))
+            pending.append(grad is not None)
+        self._marks, self._pending = marks, pending
+        self.pending = True in pending
         self._lost = False
         if self._copied:
             self._copied.clear()
-        if self._marks == self._none:
-            self._pending = self._nothing_pending
-        else:
-            self._watch()
+        if self.pending:
+            if self._unhooked:
+                backward.watch(id(self), self._install)
+            if self._at_once:
+                self._keep_all()
 
     def before_write(self, parameters: Iterable[torch.Tensor], *, copy: bool) -> None:
         """An optimizer is about to read those of these parameters, and may not be the last.
@@ -82,21 +89,18 @@ class Gradients:
                 parameter.grad = torch.zeros_like(parameter)
         return not self._lost
 
-    @property
-    def pending(self) -> bool:
-        """Whether there are values whose fate is open."""
-        return self._pending is not self._nothing_pending
-
-    def zeroed(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Somebody zeroes the gradients of these: nobody wants what they were."""
-        if len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters)):
-            self._pending = self._nothing_pending
+    def zeroed(self, groups: Sequence[dict[str, Any]]) -> None:
+        """An optimizer zeroes the gradients of its groups: nobody wants what they were."""
+        first, mine = groups[0]["params"], self._parameters
+        if len(groups) == 1 and len(first) == len(mine) and all(map(is_, first, mine)):
+            self.pending, self._pending = False, self._nothing_pending
             backward.before_next.pop(id(self), None)
             return
-        for parameter in parameters:
-            index = self._index.get(id(parameter))
-            if index is not None:
-                self._pending[index] = False
+        for group in groups:
+            for parameter in group["params"]:
+                index = self._index.get(id(parameter))
+                if index is not None:
+                    self._pending[index] = False
 
     def tree(self) -> list[torch.Tensor | bool]:
         """For those who lack them: the values where they are wanted, else whether there are any."""
@@ -114,15 +118,10 @@ class Gradients:
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def _watch(self) -> None:
-        self._pending = [mark is not None for mark in self._marks]
-        if self._unhooked:
-            backward.before_next[id(self)] = self._install
-            backward.watch()
-        if self._at_once:
-            for index, pending in enumerate(self._pending):
-                if pending:
-                    self._keep(index)
+    def _keep_all(self) -> None:
+        for index, pending in enumerate(self._pending):
+            if pending:
+                self._keep(index)
 
     def _install(self) -> None:
         """A backward begins; if it may add to what is there, see to it that it is copied."""

@@ -143,9 +143,15 @@ class OwnedGloo(dist.ProcessGroup):
         """As any collective; to DDP's reducer gloo's own work, waited for before it waits."""
         if not backward.asks():
             return self._allreduce(*args, **kwargs)
-        number, work = self._start("allreduce", args, kwargs)
-        operation = Operation(self._waits, number, work)
-        self._waits.enter(operation)
+        waits = self._waits
+        number = waits.announce()
+        try:
+            work = self._gloo.allreduce(*args, **kwargs)
+        except RuntimeError as error:
+            waits.refused(error)
+            raise
+        operation = Operation(waits, number, work)
+        waits.enter(operation)
         backward.at_end(operation.wait)
         return work
 

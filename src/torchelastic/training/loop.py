@@ -218,7 +218,7 @@ class Loop:
         slate, every, first = here.slate, self._options.snapshot_every, step
         if self._state._every_step:
             every = 1
-        between = _Between(self._coordinator, self._options, here)
+        between = _Between(self._coordinator, self._options, here, self._state)
         self._where = Where.BETWEEN
         # Asked before the first step too: the world before may have ended right after the last one.
         while step < self._last_step:
@@ -226,13 +226,16 @@ class Loop:
                 return
             if slate is not None:
                 slate.entered(generation, step)
-            faults.position(rank=rank, step=step, generation=generation)
+            if faults.planned:
+                faults.position(rank=rank, step=step, generation=generation)
             if step == first or step % every == 0:
-                self._kept = _Kept(self._version, self._state.snapshot())
+                self._kept = tuple.__new__(_Kept, (self._version, self._state.snapshot()))
             self._where = Where.STEP
-            faults.at("step.begin")
+            if faults.planned:
+                faults.at("step.begin")
             self._state, stats = self._steps.run(self._state)
-            faults.at("step.end")
+            if faults.planned:
+                faults.at("step.end")
             step += 1
             self._version = here.version = (generation, step)
             self._where = Where.BETWEEN
@@ -337,17 +340,25 @@ class Loop:
 class _Between:
     """What happens after a step: checkpoints, and hooks of 0.1 if somebody has overridden them."""
 
-    def __init__(self, coordinator: CoordinatorP2P, options: Options, here: Session) -> None:
+    def __init__(
+        self, coordinator: CoordinatorP2P, options: Options, here: Session, state: State
+    ) -> None:
         self._coordinator, self._rank = coordinator, here.rank
         self._every = options.checkpoint_every
         self._monitored = _overrides(coordinator, "monitor_progress")
         self._reported = _overrides(coordinator, "report_progress")
         self._told_when = _overrides(coordinator, "should_save_checkpoint")
         self._told_to_stop = _overrides(coordinator, "should_stop_training")
+        hooks = self._monitored, self._reported, self._told_when, self._told_to_stop
+        #: The kind of state with which nothing happens that nobody asks for.
+        quiet = self._every is None and not any(hooks) and not _wants_to_be_asked(state)
+        self._quiet_with = type(state) if quiet else None
 
     def is_last(self, state: State, step: int, stats: Any) -> bool:
         """So many steps are committed; whether the coordinator says that the training is done."""
         coordinator = self._coordinator
+        if stats is None and type(state) is self._quiet_with:
+            return coordinator.stop_training
         if stats is not None or self._monitored:
             coordinator.monitor_progress(state, stats)
         if self._wants_checkpoint(state, step) and self._rank == 0:
@@ -364,6 +375,12 @@ class _Between:
         if self._told_when:
             wanted = self._coordinator.should_save_checkpoint() or wanted
         return wanted or (self._every is not None and step % self._every == 0)
+
+
+def _wants_to_be_asked(state: State) -> bool:
+    """Whether it has a word of its own on when to write checkpoints."""
+    name = "should_save_checkpoint"
+    return name in vars(state) or getattr(type(state), name) is not State.should_save_checkpoint
 
 
 def _overrides(coordinator: CoordinatorP2P, name: str) -> bool:

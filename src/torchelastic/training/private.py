@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torchelastic.training import rng
@@ -26,8 +25,8 @@ log = logging.getLogger(__name__)
 
 Version = tuple[int, int]
 
-#: The lengths of the pieces.
-_HEAD = struct.Struct("=3q")
+#: How long torch's state and the buffers are, which come last.
+_HEAD = struct.Struct("=2q")
 _IN_FLIGHT = (0, 1, 2)
 _BEGIN = (3, 4)
 
@@ -35,7 +34,9 @@ _BEGIN = (3, 4)
 class Slate(Protocol):
     """What is needed of `worker.slate.Slate`."""
 
-    def publish(self, slot: int, version: Version, pieces: Sequence[bytes]) -> bool: ...
+    def publish(
+        self, slot: int, version: Version, changing: bytes, steady: bytes = b""
+    ) -> bool: ...
 
     def held(self, slot: int) -> tuple[Version, bytes] | None: ...
 
@@ -47,8 +48,21 @@ class Private(NamedTuple):
     buffers: bytes
 
 
-def capture(buffers: Buffers) -> Private:
-    return tuple.__new__(Private, (rng.capture(), buffers.capture()))
+class Reader:
+    """Reads the private state of this rank."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = buffers
+        self._last = Private(rng.Random(b"", b""), b"")
+
+    def read(self) -> Private:
+        """What it is now; the same object as before if nothing has changed."""
+        last = self._last
+        random = rng.capture()
+        buffers = self._buffers.capture() if self._buffers.light else b""
+        if random is not last[0] or buffers != last[1]:
+            self._last = last = tuple.__new__(Private, (random, buffers))
+        return last
 
 
 def restore(private: Private, buffers: Buffers) -> bool:
@@ -63,8 +77,8 @@ class Publisher:
     def __init__(self, slate: Slate) -> None:
         self._slate = slate
         self._left: tuple[Version, Private] | None = None
-        self._lengths = (0, 0, 0)
-        self._head = b""
+        #: What seldom changes, and of what it is made.
+        self._steady, self._made_of = b"", (b"", 0, 0)
         self._with_buffers = True
 
     def begin(self, version: Version, private: Private) -> None:
@@ -74,18 +88,22 @@ class Publisher:
 
     def in_flight(self, version: Version, private: Private) -> None:
         """A collective is about to be launched; `version` is the one at the end of the step."""
-        if self._left != (version, private):
+        left = version, private
+        if self._left != left:
             self._publish(_IN_FLIGHT[version[1] % 3], version, private)
-            self._left = version, private
+            self._left = left
 
     def _publish(self, slot: int, version: Version, private: Private) -> None:
-        (torch, others), buffers = private
-        if not self._with_buffers:
-            buffers = b""
-        lengths = len(torch), len(others), len(buffers)
-        if lengths != self._lengths:
-            self._lengths, self._head = lengths, _HEAD.pack(*lengths)
-        written = self._slate.publish(slot, version, (self._head, torch, others, buffers))
+        (changing, others), buffers = private
+        made_of = others, len(changing), len(buffers)
+        if buffers:
+            if self._with_buffers:
+                changing += buffers
+            else:
+                made_of = others, len(changing), 0
+        if made_of != self._made_of:
+            self._made_of, self._steady = made_of, _HEAD.pack(*made_of[1:]) + others
+        written = self._slate.publish(slot, version, changing, self._steady)
         if not written and self._with_buffers:
             self._with_buffers = False
             log.warning(
@@ -96,10 +114,10 @@ class Publisher:
 
 
 def unpack(data: bytes) -> Private:
-    torch, others, buffers = _HEAD.unpack_from(data)
-    begin, middle, end = _HEAD.size, _HEAD.size + torch, _HEAD.size + torch + others
-    random = rng.Random(data[begin:middle], data[middle:end])
-    return Private(random, data[end : end + buffers])
+    torch, buffers = _HEAD.unpack_from(data)
+    end = len(data) - buffers
+    begin = end - torch
+    return Private(rng.Random(data[begin:end], data[_HEAD.size : begin]), data[end:])
 
 
 def left_behind(slate: Slate, base: Version) -> Private | None:

@@ -189,7 +189,8 @@ class Value:
         self._name = name
 
     def save(self) -> Any:
-        return copied(self._values[self._name])
+        value = self._values[self._name]
+        return value if type(value) in _PLAIN else copied(value)
 
     def restore(self, saved: Any) -> None:
         self._values[self._name] = _placed(self._values[self._name], saved)

@@ -42,6 +42,7 @@ class Undo:
         copy: bool | None = None,
     ) -> None:
         self.buffers = Buffers(modules)
+        self._private = private.Reader(self.buffers).read
         self.gradients = Gradients(_parameters(modules, optimizers))
         self.writes = Writes(optimizers, self.gradients, copy=copy)
         self._savers = list(savers)
@@ -74,13 +75,17 @@ class Undo:
 
     def begin(self, version: Version) -> Snapshot:
         """A step begins."""
-        now = private.capture(self.buffers)
+        now = self._private()
         if self.buffers.heavy:
             self.buffers.save_heavy()
         self.gradients.begin()
         self.writes.begin()
         self._overwritten = False
-        self._latest = Snapshot(version, now, [save() for save in self._saves])
+        small = []
+        for save in self._saves:
+            small.append(save())
+        # Not Snapshot(...), here and below with other tuples: that is a call of Python code.
+        self._latest = tuple.__new__(Snapshot, (version, now, small))
         if self._generation is not None:
             self._next = (self._generation, version[1] + 1)
             if self._publisher is not None:
@@ -90,15 +95,18 @@ class Undo:
     def committed(self) -> None:
         """The step is done."""
         self._next = None
-        self.writes.committed()
+        if self.writes.learning:
+            self.writes.committed()
 
     def before_collective(self) -> None:
         """In the launching thread, which may be one of a backward's."""
-        if self._next is None:
+        ending = self._next
+        if ending is None:
             return
-        self.writes.collective()
+        if self.writes.begun:
+            self.writes.collective()
         if self._publisher is not None:
-            self._publisher.in_flight(self._next, private.capture(self.buffers))
+            self._publisher.in_flight(ending, self._private())
 
     def undo(self, snapshot: Snapshot) -> None:
         """Go back. Raises Torn, everything small being restored, when the rest cannot be."""
@@ -106,7 +114,7 @@ class Undo:
             raise ValueError("Only the latest snapshot of a TorchState can be applied.")
         if self._next is not None:
             # Peers may have got to the end of this step, and then that is where we go as well.
-            self.late = self._next, private.capture(self.buffers)
+            self.late = self._next, self._private()
         self.outside()
         self._generation = None
         self._restore_small(snapshot)

@@ -54,14 +54,15 @@ class Waits:
         #: The first operation that failed by itself.
         self.failure: PeerLostError | None = None
         self._calls = 0
-        self._under_way: dict[int, Operation] = {}
+        #: Those that gloo is not known to be done with, whoever waits for them.
+        self.under_way: dict[int, Operation] = {}
 
     @property
     def pending(self) -> int:
         """Operations launched that gloo has not ended yet, freed waits among them."""
-        for operation in list(self._under_way.values()):
+        for operation in list(self.under_way.values()):
             operation.look()
-        return len(self._under_way)
+        return len(self.under_way)
 
     def check(self) -> None:
         """Raise if the world is over.
@@ -77,16 +78,18 @@ class Waits:
             self.check()
         if self.before is not None:
             self.before()
-        faults.at("collective.before")
+        if faults.planned:
+            faults.at("collective.before")
         self.launched += 1
         return self.launched
 
     def enter(self, operation: Operation) -> None:
         """An operation was launched that has a future of gloo's."""
-        self._under_way[operation.number] = operation
-        if len(self._under_way) > _MANY:
+        self.under_way[operation.number] = operation
+        if len(self.under_way) > _MANY:
             _ = self.pending  # those that nobody waits for are not kept for ever
-        self._launched(operation)
+        if faults.planned or self.over is not None:
+            self._launched(operation)
 
     def _launched(self, operation: Operation) -> None:
         """Pass what comes after every launch."""
@@ -122,7 +125,7 @@ class Waits:
         return operation.result()
 
     def _in_thread(self, operation: Operation, function: Callable[[], Any]) -> None:
-        self._under_way[operation.number] = operation
+        self.under_way[operation.number] = operation
 
         def run() -> None:
             ended: _Outcome
@@ -132,14 +135,10 @@ class Waits:
                 ended = (self.failed(error), None)
             except Exception as error:
                 ended = (error, None)
-            self.told(operation)
+            self.under_way.pop(operation.number, None)
             operation.finish(*ended)
 
         group_threads.run(run)
-
-    def told(self, operation: Operation) -> None:
-        """gloo is done with this operation, whoever waited for it."""
-        self._under_way.pop(operation.number, None)
 
     def failed(self, error: Exception) -> PeerLostError:
         """What a failure of gloo's own is to the training thread."""
@@ -151,7 +150,7 @@ class Waits:
     def end(self, over: GenerationOver) -> None:
         """Free every wait, now, and launch nothing more."""
         self.over = over
-        for operation in list(self._under_way.values()):
+        for operation in list(self.under_way.values()):
             operation.finish(GenerationOver(*over.args), None)
 
 
@@ -182,7 +181,7 @@ class Operation:
     def _ended(self, tell: Callable[[], Any]) -> None:
         """gloo is done; `tell` says how that was, without a wait."""
         self._inner = None  # it keeps gloo's connections open
-        self._waits.told(self)
+        self._waits.under_way.pop(self.number, None)
         try:
             value = tell()
         except Exception as error:
@@ -205,7 +204,8 @@ class Operation:
         error = self._outcome[0]
         if error is not None:
             raise error
-        faults.at("collective.after")
+        if faults.planned:
+            faults.at("collective.after")
         return True
 
     def _block(self, timeout: timedelta | None) -> None:

@@ -38,9 +38,10 @@ class Writes:
         self._copies = {id(optimizer): _Copy(optimizer) for optimizer in optimizers}
         self._fixed = copy is not None
         self.copying = copy is not False
-        self._learning = copy is None
+        #: Whether the first step with a write is still to come.
+        self.learning = copy is None
         #: Optimizers that have begun to write in this step, and those that have not ended.
-        self._begun: set[int] = set()
+        self.begun: set[int] = set()
         self._open: set[int] = set()
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before)
@@ -49,22 +50,23 @@ class Writes:
 
     def begin(self) -> None:
         """A step begins."""
-        if self._begun:
-            self._begun.clear()
+        if self.begun:
+            self.begun.clear()
             self._open.clear()
-            for copy in self._copies.values():
-                copy.taken = False
+            if self.copying:
+                for copy in self._copies.values():
+                    copy.taken = False
 
     def committed(self) -> None:
         """The step is done."""
-        if self._learning and self._begun:
+        if self.learning and self.begun:
             self.learned(copying=False)
 
     def learned(self, *, copying: bool) -> None:
         """What this job does is known, from a step of its own or from a peer's."""
         if self._fixed:
             return
-        self._learning = False
+        self.learning = False
         self.copying = copying
         if not copying:
             for copy in self._copies.values():
@@ -73,11 +75,11 @@ class Writes:
     @property
     def known(self) -> bool | None:
         """Whether this job copies before it writes; None while nothing is known of it."""
-        return None if self._learning else self.copying
+        return None if self.learning else self.copying
 
     def collective(self) -> None:
         """A collective is about to be launched, in a step."""
-        if not self._begun or (self.copying and not self._learning) or self._fixed:
+        if not self.begun or (self.copying and not self.learning) or self._fixed:
             return
         self.learned(copying=True)
         log.warning(
@@ -89,29 +91,32 @@ class Writes:
 
     def undo(self) -> str | None:
         """Take back what was written; None, or why that is not possible."""
-        if any(not self._copies[key].taken for key in self._begun):
+        if any(not self._copies[key].taken for key in self.begun):
             where = "inside" if self._open else "after"
             return f"The step failed {where} optimizer.step, and nothing was copied before it."
-        for key in self._begun:
+        for key in self.begun:
             self._copies[key].undo()
         self.begin()
         return None
 
     def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        faults.at("optimizer.before")
+        if faults.planned:
+            faults.at("optimizer.before")
         key = id(optimizer)
         if self._gradients.pending:
             self._gradients.before_write(_parameters(optimizer), copy=self.copying)
         # A second write of the same step must not replace the copy made before the first.
-        if self.copying and key not in self._begun:
+        if self.copying and key not in self.begun:
             self._copies[key].take()
-        self._begun.add(key)
+        self.begun.add(key)
         self._open.add(key)
-        faults.at("optimizer.inside")
+        if faults.planned:
+            faults.at("optimizer.inside")
 
     def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self._open.discard(id(optimizer))
-        faults.at("optimizer.after")
+        if faults.planned:
+            faults.at("optimizer.after")
 
 
 def _notice_zeroing(optimizer: Optimizer, gradients: Gradients) -> None:
@@ -123,7 +128,7 @@ def _notice_zeroing(optimizer: Optimizer, gradients: Gradients) -> None:
 
     def noticed(set_to_none: bool = True) -> None:
         if gradients.pending:
-            gradients.zeroed(_parameters(optimizer))
+            gradients.zeroed(optimizer.param_groups)
         zero_grad(set_to_none=set_to_none)
 
     optimizer.zero_grad = noticed  # type: ignore[method-assign]

@@ -14,9 +14,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 #: generation, step, when it was entered (monotonic, the same for all processes of a machine).
 _PROGRESS = struct.Struct("=qqd")
@@ -50,10 +48,11 @@ class _Written:
 
     begin: int
     number: int
-    lengths: list[int]
+    steady: bytes
+    length: int
+    #: Where what changes is, and how long it is together with what does not.
+    span: slice
     size: int
-    spans: list[slice]
-    pieces: Sequence[bytes | memoryview]
 
 
 class Slate:
@@ -91,40 +90,36 @@ class Slate:
     # --- private state ---------------------------------------------------------------------------
 
     def publish(
-        self, slot: int, version: tuple[int, int], pieces: Sequence[bytes | memoryview]
+        self, slot: int, version: tuple[int, int], changing: bytes, steady: bytes = b""
     ) -> bool:
-        """Replace what the slot holds; False, and nothing is held, when it is too much.
+        """Replace what the slot holds; False, and nothing is changed, when it is too much.
 
-        A piece that is the very object written before is not written again: its bytes are there.
+        It holds `steady` and then `changing`. If `steady` is the very object that was written
+        before it is not written again: its bytes are there.
         """
-        lengths = [*map(len, pieces)]
         there = self._written.get(slot)
-        if there is None or there.lengths != lengths:
-            if sum(lengths) > SLOT_LIMIT:
+        if there is None or there.steady is not steady or there.length != len(changing):
+            if len(steady) + len(changing) > SLOT_LIMIT:
                 return False
-            there = self._lay_out(slot, lengths)
-        memory = self._memory
-        _NUMBER.pack_into(memory, there.begin, there.number + 1)
-        for span, piece, old in zip(there.spans, pieces, there.pieces, strict=True):
-            if piece is not old:
-                memory[span] = piece
-        there.pieces = pieces
-        there.number += 2
-        _SLOT.pack_into(memory, there.begin, there.number, *version, there.size)
+            there = self._lay_out(slot, steady, len(changing))
+        memory, begin, number = self._memory, there.begin, there.number
+        _NUMBER.pack_into(memory, begin, number + 1)
+        memory[there.span] = changing
+        there.number = number + 2
+        _SLOT.pack_into(memory, begin, number + 2, *version, there.size)
         return True
 
-    def _lay_out(self, slot: int, lengths: list[int]) -> _Written:
-        begin = self._room(slot, sum(lengths))
+    def _lay_out(self, slot: int, steady: bytes, length: int) -> _Written:
+        """Make room, and write what is steady into a slot that is torn until all is."""
+        size = len(steady) + length
+        begin = self._room(slot, size)
         number = _NUMBER.unpack_from(self._memory, begin)[0]
-        ends = accumulate(lengths, initial=begin + _SLOT.size)
-        self._written[slot] = made = _Written(
-            begin=begin,
-            number=number + number % 2,
-            lengths=lengths,
-            size=sum(lengths),
-            spans=[slice(one, other) for one, other in pairwise(ends)],
-            pieces=[b""] * len(lengths),
-        )
+        number += number % 2
+        _NUMBER.pack_into(self._memory, begin, number + 1)
+        first = begin + _SLOT.size
+        self._memory[first : first + len(steady)] = steady
+        span = slice(first + len(steady), first + size)
+        self._written[slot] = made = _Written(begin, number, steady, length, span, size)
         return made
 
     def held(self, slot: int) -> tuple[tuple[int, int], bytes] | None:
@@ -160,4 +155,4 @@ class Slate:
             _SLOT.pack_into(self._memory, self._begin(slot), 0, 0, 0, 0)
         for slot, content in enumerate(held):
             if content is not None:
-                self.publish(slot, content[0], [content[1]])
+                self.publish(slot, content[0], content[1])
