@@ -18,7 +18,8 @@ TorchElasticError
 ├── JobInterrupted         a signal asked this node to leave (exit 128 + signal)
 ├── SpawnError             a worker process could not be started
 ├── StopException          user code: the training is done
-└── TransferError          state from a peer cannot be read, or is too large to send
+├── TransferError          state from a peer cannot be read, or is too large to send
+└── UnfitError             a worker has built another model than the others: it ends alone
 """
 
 from __future__ import annotations
@@ -94,6 +95,10 @@ class JobInterrupted(TorchElasticError):
 
 class TransferError(TorchElasticError):
     """State that came from a peer is not what peers send, or is too large to be sent."""
+
+
+class UnfitError(TorchElasticError):
+    """This worker's state is of another form than that of the training it came to."""
 
 
 class JobClosed(TorchElasticError):

@@ -2,8 +2,9 @@
 
     resident.py LINES ORDERS [key=value ...]
 
-Lines and orders as `obedient.py` has them. Keys: steps, model (plain, norm), optimizer (adam, half:
-an SGD with a fault point in the middle), ends (rank:step, where the data of one rank ends early).
+Lines and orders as `obedient.py` has them. Keys: steps, model (plain, norm, wide: another one),
+optimizer (adam, half: an SGD with a fault point in the middle), ends (rank:step, where the data of
+one rank ends early).
 """
 
 from __future__ import annotations
@@ -47,9 +48,15 @@ class HalfSGD(torch.optim.SGD):
 def make_model() -> nn.Module:
     if KEYS.get("model") == "plain":
         return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    width = 64 if is_wide() else 32
     return nn.Sequential(
-        *(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 4))
+        nn.Linear(16, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 4)
     )
+
+
+def is_wide() -> bool:
+    """Also if an order says so, to those who start from then on."""
+    return KEYS.get("model") == "wide" or (ORDERS / "wide").exists()
 
 
 model = make_model()

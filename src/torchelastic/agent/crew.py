@@ -74,7 +74,7 @@ class Worker:
     #: The generation whose question for its step it has answered, and the answer.
     paused: int = -1
     entered: int = -1
-    #: Starts in a row that ended before `train` was called.
+    #: Starts in a row that ended before `train` was called; as many as it takes for who is unfit.
     tries: int = 0
 
 
@@ -177,10 +177,7 @@ def take_over(state: group_state.GroupState, name: str) -> Step:
     crew = CrewState(
         node=state.node, name=name, workers=workers, world=state.world, leaving=state.leaving
     )
-    commands: list[Command] = []
-    for rank in crew.having(Status.GONE):
-        crew, more = _start(crew, rank)
-        commands += more
+    crew, commands = _start_missing(crew)
     return crew, [*commands, _report(crew)]
 
 
@@ -214,6 +211,8 @@ def _world(state: CrewState, event: WorldSeen) -> Step:
         return _ask(state, world)
     if world.phase == "over":
         return _world_over(state, world)
+    if world.phase == "waiting" and not state.leaving:
+        return _start_missing(state)  # whom the others did without, they may wait for now
     return state, []
 
 
@@ -336,6 +335,8 @@ def _said(state: CrewState, event: Said) -> Step:
             return _answer_for_all(state)
         case orders.Stopped(generation) if worker.stopping == generation:
             return _stopped(state, rank)
+        case orders.Unfit():
+            return _with(state, rank, replace(worker, tries=MOST_TRIES)), []
         case orders.Finished(_, step):  # maybe in the last step before the world it is to enter
             state = _with(state, rank, replace(worker, finished=step))
             return state, [_report(state, finished=worker.generation, finished_after=step)]
@@ -440,7 +441,7 @@ def _failed(state: CrewState, event: WorkerFailed) -> Step:
         # Its peers have trained to the end: what it died of changes nothing.
         gone = Worker(status=Status.GONE, generation=before.generation)
         return _when_all_done(_with(state, failure.local_rank, gone))
-    tries = before.tries + 1 if before.status is Status.STARTING else 0
+    tries = before.tries + (before.status is Status.STARTING)
     gone = Worker(status=Status.GONE, generation=before.generation, tries=tries)
     state = _with(state, failure.local_rank, gone)
     if before.status is Status.FINISHED:
@@ -468,7 +469,7 @@ def _replace(state: CrewState, failure: Failure) -> Step:
     if not waited_for and state.having(Status.STARTING, Status.STANDING, Status.TRAINING):
         return state, []
     if not waited_for and world is not None and world.count > 1:
-        reason = f"its workers end before they call train: {failure.message}"
+        reason = f"its workers cannot train: {failure.message}"
         stopping, commands = _stop(state, SIGKILL, EXIT_FAILED, reason)
         return stopping, [Report({"leaving": reason}), *commands]
     generation = world.generation if world is not None else 0
@@ -481,6 +482,14 @@ def _start(state: CrewState, local_rank: int) -> Step:
     before = state.workers[local_rank]
     worker = Worker(status=Status.STARTING, generation=before.generation, tries=before.tries)
     return _with(state, local_rank, worker), [Spawn(local_rank)]
+
+
+def _start_missing(state: CrewState) -> Step:
+    commands: list[Command] = []
+    for rank in state.having(Status.GONE):
+        state, more = _start(state, rank)
+        commands += more
+    return state, commands
 
 
 # --- leaving and ending --------------------------------------------------------------------------
@@ -574,14 +583,7 @@ def _report(state: CrewState, **changes: Any) -> Report:
     """What this node says of itself, with what has just changed."""
     standing = tuple(sorted(state.having(Status.STANDING, Status.TRAINING)))
     starting = len(state.having(Status.STARTING))
-    return Report(
-        {
-            "resident": True,
-            "standing": standing,
-            "starting": starting,
-            **changes,
-        }
-    )
+    return Report({"resident": True, "standing": standing, "starting": starting, **changes})
 
 
 #: What a serving node does at each event; `docs/states.md` is written from it.

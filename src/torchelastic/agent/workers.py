@@ -254,8 +254,8 @@ class Workers:
                 self._steps[local_rank] = step
                 self._stopped.add(local_rank)
                 self._tell_event(crew.Said(local_rank, stopped))
-            case orders.Entered() as entered:
-                self._tell_event(crew.Said(local_rank, entered))
+            case orders.Entered() | orders.Unfit() as said:
+                self._tell_event(crew.Said(local_rank, said))
 
     def _out_of(self, local_rank: int, generation: int) -> None:
         """Nothing of this generation goes on in the worker: nobody waits for it to enter that."""

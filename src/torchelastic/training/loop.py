@@ -32,7 +32,7 @@ from torchelastic.errors import (
     NonRetryableException,
     StopException,
 )
-from torchelastic.training import session, world_entry
+from torchelastic.training import fitting, session, world_entry
 from torchelastic.training.control import Control
 from torchelastic.training.coordinator import Coordinator, CoordinatorP2P, device_of
 from torchelastic.training.gate import Gate, Verdict
@@ -51,10 +51,14 @@ from torchelastic.worker.orders import (
     Over,
     PeerLost,
     Stopped,
+    Unfit,
     Up,
 )
 
 log = logging.getLogger(__name__)
+
+#: The kinds of errors that the coordinator is told of.
+_TOLD = (Kind.USER, Kind.FATAL, Kind.UNFIT, Kind.PEER_LOST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +167,9 @@ class Loop:
         timeout, backend = self._coordinator.timeout, self._coordinator.c10d_backend
         store = world_entry.connect(self._control, world, timeout)
         self._group = world_entry.build(self._control, world, store, backend, timeout)
-        versions = world_entry.exchange(self._version, world.size, device_of(backend))
+        form = self._state._form()
+        number, device = fitting.number_of(form), device_of(backend)
+        versions, forms = world_entry.exchange(self._version, number, world.size, device)
         session.enter(
             Session(
                 rank=world.rank,
@@ -175,9 +181,11 @@ class Loop:
                 group=self._group,
                 versions=versions,
                 version=self._version,
+                forms=forms,
                 slate=self._control.slate,
             )
         )
+        fitting.check(session.current(), form)
         self._synchronise(session.current())
 
     def _synchronise(self, here: Session) -> None:
@@ -210,7 +218,8 @@ class Loop:
             if step is not None:
                 self._version = here.version = (-1, step)
         device = device_of(self._coordinator.c10d_backend)
-        here.versions = world_entry.exchange(self._version, here.size, device)
+        form = here.forms[here.rank]
+        here.versions, _ = world_entry.exchange(self._version, form, here.size, device)
 
     def _take_steps(self, gate: Gate, here: Session) -> None:
         """Step after step, until the gate stops us. Up to `run` nothing here may wait."""
@@ -263,12 +272,12 @@ class Loop:
             self._count_failure(error)
         failures_left = self._failures <= self._options.max_failures
         action = decide(kind, over=over, failures_left=failures_left)
-        if isinstance(error, Exception) and kind in (Kind.USER, Kind.FATAL, Kind.PEER_LOST):
+        if isinstance(error, Exception) and kind in _TOLD:
             self._coordinator.on_error(error)
         self._report(action, error, generation)
         if action is Action.GIVE_UP and not failures_left:
             raise RuntimeError(self._gave_up()) from error
-        if action in (Action.GIVE_UP, Action.RAISE):
+        if action in (Action.GIVE_UP, Action.WITHDRAW, Action.RAISE):
             return True
         if action is not Action.FINISH:
             self._put_down(roll_back=True)
@@ -296,6 +305,8 @@ class Loop:
             self._control.tell(PeerLost(generation, step, _one_line(error)))
         elif action is Action.FINISH:
             self._control.tell(Finished(generation, self._version[1]))
+        elif action is Action.WITHDRAW:
+            self._control.tell(Unfit())
         elif action in (Action.RETRY, Action.GIVE_UP):
             text = "".join(traceback.format_exception(error))[-bootstrap.TOLD_TRACEBACK :]
             retry = action is Action.RETRY

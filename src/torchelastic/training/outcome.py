@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 
-from torchelastic.errors import NonRetryableException, StopException
+from torchelastic.errors import NonRetryableException, StopException, UnfitError
 from torchelastic.training.waits import GenerationOver, PeerLostError
 
 
@@ -30,18 +30,20 @@ class Kind(enum.Enum):
     END_OF_DATA = "there is no more data"
     STOP = "user code asks to stop"
     FATAL = "user code says that trying again cannot help"
+    UNFIT = "this worker has built another model than the others"
     EXIT = "the process is to end: SystemExit, KeyboardInterrupt"
     USER = "an error of user code"
 
 
 class Action(enum.Enum):
-    """What is done about it. All but FINISH and the last two roll back what was touched."""
+    """What is done about it. All but FINISH and the last three roll back what was touched."""
 
     WAIT = "answer that nothing goes on here, wait for the next world"
     HINT = "report a lost peer, wait until the world is over"
     RETRY = "report the error, wait until the world is over, try again"
     FINISH = "report the end of the data, wait until the training is over everywhere"
     GIVE_UP = "report an error that ends the job, raise it"
+    WITHDRAW = "report that no worker that starts here would fit, raise it"
     RAISE = "raise it: the end of the process says enough"
 
 
@@ -53,6 +55,8 @@ def kind_of(error: BaseException, where: Where) -> Kind:
     """
     if isinstance(error, NonRetryableException):
         return Kind.FATAL
+    if isinstance(error, UnfitError):
+        return Kind.UNFIT
     if not isinstance(error, Exception):
         return Kind.EXIT
     if where is Where.STEP and _is_end_of_data(error):
@@ -94,6 +98,7 @@ TABLE: dict[Kind, tuple[Action, Action]] = {
     Kind.END_OF_DATA: (Action.FINISH, Action.WAIT),
     Kind.STOP: (Action.FINISH, Action.WAIT),
     Kind.FATAL: (Action.GIVE_UP, Action.GIVE_UP),
+    Kind.UNFIT: (Action.WITHDRAW, Action.WITHDRAW),
     Kind.EXIT: (Action.RAISE, Action.RAISE),
 }
 

@@ -204,7 +204,7 @@ class OwnNode:
             case orders.Stopped() | orders.Finished() | orders.Up():
                 self._step = report.step
                 self._queue.put_nowait(crew.Said(0, report))
-            case orders.Entered():
+            case orders.Entered() | orders.Unfit():
                 self._queue.put_nowait(crew.Said(0, report))
 
     def _failure(self, erred: orders.Erred | orders.PeerLost) -> Failure:

@@ -32,6 +32,8 @@ class Session:
     versions: tuple[Version, ...]
     #: What this worker has now.
     version: Version
+    #: By rank: a number that is the same for states of the same form (`fitting`).
+    forms: tuple[int, ...] = ()
     #: Where this worker's progress and private state are kept for its replacement, if anywhere.
     slate: Slate | None = None
     #: Bytes of state received in `sync`; whoever receives them adds them.

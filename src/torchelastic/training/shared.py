@@ -7,7 +7,7 @@ variables refer to them. Optimizer state is taken exactly as it was, which
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,22 @@ def module_tree(module: nn.Module) -> dict[str, Any]:
         "parameters": dict(module.named_parameters()),
         "buffers": dict(module.named_buffers()),
     }
+
+
+def form_of_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, str]]:
+    """What must be the same in all workers, in words: buffers may come and go, parameters not."""
+    for number, module in enumerate(modules):
+        where = f" of model {number}" if number else ""
+        for name, parameter in module.named_parameters():
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            yield f"parameter '{name}'{where}", f"{dtype} of shape {tuple(parameter.shape)}"
+
+
+def form_of_optimizers(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, str]]:
+    for number, optimizer in enumerate(optimizers):
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        groups = f"parameters by group: {', '.join(map(str, sizes))}"
+        yield f"optimizer {number}", f"{type(optimizer).__name__} ({groups})"
 
 
 @torch.no_grad()

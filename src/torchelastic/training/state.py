@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 #: (generation, step): in which world so many steps were committed. The freshest is the largest.
@@ -75,6 +75,10 @@ class State(ABC):
     def _begins_at(self) -> Version:
         """The version it has when the training begins."""
         return FIRST
+
+    def _form(self) -> Sequence[tuple[str, str]]:
+        """What must be the same in all workers: a thing and how it is, in words, one by one."""
+        return ()
 
     def _committed(self, version: Version) -> None:  # noqa: B027, most states need not know
         """The step is done, and the state has this version."""

@@ -135,6 +135,14 @@ class TorchState(State):
     def _begins_at(self) -> Version:
         return self._version
 
+    def _form(self) -> list[tuple[str, str]]:
+        return [
+            *shared.form_of_modules(self._models),
+            *shared.form_of_optimizers(self._optimizers),
+            *((f"the part '{name}'", "an object") for name in self._stateful),
+            *((f"the part '{name}'", "a value") for name in self._values),
+        ]
+
     def _committed(self, version: Version) -> None:
         # Not by `self.step = ...`, at every step: `__setattr__` asks whether that is a part.
         own = self.__dict__

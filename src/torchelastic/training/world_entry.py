@@ -59,12 +59,15 @@ def build(control: Control, world: Enter, store: Store, backend: str, timeout: t
     return group
 
 
-def exchange(version: Version, size: int, device: str) -> tuple[Version, ...]:
-    """What each worker of the world has, by rank."""
-    mine = torch.tensor(version, dtype=torch.int64, device=device)
+def exchange(
+    version: Version, form: int, size: int, device: str
+) -> tuple[tuple[Version, ...], tuple[int, ...]]:
+    """What each worker of the world has, by rank, and of what form that is."""
+    mine = torch.tensor((*version, form), dtype=torch.int64, device=device)
     everybodys = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(everybodys, mine)
-    return tuple((int(one[0]), int(one[1])) for one in everybodys)
+    told = [one.tolist() for one in everybodys]
+    return tuple((one[0], one[1]) for one in told), tuple(one[2] for one in told)
 
 
 def show(world: Enter) -> None:

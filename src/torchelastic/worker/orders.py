@@ -160,6 +160,11 @@ class PeerLost:
 
 
 @dataclass(frozen=True)
+class Unfit:
+    """This worker does not fit into the training: it is about to end, and so would another."""
+
+
+@dataclass(frozen=True)
 class Finished:
     """The data has ended here: the training is done. The worker has rolled back nothing."""
 
@@ -178,13 +183,13 @@ class Pong:
 
 
 Order = Enter | Ask | Through | Over | Leave | Closed | Ping | Dump | Slate
-Report = Enlisted | Entered | Up | Stopped | Erred | PeerLost | Finished | Pong
+Report = Enlisted | Entered | Up | Stopped | Erred | PeerLost | Unfit | Finished | Pong
 
 _TYPES: dict[str, type[Any]] = {
     kind.__name__.lower(): kind
     for kind in (
         *(Enter, Ask, Through, Over, Leave, Closed, Ping, Dump, Slate),
-        *(Enlisted, Entered, Up, Stopped, Erred, PeerLost, Finished, Pong),
+        *(Enlisted, Entered, Up, Stopped, Erred, PeerLost, Unfit, Finished, Pong),
     )
 }
 

@@ -270,7 +270,24 @@ def test_a_node_of_many_leaves_when_none_of_its_workers_can_start():
         commands = node.die(rank)
         while Spawn(rank) in commands:
             commands = node.die(rank, generation=-1)
-    assert "before they call train" in reported(commands)["leaving"]
+    assert reported(commands)["leaving"].startswith("its workers cannot train: ")
+    assert Stop(9) in commands
+
+
+def test_nobody_takes_the_place_of_one_that_does_not_fit_unless_the_others_wait_for_it():
+    node = training()
+    node.say(1, orders.Unfit())
+    assert Spawn(1) not in node.die(1)
+    assert node.statuses() == "training gone"
+    assert Spawn(1) in node.see(world(phase="waiting"))
+
+
+def test_a_node_of_many_leaves_when_none_of_its_workers_fits():
+    node = training()
+    for rank in (0, 1):
+        node.say(rank, orders.Unfit())
+        commands = node.die(rank)
+    assert reported(commands)["leaving"].startswith("its workers cannot train: ")
     assert Stop(9) in commands
 
 

@@ -1,0 +1,90 @@
+"""Whether the states of a world are of one form. Who differs from the freshest fails, alone.
+
+Every worker builds its first state itself, and one with another script, or other arguments, builds
+another model. Sent what the others have, it could do nothing with it, and its error would be the
+whole world's, again and again. So before anything is sent each worker tells a number made from its
+state's form. Who has another number than the one with the freshest state ends, saying what is
+different; the others wait for the next world, which is without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+from torchelastic.errors import UnfitError
+from torchelastic.training.waits import GenerationOver
+
+if TYPE_CHECKING:
+    from torchelastic.training.session import Session
+
+#: What a state is like: a line for each thing that must be the same, what it is and how it is.
+Form = Sequence[tuple[str, str]]
+
+#: How long who does not fit waits to be told how the others are, before it ends without knowing.
+PATIENCE = timedelta(seconds=5)
+
+
+def number_of(form: Form) -> int:
+    """The same for equal forms; 0 for a state that says nothing of its form."""
+    digest = hashlib.blake2b(_text(form).encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big") if form else 0
+
+
+def check(world: Session, form: Form) -> None:
+    """Raise UnfitError if this worker's state is of another form; GenerationOver if a peer's is."""
+    holder = world.versions.index(world.freshest)
+    wanted = world.forms[holder]
+    others = [rank for rank, number in enumerate(world.forms) if number != wanted]
+    if not others:
+        return
+    key = f"form-{world.generation}"
+    if world.rank in others:
+        raise UnfitError(_sentence(form, _told(world, key)))
+    if world.rank == holder:
+        world.store.set(key, _text(form))
+    raise GenerationOver(f"Rank {others[0]} has a state that is not of this training's form.")
+
+
+def _told(world: Session, key: str) -> Form:
+    """The form of the others, from the store; an abort ends the wait for it."""
+
+    def get() -> bytes:
+        world.store.wait([key], PATIENCE)
+        return bytes(world.store.get(key))
+
+    found: Any = json.loads(world.group.waits.call(get))
+    return [(str(what), str(how)) for what, how in found]
+
+
+def _text(form: Form) -> str:
+    return json.dumps(list(form))
+
+
+def _sentence(own: Form, others: Form) -> str:
+    return (
+        f"This worker's state does not fit into the training: {_difference(own, others)}. "
+        "Start it with the script and the arguments that the others have."
+    )
+
+
+def _difference(own: Form, others: Form) -> str:
+    return next(_differences(own, others), "it is not like that of the others")
+
+
+def _differences(own: Form, others: Form) -> Iterator[str]:
+    """What is different, in words."""
+    mine, theirs = dict(own), dict(others)
+    for what, how in own:
+        if what not in theirs:
+            yield f"it has {what}, which the others do not have"
+        elif theirs[what] != how:
+            yield f"{what} is {how} here and {theirs[what]} in the others"
+    yield from (f"it lacks {what}, which the others have" for what in theirs if what not in mine)
+    for (mine_next, _), (theirs_next, _) in zip_longest(own, others, fillvalue=("nothing", "")):
+        if mine_next != theirs_next:
+            yield f"it has {mine_next} where the others have {theirs_next}"
