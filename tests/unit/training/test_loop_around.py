@@ -1,0 +1,185 @@
+"""What is around the loop: the environment, the slate, faults, ends of others, wrong input."""
+
+import math
+import os
+import socket
+import time
+
+import pytest
+
+import torchelastic
+from tests.unit.training.loop_support import (
+    STEPS,
+    Counting,
+    Steps,
+    finish,
+    once,
+    over,
+    script_of_one_world,
+)
+from torchelastic import env, faults
+from torchelastic.errors import ChannelLost, ConfigError, JobClosed
+from torchelastic.p2p import CoordinatorP2P
+from torchelastic.training import coordinator as coordinators
+from torchelastic.worker import channel, slate
+from torchelastic.worker.orders import Closed, Erred, Slate, Up
+
+
+def test_the_world_is_seen_by_the_script(run):
+    seen = []
+
+    def look():
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT")
+        seen.append([env.get(name) for name in names])
+
+    def script(agent):
+        agent.enter(7)
+        agent.hear(Up)
+        finish(agent, 7, 1)
+
+    run(script, Steps(end=1, _0=look))
+    assert seen == [["0", "1", "127.0.0.1", "7"]]
+
+
+def test_progress_is_written_to_the_slate(run):
+    descriptor = slate.create()
+
+    def script(agent):
+        agent.say(Slate(), descriptor)
+        agent.enter(4)
+        agent.hear(Up)
+        finish(agent, 4)
+
+    run(script, Steps())
+    assert slate.read_progress(descriptor) == (4, STEPS, math.inf)
+    os.close(descriptor)
+
+
+def test_faults_strike_at_their_step(run):
+    faults.plan("raise@step=3,place=step.end")
+
+    def script(agent):
+        agent.enter(0)
+        agent.hear(Up)
+        assert agent.hear(Erred).step == 3
+        over(agent, 0, 3)
+        agent.enter(1)
+        agent.hear(Up)
+        finish(agent, 1)
+
+    try:
+        assert run(script, Steps()).count == STEPS
+    finally:
+        faults.plan("")
+
+
+def test_a_sync_that_fails_is_rolled_back(run):
+    class Failing(Counting):
+        fail = once(ValueError("in sync"))
+
+        def sync(self):
+            super().sync()
+            self.count = 99
+            Failing.fail()
+            self.count = 0
+
+    def script(agent):
+        agent.enter(0)
+        assert agent.hear(Erred).step == 0
+        over(agent, 0, 0)
+        agent.enter(1)
+        agent.hear(Up)
+        finish(agent, 1)
+
+    state = run(script, Steps(), Failing())
+    assert [count for _, count, _ in state.synced] == [0, 0]
+
+
+def test_an_agent_that_is_gone_ends_the_training_with_what_was_wrong(run):
+    def script(agent):
+        agent.enter(0)
+        agent.hear(Up)
+        agent.hear(Erred)
+        agent.end.close()
+
+    with pytest.raises(ChannelLost) as raised:
+        run(script, Steps(_1=once(ValueError("the last error"))))
+    assert str(raised.value.__cause__) == "the last error"
+
+
+def test_a_job_that_has_ended_otherwise_is_an_error(run):
+    def script(agent):
+        agent.enter(0)
+        agent.hear(Up)
+        agent.hear(Erred)
+        agent.say(Closed("The job has ended: the same error came twice at step 1."))
+
+    with pytest.raises(JobClosed, match="twice at step 1"):
+        run(script, Steps(_1=once(ValueError())))
+
+
+def test_a_step_costs_little(run):
+    """CPU time of the training thread for what is not the user's, with a slate."""
+    descriptor, count, spent = slate.create(), 20_000, []
+
+    def step(state):
+        if state.count == 0:
+            spent.append(time.thread_time())
+        if state.count == count:
+            spent.append(time.thread_time())
+            raise StopIteration
+        state.count += 1
+
+    def script(agent):
+        agent.say(Slate(), descriptor)
+        script_of_one_world(agent)
+
+    run(script, step)
+    os.close(descriptor)
+    assert (spent[1] - spent[0]) / count < 20e-6
+
+
+# --- wrong input ---------------------------------------------------------------------------------
+
+
+def test_what_train_is_given():
+    with pytest.raises(TypeError, match="CoordinatorP2P"):
+        torchelastic.train(object(), Steps(), Counting())
+    coordinator = CoordinatorP2P(init_method="tcp://nowhere/x?min_workers=1")
+    with pytest.raises(TypeError, match=r"torchelastic\.State"):
+        torchelastic.train(coordinator, Steps(), object())
+    for wrong in ({"snapshot_every": 0}, {"checkpoint_every": 0}, {"max_failures": -1}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            torchelastic.train(coordinator, Steps(), Counting(), **wrong)
+
+
+def test_what_a_coordinator_is_given():
+    with pytest.raises(ConfigError, match="torchelastic run"):
+        CoordinatorP2P()
+    for wrong in (
+        {"process_group_timeout": 0},
+        {"max_num_trainers": 0},
+        {"process_group_timeout": 5000, "coordinator_pg_timeout": 4000},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            CoordinatorP2P(init_method="tcp://nowhere/x?min_workers=1", **wrong)
+
+
+def test_an_agent_has_one_training(monkeypatch):
+    monkeypatch.setattr(coordinators, "_enlisted", False)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    links = [channel.Link(theirs)]
+    monkeypatch.setattr(channel, "link", lambda: links[0])
+    with ours:
+        assert CoordinatorP2P().open() is links[0]
+        with pytest.raises(ConfigError, match="call train once"):
+            torchelastic.train(CoordinatorP2P(), Steps(), Counting())
+        links[0].close()
+
+
+def test_outside_of_a_world():
+    coordinator = CoordinatorP2P(init_method="tcp://nowhere/x?min_workers=1")
+    with pytest.raises(RuntimeError, match="in no world"):
+        _ = coordinator.rank
+    with pytest.raises(RuntimeError, match="in no world"):
+        coordinator.rendezvous_barrier()

@@ -1,0 +1,225 @@
+"""Snapshots, checkpoints, and what a step may be: a function, a generator, another state."""
+
+import threading
+
+import pytest
+import torch
+
+import torchelastic
+from tests.unit.training.loop_support import (
+    STEPS,
+    Counting,
+    Steps,
+    finish,
+    once,
+    over,
+    script_of_one_world,
+)
+from torchelastic import SimpleWorkerStats, State, checkpoint
+from torchelastic.errors import NonRetryableException
+from torchelastic.training import session
+from torchelastic.training.state import Torn
+from torchelastic.worker.orders import Erred, Finished, Over, Stopped, Up
+
+
+def test_snapshots_may_be_taken_less_often(run):
+    def script(agent):
+        agent.enter(0)
+        agent.hear(Up)
+        assert agent.hear(Erred).step == 3
+        over(agent, 0, 3)
+        agent.enter(1)
+        assert agent.hear(Up) == Up(1, 3)
+        finish(agent, 1)
+
+    steps = Steps(_5=once(ValueError()))
+    state = run(script, steps, snapshot_every=3)
+    assert state.synced[1] == (1, 3, ((0, 3),))
+    assert [step for generation, step in steps.taken if generation == 1] == [3, 4, 5]
+
+
+def test_a_torch_state_takes_its_snapshot_at_every_step(run):
+    def step(state):
+        if state.step == STEPS:
+            raise StopIteration
+        state.model(torch.ones(1)).backward()
+        state.optimizer.step()
+        if state.step == 5 and session.current().generation == 0:
+            raise ValueError
+
+    def script(agent):
+        agent.enter(0)
+        agent.hear(Up)
+        assert agent.hear(Erred).step == 5
+        over(agent, 0, 5)
+        agent.enter(1)
+        assert agent.hear(Up) == Up(1, 5)
+        finish(agent, 1)
+
+    model = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = torchelastic.TorchState(model=model, optimizer=sgd, copy_before_write=True)
+    assert run(script, step, state, snapshot_every=3).step == STEPS
+
+
+def test_without_snapshots_nothing_is_rolled_back(run):
+    class NoRollback(Counting):
+        snapshot, apply = State.snapshot, State.apply
+
+    def script(agent):
+        agent.enter(0)
+        agent.hear(Up)
+        assert agent.hear(Erred).step == 2
+        over(agent, 0, 2)
+        agent.enter(1)
+        assert agent.hear(Up) == Up(1, 2)
+        agent.hear(Finished)
+        agent.say(Over(1, "", finished=True))
+        agent.hear(Stopped)
+
+    state = run(script, Steps(_2=once(ValueError())), NoRollback())
+    assert state.synced[1] == (1, 3, ((0, 2),))
+
+
+def test_a_state_that_nobody_can_roll_back_ends_the_job(run):
+    class Fragile(Counting):
+        def apply(self, snapshot):
+            raise Torn("the optimizer was in the middle")
+
+    def script(agent):
+        agent.enter(0)
+        agent.hear(Up)
+        agent.hear(Erred)
+        over(agent, 0, -1)
+        agent.enter(1)
+        assert not agent.hear(Erred).retry
+
+    with pytest.raises(NonRetryableException, match="No worker holds a whole state"):
+        run(script, Steps(_2=once(ValueError())), Fragile())
+
+
+@pytest.fixture
+def manager(tmp_path):
+    made = checkpoint.FileSystemCheckpointManager(str(tmp_path))
+    checkpoint.set_checkpoint_manager(made)
+    yield made
+    checkpoint.set_checkpoint_manager(None)
+
+
+def test_checkpoints_are_written_and_loaded_where_nobody_has_more(run, manager):
+    def first(agent):
+        agent.enter(0)
+        agent.hear(Up)
+        finish(agent, 0, 5)
+
+    run(first, Steps(end=5), checkpoint_every=2)
+
+    def second(agent):
+        agent.enter(0)
+        assert agent.hear(Up) == Up(0, 4)
+        agent.hear(Erred)
+        over(agent, 0, 5)
+        agent.enter(1)
+        assert agent.hear(Up) == Up(1, 5), "memory is fresher than the checkpoint"
+        finish(agent, 1)
+
+    state = run(second, Steps(_5=once(ValueError())))
+    assert state.synced == [(0, 4, ((-1, 4),)), (1, 5, ((0, 5),))]
+
+
+@pytest.mark.parametrize("error", [NonRetryableException("no such file"), SystemExit(3)])
+def test_a_checkpoint_in_flight_is_not_lost_to_an_error(run, manager, monkeypatch, error):
+    waited_for = threading.Event()
+    create, wait = manager.create_checkpoint, checkpoint.finish
+
+    def create_when_waited_for():
+        assert waited_for.wait(30)
+        return create()
+
+    def finish():
+        waited_for.set()
+        wait()
+
+    monkeypatch.setattr(manager, "create_checkpoint", create_when_waited_for)
+    monkeypatch.setattr(checkpoint, "finish", finish)
+
+    def script(agent):
+        agent.enter(0)
+        agent.hear(Up)
+        if isinstance(error, Exception):
+            agent.hear(Erred)
+
+    try:
+        with pytest.raises(type(error)):
+            run(script, Steps(_2=once(error)), checkpoint_every=2)
+        assert len(manager.list_checkpoints()) == 1
+    finally:
+        finish()
+
+
+def test_a_state_says_when_a_checkpoint_is_due(run, manager):
+    class Asking(Counting):
+        def should_save_checkpoint(self, rank):
+            return self.count == 3
+
+    def script(agent):
+        agent.enter(0)
+        agent.hear(Up)
+        finish(agent, 0)
+
+    run(script, Steps(), Asking())
+    assert len(manager.list_checkpoints()) == 1
+
+
+# --- what a step may be --------------------------------------------------------------------------
+
+
+def test_a_step_may_return_another_state(run):
+    def step(state):
+        if state.count == 3:
+            raise StopIteration
+        other = Counting()
+        other.count = state.count + 1
+        return other, SimpleWorkerStats(1.0)
+
+    first = Counting()
+    assert run(script_of_one_world, step, first).count == 3
+    assert first.count == 0
+
+
+def test_a_generator_is_made_anew_in_every_world(run):
+    made = []
+
+    def steps(state):
+        made.append(session.current().generation)
+        act = Steps(_2=fail)
+        while state.count < STEPS:
+            act(state)
+            yield
+
+    fail = once(ValueError())
+
+    def script(agent):
+        agent.enter(0)
+        agent.hear(Up)
+        agent.hear(Erred)
+        over(agent, 0, 2)
+        agent.enter(1)
+        agent.hear(Up)
+        finish(agent, 1)
+
+    assert run(script, steps, how=torchelastic.run_train).count == STEPS
+    assert made == [0, 1]
+
+
+def test_the_end_of_the_data_inside_a_generator(run):
+    """Python makes a RuntimeError of it; 0.1 tried such a job again a hundred times."""
+
+    def steps(state):
+        data = iter(range(4))
+        while True:
+            next(data)
+            state.count += 1
+            yield state, SimpleWorkerStats(None)
+
+    assert run(script_of_one_world, steps, how=torchelastic.run_train).count == 4
