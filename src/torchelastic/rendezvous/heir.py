@@ -74,10 +74,8 @@ class Heir:
         rows: dict[str, Json] = {WORLD_KEY: summary, **listed}
         if roll is not None:
             rows[ROLL_KEY] = roll
-        return replace(
-            outline,
-            roll=succession.from_json(roll, world.generation, nodes, world.host),
-            # Of those who are not in this world it knows where they were.
-            addresses={**self._holding.addresses, **outline.addresses},
-            rows=rows,
-        )
+        made = succession.from_json(roll, world.generation, nodes, world.host)
+        # Of those who must agree, though they are not in this world, it knows where they were.
+        asked = frozenset().union(*(electorate.nodes for electorate in made.before))
+        before = {node: at for node, at in self._holding.addresses.items() if node in asked}
+        return replace(outline, roll=made, addresses={**before, **outline.addresses}, rows=rows)

@@ -85,6 +85,8 @@ class OwnNode:
         #: Stores by the generation that meets at them; -1: offered for the next.
         self._stores: dict[int, TCPStore] = {}
         self._step = -1
+        #: The worker has come to the end of its data.
+        self._has_finished = False
 
     def run(self) -> None:
         """The whole thread."""
@@ -187,13 +189,15 @@ class OwnNode:
         loop = asyncio.get_running_loop()
         while data := await loop.sock_recv(self._channel, channel.LIMIT):
             self._heard(orders.from_json(json.loads(data)))
-        if self._state.having(crew.Status.FINISHED):
+        # What it has said may still wait to be taken up.
+        if self._has_finished or self._state.having(crew.Status.FINISHED):
             generation = self._state.generation
             self._queue.put_nowait(group_state.WorkerSucceeded(generation, 0))
         else:
             self._queue.put_nowait(group_state.StoreLost("the worker has left the training"))
 
     def _heard(self, report: orders.Order | orders.Report | None) -> None:
+        self._has_finished = self._has_finished or isinstance(report, orders.Finished)
         match report:
             case orders.Erred() | orders.PeerLost():
                 self._step = report.step
