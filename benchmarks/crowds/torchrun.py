@@ -5,6 +5,7 @@ Each has a connection and a handler of its own, made as torchrun makes them.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -76,7 +77,10 @@ def _parameters(share: Share) -> RendezvousParameters:
 
 
 def main() -> None:
-    crowd = Crowd(Share.from_command_line())
+    share = Share.from_command_line()
+    if not share.hosts:
+        gc.disable()  # as for our agents
+    crowd = Crowd(share)
     tell("ready")
     for line in sys.stdin:
         if line.strip() == GO:
