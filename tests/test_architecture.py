@@ -16,7 +16,7 @@ LAYERS = (
     ("p2p", "coordinator", "state", "train_loop", "worker_stats", "fault_injection"),
     ("agent", "training", "multiprocessing", "launcher", "torchrun"),
     ("worker",),
-    ("rendezvous", "checkpoint", "utils"),
+    ("rendezvous", "snapshot", "checkpoint", "data", "utils"),
     ("events", "jobs", "metrics", "event_logger"),
     ("config", "env", "errors", "clock", "failure", "faults"),
 )

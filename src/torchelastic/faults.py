@@ -41,6 +41,9 @@ PLACES = (
     "optimizer.after",
     "step.end",
     "checkpoint.write",
+    "snapshot.begun",
+    "snapshot.skeleton",
+    "snapshot.sealing",
 )
 KINDS = ("kill", "stop", "raise", "exit", "sleep")
 

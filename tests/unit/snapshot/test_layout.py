@@ -1,0 +1,274 @@
+"""A memory for snapshots: whatever is cut short, what was sealed before is found."""
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from torchelastic.snapshot import layout
+from torchelastic.snapshot.layout import Memory, Sizes
+
+SIZES = Sizes(bytes=10_000, skeleton=200)
+
+
+@contextmanager
+def memory(sizes=SIZES):
+    descriptor = layout.create(sizes)
+    made = Memory(descriptor)
+    try:
+        yield made, descriptor
+    finally:
+        made.close()
+        os.close(descriptor)
+
+
+def content(version):
+    return bytes([version[1] % 251]) * 5_000
+
+
+def publish(made, version, skeleton=None, **writer):
+    data = content(version)
+    made.begin(version)[: len(data)] = data
+    text = skeleton or f"[{version[0]}, {version[1]}]".encode()
+    made.seal(version, text, len(data), layout.checksum(data), **writer)
+
+
+def versions(made):
+    return [held.version for held in made.holdings()]
+
+
+def assert_sound(made):
+    """All that is held is what was written for its version."""
+    for held in made.holdings():
+        assert held.is_whole()
+        assert held.data == content(held.version)
+        assert held.skeleton == f"[{held.version[0]}, {held.version[1]}]".encode()
+
+
+def test_a_new_memory_holds_nothing_and_has_the_sizes_it_was_made_with():
+    with memory() as (made, descriptor):
+        assert made.freshest() is None
+        assert made.sizes == layout.sizes_of(descriptor) == SIZES
+
+
+def test_what_is_sealed_is_found_with_its_writer():
+    with memory() as (made, _):
+        publish(made, (2, 7), rank=3, size=4)
+        held = made.freshest()
+        assert (held.version, held.rank, held.size) == ((2, 7), 3, 4)
+        assert_sound(made)
+
+
+def test_the_oldest_buffer_is_written_next_and_is_torn_at_once():
+    with memory() as (made, _):
+        for step in range(1, 4):
+            publish(made, (0, step))
+        assert versions(made) == [(0, 3), (0, 2)]
+        made.begin((0, 4))
+        assert versions(made) == [(0, 3)]
+
+
+def test_own_pieces_keep_a_version_more():
+    with memory(Sizes(10_000, 200, layout.buffers_for(layout.own(0)))) as (made, _):
+        for step in range(1, 6):
+            publish(made, (0, step))
+        made.begin((0, 6))
+        assert versions(made) == [(0, 5), (0, 4)]
+
+
+def test_a_later_generation_is_fresher_than_a_later_step():
+    with memory() as (made, _):
+        publish(made, (0, 90))
+        publish(made, (1, 7))
+        assert made.freshest().version == (1, 7)
+
+
+@pytest.mark.parametrize("version", [(0, 4), (0, 5)])
+def test_a_version_that_is_no_fresher_is_not_begun(version):
+    with memory() as (made, _):
+        publish(made, (0, 5))
+        with pytest.raises(ValueError, match="cannot follow"):
+            made.begin(version)
+        assert versions(made) == [(0, 5)]
+
+
+def test_what_is_void_is_forgotten_and_overwritten_first():
+    with memory() as (made, _):
+        publish(made, (0, 10))
+        publish(made, (0, 11))
+        made.settle((0, 10), 1)
+        assert versions(made) == [(0, 10)]
+        made.begin((1, 11))
+        assert versions(made) == [(0, 10)]
+
+
+def test_a_version_that_was_overwritten_is_noticed():
+    with memory() as (made, _):
+        publish(made, (0, 1))
+        held = made.freshest()
+        publish(made, (0, 2))
+        assert made.still_holds(held)
+        made.begin((0, 3))
+        assert not made.still_holds(held)
+
+
+def test_what_does_not_fit_is_refused_and_the_rest_stays():
+    with memory() as (made, _):
+        publish(made, (0, 1))
+        made.begin((0, 2))
+        with pytest.raises(ValueError, match="ask for more room"):
+            made.seal((0, 2), b"x" * 201, 1, 0)
+        with pytest.raises(ValueError, match="ask for more room"):
+            made.seal((0, 2), b"", 10_001, 0)
+        assert versions(made) == [(0, 1)]
+
+
+def test_nothing_is_sealed_that_was_not_begun():
+    with memory() as (made, _), pytest.raises(ValueError, match="begun"):
+        made.seal((0, 1), b"", 0, 0)
+
+
+def test_bytes_that_changed_are_noticed_by_their_checksum():
+    with memory() as (made, descriptor):
+        publish(made, (0, 1))
+        held = made.freshest()
+        os.pwrite(descriptor, b"?", SIZES.buffer_at(held.index) + 17)
+        assert not held.is_whole()
+
+
+def test_nobody_can_cut_a_memory_short():
+    with memory() as (_, descriptor), pytest.raises(PermissionError):
+        os.ftruncate(descriptor, 100)
+
+
+def test_views_outlive_the_memory_they_are_of():
+    with memory() as (made, _):
+        publish(made, (0, 1))
+        data = made.freshest().data
+        made.close()
+        assert data == content((0, 1))
+
+
+def test_a_foreign_file_is_no_memory(tmp_path):
+    path = tmp_path / "foreign"
+    path.write_bytes(b"\0" * 8192)
+    with path.open("rb") as file, pytest.raises(ValueError, match="no memory"):
+        layout.sizes_of(file.fileno())
+
+
+def test_a_memory_of_another_size_than_it_says_is_refused():
+    descriptor = os.memfd_create("short")
+    try:
+        os.pwrite(descriptor, layout._SIZES.pack(b"TESNAP01", 2, 1 << 40, 0), 0)
+        with pytest.raises(ValueError, match="another size"):
+            layout.sizes_of(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    "piece", ["", "own:", "own:x", "own:-1", "sharded", "own:²", "own:" + "9" * 20]
+)
+def test_what_is_no_piece(piece):
+    with pytest.raises(ValueError, match="no piece"):
+        layout.rank_of(piece)
+
+
+# --- a writer that is cut short --------------------------------------------------------------
+
+
+class Cut(Exception):
+    """The writer has been killed."""
+
+
+class CutShort(Memory):
+    """Is killed after so many bytes that it has stored in the header or a skeleton."""
+
+    left = 0
+
+    def _store(self, offset, data):
+        if len(data) > self.left:
+            super()._store(offset, data[: self.left])
+            raise Cut
+        self.left -= len(data)
+        super()._store(offset, data)
+
+
+def stored_by_a_version():
+    """How many bytes one version stores beside its own."""
+    with memory() as (_, descriptor):
+        writer = CutShort(descriptor)
+        writer.left = 10**6
+        publish(writer, (0, 1))
+        writer.close()
+        return 10**6 - writer.left
+
+
+@pytest.mark.parametrize("steps_before", [1, 2, 5])
+def test_a_writer_cut_after_any_byte_leaves_what_was_sealed_before(steps_before):
+    total = stored_by_a_version()
+    assert total > 70
+    for cut in range(total):
+        with memory() as (made, descriptor):
+            for step in range(1, steps_before + 1):
+                publish(made, (0, step))
+            writer = CutShort(descriptor)
+            writer.left = cut
+            with pytest.raises(Cut):
+                publish(writer, (0, steps_before + 1))
+            writer.close()
+            # Before the first byte nothing has happened at all.
+            kept = [(0, steps_before), (0, steps_before - 1)]
+            assert versions(made) == (kept[:1] if cut or steps_before == 1 else kept)
+            assert_sound(made)
+            # And whoever comes after it goes on as if nothing had been.
+            publish(made, (1, steps_before + 1))
+            assert versions(made) == [(1, steps_before + 1), (0, steps_before)]
+            assert_sound(made)
+
+
+KILLED_WRITER = """
+import sys
+from torchelastic import faults
+from torchelastic.snapshot import layout
+
+faults.plan(f"kill@generation=any,place={sys.argv[2]}")
+memory = layout.Memory(int(sys.argv[1]))
+data = bytes([8]) * 5_000
+memory.begin((0, 8))[: len(data)] = data
+memory.seal((0, 8), b"[0, 8]", len(data), layout.checksum(data))
+"""
+
+
+@pytest.mark.parametrize("place", ["snapshot.begun", "snapshot.skeleton", "snapshot.sealing"])
+def test_a_writer_killed_at_a_place_leaves_what_was_sealed_before(place):
+    with memory() as (made, descriptor):
+        publish(made, (0, 6))
+        publish(made, (0, 7))
+        ended = subprocess.run(
+            [sys.executable, "-c", KILLED_WRITER, str(descriptor), place], pass_fds=[descriptor]
+        )
+        assert ended.returncode == -signal.SIGKILL
+        assert versions(made) == [(0, 7)]
+        assert_sound(made)
+
+
+def test_a_reader_in_another_process_sees_what_was_sealed():
+    script = (
+        "import sys; from torchelastic.snapshot.layout import Memory\n"
+        "held = Memory(int(sys.argv[1]), writable=False).freshest()\n"
+        "print(held.version, held.is_whole(), held.data.readonly)"
+    )
+    with memory() as (made, descriptor):
+        publish(made, (3, 9))
+        said = subprocess.run(
+            [sys.executable, "-c", script, str(descriptor)],
+            pass_fds=[descriptor],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert said.stdout == "(3, 9) True True\n"

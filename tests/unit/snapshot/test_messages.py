@@ -1,0 +1,49 @@
+"""Messages about snapshots: what is sent is what is read, and nothing else is."""
+
+import json
+
+import pytest
+
+from torchelastic.snapshot import messages
+from torchelastic.snapshot.messages import Holding
+
+HOLDING = Holding("own:1", (2, 30), 4096, 1, 4, replica=True)
+ALL = [
+    messages.Room(1, "shared", 10, 20),
+    messages.Inventory(2),
+    messages.Open(3, "own:1", (0, 5)),
+    messages.Fetch(4, "own:1", (0, 5), "10.0.0.2:29400"),
+    messages.Sealed("shared", (1, 7)),
+    messages.Settled((1, 7), 2),
+    messages.Granted(1),
+    messages.Opened(3),
+    messages.Refused(4, "No."),
+    messages.Holdings(2, (HOLDING,), "10.0.0.1:29400", "node-a"),
+]
+
+
+@pytest.mark.parametrize("message", ALL, ids=lambda message: type(message).__name__)
+def test_a_message_survives_its_journey(message):
+    assert messages.from_json(json.loads(json.dumps(messages.to_json(message)))) == message
+
+
+def test_other_messages_are_none_of_ours():
+    assert messages.from_json({"type": "progress", "step": 3}) is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"type": "snapshot.open", "request": 1, "piece": "shared"},
+        {"type": "snapshot.open", "request": 1, "piece": 7, "version": [0, 1]},
+        {"type": "snapshot.open", "request": True, "piece": "shared", "version": [0, 1]},
+        {"type": "snapshot.open", "request": 1, "piece": "shared", "version": [0]},
+        {"type": "snapshot.open", "request": 1, "piece": "shared", "version": [0, "1"]},
+        {"type": "snapshot.room", "request": 1, "piece": "s", "bytes": -1, "skeleton_bytes": 0},
+        {"type": "snapshot.holdings", "request": 1, "holdings": "many"},
+        {"type": "snapshot.holdings", "request": 1, "holdings": [{"piece": "shared"}]},
+    ],
+)
+def test_a_field_that_is_wrong_is_refused(data):
+    with pytest.raises(ValueError, match="message"):
+        messages.from_json(data)
