@@ -17,7 +17,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from torchelastic.errors import UnfitError
-from torchelastic.training.waits import GenerationOver
+from torchelastic.training.waits import GenerationOver, PeerLostError
 
 if TYPE_CHECKING:
     from torchelastic.training.session import Session
@@ -50,14 +50,17 @@ def check(world: Session, form: Form) -> None:
     raise GenerationOver(f"Rank {others[0]} has a state that is not of this training's form.")
 
 
-def _told(world: Session, key: str) -> Form:
-    """The form of the others, from the store; an abort ends the wait for it."""
+def _told(world: Session, key: str) -> Form | None:
+    """The form of the others, from the store; None: nobody has told it. An abort ends the wait."""
 
     def get() -> bytes:
         world.store.wait([key], PATIENCE)
         return bytes(world.store.get(key))
 
-    found: Any = json.loads(world.group.waits.call(get))
+    try:
+        found: Any = json.loads(world.group.waits.call(get))
+    except PeerLostError:
+        return None  # it does not fit all the same, and would come again as a peer that was lost
     return [(str(what), str(how)) for what, how in found]
 
 
@@ -65,15 +68,16 @@ def _text(form: Form) -> str:
     return json.dumps(list(form))
 
 
-def _sentence(own: Form, others: Form) -> str:
+def _sentence(own: Form, others: Form | None) -> str:
     return (
         f"This worker's state does not fit into the training: {_difference(own, others)}. "
         "Start it with the script and the arguments that the others have."
     )
 
 
-def _difference(own: Form, others: Form) -> str:
-    return next(_differences(own, others), "it is not like that of the others")
+def _difference(own: Form, others: Form | None) -> str:
+    found = _differences(own, others) if others is not None else iter(())
+    return next(found, "it is not like that of the others")
 
 
 def _differences(own: Form, others: Form) -> Iterator[str]:

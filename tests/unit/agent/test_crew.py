@@ -282,6 +282,46 @@ def test_nobody_takes_the_place_of_one_that_does_not_fit_unless_the_others_wait_
     assert Spawn(1) in node.see(world(phase="waiting"))
 
 
+def test_one_that_is_started_again_after_it_did_not_fit_has_one_try_until_it_stands():
+    """It is waited for, and may have been given the right model meanwhile."""
+    node = training()
+    node.say(1, orders.Unfit())
+    node.die(1)
+    node.see(world(phase="waiting"))
+    assert Spawn(1) not in node.die(1, generation=-1)
+    node.see(world(phase="waiting"))
+    node.say(1, orders.Enlisted())
+    assert node.statuses() == "training standing"
+    assert Spawn(1) in node.die(1, generation=-1)
+
+
+def test_nobody_is_started_for_one_that_does_not_fit_on_a_node_that_leaves():
+    node = training()
+    node.feed(LeaveRequested(15))
+    node.say(1, orders.Unfit())
+    assert Spawn(1) not in node.die(1)
+
+
+def test_what_one_that_does_not_fit_has_said_is_the_failure_that_is_reported():
+    node = training()
+    assert node.say(1, orders.Unfit()) == []
+    (told,) = reported(node.die(1, message="UnfitError: another model", exitcode=1))["failures"]
+    assert told.message == "UnfitError: another model"
+    assert not told.fatal
+
+
+def test_a_job_of_one_node_ends_when_none_of_its_workers_fits():
+    """Of whom else could the freshest state be? Of workers that are gone by now."""
+    node = training()
+    alone = world()
+    node.see(replace(alone, phase="over", ending="failure").with_nodes(alone.nodes[:1]))
+    for rank in (0, 1):
+        node.say(rank, orders.Unfit())
+        commands = node.die(rank)
+    assert reported(commands)["failures"][-1].fatal
+    assert Stop(9) not in commands
+
+
 def test_a_node_of_many_leaves_when_none_of_its_workers_fits():
     node = training()
     for rank in (0, 1):

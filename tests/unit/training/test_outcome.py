@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchelastic.errors import NonRetryableException, StopException
+from torchelastic.errors import NonRetryableException, StopException, UnfitError
 from torchelastic.training.group import GenerationOver, PeerLostError
 from torchelastic.training.outcome import TABLE, Action, Kind, Where, chain, decide, kind_of
 
@@ -38,6 +38,8 @@ def leaked():
         (leaked(), Kind.END_OF_DATA),
         (StopException(), Kind.STOP),
         (NonRetryableException("no"), Kind.FATAL),
+        (UnfitError("another model"), Kind.UNFIT),
+        (while_handling(UnfitError(), PeerLostError()), Kind.UNFIT),
         (KeyboardInterrupt(), Kind.EXIT),
         (SystemExit(0), Kind.EXIT),
         (ValueError("a bug"), Kind.USER),
@@ -63,6 +65,7 @@ def test_building_is_not_user_code():
     assert kind_of(RuntimeError("connection refused"), Where.BUILD) is Kind.PEER_LOST
     assert kind_of(GenerationOver(), Where.BUILD) is Kind.OVER
     assert kind_of(KeyboardInterrupt(), Where.BUILD) is Kind.EXIT
+    assert kind_of(UnfitError(), Where.BUILD) is Kind.UNFIT
 
 
 def test_a_chain_may_be_a_ring():
@@ -86,6 +89,7 @@ def test_the_table_is_whole():
         (Kind.END_OF_DATA, Action.FINISH, Action.WAIT),
         (Kind.STOP, Action.FINISH, Action.WAIT),
         (Kind.FATAL, Action.GIVE_UP, Action.GIVE_UP),
+        (Kind.UNFIT, Action.WITHDRAW, Action.WITHDRAW),
         (Kind.EXIT, Action.RAISE, Action.RAISE),
     ],
     ids=lambda value: value.name,
