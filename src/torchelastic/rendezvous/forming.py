@@ -42,7 +42,7 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         return _wait(rules, state, now)  # before a look at each: they come one by one
     ordered = in_order(candidates(state), state.world)
     chosen = choose(rules, ordered, state)
-    if not chosen or not has_quorum(rules, state):
+    if not chosen or not has_quorum(state):
         return _wait(rules, state, now)
     if now < state.may_begin_at and _may_be_known_elsewhere(rules, state, chosen):
         return Decision(wake_at=state.may_begin_at)
@@ -69,7 +69,7 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         missing=(),
         missing_count=0,
     )
-    return Decision(_to_agree_on(rules, state, world.with_nodes(_place(chosen))))
+    return Decision(_to_agree_on(state, world.with_nodes(_place(chosen))))
 
 
 def _may_be_known_elsewhere(rules: RoundRules, state: RoundState, chosen: list[Offer]) -> bool:
@@ -82,9 +82,9 @@ def _may_be_known_elsewhere(rules: RoundRules, state: RoundState, chosen: list[O
     return is_first and not rules.min_nodes == rules.max_nodes == len(chosen)
 
 
-def _to_agree_on(rules: RoundRules, state: RoundState, world: World) -> World:
+def _to_agree_on(state: RoundState, world: World) -> World:
     """The world as it may be published: to be begun at once, or when enough have taken it up."""
-    if state.roll is None or not rules.quorum:
+    if state.roll is None:
         return world
     nodes = [node.node for node in world.nodes]
     roll = succession.formed(state.roll, world.generation, nodes, world.host)
@@ -166,7 +166,7 @@ def _wait(rules: RoundRules, state: RoundState, now: float) -> Decision:
 
 def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
     """What keeps a world from being formed, and whether that is only a matter of warming up."""
-    if not has_quorum(rules, state):
+    if not has_quorum(state):
         world = the_world(state)
         agree = sum(world.place(node) is not None for node in votes(state))
         return (

@@ -206,13 +206,24 @@ def taken_over(world: World, now: float) -> RoundState:
     return RoundState(world=world, since=now, said_at=now, running_since=now - AT_ONCE - 1)
 
 
-def hosted(state: RoundState, host: str, term: int, stored: Mapping[str, Any] | None) -> RoundState:
-    """The leader hosts the store; `stored` is what it says of who must agree."""
+def hosted(
+    state: RoundState,
+    host: str,
+    term: int,
+    stored: Mapping[str, Any] | None,
+    *,
+    quorum: bool = True,
+) -> RoundState:
+    """The leader hosts the store; `stored` is what it says of who must agree.
+
+    Without `quorum` nobody need: a list of who would have to, and cannot be reached, has no end.
+    """
     world = state.world
-    roll = Roll()
+    roll = Roll() if quorum else None
     if world is not None and world.nodes:
         nodes = [node.node for node in world.nodes]
-        roll = succession.from_json(stored, world.generation, nodes, world.host)
+        if quorum:
+            roll = succession.from_json(stored, world.generation, nodes, world.host)
         if world.term != term and world.phase in ("agreeing", "running", "pausing"):
             # Those who voted have stopped their workers, and the others cannot go on without them.
             reason = "the host of the rendezvous is gone"
@@ -253,9 +264,9 @@ def _agrees(state: RoundState, world: World, node: str) -> bool:
     return member.gone >= world.generation or member.paused == world.generation
 
 
-def has_quorum(rules: RoundRules, state: RoundState) -> bool:
+def has_quorum(state: RoundState) -> bool:
     """Whether enough nodes of the last world agree to another one."""
-    if state.roll is None or not rules.quorum:
+    if state.roll is None:
         return True
     return succession.agreed(state.roll.electorates, votes(state))
 

@@ -13,7 +13,7 @@ from torchelastic.rendezvous.round_state import RoundState
 def hosted(nnodes: str = "1:5", *, term: int = 1, **rules) -> Job:
     """A job whose leader hosts the store, as node `a`."""
     job = Job(nnodes, settle=1.0, **rules)
-    job.state = round_state.hosted(RoundState(), "a", term, None)
+    job.state = round_state.hosted(RoundState(), "a", term, None, quorum=job.rules.quorum)
     return job
 
 
@@ -67,6 +67,36 @@ def test_without_the_rule_whoever_is_with_the_host_goes_on():
     stop(job, "a")
     assert [node.node for node in job.world.nodes] == ["a"]
     assert job.world.phase == "running"
+
+
+def test_without_the_rule_no_list_grows_of_who_would_have_to_agree():
+    """Those who cannot be reached never take a world up: none would ever be settled."""
+    job = hosted(quorum=False)
+    train(job, *"abcde")
+    job.die(*"bcde")
+    for name in [f"n{number}" for number in range(50)]:
+        stop(job, "a")
+        job.come(name)
+        job.wait(2.0)
+        stop(job, "a")
+        assert job.names == ["a", name]
+        job.die(name)
+    assert job.world.generation > 50
+    assert job.state.roll is None
+
+
+def test_without_the_rule_those_of_the_newest_world_elect_the_next_host():
+    """What an heir holds of it: the nodes before have no say, they may be gone for good."""
+    held = succession.from_json(None, 9, "afg", "a")
+    assert succession.elected(held, dict.fromkeys("fg", 9))
+
+
+def test_a_later_host_without_the_rule_asks_nobody_either():
+    first = hosted()
+    train(first, *"abcde")
+    later = taken_over(first, "b", "b", quorum=False)
+    assert (later.names, later.world.phase) == (["b"], "running")
+    assert later.state.roll is None
 
 
 def test_where_the_store_is_outside_nobody_is_asked():
@@ -168,13 +198,14 @@ def test_it_does_not_wait_where_all_are_there():
     assert job.world.phase == "running"
 
 
-def taken_over(first: Job, host: str, *names: str, term: int = 3) -> Job:
+def taken_over(first: Job, host: str, *names: str, term: int = 3, quorum: bool = True) -> Job:
     """What another host makes of a world, with these nodes as they were."""
-    later = Job("1:7", settle=1.0)
+    later = Job("1:7", settle=1.0, quorum=quorum)
     state = round_state.taken_over(first.world, 0.0)
     roll = first.state.roll
     assert roll is not None
-    later.state = round_state.hosted(state, host, term, succession.to_json(roll))
+    stored = succession.to_json(roll)
+    later.state = round_state.hosted(state, host, term, stored, quorum=quorum)
     for name in names:
         later.records[name] = first.records[name]
         later.state = round_state.seen(later.state, *first.records[name], 0.0)
