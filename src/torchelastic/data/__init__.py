@@ -1,0 +1,62 @@
+"""Data for a world that changes: each sample once an epoch, whatever comes and goes.
+
+order        the order of an epoch: a permutation that is computed, not stored
+shares       which samples of a step are whose, as pure functions
+progress     what was committed, and what was handed out since
+sampler      ElasticSampler
+loader       DataLoader
+stateful     the same loader on torchdata's
+streaming    ElasticStream: records in numbered shards, known only by reading
+batch_policy BatchPolicy: how many samples a step takes, and each rank's share of them
+accumulation a step in micro-batches, with the right weights
+schedule     SampleSchedule: learning rates that follow samples instead of steps
+ledger       Ledger: which samples each committed step has used, as JSON lines
+checker      proves from these that every sample was used exactly once
+own_rank     which rank this process is, and of how many
+
+The names below are loaded when they are first used: most of them need torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchelastic.data.batch_policy import BatchPolicy
+    from torchelastic.data.ledger import Ledger
+    from torchelastic.data.loader import DataLoader
+    from torchelastic.data.sampler import ElasticSampler
+    from torchelastic.data.schedule import SampleSchedule
+    from torchelastic.data.stateful import StatefulDataLoader
+    from torchelastic.data.streaming import ElasticStream
+
+__all__ = [
+    "BatchPolicy",
+    "DataLoader",
+    "ElasticSampler",
+    "ElasticStream",
+    "Ledger",
+    "SampleSchedule",
+    "StatefulDataLoader",
+]
+
+_HOME = {
+    "BatchPolicy": "torchelastic.data.batch_policy",
+    "DataLoader": "torchelastic.data.loader",
+    "ElasticSampler": "torchelastic.data.sampler",
+    "ElasticStream": "torchelastic.data.streaming",
+    "Ledger": "torchelastic.data.ledger",
+    "SampleSchedule": "torchelastic.data.schedule",
+    "StatefulDataLoader": "torchelastic.data.stateful",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'torchelastic.data' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,209 @@
+"""`BatchPolicy`: how many samples a step takes in a world of any size, and each rank's share.
+
+    policy = BatchPolicy.constant_global(256, micro=32)
+
+    policy.batch(3)                256         samples of all ranks in a step
+    policy.shares(3)               (86, 85, 85)
+    policy.micro_batches(3)        3           of at most 32 samples, equally many on every rank
+    policy.weight(0, 3)            1.0078125   86 of 256 samples, times 3
+
+Ranks with unequal shares cannot simply have their gradients averaged: a sample of a small share
+would count for more. DDP adds the gradients of all ranks and divides by their number; so a rank's
+mean loss is multiplied with size * share / batch, and what comes out is the mean over all samples.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchelastic.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torchelastic.data.accumulation import Cutter, Micro
+
+#: Of how many times the batch is what the learning rate was chosen for, to what it is times.
+LrRule = Callable[[float], float]
+
+_RULES: dict[str, LrRule] = {"linear": float, "sqrt": math.sqrt}
+
+
+class Cut(NamedTuple):
+    """A micro-batch: samples `start` to `stop` of a rank's share, and what its mean loss is times.
+
+    An empty one has the scale 0. It is computed all the same, on a sample that stands in: its
+    collectives are what the other ranks wait for.
+    """
+
+    start: int
+    stop: int
+    scale: float
+
+
+class BatchPolicy(ABC):
+    """How many samples a step takes, and who takes them. A value: it has no state.
+
+    Of your own: override `batch`, and `lr_factor` if the learning rate depends on the world.
+    """
+
+    #: The most samples of a micro-batch; None: a share is never cut.
+    micro: int | None
+
+    @staticmethod
+    def constant_global(batch: int, *, micro: int | None = None) -> BatchPolicy:
+        """The same number of samples in every step, whatever the size of the world.
+
+        `micro` is what fits into the memory of a rank: larger shares are taken in several
+        micro-batches, and their gradients added up.
+        """
+        return ConstantGlobal(batch, micro)
+
+    @staticmethod
+    def scale_with_world(
+        per_rank: int,
+        *,
+        lr_rule: str | LrRule = "linear",
+        base_size: int = 1,
+        micro: int | None = None,
+    ) -> BatchPolicy:
+        """So many samples for each rank; the learning rate follows the batch.
+
+        It was chosen for a world of `base_size`. `lr_rule` says what becomes of it when the batch
+        is x times as large: x times ("linear"), the root of x ("sqrt"), or a function of x.
+        """
+        if isinstance(lr_rule, str) and lr_rule not in _RULES:
+            known = ", ".join(_RULES)
+            raise ConfigError(f"lr_rule is '{lr_rule}': write one of {known}, or a function.")
+        rule = _RULES[lr_rule] if isinstance(lr_rule, str) else lr_rule
+        return ScaleWithWorld(per_rank, micro, rule, base_size)
+
+    @abstractmethod
+    def batch(self, size: int) -> int:
+        """Samples of all ranks in a step of a world of this size; an epoch may end with fewer."""
+
+    def lr_factor(self, size: int) -> float:
+        """What the learning rate is multiplied with in a world of this size."""
+        _at_least_1("The size of a world", size)
+        return 1.0
+
+    def shares(self, size: int, batch: int | None = None) -> tuple[int, ...]:
+        """The samples of each rank, as even as can be, the larger ones first; some may be 0."""
+        _at_least_1("The size of a world", size)
+        return _evenly(self._batch(size, batch), size)
+
+    def micro_batches(self, size: int, batch: int | None = None) -> int:
+        """How many a rank's share is cut into: equally many on every rank, so collectives match."""
+        largest = self.shares(size, batch)[0]
+        return max(1, -(-largest // self.micro)) if self.micro else 1
+
+    def weight(self, rank: int, size: int, batch: int | None = None) -> float:
+        """What a rank's mean loss is multiplied with for the mean over ranks to be that of samples.
+
+        0.0 for a rank whose share is empty.
+        """
+        return size * self.shares(size, batch)[rank] / self._batch(size, batch)
+
+    def cuts(self, rank: int, size: int, batch: int | None = None) -> tuple[Cut, ...]:
+        """A rank's micro-batches. The weight of each is its part of the rank's weight."""
+        share, total = self.shares(size, batch)[rank], self._batch(size, batch)
+        stops = _added_up(_evenly(share, self.micro_batches(size, batch)))
+        return tuple(
+            Cut(start, stop, size * (stop - start) / total)
+            for start, stop in zip((0, *stops), stops, strict=False)
+        )
+
+    def accumulate(
+        self,
+        batch: Any,
+        *models: Any,
+        total: int | None = None,
+        rank: int | None = None,
+        size: int | None = None,
+        cut: Cutter | None = None,
+    ) -> Iterator[Micro]:
+        """This rank's share of a step, micro-batch by micro-batch.
+
+            for micro in policy.accumulate(batch, model):
+                inputs, targets = micro.data
+                micro.backward(loss_of(model(inputs), targets))     # a mean over samples
+            optimizer.step()
+
+        Gradients are exchanged in the last backward only, whether a model is in DDP or is sharded
+        by `fully_shard`. `batch` is a tensor, or lists, tuples and dicts of tensors, that have this
+        rank's samples in their first dimension; `cut(batch, start, stop)` cuts anything else.
+        `total` is how many samples all ranks have in this step, if not `policy.batch(size)`: at
+        the end of an epoch. A rank without any of them passes one sample, which counts for nothing.
+        """
+        from torchelastic.data.accumulation import in_micro_batches
+        from torchelastic.data.own_rank import own_rank
+
+        here = own_rank(rank, size)
+        cuts = self.cuts(here.rank, here.size, total)
+        return in_micro_batches(batch, cuts, models, cut)
+
+    def _batch(self, size: int, batch: int | None) -> int:
+        return self.batch(size) if batch is None else _at_least_1("The batch", batch)
+
+
+@dataclass(frozen=True)
+class ConstantGlobal(BatchPolicy):
+    """`BatchPolicy.constant_global`."""
+
+    samples: int
+    micro: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least_1("The batch", self.samples)
+        _check_micro(self.micro)
+
+    def batch(self, size: int) -> int:
+        _at_least_1("The size of a world", size)
+        return self.samples
+
+
+@dataclass(frozen=True)
+class ScaleWithWorld(BatchPolicy):
+    """`BatchPolicy.scale_with_world`."""
+
+    per_rank: int
+    micro: int | None = None
+    lr_rule: LrRule = float
+    base_size: int = 1
+
+    def __post_init__(self) -> None:
+        _at_least_1("per_rank", self.per_rank)
+        _at_least_1("base_size", self.base_size)
+        _check_micro(self.micro)
+
+    def batch(self, size: int) -> int:
+        return self.per_rank * _at_least_1("The size of a world", size)
+
+    def lr_factor(self, size: int) -> float:
+        return self.lr_rule(_at_least_1("The size of a world", size) / self.base_size)
+
+
+def _evenly(total: int, parts: int) -> tuple[int, ...]:
+    each, more = divmod(total, parts)
+    return (each + 1,) * more + (each,) * (parts - more)
+
+
+def _added_up(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    sums, total = [], 0
+    for number in numbers:
+        total += number
+        sums.append(total)
+    return tuple(sums)
+
+
+def _check_micro(micro: int | None) -> None:
+    if micro is not None:
+        _at_least_1("micro", micro)
+
+
+def _at_least_1(name: str, number: int) -> int:
+    if number < 1:
+        raise ConfigError(f"{name} is {number}: it must be 1 or more.")
+    return number
