@@ -42,6 +42,8 @@ class Node(NamedTuple):
     #: They wait for the word to begin in the world it has taken up; once stopped, they never do.
     waits: bool = False
     crashed: bool = False
+    #: The newest world that it has made a step in; noted only where several jobs may be.
+    stepped: World | None = None
 
     @property
     def name(self) -> str:
@@ -164,6 +166,13 @@ class Options(NamedTuple):
     takeover: str = ""
     #: The vote of a node that has crashed is taken for given.
     counts_the_dead: bool = False
+    #: Off: `--quorum none`. The host forms worlds from whoever is with it, and asks nobody.
+    quorum: bool = True
+    #: On: a host is in every world that it forms.
+    hosts_train: bool = False
+    #: Several jobs may come of one, and give the same numbers: what is left of the laws is that on
+    #: every node generations only grow.
+    may_split: bool = False
 
 
 BOUNDLESS = Bounds(elections=10**6, worlds=10**6, leaves=10**6, crashes=10**6)
@@ -285,7 +294,7 @@ class Model:
 
     def _win(self, state: State, node: Node) -> State:
         term = node.elector.term
-        if any(other == term for other, _ in state.hosts):
+        if any(other == term for other, _ in state.hosts) and not self.options.may_split:
             raise Violation(f"two hosts of term {term}")
         roll = succession.settled(node.roll, self._votes(state, node))
         elector = succession.following(node.elector, term, node.name)
@@ -374,9 +383,10 @@ class Model:
             for record in table
             if record.stopped and (any_will_do or record.generation == node.roll.generation)
         }
-        if succession.agreed(node.roll.electorates, agree):
+        if not self.options.quorum or succession.agreed(node.roll.electorates, agree):
             ready = {record.node for record in table if record.stopped} | {node.name}
-            yield from ((nodes,) for nodes in subsets(ready))
+            needed = {node.name} if self.options.hosts_train else set()
+            yield from ((nodes,) for nodes in subsets(ready) if needed <= set(nodes))
 
     def _said_goodbye(self, state: State, node: Node) -> set[str]:
         said = {name for *session, name in state.goodbyes if tuple(session) == node.session}
@@ -385,9 +395,10 @@ class Model:
     def _form(self, state: State, node: Node, nodes: tuple[str, ...]) -> State:
         term, gone = node.elector.term, self._said_goodbye(state, node)
         generation = succession.next_generation(node.roll.generation, term)
-        if generation in state.numbers:
+        if generation in state.numbers and not self.options.may_split:
             raise Violation(f"generation {generation} was given twice")
-        roll = succession.formed(node.roll, generation, nodes, node.name)
+        before = node.roll if self.options.quorum else Roll()  # who is not asked is not noted
+        roll = succession.formed(before, generation, nodes, node.name)
         roll = succession.settled(roll, {}, gone)
         begins = succession.settles_itself(roll, gone) or not self.options.waits_until_settled
         shown = Published(term, node.name, roll, begins)
@@ -474,10 +485,23 @@ class Model:
         running = [(node.name, node.workers) for node in state.nodes if node.workers]
         for world in {world for _, world in running} - {state.stepped}:
             if world[1].nodes <= {name for name, theirs in running if theirs == world}:
-                if world[0] <= state.stepped[0]:
-                    raise Violation(f"a step in {shown(world)} after {shown(state.stepped)}")
-                state = state._replace(stepped=world)
+                state = self._step(state, world)
         return state
+
+    def _step(self, state: State, world: World) -> State:
+        if not self.options.may_split:
+            _check_growth("there", state.stepped, world)
+            return state._replace(stepped=world)
+        for node in map(state.node, sorted(world[1].nodes)):
+            if node.stepped is not None and node.stepped != world:
+                _check_growth(node.name, node.stepped, world)
+            state = state.having(node._replace(stepped=world))
+        return state._replace(stepped=max(state.stepped, world, key=lambda one: one[0]))
+
+
+def _check_growth(where: str, last: World, world: World) -> None:
+    if world[0] <= last[0]:
+        raise Violation(f"{where} is a step in {shown(world)} after {shown(last)}")
 
 
 def shown(world: World) -> str:
@@ -535,10 +559,10 @@ def essence(state: State) -> State:
 def _essential(state: State) -> Iterator[Record]:
     """Of what was said to a host: its votes have been counted, and of other worlds than its own
     only that nothing runs there is of interest."""
-    hearers = {node.elector.term: node for node in state.nodes if node.elector.chosen == node.name}
+    hearers = {node.choice: node for node in state.nodes if node.elector.chosen == node.name}
     for record in state.records:
-        hearer = hearers.get(record.term)
-        if hearer is None or hearer.name != record.host:
+        hearer = hearers.get((record.term, record.host))
+        if hearer is None:
             continue
         if hearer.elector.has_host and record.generation != hearer.roll.generation:
             record = record._replace(generation=NO_MATTER)

@@ -6,8 +6,18 @@ from collections.abc import Iterable
 from random import Random
 from typing import Any, NamedTuple
 
-from tests.unit.rendezvous.succession_model import Model, Move, Node, State, Violation, essence
+from tests.unit.rendezvous.succession_model import (
+    Model,
+    Move,
+    Node,
+    State,
+    Violation,
+    essence,
+    without_host,
+)
 from torchelastic.rendezvous import succession
+from torchelastic.rendezvous.embedded.holding import Holding
+from torchelastic.rendezvous.embedded.poll import Poll
 from torchelastic.rendezvous.succession import Candidacy
 
 
@@ -124,11 +134,20 @@ def _act(model: Model, state: State, node: Node, there: frozenset[str]) -> State
         return _reign(model, state, node, there)
     if node.session is not None:
         return _serve(model, state, node, there)
-    hosts = [other for other in state.nodes if other.is_host and other.name in there]
+    hosts = [
+        other
+        for other in state.nodes
+        if other.is_host and other.name in there and _would_follow(node, other)
+    ]
     for move in model.moves_of(state, "follows", node):
         if any(host.session == move.argument for host in hosts):
             return model.after(state, move)
     return state if hosts or not node.roll.latest.nodes else _stand(model, state, node, there)
+
+
+def _would_follow(node: Node, host: Node) -> bool:
+    poll = Poll(without_host(node.elector), Holding(), places=())
+    return poll.may_follow(host.elector.term, host.roll.generation)
 
 
 def _reign(model: Model, state: State, host: Node, there: frozenset[str]) -> State:

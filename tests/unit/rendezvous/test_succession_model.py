@@ -268,6 +268,73 @@ def test_a_takeover_trusts_that_the_host_died_in_the_world_of_the_two(first, opt
         search(Model(Bounds(2, worlds, crashes=1), options), first)
 
 
+# --- without quorum ------------------------------------------------------------------------------
+
+NO_QUORUM = Options(quorum=False)
+TWO_JOBS = Options(quorum=False, may_split=True)
+
+
+@pytest.mark.parametrize("first", [running(2, 1), running(3)], ids=["two, newcomer", "three"])
+def test_without_quorum_the_laws_hold_while_the_only_host_trains_itself(first):
+    bounds = Bounds(elections=0, worlds=2, leaves=1, crashes=1)
+    explored = search(Model(bounds, NO_QUORUM._replace(hosts_train=True)), first)
+    assert explored.is_all
+    assert explored.states > 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "elections"),
+    [(NO_QUORUM, 0), (NO_QUORUM._replace(hosts_train=True), 1)],
+    ids=["the host does not train", "another host"],
+)
+def test_without_quorum_a_job_can_become_two(options, elections):
+    """Which is why it is only done when asked for."""
+    with pytest.raises(Violation):
+        search(Model(Bounds(elections, 2), options), running(3))
+
+
+@pytest.mark.parametrize(
+    ("first", "bounds"),
+    [(running(2), Bounds(2, 2)), (running(3), Bounds(1, 1))],
+    ids=["two", "three"],
+)
+def test_without_quorum_generations_grow_on_every_node(first, bounds):
+    explored = search(Model(bounds, TWO_JOBS), first)
+    assert explored.is_all
+    assert explored.states > 1000
+
+
+def test_without_quorum_they_grow_by_chance_too():
+    for seed in range(100):
+        wander(Model(WIDE, TWO_JOBS), running(4, 1), 150, seed)
+
+
+def test_the_check_of_that_needs_the_rule_about_newer_worlds(monkeypatch):
+    monkeypatch.setattr(succession, "may_take_up", lambda elector, generation: True)
+    with pytest.raises(Violation):
+        search(Model(Bounds(1, 2), TWO_JOBS), running(3), states=20_000)
+
+
+@pytest.mark.parametrize("side", ["a", "ab", "abc", "abcd"])
+def test_without_quorum_the_hosts_side_goes_on(side):
+    after = calm_down(Model(options=NO_QUORUM), running(5), side)
+    assert after.stepped[1].nodes == set(side)
+    assert not after.node("a").roll.before
+
+
+@pytest.mark.parametrize("worlds", [0, 1, 8])
+def test_without_quorum_the_two_sides_are_one_again_when_the_cut_heals(worlds):
+    """However many worlds the old host has formed alone: who has the newest one leads on."""
+    model = Model(options=TWO_JOBS)
+    alone = [Move("forms", "a", (("a",),))] * worlds
+    apart = calm_down(model, outcome(model, running(3), alone), "a")
+    apart = calm_down(model, apart, "bc")
+    assert apart.node("b").session != apart.node("a").session
+    healed = calm_down(model, apart, "abc")
+    assert healed.stepped[1].nodes == set("abc")
+    assert healed.stepped[0] > max(node.stepped[0] for node in apart.nodes)
+
+
 # --- it goes on ----------------------------------------------------------------------------------
 
 
