@@ -16,15 +16,15 @@ from torchelastic.rendezvous import (
     RendezvousTimeoutException,
     get_rendezvous_handler,
 )
-from torchelastic.torchrun import stores
 from torchelastic.torchrun.guest import Guest
 from torchelastic.torchrun.parameters import launch_config
+from torchelastic.worker import own_stores
 
 
 @pytest.fixture(scope="module", autouse=True)
 def a_store_before():
     """The first one in a process makes a pipe that the process keeps."""
-    stores.serve()
+    own_stores.serve()
 
 
 class Nodes:

@@ -26,6 +26,8 @@ from torchelastic.agent.guard import GUARD_LOST_SIGNAL
 from torchelastic.agent.narrator import Narrator
 from torchelastic.agent.nursery import Nursery
 from torchelastic.agent.presence import Presence
+from torchelastic.agent.side_tasks import SideTasks
+from torchelastic.agent.snapshots import Snapshots
 from torchelastic.agent.vigil import Vigil
 from torchelastic.agent.worker_env import node_env
 from torchelastic.agent.workers import LAST_WORDS, Workers
@@ -84,8 +86,8 @@ class Agent:
         self._state: GroupState | CrewState = GroupState(
             node=self._node, nproc=config.nproc_per_node
         )
-        self._queue: asyncio.Queue[crew.Event | BaseException] = asyncio.Queue()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._queue: asyncio.Queue[crew.Event | Exception] = asyncio.Queue()
+        self._beside = SideTasks(self._went_wrong)
         self._action: asyncio.Task[None] | None = None
         #: From the moment on at which nothing may be started any more.
         self._closing = False
@@ -95,7 +97,7 @@ class Agent:
         self._open()
         try:
             self._install_signals()
-            self._background(self._join(), "join")
+            self._beside.start(self._join(), "join")
             while not self._state.is_terminal:
                 event = await self._next_event()
                 for command in self._handle(event):
@@ -140,6 +142,13 @@ class Agent:
         )
         self._env = node_env(env.snapshot(), config)
         self._nursery = Nursery(config, self._entry, self._env)
+        self._snapshots = Snapshots(
+            self._node,
+            config.run_id,
+            replicas=config.snapshot_replicas,
+            bandwidth=config.snapshot_bandwidth,
+            say=self._narrator.say,
+        )
         self._workers = Workers(
             config,
             self._entry,
@@ -150,13 +159,14 @@ class Agent:
             clock=self._clock,
             tell_event=self._queue.put_nowait,
             secret=self._secret,
+            snapshots=self._snapshots,
         )
         self._presence = Presence(
             config,
             self._node,
             self._clock,
             observer=self._narrator,
-            background=self._background,
+            background=self._beside.start,
             on_world=self._world_seen,
             on_lease_lost=self._lease_lost,
         )
@@ -169,10 +179,9 @@ class Agent:
         if self._action is not None:
             await asyncio.wait({self._action})
         await self._workers.close()
+        await self._snapshots.close()
         await self._presence.last_words(LAST_WORDS)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._beside.cancel()
         closed = self._state.world is not None and self._state.world.phase == "closed"
         await self._presence.close(HOST_STAYS if closed else 0.0)
         await self._nursery.close()
@@ -191,13 +200,14 @@ class Agent:
 
     async def _join(self) -> None:
         """Meet the other nodes and warm up side by side; say `ready` when both are done."""
-        warming = self._background(self._nursery.warm_up(), "warm-up")
+        warming = self._beside.start(self._nursery.warm_up(), "warm-up")
         await self._presence.join()
         self._workers.reached_at(self._presence.meeting.addr)
+        self._snapshots.open(self._presence.meeting)
         self._narrator.joined(self._presence.member.name, self._presence.meeting)
         self._narrator.warmed_up(await warming, self._nursery.warnings)
         await self._offer_store()
-        self._background(self._keep_store_host(), "store-host")
+        self._beside.start(self._keep_store_host(), "store-host")
         self._presence.update(ready=True)
 
     async def _rejoin(self, gone: int) -> None:
@@ -209,7 +219,8 @@ class Agent:
             self._narrator.world_seen(world)
         self._queue.put_nowait(group_state.WorldSeen(world))
         if world.phase == "running":
-            self._background(self._renew_store(world), "renew-store")
+            self._snapshots.turn_to(world)
+            self._beside.start(self._renew_store(world), "renew-store")
 
     def _lease_lost(self) -> None:
         if not self._state.leaving:
@@ -262,22 +273,12 @@ class Agent:
 
     async def _next_event(self) -> crew.Event:
         event = await self._queue.get()
-        if isinstance(event, BaseException):
+        if isinstance(event, Exception):
             raise event
         return event
 
-    def _background(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """Run beside the loop; what goes wrong there becomes an event."""
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._background_done)
-        return task
-
-    def _background_done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is None:
-            return
+    def _went_wrong(self, error: Exception) -> None:
+        """What fails beside the loop becomes an event."""
         if isinstance(error, RendezvousLost):
             self._queue.put_nowait(group_state.StoreLost(str(error)))
         else:
@@ -296,7 +297,7 @@ class Agent:
     def _asked_to_leave(self, signum: signal.Signals) -> None:
         self._narrator.signal(signum.name, "leaving the job")
         self._queue.put_nowait(group_state.LeaveRequested(signum))
-        self._background(self._leave_in_time(), "leave")
+        self._beside.start(self._leave_in_time(), "leave")
 
     async def _leave_in_time(self) -> None:
         """Resident workers go at a step boundary, if there is one before the time is up."""
@@ -326,7 +327,7 @@ class Agent:
             world = self._state.world
             assert world is not None
             self._state, more = crew.take_over(self._state, self._narrator.name)
-            self._background(self._vigil.run(lambda: self._crew), "vigil")
+            self._beside.start(self._vigil.run(lambda: self._crew), "vigil")
             self._state, again = crew.handle(self._state, group_state.WorldSeen(world))
             decided += [*more, *again]
         return decided
@@ -351,17 +352,17 @@ class Agent:
             case group_state.Report(changes):
                 self._presence.update(**{"step": self._workers.best_step, **changes})
             case group_state.Rejoin(gone):
-                self._background(self._rejoin(gone), "rejoin")
+                self._beside.start(self._rejoin(gone), "rejoin")
             case crew.Tell(local_rank, order):
                 self._workers.tell(local_rank, order)
                 if isinstance(order, orders.Over):
                     self._vigil.told_over(local_rank)
             case crew.Spawn(local_rank):
-                self._background(self._start_standby(local_rank), "standby")
+                self._beside.start(self._start_standby(local_rank), "standby")
 
     def _act(self, work: Coroutine[Any, Any, None]) -> None:
         """Perform after what is under way: a stop does not overtake the start it ends."""
-        self._action = self._background(self._after(self._action, work), "action")
+        self._action = self._beside.start(self._after(self._action, work), "action")
 
     async def _after(
         self, before: asyncio.Task[None] | None, work: Coroutine[Any, Any, None]

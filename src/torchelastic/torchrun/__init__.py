@@ -2,7 +2,7 @@
 
 guest_state.py  what such a node makes of the worlds it hears of, pure
 guest.py        the node: a thread that is a member of the job, while the launcher has the workers
-stores.py       the TCPStore of a generation
+stores.py       what the launchers say to each other in the store of a generation
 parameters.py   what the launcher was told about the rendezvous, as a job of ours, pure
 handler.py      torch's `RendezvousHandler` over a guest
 old_handler.py  that of release 0.2

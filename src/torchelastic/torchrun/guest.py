@@ -13,14 +13,15 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # public
+from torch.distributed import DistError
 
 from torchelastic.agent.log_observer import LogObserver
 from torchelastic.agent.presence import Presence
+from torchelastic.agent.side_tasks import SideTasks
 from torchelastic.clock import SystemClock
 from torchelastic.config import LaunchConfig, format_endpoint, parse_endpoint
 from torchelastic.errors import NotEnoughNodes, RendezvousLost, TorchElasticError
@@ -28,6 +29,7 @@ from torchelastic.failure import Failure
 from torchelastic.rendezvous.world import World
 from torchelastic.torchrun import guest_state, stores
 from torchelastic.torchrun.guest_state import Ending, GuestState
+from torchelastic.worker.own_stores import OwnStores
 
 logger = logging.getLogger("torchelastic")
 
@@ -74,9 +76,8 @@ class Guest:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._rejoining = False
-        self._tasks: set[asyncio.Task[Any]] = set()
-        #: Stores by the generation that meets at them; -1: offered for the next.
-        self._stores: dict[int, TCPStore] = {}
+        self._beside = SideTasks(self._fail)
+        self._stores = OwnStores()
 
     # For the launcher
 
@@ -236,7 +237,7 @@ class Guest:
             self._state.node,
             self._clock,
             observer=LogObserver(),
-            background=self._background,
+            background=self._beside.start,
             on_world=self._world_seen,
             on_lease_lost=self._lease_lost,
         )
@@ -244,7 +245,7 @@ class Guest:
             self._loop = asyncio.get_running_loop()
             self._news.notify_all()
         try:
-            self._background(self._join(), "join")
+            self._beside.start(self._join(), "join")
             await self._stop.wait()
         finally:
             await self._close()
@@ -257,28 +258,14 @@ class Guest:
         with self._news:
             self._loop = None
         await self._presence.last_words(LAST_WORDS)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._beside.cancel()
         await self._presence.close(HOST_STAYS if self._state.is_closed else 0.0)
-        self._stores.clear()
-
-    def _background(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._background_done)
-        return task
-
-    def _background_done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, Exception):
-            self._fail(error)
+        self._stores.close()
 
     def _asked(self, state: GuestState) -> None:
         """The launcher has no worker any more, and wants another world than that of `state`."""
         if state.given_up:
-            self._background(self._rejoin(), "rejoin")
+            self._beside.start(self._rejoin(), "rejoin")
         elif state.held >= 0:
             failure = self._failure(state, _ended(state, self._launcher))
             self._presence.update(**guest_state.facts_when_asking(state, failure))
@@ -310,7 +297,7 @@ class Guest:
     def _lease_lost(self) -> None:
         self._change(given_up=True)
         if self._state.asking:
-            self._background(self._rejoin(), "rejoin")
+            self._beside.start(self._rejoin(), "rejoin")
 
     async def _rejoin(self) -> None:
         """Come as a newcomer, for no worker is left here; once, whoever asks."""
@@ -324,18 +311,13 @@ class Guest:
         self._change(given_up=False)
 
     def _offer_store(self) -> None:
-        store = stores.serve()
-        self._stores[-1] = store
-        self._presence.update(store=format_endpoint(self._presence.meeting.addr, store.port))
+        port = self._stores.offer()
+        self._presence.update(store=format_endpoint(self._presence.meeting.addr, port))
 
     def _world_seen(self, world: World) -> None:
         logger.info("generation %d: %s (%s)", world.generation, world.phase, world.reason)
-        if world.phase == "running":
-            if world.store and world.store == self._presence.member.store:
-                self._stores[world.generation] = self._stores.pop(-1)
-                self._offer_store()
-            for generation in [g for g in self._stores if 0 <= g < world.generation]:
-                del self._stores[generation]
+        if world.phase == "running" and self._stores.begins(world, self._presence.member.store):
+            self._offer_store()
         self._change(world=world)
 
 

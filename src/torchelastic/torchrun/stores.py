@@ -1,4 +1,4 @@
-"""The TCPStore of a generation: one is made for each, and used for no other."""
+"""What launchers that are guests of a job say to each other in the store of a generation."""
 
 from __future__ import annotations
 
@@ -10,24 +10,13 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public all the 
     TCPStore,
 )
 
-#: Seconds torchrun's own reads and writes may take, as with its own rendezvous.
-READ_TIMEOUT = timedelta(seconds=60)
+from torchelastic.worker.own_stores import READ_TIMEOUT
+
 #: Under this prefix the agents speak; the workers use the store as it is.
 _AGENTS = "torchelastic/agents"
 _HERE, _ALL_HERE = "here", "all-here"
 #: How torchrun's key begins for the barrier at which agents whose workers succeeded wait.
 _EXIT_BARRIER = "torchelastic/agent/terminal_state"
-
-
-def serve() -> TCPStore:
-    """A fresh store on a free port of this machine."""
-    return TCPStore(
-        host_name="localhost",
-        port=0,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=READ_TIMEOUT,
-    )
 
 
 class AgentStore(PrefixStore):

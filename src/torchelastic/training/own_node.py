@@ -14,17 +14,13 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Coroutine
 from dataclasses import replace
-from datetime import timedelta
-from typing import Any
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public all the same
 
 from torchelastic import env
 from torchelastic.agent import crew, group_state
 from torchelastic.agent.log_observer import LogObserver
 from torchelastic.agent.presence import Presence
+from torchelastic.agent.side_tasks import SideTasks
 from torchelastic.clock import SystemClock
 from torchelastic.config import LaunchConfig, format_endpoint
 from torchelastic.errors import TorchElasticError
@@ -33,6 +29,7 @@ from torchelastic.rendezvous import url as urls
 from torchelastic.rendezvous.interfaces import interface_of
 from torchelastic.rendezvous.world import World
 from torchelastic.worker import channel, orders, slate
+from torchelastic.worker.own_stores import OwnStores
 
 logger = logging.getLogger("torchelastic")
 
@@ -72,6 +69,10 @@ def config_for(url: urls.RendezvousUrl, max_workers: int | None) -> LaunchConfig
     )
 
 
+class _HasLeft:
+    """The worker has closed its end of the channel."""
+
+
 class OwnNode:
     """One node with one worker: this process."""
 
@@ -80,13 +81,10 @@ class OwnNode:
         self._channel = channel_end
         self._node = secrets.token_hex(6)
         self._state = crew.alone(self._node, socket.gethostname())
-        self._queue: asyncio.Queue[crew.Event | BaseException] = asyncio.Queue()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        #: Stores by the generation that meets at them; -1: offered for the next.
-        self._stores: dict[int, TCPStore] = {}
+        self._queue: asyncio.Queue[crew.Event | _HasLeft | Exception] = asyncio.Queue()
+        self._beside = SideTasks(self._queue.put_nowait)
+        self._stores = OwnStores()
         self._step = -1
-        #: The worker has come to the end of its data.
-        self._has_finished = False
 
     def run(self) -> None:
         """The whole thread."""
@@ -108,22 +106,32 @@ class OwnNode:
             self._node,
             SystemClock(),
             observer=LogObserver(),
-            background=self._background,
+            background=self._beside.start,
             on_world=self._world_seen,
             on_lease_lost=lambda: self._queue.put_nowait(group_state.LeaseLost()),
         )
         try:
-            self._background(self._listen(), "listen")
-            self._background(self._join(), "join")
+            self._beside.start(self._listen(), "listen")
+            self._beside.start(self._join(), "join")
             while not self._state.is_terminal:
-                event = await self._queue.get()
-                if isinstance(event, BaseException):
-                    raise event
+                event = await self._next_event()
                 self._state, commands = crew.handle(self._state, event)
                 for command in commands:
                     self._perform(command)
         finally:
             await self._close()
+
+    async def _next_event(self) -> crew.Event:
+        event = await self._queue.get()
+        if isinstance(event, Exception):
+            raise event
+        return self._parting() if isinstance(event, _HasLeft) else event
+
+    def _parting(self) -> crew.Event:
+        """What it means that the worker has left `train`, now that all it said before is known."""
+        if self._state.having(crew.Status.FINISHED):
+            return group_state.WorkerSucceeded(self._state.generation, 0)
+        return group_state.StoreLost("the worker has left the training")
 
     async def _join(self) -> None:
         await self._presence.join(resident=True, starting=1, ready=True)
@@ -133,24 +141,10 @@ class OwnNode:
 
     async def _close(self) -> None:
         await self._presence.last_words(LAST_WORDS)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._beside.cancel()
         closed = self._state.world is not None and self._state.world.phase == "closed"
         await self._presence.close(HOST_STAYS if closed else 0.0)
-        self._stores.clear()
-
-    def _background(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._background_done)
-        return task
-
-    def _background_done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self._queue.put_nowait(error)
+        self._stores.close()
 
     # --- the store of a generation ---------------------------------------------------------------
 
@@ -161,25 +155,13 @@ class OwnNode:
             env.update({"GLOO_SOCKET_IFNAME": interface})
 
     def _offer_store(self) -> None:
-        store = TCPStore(
-            host_name="localhost",
-            port=0,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=60),
-        )
-        self._stores[-1] = store
-        self._presence.update(store=format_endpoint(self._presence.meeting.addr, store.port))
+        port = self._stores.offer()
+        self._presence.update(store=format_endpoint(self._presence.meeting.addr, port))
 
     def _world_seen(self, world: World) -> None:
         logger.info("generation %d: %s (%s)", world.generation, world.phase, world.reason)
-        if world.phase == "running":
-            if world.store and world.store == self._presence.member.store:
-                self._stores[world.generation] = self._stores.pop(-1)
-                self._offer_store()
-            oldest = world.generation - (world.after is not None)
-            for generation in [number for number in self._stores if 0 <= number < oldest]:
-                del self._stores[generation]
+        if world.phase == "running" and self._stores.begins(world, self._presence.member.store):
+            self._offer_store()
         self._queue.put_nowait(group_state.WorldSeen(world))
 
     # --- the worker ------------------------------------------------------------------------------
@@ -189,15 +171,10 @@ class OwnNode:
         loop = asyncio.get_running_loop()
         while data := await loop.sock_recv(self._channel, channel.LIMIT):
             self._heard(orders.from_json(json.loads(data)))
-        # What it has said may still wait to be taken up.
-        if self._has_finished or self._state.having(crew.Status.FINISHED):
-            generation = self._state.generation
-            self._queue.put_nowait(group_state.WorkerSucceeded(generation, 0))
-        else:
-            self._queue.put_nowait(group_state.StoreLost("the worker has left the training"))
+        # What it has said may still wait to be taken up: only after that is it clear what this is.
+        self._queue.put_nowait(_HasLeft())
 
     def _heard(self, report: orders.Order | orders.Report | None) -> None:
-        self._has_finished = self._has_finished or isinstance(report, orders.Finished)
         match report:
             case orders.Erred() | orders.PeerLost():
                 self._step = report.step
@@ -236,7 +213,7 @@ class OwnNode:
             case group_state.Report(changes):
                 self._presence.update(**{"step": self._step, **changes})
             case group_state.Rejoin(gone):
-                self._background(self._presence.rejoin(gone), "rejoin")
+                self._beside.start(self._presence.rejoin(gone), "rejoin")
             case group_state.Stop():
                 self._end()
 

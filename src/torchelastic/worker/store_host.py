@@ -11,19 +11,10 @@ It ends with its standard input.
 from __future__ import annotations
 
 import sys
-from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public all the same
 
-
-def _open_store() -> TCPStore:
-    return TCPStore(
-        host_name="localhost",
-        port=0,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=60),
-    )
+from torchelastic.worker import own_stores
 
 
 def serve() -> None:
@@ -32,7 +23,7 @@ def serve() -> None:
     for line in sys.stdin:
         verb, _, port = line.strip().partition(" ")
         if verb == "open":
-            store = _open_store()
+            store = own_stores.serve()
             stores[store.port] = store
             print(store.port, flush=True)
         elif verb == "close":
