@@ -214,11 +214,10 @@ class Presence:
         """Pass a world on, with the part of its nodes that this one may be in."""
         if summary == self._seen:
             return  # told again, by a store that was opened anew
-        told = World.from_json(summary)
-        self.meeting.hear_of([candidate.peer for candidate in told.candidates])
-        world = await self._with_nodes(store, told)
+        world = await self._with_nodes(store, World.from_json(summary))
         if world is None:
             return
+        self.meeting.hear_of([peer for _, peer in world.candidates])
         if world.count and not self.meeting.takes_up(world.generation):
             return  # of an earlier host, and not ours: a newer one follows
         if world.count and self.meeting.term:

@@ -17,6 +17,7 @@ from torchelastic.rendezvous.round_state import (
     has_quorum,
     the_world,
     votes,
+    votes_of_the_absent,
 )
 from torchelastic.rendezvous.world import NAMED, Member, World, WorldNode
 
@@ -88,7 +89,7 @@ def _to_agree_on(state: RoundState, world: World) -> World:
         return world
     nodes = [node.node for node in world.nodes]
     roll = succession.formed(state.roll, world.generation, nodes, world.host)
-    if succession.settles_itself(roll, votes(state) - state.members.keys()):
+    if succession.settles_itself(roll, votes_of_the_absent(state)):
         return world
     return replace(world, phase="agreeing")
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torchelastic.rendezvous import succession
 from torchelastic.rendezvous.embedded.holding import Holding
 from torchelastic.rendezvous.leader import ROLL_KEY
 from torchelastic.rendezvous.store import Json, Store
-from torchelastic.rendezvous.world import PART_PREFIX, WORLD_KEY, World
+from torchelastic.rendezvous.world import PART_PREFIX, WORLD_KEY, World, addresses_in
 
 
 class Heir:
@@ -27,13 +28,12 @@ class Heir:
 
     async def take(self, store: Store, world: World, summary: Json) -> Holding:
         """What to hold of a world; gets what is not in its summary, if there is any need."""
-        order = tuple(candidate.node for candidate in world.candidates)
         known = (world.generation, world.digest) == (self._holding.roll.generation, self._digest)
         if known:
             if self._holding.rows:
                 rows = {**self._holding.rows, WORLD_KEY: summary}
                 self._holding = replace(self._holding, rows=rows)
-        elif self._node in order:
+        elif self._node in _order(world):
             self.is_candidate.set()
             self._holding = await self._whole(store, world, summary)
         else:
@@ -53,29 +53,38 @@ class Heir:
 
     def _outline(self, world: World) -> Holding:
         """Enough to vote, and to look for a host."""
-        addresses = {candidate.node: candidate.peer for candidate in world.candidates}
-        addresses |= {node.node: node.peer for node in world.nodes}
-        nodes = (node.node for node in world.nodes)
+        addresses = dict(world.candidates)
+        addresses.update([(node.node, node.peer) for node in world.nodes])
+        nodes = [node.node for node in world.nodes]
         return Holding(
             roll=succession.from_json(None, world.generation, nodes, world.host),
-            order=tuple(candidate.node for candidate in world.candidates),
-            addresses={node: peer for node, peer in addresses.items() if peer},
+            order=_order(world),
+            addresses=_known(addresses),
         )
 
     async def _whole(self, store: Store, world: World, summary: Json) -> Holding:
         parts, rolls = await asyncio.gather(store.get(PART_PREFIX), store.get(ROLL_KEY))
         listed = {key: item.value for key, item in parts.items.items() if world.owns(item.value)}
         roll = rolls.items[ROLL_KEY].value if ROLL_KEY in rolls.items else None
-        whole = world.with_parts(list(listed.values()))
-        if len(whole.nodes) != world.count:
+        addresses = addresses_in(listed.values())
+        if len(addresses) != world.count:
             return self._outline(world)  # a newer one is there already
-        nodes = [node.node for node in whole.nodes]
-        outline = self._outline(whole)
         rows: dict[str, Json] = {WORLD_KEY: summary, **listed}
         if roll is not None:
             rows[ROLL_KEY] = roll
-        made = succession.from_json(roll, world.generation, nodes, world.host)
+        made = succession.from_json(roll, world.generation, addresses, world.host)
         # Of those who must agree, though they are not in this world, it knows where they were.
         asked = frozenset().union(*(electorate.nodes for electorate in made.before))
         before = {node: at for node, at in self._holding.addresses.items() if node in asked}
-        return replace(outline, roll=made, addresses={**before, **outline.addresses}, rows=rows)
+        return Holding(
+            roll=made, order=_order(world), addresses={**before, **_known(addresses)}, rows=rows
+        )
+
+
+def _order(world: World) -> tuple[str, ...]:
+    return tuple([candidate.node for candidate in world.candidates])
+
+
+def _known(addresses: Mapping[str, str]) -> dict[str, str]:
+    """Without those who are reached nowhere."""
+    return {node: peer for node, peer in addresses.items() if peer}

@@ -163,9 +163,7 @@ class Leader:
         if not self._term:
             return state
         stored = items[ROLL_KEY].value if ROLL_KEY in items else None
-        state = round_state.hosted(
-            state, self._node, self._term, stored, quorum=self._rules.quorum
-        )
+        state = round_state.hosted(state, self._node, self._term, stored, quorum=self._rules.quorum)
         return replace(state, dead=self._dead)
 
     async def _watch_members(self, revision: int) -> None:
@@ -175,8 +173,8 @@ class Leader:
 
     async def _decide_until_closed(self, watching: asyncio.Task[None]) -> bool:
         while True:
-            await self._settle()
             began = asyncio.get_running_loop().time()
+            await self._settle()
             decision = resident.decide(self._rules, self._state, self._clock.now())
             self._pause = PAUSE * (asyncio.get_running_loop().time() - began)
             if decision.world is not None:

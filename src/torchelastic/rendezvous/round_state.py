@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -237,10 +237,23 @@ def votes(state: RoundState) -> set[str]:
     world = state.world
     if world is None:
         return set()
-    asked = {node.node for node in world.nodes}
-    if state.roll is not None:
-        asked = asked.union(*(electorate.nodes for electorate in state.roll.before))
-    return {node for node in asked if _agrees(state, world, node)}
+    return {node for node in _asked(state, world) if _agrees(state, world, node)}
+
+
+def votes_of_the_absent(state: RoundState) -> set[str]:
+    """Those of the `votes` whose nodes are not there: found without a look at thousands that
+    are, whenever some of these say something."""
+    world = state.world
+    if world is None:
+        return set()
+    absent = _asked(state, world) - state.members.keys()
+    return {node for node in absent if _agrees(state, world, node)}
+
+
+def _asked(state: RoundState, world: World) -> Set[str]:
+    """Who has a say in what follows the world."""
+    before = state.roll.before if state.roll is not None else ()
+    return world.members.union(*(electorate.nodes for electorate in before))
 
 
 def follows_later_host(state: RoundState) -> bool:
@@ -276,8 +289,7 @@ def settled(state: RoundState) -> RoundState:
     if state.roll is None or not state.roll.before:
         return state
     have = {node: present.member.accepted for node, present in state.members.items()}
-    gone = votes(state) - state.members.keys()
-    roll = succession.settled(state.roll, have, gone)
+    roll = succession.settled(state.roll, have, votes_of_the_absent(state))
     return state if roll == state.roll else replace(state, roll=roll)
 
 

@@ -4,6 +4,7 @@ A world is stored in pieces, so that a change costs each node as much with thous
 with two: a *summary* of constant size at one key, and the list of nodes in *parts*. A node's place
 is in the part that its id hashes to; it fetches that one, and holds a `World` that lists the nodes
 of its part only, beside totals that speak of all. Whoever needs every node puts all parts together.
+The summary changes with every phase, and is short; what lasts as long as the list is in the parts.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from torchelastic.failure import Failure
@@ -25,7 +27,7 @@ WORLD_KEY = "world"
 PART_PREFIX = "part/"
 #: Nodes of a part, about; a world of no more than this is in one part.
 PART_NODES = 16
-#: How many nodes a summary names as possible hosts of the embedded store.
+#: How many nodes a world names as possible hosts of the embedded store.
 CANDIDATES = 16
 #: How many nodes are named where people are told of many.
 NAMED = 32
@@ -96,16 +98,24 @@ class Member:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Member:
         made = _known(cls, data)
-        made["failures"] = tuple(Failure.from_json(item) for item in made.get("failures", ()))
+        if "failures" in made:
+            made["failures"] = _failures(made["failures"])
         for name in ("standing", "doubts"):
-            made[name] = tuple(made.get(name, ()))
-        return cls(**made)
+            if name in made:
+                made[name] = tuple(made[name])
+        return _made(cls, made)
 
 
+@cache
 def _defaults(cls: type) -> Json:
     """The fields that are not sent when they say nothing."""
-    fields = dataclasses.fields(cls)
-    return {item.name: item.default for item in fields if item.default is not dataclasses.MISSING}
+    made: Json = {}
+    for item in dataclasses.fields(cls):
+        if item.default is not dataclasses.MISSING:
+            made[item.name] = item.default
+        elif item.default_factory is not dataclasses.MISSING:
+            made[item.name] = item.default_factory()
+    return made
 
 
 _MEMBER_DEFAULTS = _defaults(Member)
@@ -140,6 +150,8 @@ class WorldNode(NamedTuple):
 
 
 _LOCAL_RANKS = WorldNode._fields.index("local_ranks")
+_NODE, _PEER = WorldNode._fields.index("node"), WorldNode._fields.index("peer")
+_by_rank = itemgetter(WorldNode._fields.index("node_rank"))
 
 
 class Candidate(NamedTuple):
@@ -211,6 +223,11 @@ class World:
     def _by_node(self) -> dict[str, WorldNode]:
         return {node.node: node for node in self.nodes}
 
+    @property
+    def members(self) -> frozenset[str]:
+        """The nodes that this holder knows the places of."""
+        return frozenset(self._by_node)
+
     def find(self, node: str) -> WorldNode | None:
         """A node's place in full; None if it is no member."""
         return self._by_node.get(node)
@@ -263,18 +280,23 @@ class World:
             **self.summary(),
             "nodes": list(self.nodes),
             "handing_over": list(self.handing_over),
+            "candidates": list(self.candidates),
         }
 
     def summary(self) -> Json:
-        """All but the nodes: what every node is sent, of a size that does not grow with them."""
+        """All but the list of nodes: what every node is sent in every phase, of a size that does
+        not grow with them. What is at its default is left out."""
         made = {
             name: getattr(self, name)
             for name in _names(World)
             if name not in _IN_PARTS and getattr(self, name) != _WORLD_DEFAULTS.get(name, ...)
         }
-        made["ledger"] = dict(vars(self.ledger))
-        made["cause"] = None if self.cause is None else self.cause.to_json()
-        made["consequences"] = [failure.to_json() for failure in self.consequences]
+        if "ledger" in made:
+            made["ledger"] = dict(vars(self.ledger))
+        if self.cause is not None:
+            made["cause"] = self.cause.to_json()
+        if self.consequences:
+            made["consequences"] = [failure.to_json() for failure in self.consequences]
         return made
 
     def parts(self) -> dict[str, Json]:
@@ -283,6 +305,7 @@ class World:
             _key(index): {
                 "generation": self.generation,
                 "digest": self.digest,
+                "candidates": self.candidates,
                 "nodes": [],
                 "handing_over": [],
             }
@@ -298,15 +321,9 @@ class World:
     def from_json(cls, data: Mapping[str, Any]) -> World:
         """A world as `to_json` made it, or, without nodes, as `summary` did."""
         made = _known(cls, data)
-        made["nodes"] = tuple(WorldNode.from_json(node) for node in made.get("nodes", ()))
-        if made.get("cause") is not None:
-            made["cause"] = Failure.from_json(made["cause"])
-        made["ledger"] = RestartLedger(**_known(RestartLedger, made["ledger"]))
-        made["consequences"] = tuple(Failure.from_json(item) for item in made["consequences"])
-        made["candidates"] = tuple([Candidate(*item[:2]) for item in made.get("candidates", ())])
-        for name in ("spares", "missing", "handing_over"):
-            made[name] = tuple(made.get(name, ()))
-        return cls(**made)
+        for name in made.keys() & _FROM_JSON.keys():
+            made[name] = _FROM_JSON[name](made[name])
+        return _made(cls, made)
 
     @classmethod
     def from_parts(cls, summary: Mapping[str, Any], parts: Iterable[Mapping[str, Any]]) -> World:
@@ -319,15 +336,21 @@ class World:
 
     def with_list_of(self, other: World) -> World:
         """The same world with the nodes that another phase of it has."""
-        return altered(self, nodes=other.nodes, handing_over=other.handing_over)
+        return altered(
+            self,
+            nodes=other.nodes,
+            handing_over=other.handing_over,
+            candidates=other.candidates,
+        )
 
     def with_parts(self, parts: Sequence[Mapping[str, Any]]) -> World:
         """The same world with the nodes of these parts of it."""
         nodes = [WorldNode.from_json(node) for part in parts for node in part["nodes"]]
         return altered(
             self,
-            nodes=tuple(sorted(nodes, key=lambda node: node.node_rank)),
-            handing_over=tuple(node for part in parts for node in part["handing_over"]),
+            nodes=tuple(sorted(nodes, key=_by_rank)),
+            handing_over=tuple([node for part in parts for node in part["handing_over"]]),
+            candidates=_candidates(parts[0]["candidates"]) if parts else (),
         )
 
     def has_list_of(self, other: World) -> bool:
@@ -339,9 +362,34 @@ class World:
         return (part["generation"], part["digest"]) == (self.generation, self.digest)
 
 
+def addresses_in(parts: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """The nodes of these parts, and where their agents are reached: of thousands of places no more
+    is made than somebody asks for."""
+    return {place[_NODE]: place[_PEER] for part in parts for place in part["nodes"]}
+
+
+def _candidates(items: Iterable[Sequence[str]]) -> tuple[Candidate, ...]:
+    return tuple([Candidate(*item[:2]) for item in items])
+
+
+def _failures(items: Iterable[Json]) -> tuple[Failure, ...]:
+    return tuple(Failure.from_json(item) for item in items)
+
+
 _WORLD_DEFAULTS = _defaults(World)
 #: Fields of a world that are stored apart from its summary.
-_IN_PARTS = frozenset({"nodes", "handing_over"})
+_IN_PARTS = frozenset({"nodes", "handing_over", "candidates"})
+#: The fields of a world that JSON gives otherwise than they are kept.
+_FROM_JSON: dict[str, Callable[[Any], Any]] = {
+    "nodes": lambda items: tuple(WorldNode.from_json(item) for item in items),
+    "handing_over": tuple,
+    "candidates": _candidates,
+    "ledger": lambda data: RestartLedger(**_known(RestartLedger, data)),
+    "cause": Failure.from_json,
+    "consequences": _failures,
+    "spares": tuple,
+    "missing": tuple,
+}
 
 
 def _spread(nodes: Sequence[WorldNode]) -> list[WorldNode]:
@@ -388,6 +436,23 @@ def altered(record: T, **changes: Any) -> T:
     vars(made).update(vars(record), **changes)
     vars(made).pop("_by_node", None)  # of a world: counted anew where it is wanted
     return made
+
+
+def _made(cls: type[T], values: Json) -> T:
+    """As the constructor does, without setting each of the many fields of a record by itself:
+    thousands of them are read when a world changes."""
+    record: type = cls
+    if missing := _required(record) - values.keys():
+        raise TypeError(f"A {record.__name__} lacks {', '.join(sorted(missing))}.")
+    made = object.__new__(cls)
+    vars(made).update(_defaults(record))
+    vars(made).update(values)
+    return made
+
+
+@cache
+def _required(cls: type) -> frozenset[str]:
+    return frozenset(_names(cls).keys() - _defaults(cls).keys())
 
 
 @cache

@@ -165,6 +165,31 @@ def test_a_lost_connection_ends_the_lease_after_a_short_grace():
     run(story())
 
 
+@pytest.mark.parametrize(("grace", "stays"), [(0.0, False), (None, True)])
+def test_where_somebody_can_tell_a_lost_connection_is_waited_for_as_long_as_it_says(grace, stays):
+    async def asked(rows):
+        assert [row.key for row in rows] == ["member/1"]
+        answered.set()
+        return grace
+
+    async def story():
+        async with serving(grace=60.0, grace_of=asked) as server, connected(server.port) as watcher:
+            changes = watcher.watch("member/", after=0)
+            async with raw(server) as client:
+                client.say(wire.OpenLease(1, TOKEN, 60.0))
+                client.say(wire.Put(2, "member/1", "{}", "s/2", None, True))
+                await within(10, changes.__anext__())
+            await within(10, answered.wait())
+            if stays:
+                assert "member/1" in (await watcher.get("member/")).items
+            else:
+                gone = await within(10, changes.__anext__())
+                assert gone.item is None
+
+    answered = asyncio.Event()
+    run(story())
+
+
 def test_a_lease_is_taken_up_by_who_knows_its_token():
     async def story():
         async with serving(grace=60.0) as server:

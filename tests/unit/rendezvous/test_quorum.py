@@ -28,6 +28,8 @@ def train(job: Job, *names: str) -> None:
 def accept(job: Job, *names: str) -> None:
     for name in names:
         job.say(name, accepted=job.world.generation)
+    absent = round_state.votes_of_the_absent(job.state)
+    assert absent == round_state.votes(job.state) - job.state.members.keys()
     job.state = round_state.settled(job.state)
     job.settle()
 
@@ -113,6 +115,7 @@ def test_who_says_goodbye_agrees():
     for name in "bcd":
         job.say(name, leaving="SIGTERM")
     job.die(*"bcd")
+    assert round_state.votes_of_the_absent(job.state) == set("bcd")
     stop(job, "a")
     assert [node.node for node in job.world.nodes] == ["a"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 
 import pytest
@@ -17,6 +18,8 @@ from torchelastic.rendezvous.embedded import endpoint, wire
 from torchelastic.rendezvous.embedded.dial import Endpoint
 from torchelastic.rendezvous.embedded.holding import Holding
 from torchelastic.rendezvous.embedded.seat import Seat
+from torchelastic.rendezvous.embedded.server import GRACE
+from torchelastic.rendezvous.embedded.table import Row
 from torchelastic.rendezvous.leader import ROLL_KEY
 from torchelastic.rendezvous.world import MEMBER_PREFIX, WORLD_KEY
 
@@ -301,5 +304,18 @@ def test_a_newcomer_finds_the_host_at_any_living_member():
             await within(PATIENCE, late.open(PATIENCE))
             assert await members(late) == {"b", "c"}
             await late.close()
+
+    run(story())
+
+
+def test_an_agent_is_waited_for_unless_its_machine_says_that_it_is_gone():
+    async def story():
+        async with seats_at() as table:
+            host, other = await table.sit("a", "b")
+            unused = f"127.0.0.1:{unused_port()}"
+            for peer, grace in {other.peer: None, unused: 0.0, "": GRACE}.items():
+                record = Row(MEMBER_PREFIX + "b", json.dumps({"peer": peer}), 1, 1)
+                assert await within(PATIENCE, host._grace_of([record])) == grace
+            assert await host._grace_of([]) == GRACE
 
     run(story())

@@ -16,6 +16,7 @@ from torchelastic.rendezvous.world import (
     Member,
     World,
     WorldNode,
+    addresses_in,
     part_key,
     shards_for,
 )
@@ -107,6 +108,27 @@ def test_what_a_node_is_sent_does_not_grow_with_the_nodes():
     assert len(json.dumps(many.summary())) < 1.2 * len(json.dumps(few.summary()))
     of_few, of_many = (max(map(len, map(json.dumps, w.parts().values()))) for w in (few, many))
     assert of_many < 2.5 * of_few
+
+
+def test_every_part_names_the_candidates_and_no_summary_does():
+    world = world_of(100)
+    assert "candidates" not in world.summary()
+    for part in sent(world.parts()).values():
+        mine = World.from_parts(sent(world.summary()), [part])
+        over = World.from_json({**sent(world.summary()), "phase": "over"})
+        assert mine.candidates == over.with_list_of(mine).candidates == world.candidates
+
+
+def test_where_all_nodes_are_is_found_in_the_parts():
+    world = world_of(100)
+    found = addresses_in(sent(world.parts()).values())
+    assert found == {node.node: node.peer for node in world.nodes}
+
+
+@pytest.mark.parametrize("record", [Member, World])
+def test_a_record_that_lacks_what_it_must_say_is_refused(record):
+    with pytest.raises(TypeError, match=f"A {record.__name__} lacks"):
+        record.from_json({"name": "host"})
 
 
 def test_parts_of_other_worlds_are_passed_over():

@@ -39,7 +39,7 @@ from torchelastic.rendezvous.embedded.link import Link
 from torchelastic.rendezvous.embedded.poll import DEAD, Poll
 from torchelastic.rendezvous.embedded.reception import Reception
 from torchelastic.rendezvous.embedded.ring import answer_that_we_live, lives
-from torchelastic.rendezvous.embedded.server import EmbeddedServer
+from torchelastic.rendezvous.embedded.server import GRACE, EmbeddedServer
 from torchelastic.rendezvous.embedded.table import Row
 from torchelastic.rendezvous.store import Json
 from torchelastic.rendezvous.succession import Candidacy, Elector
@@ -166,6 +166,8 @@ class Seat:
 
     def hold(self, holding: Holding) -> None:
         """Take note of a world that is taken up, or of more that is known of it."""
+        if holding is self._holding:
+            return  # another phase of the same world
         if holding.roll.generation > self._holding.roll.generation:
             self._stopped.clear()
         self._holding = holding
@@ -396,7 +398,7 @@ class Seat:
         ballots = [self._ballot("", granted=True), *granted]
         table = table_of(self._holding, ballots, self._clock.now())
         self.server = EmbeddedServer(
-            self.job, clock=self._clock, table=table, term=term, is_gone=self._is_gone
+            self.job, clock=self._clock, table=table, term=term, grace_of=self._grace_of
         )
         self.server.resume()
         self._reception.serve(wire.STORE, self._admit)
@@ -466,11 +468,17 @@ class Seat:
         else:
             self.server.admit(link, hello)
 
-    async def _is_gone(self, rows: Sequence[Row]) -> bool:
-        """Of a host: whether the agent with these rows is gone, as far as its machine says so."""
+    async def _grace_of(self, rows: Sequence[Row]) -> float | None:
+        """Of a host: how long to wait for the agent with these rows, whose connection has ended.
+
+        Not at all where its machine says that nobody listens at its port any more; where it lives,
+        or there is no telling, its lease tells.
+        """
         records = [row.text for row in rows if row.key.startswith(MEMBER_PREFIX)]
         address = wire.decode_value(records[0] or "{}").get("peer") if records else None
-        return not address or await lives(self._at(address)) is False
+        if not address:
+            return GRACE
+        return 0.0 if await lives(self._at(address)) is False else None
 
     def _say_where(self, link: Link, hello: wire.Hello) -> None:
         """To a client of the store, which is not hosted here."""

@@ -66,7 +66,7 @@ class EmbeddedServer:
         backlog: int = BACKLOG,
         table: Table | None = None,
         term: int = 0,
-        is_gone: Callable[[Sequence[Row]], Awaitable[bool]] | None = None,
+        grace_of: Callable[[Sequence[Row]], Awaitable[float | None]] | None = None,
         name: str = "",
     ) -> None:
         """`table` and `name` are those of a store that was served before, if it is to go on."""
@@ -88,8 +88,9 @@ class EmbeddedServer:
         #: Changes that the watchers are yet to be told.
         self._news: list[Row] = []
         self._timer: asyncio.TimerHandle | None = None
-        #: Says, given what a client had under its lease, whether it is gone for sure.
-        self._is_gone = is_gone
+        #: Says, given what a client had under its lease, for how long it may come back before it is
+        #: given up; None: until its lease ends.
+        self._grace_of = grace_of
         self._asking: set[asyncio.Task[None]] = set()
         self._departure = asyncio.Event()
         self._told = Told()
@@ -199,21 +200,22 @@ class EmbeddedServer:
 
     def _miss(self, token: str) -> None:
         """A connection has ended that had a lease; firewalls end some, too."""
-        if self._is_gone is None:
-            self._shorten(token)
+        if self._grace_of is None:
+            self._shorten(token, self._grace)
             return
         task = asyncio.create_task(self._ask_after(token), name="ask after a client")
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
 
     async def _ask_after(self, token: str) -> None:
-        """If it is gone, give it up, unless it is back in a moment; else its lease tells."""
-        assert self._is_gone is not None
-        if await self._is_gone(self._table.under(token)) and token not in self._holders:
-            self._shorten(token)
+        """Give it up as soon as may be, unless it is back by then."""
+        assert self._grace_of is not None
+        grace = await self._grace_of(self._table.under(token))
+        if grace is not None and token not in self._holders:
+            self._shorten(token, grace)
 
-    def _shorten(self, token: str) -> None:
-        self._table.shorten(token, self._clock.now() + self._grace)
+    def _shorten(self, token: str, grace: float) -> None:
+        self._table.shorten(token, self._clock.now() + grace)
         self._set_timer()
 
     # Requests
