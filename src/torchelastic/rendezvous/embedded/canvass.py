@@ -1,10 +1,11 @@
-"""Asking other agents about the host of the store: all at once, each with little patience."""
+"""Asking other agents about the host of the store: many at once, each with little patience."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -21,6 +22,8 @@ PATIENCE = 0.5
 STOPPING_PATIENCE = 5.0
 #: Seconds left for the others once enough have answered.
 LAST_CALL = 0.1
+#: Agents asked at a time, and seconds after which more are, though these are silent.
+AT_ONCE, BRISK = 64, 0.05
 
 #: What may go wrong with one agent, and says nothing of the others.
 _TROUBLE = (OSError, EOFError, asyncio.TimeoutError, NoAnswer, RendezvousError)
@@ -47,35 +50,81 @@ async def canvass(
 ) -> Returns:
     """Ask everybody; returns when all have answered, or enough, and the others had a moment."""
     returns = Returns()
-    tasks = {
-        asyncio.create_task(_ask_one(key, place, asked, returns)) for key, place in places.items()
-    }
-    patience = STOPPING_PATIENCE if asked.binding else PATIENCE
-    deadline = asyncio.get_running_loop().time() + patience
+    questions = _Questions(places, asked, returns)
     try:
-        while tasks:
-            left = deadline - asyncio.get_running_loop().time()
-            limit = LAST_CALL if enough(returns) else left
-            done, tasks = await asyncio.wait(
-                tasks, timeout=max(min(limit, left), 0.0), return_when=asyncio.FIRST_COMPLETED
-            )
-            if not done:
+        while questions.ask_more():
+            if not await questions.wait(LAST_CALL if enough(returns) else None):
                 break
     except BaseException:
         returns.close()
         raise
     finally:
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await questions.drop()
     return returns
 
 
+class _Questions:
+    """Who is being asked, and who is to be, some at a time.
+
+    Thousands of connections at once would be more than a process may have open, and to ask the
+    thousands in turn would take too long where many are silent. So as many as `AT_ONCE` are asked
+    at a time, and as many more when these have been silent for `BRISK` seconds; whoever is silent
+    for `PATIENCE` is given up. The connections of those who have voted stay, for the winner to tell
+    them: it will have as many clients.
+    """
+
+    def __init__(self, places: Mapping[str, Endpoint], asked: Canvass, returns: Returns) -> None:
+        self._asked = asked
+        self._returns = returns
+        self._next = deque(places.items())
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._time = asyncio.get_running_loop().time
+        #: When more are asked though these are silent, and when the last have had their time.
+        self._more_at = self._deadline = 0.0
+
+    def ask_more(self) -> bool:
+        """Ask as many as may be; False: nobody is left."""
+        now = self._time()
+        room = AT_ONCE - (0 if now >= self._more_at else len(self._under_way))
+        asked = [self._next.popleft() for _ in range(min(room, len(self._next)))]
+        for key, place in asked:
+            asking = _ask_one(key, place, self._asked, self._returns)
+            self._under_way.add(asyncio.create_task(asking))
+        if asked:
+            self._more_at = now + BRISK
+            self._deadline = now + _patience(self._asked)
+        return bool(self._under_way)
+
+    async def wait(self, last_call: float | None) -> bool:
+        """Wait for an answer, or until more are to be asked; within `last_call` seconds if they are
+        enough. False: this was all."""
+        now = self._time()
+        more = bool(self._next) and last_call is None
+        until = self._more_at if more else self._deadline
+        if last_call is not None:
+            until = min(until, now + last_call)
+        done, self._under_way = await asyncio.wait(
+            self._under_way,
+            timeout=max(until - now, 0.0),
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        return bool(done) or more
+
+    async def drop(self) -> None:
+        """Ask nobody any more."""
+        for task in self._under_way:
+            task.cancel()
+        if self._under_way:
+            await asyncio.wait(self._under_way)
+
+
+def _patience(asked: Canvass) -> float:
+    return STOPPING_PATIENCE if asked.binding else PATIENCE
+
+
 async def _ask_one(key: str, place: Endpoint, asked: Canvass, returns: Returns) -> None:
-    patience = STOPPING_PATIENCE if asked.binding else PATIENCE
     try:
-        link, ballot = await _exchange(place, asked, patience)
+        link, ballot = await _exchange(place, asked, _patience(asked))
     except ConnectionRefusedError:
         returns.refused.add(key)
         return
