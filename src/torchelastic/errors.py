@@ -16,6 +16,7 @@ TorchElasticError
 ├── NotEnoughNodes         fewer than min nodes for longer than allowed (exit 170)
 ├── JobClosed              the job has ended otherwise than by the end of its training
 ├── JobInterrupted         a signal asked this node to leave (exit 128 + signal)
+├── SnapshotError          a snapshot cannot be kept, found or used
 ├── SpawnError             a worker process could not be started
 ├── StopException          user code: the training is done
 ├── TransferError          state from a peer cannot be read, or is too large to send
@@ -79,6 +80,10 @@ class RendezvousNonRetryableError(RendezvousError):
 
 class CheckpointError(TorchElasticError):
     """A checkpoint cannot be written or loaded; the message names it."""
+
+
+class SnapshotError(TorchElasticError):
+    """A snapshot cannot be kept, found or used; the message says why."""
 
 
 class SpawnError(TorchElasticError):

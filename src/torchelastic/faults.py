@@ -42,6 +42,7 @@ PLACES = (
     "step.end",
     "checkpoint.write",
     "snapshot.begun",
+    "snapshot.copy",
     "snapshot.skeleton",
     "snapshot.sealing",
 )

@@ -113,6 +113,12 @@ class Publisher:
             self._publish(slot, version, private)
 
 
+def pack(private: Private) -> bytes:
+    """As bytes, which `unpack` reads."""
+    (torch, others), buffers = private
+    return b"".join((_HEAD.pack(len(torch), len(buffers)), others, torch, buffers))
+
+
 def unpack(data: bytes) -> Private:
     torch, buffers = _HEAD.unpack_from(data)
     end = len(data) - buffers

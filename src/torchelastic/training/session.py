@@ -58,6 +58,11 @@ def current() -> Session:
     return _current
 
 
+def is_entered() -> bool:
+    """Whether there is a present world."""
+    return _current is not None
+
+
 @contextmanager
 def unhurried() -> Iterator[None]:
     """What is done inside may take any time, an evaluation for example: no limit of progress."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import IO, Any
 
@@ -11,7 +12,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from torchelastic.training import ddp, parts, private, session, shared, transfer
+from torchelastic.training import ddp, keeping_agent, parts, private, session, shared, transfer
+from torchelastic.training.buffers import Buffers
+from torchelastic.training.keeping import Keeper
+from torchelastic.training.keeping_tree import Tree
 from torchelastic.training.private import Private, Publisher
 from torchelastic.training.session import Session
 from torchelastic.training.small import Hyperparameters, Saver, Value, saver_of
@@ -90,8 +94,11 @@ class TorchState(State):
         self._newborn, self._interrupted = True, False
         self._values = ("epoch", *values)
         self._objects = {name: part for name, part in given.items() if part is not None} | objects
-        self._undo = Undo(self._models, self._optimizers, self._savers(), copy=copy_before_write)
-        for name, tree in self._tree().items():
+        self._copy_before_write = copy_before_write
+        self._keeper: Keeper | None = None
+        #: Parts that are to be told of every committed step.
+        self._listeners: list[Callable[[], object]] = _listeners(self._stateful)
+        for name, tree in self._solid().items():
             parts.check(name, tree)
 
     #: The objects, which cannot be replaced, and the names of the values, which can.
@@ -100,8 +107,8 @@ class TorchState(State):
 
     @property
     def module(self) -> Any:
-        """The model as it was given, without DDP."""
-        return self._objects.get("model")
+        """The model without DDP, in the shape it was given."""
+        return _like(self._objects.get("model"), self._models)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._objects:
@@ -112,6 +119,12 @@ class TorchState(State):
         if name in self._values:
             parts.check(name, value)
         super().__setattr__(name, value)
+
+    @cached_property
+    def _undo(self) -> Undo:
+        """Made when a world is entered: a script needs none of its hooks and copies."""
+        copy = self._copy_before_write
+        return Undo(self._models, self._optimizers, self._savers(), copy=copy)
 
     def _savers(self) -> list[Saver]:
         return [
@@ -133,6 +146,11 @@ class TorchState(State):
         self._undo.undo(snapshot)
 
     def _begins_at(self) -> Version:
+        if any(
+            isinstance(model, DistributedDataParallel)
+            for model in members(self._objects.get("model"))
+        ):
+            raise TypeError("Pass the plain module as model: TorchState puts it into DDP itself.")
         return self._version
 
     def _form(self) -> list[tuple[str, str]]:
@@ -145,6 +163,8 @@ class TorchState(State):
 
     def _committed(self, version: Version) -> None:
         # Not by `self.step = ...`, at every step: `__setattr__` asks whether that is a part.
+        for tell in self._listeners:
+            tell()
         own = self.__dict__
         own["_version"], own["step"] = version, version[1]
         self._undo.committed()
@@ -221,11 +241,16 @@ class TorchState(State):
     # --- the shared state ------------------------------------------------------------------------
 
     def _tree(self) -> dict[str, Any]:
+        return self._solid() | {
+            "gradients": self._undo.gradients.tree(),
+            "copying": self._undo.writes.known,
+        }
+
+    def _solid(self) -> dict[str, Any]:
+        """What there is between any two steps."""
         return {
             "model": [shared.module_tree(model) for model in self._models],
             "optimizer": [shared.optimizer_tree(optimizer) for optimizer in self._optimizers],
-            "gradients": self._undo.gradients.tree(),
-            "copying": self._undo.writes.known,
             **self._rest(),
         }
 
@@ -253,6 +278,40 @@ class TorchState(State):
         for name in self._values:
             Value(self, name).restore(tree["values"][name])
 
+    # --- run + keep ------------------------------------------------------------------------------
+
+    def restore(self) -> int:
+        """In a script, before its loop, on all ranks: go on from the freshest state there is.
+
+        From the memory of this node, else of another one, else the latest checkpoint. Returns how
+        many steps it has committed, the same on all ranks; 0, and nothing is changed, if there is
+        none.
+        """
+        if session.is_entered():
+            raise RuntimeError("torchelastic.train restores and commits by itself.")
+        if self._keeper is None:
+            tree = Tree(self._models, self._optimizers, self._rest, self._load_rest, self._form())
+            agent = keeping_agent.connect()
+            self._keeper = Keeper(self, tree, Buffers(self._models), self._optimizers, agent)
+        step = self._keeper.restore()
+        if step is not None:
+            self._version, self.step = (FIRST[0], step), step
+        return self.step
+
+    def commit(self, step: int | None = None) -> None:
+        """In a script, after each step: the step is done, keep the state.
+
+        Parameters and optimizer state are copied behind the next forward and backward, and
+        `optimizer.step` waits for that. `step` is how many are done; one more than before if None.
+        """
+        if self._keeper is None:
+            raise RuntimeError("Call restore() before the first commit(), on all ranks.")
+        done = self.step + 1 if step is None else step
+        for tell in self._listeners:
+            tell()
+        self.step = done
+        self._keeper.commit(done)
+
     # --- checkpoints -----------------------------------------------------------------------------
 
     def save(self, stream: IO[bytes]) -> None:
@@ -269,7 +328,8 @@ class TorchState(State):
         if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
             raise ValueError("This is no checkpoint that a TorchState has written.")
         rest = parts.restore(saved["skeleton"], saved["tensors"])
-        self._undo.overwritten()
+        if "_undo" in vars(self):
+            self._undo.overwritten()
         for model, state in zip(self._models, members(saved["model"]), strict=True):
             model.load_state_dict(state)
         for optimizer, state in zip(self._optimizers, rest["optimizer"], strict=True):
@@ -324,11 +384,18 @@ def _is_trained(model: nn.Module) -> bool:
 
 
 def _modules(part: Any) -> list[nn.Module]:
+    """The models, without DDP."""
     for model in members(part):
-        if isinstance(model, DistributedDataParallel):
-            raise TypeError("Pass the plain module as model: TorchState puts it into DDP itself.")
         _expect("model", model, nn.Module)
-    return members(part)
+    return [
+        model.module if isinstance(model, DistributedDataParallel) else model
+        for model in members(part)
+    ]
+
+
+def _listeners(stateful: Mapping[str, Any]) -> list[Callable[[], object]]:
+    found = (getattr(part, "committed", None) for part in stateful.values())
+    return [method for method in found if callable(method)]
 
 
 def _optimizers(part: Any) -> list[Optimizer]:

@@ -131,15 +131,17 @@ class Link:
             raise ChannelLost(f"The agent cannot be reached any longer ({error}).") from None
         return True
 
-    def receive(self) -> tuple[dict[str, Any], int | None] | None:
+    def receive(self, *, patience: float | None = None) -> tuple[dict[str, Any], int | None] | None:
         """The next message and the descriptor that came with it, which is the caller's to close.
 
-        Waits for it. None once `wake` was called; `ChannelLost` when the agent's end is closed.
+        Waits for it, `patience` seconds at most if that is given. None if there was none by then,
+        or once `wake` was called; `ChannelLost` when the agent's end is closed.
         """
         poll = select.poll()
         poll.register(self._end, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
-        if any(descriptor == self._wake for descriptor, _ in poll.poll()):
+        ready = poll.poll(None if patience is None else patience * 1000)
+        if not ready or any(descriptor == self._wake for descriptor, _ in ready):
             return None
         try:
             data, descriptors, _, _ = socket.recv_fds(self._end, LIMIT, 1, socket.MSG_CMSG_CLOEXEC)

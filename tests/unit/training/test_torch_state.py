@@ -8,7 +8,6 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
 from tests.unit.training.undo_support import (
@@ -74,12 +73,6 @@ def test_an_object_whose_state_cannot_be_sent_is_refused():
     part.position = object()
     with pytest.raises(TypeError, match="position"):
         TorchState(tracker=part)
-
-
-def test_a_model_in_ddp_is_refused():
-    wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
-    with pytest.raises(TypeError, match="plain module"):
-        TorchState(model=wrapped)
 
 
 # --- worlds ---------------------------------------------------------------------------------------

@@ -1,0 +1,233 @@
+"""Run + keep: a script's state, kept in memory of its agent's and taken from there after a restart.
+
+    restore   all ranks tell what their nodes hold; `keeping_plan` says what to go on from
+              each rank finds and checks its pieces of it, and says whether it could
+              all could: everybody loads.  One could not: everybody tries the next
+              nothing in any memory: the latest checkpoint, read by rank 0 and sent to all
+    commit    `keeping_writer`
+
+A worker without an agent keeps nothing: it counts its steps, and checkpoints are loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from torch.optim import Optimizer
+
+from torchelastic import checkpoint, env, faults
+from torchelastic.checkpoint.manager import Saved
+from torchelastic.errors import CheckpointError, SnapshotError
+from torchelastic.snapshot.layout import SHARED, Held, Memory, Version, own
+from torchelastic.snapshot.messages import Holding, Holdings, Settled
+from torchelastic.training import keeping_exchange as exchange
+from torchelastic.training import private, transfer
+from torchelastic.training.buffers import Buffers
+from torchelastic.training.keeping_agent import Holder
+from torchelastic.training.keeping_plan import Node, Nodes, bases, lacking, source
+from torchelastic.training.keeping_tree import Stored, Tree
+from torchelastic.training.keeping_writer import Place, Writer
+
+log = logging.getLogger(__name__)
+
+#: Where a training begins that nothing is known of.
+NOTHING: Version = (-1, 0)
+
+
+@dataclass
+class _Found:
+    """The pieces of a version, found whole. The memories stay open until they are loaded."""
+
+    shared: Stored
+    own: private.Private | None
+    memories: list[Memory] = field(default_factory=list)
+
+    def close(self) -> None:
+        for memory in self.memories:
+            memory.close()
+
+
+class Keeper:
+    """Keeps one state, in one worker of one generation."""
+
+    def __init__(
+        self,
+        state: Saved,
+        tree: Tree,
+        buffers: Buffers,
+        optimizers: Sequence[Optimizer],
+        holder: Holder | None,
+    ) -> None:
+        faults.load()
+        self._state, self._tree, self._buffers, self._holder = state, tree, buffers, holder
+        self._private = private.Reader(buffers).read
+        self.rank, self.size = exchange.place()
+        self.generation = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self._first = False
+        self._writer: Writer | None = None
+        self._committed: Version = NOTHING
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._before_write)
+        if holder is None:
+            log.info("No agent holds memory for this process: commit() only counts steps.")
+
+    def _before_write(self, *_: object) -> None:
+        if self._writer is not None:
+            self._writer.before_write()
+
+    # --- commit ----------------------------------------------------------------------------------
+
+    def commit(self, step: int) -> None:
+        """So many steps are done: publish the state."""
+        version = (self.generation, step)
+        if version <= self._committed:
+            raise ValueError(
+                f"Step {step} cannot be committed after step {self._committed[1]}: steps are "
+                "committed in order, and each once."
+            )
+        self._committed = version
+        if faults.planned:
+            faults.position(rank=self.rank, step=step, generation=self.generation)
+        if self._writer is not None:
+            flat = self._tree.flatten() if self._first else None
+            self._writer.publish(version, flat, private.pack(self._private()))
+
+    # --- restore ---------------------------------------------------------------------------------
+
+    def restore(self) -> int | None:
+        """Bring all ranks to the freshest state there is; its step, None if there is none."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        here, nodes = self._tell_each_other()
+        base = self._from_memory(here, nodes) or self._from_checkpoint()
+        settled = base if base is not None else NOTHING
+        if self._holder is not None:
+            self._first = nodes[here].first == self.rank
+            place = Place(self.rank, self.size, self.generation, self._first, settled)
+            self._writer = Writer(self._holder, place)
+            self._holder.tell(Settled(settled, self.generation))
+        self._committed = max(self._committed, (self.generation, settled[1]))
+        return base[1] if base is not None else None
+
+    def _tell_each_other(self) -> tuple[str, Nodes]:
+        """Collective: the name of this node, and what all of them hold."""
+        holdings = self._inventory()
+        # With --virtual-local-rank all are 0, and say the same.
+        speaks = env.get("LOCAL_RANK", "0") == "0"
+        told = [
+            [held.piece, *held.version, held.bytes, held.rank, held.size]
+            for held in holdings.holdings
+        ]
+        said = exchange.gather([holdings.node, holdings.peer, told if speaks else []])
+        return holdings.node, nodes_of(said)
+
+    def _inventory(self) -> Holdings:
+        try:
+            if self._holder is not None:
+                return self._holder.inventory()
+        except SnapshotError as error:
+            log.warning("Nothing is kept in this generation: %s", error)
+            self._holder = None
+        return Holdings(0, (), node=f"rank {self.rank}")
+
+    def _from_memory(self, here: str, nodes: Nodes) -> Version | None:
+        for version in bases(nodes, self.size):
+            found = self._find(here, nodes, version)
+            if exchange.all_of_them(found is not None) and found is not None:
+                self._load(found, version, lacking(nodes, version, self.size))
+                found.close()
+                return version
+            if found is not None:
+                found.close()
+        return None
+
+    def _find(self, here: str, nodes: Nodes, version: Version) -> _Found | None:
+        """This rank's pieces of a version, checked; None, and the log says why, if it cannot."""
+        memories: list[Memory] = []
+        try:
+            shared = self._held(here, nodes, SHARED, version, memories)
+            if shared is None:
+                raise SnapshotError("no node that has it can be reached")
+            stored = self._tree.read(shared.skeleton, shared.data)
+            mine = self._held(here, nodes, own(self.rank), version, memories)
+            found = private.unpack(bytes(mine.data)) if mine is not None else None
+            return _Found(stored, found, memories)
+        except SnapshotError as error:
+            log.warning("The snapshot of step %d cannot be used here: %s", version[1], error)
+            for memory in memories:
+                memory.close()
+            return None
+
+    def _held(
+        self, here: str, nodes: Nodes, piece: str, version: Version, memories: list[Memory]
+    ) -> Held | None:
+        """A piece, wherever it is; None if nobody has it."""
+        name = source(nodes, here, piece, version)
+        if name is None or self._holder is None:
+            return None
+        memory = self._holder.open(piece, version, "" if name == here else nodes[name].peer)
+        memories.append(memory)
+        held = memory.find(version)
+        if held is None or not held.is_whole():
+            raise SnapshotError(f"the memory of '{piece}' is damaged")
+        return held
+
+    def _load(self, found: _Found, version: Version, lost: Sequence[int]) -> None:
+        self._tree.load(found.shared)
+        self._buffers.find()
+        if found.own is not None:
+            private.restore(found.own, self._buffers)
+        log.info("Going on from step %d, found in memory.", version[1])
+        if lost and self.rank == 0:
+            log.warning(
+                "What ranks %s had of their own at step %d is lost: their random states are those "
+                "the script has made.",
+                ", ".join(map(str, lost)),
+                version[1],
+            )
+
+    def _from_checkpoint(self) -> Version | None:
+        """Rank 0 reads it and sends it: storage need not be shared, nor be read by all."""
+        step: int | None = None
+        wrong = ""
+        if self.rank == 0 and checkpoint.get_checkpoint_manager() is not None:
+            try:
+                step = checkpoint.load_latest(self._state)
+            except CheckpointError as error:
+                wrong = str(error)
+        step, wrong = exchange.gather([step, wrong])[0]
+        if wrong:
+            raise CheckpointError(wrong)
+        if step is None:
+            return None
+        if self.size > 1:
+            self._share()
+        return (NOTHING[0], step)
+
+    def _share(self) -> None:
+        """Collective: give rank 0's state to all."""
+        world: Any = SimpleNamespace(rank=self.rank, size=self.size, received=0)
+        own_tree = self._tree.whole()
+        tree = own_tree if self.rank == 0 else None
+        received = transfer.share(world, tree, holders=[0], into=own_tree if self.rank else None)
+        if self.rank != 0:
+            self._tree.put(received)
+
+
+def nodes_of(said: Sequence[Any]) -> dict[str, Node]:
+    """The nodes of a world, by what each rank says: its node, the agent's address, what is held."""
+    found: dict[str, Node] = {}
+    for rank, (name, peer, told) in enumerate(said):
+        holdings = tuple(
+            Holding(piece, (generation, step), size, writer, world)
+            for piece, generation, step, size, writer, world in told
+        )
+        known = found.get(name)
+        if known is None or (holdings and not known.holdings):
+            found[name] = Node(peer, holdings, known.first if known is not None else rank)
+    return found

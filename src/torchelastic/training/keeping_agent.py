@@ -1,0 +1,121 @@
+"""The worker's agent, as the one who holds snapshots: asked with patience, never waited for long.
+
+For a worker that runs a script: it is alone on its channel. A resident one has a control thread
+there (`control`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from itertools import count
+from typing import Protocol
+
+from torchelastic.errors import ChannelLost, SnapshotError
+from torchelastic.snapshot.layout import Memory, Version
+from torchelastic.snapshot.messages import (
+    Answer,
+    Fetch,
+    Granted,
+    Holdings,
+    Inventory,
+    Open,
+    Opened,
+    Refused,
+    Request,
+    Room,
+    Sealed,
+    Settled,
+    from_json,
+    to_json,
+)
+from torchelastic.worker import channel
+
+#: How long an agent may take to answer, and to bring a snapshot from another node.
+PATIENCE, FETCH_PATIENCE = 30.0, 600.0
+
+
+class Holder(Protocol):
+    """What a keeper asks of an agent."""
+
+    def inventory(self) -> Holdings: ...
+
+    def room(self, piece: str, size: int, skeleton: int) -> Memory: ...
+
+    def open(self, piece: str, version: Version, peer: str) -> Memory: ...
+
+    def tell(self, message: Sealed | Settled) -> None: ...
+
+
+class Agent:
+    """A `Holder` at the other end of this worker's channel. One thread at a time asks."""
+
+    def __init__(self, link: channel.Link) -> None:
+        self._link = link
+        self._numbers = count(1)
+
+    def inventory(self) -> Holdings:
+        """What this node holds."""
+        answer, descriptor = self._ask(Inventory(next(self._numbers)), PATIENCE)
+        if descriptor is not None:
+            os.close(descriptor)
+        if not isinstance(answer, Holdings):
+            raise SnapshotError(f"The agent does not say what it holds: {_words(answer)}")
+        return answer
+
+    def room(self, piece: str, size: int, skeleton: int) -> Memory:
+        """Memory to write a piece to; `SnapshotError` says why there is none."""
+        return self._memory(Room(next(self._numbers), piece, size, skeleton), PATIENCE)
+
+    def open(self, piece: str, version: Version, peer: str) -> Memory:
+        """Memory that holds a piece; `peer` is where another node has it, empty if this one has."""
+        number = next(self._numbers)
+        if peer:
+            return self._memory(Fetch(number, piece, version, peer), FETCH_PATIENCE)
+        return self._memory(Open(number, piece, version), PATIENCE)
+
+    def tell(self, message: Sealed | Settled) -> None:
+        """Without waiting; it may get lost."""
+        channel.send(to_json(message))
+
+    def _memory(self, request: Room | Open | Fetch, patience: float) -> Memory:
+        answer, descriptor = self._ask(request, patience)
+        if not isinstance(answer, Granted | Opened) or descriptor is None:
+            raise SnapshotError(_words(answer))
+        try:
+            return Memory(descriptor, writable=isinstance(answer, Granted))
+        except (OSError, ValueError) as error:
+            raise SnapshotError(f"The memory from the agent cannot be used: {error}.") from None
+        finally:
+            os.close(descriptor)
+
+    def _ask(self, request: Request, patience: float) -> tuple[Answer, int | None]:
+        try:
+            self._link.tell(to_json(request), patience=patience)
+            return self._answer(request.request, time.monotonic() + patience)
+        except ChannelLost as error:
+            raise SnapshotError(str(error)) from None
+
+    def _answer(self, number: int, deadline: float) -> tuple[Answer, int | None]:
+        """The answer to this request; one that came too late for an earlier one is dropped."""
+        while (left := deadline - time.monotonic()) > 0:
+            received = self._link.receive(patience=left)
+            if received is None:
+                break
+            message, descriptor = received
+            answer = from_json(message)
+            if isinstance(answer, Answer) and answer.request == number:
+                return answer, descriptor
+            if descriptor is not None:
+                os.close(descriptor)
+        raise SnapshotError("The agent has not answered in time.")
+
+
+def _words(answer: Answer) -> str:
+    return answer.sentence if isinstance(answer, Refused) else f"It answered {answer}."
+
+
+def connect() -> Agent | None:
+    """The agent of this worker; None in a process that has none."""
+    link = channel.link()
+    return Agent(link) if link is not None else None

@@ -1,0 +1,225 @@
+"""A state as it is kept: a skeleton, and the bytes of its tensors one after the other.
+
+The skeleton has three lines of JSON: a number that tells one form of state from another, and the
+skeletons (`parts`) of two halves. The *lasting* half is what only `optimizer.step` writes,
+parameters and optimizer state: nearly all of the bytes, in the same tensors step after step. The
+*passing* half is everything else: buffers, hyperparameters, and the other parts of the state.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchelastic.errors import SnapshotError, TransferError
+from torchelastic.training import fitting, parts, shared
+from torchelastic.training.parts import Spec
+
+#: Where a tensor begins in a buffer.
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A state taken apart. Its tensors are the state's own memory wherever possible."""
+
+    skeleton: bytes
+    lasting: Sequence[torch.Tensor]
+    passing: Sequence[torch.Tensor]
+
+
+class Tree:
+    """What is kept of some modules and optimizers, and of the rest of a state."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        rest: Callable[[], Mapping[str, Any]],
+        put_rest: Callable[[Mapping[str, Any]], None],
+        form: fitting.Form,
+    ) -> None:
+        """`rest` says what else there is, `put_rest` puts it back."""
+        self._modules, self._optimizers = modules, optimizers
+        self._rest, self._put_rest = rest, put_rest
+        self._form = str(fitting.number_of(form))
+        #: The lasting half as it was flattened last, and of which tensors it was made.
+        self._marks: list[tuple[int, int]] = []
+        self._flat: tuple[str, list[torch.Tensor]] | None = None
+
+    def flatten(self) -> Flat:
+        """The state now."""
+        lasting, tensors = self._flatten_lasting()
+        passing, others = parts.flatten(self._passing())
+        return Flat("\n".join((self._form, lasting, passing)).encode(), tensors, others)
+
+    def _flatten_lasting(self) -> tuple[str, list[torch.Tensor]]:
+        """Anew only if it is in other tensors: a model may have thousands."""
+        marks = self._current_marks()
+        if marks is None:
+            return parts.flatten(self._lasting())
+        if self._flat is None or marks != self._marks:
+            self._marks, self._flat = marks, parts.flatten(self._lasting())
+        return self._flat
+
+    def _current_marks(self) -> list[tuple[int, int]] | None:
+        """By which the tensors are known; None if there is more than tensors, such as numbers."""
+        tensors: list[torch.Tensor] = []
+        for module in self._modules:
+            tensors.extend(module.parameters())
+        for optimizer in self._optimizers:
+            for entries in optimizer.state.values():
+                for value in entries.values():
+                    if not isinstance(value, torch.Tensor):
+                        return None
+                    tensors.append(value)
+        return [(id(one), one.data_ptr()) for one in tensors]
+
+    def _lasting(self) -> dict[str, Any]:
+        return {
+            "parameters": [dict(module.named_parameters()) for module in self._modules],
+            "state": [shared.optimizer_tree(one)["state"] for one in self._optimizers],
+        }
+
+    def _passing(self) -> dict[str, Any]:
+        return {
+            "buffers": [dict(module.named_buffers()) for module in self._modules],
+            "groups": [shared.optimizer_tree(one)["groups"] for one in self._optimizers],
+            "rest": self._rest(),
+        }
+
+    # --- taking it back --------------------------------------------------------------------------
+
+    def read(self, skeleton: bytes, data: memoryview) -> Stored:
+        """A state found in memory. `SnapshotError` if it is none, or not one of this training."""
+        try:
+            form, lasting, passing = skeleton.decode().split("\n")
+            stored = Stored(lasting, passing, parts.specs(lasting), parts.specs(passing), data)
+        except (ValueError, TransferError) as error:
+            raise SnapshotError(f"A snapshot cannot be read: {error}.") from None
+        if form != self._form:
+            raise SnapshotError(
+                "A snapshot is of another model, or has other parts, than this script's state."
+            )
+        if stored.size > len(data):
+            raise SnapshotError("A snapshot is shorter than its skeleton says.")
+        return stored
+
+    def load(self, stored: Stored) -> None:
+        """Put it into the modules, the optimizers and the rest."""
+        own = dict(parts.tensors_by_path(self._lasting()))
+        tensors = stored.tensors(lambda spec: _room(spec, own.get(spec.path)))
+        count = len(stored.lasting_specs)
+        lasting = parts.restore(stored.lasting, tensors[:count])
+        passing = parts.restore(stored.passing, tensors[count:])
+        self.put([lasting, passing])
+
+    def whole(self) -> list[dict[str, Any]]:
+        """Both halves, as they can be sent to others."""
+        return [self._lasting(), self._passing()]
+
+    def put(self, whole: Sequence[Mapping[str, Any]]) -> None:
+        """Take both halves; a tensor that lies where it belongs is not copied."""
+        lasting, passing = whole
+        for module, parameters, buffers in zip(
+            self._modules, lasting["parameters"], passing["buffers"], strict=True
+        ):
+            shared.load_module(module, {"parameters": parameters, "buffers": buffers})
+        for optimizer, state, groups in zip(
+            self._optimizers, lasting["state"], passing["groups"], strict=True
+        ):
+            shared.load_optimizer(optimizer, {"state": state, "groups": groups})
+        self._put_rest(passing["rest"])
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A state that lies in memory."""
+
+    lasting: str
+    passing: str
+    lasting_specs: Sequence[Spec]
+    passing_specs: Sequence[Spec]
+    data: memoryview
+
+    @property
+    def size(self) -> int:
+        return total([spec.nbytes for spec in (*self.lasting_specs, *self.passing_specs)])
+
+    def tensors(self, room_for: Callable[[Spec], torch.Tensor]) -> list[torch.Tensor]:
+        """Its tensors, copied to where there is room for each."""
+        specs = [*self.lasting_specs, *self.passing_specs]
+        found = []
+        begin = address_of(self.data)
+        for spec, offset in zip(specs, offsets([spec.nbytes for spec in specs]), strict=True):
+            tensor = room_for(spec)
+            copy_in(tensor, begin + offset)
+            found.append(tensor)
+        return found
+
+
+def _room(spec: Spec, own: torch.Tensor | None) -> torch.Tensor:
+    """In the tensor that is there, if its bytes fit: optimizers and DDP refer to it."""
+    return own.detach() if own is not None and spec.describes(own) else spec.empty()
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+def offsets(sizes: Sequence[int]) -> Iterator[int]:
+    """Where in a buffer each of several tensors begins."""
+    at = 0
+    for size in sizes:
+        yield at
+        at += -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def total(sizes: Sequence[int]) -> int:
+    """How long the buffer is."""
+    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+
+
+def address_of(data: memoryview) -> int:
+    """Where bytes lie. The view must be kept until the address is not used any more."""
+    if not len(data):
+        return 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it must not be written, which nobody does
+        return torch.frombuffer(data, dtype=torch.uint8).data_ptr()
+
+
+@torch.no_grad()
+def copy_out(tensor: torch.Tensor, address: int) -> None:
+    """The tensor's elements to memory, by one thread and without the interpreter's lock.
+
+    (`Tensor.copy_` would take the threads of the training for it.)
+    """
+    if tensor.device.type == "cpu" and parts.is_dense(tensor):
+        ctypes.memmove(address, tensor.data_ptr(), tensor.nbytes)
+    elif tensor.nbytes:
+        _bytes_at(address, tensor.nbytes).copy_(_bytes_of(tensor))
+
+
+@torch.no_grad()
+def copy_in(tensor: torch.Tensor, address: int) -> None:
+    """Elements from memory into a tensor without gaps."""
+    if tensor.device.type == "cpu":
+        ctypes.memmove(tensor.data_ptr(), address, tensor.nbytes)
+    elif tensor.nbytes:
+        _bytes_of(tensor).copy_(_bytes_at(address, tensor.nbytes))
+
+
+def _bytes_at(address: int, count: int) -> torch.Tensor:
+    memory = (ctypes.c_char * count).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return parts.in_memory_order(tensor).contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,153 @@
+"""A holder of snapshots in this process, and a training that notices whatever is not kept."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from torchelastic.errors import SnapshotError
+from torchelastic.snapshot.layout import Memory, Sizes, Version, buffers_for, create
+from torchelastic.snapshot.messages import Holding, Holdings, Sealed, Settled
+from torchelastic.training.torch_state import TorchState
+
+
+class Shelf:
+    """Memories as an agent has them: they outlive whoever writes to them."""
+
+    def __init__(self) -> None:
+        self.descriptors: dict[str, int] = {}
+        self.told: list[Sealed | Settled] = []
+        self.refusal = ""
+        #: Cleared: it does not answer.
+        self.answering = threading.Event()
+        self.answering.set()
+
+    def inventory(self) -> Holdings:
+        held = tuple(
+            Holding(piece, one.version, len(one.data), one.rank, one.size)
+            for piece, memory in self.memories()
+            for one in memory.holdings()
+        )
+        return Holdings(1, held, node="here")
+
+    def memories(self) -> Iterator[tuple[str, Memory]]:
+        for piece, descriptor in self.descriptors.items():
+            memory = Memory(descriptor)
+            yield piece, memory
+            memory.close()
+
+    def room(self, piece: str, size: int, skeleton: int) -> Memory:
+        assert self.answering.wait(30)
+        if self.refusal:
+            raise SnapshotError(self.refusal)
+        if piece in self.descriptors:
+            memory = Memory(self.descriptors[piece])
+            if size <= memory.sizes.bytes and skeleton <= memory.sizes.skeleton:
+                return memory
+            memory.close()
+            os.close(self.descriptors.pop(piece))
+        self.descriptors[piece] = create(Sizes(size, skeleton, buffers_for(piece)))
+        return Memory(self.descriptors[piece])
+
+    def open(self, piece: str, version: Version, peer: str) -> Memory:
+        assert not peer, "there is no other node"
+        return Memory(self.descriptors[piece], writable=False)
+
+    def tell(self, message: Sealed | Settled) -> None:
+        self.told.append(message)
+
+    def versions(self, piece: str) -> list[Version]:
+        return [held.version for held in self.inventory().holdings if held.piece == piece]
+
+    def damage(self, piece: str, version: Version) -> None:
+        """Change one byte of what is kept."""
+        memory = Memory(self.descriptors[piece])
+        held = memory.find(version)
+        assert held is not None
+        at = memory.sizes.buffer_at(held.index) + len(held.data) // 2
+        old = os.pread(self.descriptors[piece], 1, at)
+        os.pwrite(self.descriptors[piece], bytes([old[0] ^ 1]), at)
+        memory.close()
+
+    def close(self) -> None:
+        for descriptor in self.descriptors.values():
+            os.close(descriptor)
+
+
+class Data:
+    """A position that counts only what was committed."""
+
+    def __init__(self) -> None:
+        self.position = self.taken = 0
+
+    def next(self) -> torch.Tensor:
+        self.taken += 1
+        generator = torch.Generator().manual_seed(self.position + self.taken)
+        return torch.randn(8, 16, generator=generator)
+
+    def committed(self) -> None:
+        self.position += self.taken
+        self.taken = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position, self.taken = state["position"], 0
+
+
+def build(width: int = 256, seed: int = 3) -> TorchState:
+    """What a script does when it starts. The seed of a restarted one must not matter."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    model = nn.Sequential(
+        nn.Linear(16, width),
+        nn.BatchNorm1d(width),
+        nn.Dropout(0.2),
+        nn.Linear(width, width),
+        nn.Linear(width, 4),
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    return TorchState(
+        model=model,
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        sampler=Data(),
+        best=torch.zeros(3),
+    )
+
+
+def step(state: TorchState) -> None:
+    """One step, as a script has it."""
+    loss = state.model(state.sampler.next()).square().mean() * (1 + random.random())
+    state.optimizer.zero_grad()
+    loss.backward()
+    state.optimizer.step()
+    state.scheduler.step()
+    state.best = state.best + loss.detach()
+
+
+def train(state: TorchState, until: int) -> None:
+    for _ in range(state.step, until):
+        step(state)
+        state.commit()
+
+
+def finish(state: TorchState) -> None:
+    """The worker ends; until then its last snapshot may not be sealed."""
+    assert state._keeper is not None
+    if state._keeper._writer is not None:
+        state._keeper._writer.close()
+
+
+def fingerprint(state: TorchState) -> list[object]:
+    tensors = [*state.module.state_dict().values(), state.best, torch.get_rng_state()]
+    for entries in state.optimizer.state.values():
+        tensors.extend(entries.values())
+    rest = [state.sampler.state_dict(), state.scheduler.state_dict(), random.random()]
+    return [[one.tolist() for one in tensors], rest]

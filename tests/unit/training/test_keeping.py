@@ -1,0 +1,316 @@
+"""Run + keep, with an agent's memory in this process: what comes back is what was committed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support import poll_for
+from tests.unit.training.keep_support import Shelf, build, fingerprint, finish, step, train
+from torchelastic.checkpoint import FileSystemCheckpointManager, save, set_checkpoint_manager
+from torchelastic.checkpoint import finish as finish_checkpoints
+from torchelastic.errors import CheckpointError
+from torchelastic.snapshot.layout import SHARED, own
+from torchelastic.snapshot.messages import Settled
+from torchelastic.training import keeping_agent, keeping_exchange, keeping_writer, session
+from torchelastic.training.torch_state import TorchState
+
+
+@pytest.fixture
+def shelf(monkeypatch):
+    made = Shelf()
+    monkeypatch.setattr(keeping_agent, "connect", lambda: made)
+    generation(monkeypatch, 0)
+    yield made
+    made.close()
+
+
+def generation(monkeypatch, number):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+
+
+@pytest.fixture
+def expected():
+    """Ten steps that nothing has interrupted."""
+    state = build()
+    for _ in range(10):
+        step(state)
+        state.sampler.committed()
+        state.step += 1
+    return fingerprint(state)
+
+
+def test_a_restarted_script_goes_on_to_the_same_bits(shelf, expected, monkeypatch):
+    state = build()
+    assert state.restore() == 0
+    train(state, 4)
+    step(state)  # in flight when it ends
+    finish(state)
+    for number, until in ((1, 7), (2, 10)):
+        generation(monkeypatch, number)
+        state = build(seed=90 + number)
+        assert state.restore() == state.step > 0
+        train(state, until)
+        finish(state)
+    assert fingerprint(state) == expected
+    assert shelf.versions(SHARED) == [(2, 10), (2, 9)]
+    assert Settled((1, 7), 2) in shelf.told
+
+
+def test_what_is_small_is_of_the_moment_of_the_commit(shelf, monkeypatch):
+    """The next forward changes buffers and random states while the rest is copied."""
+    goes_on = hold_copies(monkeypatch)
+    state = build()
+    state.restore()
+    train(state, 1)
+    before = fingerprint(state)[0]
+    state.model(state.sampler.next())
+    state.best.add_(1)
+    goes_on.set()
+    finish(state)
+    again = build(seed=9)
+    assert again.restore() == 1
+    assert fingerprint(again)[0] == before
+
+
+def hold_copies(monkeypatch):
+    """Copies wait for the event that is returned."""
+    goes_on, copy = threading.Event(), keeping_writer._copy
+
+    def held(job, begin):
+        assert goes_on.wait(30)
+        copy(job, begin)
+
+    monkeypatch.setattr(keeping_writer, "_copy", held)
+    return goes_on
+
+
+def test_the_optimizer_waits_for_the_copy_and_nothing_else_does(shelf, monkeypatch):
+    goes_on = hold_copies(monkeypatch)
+    state = build()
+    state.restore()
+    train(state, 1)
+    before = state.module[3].weight.detach().clone()
+    trainer = threading.Thread(target=step, args=(state,))
+    trainer.start()
+    poll_for(lambda: state.sampler.taken == 1, what="the next step")
+    assert torch.equal(state.module[3].weight, before)
+    goes_on.set()
+    trainer.join()
+    assert not torch.equal(state.module[3].weight, before)
+    finish(state)
+    again = build(seed=9)
+    again.restore()
+    assert torch.equal(again.module[3].weight, before)
+
+
+def test_a_write_outside_the_optimizer_voids_the_snapshot_and_is_told(shelf, monkeypatch, caplog):
+    goes_on = hold_copies(monkeypatch)
+    state = build()
+    state.restore()
+    train(state, 1)
+    with torch.no_grad():
+        state.module[3].weight.mul_(0.5)
+    goes_on.set()
+    step(state)
+    state.commit()
+    assert shelf.versions(SHARED) == []
+    assert "written to after commit()" in caplog.text
+    with torch.no_grad():
+        state.module[3].weight.mul_(0.5)  # copied by now: it does no harm any more
+    finish(state)
+    assert shelf.versions(SHARED) == [(0, 2)]
+    assert caplog.text.count("written to after commit()") == 1
+
+
+def test_a_damaged_snapshot_is_passed_over(shelf, caplog):
+    state = build()
+    state.restore()
+    train(state, 5)
+    finish(state)
+    shelf.damage(SHARED, (0, 5))
+    assert build().restore() == 4
+    assert "The snapshot of step 5 cannot be used here" in caplog.text
+    shelf.damage(own(0), (0, 4))
+    assert build().restore() == 0
+
+
+def test_all_fall_back_when_another_rank_cannot(shelf, monkeypatch):
+    """Nothing was overwritten by then."""
+    state = build()
+    state.restore()
+    train(state, 3)
+    finish(state)
+    monkeypatch.setattr(keeping_exchange, "all_of_them", lambda well: False)
+    again = build(seed=11)
+    before = [one.clone() for one in again.module.parameters()]
+    assert again.restore() == 0
+    assert all(map(torch.equal, again.module.parameters(), before))
+
+
+def test_another_model_is_not_loaded_over_this_one(shelf, caplog):
+    state = build()
+    state.restore()
+    train(state, 2)
+    finish(state)
+    assert build(width=128).restore() == 0
+    assert "another model" in caplog.text
+
+
+def test_a_refusal_is_told_once_and_training_goes_on(shelf, caplog):
+    shelf.refusal = "The node has no room for it."
+    state = build()
+    state.restore()
+    train(state, 4)
+    finish(state)
+    assert state.step == 4
+    assert [record.getMessage() for record in caplog.records if record.levelno >= 30] == [
+        f"Training goes on without snapshots of '{piece}': {shelf.refusal}"
+        for piece in (own(0), SHARED)
+    ]
+
+
+def test_an_agent_that_does_not_answer_holds_up_nobody(shelf, monkeypatch):
+    monkeypatch.setattr(keeping_writer, "FIRST_WAIT", 0.01)
+    shelf.answering.clear()
+    state = build()
+    state.restore()
+    train(state, 3)
+    assert shelf.versions(SHARED) == []
+    shelf.answering.set()
+    poll_for(lambda: set(shelf.descriptors) == {SHARED, own(0)}, what="its answers")
+    poll_for(lambda: train(state, state.step + 1) or shelf.versions(SHARED), what="a snapshot")
+    finish(state)
+
+
+def test_a_state_that_grows_gets_more_room(shelf):
+    state = build()
+    state.restore()
+    train(state, 1)
+    state.best = torch.ones(100_000)
+    train(state, 2)
+    finish(state)
+    again = build()
+    assert again.restore() == 2
+    assert len(again.best) == 100_000
+
+
+def test_a_snapshot_that_cannot_be_written_stops_nothing(shelf, monkeypatch, caplog):
+    def fails(job, begin):
+        raise OSError("no")
+
+    monkeypatch.setattr(keeping_writer, "_copy", fails)
+    state = build()
+    state.restore()
+    train(state, 3)
+    finish(state)
+    assert caplog.text.count("could not be written") == 1
+    assert shelf.versions(SHARED) == []
+
+
+def test_flattened_once_as_long_as_the_tensors_are_the_same(shelf):
+    state = build()
+    state.restore()
+    train(state, 1)
+    tree = state._keeper._tree
+    first = tree._flat
+    train(state, 2)
+    assert tree._flat is first
+    state.module[3].weight.data = state.module[3].weight.data.clone()
+    train(state, 3)
+    assert tree._flat is not first
+    finish(state)
+
+
+# --- without an agent -----------------------------------------------------------------------------
+
+
+def test_a_plain_process_counts(monkeypatch, caplog):
+    monkeypatch.setattr(keeping_agent, "connect", lambda: None)
+    caplog.set_level(logging.INFO)
+    state = build()
+    assert state.restore() == 0
+    train(state, 3)
+    assert state.step == 3
+    assert state.sampler.position == 3
+    assert caplog.text.count("only counts steps") == 1
+
+
+def test_several_ranks_need_a_process_group(monkeypatch):
+    monkeypatch.setattr(keeping_agent, "connect", lambda: None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        build().restore()
+
+
+def test_steps_are_committed_in_order(shelf):
+    state = build()
+    with pytest.raises(RuntimeError, match="restore"):
+        state.commit()
+    state.restore()
+    state.commit(step=5)
+    with pytest.raises(ValueError, match="Step 5 cannot be committed after step 5"):
+        state.commit(step=5)
+    finish(state)
+
+
+def test_train_restores_by_itself(monkeypatch):
+    monkeypatch.setattr(session, "_current", object())
+    with pytest.raises(RuntimeError, match="by itself"):
+        build().restore()
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stored(tmp_path):
+    manager = FileSystemCheckpointManager(tmp_path / "checkpoints")
+    set_checkpoint_manager(manager)
+    yield manager
+    finish_checkpoints()
+    set_checkpoint_manager(None)
+
+
+def test_the_checkpoint_is_for_when_no_memory_is_left(shelf, stored, monkeypatch):
+    state = build()
+    state.restore()
+    train(state, 2)
+    save(state, 2)
+    finish_checkpoints()
+    parameters = [one.detach().clone() for one in state.module.parameters()]
+    train(state, 3)
+    finish(state)
+    assert build().restore() == 3
+    monkeypatch.setattr(keeping_agent, "connect", lambda: None)
+    again = build(seed=8)
+    assert again.restore() == 2
+    assert all(map(torch.equal, again.module.parameters(), parameters))
+    train(again, 3)
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_an_error(shelf, stored):
+    save(build(width=128), 7)
+    finish_checkpoints()
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        build().restore()
+
+
+# --- DDP ------------------------------------------------------------------------------------------
+
+
+def test_a_model_in_ddp_is_kept_without_it(shelf):
+    wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.module = nn.Linear(2, 2)
+    state = TorchState(model=wrapped)
+    assert state.model is wrapped
+    assert state.module is wrapped.module
+    assert [name for name, _ in state._form()][:1] == ["parameter 'weight'"]
+    with pytest.raises(TypeError, match="plain module"):
+        state._begins_at()  # what `train` asks first

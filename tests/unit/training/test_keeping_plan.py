@@ -1,0 +1,88 @@
+"""Which snapshot a world goes on from: a table of what nodes hold and what follows."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from torchelastic.snapshot.layout import SHARED, own
+from torchelastic.snapshot.messages import Holding
+from torchelastic.training.keeping_plan import Node, bases, is_reachable, lacking, source
+
+
+def holding(text, size):
+    """`s5` the shared piece of version (0, 5), `2.s5` of (2, 5), `r1.5` rank 1's own of (0, 5)."""
+    generation, rank, step = re.fullmatch(r"(?:(\d+)\.)?(?:s|r(\d+)\.)(\d+)", text).groups()
+    piece = SHARED if rank is None else own(int(rank))
+    return Holding(piece, (int(generation or 0), int(step)), 8, int(rank or 0), size)
+
+
+def nodes(*held, size=2, peers=True):
+    """One node for each text of holdings, a rank each."""
+    return {
+        f"n{number}": Node(
+            f"host{number}:1" if peers else "",
+            tuple(holding(word, size) for word in text.split()),
+            number,
+        )
+        for number, text in enumerate(held)
+    }
+
+
+TABLE = [
+    ("nothing at all", ("", ""), []),
+    ("own pieces alone are of no use", ("r0.4", "r1.4"), []),
+    ("all have the same two", ("s4 s5 r0.4 r0.5", "s4 s5 r1.4 r1.5"), [(0, 5), (0, 4)]),
+    ("one is torn on one node", ("s4 r0.4 r0.5", "s4 s5 r1.4 r1.5"), [(0, 5), (0, 4)]),
+    ("rank 1 had not got to 5", ("s4 s5 r0.4 r0.5", "s3 s4 r1.3 r1.4"), [(0, 4), (0, 5), (0, 3)]),
+    ("rank 1's are gone", ("s4 s5 r0.4 r0.5", ""), [(0, 5), (0, 4)]),
+    ("rank 1's replica is behind", ("s4 s5 r0.4 r0.5 r1.2", ""), [(0, 5), (0, 4)]),
+    ("rank 1's replica is here", ("s4 s5 r0.4 r0.5 r1.4 r1.5", ""), [(0, 5), (0, 4)]),
+    ("generation before step", ("s9 r0.9 r1.9", "1.s7 1.r0.7 1.r1.7"), [(1, 7), (0, 9)]),
+    ("whole but of long ago", ("s2 r0.2 r1.2", "5.s80"), [(5, 80), (0, 2)]),
+    ("whole but three versions behind", ("s5 s4", "s3 r0.3 r1.3"), [(0, 5), (0, 4), (0, 3)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("held", "expected"), [row[1:] for row in TABLE], ids=[r[0] for r in TABLE]
+)
+def test_bases_in_the_order_they_are_tried(held, expected):
+    assert bases(nodes(*held), 2) == expected
+
+
+def test_what_no_other_node_can_fetch_is_no_base():
+    assert bases(nodes("s5 r0.5", "s4 r1.4", peers=False), 2) == []
+    assert bases(nodes("s4 s5", "s4", peers=False), 2) == [(0, 4)]
+    assert bases(nodes("s5 r0.5", peers=False), 1) == [(0, 5)]
+    assert not is_reachable({}, SHARED, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("size", "written", "held", "expected"),
+    [
+        (2, 2, "s5 r0.5 r1.5", []),
+        (2, 2, "s5 r0.5", [1]),
+        (1, 2, "s5 r0.5", []),  # smaller than it was: rank 1 is nobody's
+        (4, 2, "s5 r0.5 r1.5", []),  # larger: ranks 2 and 3 never had any
+        (4, 3, "s5 r2.5", [0, 1]),
+        (2, 2, "s4 r0.4 r1.4", []),  # nothing of that version: no rank had anything
+    ],
+)
+def test_whose_own_pieces_are_lost(size, written, held, expected):
+    assert lacking(nodes(held, "", size=written), (0, 5), size) == expected
+
+
+def test_what_is_here_is_taken_here():
+    assert source(nodes("s5", "s5"), "n1", SHARED, (0, 5)) == "n1"
+
+
+def test_those_who_lack_it_do_not_all_ask_the_same():
+    world = nodes("s5", "", "s5", "", "", "s4")
+    lack = ["n1", "n3", "n4", "n5"]
+    assert [source(world, name, SHARED, (0, 5)) for name in lack] == ["n0", "n2", "n0", "n2"]
+
+
+def test_what_nobody_has_is_found_nowhere():
+    assert source(nodes("s5", ""), "n1", own(0), (0, 5)) is None
