@@ -8,7 +8,7 @@ import stat
 from typing import TYPE_CHECKING
 
 from torchelastic import env
-from torchelastic.config import ETCD_BACKENDS, LaunchConfig, parse_endpoint
+from torchelastic.config import ETCD_BACKENDS, LaunchConfig, parse_endpoints
 from torchelastic.errors import ConfigError
 from torchelastic.rendezvous.embedded.endpoint import loopback_addresses
 from torchelastic.rendezvous.secret import LONGEST, Credentials, Secret
@@ -28,9 +28,9 @@ def load(config: LaunchConfig) -> Credentials:
         _warn_if_open(config.rdzv_secret_file)
     elif secret is None and _is_open(config):
         log.warning(
-            "This job has no secret: whoever can reach %s can join it and stop it. Give every "
-            "node the same --rdzv-secret-file or %s.",
-            config.rdzv_endpoint,
+            "This job has no secret: whoever can reach %s. Give every node the same "
+            "--rdzv-secret-file or %s.",
+            _danger(config),
             VARIABLE,
         )
     if not config.rdzv_tls_cert:
@@ -71,11 +71,17 @@ def _warn_if_open(path: str) -> None:
 
 
 def _is_open(config: LaunchConfig) -> bool:
-    """Whether others than this machine can reach a rendezvous of ours."""
-    if not config.rdzv_endpoint or config.rdzv_backend in ETCD_BACKENDS:
+    """Whether others than this machine can reach a port of ours: nodes that meet at etcd listen,
+    too, for each other."""
+    if not config.rdzv_endpoint:
         return False
-    hosts = [parse_endpoint(place)[0] for place in config.rdzv_endpoint.split(",")]
-    return not all(loopback_addresses(host) for host in hosts)
+    return not all(loopback_addresses(host) for host, _ in parse_endpoints(config.rdzv_endpoint))
+
+
+def _danger(config: LaunchConfig) -> str:
+    if config.rdzv_backend in ETCD_BACKENDS:
+        return "the agents of its nodes can pass for one of them"
+    return f"{config.rdzv_endpoint} can join it and stop it"
 
 
 def _tls(config: LaunchConfig, *, server: bool) -> ssl.SSLContext:

@@ -207,20 +207,40 @@ def test_a_file_that_every_user_can_read_is_warned_of(tmp_path, caplog, mode, wa
     assert ("chmod 600" in caplog.text) is warned
 
 
+JOINS = "This job has no secret: whoever can reach node1:29400 can join it and stop it."
+PASSES = "This job has no secret: whoever can reach the agents of its nodes can pass for one of"
+
+
 @pytest.mark.parametrize(
-    ("endpoint", "warned"),
+    ("backend", "endpoint", "warning"),
     [
-        ("", False),
-        ("localhost:29400", False),
-        ("127.0.0.1:29400", False),
-        ("[::1]:29400", False),
-        ("node1:29400", True),
+        ("c10d", "", ""),
+        ("c10d", "localhost:29400", ""),
+        ("c10d", "127.0.0.1:29400", ""),
+        ("c10d", "[::1]:29400", ""),
+        ("c10d", "node1:29400", JOINS),
+        ("etcd", "localhost:2379", ""),
+        ("etcd", "127.0.0.1:2379,[::1]:2379", ""),
+        ("etcd", "10.0.0.1:2379", PASSES),
+        ("etcd-v2", "localhost:2379,etcd1:2379", PASSES),
+        ("etcd-v3", "etcd1", PASSES),
     ],
 )
-def test_a_job_that_others_can_reach_and_has_no_secret_is_warned_of(caplog, endpoint, warned):
+def test_a_job_that_others_can_reach_and_has_no_secret_is_warned_of(
+    caplog, backend, endpoint, warning
+):
     with caplog.at_level(logging.WARNING):
-        credentials.load(LaunchConfig(rdzv_endpoint=endpoint))
-    assert ("This job has no secret" in caplog.text) is warned
+        credentials.load(LaunchConfig(rdzv_backend=backend, rdzv_endpoint=endpoint))
+    assert warning in caplog.text
+    assert ("This job has no secret" in caplog.text) is bool(warning)
+
+
+@pytest.mark.parametrize("backend", ["c10d", "etcd"])
+def test_where_the_secret_is_in_the_environment_nobody_is_warned(caplog, monkeypatch, backend):
+    monkeypatch.setenv(credentials.VARIABLE, "0123456789abcdef")
+    with caplog.at_level(logging.WARNING):
+        credentials.load(LaunchConfig(rdzv_backend=backend, rdzv_endpoint="node1:1"))
+    assert not caplog.text
 
 
 # TLS
