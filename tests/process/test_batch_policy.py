@@ -1,0 +1,38 @@
+"""Unequal shares with real processes and DDP: the gradient is that of one process, at any size."""
+
+import pytest
+import torch
+
+from tests.process import forked
+from tests.process.weighted_ddp import CASES, alone, in_a_resident_world, in_every_world
+
+LARGEST = 5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forks():
+    forked.prepare()
+
+
+def check(answers, sizes):
+    for size in sizes:
+        for case in CASES:
+            found = [answers[rank][size, case] for rank in range(size)]
+            assert all(one == found[0] for one in found)  # bitwise
+            for ours, theirs in zip(found[0], alone(case), strict=True):
+                torch.testing.assert_close(
+                    torch.tensor(ours, dtype=torch.float64),
+                    torch.tensor(theirs, dtype=torch.float64),
+                    rtol=1e-12,
+                    atol=1e-14,
+                )
+
+
+def test_the_gradient_of_ddp_is_that_of_one_process_at_every_size():
+    with forked.ranks(in_every_world, list(range(LARGEST)), LARGEST) as answers:
+        check(answers, range(1, LARGEST + 1))
+
+
+def test_it_is_so_in_a_world_of_resident_workers():
+    with forked.ranks(in_a_resident_world, [0, 1, 2], 3) as answers:
+        check(answers, [3])
