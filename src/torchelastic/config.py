@@ -185,6 +185,11 @@ class LaunchConfig:
     #: learned from the steps before.
     progress_timeout: float | None = None
 
+    #: Other nodes that hold a copy of this node's snapshots, and bytes per second that copying may
+    #: take; 0: any.
+    snapshot_replicas: int = 1
+    snapshot_bandwidth: float = 500e6
+
     zygote: bool = True
     preload: tuple[str, ...] = ()
     start_method: str = "spawn"
@@ -250,7 +255,10 @@ class LaunchConfig:
             )
         if self.nproc_per_node < 1:
             raise ConfigError(f"nproc_per_node must be at least 1, not {self.nproc_per_node}.")
-        for name in ("max_restarts", "settle", "wait_for_nodes", "shutdown_timeout"):
+        for name in (
+            *("max_restarts", "settle", "wait_for_nodes", "shutdown_timeout"),
+            *("snapshot_replicas", "snapshot_bandwidth"),
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, not {getattr(self, name)}.")
         if self.lease <= 0:

@@ -27,6 +27,7 @@ from torchelastic.agent.narrator import Narrator
 from torchelastic.agent.nursery import Nursery
 from torchelastic.agent.presence import Presence
 from torchelastic.agent.side_tasks import SideTasks
+from torchelastic.agent.snapshots import Snapshots
 from torchelastic.agent.vigil import Vigil
 from torchelastic.agent.worker_env import node_env
 from torchelastic.agent.workers import LAST_WORDS, Workers
@@ -141,6 +142,13 @@ class Agent:
         )
         self._env = node_env(env.snapshot(), config)
         self._nursery = Nursery(config, self._entry, self._env)
+        self._snapshots = Snapshots(
+            self._node,
+            config.run_id,
+            replicas=config.snapshot_replicas,
+            bandwidth=config.snapshot_bandwidth,
+            say=self._narrator.say,
+        )
         self._workers = Workers(
             config,
             self._entry,
@@ -151,6 +159,7 @@ class Agent:
             clock=self._clock,
             tell_event=self._queue.put_nowait,
             secret=self._secret,
+            snapshots=self._snapshots,
         )
         self._presence = Presence(
             config,
@@ -170,6 +179,7 @@ class Agent:
         if self._action is not None:
             await asyncio.wait({self._action})
         await self._workers.close()
+        await self._snapshots.close()
         await self._presence.last_words(LAST_WORDS)
         await self._beside.cancel()
         closed = self._state.world is not None and self._state.world.phase == "closed"
@@ -193,6 +203,7 @@ class Agent:
         warming = self._beside.start(self._nursery.warm_up(), "warm-up")
         await self._presence.join()
         self._workers.reached_at(self._presence.meeting.addr)
+        self._snapshots.open(self._presence.meeting)
         self._narrator.joined(self._presence.member.name, self._presence.meeting)
         self._narrator.warmed_up(await warming, self._nursery.warnings)
         await self._offer_store()
@@ -208,6 +219,7 @@ class Agent:
             self._narrator.world_seen(world)
         self._queue.put_nowait(group_state.WorldSeen(world))
         if world.phase == "running":
+            self._snapshots.turn_to(world)
             self._beside.start(self._renew_store(world), "renew-store")
 
     def _lease_lost(self) -> None:

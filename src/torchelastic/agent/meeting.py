@@ -15,12 +15,13 @@ from torchelastic.rendezvous.embedded import wire
 from torchelastic.rendezvous.embedded.dial import Endpoint
 from torchelastic.rendezvous.embedded.endpoint import listen_beside
 from torchelastic.rendezvous.embedded.holding import Holding
-from torchelastic.rendezvous.embedded.reception import Reception
+from torchelastic.rendezvous.embedded.reception import Handler, Reception
 from torchelastic.rendezvous.embedded.ring import Ring
 from torchelastic.rendezvous.embedded.seat import Seat
 from torchelastic.rendezvous.etcd import EtcdStore
 from torchelastic.rendezvous.opening import close_store, open_store
 from torchelastic.rendezvous.parameters import check_backend
+from torchelastic.rendezvous.secret import Credentials
 from torchelastic.rendezvous.store import Json, Store
 
 #: Nodes, each with a connection or two to the host, for which the usual limits are too low.
@@ -69,6 +70,15 @@ class Meeting(Protocol):
 
     def ring(self, node: str, on_doubts: Callable[[set[str]], None]) -> Ring | None:
         """Connections to other agents, where the store would be slow to notice an agent's end."""
+        ...
+
+    @property
+    def credentials(self) -> Credentials:
+        """What to show to other agents."""
+        ...
+
+    def serve(self, purpose: str, handler: Handler) -> None:
+        """Hand the connections that other agents make for this purpose to a handler."""
         ...
 
     def takes_up(self, generation: int) -> bool:
@@ -142,6 +152,13 @@ class EtcdMeeting:
         self._ring = Ring(node, self._job, silence=self._silence, on_doubts=on_doubts)
         self._reception.serve(wire.RING, self._ring.admit)
         return self._ring
+
+    @property
+    def credentials(self) -> Credentials:
+        return self._job.credentials
+
+    def serve(self, purpose: str, handler: Handler) -> None:
+        self._reception.serve(purpose, handler)
 
     def takes_up(self, generation: int) -> bool:
         return True

@@ -9,7 +9,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from signal import SIGTERM
 from typing import Any
 
@@ -17,6 +18,7 @@ from torchelastic.agent import crew, group_state, logs, numa, report
 from torchelastic.agent.cgroup import Cgroup
 from torchelastic.agent.narrator import Narrator
 from torchelastic.agent.nursery import Nursery
+from torchelastic.agent.snapshots import Snapshots
 from torchelastic.agent.supervisor import Supervisor, WorkerExit, WorkerSpawn
 from torchelastic.agent.worker_env import entry_for, standby_env, worker_env
 from torchelastic.clock import Clock
@@ -26,6 +28,7 @@ from torchelastic.failure import Failure
 from torchelastic.rendezvous.interfaces import interface_of
 from torchelastic.rendezvous.secret import Secret
 from torchelastic.rendezvous.world import World
+from torchelastic.snapshot import messages
 from torchelastic.worker import error_file, orders, slate
 from torchelastic.worker.bootstrap import TOLD_MESSAGE, TOLD_TRACEBACK, result_path
 
@@ -50,6 +53,7 @@ class Workers:
         clock: Clock,
         tell_event: Callable[[crew.Event], None],
         secret: Secret | None,
+        snapshots: Snapshots,
     ) -> None:
         self._config = config
         self._entry = entry
@@ -58,6 +62,7 @@ class Workers:
         self._narrator = narrator
         self._clock = clock
         self._tell_event = tell_event
+        self._snapshots = snapshots
         self._supervisor = Supervisor(
             zygote=nursery.zygote,
             cgroup=Cgroup.create(),
@@ -231,6 +236,8 @@ class Workers:
         elif message.get("type") == "failure":
             said, where = str(message.get("message", "")), str(message.get("traceback", ""))
             self._last_words_of[local_rank] = error_file.ErrorRecord(said, where)
+        elif str(message.get("type")).startswith(messages.PREFIX):
+            self._snapshots.heard(message, partial(self._answer, local_rank, self.pid(local_rank)))
         else:
             self._reported(local_rank, message)
 
@@ -256,6 +263,13 @@ class Workers:
                 self._tell_event(crew.Said(local_rank, stopped))
             case orders.Entered() | orders.Unfit() as said:
                 self._tell_event(crew.Said(local_rank, said))
+
+    def _answer(
+        self, local_rank: int, pid: int | None, answer: dict[str, Any], fds: Sequence[int]
+    ) -> None:
+        """To the worker that has asked, and to no other that has its local rank meanwhile."""
+        if pid == self.pid(local_rank):
+            self._supervisor.tell(local_rank, answer, fds)
 
     def _out_of(self, local_rank: int, generation: int) -> None:
         """Nothing of this generation goes on in the worker: nobody waits for it to enter that."""

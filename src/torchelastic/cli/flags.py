@@ -336,6 +336,24 @@ _ELASTICITY_FLAGS = (
         help="How long to wait below MIN nodes before giving up; 0 waits for ever.",
     ),
     Flag(
+        name="--snapshot-replicas",
+        group=ELASTICITY,
+        metavar="N",
+        convert=values.whole,
+        default="1",
+        help="Other nodes that hold a copy of what only this node's workers have committed to "
+        "memory; 0: none, and a lost node's snapshots are lost.",
+    ),
+    Flag(
+        name="--snapshot-bandwidth",
+        group=ELASTICITY,
+        metavar="RATE",
+        convert=values.rate,
+        default="500M",
+        help="Bytes per second that copying snapshots to other nodes may take, as in 200M or 2G; "
+        "0: any. Bringing them back is never held up.",
+    ),
+    Flag(
         name="--progress-timeout",
         group=ELASTICITY,
         metavar="SECONDS",

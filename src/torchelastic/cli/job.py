@@ -24,6 +24,8 @@ _SAME_NAME = (
     "progress_timeout",
     "quorum",
     "two_node_takeover",
+    "snapshot_replicas",
+    "snapshot_bandwidth",
     "preload",
     "start_method",
     "virtual_local_rank",

@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 #: Values of `--nproc-per-node` that stand for a number of devices.
 DEVICE_WORDS = ("auto", "cpu", "gpu", "xpu")
+_THOUSANDS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9}
 _CANNOT_BE_HANDLED = ("SIGKILL", "SIGSTOP")
 
 
@@ -58,6 +59,18 @@ def progress_timeout(given: str) -> float | None:
     if value is None or value <= 0:
         raise ConfigError(f"'{given}' is no limit: write a number of seconds, auto or off.")
     return value
+
+
+def rate(given: str) -> float:
+    """Bytes per second, in thousands, as networks count.
+
+    >>> rate("200M"), rate("0")
+    (200000000.0, 0.0)
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kKMG]?)", given)
+    if not match:
+        raise ConfigError(f"'{given}' is no rate: write bytes per second as in 200M or 2G, or 0.")
+    return float(match[1]) * _THOUSANDS[match[2].upper()]
 
 
 def quorum(given: str) -> str:

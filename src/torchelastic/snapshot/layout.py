@@ -14,7 +14,8 @@ skeleton, have a checksum of their own, so that a reader that looks while it is 
 believe it; the bytes of the buffer have the checksum that the writer gives to `seal`.
 
 There is one writer at a time. A version that was sealed is found again until as many others have
-been begun as there are buffers.
+been begun as there are buffers. Whoever reads may `pin` one, which is then overwritten last, and
+the agent notes in the header what has its replicas.
 """
 
 from __future__ import annotations
@@ -44,13 +45,22 @@ _SIZES = struct.Struct("=8sqqq")
 _RECORD = struct.Struct("=qqqqqqqQ")
 #: The checksum of the record and the skeleton.
 _SUM = struct.Struct("=I")
-#: Of the byte that says whether the buffer is whole, before its record.
-_WHOLE = 8
+#: generation, step of the freshest version that has its replicas, and their checksum.
+_REPLICATED = struct.Struct("=qqI")
+_REPLICATED_AT = _SIZES.size
+#: What comes before a record: the byte that says whether the buffer is whole, and one that says
+#: whether it is in use.
+_WHOLE, _PINNED = 8, 1
 _FIRST_RECORD = 64
 _RECORD_ROOM = 128
 _HEADER = mmap.PAGESIZE
 
+#: `MADV_POPULATE_WRITE`, which Python's mmap has no name for, and how much of it at a time.
+_POPULATE_WRITE = 23
+_WARMED = 4 << 20
+
 _TORN, _SEALED = b"\0", b"\1"
+_FREE, _IN_USE = b"\0", b"\1"
 MOST_BUFFERS = (_HEADER - _FIRST_RECORD) // _RECORD_ROOM
 
 
@@ -195,6 +205,18 @@ class Memory:
         with contextlib.suppress(BufferError):  # views are out
             self._map.close()
 
+    def warm(self) -> None:
+        """Have all pages in this process's tables: the first write to each would wait for that.
+
+        A little at a time, since other threads of the interpreter wait meanwhile.
+        """
+        for start in range(0, self.sizes.total, _WARMED):
+            length = min(_WARMED, self.sizes.total - start)
+            try:
+                self._map.madvise(_POPULATE_WRITE, start, length)
+            except OSError:  # Linux before 5.14 does not know it, and writes wait
+                return
+
     # --- writing ---------------------------------------------------------------------------------
 
     def begin(self, version: Version) -> memoryview:
@@ -202,20 +224,28 @@ class Memory:
 
         `ValueError` if one is held that is as fresh: readers would take that for the freshest.
         """
-        held = {item.index: item for item in self.holdings()}
-        freshest = max((item.version for item in held.values()), default=None)
-        if freshest is not None and version <= freshest:
+        held = self.holdings()
+        if held and version <= held[0].version:
             raise ValueError(
-                f"A snapshot of {_words(version)} cannot follow one of {_words(freshest)}: steps "
-                "are committed in order, and each once."
+                f"A snapshot of {_words(version)} cannot follow one of {_words(held[0].version)}: "
+                "steps are committed in order, and each once."
             )
-        free = [index for index in range(self.sizes.buffers) if index not in held]
-        index = free[0] if free else min(held, key=lambda index: held[index].version)
-        number = 1 + max((item.number for item in held.values()), default=0)
+        index = self._next(held)
+        number = 1 + max((item.number for item in held), default=0)
         self._store(self._record_at(index), _TORN)
         self._begun = (index, number)
         faults.at("snapshot.begun")
         return self._buffer(index)
+
+    def _next(self, held: list[Held]) -> int:
+        """The buffer to write next, if the freshest first is what is held."""
+        taken = {item.index for item in held}
+        free = [index for index in range(self.sizes.buffers) if index not in taken]
+        if free:
+            return free[0]
+        older = [item.index for item in reversed(held[1:])]
+        # All in use: rather has somebody to begin a copy anew than training to wait.
+        return next((index for index in older if not self._is_pinned(index)), older[0])
 
     def seal(
         self,
@@ -267,6 +297,30 @@ class Memory:
         for held in self.holdings():
             if is_void(held.version, base, generation):
                 self.drop(held.version)
+
+    # --- what readers note -----------------------------------------------------------------------
+
+    def pin(self, held: Held) -> None:
+        """Have this overwritten last: it is being read. One reader pins, until it unpins."""
+        self._store(self._record_at(held.index) + _PINNED, _IN_USE)
+
+    def unpin(self, held: Held) -> None:
+        self._store(self._record_at(held.index) + _PINNED, _FREE)
+
+    def _is_pinned(self, index: int) -> bool:
+        at = self._record_at(index) + _PINNED
+        return bytes(self._view[at : at + 1]) == _IN_USE
+
+    def note_replicated(self, version: Version) -> None:
+        """Of the agent: all replicas of this version are where they should be."""
+        summed = zlib.crc32(repr(version).encode())
+        self._store(_REPLICATED_AT, _REPLICATED.pack(*version, summed))
+
+    def replicated(self) -> Version | None:
+        """The freshest version that is known to have its replicas; None: none has."""
+        generation, step, summed = _REPLICATED.unpack_from(self._view, _REPLICATED_AT)
+        version = (int(generation), int(step))
+        return version if zlib.crc32(repr(version).encode()) == summed else None
 
     # --- reading ---------------------------------------------------------------------------------
 

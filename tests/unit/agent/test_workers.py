@@ -26,6 +26,7 @@ def workers(monkeypatch):
         clock=None,
         tell_event=lambda event: None,
         secret=None,
+        snapshots=None,
     )
     made._slates[0] = slate.create()
     yield made

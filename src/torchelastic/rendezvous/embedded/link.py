@@ -140,6 +140,20 @@ class Link(asyncio.BufferedProtocol):
             # Never connected: nobody else will say that it is over.
             self.ended.set_result(self._error)
 
+    def detach(self) -> tuple[socket.socket, TlsPipe | None]:
+        """Take the connection itself, for what is no frames; the link is over then.
+
+        `WireError` if bytes are on their way in it: they would be lost, or come twice.
+        """
+        if self._transport is None or self._transport.is_closing():
+            raise WireError("The connection is over.")
+        if self._early or self._unpacker.is_amid or self._transport.get_write_buffer_size():
+            raise WireError("The peer speaks before it is asked, or does not listen.")
+        taken: socket.socket = self._transport.get_extra_info("socket").dup()
+        # Closes asyncio's own descriptor, not the connection: another one is open.
+        self._transport.abort()
+        return taken, self._tls
+
     @property
     def is_closing(self) -> bool:
         return self._transport is None or self._transport.is_closing()

@@ -37,10 +37,11 @@ from torchelastic.rendezvous.embedded.endpoints import Endpoints
 from torchelastic.rendezvous.embedded.holding import Belongings, Holding, table_of
 from torchelastic.rendezvous.embedded.link import Link
 from torchelastic.rendezvous.embedded.poll import DEAD, Poll
-from torchelastic.rendezvous.embedded.reception import Reception
+from torchelastic.rendezvous.embedded.reception import Handler, Reception
 from torchelastic.rendezvous.embedded.ring import answer_that_we_live, lives
 from torchelastic.rendezvous.embedded.server import GRACE, EmbeddedServer
 from torchelastic.rendezvous.embedded.table import Row
+from torchelastic.rendezvous.secret import Credentials
 from torchelastic.rendezvous.store import Json
 from torchelastic.rendezvous.succession import Candidacy, Elector
 from torchelastic.rendezvous.world import MEMBER_PREFIX
@@ -158,6 +159,14 @@ class Seat:
 
     def ring(self, node: str, on_doubts: Callable[[set[str]], None]) -> None:
         """None: whoever hosts the store has a connection to everybody."""
+
+    @property
+    def credentials(self) -> Credentials:
+        return self._endpoints.places[0].credentials
+
+    def serve(self, purpose: str, handler: Handler) -> None:
+        """Hand the connections that other agents make for this purpose to a handler."""
+        self._reception.serve(purpose, handler)
 
     def takes_up(self, generation: int) -> bool:
         """Whether this node may act on a world that its host shows."""

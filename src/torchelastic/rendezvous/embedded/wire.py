@@ -44,6 +44,7 @@ TOKEN_LIMIT = 128
 STORE = "store"
 RING = "ring"
 SUCCESSION = "succession"
+SNAPSHOT = "snapshot"
 
 _LENGTH = struct.Struct(">I")
 
@@ -68,7 +69,7 @@ class Hello(Message):
     job: str
     #: The lease to take up again, after a connection was lost.
     lease: str | None
-    #: `STORE`, `RING` or `SUCCESSION`.
+    #: `STORE`, `RING`, `SUCCESSION` or `SNAPSHOT`.
     purpose: str = STORE
     #: The latest term of the store's hosts that the client knows of.
     term: int = 0
@@ -414,6 +415,11 @@ class Unpacker:
         #: Most bytes of a frame; may be changed at any time.
         self.limit = limit
         self._buffer = bytearray()
+
+    @property
+    def is_amid(self) -> bool:
+        """Whether part of a frame has come."""
+        return bool(self._buffer)
 
     def feed(self, data: bytes) -> Iterable[bytes]:
         """Take in more bytes; gives the payloads they complete."""

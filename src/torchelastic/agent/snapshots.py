@@ -1,0 +1,273 @@
+"""The snapshots this node holds: what its workers ask for, and the copies for other nodes.
+
+A worker asks on its channel, and is answered when it is done, with a memory where there is one.
+Everything that takes time (memory is cleared when it is taken) happens in threads.
+
+Copies go out in the background: each time a worker has sealed a version of its own piece, and when
+a generation has settled on its base, the freshest goes to every node that is to hold it. Shared
+state is written by every node for itself, so it is fetched by who lacks it, and never sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from torchelastic.agent.meeting import Meeting
+from torchelastic.errors import TransferError
+from torchelastic.rendezvous.embedded import wire
+from torchelastic.rendezvous.world import World
+from torchelastic.snapshot import messages
+from torchelastic.snapshot.carrier import Carrier
+from torchelastic.snapshot.layout import Version
+from torchelastic.snapshot.placement import holders
+from torchelastic.snapshot.room import NoRoom
+from torchelastic.snapshot.shelf import Shelf
+
+logger = logging.getLogger(__name__)
+
+#: Seconds until a node that did not take a copy is tried again.
+TRY_AGAIN = 1.0
+#: Answers a worker, with descriptors that remain the caller's.
+Answerer = Callable[[dict[str, Any], Sequence[int]], None]
+
+
+class Snapshots:
+    """Made in a running loop; holds memory until it is closed."""
+
+    def __init__(
+        self,
+        node: str,
+        job: str,
+        *,
+        replicas: int,
+        bandwidth: float,
+        say: Callable[[str], None],
+    ) -> None:
+        """`bandwidth` in bytes per second, 0: any. `say` tells the user what matters, once."""
+        self._node = node
+        self._job = job
+        self._replicas = replicas
+        self._bandwidth = bandwidth
+        self._say = say
+        self._said: set[str] = set()
+        self._shelf = Shelf(replicated=replicas > 0)
+        self._meeting: Meeting | None = None
+        self._carrier: Carrier | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        #: So that two workers that lack the same fetch it once.
+        self._fetching: defaultdict[tuple[str, Version], asyncio.Lock] = defaultdict(asyncio.Lock)
+        #: By node and address: who holds our pieces.
+        self._holders: dict[tuple[str, str], _Holder] = {}
+
+    def open(self, meeting: Meeting) -> None:
+        """Be there for other nodes, once this one has joined."""
+        self._meeting = meeting
+        self._carrier = Carrier(
+            self._shelf, self._node, self._job, meeting.credentials, bandwidth=self._bandwidth
+        )
+        meeting.serve(wire.SNAPSHOT, self._carrier.admit)
+
+    async def close(self) -> None:
+        """Let go of everything: snapshots end with their agent."""
+        for holder in self._holders.values():
+            holder.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._carrier is not None:
+            await self._carrier.close()
+        await asyncio.to_thread(self._shelf.close)
+
+    # --- what workers say ------------------------------------------------------------------------
+
+    def heard(self, message: Mapping[str, Any], answer: Answerer) -> None:
+        """A worker has sent a message about snapshots."""
+        try:
+            said = messages.from_json(message)
+        except ValueError as error:
+            logger.debug("a worker sent something unreadable: %s", error)
+            return
+        match said:
+            case messages.Room() | messages.Inventory() | messages.Open() | messages.Fetch():
+                self._start(self._answer(said, answer))
+            case messages.Sealed(piece, version):
+                self._start(self._sealed(piece, version))
+            case messages.Settled(base, generation):
+                self._start(self._settled(base, generation))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name="snapshots")
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # A worker waits for an answer with patience of its own; the job goes on without.
+            logger.error("Snapshots: %s.", error, exc_info=error)
+
+    async def _answer(self, request: messages.Request, answer: Answerer) -> None:
+        try:
+            said, descriptor = await self._perform(request)
+        except (NoRoom, TransferError, ValueError, OSError) as error:
+            if isinstance(error, NoRoom):
+                self._say_once(str(error))
+            said, descriptor = messages.Refused(request.request, str(error)), None
+        try:
+            answer(messages.to_json(said), [] if descriptor is None else [descriptor])
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    async def _perform(self, request: messages.Request) -> tuple[messages.Answer, int | None]:
+        number = request.request
+        match request:
+            case messages.Room(_, piece, size, skeleton):
+                made = await asyncio.to_thread(self._room, piece, size, skeleton)
+                return messages.Granted(number), made
+            case messages.Open(_, piece, version):
+                return messages.Opened(number), await self._opened(piece, version)
+            case messages.Fetch(_, piece, version, peer):
+                await self._fetch(piece, version, peer)
+                return messages.Opened(number), await self._opened(piece, version)
+            case messages.Inventory():
+                held = await asyncio.to_thread(self._shelf.holdings)
+                peer = self._meeting.peer if self._meeting is not None else ""
+                return messages.Holdings(number, held, peer, self._node), None
+
+    def _room(self, piece: str, size: int, skeleton: int) -> int:
+        return os.dup(self._shelf.make_room(piece, size, skeleton).descriptor)
+
+    async def _opened(self, piece: str, version: Version) -> int:
+        descriptor = await asyncio.to_thread(self._shelf.open, piece, version)
+        if descriptor is None:
+            generation, step = version
+            raise ValueError(
+                f"This node does not hold '{piece}' of generation {generation}, step {step}."
+            )
+        return descriptor
+
+    async def _fetch(self, piece: str, version: Version, peer: str) -> None:
+        key = (piece, version)
+        async with self._fetching[key]:
+            descriptor = await asyncio.to_thread(self._shelf.open, piece, version)
+            if descriptor is not None:
+                os.close(descriptor)
+            elif self._carrier is None:
+                raise TransferError("This node has not joined the job yet.")
+            else:
+                await self._carrier.fetch(piece, version, peer)
+        self._fetching.pop(key, None)
+
+    async def _sealed(self, piece: str, version: Version) -> None:
+        await asyncio.to_thread(self._shelf.sealed, piece, version)
+        for holder in self._holders.values():
+            holder.wake()
+
+    async def _settled(self, base: Version, generation: int) -> None:
+        await asyncio.to_thread(self._shelf.settle, base, generation)
+        for holder in self._holders.values():
+            holder.wake()
+
+    def _say_once(self, sentence: str) -> None:
+        # Numbers differ from time to time: the beginning says what it is about.
+        if (about := sentence.partition(":")[0]) not in self._said:
+            self._said.add(about)
+            self._say(sentence)
+
+    # --- copies for others -----------------------------------------------------------------------
+
+    def turn_to(self, world: World) -> None:
+        """A world has begun: find out who holds our pieces in it."""
+        if self._carrier is None:
+            return
+        chosen = chosen_holders(world, self._node, self._replicas)
+        for key in self._holders.keys() - chosen:
+            self._holders.pop(key).stop()
+        self._carrier.forget({peer for _, peer in chosen})
+        self._shelf.awaits_replicas = bool(chosen)
+        for node, peer in chosen:
+            if (node, peer) not in self._holders:
+                holder = _Holder(self._carrier, self._shelf, peer, self._noted, self._say_once)
+                self._holders[node, peer] = holder
+                self._start(holder.run())
+
+    async def _noted(self, piece: str) -> None:
+        """A holder has a version: tell the worker which one all of them have."""
+        versions = [holder.given.get(piece) for holder in self._holders.values()]
+        known = [version for version in versions if version is not None]
+        if known and len(known) == len(versions):
+            await asyncio.to_thread(self._shelf.note_replicated, piece, min(known))
+
+
+def chosen_holders(world: World, node: str, replicas: int) -> list[tuple[str, str]]:
+    """The nodes that hold this node's pieces, each with its agent's address.
+
+    In a large world an agent knows some of the others only: those of its part or, where it is alone
+    in that, those that are known to all.
+    """
+    known = {item.node: item.peer for item in world.nodes}
+    if world.place(node) is not None and len(known) == 1:
+        known.update((item.node, item.peer) for item in world.candidates if item.node != node)
+    reachable = [name for name, peer in known.items() if peer]
+    return [(name, known[name]) for name in holders(reachable, node, replicas)]
+
+
+class _Holder:
+    """Brings our pieces to one other node, the freshest version of each, as often as there is."""
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        shelf: Shelf,
+        peer: str,
+        noted: Callable[[str], Coroutine[Any, Any, None]],
+        say_once: Callable[[str], None],
+    ) -> None:
+        self._carrier = carrier
+        self._shelf = shelf
+        self._peer = peer
+        self._noted = noted
+        self._say_once = say_once
+        self._news = asyncio.Event()
+        self._over = False
+        #: By piece, what the node has.
+        self.given: dict[str, Version] = {}
+
+    def wake(self) -> None:
+        """There may be something to bring."""
+        self._news.set()
+
+    def stop(self) -> None:
+        """Bring nothing more, after what is under way."""
+        self._over = True
+        self._news.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            for piece in await asyncio.to_thread(self._shelf.fresher_than, dict(self.given)):
+                if self._over:
+                    return
+                await self._bring(piece)
+            if self._over:
+                return
+
+    async def _bring(self, piece: str) -> None:
+        try:
+            self.given[piece] = await self._carrier.give(piece, self._peer)
+        except TransferError as error:
+            logger.debug("no copy of %s at %s: %s", piece, self._peer, error)
+            self._say_once(f"No replica of snapshots at {self._peer}: {error}")
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._news.wait(), TRY_AGAIN)
+            self._news.set()
+        else:
+            await self._noted(piece)

@@ -1,0 +1,337 @@
+"""Carries snapshots from agent to agent, over direct connections that the reception has admitted.
+
+    client                        server
+    GIVE, a header           ->
+                             <-   GO; or HAVE, NO: nothing follows
+    skeleton, bytes          ->
+                             <-   HAVE: the checksum is right and it is sealed; or NO
+
+    WANT, a header           ->
+                             <-   GO, FOUND with the skeleton and the bytes; or NO
+
+A connection serves any number of these, one after another. What waits for the network is done in
+threads, never in the agent's loop; a connection on which nothing is said takes none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from torchelastic.errors import ConfigError, RendezvousError, TransferError, WireError
+from torchelastic.rendezvous.embedded import wire
+from torchelastic.rendezvous.embedded.dial import Endpoint, NoAnswer, knock
+from torchelastic.rendezvous.embedded.link import Link
+from torchelastic.rendezvous.secret import Credentials
+from torchelastic.snapshot import pipe
+from torchelastic.snapshot.bandwidth import Bucket
+from torchelastic.snapshot.layout import Held, Memory, Version
+from torchelastic.snapshot.pipe import Header, Pipe
+from torchelastic.snapshot.room import NoRoom
+from torchelastic.snapshot.shelf import Kept, Shelf
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Seconds another agent has to answer a greeting.
+ANSWERS = 5.0
+#: Transfers at a time, each way; others wait.
+OUTGOING, INCOMING = 4, 4
+#: Connections of others that are held open.
+MOST_GUESTS = 64
+_BROKEN = (OSError, EOFError, RendezvousError)
+
+
+class Carrier:
+    """This node's end of all such connections. Made in a running loop."""
+
+    def __init__(
+        self, shelf: Shelf, node: str, job: str, credentials: Credentials, *, bandwidth: float = 0.0
+    ) -> None:
+        """`bandwidth` limits what is given to others, in bytes per second; 0: it does not."""
+        self._shelf = shelf
+        self._node = node
+        self._job = job
+        self._credentials = credentials
+        self._bucket = Bucket(bandwidth)
+        self._bucket_lock = threading.Lock()
+        # Apart: if all of two nodes' threads were giving, none would be left to take.
+        self._outgoing = ThreadPoolExecutor(OUTGOING, "snapshot-out")
+        self._incoming = ThreadPoolExecutor(INCOMING, "snapshot-in")
+        self._pipes: set[Pipe] = set()
+        self._guests: set[Pipe] = set()
+        #: By address, a connection that nobody uses just now.
+        self._idle: dict[str, Pipe] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    async def close(self) -> None:
+        """End all transfers and connections."""
+        self._closing = True
+        loop = asyncio.get_running_loop()
+        for guest in self._guests:
+            loop.remove_reader(guest)
+        for each in self._pipes:
+            each.hang_up()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for executor in (self._outgoing, self._incoming):
+            await asyncio.to_thread(executor.shutdown)
+        for each in list(self._pipes):
+            self._end(each)
+
+    # --- calling others --------------------------------------------------------------------------
+
+    async def fetch(self, piece: str, version: Version, peer: str) -> None:
+        """Have a version that another node holds on our own shelf, among our own.
+
+        `TransferError` if it cannot be had, `NoRoom` if there is none for it here.
+        """
+        called = await self._call(peer)
+        await self._use(called, peer, partial(_fetch, called, self._shelf, piece, version))
+
+    async def give(self, piece: str, peer: str) -> Version:
+        """Give the freshest version of a piece of ours to another node; returns which it was."""
+        called = self._idle.pop(peer, None) or await self._call(peer)
+        wait = called.limited_by(self._bucket, self._bucket_lock)
+        give = partial(_give, called, self._shelf, piece, self._node, wait)
+        return await self._use(called, peer, give)
+
+    async def _use(self, called: Pipe, peer: str, work: Callable[[], T]) -> T:
+        """Do something with a connection in a thread; keep it for the next time if all is well."""
+        try:
+            done = await asyncio.get_running_loop().run_in_executor(self._outgoing, work)
+        except _Refused as refused:
+            self._rest(called, peer)
+            raise TransferError(str(refused)) from None
+        except (*_BROKEN, pipe.Closed) as error:
+            self._end(called)
+            raise TransferError(f"The agent at {peer} is lost ({_words(error)}).") from error
+        except NoRoom:
+            self._end(called)
+            raise
+        except BaseException:
+            # Cancelled, perhaps: the thread may still be at it.
+            called.hang_up()
+            raise
+        self._rest(called, peer)
+        return done
+
+    def _rest(self, called: Pipe, peer: str) -> None:
+        if self._closing or peer in self._idle:
+            self._end(called)
+        else:
+            self._idle[peer] = called
+
+    async def _call(self, peer: str) -> Pipe:
+        try:
+            place = Endpoint.at(peer, self._job, self._credentials)
+            link, answer = await knock(place, purpose=wire.SNAPSHOT, timeout=ANSWERS)
+        except (OSError, asyncio.TimeoutError, NoAnswer, RendezvousError, ConfigError) as error:
+            words = _words(error)
+            raise TransferError(f"The agent at {peer} does not answer ({words}).") from error
+        if not isinstance(answer, wire.Welcome):
+            link.abort()
+            raise TransferError(f"The agent at {peer} is not what it should be.")
+        return self._taken(link)
+
+    def _taken(self, link: Link) -> Pipe:
+        made = Pipe(*link.detach())
+        self._pipes.add(made)
+        return made
+
+    def _end(self, ended: Pipe) -> None:
+        self._pipes.discard(ended)
+        self._guests.discard(ended)
+        for peer in [peer for peer, idle in self._idle.items() if idle is ended]:
+            del self._idle[peer]
+        ended.close()
+
+    def forget(self, peers: set[str]) -> None:
+        """Close the connections to all but these: the others are in no world with us."""
+        for peer in self._idle.keys() - peers:
+            self._end(self._idle[peer])
+
+    # --- being called ----------------------------------------------------------------------------
+
+    def admit(self, link: Link, hello: wire.Hello) -> None:
+        """Take a connection from the reception."""
+        if self._closing or len(self._guests) >= MOST_GUESTS:
+            link.send(wire.Refusal("This agent takes no more connections for snapshots now."))
+            link.close()
+            return
+        link.send(wire.Welcome(wire.PROTOCOL, wire.VERSION, "", False, 0))
+        try:
+            guest = self._taken(link)
+        except WireError as error:
+            link.abort(error)
+            return
+        self._guests.add(guest)
+        self._listen(guest)
+
+    def _listen(self, guest: Pipe) -> None:
+        """Wait, without a thread, until the guest says something."""
+        asyncio.get_running_loop().add_reader(guest, self._heard, guest)
+
+    def _heard(self, guest: Pipe) -> None:
+        asyncio.get_running_loop().remove_reader(guest)
+        task = asyncio.create_task(self._answer(guest), name="snapshot guest")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, guest: Pipe) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._incoming, _serve, guest, self._shelf)
+        except (*_BROKEN, pipe.Closed) as error:
+            logger.debug("a connection for snapshots has ended: %s", _words(error))
+            self._end(guest)
+        else:
+            if not self._closing:
+                self._listen(guest)
+
+
+class _Refused(Exception):
+    """The other end says no, and why; the connection is as good as before."""
+
+
+def _words(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+# --- what is done in threads ---------------------------------------------------------------------
+
+
+def _give(
+    called: Pipe, shelf: Shelf, piece: str, node: str, wait: Callable[[int], None]
+) -> Version:
+    try:
+        reading = shelf.reading(piece, None)
+        with reading as (memory, descriptor, held):
+            header = _header(pipe.GIVE, piece, node, memory, held)
+            called.send(header.pack())
+            if _agreed(called) == pipe.GO:
+                _send(called, memory, descriptor, held, wait)
+                _agreed(called)
+            return held.version
+    except KeyError:
+        raise _Refused(f"There is no version of '{piece}' here.") from None
+
+
+def _header(kind: int, piece: str, origin: str, memory: Memory, held: Held) -> Header:
+    return Header(
+        kind=kind,
+        piece=piece,
+        version=held.version,
+        origin=origin,
+        rank=held.rank,
+        size=held.size,
+        room=memory.sizes.bytes,
+        skeleton_room=memory.sizes.skeleton,
+        used=len(held.data),
+        skeleton=len(held.skeleton),
+        checksum=held.checksum,
+    )
+
+
+def _agreed(called: Pipe) -> int:
+    kind, sentence = called.receive_reply()
+    if kind == pipe.NO:
+        raise _Refused(sentence)
+    return kind
+
+
+def _send(
+    to: Pipe, memory: Memory, descriptor: int, held: Held, wait: Callable[[int], None]
+) -> None:
+    to.send(held.skeleton)
+    to.send_file(descriptor, memory.sizes.buffer_at(held.index), len(held.data), wait)
+
+
+def _fetch(called: Pipe, shelf: Shelf, piece: str, version: Version) -> None:
+    called.send(Header(kind=pipe.WANT, piece=piece, version=version).pack())
+    _agreed(called)
+    header = called.receive_header()
+    if header.kind != pipe.FOUND or (header.piece, header.version) != (piece, version):
+        raise WireError("Another snapshot has come than was asked for.")
+    kept = shelf.make_room(piece, header.room, header.skeleton_room)
+    with kept.writing:
+        # What is fetched is the base: whatever this memory has beyond it is void.
+        kept.memory.settle(version, version[0] + 1)
+        whole = _take(called, kept, header)
+    if not whole:
+        raise WireError("A snapshot has been overwritten or changed on its way.")
+
+
+def _serve(guest: Pipe, shelf: Shelf) -> None:
+    """Do what a guest asks for, as long as it has asked already."""
+    while True:
+        header = guest.receive_header()
+        if header.kind == pipe.GIVE:
+            _serve_give(guest, shelf, header)
+        elif header.kind == pipe.WANT:
+            _serve_want(guest, shelf, header)
+        else:
+            raise WireError("A guest has sent what was not asked for.")
+        if not guest.has_more:
+            return
+
+
+def _serve_want(guest: Pipe, shelf: Shelf, wanted: Header) -> None:
+    try:
+        with shelf.reading(wanted.piece, wanted.version) as (memory, descriptor, held):
+            found = _header(pipe.FOUND, wanted.piece, "", memory, held)
+            guest.reply(pipe.GO)
+            guest.send(found.pack())
+            _send(guest, memory, descriptor, held, lambda size: None)
+    except KeyError:
+        guest.reply(pipe.NO, f"This node does not hold that version of '{wanted.piece}'.")
+
+
+def _serve_give(guest: Pipe, shelf: Shelf, header: Header) -> None:
+    try:
+        kept = shelf.make_room_for_replica(
+            header.piece, header.origin or "?", header.room, header.skeleton_room
+        )
+    except NoRoom as error:
+        guest.reply(pipe.NO, str(error))
+        return
+    freshest = kept.memory.freshest()
+    if freshest is not None and freshest.version >= header.version:
+        guest.reply(pipe.HAVE)
+    elif not kept.writing.acquire(blocking=False):
+        guest.reply(pipe.NO, "Another connection is just bringing that piece.")
+    else:
+        try:
+            guest.reply(pipe.GO)
+            whole = _take(guest, kept, header)
+        finally:
+            kept.writing.release()
+        answer = (pipe.HAVE, "") if whole else (pipe.NO, "It was overwritten on its way.")
+        guest.reply(*answer)
+
+
+def _take(by: Pipe, kept: Kept, header: Header) -> bool:
+    """Receive a version into a memory; says whether it is what it was when it was sealed."""
+    skeleton = by.receive(header.skeleton)
+    try:
+        room = kept.memory.begin(header.version)
+        if by.receive_into(room[: header.used]) != header.checksum:
+            return False
+        kept.memory.seal(
+            header.version,
+            skeleton,
+            header.used,
+            header.checksum,
+            rank=header.rank,
+            size=header.size,
+        )
+    except ValueError as error:
+        # The memory has been let go of meanwhile, or holds something fresher.
+        raise WireError(f"A snapshot cannot be taken in: {error}") from error
+    return True

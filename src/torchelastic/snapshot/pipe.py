@@ -1,0 +1,259 @@
+"""A connection between two agents that carries snapshots: headers of a fixed form and raw bytes.
+
+It has been greeted as any other (`rendezvous.embedded.reception`), so both ends are known to belong
+to the job, and goes on here without frames: bulk bytes are sent from the memory they lie in, and
+received into the memory they are to lie in. Blocks, hence belongs to a thread at a time.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from torchelastic.errors import WireError
+from torchelastic.rendezvous.embedded.tls import TlsPipe
+from torchelastic.snapshot.bandwidth import Bucket
+from torchelastic.snapshot.layout import Version, checksum, rank_of
+
+#: Bytes sent or received at a time: few enough to be in the processor's cache when they are summed.
+CHUNK = 1 << 20
+#: Seconds without a byte after which the other end is given up.
+SILENCE = 30
+#: What a header may ask for: more would be no memory of this world.
+MOST_BYTES = 1 << 46
+MOST_SKELETON = 1 << 30
+
+_MAGIC = b"TESN"
+#: magic, kind, piece, origin, generation, step, rank, size, room, skeleton room, bytes, skeleton,
+#: checksum.
+_HEADER = struct.Struct(">4sB24s32sqqqqQQQQI")
+#: kind, bytes of the sentence.
+_REPLY = struct.Struct(">BH")
+
+#: Kinds of headers: take this; give me that; here it is.
+GIVE, WANT, FOUND = 1, 2, 3
+#: Kinds of replies: go on; I have it; no.
+GO, HAVE, NO = 1, 2, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What comes, or is asked for."""
+
+    kind: int
+    piece: str
+    version: Version
+    #: The node whose worker has written it.
+    origin: str = ""
+    rank: int = 0
+    size: int = 1
+    #: What the memory it lies in has room for.
+    room: int = 0
+    skeleton_room: int = 0
+    used: int = 0
+    skeleton: int = 0
+    checksum: int = 0
+
+    def pack(self) -> bytes:
+        return _HEADER.pack(
+            _MAGIC,
+            self.kind,
+            self.piece.encode(),
+            self.origin.encode(),
+            *self.version,
+            self.rank,
+            self.size,
+            self.room,
+            self.skeleton_room,
+            self.used,
+            self.skeleton,
+            self.checksum,
+        )
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Header:
+        """`WireError` for what no agent sends."""
+        magic, kind, piece, origin, generation, step, *rest = _HEADER.unpack(data)
+        try:
+            named, made_by = _text(piece), _text(origin)
+            rank_of(named)
+        except ValueError as error:
+            raise WireError(f"A header names no piece: {error}.") from None
+        rank, size, room, skeleton_room, used, skeleton, summed = rest
+        if (
+            magic != _MAGIC
+            or kind not in (GIVE, WANT, FOUND)
+            or not (0 <= rank < size and generation >= 0 and step >= 0)
+            or not (used <= room <= MOST_BYTES and skeleton <= skeleton_room <= MOST_SKELETON)
+        ):
+            raise WireError("A header does not make sense.")
+        return cls(
+            kind=kind,
+            piece=named,
+            version=(generation, step),
+            origin=made_by,
+            rank=rank,
+            size=size,
+            room=room,
+            skeleton_room=skeleton_room,
+            used=used,
+            skeleton=skeleton,
+            checksum=summed,
+        )
+
+
+def _text(padded: bytes) -> str:
+    return padded.rstrip(b"\0").decode("ascii")
+
+
+class Closed(Exception):
+    """This end has been closed, by us."""
+
+
+class Pipe:
+    """One end. Methods raise OSError, EOFError or WireError: it is of no more use then."""
+
+    def __init__(self, connection: socket.socket, tls: TlsPipe | None) -> None:
+        """The connection is the pipe's from now on."""
+        connection.setblocking(True)
+        limit = struct.pack("ll", SILENCE, 0)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, option, limit)
+        self._connection = connection
+        self._tls = tls
+        #: What has been decrypted and not been asked for yet.
+        self._plain = bytearray()
+        self._over = threading.Event()
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is something to receive that the socket does not know of."""
+        return bool(self._plain)
+
+    def hang_up(self) -> None:
+        """Make whoever is in here leave, from any thread; `close` is still to be called."""
+        self._over.set()
+        try:
+            self._connection.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            if error.errno not in (errno.ENOTCONN, errno.EBADF):
+                raise
+
+    def close(self) -> None:
+        self._connection.close()
+
+    # --- out -------------------------------------------------------------------------------------
+
+    def send(self, data: bytes) -> None:
+        if self._tls is not None:
+            self._tls.encrypt(data)
+            data = self._tls.outgoing()
+        try:
+            self._connection.sendall(data)
+        except BlockingIOError:
+            _is_silent()
+
+    def reply(self, kind: int, sentence: str = "") -> None:
+        text = sentence.encode()[:1000]
+        self.send(_REPLY.pack(kind, len(text)) + text)
+
+    def send_file(self, descriptor: int, at: int, size: int, wait: Callable[[int], None]) -> None:
+        """Bytes of a file, which need not come into this process where they go in the clear.
+
+        `wait` is called with the number of bytes before they are sent.
+        """
+        end = at + size
+        while at < end:
+            count = min(CHUNK, end - at)
+            wait(count)
+            if self._tls is None:
+                at += self._send_some(descriptor, at, count)
+            else:
+                self.send(os.pread(descriptor, count, at))
+                at += count
+
+    def _send_some(self, descriptor: int, at: int, count: int) -> int:
+        try:
+            return os.sendfile(self._connection.fileno(), descriptor, at, count)
+        except BlockingIOError:
+            _is_silent()
+
+    def limited_by(self, bucket: Bucket, lock: threading.Lock) -> Callable[[int], None]:
+        """What waits as long as the bucket says, or until this end is closed."""
+
+        def wait(size: int) -> None:
+            with lock:
+                seconds = bucket.take(size, time.monotonic())
+            if self._over.wait(seconds) if seconds else self._over.is_set():
+                raise Closed
+
+        return wait
+
+    # --- in --------------------------------------------------------------------------------------
+
+    def receive(self, size: int) -> bytes:
+        data = bytearray(size)
+        self._fill(memoryview(data))
+        return bytes(data)
+
+    def receive_header(self) -> Header:
+        return Header.unpack(self.receive(_HEADER.size))
+
+    def receive_reply(self) -> tuple[int, str]:
+        kind, length = _REPLY.unpack(self.receive(_REPLY.size))
+        sentence = self.receive(length).decode(errors="replace")
+        if kind not in (GO, HAVE, NO):
+            raise WireError("A reply does not make sense.")
+        return kind, sentence
+
+    def receive_into(self, room: memoryview) -> int:
+        """Fill this room; returns the checksum of what has come."""
+        summed = 0
+        for begin in range(0, len(room), CHUNK):
+            part = room[begin : begin + CHUNK]
+            self._fill(part)
+            summed = checksum(part, summed)
+        return summed
+
+    def _fill(self, room: memoryview) -> None:
+        while room:
+            count = self._some(room)
+            if not count:
+                raise EOFError("the connection was closed")
+            room = room[count:]
+
+    def _some(self, room: memoryview) -> int:
+        """Receive something; returns how many bytes of it are in the room, 0 at the end."""
+        try:
+            if self._tls is None:
+                return self._connection.recv_into(room)
+            return self._decrypted(self._tls, room)
+        except BlockingIOError:
+            _is_silent()
+
+    def _decrypted(self, tls: TlsPipe, room: memoryview) -> int:
+        while not self._plain:
+            data = self._connection.recv(CHUNK)
+            if not data:
+                return 0
+            self._plain += tls.decrypt(data)
+            if answer := tls.outgoing():
+                self._connection.sendall(answer)
+        count = min(len(room), len(self._plain))
+        room[:count] = self._plain[:count]
+        del self._plain[:count]
+        return count
+
+
+def _is_silent() -> NoReturn:
+    raise TimeoutError(f"nothing moves for {SILENCE} s")

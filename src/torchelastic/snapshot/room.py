@@ -1,0 +1,164 @@
+"""How much memory may be taken for snapshots, and the sentence that refuses more.
+
+Memory of a memfd counts against the cgroup of whoever takes it, as any other does. There the kernel
+kills rather than refuses: so it is asked for before. A cgroup's limit holds for all below it, hence
+the parents are looked at, too. What the kernel can drop at once (file cache not in use) is no use.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+#: Part of every limit that is left alone: training needs more at times than it has now.
+RESERVE = 0.05
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What may be used in one place, and what is."""
+
+    #: As it is said to people.
+    place: str
+    most: int
+    used: int
+
+    @property
+    def left(self) -> int:
+        """What may be taken yet."""
+        return max(int(self.most * (1 - RESERVE)) - self.used, 0)
+
+
+class NoRoom(Exception):
+    """Not so much memory may be taken; the sentence says why and what to do."""
+
+
+def check(needed: int, what: str) -> None:
+    """Raise `NoRoom` if taking so many bytes would come too close to a limit of this process."""
+    sentence = refusal(needed, limits(), what)
+    if sentence is not None:
+        raise NoRoom(sentence)
+
+
+def refusal(needed: int, limits: list[Limit], what: str) -> str | None:
+    """Why so many bytes may not be taken, and what to do; None: they may.
+
+    >>> refusal(2 << 30, [Limit("this machine", 4 << 30, 3 << 30)], "snapshots of 'shared'")[:75]
+    "No room for snapshots of 'shared': they need 2.0 GiB of memory, and 0.8 GiB"
+    """
+    tightest = min(limits, key=lambda limit: limit.left, default=None)
+    if tightest is None or needed <= tightest.left:
+        return None
+    return (
+        f"No room for {what}: they need {in_words(needed)} of memory, and "
+        f"{in_words(tightest.left)} of the {in_words(tightest.most)} of {tightest.place} are left; "
+        "give the node more memory, or keep less state, or go on without snapshots."
+    )
+
+
+def in_words(size: int) -> str:
+    """A number of bytes for people.
+
+    >>> in_words(3 * 512), in_words(5 << 40)
+    ('1.5 KiB', '5.0 TiB')
+    """
+    power = min(max(size.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
+    # Nearly a thousand reads worse than one of the next.
+    if power + 1 < len(_UNITS) and size >= 800 << (10 * power):
+        power += 1
+    return f"{size / (1 << 10 * power):.1f} {_UNITS[power]}"
+
+
+# --- what the machine says -----------------------------------------------------------------------
+
+
+def limits() -> list[Limit]:
+    """All limits that hold for memory that this process takes."""
+    found = [*_of_machine(_read("/proc/meminfo"))]
+    own, mounts = _read("/proc/self/cgroup"), _read("/proc/self/mountinfo")
+    for directory, is_v2 in directories(own, mounts):
+        names = _V2 if is_v2 else _V1
+        limit = of_cgroup({name: _read(os.path.join(directory, name)) for name in names}, is_v2)
+        if limit is not None:
+            found.append(limit)
+    return found
+
+
+_V2 = ("memory.max", "memory.current", "memory.stat")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
+
+
+def _read(path: str) -> str:
+    """Empty where there is none: the root has no limit, and a parent may be hidden from us."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _of_machine(meminfo: str) -> list[Limit]:
+    sizes = _numbers(meminfo.replace(":", " "))
+    total, available = sizes.get("MemTotal", 0) << 10, sizes.get("MemAvailable", 0) << 10
+    return [Limit("this machine", total, total - available)] if total and available else []
+
+
+def of_cgroup(files: Mapping[str, str], is_v2: bool) -> Limit | None:
+    """The limit that the files of a cgroup tell of; None: it has none.
+
+    >>> files = {"memory.max": "1000", "memory.current": "700", "memory.stat": "inactive_file 200"}
+    >>> of_cgroup(files, is_v2=True)
+    Limit(place='its cgroup', most=1000, used=500)
+    """
+    most, used, stat = (files[name].strip() for name in (_V2 if is_v2 else _V1))
+    # Without a limit, version 1 shows a number that no machine has, in place of a word.
+    if not (most.isdigit() and used.isdigit()) or int(most) >= 1 << 60:
+        return None
+    idle = _numbers(stat).get("inactive_file" if is_v2 else "total_inactive_file", 0)
+    return Limit("its cgroup", int(most), max(int(used) - idle, 0))
+
+
+def _numbers(text: str) -> dict[str, int]:
+    words = [line.split() for line in text.splitlines()]
+    return {line[0]: int(line[1]) for line in words if len(line) >= 2 and line[1].isdigit()}
+
+
+def directories(own: str, mountinfo: str) -> list[tuple[str, bool]]:
+    """Where the files of this process's memory cgroup and of all its parents are, the nearest
+    first, and whether they are of version 2.
+
+    `own` and `mountinfo` are what /proc/self has under those names (the first as `cgroup`).
+
+    >>> directories("0::/a/b", "31 23 0:28 / /cg rw - cgroup2 cgroup2 rw")
+    [('/cg/a/b', True), ('/cg/a', True), ('/cg', True)]
+    """
+    found: list[tuple[str, bool]] = []
+    for line in own.splitlines():
+        number, controllers, path = line.split(":", 2)
+        is_v2 = number == "0"
+        if is_v2 or "memory" in controllers.split(","):
+            found += [(place, is_v2) for place in _upwards(path, mountinfo, is_v2)]
+    return found
+
+
+def _upwards(path: str, mountinfo: str, is_v2: bool) -> list[str]:
+    for line in mountinfo.splitlines():
+        mount, _, source = line.partition(" - ")
+        words, kind = mount.split(" "), source.split(" ")
+        if len(words) < 5 or len(kind) < 3:
+            continue
+        fits = kind[0] == "cgroup2" if is_v2 else "memory" in kind[2].split(",")
+        if not fits or not kind[0].startswith("cgroup"):
+            continue
+        root, place = words[3].rstrip("/"), words[4]
+        # In a container the mount may begin at our own cgroup, with the path as the host has it.
+        inside = path[len(root) :] if (path + "/").startswith(root + "/") else "/"
+        return _with_parents(place, inside.strip("/"))
+    return []
+
+
+def _with_parents(place: str, inside: str) -> list[str]:
+    parts = inside.split("/") if inside else []
+    return [os.path.join(place, *parts[:end]) for end in range(len(parts), -1, -1)]

@@ -1,0 +1,233 @@
+"""What a node holds: the memories of its own pieces, and replicas of other nodes'.
+
+The memories are the agent's. They outlive the workers that write to them and the generations, and
+are gone when the agent ends. May be used from any thread.
+
+A piece keeps its memory as long as what is to be written fits. Where it does not, or where a later
+generation has other pieces, the old memory stays until the new generation has committed often
+enough (`ENOUGH`) that no other node can still need it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torchelastic.snapshot import room
+from torchelastic.snapshot.layout import Held, Memory, Sizes, Version, buffers_for, create, rank_of
+from torchelastic.snapshot.messages import Holding
+
+#: Versions that a node commits in a generation until all others have committed one: one worker may
+#: be writing the second when another one writes the first, but never the third: see `buffers_for`.
+ENOUGH = 3
+#: Of a memory for less than half of which there is any use, the rest is given back.
+WASTEFUL = 2
+
+
+@dataclass(eq=False)
+class Kept:
+    """A memory on the shelf."""
+
+    piece: str
+    #: The node that a replica is of; empty: this one's.
+    origin: str
+    sizes: Sizes
+    descriptor: int
+    memory: Memory = field(repr=False)
+    #: Held by whoever brings a version of it from another node.
+    writing: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @classmethod
+    def make(cls, piece: str, origin: str, sizes: Sizes) -> Kept:
+        """`NoRoom` if there is none."""
+        room.check(sizes.total, f"snapshots of '{piece}'")
+        descriptor = create(sizes)
+        return cls(piece, origin, sizes, descriptor, Memory(descriptor))
+
+    def fits(self, wanted: Sizes) -> bool:
+        has = self.sizes
+        return (
+            wanted.bytes <= has.bytes <= max(WASTEFUL * wanted.bytes, 1 << 20)
+            and wanted.skeleton <= has.skeleton
+            and wanted.buffers <= has.buffers
+        )
+
+    def close(self) -> None:
+        self.memory.close()
+        os.close(self.descriptor)
+
+
+class Shelf:
+    """The memories of one node."""
+
+    def __init__(self, *, replicated: bool = False) -> None:
+        """`replicated`: other nodes get copies, from a buffer that no worker writes to then."""
+        self._replicated = replicated
+        #: Whether there are nodes that copies go to: then these, too, must be of a generation.
+        self.awaits_replicas = False
+        self._lock = threading.Lock()
+        self._kept: list[Kept] = []
+        #: Of a generation, how often its freshest own piece was sealed here.
+        self._sealed: Counter[tuple[int, str]] = Counter()
+
+    # --- room ------------------------------------------------------------------------------------
+
+    def make_room(self, piece: str, size: int, skeleton: int) -> Kept:
+        """The memory that a worker of this node is to write a piece to."""
+        buffers = buffers_for(piece)
+        if self._replicated and rank_of(piece) is not None:
+            buffers += 1
+        return self._place(piece, "", Sizes(size, skeleton, buffers))
+
+    def make_room_for_replica(self, piece: str, origin: str, size: int, skeleton: int) -> Kept:
+        """The memory for copies of another node's piece."""
+        return self._place(piece, origin, Sizes(size, skeleton))
+
+    def _place(self, piece: str, origin: str, wanted: Sizes) -> Kept:
+        rank_of(piece)  # a bad name is refused here
+        with self._lock:
+            for kept in self._of(piece, origin):
+                if kept.fits(wanted):
+                    # The one that is written to is the last: those before it only wait to go.
+                    self._kept.remove(kept)
+                    self._kept.append(kept)
+                    return kept
+            self._drop(self._empty(piece, origin))
+            made = Kept.make(piece, origin, wanted)
+            self._kept.append(made)
+            return made
+
+    def _of(self, piece: str, origin: str) -> list[Kept]:
+        return [kept for kept in self._kept if (kept.piece, kept.origin) == (piece, origin)]
+
+    def _empty(self, piece: str, origin: str) -> list[Kept]:
+        return [kept for kept in self._of(piece, origin) if kept.memory.freshest() is None]
+
+    # --- looking ---------------------------------------------------------------------------------
+
+    def holdings(self) -> tuple[Holding, ...]:
+        """All versions of all pieces, as the memories have them now."""
+        with self._lock:
+            return tuple(
+                Holding(
+                    kept.piece,
+                    held.version,
+                    len(held.data),
+                    held.rank,
+                    held.size,
+                    replica=bool(kept.origin),
+                )
+                for kept in self._kept
+                for held in kept.memory.holdings()
+            )
+
+    def open(self, piece: str, version: Version) -> int | None:
+        """A descriptor, the caller's to close, of a memory that holds this; None: none does."""
+        with self._lock:
+            found = self._find(piece, version)
+            return os.dup(found[0].descriptor) if found is not None else None
+
+    @contextmanager
+    def reading(self, piece: str, version: Version | None) -> Iterator[tuple[Memory, int, Held]]:
+        """A version to read: pinned, and there for as long as this lasts, whatever becomes of the
+        shelf; `KeyError` if it is not held. None is the freshest that workers here have written."""
+        with self._lock:
+            found = self._find(piece, version)
+            if found is None:
+                raise KeyError(piece)
+            descriptor = os.dup(found[0].descriptor)
+        memory = Memory(descriptor)
+        held = memory.find(found[1].version)
+        try:
+            if held is None:
+                raise KeyError(piece)
+            memory.pin(held)
+            yield memory, descriptor, held
+        finally:
+            if held is not None:
+                memory.unpin(held)
+            memory.close()
+            os.close(descriptor)
+
+    def _find(self, piece: str, version: Version | None) -> tuple[Kept, Held] | None:
+        """Own memories before replicas, the freshest of all if no version is given."""
+        found = [
+            (kept, held)
+            for kept in self._kept
+            for held in kept.memory.holdings()
+            if kept.piece == piece and version in (None, held.version)
+            if version is not None or not kept.origin
+        ]
+        order = sorted(found, key=lambda pair: (bool(pair[0].origin), -pair[1].number))
+        if version is None:
+            order = sorted(found, key=lambda pair: pair[1].version, reverse=True)
+        return order[0] if order else None
+
+    def fresher_than(self, known: Mapping[str, Version]) -> list[str]:
+        """Pieces of this node's workers of which it has something fresher than somebody knows of;
+        the shared one, which every node writes for itself, is none of them."""
+        with self._lock:
+            pieces = dict.fromkeys(kept.piece for kept in self._kept if not kept.origin)
+            return [
+                piece
+                for piece in pieces
+                if rank_of(piece) is not None
+                and (found := self._find(piece, None)) is not None
+                and (piece not in known or known[piece] < found[1].version)
+            ]
+
+    # --- letting go ------------------------------------------------------------------------------
+
+    def sealed(self, piece: str, version: Version) -> None:
+        """A worker of this node has written a version."""
+        with self._lock:
+            self._sealed[version[0], piece] += 1
+            self._let_go(version[0])
+
+    def note_replicated(self, piece: str, version: Version) -> None:
+        """This version has all its replicas."""
+        with self._lock:
+            for kept in self._of(piece, ""):
+                kept.memory.note_replicated(version)
+            self._let_go(version[0])
+
+    def _let_go(self, generation: int) -> None:
+        """Drop what is of older generations, if this one does not need it any more."""
+        if max(self._in(generation), default=0) < ENOUGH:
+            return
+        noted = [kept.memory.replicated() for kept in self._kept if not kept.origin]
+        if self.awaits_replicas and not any(item and item[0] >= generation for item in noted):
+            return
+        self._drop(self._stale(generation))
+        for key in [key for key in self._sealed if key[0] < generation]:
+            del self._sealed[key]
+
+    def _in(self, generation: int) -> list[int]:
+        return [count for (number, _), count in self._sealed.items() if number == generation]
+
+    def _stale(self, generation: int) -> list[Kept]:
+        """What has nothing of this generation, nor a later one: nobody goes back to it."""
+        return [
+            kept
+            for kept in self._kept
+            if (held := kept.memory.freshest()) is not None and held.version[0] < generation
+        ]
+
+    def settle(self, base: Version, generation: int) -> None:
+        """Drop the versions that are void: see `layout.is_void`."""
+        with self._lock:
+            for kept in self._kept:
+                kept.memory.settle(base, generation)
+
+    def _drop(self, kept: Iterable[Kept]) -> None:
+        for item in kept:
+            self._kept.remove(item)
+            item.close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._drop(list(self._kept))

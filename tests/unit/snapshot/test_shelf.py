@@ -1,0 +1,149 @@
+"""What a node holds, and when it lets go of it."""
+
+import os
+
+import pytest
+
+from torchelastic.snapshot import layout, room
+from torchelastic.snapshot.layout import SHARED, own
+from torchelastic.snapshot.room import Limit, NoRoom
+from torchelastic.snapshot.shelf import Shelf
+
+
+@pytest.fixture
+def shelf():
+    made = Shelf()
+    yield made
+    made.close()
+
+
+def write(shelf, piece, version, size=1000, origin=""):
+    if origin:
+        kept = shelf.make_room_for_replica(piece, origin, size, 100)
+    else:
+        kept = shelf.make_room(piece, size, 100)
+    data = bytes([version[1] % 256]) * 10
+    kept.memory.begin(version)[:10] = data
+    kept.memory.seal(version, b"{}", 10, layout.checksum(data))
+    if not origin:
+        shelf.sealed(piece, version)
+    return kept
+
+
+def held(shelf):
+    return [(item.piece, item.version, item.replica) for item in shelf.holdings()]
+
+
+def test_a_piece_keeps_its_memory(shelf):
+    first = shelf.make_room(SHARED, 1000, 100)
+    assert shelf.make_room(SHARED, 1000, 100) is first
+    assert shelf.make_room(SHARED, 900, 50) is first
+
+
+def test_a_piece_that_has_grown_gets_another_and_keeps_the_old_until_it_is_of_no_use(shelf):
+    write(shelf, SHARED, (0, 5))
+    write(shelf, SHARED, (1, 6), size=4000)
+    assert (SHARED, (0, 5), False) in held(shelf)
+    write(shelf, SHARED, (1, 7), size=4000)
+    write(shelf, SHARED, (1, 8), size=4000)
+    assert held(shelf) == [(SHARED, (1, 8), False), (SHARED, (1, 7), False)]
+
+
+def test_a_memory_much_too_large_is_given_back(shelf):
+    large = shelf.make_room(SHARED, 8 << 20, 100)
+    assert shelf.make_room(SHARED, 100, 100) is not large
+
+
+def test_pieces_of_older_generations_go_when_this_one_has_committed_enough(shelf):
+    write(shelf, own(2), (0, 5))
+    write(shelf, own(3), (0, 5), origin="b")
+    for step in (6, 7):
+        write(shelf, own(0), (1, step))
+    assert {piece for piece, _, _ in held(shelf)} == {own(0), own(2), own(3)}
+    write(shelf, own(0), (1, 8))
+    assert {piece for piece, _, _ in held(shelf)} == {own(0)}
+
+
+def test_where_there_are_holders_it_must_have_replicas_first(shelf):
+    shelf.awaits_replicas = True
+    write(shelf, own(2), (0, 5))
+    for step in (6, 7, 8):
+        write(shelf, own(0), (1, step))
+    assert own(2) in {piece for piece, _, _ in held(shelf)}
+    shelf.note_replicated(own(0), (1, 7))
+    assert {piece for piece, _, _ in held(shelf)} == {own(0)}
+
+
+def test_replicas_are_told_from_what_was_written_here(shelf):
+    write(shelf, own(0), (0, 5))
+    write(shelf, own(1), (0, 4), origin="b")
+    assert held(shelf) == [(own(0), (0, 5), False), (own(1), (0, 4), True)]
+
+
+def test_void_versions_are_dropped(shelf):
+    write(shelf, SHARED, (0, 10))
+    write(shelf, SHARED, (0, 11))
+    write(shelf, own(1), (0, 11), origin="b")
+    shelf.settle((0, 10), 1)
+    assert held(shelf) == [(SHARED, (0, 10), False)]
+
+
+def test_what_is_held_can_be_opened_also_after_the_shelf_is_gone(shelf):
+    write(shelf, own(0), (0, 5))
+    assert shelf.open(own(0), (0, 4)) is None
+    descriptor = shelf.open(own(0), (0, 5))
+    shelf.close()
+    memory = layout.Memory(descriptor)
+    assert memory.freshest().version == (0, 5)
+    memory.close()
+    os.close(descriptor)
+
+
+def test_what_is_read_is_overwritten_last(shelf):
+    kept = write(shelf, own(0), (0, 1))
+    for step in (2, 3):
+        write(shelf, own(0), (0, step))
+    with shelf.reading(own(0), (0, 1)) as (memory, _, found):
+        for step in (4, 5, 6):
+            write(shelf, own(0), (0, step))
+        assert memory.still_holds(found)
+    write(shelf, own(0), (0, 7))
+    assert kept.memory.find((0, 1)) is None
+
+
+def test_the_freshest_of_a_piece_is_that_of_this_nodes_workers(shelf):
+    write(shelf, own(0), (0, 3))
+    write(shelf, own(0), (0, 9), origin="b")
+    with shelf.reading(own(0), None) as (_, _, found):
+        assert found.version == (0, 3)
+
+
+def test_what_is_fresher_than_known(shelf):
+    write(shelf, SHARED, (0, 5))
+    write(shelf, own(0), (0, 5))
+    write(shelf, own(1), (0, 4))
+    write(shelf, own(7), (0, 4), origin="b")
+    assert shelf.fresher_than({}) == [own(0), own(1)]
+    assert shelf.fresher_than({own(0): (0, 4), own(1): (0, 4)}) == [own(0)]
+
+
+def test_own_pieces_have_a_buffer_more_to_be_copied_from():
+    with_replicas = Shelf(replicated=True)
+    try:
+        assert with_replicas.make_room(own(0), 10, 10).sizes.buffers == 4
+        assert with_replicas.make_room(SHARED, 10, 10).sizes.buffers == 2
+    finally:
+        with_replicas.close()
+
+
+def test_no_room_is_said_and_nothing_is_taken(shelf, monkeypatch):
+    monkeypatch.setattr(room, "limits", lambda: [Limit("its cgroup", 4 << 20, 1 << 20)])
+    with pytest.raises(NoRoom, match="No room for snapshots of 'shared'"):
+        shelf.make_room(SHARED, 4 << 20, 100)
+    assert shelf.make_room(SHARED, 1000, 100).sizes.bytes == 1000
+
+
+@pytest.mark.parametrize("piece", ["mine", "own:x", ""])
+def test_what_is_no_piece_has_no_room(shelf, piece):
+    with pytest.raises(ValueError, match="no piece"):
+        shelf.make_room(piece, 10, 10)
