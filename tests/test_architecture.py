@@ -45,6 +45,8 @@ PURE = {
     "training/inbox.py",
     "training/outcome.py",
     "agent/restart_policy.py",
+    "data/batch_policy.py",
+    "data/checker.py",
     "events/view.py",
     "cli/rendezvous_rules.py",
 }

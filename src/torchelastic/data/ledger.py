@@ -26,12 +26,12 @@ import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchelastic.data.progress import Handed
 
 log = logging.getLogger(__name__)
-
-#: A sample: its number, or its shard and its number there.
-Sample = int | tuple[int, int]
 
 #: Lines that may wait for a disk that hangs, before they are lost.
 MOST_WAITING = 100_000
@@ -88,6 +88,13 @@ class Ledger:
         if span is not None:
             line["span"] = list(span)
         self._writer.put(line)
+
+    def record(self, generation: int, step: int, handed: Iterable[Handed]) -> None:
+        """The same, of what a sampler says was committed: `ledger.record(g, n, sampler.latest)`."""
+        for one in handed:
+            self.committed(
+                generation, step, one.rank, one.epoch, one.ids, size=one.size, span=one.span
+            )
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all lines so far are with the kernel, or lost; False if that takes longer."""

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import threading
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -40,6 +41,23 @@ def test_a_line_for_each_step_in_a_file_for_each_generation_and_rank(tmp_path):
     ]
     assert [line["ids"] for line in lines(ledger.directory / "g1-r0.jsonl")] == [[[4, 7]]]
     assert sorted(os.listdir(ledger.directory)) == ["g0-r2.jsonl", "g1-r0.jsonl"]
+
+
+def test_what_was_handed_out_for_a_step_is_recorded(tmp_path):
+    handed = SimpleNamespace(rank=1, size=2, epoch=0, span=(0, 4), ids=(2, 3))
+    with Ledger(tmp_path) as ledger:
+        ledger.record(3, 1, [handed])
+    assert lines(tmp_path / "g3-r1.jsonl") == [
+        {
+            "generation": 3,
+            "step": 1,
+            "rank": 1,
+            "epoch": 0,
+            "ids": [2, 3],
+            "size": 2,
+            "span": [0, 4],
+        }
+    ]
 
 
 @pytest.mark.parametrize(
