@@ -1,12 +1,8 @@
-"""Saving and loading a state: what the training loop calls.
+"""Saving and loading a state with the manager of this process: what the training loop calls.
 
-Saving stops nobody: the state is serialised at the step boundary, where it is consistent; the bytes
-then go to storage in a thread. Storage slower than the interval of checkpoints delays no step: of
-those that wait only the newest is kept, and the log says which one was dropped.
-
-A checkpoint that cannot be written is told in the log at once, and the training goes on: what it
-holds in memory is worth more than a stop. But `MOST_FAILURES` in a row, or the last one of the
-training, are raised.
+A `CheckpointStore` takes a state apart (`_stored`, of a TorchState) or, of a state that only knows
+how to write itself to a stream, the bytes of that. A manager of the user's own gets the stream: it
+is filled at the step boundary, where the state is consistent, and copied to storage in a thread.
 """
 
 from __future__ import annotations
@@ -14,11 +10,12 @@ from __future__ import annotations
 import io
 import json
 import logging
-import threading
 import time
-from dataclasses import dataclass
+from contextlib import suppress
+from typing import Any
 
 from torchelastic import faults
+from torchelastic.checkpoint import grace as leaving
 from torchelastic.checkpoint.manager import (
     PROGRESS_KEY,
     STATE_KEY,
@@ -27,41 +24,36 @@ from torchelastic.checkpoint.manager import (
     Saved,
     get_checkpoint_manager,
 )
+from torchelastic.checkpoint.runner import Runner, Task
+from torchelastic.checkpoint.store import CheckpointStore
 from torchelastic.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-#: So many checkpoints in a row may fail before the training is told.
-MOST_FAILURES = 3
 
-
-@dataclass(frozen=True)
-class Content:
-    """A state as bytes, and how many steps it has committed."""
-
-    step: int
-    data: memoryview
-
-
-def save(state: Saved, step: int) -> None:
+def save(state: Saved, step: int, generation: int | None = None) -> None:
     """Begin a checkpoint of `state`, which has committed `step` steps. Nothing without a manager.
 
-    Called at a step boundary, on one rank. Returns when the state is serialised.
+    Called at a step boundary, on one rank. Returns when the state is copied.
     """
     manager = get_checkpoint_manager()
     if manager is None:
         return
-    writer = _writer_of(manager)
-    writer.check()
+    _finish_others(manager)
+    if isinstance(manager, CheckpointStore):
+        manager.save(_tree_of(state), step, generation=generation)
+        return
     stream = io.BytesIO()
     state.save(stream)
-    writer.put(Content(step, stream.getbuffer()))
+    content = stream.getbuffer()
+    _runner.put(Task(step, lambda: _write(manager, step, content)))
 
 
 def finish() -> None:
     """Wait until everything saved is in storage; raise if the last one could not be written."""
-    if _writer is not None:
-        _writer.finish()
+    if isinstance(_used, CheckpointStore):
+        _used.finish()
+    _runner.finish()
 
 
 def load_latest(state: Saved) -> int | None:
@@ -70,6 +62,8 @@ def load_latest(state: Saved) -> int | None:
     For a worker that has nothing but its first state, in a world where nobody has more.
     """
     manager = get_checkpoint_manager()
+    if isinstance(manager, CheckpointStore):
+        return _load_from_store(manager, state)
     checkpoint = manager.get_latest_checkpoint() if manager is not None else None
     if checkpoint is None:
         return None
@@ -78,12 +72,93 @@ def load_latest(state: Saved) -> int | None:
         with checkpoint.open_input_stream(STATE_KEY) as stream:
             state.load(stream)
     except Exception as error:
-        raise CheckpointError(
-            f"The latest checkpoint, {checkpoint!r}, cannot be loaded ({error!r}): "
-            "remove it to go on from the one before."
-        ) from error
+        raise _cannot_be_loaded(repr(checkpoint), error) from error
     log.info("Loaded %r, of step %d.", checkpoint, step)
     return step
+
+
+def entered(generation: int, base: int) -> None:
+    """A world begins from `base` steps; called on the rank that saves, as it enters."""
+    if isinstance(manager := get_checkpoint_manager(), CheckpointStore):
+        manager.entered(generation, base)
+
+
+def is_paced() -> bool:
+    """Whether the manager itself says when a checkpoint is due."""
+    manager = get_checkpoint_manager()
+    return isinstance(manager, CheckpointStore) and manager.every is not None
+
+
+def is_due(step: int) -> bool:
+    manager = get_checkpoint_manager()
+    return isinstance(manager, CheckpointStore) and manager.is_due(step)
+
+
+def save_before_leaving(
+    state: Saved, step: int, generation: int | None = None, grace: float | None = None
+) -> None:
+    """This worker has to go, in `grace` seconds: put the state into storage if they are enough.
+
+    Returns when it is there, or when it is clear that it will not be; that is told, not raised.
+    """
+    manager = get_checkpoint_manager()
+    if manager is None:
+        return
+    began = time.monotonic()
+    with suppress(CheckpointError):  # the log has it
+        finish()
+    left = None if grace is None else grace - (time.monotonic() - began)
+    store = manager if isinstance(manager, CheckpointStore) else None
+    decision = leaving.decide(
+        grace=left,
+        expected=store.seconds if store is not None else None,
+        step=step,
+        saved=store.saved_step if store is not None else None,
+    )
+    log.info("Leaving: %s.", decision.why)
+    if decision.save:
+        save(state, step, generation)
+        with suppress(CheckpointError):
+            finish()
+
+
+# --- a store --------------------------------------------------------------------------------------
+
+
+def _tree_of(state: Saved) -> Any:
+    if (stored := getattr(state, "_stored", None)) is not None:
+        return stored()
+    import torch
+
+    stream = io.BytesIO()
+    state.save(stream)
+    return {STATE_KEY: torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)}
+
+
+def _load_from_store(store: CheckpointStore, state: Saved) -> int | None:
+    stored = getattr(state, "_stored", None)
+    loaded = store.load(like=stored() if stored is not None else None)
+    if loaded is None:
+        return None
+    try:
+        if stored is not None:
+            state._load_stored(loaded.tree)  # type: ignore[attr-defined]
+        else:
+            state.load(io.BytesIO(loaded.tree[STATE_KEY].numpy().tobytes()))
+    except Exception as error:
+        raise _cannot_be_loaded(f"{store.url}/{loaded.name}", error) from error
+    log.info("Loaded the checkpoint %s/%s, of step %d.", store.url, loaded.name, loaded.step)
+    return loaded.step
+
+
+def _cannot_be_loaded(what: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"The latest checkpoint, {what}, cannot be loaded ({error!r}): "
+        "remove it to go on from the one before."
+    )
+
+
+# --- a manager of the user's own ------------------------------------------------------------------
 
 
 def _step_of(checkpoint: Checkpoint) -> int:
@@ -95,96 +170,23 @@ def _step_of(checkpoint: Checkpoint) -> int:
         return 0
 
 
-class Writer:
-    """Writes checkpoints, one at a time, in a thread that ends when there is nothing to do."""
-
-    def __init__(self, manager: CheckpointManager) -> None:
-        self.manager = manager
-        self._lock = threading.Lock()
-        self._waiting: Content | None = None
-        self._thread: threading.Thread | None = None
-        self._failures: list[CheckpointError] = []
-
-    def put(self, content: Content) -> None:
-        """Have it written, in place of one that still waits for its turn."""
-        with self._lock:
-            dropped, self._waiting = self._waiting, content
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="torchelastic-checkpoint", daemon=True
-                )
-                self._thread.start()
-        if dropped is not None:
-            log.warning(
-                "No checkpoint of step %d: storage is slower than checkpoints come; "
-                "the one of step %d takes its turn.",
-                dropped.step,
-                content.step,
-            )
-
-    def check(self) -> None:
-        """Raise if too many in a row have failed; then the count begins anew."""
-        with self._lock:
-            if len(self._failures) < MOST_FAILURES:
-                return
-            failures, self._failures = self._failures, []
-        raise CheckpointError(
-            f"{len(failures)} checkpoints in a row could not be written: {failures[-1]}"
-        ) from failures[-1]
-
-    def finish(self) -> None:
-        while (thread := self._thread) is not None:
-            thread.join()
-        with self._lock:
-            failures, self._failures = self._failures, []
-        if failures:
-            raise failures[-1]
-
-    def _run(self) -> None:
-        while (content := self._take()) is not None:
-            error = self._write(content)
-            with self._lock:
-                self._failures = [*self._failures, error] if error is not None else []
-
-    def _take(self) -> Content | None:
-        with self._lock:
-            content, self._waiting = self._waiting, None
-            if content is None:
-                self._thread = None
-            return content
-
-    def _write(self, content: Content) -> CheckpointError | None:
-        """Any error, a user's manager's too, has to reach the training and not end a thread."""
-        began = time.monotonic()
-        try:
-            checkpoint = self.manager.create_checkpoint()
-            write(checkpoint, content)
-        except Exception as error:
-            told = CheckpointError(
-                f"The checkpoint of step {content.step} could not be written: {error!r}"
-            )
-            told.__cause__ = error
-            log.error("%s", told)
-            return told
-        took = time.monotonic() - began
-        log.info("Wrote %r, of step %d, in %.2f s.", checkpoint, content.step, took)
-        return None
-
-
-def write(checkpoint: Checkpoint, content: Content) -> None:
+def _write(manager: CheckpointManager, step: int, content: memoryview) -> None:
     """Fill a new checkpoint and commit it; discard it on any error."""
-    half = len(content.data) // 2
+    began = time.monotonic()
+    checkpoint = manager.create_checkpoint()
+    half = len(content) // 2
     try:
         with checkpoint.open_output_stream(PROGRESS_KEY) as stream:
-            stream.write(json.dumps({"step": content.step}).encode())
+            stream.write(json.dumps({"step": step}).encode())
         with checkpoint.open_output_stream(STATE_KEY) as stream:
-            stream.write(content.data[:half])
+            stream.write(content[:half])
             faults.at("checkpoint.write")
-            stream.write(content.data[half:])
+            stream.write(content[half:])
         checkpoint.commit()
     except BaseException as error:
         _discard(checkpoint, error)
         raise
+    log.info("Wrote %r, of step %d, in %.2f s.", checkpoint, step, time.monotonic() - began)
 
 
 def _discard(checkpoint: Checkpoint, error: BaseException) -> None:
@@ -195,13 +197,15 @@ def _discard(checkpoint: Checkpoint, error: BaseException) -> None:
         log.error("%r could not be discarded (%r) after %r.", checkpoint, second, error)
 
 
-_writer: Writer | None = None
+#: Writes for managers of the user's own; a store has its own.
+_runner = Runner()
+#: The manager that was last saved with.
+_used: CheckpointManager | None = None
 
 
-def _writer_of(manager: CheckpointManager) -> Writer:
-    """One writer at a time: what another manager has begun is finished first."""
-    global _writer
-    if _writer is None or _writer.manager is not manager:
+def _finish_others(manager: CheckpointManager) -> None:
+    """One manager at a time: what another one has begun is finished first."""
+    global _used
+    if _used is not None and _used is not manager:
         finish()
-        _writer = Writer(manager)
-    return _writer
+    _used = manager

@@ -29,4 +29,7 @@ def manager(tmp_path):
     yield made
     faults.plan("")
     set_checkpoint_manager(None)
-    checkpoint.background._writer = None
+    made.close()
+    checkpoint.background._runner.wait()
+    checkpoint.background._runner.failures.clear()
+    checkpoint.background._used = None

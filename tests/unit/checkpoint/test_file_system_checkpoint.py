@@ -26,8 +26,18 @@ def read(checkpoint, key="default"):
         return stream.read()
 
 
-def names(manager):
-    return sorted(os.listdir(manager.directory))
+def directories(manager):
+    return sorted(path.name for path in manager.directory.iterdir() if path.is_dir())
+
+
+def numbers(manager):
+    """The ids of what is there, and nothing that is half done."""
+    assert [name for name in directories(manager) if name.startswith(".")] == []
+    return [int(name.partition("-")[0]) for name in directories(manager)]
+
+
+def path_of(checkpoint, manager):
+    return manager.directory / checkpoint.directory
 
 
 def test_the_directory_is_made(tmp_path):
@@ -80,7 +90,7 @@ def test_discard_removes_what_was_written(manager):
     checkpoint.open_output_stream("default").write(b"half")
     checkpoint.discard()
     checkpoint.discard()
-    assert names(manager) == []
+    assert directories(manager) == []
     with pytest.raises(CheckpointError, match="was discarded"):
         checkpoint.commit()
 
@@ -88,7 +98,7 @@ def test_discard_removes_what_was_written(manager):
 def test_discard_removes_a_committed_one(manager):
     commit(manager, b"kept")
     commit(manager, b"regretted").discard()
-    assert names(manager) == ["0"]
+    assert numbers(manager) == [0]
     assert read(manager.get_latest_checkpoint()) == b"kept"
 
 
@@ -108,7 +118,7 @@ def test_a_missing_key_is_a_missing_file(manager):
         commit(manager, b"there").open_input_stream("other")
 
 
-@pytest.mark.parametrize("key", ["", "../x", "a/b", ".hidden", "manifest.json"])
+@pytest.mark.parametrize("key", ["", "../x", "a/b", ".hidden", "commit.json"])
 def test_a_key_is_a_plain_name(manager, key):
     with pytest.raises(ConfigError, match="plain word"):
         manager.create_checkpoint().open_output_stream(key)
@@ -119,28 +129,28 @@ def test_a_key_is_a_plain_name(manager, key):
 
 def half_written(manager):
     """As 0.1, or a copy that was interrupted, leaves it."""
-    directory = manager.directory / "5"
+    directory = manager.directory / "000005-abcdef"
     directory.mkdir()
     (directory / "default").write_bytes(b"hal")
 
 
 def shortened(manager):
-    path = commit(manager, b"whole").directory / "default"
+    path = path_of(commit(manager, b"whole"), manager) / "default"
     path.write_bytes(b"who")
 
 
 def without_a_file(manager):
-    (commit(manager, b"whole").directory / "default").unlink()
+    (path_of(commit(manager, b"whole"), manager) / "default").unlink()
 
 
-def with_half_a_manifest(manager):
-    path = commit(manager, b"whole").directory / "manifest.json"
+def with_half_a_marker(manager):
+    path = path_of(commit(manager, b"whole"), manager) / "commit.json"
     path.write_bytes(path.read_bytes()[:5])
 
 
 @pytest.mark.parametrize(
     "tear",
-    [half_written, shortened, without_a_file, with_half_a_manifest],
+    [half_written, shortened, without_a_file, with_half_a_marker],
     ids=lambda f: f.__name__,
 )
 def test_half_a_checkpoint_is_never_the_latest(manager, tear):
@@ -166,18 +176,19 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_what_a_killed_process_left_is_cleared(manager):
     commit(manager, b"whole")
     subprocess.run([sys.executable, "-c", KILLED, manager.directory], timeout=60)
-    assert names(manager) == [".new-1", "0"]
+    assert directories(manager)[0].startswith(".new-000001-")
     assert read(manager.get_latest_checkpoint()) == b"whole"
     commit(manager, b"newer")
-    assert [name for name in names(manager) if name.startswith(".")] == []
+    assert len(numbers(manager)) == 2
     assert read(manager.get_latest_checkpoint()) == b"newer"
 
 
 def test_half_a_removal_is_no_checkpoint_and_is_completed(manager):
-    os.rename(commit(manager, b"whole").directory, manager.directory / ".old-0")
+    whole = commit(manager, b"whole").directory
+    os.rename(manager.directory / whole, manager.directory / f".old-{whole}")
     assert manager.get_latest_checkpoint() is None
     commit(manager, b"next")
-    assert names(manager) == ["0"]
+    assert len(numbers(manager)) == 1
 
 
 # --- several writers -----------------------------------------------------------------------------
@@ -196,7 +207,7 @@ def test_what_another_one_writes_is_left_alone(manager):
 def test_one_that_was_dropped_is_no_longer_locked(manager):
     manager.create_checkpoint()
     commit(manager, b"next")
-    assert names(manager) == ["0"]
+    assert len(numbers(manager)) == 1
 
 
 def test_writers_side_by_side_get_ids_of_their_own(manager):
@@ -220,7 +231,7 @@ def test_writers_side_by_side_get_ids_of_their_own(manager):
     commit(FileSystemCheckpointManager(manager.directory, keep_last=3), b"last")
     assert len(manager.list_checkpoints()) == 3
     assert read(manager.get_latest_checkpoint()) == b"last"
-    assert [name for name in names(manager) if name.startswith(".")] == []
+    assert len(numbers(manager)) == 3
 
 
 # --- retention -----------------------------------------------------------------------------------
@@ -231,7 +242,7 @@ def test_only_the_last_are_kept(tmp_path):
     for number in range(5):
         commit(manager, str(number).encode())
     assert [read(found) for found in manager.list_checkpoints()] == [b"4", b"3"]
-    assert names(manager) == ["3", "4"]
+    assert numbers(manager) == [3, 4]
 
 
 def test_all_are_kept_by_default(manager):
@@ -242,12 +253,12 @@ def test_all_are_kept_by_default(manager):
 
 def test_a_new_checkpoint_is_good_although_an_old_one_cannot_be_removed(tmp_path, caplog):
     manager = FileSystemCheckpointManager(tmp_path, keep_last=1)
-    commit(manager, b"old")
+    old = commit(manager, b"old")
     checkpoint = manager.create_checkpoint()
-    (tmp_path / ".old-0").write_bytes(b"in the way")
+    (tmp_path / f".old-{old.directory}").write_bytes(b"in the way")
     checkpoint.commit()
     assert manager.get_latest_checkpoint().sequence_id == 1
-    assert "but stays" in caplog.text
+    assert "What is not kept" in caplog.text
 
 
 def test_none_kept_is_refused(tmp_path):

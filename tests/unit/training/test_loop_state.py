@@ -130,17 +130,17 @@ def test_checkpoints_are_written_and_loaded_where_nobody_has_more(run, manager):
 @pytest.mark.parametrize("error", [NonRetryableException("no such file"), SystemExit(3)])
 def test_a_checkpoint_in_flight_is_not_lost_to_an_error(run, manager, monkeypatch, error):
     waited_for = threading.Event()
-    create, wait = manager.create_checkpoint, checkpoint.finish
+    begin, wait = manager.catalog.begin, checkpoint.finish
 
-    def create_when_waited_for():
+    def begin_when_waited_for(name):
         assert waited_for.wait(30)
-        return create()
+        return begin(name)
 
     def finish():
         waited_for.set()
         wait()
 
-    monkeypatch.setattr(manager, "create_checkpoint", create_when_waited_for)
+    monkeypatch.setattr(manager.catalog, "begin", begin_when_waited_for)
     monkeypatch.setattr(checkpoint, "finish", finish)
 
     def script(agent):

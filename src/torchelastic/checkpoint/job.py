@@ -1,0 +1,119 @@
+"""One rank's work on one checkpoint, as data, and the doing of it: in a thread or a process."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlan
+
+from torchelastic import faults
+from torchelastic.checkpoint import dcp
+from torchelastic.checkpoint.catalog import Catalog, Draft, name_of
+from torchelastic.checkpoint.fence import Fence
+from torchelastic.checkpoint.marker import Marker
+from torchelastic.checkpoint.staging import Slots
+from torchelastic.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+#: How often rank 0 looks for what the others have written, in seconds.
+_LOOK = 0.05
+_PART = "part-"
+_FAILED = "failed-"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What there is to do."""
+
+    step: int
+    rank: int
+    size: int
+    plan: SavePlan
+    slots: Slots
+    fence: Fence
+    #: Agreed on by all ranks; a rank that is alone takes the next one there is.
+    sequence: int | None = None
+    #: Rank 0 waits so many seconds for the others.
+    patience: float = 600.0
+
+
+@dataclass(frozen=True)
+class Written:
+    """What came of it; `size` is 0 where another rank has made a checkpoint of it."""
+
+    name: str
+    size: int
+    seconds: float
+
+
+def run(job: Job, catalog: Catalog, tensors: Mapping[str, torch.Tensor]) -> Written:
+    """Write this rank's part; rank 0 waits for all parts and commits."""
+    began = time.monotonic()
+    sequence = catalog.next_sequence() if job.sequence is None else job.sequence
+    draft = catalog.begin(name_of(sequence, job.step, job.fence.token))
+    size = _commit(job, catalog, draft, tensors) if job.rank == 0 else _assist(job, draft, tensors)
+    return Written(draft.name, size, time.monotonic() - began)
+
+
+def _commit(job: Job, catalog: Catalog, draft: Draft, tensors: Mapping[str, torch.Tensor]) -> int:
+    try:
+        part = dcp.write_part(draft, job.plan, tensors, job.rank)
+        faults.at("checkpoint.write")
+        parts = [part, *_parts_of_others(job, draft)]
+        files = dcp.complete(draft, parts)
+        for rank in range(1, job.size):
+            draft.storage.remove_file(draft.path(f"{_PART}{rank}"))
+        marker = Marker(job.step, job.fence.generation, files)
+        catalog.commit(draft, marker, job.fence)
+        return marker.size
+    except BaseException as error:
+        _discard(draft, error)
+        raise
+
+
+def _discard(draft: Draft, error: BaseException) -> None:
+    """What fails in cleaning up must not hide what failed first."""
+    try:
+        draft.discard()
+    except OSError as second:
+        log.error("%s could not be discarded (%r) after %r.", draft.directory, second, error)
+
+
+def _assist(job: Job, draft: Draft, tensors: Mapping[str, torch.Tensor]) -> int:
+    """Not rank 0: write, and leave word of it; of a failure too, so that nobody waits for us."""
+    storage = draft.storage
+    try:
+        part = dcp.write_part(draft, job.plan, tensors, job.rank)
+        storage.put(draft.path(f"{_PART}{job.rank}"), dcp.part_to_bytes(part))
+    except Exception as error:
+        storage.put(draft.path(f"{_FAILED}{job.rank}"), repr(error).encode())
+        raise
+    finally:
+        draft.release()
+    return 0
+
+
+def _parts_of_others(job: Job, draft: Draft) -> Iterator[dcp.Part]:
+    missing = set(range(1, job.size))
+    deadline = time.monotonic() + job.patience
+    while missing:
+        there = draft.storage.sizes(draft.directory)
+        for rank in sorted(missing):
+            if f"{_FAILED}{rank}" in there:
+                why = draft.storage.get(draft.path(f"{_FAILED}{rank}")) or b""
+                raise CheckpointError(f"rank {rank} could not write its part: {why.decode()}")
+            if f"{_PART}{rank}" in there:
+                missing.discard(rank)
+                content = draft.storage.get(draft.path(f"{_PART}{rank}")) or b""
+                yield dcp.part_from_bytes(content)
+        if missing and time.monotonic() > deadline:
+            raise CheckpointError(
+                f"no word of ranks {sorted(missing)[:5]} after {job.patience:.0f} s"
+            )
+        if missing:
+            time.sleep(_LOOK)

@@ -1,0 +1,73 @@
+"""The commit marker: the last file of a checkpoint. Without it there is none. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+NAME = "commit.json"
+FORMAT = "torchelastic checkpoint 1"
+
+
+@dataclass(frozen=True)
+class File:
+    """How long a file is, and the CRC-32 of its bytes."""
+
+    size: int
+    crc: int
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What a checkpoint says of itself."""
+
+    #: Steps committed; None where whoever wrote it did not say.
+    step: int | None = None
+    generation: int | None = None
+    files: Mapping[str, File] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files.values())
+
+
+def to_json(marker: Marker) -> bytes:
+    files = {name: [file.size, file.crc] for name, file in sorted(marker.files.items())}
+    return json.dumps(
+        {
+            "format": FORMAT,
+            "step": marker.step,
+            "generation": marker.generation,
+            "files": files,
+        },
+        indent=1,
+    ).encode()
+
+
+def from_json(data: bytes) -> Marker | None:
+    """None where it is no marker."""
+    try:
+        found = json.loads(data)
+        if found["format"] != FORMAT:
+            return None
+        files = {name: File(int(size), int(crc)) for name, (size, crc) in found["files"].items()}
+        return Marker(_number(found["step"]), _number(found["generation"]), files)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _number(value: object) -> int | None:
+    if value is None or isinstance(value, int):
+        return value
+    raise TypeError(value)
+
+
+def torn(marker: Marker, sizes: Mapping[str, int]) -> str | None:
+    """What is wrong with the files there are, in words; None where nothing is."""
+    for name, file in marker.files.items():
+        if name not in sizes:
+            return f"'{name}' is missing"
+        if sizes[name] != file.size:
+            return f"'{name}' has {sizes[name]} bytes instead of {file.size}"
+    return None

@@ -1,0 +1,97 @@
+"""Who writes what of a state, and under which names: a plan of torch.distributed.checkpoint.
+
+A tree is the same on all ranks but for its DTensors, of which each has its shards. What all have is
+written by one of them: who is settled by names and sizes alone, so that nobody has to ask. What
+differs from rank to rank is `own`, and each writes it under its rank.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor
+
+from torchelastic.checkpoint import tree
+
+#: Names that are ours among those of tensors: the skeletons, as bytes.
+SKELETON = "torchelastic.skeleton"
+OWN = "torchelastic.own"
+
+
+@dataclass(frozen=True)
+class Content:
+    """What one rank writes."""
+
+    plan: SavePlan
+    #: By name, the tensors as they are in this process: a DTensor's shard.
+    tensors: Mapping[str, torch.Tensor]
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+
+def content_of(shared: Any, own: Any = None, *, rank: int = 0, size: int = 1) -> Content:
+    """The part of `shared` that falls to this rank, and all of its `own`."""
+    skeleton, tensors = tree.flatten(shared)
+    tensors[SKELETON] = _as_tensor(skeleton)
+    mine = _share(tensors, rank, size)
+    if own is not None:
+        prefix = f"{OWN}.{rank}"
+        skeleton, owned = tree.flatten(own, prefix)
+        mine |= owned | {f"{prefix}.skeleton": _as_tensor(skeleton)}
+    plan = create_default_local_save_plan(mine, rank == 0)
+    return Content(plan, {name: _local(tensor) for name, tensor in mine.items()})
+
+
+def _as_tensor(skeleton: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(skeleton).encode()), dtype=torch.uint8)
+
+
+def from_tensor(skeleton: torch.Tensor) -> Any:
+    return json.loads(skeleton.numpy().tobytes())
+
+
+def _share(tensors: Mapping[str, torch.Tensor], rank: int, size: int) -> dict[str, torch.Tensor]:
+    plain = {
+        name: tensor.numel() * tensor.element_size()
+        for name, tensor in tensors.items()
+        if not isinstance(tensor, DTensor)
+    }
+    owners = owners_of(plain, size)
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if (_writes(tensor) if isinstance(tensor, DTensor) else owners[name] == rank)
+    }
+
+
+def owners_of(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """By name, the rank that writes it: the largest first, each to whoever has least so far."""
+    load = [(0, rank) for rank in range(ranks)]
+    owners = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        least, rank = load[0]
+        owners[name] = rank
+        heapq.heapreplace(load, (least + sizes[name], rank))
+    return owners
+
+
+def _writes(tensor: DTensor) -> bool:
+    """Whether this rank writes its shard: the first of those that hold the same, if not empty."""
+    at = tensor.device_mesh.get_coordinate()
+    if at is None:
+        return False
+    first = all(at[i] == 0 for i, place in enumerate(tensor.placements) if place.is_replicate())
+    return first and (tensor.to_local().numel() > 0 or tensor.numel() == 0)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

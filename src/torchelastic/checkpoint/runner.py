@@ -1,0 +1,111 @@
+"""A thread that brings checkpoints to storage, one at a time, and tells what went wrong.
+
+A checkpoint that cannot be written is told in the log at once, and the training goes on, however
+often it happens: what it holds in memory is worth more than a stop. Whether the last one of a
+training is in storage `finish` says, by an exception if it is not.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torchelastic.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A checkpoint to be written, of so many steps."""
+
+    step: int
+    write: Callable[[], None]
+    #: Called when it is done, failed or dropped: what it was written from is free again.
+    over: Callable[[], None] = lambda: None
+
+
+class Runner:
+    """Runs tasks in a thread that ends when there is nothing to do."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: Task | None = None
+        self._thread: threading.Thread | None = None
+        #: Failures in a row.
+        self.failures: list[CheckpointError] = []
+
+    @property
+    def is_busy(self) -> bool:
+        return self._thread is not None
+
+    def put(self, task: Task) -> None:
+        """Have it done, in place of one that still waits for its turn."""
+        self.make_way(task.step)
+        with self._lock:
+            self._waiting = task
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="torchelastic-checkpoint", daemon=True
+                )
+                self._thread.start()
+
+    def make_way(self, step: int) -> None:
+        """Drop the one that waits for its turn, if any: one of this step is newer."""
+        with self._lock:
+            dropped, self._waiting = self._waiting, None
+        if dropped is not None:
+            dropped.over()
+            log.warning(
+                "No checkpoint of step %d: storage is slower than checkpoints come; "
+                "the one of step %d takes its turn.",
+                dropped.step,
+                step,
+            )
+
+    def wait(self) -> None:
+        """Until nothing is left to do."""
+        while (thread := self._thread) is not None:
+            thread.join()
+
+    def finish(self) -> None:
+        """`wait`, and raise if the last one failed; once."""
+        self.wait()
+        with self._lock:
+            failures, self.failures = self.failures, []
+        if failures:
+            raise failures[-1]
+
+    def _run(self) -> None:
+        while (task := self._take()) is not None:
+            error = self._do(task)
+            task.over()
+            with self._lock:
+                self.failures = [*self.failures, error] if error is not None else []
+
+    def _take(self) -> Task | None:
+        with self._lock:
+            task, self._waiting = self._waiting, None
+            if task is None:
+                self._thread = None
+            return task
+
+    def _do(self, task: Task) -> CheckpointError | None:
+        """Any error, a user's manager's too, has to reach the user and not end a thread."""
+        try:
+            task.write()
+        except Exception as error:
+            told = CheckpointError(
+                f"The checkpoint of step {task.step} could not be written: {_words(error)}"
+            )
+            told.__cause__ = error
+            again = f" ({len(self.failures) + 1} in a row)" if self.failures else ""
+            log.error("%s%s; the training goes on, the last good one stays.", told, again)
+            return told
+        return None
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else repr(error)

@@ -1,0 +1,381 @@
+"""`CheckpointStore`: checkpoints of a training at a path or a URL.
+
+    store = CheckpointStore("s3://bucket/job-1", keep_last=3, every="auto")
+    set_checkpoint_manager(store)                    # torchelastic.train does the rest
+
+    if store.is_due(step, together=True):            # or, in a script of your own, on every rank
+        store.save({"model": model.state_dict()}, step, together=True)
+
+`save` copies the state to memory of its own and returns; a thread, or for a large state a process,
+brings it to storage. While it does, the next ones are skipped, and the log says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torchelastic import env
+from torchelastic.checkpoint import interval
+from torchelastic.checkpoint.catalog import Catalog, Record
+from torchelastic.checkpoint.fence import Fence
+from torchelastic.checkpoint.file_system_checkpoint import FileSystemCheckpoint
+from torchelastic.checkpoint.interval import Measured, Pace
+from torchelastic.checkpoint.manager import CheckpointManager
+from torchelastic.checkpoint.runner import Runner, Task
+from torchelastic.checkpoint.storage import open_storage
+from torchelastic.checkpoint.turn import Turn
+from torchelastic.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from torchelastic.checkpoint.job import Job, Written
+    from torchelastic.checkpoint.process import WriterProcess
+    from torchelastic.checkpoint.staging import Slots, Staging
+
+log = logging.getLogger(__name__)
+
+#: From this size on a process pays: it takes a second or two to start, once.
+LARGE = 64 << 20
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that was read."""
+
+    name: str
+    #: Steps committed; 0 where whoever wrote it did not say.
+    step: int
+    #: What was given to `save`, and what was this rank's `own`.
+    tree: Any
+    own: Any
+
+
+class CheckpointStore(CheckpointManager):
+    """Checkpoints at `url`: a path, `file://`, or anything fsspec knows (`s3://`, `gs://`, ...).
+
+    `keep_last` removes all but so many, `keep_every` spares those of every so many steps. `every`
+    says when one `is_due`: a number of steps, a time (`"10m"`), or `"auto"`, as often as pays by
+    what one costs and how often workers fail. `writer` is `"thread"`, `"process"`, or `"auto"`: a
+    process for a large state. When ranks save together, rank 0 waits for `patience` seconds for
+    the others. `storage_options` go to fsspec.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        every: int | str | None = None,
+        writer: Literal["auto", "thread", "process"] = "auto",
+        patience: float = 600.0,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        _check_keep("keep_last", keep_last)
+        _check_keep("keep_every", keep_every)
+        if writer not in ("auto", "thread", "process"):
+            raise ConfigError(f"writer is {writer!r}: it is 'auto', 'thread' or 'process'.")
+        self.url, self._options = os.fspath(url), dict(storage_options or {})
+        self._keeping = {"keep_last": keep_last, "keep_every": keep_every}
+        self.catalog = Catalog(open_storage(url, self._options), **self._keeping)
+        self.every = interval.parse(every)
+        self._writer, self._patience = writer, patience
+        self._runner = Runner()
+        self._stagings: list[Staging] = []
+        self._process: WriterProcess | None = None
+        # The world this process writes for, and the number of its next checkpoint, if agreed on.
+        self._turn: Turn | None = None
+        self._sequence: int | None = None
+        # When the next one is due.
+        self._pace: Pace | None = None
+        self._next_step = 0
+        self._since, self._worlds, self._blocked = time.monotonic(), 0, 0.0
+        #: Seconds the last one took until it was in storage, and its step; None before the first.
+        self.seconds: float | None = None
+        self.saved_step: int | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    # --- when ------------------------------------------------------------------------------------
+
+    def is_due(self, step: int, *, together: bool = False) -> bool:
+        """Whether `every` asks for a checkpoint of this step; with `together` all ranks agree.
+
+        Times are then counted in steps, anew with each checkpoint: clocks differ.
+        """
+        if self.every is None:
+            return False
+        if self._pace is None:
+            self._pace = Pace.begin(self.every, step - 1, time.monotonic())
+        if together and self.every.steps is None:
+            return step >= self._next_step
+        return self._pace.is_due(step, time.monotonic())
+
+    def entered(self, generation: int, base: int) -> None:
+        """A world begins, from `base` steps; called on the rank that is going to save.
+
+        Whoever wrote here for an earlier world writes nothing more, and what it has stored of
+        later steps is void.
+        """
+        self._worlds += 1
+        self._turn, self._sequence = Turn(self.catalog, _new_fence(generation), base), None
+        self._turn.begin()
+
+    # --- saving ----------------------------------------------------------------------------------
+
+    def save(
+        self,
+        tree: Any,
+        step: int,
+        *,
+        own: Any = None,
+        generation: int | None = None,
+        together: bool = False,
+    ) -> bool:
+        """Begin a checkpoint of `tree`, which has committed `step` steps. False if it is skipped.
+
+        `tree` is made of dicts, lists, tuples, tensors and plain values, and may be changed once
+        this returns. With `together` all ranks of the default process group call this, each with
+        its shards (DTensors) of a tree that is the same otherwise, and with what is its `own`;
+        without, this process writes all of it.
+        """
+        from torchelastic.checkpoint import agreement
+        from torchelastic.checkpoint.job import Job
+        from torchelastic.checkpoint.plan import content_of
+
+        began = time.monotonic()
+        rank, size = agreement.world() if together else (0, 1)
+        content = content_of(tree, own, rank=rank, size=size)
+        if not self._may_begin(step, content.bytes, together):
+            return False
+        if (turn := self._take_turn(generation, together)) is None:
+            return False
+        if (staged := self._copy(content.tensors, step)) is None:
+            return False
+        staging, slots = staged
+        sequence = self._sequence
+        job = Job(step, rank, size, content.plan, slots, turn.fence, sequence, self._patience)
+        self._put(job, turn, staging, self._way(content.bytes))
+        self._sequence = sequence + 1 if sequence is not None else None
+        self._began(step, began)
+        return True
+
+    def finish(self) -> None:
+        """Wait until everything saved is in storage; raise if the last one could not be written."""
+        self._runner.finish()
+
+    def close(self) -> None:
+        """Wait for what is being written, then give back the memory and the process."""
+        self._runner.wait()
+        if self._process is not None:
+            self._process.close()
+        for staging in self._stagings:
+            staging.close()
+        self._process, self._stagings = None, []
+
+    def _may_begin(self, step: int, size: int, together: bool) -> bool:
+        """Whether it can be written, or wait for its turn.
+
+        Waiting takes memory for another copy, which a large state is not given; and what waits may
+        be dropped for a newer one, which ranks that save together would each do in their own time.
+        """
+        busy = self._runner.is_busy
+        if together:
+            from torchelastic.checkpoint import agreement
+
+            anyone, self._next_step = agreement.largest(busy, self._step_after(step))
+            busy = bool(anyone)
+        skipped = busy and (together or size >= LARGE)
+        if skipped:
+            log.warning(
+                "No checkpoint of step %d: the one before is still being written to %s.",
+                step,
+                self.url,
+            )
+        return not skipped
+
+    def _copy(self, tensors: Mapping[str, torch.Tensor], step: int) -> tuple[Staging, Slots] | None:
+        """Into memory that is free; None, and a word in the log, where there is none to be had."""
+        staging = self._free_memory(step)
+        try:
+            return staging, staging.copy(tensors)
+        except (OSError, MemoryError) as error:
+            staging.release()
+            log.error("No checkpoint of step %d: no memory to copy the state to (%s).", step, error)
+            return None
+
+    def _free_memory(self, step: int) -> Staging:
+        from torchelastic.checkpoint.staging import Staging
+
+        self._runner.make_way(step)
+        free = [one for one in self._stagings if not one.in_use]
+        if not free:
+            free = [Staging()]
+            self._stagings += free
+        free[0].in_use = True
+        return free[0]
+
+    def _step_after(self, step: int) -> int:
+        """Of which step the next is to be, as this rank sees it."""
+        pace = self._pace
+        if pace is None or step <= pace.step:
+            return step + 1
+        pace_of_steps = (time.monotonic() - pace.last) / (step - pace.step)
+        return step + max(1, round(pace.seconds / max(pace_of_steps, 1e-6)))
+
+    def _take_turn(self, generation: int | None, together: bool) -> Turn | None:
+        """This world's; with others, the same for all, and the number of the checkpoint with it."""
+        if generation is None:
+            generation = int(env.get("TORCHELASTIC_RESTART_COUNT") or 0)
+        if self._turn is None or self._turn.fence.generation != generation:
+            self._turn, self._sequence = Turn(self.catalog, _new_fence(generation)), None
+        if together and self._sequence is None and not self._agree_on_names(self._turn):
+            return None
+        return self._turn
+
+    def _agree_on_names(self, turn: Turn) -> bool:
+        """Once in a world: rank 0's fence is everybody's, and so is its next number."""
+        from torchelastic.checkpoint import agreement
+
+        told: tuple[Fence, int] | str = ""
+        if agreement.world()[0] == 0:
+            try:
+                told = (turn.fence, self.catalog.next_sequence())
+            except Exception as error:  # of any storage; the others wait for an answer
+                told = repr(error)
+        told = agreement.of_rank_0(told)
+        if isinstance(told, str):
+            log.error("No checkpoint: what is at %s cannot be listed (%s).", self.url, told)
+            return False
+        fence, self._sequence = told
+        if fence != turn.fence:
+            self._turn = Turn(self.catalog, fence)
+        return True
+
+    def _way(self, size: int) -> Callable[[Job, int], Written]:
+        """How what is in a memory is written: by this process, or by another."""
+        process = self._writer == "process" or (self._writer == "auto" and size >= LARGE)
+        if process and not self.catalog.storage.is_private:
+            from torchelastic.checkpoint.process import WriterProcess
+
+            if self._process is None:
+                self._process = WriterProcess(self.url, self._options, self._keeping)
+            return self._process.run
+        from torchelastic.checkpoint.job import run
+        from torchelastic.checkpoint.staging import staged
+
+        return lambda job, memory: run(job, self.catalog, staged(memory, job.slots))
+
+    def _put(
+        self, job: Job, turn: Turn, staging: Staging, write: Callable[[Job, int], Written]
+    ) -> None:
+        def task() -> None:
+            if job.rank == 0:
+                turn.ensure()
+            self._note(job.step, write(job, staging.descriptor))
+
+        self._runner.put(Task(job.step, task, staging.release))
+
+    def _began(self, step: int, began: float) -> None:
+        now = time.monotonic()
+        self._blocked = now - began
+        if self.every is not None:
+            self._pace = replace(self._pace or Pace.begin(self.every, step, now)).began(step, now)
+
+    def _note(self, step: int, written: Written) -> None:
+        """One is in storage: how long it took tells when the next is due."""
+        self.seconds, self.saved_step = written.seconds, step
+        log.info(
+            "Wrote checkpoint %s, of step %d (%.1f MB), in %.2f s; it stopped training for %.3f s.",
+            written.name,
+            step,
+            written.size / 1e6,
+            written.seconds,
+            self._blocked,
+        )
+        if self._pace is None or not self._pace.every.auto:
+            return
+        elapsed, failures = time.monotonic() - self._since, max(self._worlds - 1, 0)
+        measured = Measured(self._blocked, written.seconds, elapsed, failures)
+        self._pace = self._pace.learned(measured)
+        log.info(
+            "The next checkpoint is due in %.0f s: one costs %.3f s, and failures are taken to be "
+            "%.0f s apart.",
+            self._pace.seconds,
+            self._blocked,
+            interval.between_failures(elapsed, failures),
+        )
+
+    # --- loading ---------------------------------------------------------------------------------
+
+    def load(self, like: Any = None, *, together: bool = False) -> Loaded | None:
+        """Read the newest that is whole; None where there is none.
+
+        Torn, corrupt and void ones are told and passed over. Where `like`, a tree as given to
+        `save`, has DTensors, this rank's shards are read; everything else is read in full. With
+        `together` all ranks read what rank 0 finds.
+        """
+        from torchelastic.checkpoint import agreement
+
+        rank = agreement.world()[0] if together else 0
+        record = next(self.catalog.sound(), None) if rank == 0 else None
+        if together:
+            record = agreement.of_rank_0(record)
+        return None if record is None else self._read(record, like, rank)
+
+    def _read(self, record: Record, like: Any, rank: int) -> Loaded:
+        from torchelastic.checkpoint import dcp
+
+        try:
+            tree, own = dcp.read(self.catalog.storage, record.name, like, rank=rank)
+        except Exception as error:
+            raise CheckpointError(
+                f"The checkpoint {self.url}/{record.name} is whole, but cannot be loaded "
+                f"({error!r}): remove it to go on from the one before."
+            ) from error
+        return Loaded(record.name, record.step or 0, tree, own)
+
+    # --- 0.1: streams ----------------------------------------------------------------------------
+
+    def create_checkpoint(self) -> FileSystemCheckpoint:
+        return FileSystemCheckpoint.new(self.catalog)
+
+    def get_checkpoint(self, sequence_id: int) -> FileSystemCheckpoint | None:
+        found = (one for one in self.list_checkpoints() if one.sequence_id == sequence_id)
+        return next(found, None)
+
+    def get_latest_checkpoint(self) -> FileSystemCheckpoint | None:
+        record = next(self.catalog.records(), None)
+        return None if record is None else FileSystemCheckpoint(self.catalog, record)
+
+    def list_checkpoints(self) -> list[FileSystemCheckpoint]:
+        return [FileSystemCheckpoint(self.catalog, record) for record in self.catalog.records()]
+
+
+class FileSystemCheckpointManager(CheckpointStore):
+    """0.1's name of a store in a directory, which is made if it is not there."""
+
+    def __init__(
+        self, checkpoint_dir: str | os.PathLike[str], *, keep_last: int | None = None
+    ) -> None:
+        self.directory = Path(checkpoint_dir)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        super().__init__(checkpoint_dir, keep_last=keep_last)
+
+
+def _new_fence(generation: int) -> Fence:
+    return Fence(secrets.token_hex(3), env.get("TORCHELASTIC_RUN_ID"), generation)
+
+
+def _check_keep(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ConfigError(f"{name} is {value}: keep at least 1, or None to keep all.")

@@ -1,0 +1,99 @@
+"""A tree of tensors and plain values: taken apart for storage, and put together again.
+
+Tensors go to torch.distributed.checkpoint under dotted names (`model.fc.weight`), so that its own
+tools find them. Everything else is the *skeleton*: JSON, so that loading it runs no code.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from torchelastic.errors import CheckpointError
+
+#: The key of what JSON has no word for.
+_KIND = "!"
+
+
+def flatten(tree: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
+    """The skeleton, and the tensors by name. A tensor that is there twice is stored twice."""
+    tensors: dict[str, torch.Tensor] = {}
+    return _take_apart(tree, prefix, tensors), tensors
+
+
+def restore(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The tree again; a tensor that `tensors` lacks is an error."""
+    return _put_together(skeleton, tensors)
+
+
+def _take_apart(node: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(node, torch.Tensor):
+        tensors[path] = node
+        return {_KIND: "tensor", "name": path}
+    if isinstance(node, Mapping):
+        return _mapping(node, path, tensors)
+    if isinstance(node, list | tuple):
+        items = [_take_apart(item, _join(path, i), tensors) for i, item in enumerate(node)]
+        return {_KIND: "tuple", "items": items} if isinstance(node, tuple) else items
+    return _value(node, path)
+
+
+def _mapping(node: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if _KIND not in node and all(type(key) is str for key in node):
+        return {key: _take_apart(v, _join(path, key), tensors) for key, v in node.items()}
+    items = [
+        [_value(key, path), _take_apart(v, _join(path, key), tensors)] for key, v in node.items()
+    ]
+    return {_KIND: "dict", "items": items}
+
+
+def _value(node: Any, path: str) -> Any:
+    if node is None or type(node) in (bool, int, float, str):
+        return node
+    if isinstance(node, bytes):
+        return {_KIND: "bytes", "base64": base64.b64encode(node).decode()}
+    if isinstance(node, torch.dtype):
+        return {_KIND: "dtype", "name": str(node).removeprefix("torch.")}
+    raise CheckpointError(
+        f"'{path}' is of type {type(node).__qualname__}, which a checkpoint cannot hold: use "
+        "tensors, numbers, strings, bytes, None, and lists, tuples and dicts of these."
+    )
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _put_together(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(node, list):
+        return [_put_together(item, tensors) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if _KIND not in node:
+        return {key: _put_together(item, tensors) for key, item in node.items()}
+    return _KINDS[node[_KIND]](node, tensors)
+
+
+def _dict(node: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
+    return {
+        _put_together(key, tensors): _put_together(item, tensors) for key, item in node["items"]
+    }
+
+
+def _dtype(node: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
+    found = getattr(torch, node["name"], None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"'{node['name']}' is no dtype that this torch knows.")
+    return found
+
+
+_KINDS: dict[str, Callable[[dict[str, Any], Mapping[str, torch.Tensor]], Any]] = {
+    "tensor": lambda node, tensors: tensors[node["name"]],
+    "tuple": lambda node, tensors: tuple(_put_together(node["items"], tensors)),
+    "dict": _dict,
+    "bytes": lambda node, tensors: base64.b64decode(node["base64"]),
+    "dtype": _dtype,
+}

@@ -1,0 +1,40 @@
+"""A world's turn to write checkpoints: the fence is taken off the training's path."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from torchelastic.checkpoint.catalog import Catalog
+from torchelastic.checkpoint.fence import Fence
+
+log = logging.getLogger(__name__)
+
+
+class Turn:
+    """Taken once: in a thread as soon as the world begins, or with its first checkpoint."""
+
+    def __init__(self, catalog: Catalog, fence: Fence, base: int | None = None) -> None:
+        self.fence = fence
+        self._catalog, self._base = catalog, base
+        self._taken = False
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        self._thread = threading.Thread(target=self._try, name="torchelastic-fence", daemon=True)
+        self._thread.start()
+
+    def ensure(self) -> None:
+        """The fence is this world's when this returns; not for the training's thread."""
+        if self._thread is not None:
+            self._thread.join()
+        if not self._taken:
+            self._catalog.take(self.fence, self._base)
+            self._taken = True
+
+    def _try(self) -> None:
+        try:
+            self._catalog.take(self.fence, self._base)
+            self._taken = True
+        except Exception as error:  # of any storage; the first checkpoint tries again, and tells
+            log.warning("Nothing can be written to %s yet: %s", self._catalog.storage.place, error)
