@@ -56,6 +56,7 @@ def requests() -> list[wire.Message]:
         wire.Get(1, "fuzz/"),
         wire.Put(2, "fuzz/a", '{"n":1}', "fuzz/2", None, False),
         wire.Put(3, "fuzz/b", "{}", "fuzz/3", 0, True),
+        wire.Report(8, "fuzz/c", "{}"),
         wire.Watch(4, "fuzz/", 0),
         wire.Unwatch("fuzz/"),
         wire.OpenLease(5, TOKEN, 0.5),

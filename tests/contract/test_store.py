@@ -329,6 +329,32 @@ class StoreContract:
 
         run(story())
 
+    def test_reports_are_heard_in_order_and_before_what_is_asked_later(self, backend):
+        async def story():
+            async with backend() as connect:
+                reporter, other = await connect(), await connect()
+                await reporter.open_lease(60.0)
+                changes = other.watch("member/", after=0)
+                for n in range(5):
+                    await reporter.report("member/1", {"n": n})
+                held = (await reporter.get("member/")).items["member/1"]
+                assert held.value == {"n": 4}
+                seen = [change.item.value["n"] for change in await take(changes, 5)]
+                assert seen == [0, 1, 2, 3, 4]
+                await reporter.close()
+                assert told(await take(changes, 1)) == [("member/1", None)]
+
+        run(story())
+
+    def test_nothing_is_reported_without_a_lease(self, backend):
+        async def story():
+            async with backend() as connect:
+                store = await connect()
+                with pytest.raises(LeaseExpired, match="'a' was not written"):
+                    await store.report("a", {})
+
+        run(story())
+
     def test_without_a_lease_nothing_is_leased(self, backend):
         async def story():
             async with backend() as connect:

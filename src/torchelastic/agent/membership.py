@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from torchelastic.errors import RendezvousError
 from torchelastic.rendezvous.store import Store
 from torchelastic.rendezvous.world import MEMBER_PREFIX, Member, altered
 
@@ -84,16 +86,18 @@ class Membership:
                 await self._changed.wait()
                 self._changed.clear()
                 if (member := self._member) != self._said:
-                    await store.put(key, member.to_json(), leased=True)
+                    await store.report(key, member.to_json())
                     self._said = member
                 if not self._changed.is_set():
                     self._settled.set()
         finally:
             self._settled.set()  # nobody is to wait for what cannot be said any more
 
-    async def flush(self) -> None:
-        """Wait until all that was said has been put, or nothing can be put any more."""
+    async def flush(self, store: Store) -> None:
+        """Wait until all that was said has been heard, or nothing can be said any more."""
         await self._settled.wait()
+        with contextlib.suppress(RendezvousError):
+            await store.keep_alive()  # its answer tells that what was said before was heard
 
 
 def _numbers() -> Iterator[int]:

@@ -277,7 +277,7 @@ class Presence:
         """Wait until all that was said has been heard, within reason."""
         if self._membership is not None:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._membership.flush(), seconds)
+                await asyncio.wait_for(self._membership.flush(self.meeting.store), seconds)
 
     async def close(self, others: float) -> None:
         """Go; a host gives the other nodes up to `others` seconds to go first."""

@@ -70,6 +70,14 @@ class Store(Protocol):
         """
         ...
 
+    async def report(self, key: str, value: Json) -> None:
+        """Set a key under this connection's lease, as `put` does; but it may return as soon as that
+        is on its way. Reports of a key are heard in their order, and before what is asked later.
+
+        A lease that turns out to be over tells by `lease_lost`.
+        """
+        ...
+
     async def compare_and_set(
         self,
         key: str,

@@ -53,17 +53,17 @@ def test_a_record_is_put_when_it_differs_from_what_the_store_has():
             running = asyncio.create_task(membership.run(store))
             before = (await store.get("")).revision
             membership.update(ready=False)
-            await membership.flush()
+            await membership.flush(store)
             assert (await store.get("")).revision == before
             membership.update(ready=True)
-            await membership.flush()
+            await membership.flush(store)
             assert (await record(store, "a")).ready
             membership.unsaid()
-            await membership.flush()
+            await membership.flush(store)
             assert (await store.get("")).revision == before + 2
             membership.mention(accepted=3)
             membership.update(gone=2)
-            await membership.flush()
+            await membership.flush(store)
             said = await record(store, "a")
             assert (said.accepted, said.gone) == (3, 2)
             membership.mention(accepted=4)

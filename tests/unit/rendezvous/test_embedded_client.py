@@ -202,6 +202,42 @@ def test_a_broken_connection_is_not_noticed():
     run(story())
 
 
+def test_a_report_that_may_not_have_been_heard_is_said_again():
+    async def story():
+        async with (
+            serving(grace=60.0) as server,
+            proxied(server.port) as proxy,
+            connected(proxy.port) as store,
+            connected(server.port) as other,
+        ):
+            await store.open_lease(60.0)
+            changes = other.watch("member/", after=0)
+            for n in (1, 2):
+                await store.report("member/1", {"n": n})
+                await within(10, changes.__anext__())
+            await proxy.cut()
+            again = await within(10, changes.__anext__())
+            assert again.item.value == {"n": 2}  # the last one only
+            assert await store.keep_alive()
+            await proxy.cut()
+            assert await store.keep_alive()
+            await other.put("member/2", {})
+            assert (await within(10, changes.__anext__())).key == "member/2"
+
+    run(story())
+
+
+def test_a_report_that_is_refused_tells_that_the_lease_is_lost():
+    async def story():
+        async with serving() as server, connected(server.port) as store:
+            await store.open_lease(60.0)
+            server._table.end_lease(store._lease.id)
+            await store.report("member/1", {})
+            await within(10, store.lease_lost.wait())
+
+    run(story())
+
+
 def test_a_write_whose_answer_was_lost_is_done_once():
     async def story():
         async with (

@@ -18,6 +18,7 @@ from torchelastic.rendezvous.embedded import (
     wire,
 )
 from torchelastic.rendezvous.embedded.dial import Endpoint
+from torchelastic.rendezvous.embedded.table import Row
 
 TOKEN = "t" * 32
 
@@ -102,6 +103,7 @@ def test_strangers_are_shown_out_without_a_word(noise):
     [
         wire.Put(1, "k", "not json", "s", None, False),
         wire.Put(1, "k", "[]", "s", None, False),
+        wire.Report(1, "k", "[]"),
         wire.OpenLease(1, TOKEN, 0),
         wire.OpenLease(1, TOKEN, float("inf")),
         wire.OpenLease(1, "guessable", 1),
@@ -230,7 +232,18 @@ def test_the_holder_is_told_that_its_time_is_up():
             assert await client.hear() == wire.Done(1, None)
             assert await client.hear() == wire.LeaseEnded(TOKEN)
             client.say(wire.KeepAlive(2), wire.Put(3, "k", "{}", "s/3", None, True))
-            assert [await client.hear(), await client.hear()] == [wire.NoLease(2), wire.NoLease(3)]
+            client.say(wire.Report(4, "k", "{}"))
+            assert [await client.hear() for _ in range(3)] == [wire.NoLease(id) for id in (2, 3, 4)]
+
+    run(story())
+
+
+def test_a_report_is_not_answered():
+    async def story():
+        async with serving() as server, raw(server) as client:
+            client.say(wire.OpenLease(1, TOKEN, 60.0), wire.Report(2, "k", "{}"), wire.Get(3, "k"))
+            assert await client.hear() == wire.Done(1, None)
+            assert await client.hear() == wire.Rows(3, 1, [Row("k", "{}", 1, 1)], True)
 
     run(story())
 

@@ -16,6 +16,7 @@ MESSAGES = [
     wire.Get(1, "member/"),
     wire.Put(2, "k", '{"a":"é\\u0000\\""}', "me/2", None, False),
     wire.Put(3, "k", "{}", "me/3", 0, True),
+    wire.Report(4, "k", "{}"),
     wire.Watch(4, "", 7),
     wire.Unwatch("member/"),
     wire.OpenLease(5, "token", 0.5),

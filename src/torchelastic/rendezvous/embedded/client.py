@@ -14,7 +14,6 @@ import itertools
 import logging
 import math
 import secrets
-from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 
 from torchelastic.clock import Clock, SystemClock
@@ -27,6 +26,7 @@ from torchelastic.errors import (
 from torchelastic.rendezvous.embedded import wire
 from torchelastic.rendezvous.embedded.dial import Endpoint, dial
 from torchelastic.rendezvous.embedded.endpoint import reachable_address
+from torchelastic.rendezvous.embedded.feed import Feed, Memo
 from torchelastic.rendezvous.embedded.link import Link
 from torchelastic.rendezvous.embedded.table import Row
 from torchelastic.rendezvous.lease import HeldLease
@@ -58,70 +58,6 @@ class _Request:
         self.rows: list[Row] = []
 
 
-class _Feed:
-    """What one `watch` is to tell next, or one `follow`, which begins with what is there now."""
-
-    def __init__(self, prefix: str, after: int | None, *, one_key: bool = False) -> None:
-        self.prefix = prefix
-        self._one_key = one_key
-        #: The revision of the last change that was told; None: not even what was there at first.
-        self.seen = after
-        #: Whether the server has told what was before now; news is out of order until then.
-        self.live = False
-        self._rows: deque[Row] = deque()
-        self._news = asyncio.Event()
-        self._lost: str | None = None
-
-    def take(self, rows: list[Row]) -> None:
-        for row in rows:
-            # After a lost connection the server may tell again what was on its way.
-            is_news = self.seen is None or row.modified > self.seen
-            if is_news and (row.key == self.prefix or not self._one_key):
-                self.seen = row.modified
-                self._rows.append(row)
-                self._news.set()
-
-    def begin(self, revision: int) -> None:
-        """What was before now has been told; what follows is later than `revision`."""
-        self.live = True
-        self._news.set()
-        if self.seen is None:
-            self.take([Row(self.prefix, None, 0, revision)])  # it is absent
-
-    def lose(self, sentence: str) -> None:
-        self._lost = sentence
-        self._news.set()
-
-    async def next(self) -> Row:
-        while not self._rows:
-            await self._wait()
-        return self._rows.popleft()
-
-    async def _wait(self) -> None:
-        if self._lost is not None:
-            raise RendezvousLost(self._lost)
-        self._news.clear()
-        await self._news.wait()
-
-
-class _Memo(_Feed):
-    """A key that is asked for again and again: the server tells, and nobody need ask."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__(key, None, one_key=True)
-
-    def take(self, rows: list[Row]) -> None:
-        super().take(rows)
-        while len(self._rows) > 1:
-            self._rows.popleft()
-
-    async def latest(self) -> Row:
-        """The key as it is now, as far as anybody here could know."""
-        while not self.live:
-            await self._wait()
-        return self._rows[-1]
-
-
 class EmbeddedStore:
     """The `Store` protocol over the embedded server. Made by `connect`."""
 
@@ -140,10 +76,12 @@ class EmbeddedStore:
         self._name = secrets.token_hex(8)
         self._ids = itertools.count(1)
         self._requests: dict[int, _Request] = {}
-        self._feeds: list[_Feed] = []
-        self._memos: dict[str, _Memo] = {}
+        #: The last report of each key, and its id, until something tells that it was heard.
+        self._reports: dict[str, tuple[int, bytes]] = {}
+        self._feeds: list[Feed] = []
+        self._memos: dict[str, Memo] = {}
         #: Feeds that wait for what was before now, by the request that asked for it.
-        self._catching_up: dict[int, _Feed] = {}
+        self._catching_up: dict[int, Feed] = {}
         self._link: Link | None = None
         self._store_name = ""
         #: Of the store's host; 0: it is no agent, and nobody would take its place.
@@ -236,6 +174,16 @@ class EmbeddedStore:
         assert revision is not None
         return revision
 
+    async def report(self, key: str, value: Json) -> None:
+        text = wire.encode_value(key, value)
+        self._check()
+        self._need_lease(key)
+        id = next(self._ids)
+        frame = wire.pack(wire.Report(id, key, text))
+        self._reports[key] = id, frame
+        if self._link is not None:
+            self._link.send(frame)
+
     async def compare_and_set(
         self,
         key: str,
@@ -251,12 +199,12 @@ class EmbeddedStore:
         )
 
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Change, None]:
-        async with contextlib.aclosing(self._rows_of(_Feed(prefix, after))) as rows:
+        async with contextlib.aclosing(self._rows_of(Feed(prefix, after))) as rows:
             async for row in rows:
                 yield _change(row)
 
     async def follow(self, key: str) -> AsyncGenerator[Item | None, None]:
-        async with contextlib.aclosing(self._rows_of(_Feed(key, None, one_key=True))) as rows:
+        async with contextlib.aclosing(self._rows_of(Feed(key, None, one_key=True))) as rows:
             async for row in rows:
                 yield _change(row).item
 
@@ -264,7 +212,7 @@ class EmbeddedStore:
         self._check()
         if key not in self._memos:
             self._forget_memos()
-            self._memos[key] = memo = _Memo(key)
+            self._memos[key] = memo = Memo(key)
             self._feeds.append(memo)
             self._subscribe(memo)
         return _change(await self._memos[key].latest()).item
@@ -275,7 +223,7 @@ class EmbeddedStore:
             del self._memos[memo.prefix]
             self._drop(memo)
 
-    async def _rows_of(self, feed: _Feed) -> AsyncGenerator[Row, None]:
+    async def _rows_of(self, feed: Feed) -> AsyncGenerator[Row, None]:
         self._check()
         self._feeds.append(feed)
         self._subscribe(feed)
@@ -358,9 +306,7 @@ class EmbeddedStore:
         text = wire.encode_value(key, value)
         texts = {name: wire.encode_value(name, other) for name, other in (beside or {}).items()}
         self._check()
-        lease = self._held()
-        if leased and lease is None:
-            raise LeaseExpired(f"This node holds no lease: '{key}' was not written.")
+        lease = self._need_lease(key) if leased else self._held()
         request = await self._ask(
             lambda id: wire.Put(
                 id, key, text, f"{self._name}/{id}", expected, leased, texts, provided
@@ -412,10 +358,15 @@ class EmbeddedStore:
                     self._lease.end()
             case wire.Refusal(sentence=sentence):
                 self._lose(f"The rendezvous at {self.place} is over: {sentence}")
+            case wire.NoLease(id=id) if id not in self._requests:
+                if self._lease is not None:  # a report was refused
+                    self._lease.end()
             case wire.Rows() | wire.Done() | wire.NoLease():
                 self._answered(message)
 
     def _answered(self, message: wire.Rows | wire.Done | wire.NoLease) -> None:
+        for key in [key for key, (id, _) in self._reports.items() if id < message.id]:
+            del self._reports[key]  # it was said before, and so it was heard
         last = not isinstance(message, wire.Rows) or message.last
         if isinstance(message, wire.Rows) and (feed := self._catching_up.get(message.id)):
             feed.take(message.rows)
@@ -430,14 +381,14 @@ class EmbeddedStore:
 
     # Watches
 
-    def _subscribe(self, feed: _Feed) -> None:
+    def _subscribe(self, feed: Feed) -> None:
         feed.live = False
         if self._link is not None:
             id = next(self._ids)
             self._catching_up[id] = feed
             self._link.send(wire.Watch(id, feed.prefix, feed.seen))
 
-    def _drop(self, feed: _Feed) -> None:
+    def _drop(self, feed: Feed) -> None:
         self._feeds.remove(feed)
         for id in [id for id, waiting in self._catching_up.items() if waiting is feed]:
             del self._catching_up[id]
@@ -454,6 +405,8 @@ class EmbeddedStore:
         self._local_addr = reachable_address(link.local_addr, self.place.host)
         link.deliver_to(self._hear)
         self._catching_up.clear()
+        for _, frame in self._reports.values():
+            link.send(frame)  # before all else: an answer to that tells that these were heard
         for feed in self._feeds:
             self._subscribe(feed)
         for request in self._requests.values():
@@ -557,6 +510,11 @@ class EmbeddedStore:
 
     def _held(self) -> HeldLease | None:
         return self._lease if self._lease is not None and self._lease.is_held else None
+
+    def _need_lease(self, key: str) -> HeldLease:
+        if (lease := self._held()) is None:
+            raise LeaseExpired(f"This node holds no lease: '{key}' was not written.")
+        return lease
 
     def _check_lease(self) -> None:
         if self._lease is not None:

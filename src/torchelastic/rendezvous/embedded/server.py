@@ -232,6 +232,8 @@ class EmbeddedServer:
         match request:
             case wire.Put():
                 self._put(peer, request)
+            case wire.Report():
+                self._take_report(peer, request)
             case wire.KeepAlive(id=id):
                 self._keep_alive(peer, id)
             case wire.Get(id=id, prefix=prefix):
@@ -271,6 +273,15 @@ class EmbeddedServer:
             peer.link.send(wire.NoLease(put.id))
             return
         peer.link.send(wire.Done(put.id, rows[-1].modified if rows else None))
+        self._publish(rows)
+
+    def _take_report(self, peer: _Peer, report: wire.Report) -> None:
+        wire.decode_value(report.value)
+        try:
+            rows = self._table.put(report.key, report.value, lease=peer.lease or "")
+        except LeaseExpired:
+            peer.link.send(wire.NoLease(report.id))
+            return
         self._publish(rows)
 
     def _send_rows(self, peer: _Peer, id: int, rows: list[Row]) -> None:

@@ -12,10 +12,13 @@ names the message. The conversation:
                                <-   rows (one or more)
     put, open_lease, keep_alive, give_up ->
                                <-   done, or no_lease
+    report                     ->
+                               <-   no_lease, or nothing
     unwatch, bye               ->
                                <-   changed (to who watches), lease_ended, refusal
 
-Requests may be sent without waiting for earlier answers; answers carry the request's id.
+Requests may be sent without waiting for earlier answers; answers carry the request's id. They are
+done in the order in which they come: an answer tells that all that was said before was heard.
 """
 
 from __future__ import annotations
@@ -112,6 +115,17 @@ class Put(Message):
     leased: bool
     beside: dict[str, str] = field(default_factory=dict)
     provided: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report(Message):
+    """Sets a key under this connection's lease. Answered only if there is none: thousands report at
+    once, and have more to do than to read that they were heard."""
+
+    kind = "report"
+    id: int
+    key: str
+    value: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +349,7 @@ _READERS: dict[Any, Reader] = {
 GREETINGS = by_kind(Hello)
 PROOFS = by_kind(Proof)
 ANSWERS_TO_HELLO = by_kind(Challenge, Welcome, Refusal, Elsewhere)
-REQUESTS = by_kind(Get, Put, Watch, Unwatch, OpenLease, KeepAlive, GiveUp, Bye)
+REQUESTS = by_kind(Get, Put, Report, Watch, Unwatch, OpenLease, KeepAlive, GiveUp, Bye)
 ANSWERS = by_kind(Rows, Done, NoLease, Changed, LeaseEnded, Refusal)
 
 

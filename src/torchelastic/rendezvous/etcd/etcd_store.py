@@ -123,6 +123,10 @@ class EtcdStore:
                 return revision
             expected = revision
 
+    async def report(self, key: str, value: Json) -> None:
+        # Not before it is heard: requests that are on their way together keep no order.
+        await self.put(key, value, leased=True)
+
     async def compare_and_set(
         self,
         key: str,

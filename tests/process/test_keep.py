@@ -1,0 +1,112 @@
+"""Run + keep: plain scripts whose workers and nodes are killed go on as if nothing had been."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.process.jobs import Job, job
+from tests.support import poll_for
+from torchelastic.checkpoint import FileSystemCheckpointManager
+
+SCRIPT = Path(__file__).with_name("kept.py")
+STEPS = 12
+ONE_NODE = "--nnodes=1 --nproc-per-node=2 --max-restarts=10"
+TWO_NODES = "--nnodes=2 --nproc-per-node=1 --max-restarts=10"
+PATIENCE = 90.0
+
+
+def script(made: Job, **keys: object) -> list[str]:
+    words = [f"{name}={value}" for name, value in {"steps": STEPS, **keys}.items()]
+    return [str(SCRIPT), str(made.directory / "lines"), str(made.directory / "orders"), *words]
+
+
+def go(made: Job) -> None:
+    (made.directory / "orders" / "go").touch()
+
+
+def starts(made: Job, generation: int) -> list[int]:
+    """Where the ranks of a generation went on from."""
+    return [line["step"] for line in made.lines(event="start", generation=generation)]
+
+
+def ends(made: Job) -> list[tuple[int, int, str]]:
+    found = sorted(made.lines(event="end"), key=lambda line: line["rank"])
+    return [(line["step"], line["position"], line["fingerprint"]) for line in found]
+
+
+_uninterrupted: list[tuple[int, int, str]] = []
+
+
+@pytest.fixture
+def expected(tmp_path):
+    """How the ranks end where nobody is killed."""
+    if not _uninterrupted:
+        with job(tmp_path / "uninterrupted", ONE_NODE) as one:
+            node = one.start(script=script(one))
+            assert node.wait(PATIENCE) == 0, node.stderr
+        _uninterrupted.extend(ends(one))
+    return list(_uninterrupted)
+
+
+def run_with(fault: str, directory: Path, monkeypatch) -> Job:
+    monkeypatch.setenv("TORCHELASTIC_FAULTS", fault)
+    with job(directory, ONE_NODE) as one:
+        node = one.start(script=script(one))
+        assert node.wait(PATIENCE) == 0, node.stderr
+    return one
+
+
+def test_a_worker_killed_in_a_step_loses_that_step_at_most(expected, tmp_path, monkeypatch):
+    """Whether step 5 was sealed when rank 1 died in step 6 depends on who was quicker."""
+    one = run_with("kill@place=step.begin,rank=1,step=5", tmp_path / "job", monkeypatch)
+    begun = starts(one, 1)
+    assert len(begun) == 2
+    assert set(begun) in ({5}, {4})
+    assert ends(one) == expected
+    assert expected[0][:2] == (STEPS, STEPS)
+
+
+@pytest.mark.parametrize("place", ["snapshot.copy", "snapshot.sealing,n=2"])
+def test_a_worker_killed_while_it_writes_leaves_the_snapshot_before(
+    place, expected, tmp_path, monkeypatch
+):
+    one = run_with(f"kill@rank=0,step=5,place={place}", tmp_path / "job", monkeypatch)
+    assert starts(one, 1) == [4, 4]
+    assert ends(one) == expected
+
+
+def test_a_fresh_node_fetches_from_the_memory_of_another(expected, tmp_path):
+    with job(tmp_path / "job", TWO_NODES) as one:
+        keys = {"hold": 6, "pause": 0.02}
+        one.start(script=script(one, **keys))
+        second = one.start(script=script(one, **keys))
+        poll_for(
+            lambda: len(one.lines(event="holding", generation=0)) == 2,
+            what="both before step 7",
+            timeout=PATIENCE,
+        )
+        second.kill()
+        go(one)
+        third = one.start(script=script(one, **keys))
+        for node in (one.nodes[0], third):
+            assert node.wait(PATIENCE) == 0, one.said()
+    later = max(line["generation"] for line in one.lines(event="start"))
+    assert starts(one, later) == [6, 6]
+    assert ends(one) == expected
+
+
+def test_when_all_agents_are_gone_the_checkpoint_is_left(expected, tmp_path):
+    stored = FileSystemCheckpointManager(tmp_path / "checkpoints")
+    keys = {"checkpoints": stored.directory}
+    with job(tmp_path / "first", ONE_NODE) as first:
+        node = first.start(script=script(first, hold=8, **keys))
+        poll_for(lambda: len(first.lines(event="holding")) == 2, what="steps", timeout=PATIENCE)
+        poll_for(lambda: len(stored.list_checkpoints()) == 2, what="checkpoints of 3 and 6")
+        node.kill()
+    with job(tmp_path / "second", ONE_NODE) as second:
+        node = second.start(script=script(second, **keys))
+        assert node.wait(PATIENCE) == 0, node.stderr
+    assert starts(second, 0) == [6, 6]
+    assert [end[:2] for end in ends(second)] == [end[:2] for end in expected]
