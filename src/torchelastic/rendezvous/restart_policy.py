@@ -19,6 +19,10 @@ SAME_FAILURE_LIMIT = 5
 AT_ONCE = 10.0
 #: A generation that lived this long has made progress, whether or not it reported steps.
 PROGRESS_AFTER = 600.0
+#: A failure this soon after the start, without a step, is likely to come as soon again.
+IN_VAIN = 1.0
+#: Seconds before another generation where the last two were in vain; twice as many each time.
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,8 @@ class RestartLedger:
     signature: str = ""
     #: The highest step any generation has reported.
     best_step: int = -1
+    #: How many generations in a row have failed as soon as they began, without a step.
+    in_vain: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +63,10 @@ def judge(ending: Ending, ledger: RestartLedger, *, budget: int, count_resizes: 
     """Charge an ended generation to the ledger.
 
     >>> judge(Ending(kind="resize", lifetime=9.0), RestartLedger(), budget=0, count_resizes=False)
-    Verdict(go_on=True, ledger=RestartLedger(used=0, repeats=0, signature='', best_step=-1), \
-sentence='a resize spends no restart')
+    Verdict(go_on=True, ledger=RestartLedger(used=0, repeats=0, signature='', best_step=-1, \
+in_vain=0), sentence='a resize spends no restart')
     """
-    ledger = _credit_progress(ending, ledger)
+    ledger = _credit_progress(ending, _note_haste(ending, ledger))
     if ending.failure is not None and ending.failure.fatal:
         return Verdict(False, ledger, "trying again cannot help")
     if ending.kind == "error":
@@ -79,6 +85,29 @@ sentence='a resize spends no restart')
         return Verdict(False, ledger, _spent(budget))
     ledger = replace(ledger, used=ledger.used + 1)
     return Verdict(True, ledger, f"{ledger.used} of {budget} restarts used")
+
+
+def pause(ledger: RestartLedger) -> float:
+    """Seconds before the next generation begins.
+
+    None at first: most failures are over when they are noticed. But where no world can be built,
+    because a firewall stands between two nodes, say, one after the other would fail within
+    milliseconds until the restarts are spent, long before anybody could mend it.
+
+    >>> [pause(RestartLedger(in_vain=count)) for count in (0, 1, 2, 3, 4, 99)]
+    [0.0, 0.0, 0.25, 0.5, 1.0, 30.0]
+    """
+    if ledger.in_vain < 2:
+        return 0.0
+    return min(FIRST_PAUSE * 2.0 ** min(ledger.in_vain - 2, 20), LONGEST_PAUSE)
+
+
+def why_pause(ledger: RestartLedger) -> str:
+    """What to say meanwhile."""
+    return (
+        f"the last {ledger.in_vain} generations failed as soon as they began, without a step: "
+        f"the next one begins in {pause(ledger):g} s"
+    )
 
 
 def _judge_error(ending: Ending, ledger: RestartLedger, budget: int) -> Verdict:
@@ -111,6 +140,14 @@ def _credit_progress(ending: Ending, ledger: RestartLedger) -> RestartLedger:
     if ending.lifetime >= PROGRESS_AFTER:
         return RestartLedger(best_step=ledger.best_step)
     return ledger
+
+
+def _note_haste(ending: Ending, ledger: RestartLedger) -> RestartLedger:
+    """Count generations that were in vain. One that a node ended by coming or going was not, but it
+    shows nothing either; nor does a node's failure, for the next world is without it."""
+    if ending.lifetime >= IN_VAIN:
+        return replace(ledger, in_vain=0)
+    return replace(ledger, in_vain=ledger.in_vain + (ending.kind in ("failure", "error")))
 
 
 def _note_failure(ending: Ending, ledger: RestartLedger) -> RestartLedger:

@@ -22,7 +22,7 @@ from torchelastic.errors import EXIT_FAILED
 from torchelastic.failure import Failure
 from torchelastic.rendezvous import root_cause
 from torchelastic.rendezvous.forming import SAY_EVERY, candidates, form, newcomers_to, settled_at
-from torchelastic.rendezvous.restart_policy import Ending, Kind, judge
+from torchelastic.rendezvous.restart_policy import Ending, Kind, Verdict, judge, pause, why_pause
 from torchelastic.rendezvous.round_state import (
     Decision,
     RoundRules,
@@ -31,6 +31,7 @@ from torchelastic.rendezvous.round_state import (
     names_of,
     the_world,
 )
+from torchelastic.rendezvous.world import World
 
 #: How many consequences of a failure are told.
 CONSEQUENCES = 32
@@ -150,7 +151,21 @@ def succeed(rules: RoundRules, state: RoundState, now: float) -> Decision:
     )
     if not verdict.go_on:
         return Decision(replace(the_world(state), phase="closed", exitcode=EXIT_FAILED), kind)
+    if now < state.since + pause(verdict.ledger):
+        return _pause(state, world, verdict)
     return replace(form(rules, state, now, at_once=True), kind=kind)
+
+
+def _pause(state: RoundState, world: World, verdict: Verdict) -> Decision:
+    """Let some time pass before the next world, and say why; `world` is charged for it once only,
+    when the time is up."""
+    cause = the_world(state).cause
+    reason = why_pause(verdict.ledger)
+    if cause is not None:
+        reason = f"{cause.sentence()}; {reason}"
+    if world.reason != reason:
+        return Decision(replace(world, reason=reason), world.ending)
+    return Decision(wake_at=state.since + pause(verdict.ledger))
 
 
 def wait_for_stop(state: RoundState, slow: list[str], now: float) -> Decision:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.rendezvous.test_round import Job
+from tests.unit.rendezvous.round_support import Job
 from torchelastic.config import WorldSizes
 from torchelastic.rendezvous import round_state, succession
 from torchelastic.rendezvous.round_state import RoundState

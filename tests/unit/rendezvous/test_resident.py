@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.rendezvous.test_round import Job
+from tests.unit.rendezvous.round_support import Job
 from torchelastic.config import WorldSizes
 from torchelastic.errors import EXIT_FAILED
 from torchelastic.failure import Failure

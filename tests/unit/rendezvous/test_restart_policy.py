@@ -9,11 +9,15 @@ import pytest
 from torchelastic.failure import Failure
 from torchelastic.rendezvous.restart_policy import (
     AT_ONCE,
+    IN_VAIN,
+    LONGEST_PAUSE,
     PROGRESS_AFTER,
     SAME_FAILURE_LIMIT,
     Ending,
     RestartLedger,
     judge,
+    pause,
+    why_pause,
 )
 
 BOOM = Failure(
@@ -106,3 +110,76 @@ def test_the_same_failure_at_once_again_and_again_stops_early():
 )
 def test_what_is_not_the_same_failure_at_once(failures, lifetime):
     assert fall(2 * SAME_FAILURE_LIMIT, failures, lifetime).go_on
+
+
+# --- worlds that fail as soon as they begin ------------------------------------------------------
+
+LOST = replace(BOOM, message="lost a peer: connection refused", traceback="")
+ANOTHER = replace(LOST, message="lost a peer: connection reset")
+
+
+def pauses(*endings):
+    """Seconds before each next generation, after these."""
+    ledger, found = RestartLedger(), []
+    for number, (kind, lifetime, step) in enumerate(endings):
+        failure = (LOST, ANOTHER)[number % 2] if kind in ("failure", "error") else None
+        verdict = judged(
+            kind, ledger=ledger, budget=100, lifetime=lifetime, step=step, failure=failure
+        )
+        assert verdict.go_on, verdict
+        ledger = verdict.ledger
+        found.append(pause(ledger))
+    return found
+
+
+SOON = ("failure", 0.01, 7)
+
+
+@pytest.mark.parametrize(
+    ("endings", "seconds"),
+    [
+        ([SOON], [0]),
+        ([("failure", 60.0, 7), SOON, SOON, SOON], [0, 0, 0.25, 0.5]),
+        ([("failure", 0.01, -1)] * 4, [0, 0.25, 0.5, 1]),
+        ([("node-failure", 0.01, -1)] * 3, [0, 0, 0]),
+        ([("failure", 0.01, -1), ("node-failure", 0.01, -1)] * 2, [0, 0, 0.25, 0.25]),
+        ([("error", 0.01, -1)] * 3, [0, 0.25, 0.5]),
+        ([("failure", IN_VAIN, -1)] * 3, [0, 0, 0]),
+        ([("leave", 0.01, -1), ("resize", 0.01, -1)] * 2, [0, 0, 0, 0]),
+        ([("failure", 0.01, step) for step in range(4)], [0, 0, 0, 0]),
+        ([SOON, SOON, SOON, ("failure", 0.01, 8), SOON, SOON], [0, 0, 0.25, 0, 0, 0.25]),
+        ([("failure", 0.01, -1)] * 3 + [("resize", 0.01, -1)], [0, 0.25, 0.5, 0.5]),
+        ([("failure", 0.01, -1)] * 3 + [("failure", 5.0, -1)], [0, 0.25, 0.5, 0]),
+        ([("failure", 0.01, -1)] * 3 + [("resize", 5.0, -1)], [0, 0.25, 0.5, 0]),
+    ],
+    ids=[
+        "once",
+        "after a world that trained",
+        "from the first on",
+        "nodes",
+        "nodes meanwhile",
+        "errors",
+        "they lived a while",
+        "nobody failed",
+        "each made a step",
+        "one made a step",
+        "a newcomer mends nothing",
+        "one lived a while",
+        "one lived until somebody came",
+    ],
+)
+def test_the_first_retry_is_immediate_and_the_next_ones_wait_where_worlds_fail_in_vain(
+    endings, seconds
+):
+    assert pauses(*endings) == seconds
+
+
+def test_a_pause_has_a_limit():
+    assert pause(RestartLedger(in_vain=10**6)) == LONGEST_PAUSE
+
+
+def test_it_is_said_why():
+    assert why_pause(RestartLedger(in_vain=3)) == (
+        "the last 3 generations failed as soon as they began, without a step: the next one begins "
+        "in 0.5 s"
+    )

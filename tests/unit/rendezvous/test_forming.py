@@ -1,0 +1,147 @@
+"""Who is in the first world, and which sizes a world may have."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.rendezvous.round_support import Job, running
+from torchelastic.config import WorldSizes
+from torchelastic.errors import EXIT_NOT_ENOUGH_NODES
+from torchelastic.rendezvous.forming import SAY_EVERY, WARM_UP_PATIENCE
+
+
+def test_complete_at_once_when_max_is_there():
+    job = Job("1:2")
+    job.come("a")
+    assert job.world.phase == "waiting"
+    job.come("b")
+    assert job.world.phase == "running"
+    assert job.names == ["a", "b"]
+    assert job.world.reason == "the job starts"
+
+
+def test_between_min_and_max_each_arrival_prolongs_the_settle_time():
+    job = Job("1:4", settle=1.0)
+    job.come("a")
+    job.wait(0.9)
+    job.come("b")
+    job.wait(0.9)
+    assert job.world.phase == "waiting"
+    job.wait(0.2)
+    assert job.names == ["a", "b"]
+    assert job.world.generation == 0
+
+
+def test_a_member_that_warms_up_is_waited_for():
+    job = Job("1:3")
+    job.come("a")
+    job.come("b", ready=False)
+    job.wait(WARM_UP_PATIENCE / 2)
+    assert job.world.phase == "waiting"
+    job.say("b", ready=True)
+    job.wait(1.0)
+    assert job.names == ["a", "b"]
+
+
+def test_settling_and_warming_up_go_on_side_by_side():
+    job = Job("1:3", settle=1.0)
+    job.come("a", ready=False)
+    job.wait(5.0)
+    job.say("a", ready=True)
+    assert job.names == ["a"]
+
+
+def test_a_member_that_never_warms_up_does_not_hold_the_others_for_ever():
+    job = Job("1:3")
+    job.come("a")
+    job.come("b", ready=False)
+    job.wait(WARM_UP_PATIENCE + 1)
+    assert job.names == ["a"]
+
+
+def test_below_min_the_job_waits_and_says_so_every_minute():
+    job = Job("2:2", wait_for_nodes=0)
+    job.come("a")
+    assert job.world.reason == "waiting for nodes: 1 of at least 2 there"
+    job.wait(3 * SAY_EVERY + 1)
+    assert [world.phase for world in job.worlds] == ["waiting"] * 4
+
+
+def test_below_min_for_too_long_ends_the_job():
+    job = Job("2:2", wait_for_nodes=100)
+    job.come("a")
+    job.wait(101)
+    assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_NOT_ENOUGH_NODES)
+    assert "--wait-for-nodes" in job.world.reason
+
+
+def test_nodes_that_warm_up_are_not_missing():
+    job = Job("2:2", wait_for_nodes=100)
+    job.come("a", "b", ready=False)
+    job.wait(1000)
+    assert job.world.phase == "waiting"
+    assert job.world.reason == "warming up: 2 of at least 2 there"
+
+
+def test_ranks_follow_unequal_nodes_and_roles():
+    job = Job("3:3")
+    job.come("a", nproc=1, role="actor")
+    job.come("b", nproc=3, role="learner")
+    job.come("c", nproc=2, role="actor")
+    places = [(node.name, node.first_rank, node.first_role_rank) for node in job.world.nodes]
+    assert places == [("a", 0, 0), ("b", 1, 0), ("c", 4, 1)]
+    assert (job.world.size, job.world.role_size("actor")) == (6, 3)
+
+
+def test_static_places_are_obeyed_and_a_second_claim_is_a_spare():
+    job = Job("2:2")
+    job.come("late", node_rank=1)
+    job.come("twin", node_rank=1)
+    job.come("first", node_rank=0)
+    assert job.names == ["first", "late"]
+
+
+def test_the_world_names_the_first_nodes_own_store():
+    job = running("2:2")
+    assert job.world.store == "a:1"
+
+
+# --- sizes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "nodes", "size"),
+    [
+        ("2,4,8,16", "abc", 2),
+        ("multiple:4", "abc", 2),
+        ("2,4,8,16", "abcdefg", 4),
+        ("4,6", "abc", 3),
+    ],
+)
+def test_the_largest_allowed_world_runs_and_the_rest_are_spares(sizes, nodes, size):
+    job = Job("1:8", world_sizes=WorldSizes.parse(sizes))
+    job.come(*nodes)
+    job.wait(1.0)
+    assert len(job.world.nodes) == size
+    assert len(job.world.spares) == len(nodes) - size
+
+
+def test_a_newcomer_that_allows_no_larger_world_stays_a_spare():
+    job = Job("1:8", world_sizes=WorldSizes.parse("2,4,8"))
+    job.come("a", "b")
+    job.wait(1.0)
+    job.come("c")
+    job.wait(100)
+    assert job.world.generation == 0
+    job.come("d")
+    job.wait(1.0)
+    assert job.world.phase == "over"
+
+
+def test_world_sizes_count_workers_not_nodes():
+    job = Job("1:8", world_sizes=WorldSizes.parse("multiple:3"))
+    job.come("a", nproc=2)
+    job.come("b", nproc=1)
+    job.come("c", nproc=2)
+    job.wait(1.0)
+    assert (job.names, job.world.spares) == (["a", "b"], ("c",))
