@@ -11,6 +11,7 @@ from torchelastic.rendezvous.embedded import wire
 from torchelastic.rendezvous.embedded.ballots import Canvass, Reign
 from torchelastic.rendezvous.embedded.ring import Beat, Parting
 from torchelastic.rendezvous.secret import new_nonce
+from torchelastic.snapshot.pipe import FOUND, GIVE, WANT, Header
 
 T = TypeVar("T")
 
@@ -40,6 +41,7 @@ def greetings(job: str) -> list[wire.Message]:
         wire.Hello(wire.PROTOCOL, wire.VERSION, job, None),
         wire.Hello(wire.PROTOCOL, wire.VERSION, job, TOKEN, wire.RING, -5, new_nonce()),
         wire.Hello(wire.PROTOCOL, wire.VERSION, job, None, wire.SUCCESSION, 10**9, new_nonce()),
+        wire.Hello(wire.PROTOCOL, wire.VERSION, job, None, wire.SNAPSHOT, 0, new_nonce()),
         wire.Hello(wire.PROTOCOL, wire.VERSION + 1, job, None),
         wire.Hello(wire.PROTOCOL, wire.VERSION, "another job", None, "juggling", 0, new_nonce()),
         wire.Hello("http", wire.VERSION, job, None),
@@ -73,6 +75,17 @@ def between_agents() -> list[wire.Message]:
     return [Beat("fuzz"), Parting(), Canvass(0, "fuzz", 0, False), Reign(0, "fuzz", 0, [])]
 
 
+def headers() -> list[bytes]:
+    """What a connection for snapshots may begin with. None asks for memory that matters: a node
+    with the secret would be given it."""
+    return [
+        Header(kind=WANT, piece="shared", version=(0, 1)).pack(),
+        Header(kind=WANT, piece="own:7", version=(2**40, 2**40), rank=7, size=8).pack(),
+        Header(kind=GIVE, piece="own:9", version=(0, 1), origin="fuzz", room=9, used=9).pack(),
+        Header(kind=FOUND, piece="shared", version=(0, 1), room=100, used=100).pack(),
+    ]
+
+
 class Fuzzer:
     """Makes bad messages out of good ones; the same ones from the same seed."""
 
@@ -96,6 +109,16 @@ class Fuzzer:
     def broken(self, messages: Sequence[wire.Message]) -> bytes:
         """One of these, so that it is one no more."""
         return self._random.choice(self._breaks)(self._random.choice(messages))
+
+    def header(self) -> bytes:
+        """A header of snapshots, whole, cut or bent, or something else."""
+        data = bytearray(self._random.choice(headers()))
+        for _ in range(self._random.choice((0, 1, 8))):
+            # Not the sizes, behind the names and the version.
+            data[self._random.randrange(77)] = self._random.randrange(256)
+        whole = bytes(data) * self._random.choice((1, 1, 3))
+        cut = whole[: self._random.randrange(len(whole))]
+        return self._random.choice((whole, whole, cut, self._random.choice(NOISE)))
 
     def choice(self, items: Sequence[T]) -> T:
         return self._random.choice(items)

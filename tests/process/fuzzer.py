@@ -23,6 +23,7 @@ from torchelastic.rendezvous.secret import Secret, new_nonce
 #: Connections that are left open, and say nothing more.
 IDLE = 50
 PATIENCE = 10.0
+PURPOSES = (wire.STORE, wire.RING, wire.SUCCESSION, wire.SNAPSHOT)
 
 
 class Attacker:
@@ -43,7 +44,7 @@ class Attacker:
     def attack(self, limit: int) -> None:
         """One connection, with `limit` messages at most."""
         member = self._fuzzer.chance(0.5)
-        purpose = self._fuzzer.choice((wire.STORE, wire.STORE, wire.RING, wire.SUCCESSION))
+        purpose = self._fuzzer.choice((wire.STORE, *PURPOSES))
         connection = socket.create_connection(("127.0.0.1", self._port), PATIENCE)
         # A reset instead of an end; an end would also keep the local port for a minute.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -54,6 +55,8 @@ class Attacker:
                 self.sent += 1
             elif purpose == wire.STORE:
                 self._say(connection, partial(self._fuzzer.message, self._requests), limit)
+            elif purpose == wire.SNAPSHOT:
+                self._say(connection, self._fuzzer.header, limit)
             else:
                 self._say(connection, partial(self._fuzzer.broken, self._between_agents), limit)
         if self._fuzzer.chance(0.1):

@@ -20,6 +20,9 @@ from torchelastic.rendezvous.embedded import EmbeddedServer, EmbeddedStore, bind
 from torchelastic.rendezvous.embedded.dial import Endpoint
 from torchelastic.rendezvous.embedded.reception import Reception
 from torchelastic.rendezvous.secret import Credentials, Secret
+from torchelastic.snapshot import layout
+from torchelastic.snapshot.carrier import Carrier
+from torchelastic.snapshot.shelf import Shelf
 
 HERE = Path(__file__).parent
 JOB = "job-1"
@@ -101,6 +104,42 @@ def test_a_client_notices_nothing_of_those_who_talk_nonsense(caplog, secret_file
     # A callback that raised would be told by asyncio itself.
     assert [record.message for record in caplog.records if record.name == "asyncio"] == []
     assert len(caplog.records) < 10
+
+
+def test_snapshots_travel_beside_those_who_talk_nonsense(caplog, secret_file):
+    """Also on connections that were admitted: a node gone mad must not stop the others'."""
+    shown = Credentials(Secret(KEY))
+
+    async def work(ours: Carrier, theirs: Shelf, place: str, fuzzer: subprocess.Popen[str]) -> int:
+        rounds = 0
+        while fuzzer.poll() is None:
+            rounds += 1
+            kept = theirs.make_room(layout.SHARED, 100_000, 10)
+            buffer = kept.memory.begin((5, rounds))
+            kept.memory.seal((5, rounds), b"{}", len(buffer), layout.checksum(buffer))
+            await ours.fetch(layout.SHARED, (5, rounds), place)
+            await asyncio.sleep(0.01)
+        return rounds
+
+    async def story() -> None:
+        async with hosting(shown.secret) as reception:
+            shelves = Shelf(), Shelf()
+            carriers = [Carrier(shelf, "node", JOB, shown) for shelf in shelves]
+            reception.serve(wire.SNAPSHOT, carriers[0].admit)
+            place = f"127.0.0.1:{reception.port}"
+            with attack(reception.port, JOB, FEW, 2, str(secret_file)) as fuzzer:
+                working = work(carriers[1], shelves[0], place, fuzzer)
+                rounds = await asyncio.wait_for(working, 240)
+            assert fuzzer.returncode == 0
+            assert rounds > 3
+            held = {item.version for item in shelves[1].holdings()}
+            assert (5, rounds) in held
+            for carrier, shelf in zip(carriers, shelves, strict=True):
+                await carrier.close()
+                shelf.close()
+
+    asyncio.run(story())
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == []
 
 
 # A job that trains

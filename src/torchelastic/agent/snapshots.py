@@ -61,7 +61,7 @@ class Snapshots:
         self._carrier: Carrier | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         #: So that two workers that lack the same fetch it once.
-        self._fetching: defaultdict[tuple[str, Version], asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._fetching: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         #: By node and address: who holds our pieces.
         self._holders: dict[tuple[str, str], _Holder] = {}
 
@@ -154,8 +154,7 @@ class Snapshots:
         return descriptor
 
     async def _fetch(self, piece: str, version: Version, peer: str) -> None:
-        key = (piece, version)
-        async with self._fetching[key]:
+        async with self._fetching[piece]:
             descriptor = await asyncio.to_thread(self._shelf.open, piece, version)
             if descriptor is not None:
                 os.close(descriptor)
@@ -163,7 +162,6 @@ class Snapshots:
                 raise TransferError("This node has not joined the job yet.")
             else:
                 await self._carrier.fetch(piece, version, peer)
-        self._fetching.pop(key, None)
 
     async def _sealed(self, piece: str, version: Version) -> None:
         await asyncio.to_thread(self._shelf.sealed, piece, version)

@@ -97,10 +97,18 @@ class Carrier:
 
     async def give(self, piece: str, peer: str) -> Version:
         """Give the freshest version of a piece of ours to another node; returns which it was."""
-        called = self._idle.pop(peer, None) or await self._call(peer)
+        idle = self._idle.pop(peer, None)
+        if idle is not None and not idle.has_ended():
+            return await self._give(idle, piece, peer)
+        if idle is not None:
+            self._end(idle)
+        return await self._give(await self._call(peer), piece, peer)
+
+    async def _give(self, called: Pipe, piece: str, peer: str) -> Version:
         wait = called.limited_by(self._bucket, self._bucket_lock)
-        give = partial(_give, called, self._shelf, piece, self._node, wait)
-        return await self._use(called, peer, give)
+        return await self._use(
+            called, peer, partial(_give, called, self._shelf, piece, self._node, wait)
+        )
 
     async def _use(self, called: Pipe, peer: str, work: Callable[[], T]) -> T:
         """Do something with a connection in a thread; keep it for the next time if all is well."""

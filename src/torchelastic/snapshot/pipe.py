@@ -24,8 +24,9 @@ from torchelastic.snapshot.layout import Version, checksum, rank_of
 
 #: Bytes sent or received at a time: few enough to be in the processor's cache when they are summed.
 CHUNK = 1 << 20
-#: Seconds without a byte after which the other end is given up.
-SILENCE = 30
+#: Seconds without a byte after which the other end is given up; fewer amid a header, which comes in
+#: one piece: who sends half of one must not keep a thread from others.
+SILENCE, HEADER_SILENCE = 30, 5
 #: What a header may ask for: more would be no memory of this world.
 MOST_BYTES = 1 << 46
 MOST_SKELETON = 1 << 30
@@ -123,14 +124,18 @@ class Pipe:
     def __init__(self, connection: socket.socket, tls: TlsPipe | None) -> None:
         """The connection is the pipe's from now on."""
         connection.setblocking(True)
-        limit = struct.pack("ll", SILENCE, 0)
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            connection.setsockopt(socket.SOL_SOCKET, option, limit)
         self._connection = connection
+        self._allow(socket.SO_SNDTIMEO, SILENCE)
+        self._allow(socket.SO_RCVTIMEO, SILENCE)
         self._tls = tls
         #: What has been decrypted and not been asked for yet.
         self._plain = bytearray()
         self._over = threading.Event()
+
+    def _allow(self, option: int, seconds: int) -> None:
+        """How long the kernel waits: asking it to is cheaper than to wait before every call."""
+        limit = struct.pack("ll", seconds, 0)
+        self._connection.setsockopt(socket.SOL_SOCKET, option, limit)
 
     def fileno(self) -> int:
         return self._connection.fileno()
@@ -139,6 +144,15 @@ class Pipe:
     def has_more(self) -> bool:
         """Whether there is something to receive that the socket does not know of."""
         return bool(self._plain)
+
+    def has_ended(self) -> bool:
+        """Of a connection at rest, on which nothing is to come: whether the other end is closed."""
+        try:
+            return not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def hang_up(self) -> None:
         """Make whoever is in here leave, from any thread; `close` is still to be called."""
@@ -207,7 +221,10 @@ class Pipe:
         return bytes(data)
 
     def receive_header(self) -> Header:
-        return Header.unpack(self.receive(_HEADER.size))
+        self._allow(socket.SO_RCVTIMEO, HEADER_SILENCE)
+        data = self.receive(_HEADER.size)
+        self._allow(socket.SO_RCVTIMEO, SILENCE)
+        return Header.unpack(data)
 
     def receive_reply(self) -> tuple[int, str]:
         kind, length = _REPLY.unpack(self.receive(_REPLY.size))
@@ -256,4 +273,4 @@ class Pipe:
 
 
 def _is_silent() -> NoReturn:
-    raise TimeoutError(f"nothing moves for {SILENCE} s")
+    raise TimeoutError("nothing moves any more")

@@ -1,0 +1,146 @@
+"""Snapshots that agents hold: over the ends of workers and of nodes, with real agents."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.process.jobs import Job, job
+from tests.support import poll_for
+
+SCRIPT = Path(__file__).with_name("holding.py")
+V1 = Path("/sys/fs/cgroup/memory")
+
+
+def order(made: Job, number: int, what: str, *, rank: int, generation: int) -> None:
+    made.order(what, rank=f"{rank}.{number:03}", generation=generation)
+
+
+def commit(made: Job, step: int, *, ranks: list[int], generation: int = 0) -> None:
+    for rank in ranks:
+        order(made, step, f"commit {step}", rank=rank, generation=generation)
+    for rank in ranks:
+        seen(made, "committed", rank=rank, generation=generation, step=step)
+
+
+def seen(made: Job, event: str, **wanted: object) -> dict:
+    try:
+        what = f"{event} {wanted}"
+        return poll_for(lambda: made.lines(event=event, **wanted), what=what, timeout=60)[-1]
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{made.said()}") from None
+
+
+def holds(made: Job, rank: int, generation: int, piece: list) -> dict:
+    """Wait until the node of a rank holds this; its inventory then."""
+    for number in range(500, 900):
+        order(made, number, "inventory", rank=rank, generation=generation)
+        asked = number - 500 + 2
+
+        def answered(asked: int = asked) -> dict | None:
+            found = made.lines(event="inventory", rank=rank, generation=generation)
+            return found[-1] if len(found) >= asked else None
+
+        inventory = poll_for(answered, what="an inventory", timeout=60)
+        if piece in inventory["held"]:
+            return inventory
+    raise AssertionError(f"{piece} is not among {inventory['held']}\n{made.said()}")
+
+
+def test_snapshots_outlive_workers_and_generations(tmp_path):
+    with job(tmp_path / "job", "--nnodes=1 --nproc-per-node=2", script=SCRIPT) as made:
+        node = made.start()
+        assert seen(made, "inventory", rank=0, generation=0)["held"] == []
+        for rank in (0, 1):
+            seen(made, "ready", rank=rank, generation=0)
+        for step in (1, 2, 3):
+            commit(made, step, ranks=[0, 1])
+        order(made, 999, "die", rank=1, generation=0)
+        for rank in (0, 1):
+            held = seen(made, "inventory", rank=rank, generation=1)["held"]
+            assert ["shared", 0, 3, False] in held
+            assert ["own:0", 0, 3, False] in held
+            assert ["own:1", 0, 3, False] in held
+        seen(made, "ready", rank=0, generation=1)
+        order(made, 1, "fetch own:1 0 3 nowhere:1", rank=0, generation=1)  # it is here
+        assert seen(made, "fetched", rank=0)["right"]
+        for rank in (0, 1):
+            order(made, 999, "finish", rank=rank, generation=1)
+        assert node.wait() == 0, made.said()
+
+
+def test_a_lost_nodes_pieces_are_held_by_another_and_brought_to_its_replacement(tmp_path):
+    with job(tmp_path / "job", "--nnodes=1:2 --settle=0.3 --lease=2", script=SCRIPT) as made:
+        made.start()
+        second = made.start()
+        made.world(0, 2)
+        for rank in (0, 1):
+            seen(made, "ready", rank=rank, generation=0)
+        for step in (1, 2):
+            commit(made, step, ranks=[0, 1])
+        holds(made, 0, 0, ["own:1", 0, 2, True])
+        second.kill()
+        held = seen(made, "inventory", rank=0, generation=1)
+        assert ["own:1", 0, 2, True] in held["held"]
+        made.start()
+        lost_and_found = seen(made, "inventory", rank=1, world_size=2, generation=2)
+        assert lost_and_found["held"] == []
+        seen(made, "ready", rank=1, generation=2)
+        order(made, 1, f"fetch own:1 0 2 {held['peer']}", rank=1, generation=2)
+        assert seen(made, "fetched", rank=1, generation=2)["right"]
+        order(made, 2, f"fetch shared 0 2 {held['peer']}", rank=1, generation=2)
+        assert seen(made, "fetched", rank=1, generation=2, piece="shared")["right"]
+        order(made, 3, f"fetch shared 0 1234 {held['peer']}", rank=1, generation=2)
+        refused = poll_for(
+            lambda: [line for line in made.lines(event="fetched") if "refused" in line],
+            what="a refusal",
+        )
+        assert "does not hold that version of 'shared'" in refused[0]["refused"]
+
+
+def test_no_copies_are_made_where_none_are_wanted(tmp_path):
+    flags = "--nnodes=2 --snapshot-replicas=0"
+    with job(tmp_path / "job", flags, script=SCRIPT) as made:
+        made.start()
+        made.start()
+        for rank in (0, 1):
+            seen(made, "ready", rank=rank, generation=0)
+        for step in (1, 2):
+            commit(made, step, ranks=[0, 1])
+        held = holds(made, 0, 0, ["own:0", 0, 2, False])["held"]
+        assert not any(replica for *_, replica in held)
+
+
+@pytest.mark.skipif(
+    not os.access(V1 / "cgroup.procs", os.W_OK), reason="no cgroup (version 1) may be made here"
+)
+def test_a_limit_of_the_cgroup_refuses_in_one_sentence_and_the_job_goes_on(tmp_path):
+    limited = V1 / f"torchelastic-test-{uuid.uuid4().hex[:8]}"
+    limited.mkdir()
+    home = next(
+        line.split(":")[2]
+        for line in Path("/proc/self/cgroup").read_text().splitlines()
+        if line.split(":")[1] == "memory"
+    )
+    try:
+        (limited / "memory.limit_in_bytes").write_text(str(1 << 30))
+        with job(tmp_path / "job", "--nnodes=1", script=SCRIPT) as made:
+            words = [str(SCRIPT), str(made._lines), str(made._orders), str(600 << 20)]
+            (limited / "cgroup.procs").write_text(str(os.getpid()))
+            try:
+                node = made.start(script=words)
+            finally:
+                (V1 / home.strip("/") / "cgroup.procs").write_text(str(os.getpid()))
+            sentence = seen(made, "refused", rank=0)["sentence"]
+            assert sentence.startswith("No room for snapshots of 'shared': they need 1.2 GiB")
+            assert "of the 1.0 GiB of its cgroup are left" in sentence
+            seen(made, "ready", rank=0)
+            order(made, 1, "finish", rank=0, generation=0)
+            assert node.wait() == 0
+            assert node.stderr.count("No room for snapshots of 'shared'") == 1
+    finally:
+        poll_for(lambda: not (limited / "cgroup.procs").read_text().split(), what="all gone")
+        limited.rmdir()

@@ -1,0 +1,380 @@
+"""Snapshots from one agent to another, over real connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.certificates import Authority
+from torchelastic.config import LaunchConfig
+from torchelastic.errors import TransferError
+from torchelastic.rendezvous import credentials
+from torchelastic.rendezvous.embedded import bind_endpoint, wire
+from torchelastic.rendezvous.embedded.dial import Endpoint, knock
+from torchelastic.rendezvous.embedded.reception import Reception
+from torchelastic.rendezvous.secret import ANONYMOUS, Credentials, Secret
+from torchelastic.snapshot import layout, pipe, room
+from torchelastic.snapshot.carrier import MOST_GUESTS, Carrier
+from torchelastic.snapshot.layout import SHARED, own
+from torchelastic.snapshot.pipe import Header
+from torchelastic.snapshot.room import Limit, NoRoom
+from torchelastic.snapshot.shelf import Shelf
+
+JOB = "job"
+SECRET = Credentials(Secret(b"the secret of this job"))
+SIZE = 3 * pipe.CHUNK + 17
+
+
+@dataclass
+class Node:
+    name: str
+    shelf: Shelf
+    carrier: Carrier
+    peer: str
+
+    def write(self, piece, version, size=SIZE, summed=None):
+        """What a worker does."""
+        kept = self.shelf.make_room(piece, size, 100)
+        buffer = kept.memory.begin(version)
+        buffer[:] = content(version, size)
+        checksum = layout.checksum(buffer) if summed is None else summed
+        kept.memory.seal(version, b'{"a": 1}', size, checksum, rank=1, size=2)
+        return kept
+
+    def held(self):
+        return [(item.piece, item.version, item.replica) for item in self.shelf.holdings()]
+
+    def assert_holds(self, piece, version, size=SIZE):
+        with self.shelf.reading(piece, version) as (_, _, held):
+            assert held.is_whole()
+            assert held.data == content(version, size)
+            assert (held.skeleton, held.rank, held.size) == (b'{"a": 1}', 1, 2)
+
+
+def content(version, size):
+    return (bytes(range(251)) * (size // 251 + 1))[version[1] : version[1] + size - 300] + bytes(
+        300
+    )
+
+
+@contextlib.asynccontextmanager
+async def node(name: str, shown: Credentials = SECRET, **options) -> AsyncIterator[Node]:
+    shelf = Shelf()
+    carrier = Carrier(shelf, name, JOB, shown, **options)
+    reception = Reception(JOB, secret=shown.secret, tls=shown.server_tls)
+    reception.serve(wire.SNAPSHOT, carrier.admit)
+    port = await reception.listen(bind_endpoint("127.0.0.1", 0))
+    try:
+        yield Node(name, shelf, carrier, f"127.0.0.1:{port}")
+    finally:
+        await carrier.close()
+        await reception.close()
+        shelf.close()
+
+
+def run(story):
+    return asyncio.run(asyncio.wait_for(story, 60))
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory) -> Credentials:
+    authority = Authority(tmp_path_factory.mktemp("certificates"), "ours")
+    issued = authority.issue("node")
+    return credentials.load(
+        LaunchConfig(rdzv_tls_cert=issued.cert, rdzv_tls_key=issued.key, rdzv_tls_ca=authority.cert)
+    )
+
+
+@pytest.fixture(params=["open", "secret", "tls"])
+def shown(request) -> Credentials:
+    if request.param == "tls":
+        return request.getfixturevalue("tls")
+    return ANONYMOUS if request.param == "open" else SECRET
+
+
+def test_what_another_node_holds_can_be_had(shown):
+    async def story():
+        async with node("a", shown) as a, node("b", shown) as b:
+            a.write(SHARED, (0, 1))
+            a.write(SHARED, (0, 2))
+            await b.carrier.fetch(SHARED, (0, 1), a.peer)
+            b.assert_holds(SHARED, (0, 1))
+            await b.carrier.fetch(SHARED, (0, 2), a.peer)
+            assert b.held() == [(SHARED, (0, 2), False), (SHARED, (0, 1), False)]
+            b.assert_holds(SHARED, (0, 2))
+
+    run(story())
+
+
+def test_pieces_are_given_again_and_again_over_one_connection(shown):
+    async def story():
+        async with node("a", shown) as a, node("b", shown) as b:
+            for step in range(1, 5):
+                a.write(own(1), (0, step))
+                assert await a.carrier.give(own(1), b.peer) == (0, step)
+                b.assert_holds(own(1), (0, step))
+            assert b.held() == [(own(1), (0, 4), True), (own(1), (0, 3), True)]
+            assert len(b.carrier._guests) == len(a.carrier._pipes) == 1
+
+    run(story())
+
+
+def test_what_is_there_is_not_sent_again():
+    async def story():
+        async with node("a") as a, node("b") as b:
+            kept = a.write(own(1), (0, 1))
+            await a.carrier.give(own(1), b.peer)
+            os.pwrite(kept.descriptor, b"?", kept.sizes.buffer_at(0))  # would not be taken
+            assert await a.carrier.give(own(1), b.peer) == (0, 1)
+
+    run(story())
+
+
+def test_the_memory_that_was_fetched_into_is_the_workers_to_write_to():
+    async def story():
+        async with node("a") as a, node("b") as b:
+            a.write(SHARED, (0, 1))
+            await b.carrier.fetch(SHARED, (0, 1), a.peer)
+            assert b.write(SHARED, (1, 2)).memory.find((0, 1)) is not None
+
+    run(story())
+
+
+def test_what_is_fetched_is_the_base_and_what_is_beyond_it_void():
+    async def story():
+        async with node("a") as a, node("b") as b:
+            a.write(SHARED, (0, 10))
+            b.write(SHARED, (0, 11))
+            await b.carrier.fetch(SHARED, (0, 10), a.peer)
+            assert b.held() == [(SHARED, (0, 10), False)]
+
+    run(story())
+
+
+def test_what_is_not_held_is_refused_and_the_connection_stays():
+    async def story():
+        async with node("a") as a, node("b") as b:
+            a.write(SHARED, (0, 2))
+            with pytest.raises(TransferError, match="does not hold that version of 'shared'"):
+                await b.carrier.fetch(SHARED, (0, 1), a.peer)
+            await b.carrier.fetch(SHARED, (0, 2), a.peer)
+
+    run(story())
+
+
+def test_bytes_that_do_not_fit_their_checksum_are_not_kept():
+    async def story():
+        async with node("a") as a, node("b") as b:
+            a.write(own(1), (0, 1))
+            await a.carrier.give(own(1), b.peer)
+            a.write(own(1), (0, 2), summed=7)
+            with pytest.raises(TransferError, match="overwritten"):
+                await a.carrier.give(own(1), b.peer)
+            with pytest.raises(TransferError, match="overwritten"):
+                await b.carrier.fetch(own(1), (0, 2), a.peer)
+            assert b.held() == [(own(1), (0, 1), True)]
+            a.write(own(1), (0, 3))
+            await a.carrier.give(own(1), b.peer)
+            b.assert_holds(own(1), (0, 3))
+
+    run(story())
+
+
+def test_a_node_without_room_says_so(monkeypatch):
+    async def story():
+        async with node("a") as a, node("b") as b:
+            a.write(own(1), (0, 1))
+            monkeypatch.setattr(room, "limits", lambda: [Limit("its cgroup", 1 << 20, 1 << 20)])
+            with pytest.raises(TransferError, match="No room for snapshots of 'own:1'"):
+                await a.carrier.give(own(1), b.peer)
+            with pytest.raises(NoRoom, match="No room"):
+                await b.carrier.fetch(own(1), (0, 1), a.peer)
+            assert b.held() == []
+
+    run(story())
+
+
+def test_copies_keep_to_their_bandwidth_and_the_loop_goes_on():
+    async def story():
+        async with node("a", bandwidth=20 * pipe.CHUNK) as a, node("b") as b:
+            a.write(own(1), (0, 1), size=10 * pipe.CHUNK)
+            loop, ticks = asyncio.get_running_loop(), 0
+            began = loop.time()
+            giving = asyncio.create_task(a.carrier.give(own(1), b.peer))
+            while not giving.done():
+                await asyncio.sleep(0.005)
+                ticks += 1
+            # A tenth of a second's worth is saved up.
+            assert loop.time() - began >= 0.39
+            assert ticks >= 10
+            b.assert_holds(own(1), (0, 1), size=10 * pipe.CHUNK)
+
+    run(story())
+
+
+def test_the_end_of_an_agent_ends_its_transfers_at_once():
+    async def story():
+        async with node("a", bandwidth=pipe.CHUNK) as a, node("b") as b:
+            a.write(own(1), (0, 1), size=50 * pipe.CHUNK)
+            giving = asyncio.create_task(a.carrier.give(own(1), b.peer))
+            while not b.held() and not b.shelf._kept:
+                await asyncio.sleep(0.005)
+            await asyncio.wait_for(b.carrier.close(), 10)
+            with pytest.raises(TransferError, match=r"is lost"):
+                await asyncio.wait_for(giving, 20)
+            assert b.held() == []
+            with pytest.raises(TransferError):
+                await a.carrier.give(own(1), b.peer)
+
+    run(story())
+
+
+def test_giving_ends_with_this_agent():
+    async def story():
+        async with node("a", bandwidth=pipe.CHUNK) as a, node("b") as b:
+            a.write(own(1), (0, 1), size=50 * pipe.CHUNK)
+            giving = asyncio.create_task(a.carrier.give(own(1), b.peer))
+            while not b.shelf._kept:
+                await asyncio.sleep(0.005)
+            await asyncio.wait_for(a.carrier.close(), 10)
+            with pytest.raises(TransferError):
+                await giving
+
+    run(story())
+
+
+def test_nobody_is_there():
+    async def story():
+        async with node("a") as a:
+            with socket.create_server(("127.0.0.1", 0)) as taken:
+                nobody = f"127.0.0.1:{taken.getsockname()[1]}"
+            for peer in (nobody, "no place at all", ""):
+                with pytest.raises(TransferError, match="does not answer"):
+                    await a.carrier.fetch(SHARED, (0, 1), peer)
+
+    run(story())
+
+
+def test_who_has_another_secret_gets_nothing():
+    async def story():
+        other = Credentials(Secret(b"another secret, of another job"))
+        async with node("a") as a, node("b", other) as b:
+            a.write(SHARED, (0, 1))
+            with pytest.raises(TransferError, match="different secrets"):
+                await b.carrier.fetch(SHARED, (0, 1), a.peer)
+
+    run(story())
+
+
+def test_connections_to_nodes_that_are_gone_are_closed():
+    async def story():
+        async with node("a") as a, node("b") as b:
+            a.write(own(1), (0, 1))
+            await a.carrier.give(own(1), b.peer)
+            a.carrier.forget({b.peer})
+            assert len(a.carrier._pipes) == 1
+            a.carrier.forget(set())
+            assert len(a.carrier._pipes) == 0
+
+    run(story())
+
+
+def test_only_so_many_connections_are_taken():
+    async def story():
+        async with node("a") as a, node("b") as b:
+            place = Endpoint.at(a.peer, JOB, SECRET)
+            links = [
+                (await knock(place, purpose=wire.SNAPSHOT, timeout=5))[0]
+                for _ in range(MOST_GUESTS)
+            ]
+            with pytest.raises(TransferError, match="no more connections"):
+                await b.carrier.fetch(SHARED, (0, 1), a.peer)
+            for link in links:
+                link.abort()
+
+    run(story())
+
+
+GOOD = Header(kind=pipe.WANT, piece=SHARED, version=(0, 1)).pack()
+HUGE = Header(
+    kind=pipe.GIVE, piece=own(0), version=(0, 1), room=1 << 45, used=1 << 45, origin="x"
+).pack()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n" * 20,
+        b"\0" * 400,
+        b"\xff" * 400,
+        GOOD[:4] + b"\x09" + GOOD[5:],
+        GOOD[:5] + b"own:\xc3\xa4".ljust(24, b"\0") + GOOD[29:],
+        GOOD[:5] + b"../../etc".ljust(24, b"\0") + GOOD[29:],
+        Header(kind=pipe.FOUND, piece=SHARED, version=(0, 1)).pack(),
+        Header(kind=pipe.GIVE, piece=SHARED, version=(0, 1), room=1, used=2).pack(),
+        Header(kind=pipe.GIVE, piece=SHARED, version=(-1, 1), room=1, used=1).pack(),
+        Header(kind=pipe.WANT, piece=SHARED, version=(0, 1), rank=5, size=2).pack(),
+        Header(kind=pipe.GIVE, piece=SHARED, version=(0, 1), room=1 << 60).pack(),
+        HUGE,
+        GOOD[:50],
+    ],
+)
+def test_nonsense_ends_the_connection_or_is_refused_and_harms_nobody(caplog, said):
+    async def story():
+        async with node("a") as a, node("b") as b:
+            a.write(SHARED, (0, 1))
+            link, _ = await knock(
+                Endpoint.at(a.peer, JOB, SECRET), purpose=wire.SNAPSHOT, timeout=5
+            )
+            connection, _ = link.detach()
+            with connection:
+                connection.setblocking(False)
+                connection.sendall(said)
+                connection.shutdown(socket.SHUT_WR)
+                loop = asyncio.get_running_loop()
+                with contextlib.suppress(ConnectionError):
+                    while await asyncio.wait_for(loop.sock_recv(connection, 4096), 10):
+                        pass
+            await b.carrier.fetch(SHARED, (0, 1), a.peer)
+            assert a.held() == [(SHARED, (0, 1), False)]
+            while a.carrier._guests != {next(iter(a.carrier._guests))}:
+                await asyncio.sleep(0.005)
+
+    run(story())
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
+
+
+def test_no_thread_is_left():
+    before = threading.active_count()
+    test_what_is_there_is_not_sent_again()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        Header(kind=pipe.WANT, piece=SHARED, version=(3, 4)),
+        Header(
+            kind=pipe.GIVE,
+            piece=own(999_999_999),
+            version=(1, 2),
+            origin="0123456789ab",
+            rank=3,
+            size=8,
+            room=1 << 40,
+            skeleton_room=1 << 20,
+            used=12345,
+            skeleton=77,
+            checksum=0xFFFFFFFF,
+        ),
+    ],
+)
+def test_a_header_survives_its_journey(header):
+    assert Header.unpack(header.pack()) == header
