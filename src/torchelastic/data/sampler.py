@@ -1,0 +1,97 @@
+"""`ElasticSampler`: each sample once an epoch, whatever the worlds that take them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from torchelastic.data.order import Order
+from torchelastic.data.progress import Position, Progress
+from torchelastic.data.shares import every_nth, turns_left
+from torchelastic.errors import ConfigError
+
+
+class ElasticSampler(Progress, Sampler[int]):
+    """The samples of one epoch after another, shared out among the ranks of the present world.
+
+    The order of an epoch depends on its number, the seed and the length of the dataset, and not on
+    any world. The state is (seed, epoch, samples consumed), the same on all ranks. It goes forward
+    when a step is committed: as the part `sampler` of a TorchState that happens by itself.
+
+    Give it to a `torchelastic.data.DataLoader`, which follows changes of the world and roll-backs.
+
+    With torch's own DataLoader it is what DistributedSampler is: iterated, it gives this rank's
+    samples for the rest of the epoch, equally many on every rank, the end filled up with samples
+    that come twice (`drop_last` drops the rest instead); `set_epoch` goes to the next epoch; after
+    a change of the world, or when a step was undone, the loader's iterator must be made anew. Since
+    nobody else knows how many samples a step took, say `sampler.took(batch_size * world_size)`
+    before each commit.
+
+    `rank` and `size` are those of the default process group, else of the environment, unless given.
+    """
+
+    def __init__(
+        self,
+        data: Sized | int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        rank: int | None = None,
+        size: int | None = None,
+    ) -> None:
+        super().__init__(seed=seed, shuffle=shuffle, rank=rank, size=size)
+        self.length = data if isinstance(data, int) else len(data)
+        self.drop_last = drop_last
+        self._order: tuple[tuple[int, int], Order] | None = None
+        #: Whether it was iterated, and not told since what was taken of that.
+        self._untold = False
+
+    @property
+    def order(self) -> Order:
+        """The order of the present epoch."""
+        key = self.seed, self.epoch
+        if self._order is None or self._order[0] != key:
+            self._order = key, Order(self.length, *key, shuffle=self.shuffle)
+        return self._order[1]
+
+    def took(self, samples: int) -> None:
+        """The training has taken so many, all ranks together. Our DataLoader counts itself."""
+        if samples < 1:
+            raise ConfigError(f"A step cannot have taken {samples} samples.")
+        position = self.position
+        self._handed = Position(position.epoch, min(self.length, position.consumed + samples))
+        self._untold = False
+
+    def committed(self) -> None:
+        if self._untold:
+            raise ConfigError(
+                "A step was committed, and nobody has said how many samples it took: use "
+                "torchelastic.data.DataLoader, or say sampler.took(samples of all ranks) first."
+            )
+        super().committed()
+
+    def __iter__(self) -> Iterator[int]:
+        self._untold = True
+        return self._samples(self.turn)
+
+    def _samples(self, turn: int) -> Iterator[int]:
+        order, (rank, size) = self.order, self.world()
+        positions = every_nth(self.consumed, self.length, rank, size, drop_last=self.drop_last)
+        for position in positions:
+            if self.turn != turn:
+                raise RuntimeError(
+                    "The sampler has gone to another place since this iterator was made: make "
+                    "another one, or use torchelastic.data.DataLoader, which follows."
+                )
+            yield order.at(position, position + 1)[0]
+
+    def __len__(self) -> int:
+        """Samples that an iterator made now would give."""
+        size = self.world().size
+        return turns_left(self.consumed, self.length, size, drop_last=self.drop_last)
+
+    def _form(self) -> dict[str, Any]:
+        return {"length": self.length, "shuffle": self.shuffle}

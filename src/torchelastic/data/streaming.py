@@ -1,0 +1,232 @@
+"""`ElasticStream`: records in numbered shards, of which nobody knows how many there are.
+
+The order of an epoch: the shards in an order of their own, their records one after the other, and
+these shuffled within windows of so many records. It depends on the seed and the epoch alone.
+
+The last record of a shard is known by who has read up to it. So every rank, and each of its loading
+processes, reads the whole epoch, and decodes only its own share of every step: then all know, and
+without asking each other, whose the next record is. The place in a stream is the number of records
+consumed, and where to begin to read: the shard, counted in the epoch's order, and the record in it
+with which the present window begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any, NamedTuple
+
+from torch.utils.data import Dataset
+
+from torchelastic.data.order import Order
+from torchelastic.data.own_rank import OwnRank
+from torchelastic.data.progress import Handed, Position, Progress
+from torchelastic.data.shares import Policy, share_of
+from torchelastic.errors import ConfigError
+
+#: The records of a shard from one on: `read(shard, first)`.
+Read = Callable[[int, int], Iterable[Any]]
+
+
+class ElasticStream(Progress):
+    """Records in shards 0 to `shards` - 1, read by `read(shard, first)`; or a list of iterables.
+
+    `first` is the number of the record to begin with: where a shard cannot be entered in the
+    middle, skip so many. What it gives must be the same each time. Give the stream to a
+    `torchelastic.data.DataLoader` as its dataset, and to the TorchState as a part.
+
+    `decode(record)` is called for the records of this rank only: do there what is expensive.
+    Records are shuffled within windows of `window`; so many are held in memory, and as many are
+    read again after a roll-back. Where the number of records is known, a dataset with an
+    ElasticSampler is better: it shuffles all, and reads nothing twice.
+    """
+
+    def __init__(
+        self,
+        read: Read | Sequence[Iterable[Any]],
+        shards: int | None = None,
+        *,
+        decode: Callable[[Any], Any] | None = None,
+        shuffle: bool = True,
+        window: int = 1024,
+        seed: int = 0,
+        drop_last: bool = False,
+        rank: int | None = None,
+        size: int | None = None,
+    ) -> None:
+        super().__init__(seed=seed, shuffle=shuffle, rank=rank, size=size)
+        self.read, self.shards = _reader(read, shards)
+        self.decode = decode
+        if window < 1:
+            raise ConfigError(f"A window of {window} records is not possible: 1 is the least.")
+        self.window = window if shuffle else 1
+        self.drop_last = drop_last
+
+    def state_dict(self) -> dict[str, Any]:
+        place = self._committed
+        return super().state_dict() | {"shard": place.shard, "offset": place.offset}
+
+    def _form(self) -> dict[str, Any]:
+        return {"shards": self.shards, "shuffle": self.shuffle, "window": self.window}
+
+    def _position_of(self, state: dict[str, Any]) -> Position:
+        return Position(state["epoch"], state["consumed"], state["shard"], state["offset"])
+
+
+class Record(NamedTuple):
+    """A record, its shard and its number there, and the place behind it."""
+
+    shard: int
+    number: int
+    content: Any
+    after: Position
+
+
+def records_from(stream: ElasticStream, seed: int, place: Position) -> Iterator[Record]:
+    """What is left of the epoch from this place on, in its order."""
+    epoch, consumed, *begin = place
+    records = _in_shards(stream, Order(stream.shards, seed, epoch, shuffle=stream.shuffle), *begin)
+    for number in count(consumed // stream.window):
+        window = list(islice(records, stream.window))
+        if not window:
+            return
+        order = Order(len(window), seed, epoch, number, shuffle=stream.shuffle)
+        (at, next_record), first = window[-1][0], consumed % stream.window
+        for index, chosen in enumerate(order.at(first, len(window)), first + 1):
+            _, shard, record, content = window[chosen]
+            consumed += 1
+            if index == len(window):
+                begin = [at, next_record + 1]
+            yield Record(shard, record, content, Position(epoch, consumed, *begin))
+
+
+def _in_shards(
+    stream: ElasticStream, order: Order, begin: int, offset: int
+) -> Iterator[tuple[tuple[int, int], int, int, Any]]:
+    """Where it is in the epoch, its shard, its number, and the record, shard after shard."""
+    for at in range(begin, stream.shards):
+        shard = order.at(at, at + 1)[0]
+        for number, content in enumerate(stream.read(shard, offset), offset):
+            yield (at, number), shard, number, content
+        offset = 0
+
+
+class StreamStep(NamedTuple):
+    """The order to load a step: so many steps behind a place, for a rank of a world."""
+
+    seed: int
+    place: Position
+    rank: int
+    size: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A step as it was loaded: this rank's records, and the place behind the step."""
+
+    records: Any
+    handed: Handed
+    after: Position
+
+
+class StreamSteps(Dataset[Any]):
+    """A stream as torch's loading processes see it: a dataset whose samples are steps.
+
+    Each process has a copy of this, which remembers how far it has read. The steps that it is not
+    asked for are another process's: it reads over them.
+    """
+
+    def __init__(self, stream: ElasticStream, policy: Policy, *, drop_last: bool) -> None:
+        self._stream, self._policy, self._drop_last = stream, policy, drop_last
+        #: The number of the step to be read next, counted from the place of `_begun`.
+        self._next = 0
+        self._begun: StreamStep | None = None
+        self._records: Iterator[Record] = iter(())
+
+    def __getitem__(self, step: StreamStep) -> Loaded | None:
+        """None at the end of the epoch."""
+        begun = step._replace(number=0)
+        if begun != self._begun or step.number < self._next:
+            self._next = 0
+            self._records = records_from(self._stream, step.seed, step.place)
+        # Until it is read: a generator that has raised an error would seem to be at its end.
+        self._begun = None
+        batch = self._policy.batch(step.size)
+        while self._next <= step.number:
+            records = list(islice(self._records, batch))
+            self._next += 1
+        self._begun = begun
+        if not records or (self._drop_last and len(records) < batch):
+            return None
+        return self._share(step, records)
+
+    def _share(self, step: StreamStep, records: list[Record]) -> Loaded:
+        after = records[-1].after
+        end = after.consumed
+        shares = self._policy.shares(step.size, len(records))
+        share = share_of(step.rank, shares, 0)
+        own = records[share.start : share.stop]
+        ids = tuple((record.shard, record.number) for record in own)
+        handed = Handed(after.epoch, step.rank, step.size, (end - len(records), end), ids)
+        decode = self._stream.decode or (lambda record: record)
+        # A rank without a share has a record stand in: the others wait for its collectives.
+        return Loaded([decode(record.content) for record in own or records[:1]], handed, after)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a loading process that is spawned: open files stay here."""
+        return vars(self) | {"_begun": None, "_records": iter(())}
+
+
+class CollateStep:
+    """What makes one batch of a step's records, in the process that has loaded them."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, loaded: list[Loaded | None]) -> tuple[Any, Handed, Position] | None:
+        (step,) = loaded
+        return None if step is None else (self._collate(step.records), step.handed, step.after)
+
+
+class StreamFeed:
+    """Orders to load one step after another; the end is found by who reads it."""
+
+    def __init__(self, stream: ElasticStream) -> None:
+        self.progress = stream
+        self._begin = StreamStep(stream.seed, Position(), 0, 1, 0)
+
+    def begin(self, world: OwnRank) -> None:
+        stream = self.progress
+        self._begin = StreamStep(stream.seed, stream.position, *world, 0)
+
+    def __iter__(self) -> Iterator[list[StreamStep]]:
+        begin = self._begin
+        return ([begin._replace(number=number)] for number in count())
+
+    def unfold(self, loaded: Any) -> tuple[Any, Handed, Position]:
+        if loaded is None:
+            raise StopIteration
+        batch, handed, after = loaded
+        return batch, handed, Position(*after)
+
+
+def _reader(read: Read | Sequence[Iterable[Any]], shards: int | None) -> tuple[Read, int]:
+    if callable(read):
+        if shards is None or shards < 0:
+            raise ConfigError("A stream that is read by a function needs the number of its shards.")
+        return read, shards
+    if shards not in (None, len(read)):
+        raise ConfigError(f"There are {len(read)} shards, not {shards}.")
+    return _Given(read), len(read)
+
+
+class _Given:
+    """Reads shards that were given as iterables."""
+
+    def __init__(self, shards: Sequence[Iterable[Any]]) -> None:
+        self._shards = shards
+
+    def __call__(self, shard: int, first: int) -> Iterator[Any]:
+        return islice(self._shards[shard], first, None)
