@@ -30,6 +30,7 @@ PURE = {
     "rendezvous/resident.py",
     "rendezvous/restart_policy.py",
     "rendezvous/root_cause.py",
+    "rendezvous/succession.py",
     "rendezvous/embedded/table.py",
     "rendezvous/embedded/journal.py",
     "rendezvous/etcd/feed.py",
@@ -51,7 +52,7 @@ PURE = {
     "training/outcome.py",
     "agent/restart_policy.py",
     "data/batch_policy.py",
-    "data/checker.py",
+    "data/verdict.py",
     "events/view.py",
     "cli/rendezvous_rules.py",
 }
