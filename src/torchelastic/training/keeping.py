@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,9 @@ from torchelastic.training.keeping_writer import Place, Writer
 
 log = logging.getLogger(__name__)
 
+#: Up to this many bytes the checksum of a snapshot is looked at before it is loaded. Of more it
+#: would take longer than to load them: it is looked at meanwhile, and before the next commit.
+CHECKED_FIRST = 32 << 20
 #: Where a training begins that nothing is known of.
 NOTHING: Version = (-1, 0)
 
@@ -44,7 +48,9 @@ class _Found:
 
     shared: Stored
     own: private.Private | None
-    memories: list[Memory] = field(default_factory=list)
+    memories: list[Memory]
+    #: What has yet to be checked.
+    unchecked: Held | None
 
     def close(self) -> None:
         for memory in self.memories:
@@ -70,6 +76,8 @@ class Keeper:
         self._first = False
         self._writer: Writer | None = None
         self._committed: Version = NOTHING
+        #: What was loaded, as long as it is not known to be whole.
+        self._doubt: tuple[_Found, Future[bool]] | None = None
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_write)
         if holder is None:
@@ -92,9 +100,28 @@ class Keeper:
         self._committed = version
         if faults.planned:
             faults.position(rank=self.rank, step=step, generation=self.generation)
-        if self._writer is not None:
+        if self._holder is not None and self._writer is not None:
+            self._resolve_doubt(self._writer)
             flat = self._tree.flatten() if self._first else None
             self._writer.publish(version, flat, private.pack(self._private()))
+            self._holder.progress(step)
+        if self.rank == 0 and checkpoint.is_due(step):
+            checkpoint.save(self._state, step, self.generation)
+
+    def _resolve_doubt(self, writer: Writer) -> None:
+        """Nothing is committed that was made from a damaged snapshot."""
+        if self._doubt is None:
+            return
+        (found, checked), self._doubt = self._doubt, None
+        whole, held = checked.result(), found.unchecked
+        if not whole and held is not None:
+            writer.drop(held)
+        found.close()
+        if not whole:
+            raise SnapshotError(
+                "The snapshot that this worker went on from is damaged. It is dropped: the next "
+                "generation goes on from another one."
+            )
 
     # --- restore ---------------------------------------------------------------------------------
 
@@ -104,15 +131,26 @@ class Keeper:
             self._writer.close()
             self._writer = None
         here, nodes = self._tell_each_other()
-        base = self._from_memory(here, nodes) or self._from_checkpoint()
-        settled = base if base is not None else NOTHING
-        if self._holder is not None:
-            self._first = nodes[here].first == self.rank
-            place = Place(self.rank, self.size, self.generation, self._first, settled)
-            self._writer = Writer(self._holder, place)
-            self._holder.tell(Settled(settled, self.generation))
-        self._committed = max(self._committed, (self.generation, settled[1]))
+        self._first = nodes[here].first == self.rank
+        found, base = self._from_memory(here, nodes)
+        base = base or self._from_checkpoint()
+        self._begin(base or NOTHING, found)
         return base[1] if base is not None else None
+
+    def _begin(self, base: Version, found: _Found | None) -> None:
+        """All ranks go on from here."""
+        self._committed = max(self._committed, (self.generation, base[1]))
+        if self.rank == 0:
+            checkpoint.entered(self.generation, base[1])
+        if self._holder is None:
+            return
+        self._holder.tell(Settled(base, self.generation))
+        place = Place(self.rank, self.size, self.generation, self._first, base)
+        self._writer = Writer(self._holder, place)
+        if found is not None and found.unchecked is not None:
+            self._doubt = found, self._writer.check(found.unchecked)
+        elif found is not None:
+            found.close()
 
     def _tell_each_other(self) -> tuple[str, Nodes]:
         """Collective: the name of this node, and what all of them hold."""
@@ -135,16 +173,15 @@ class Keeper:
             self._holder = None
         return Holdings(0, (), node=f"rank {self.rank}")
 
-    def _from_memory(self, here: str, nodes: Nodes) -> Version | None:
+    def _from_memory(self, here: str, nodes: Nodes) -> tuple[_Found | None, Version | None]:
         for version in bases(nodes, self.size):
             found = self._find(here, nodes, version)
             if exchange.all_of_them(found is not None) and found is not None:
                 self._load(found, version, lacking(nodes, version, self.size))
-                found.close()
-                return version
+                return found, version
             if found is not None:
                 found.close()
-        return None
+        return None, None
 
     def _find(self, here: str, nodes: Nodes, version: Version) -> _Found | None:
         """This rank's pieces of a version, checked; None, and the log says why, if it cannot."""
@@ -155,8 +192,10 @@ class Keeper:
                 raise SnapshotError("no node that has it can be reached")
             stored = self._tree.read(shared.skeleton, shared.data)
             mine = self._held(here, nodes, own(self.rank), version, memories)
-            found = private.unpack(bytes(mine.data)) if mine is not None else None
-            return _Found(stored, found, memories)
+            left = private.unpack(bytes(mine.data)) if mine is not None else None
+            # One worker of a node looks for all: if it fails, all of them begin anew.
+            later = self._first and len(shared.data) > CHECKED_FIRST
+            return _Found(stored, left, memories, shared if later else None)
         except SnapshotError as error:
             log.warning("The snapshot of step %d cannot be used here: %s", version[1], error)
             for memory in memories:
@@ -173,7 +212,8 @@ class Keeper:
         memory = self._holder.open(piece, version, "" if name == here else nodes[name].peer)
         memories.append(memory)
         held = memory.find(version)
-        if held is None or not held.is_whole():
+        later = piece == SHARED and held is not None and len(held.data) > CHECKED_FIRST
+        if held is None or not (later or held.is_whole()):
             raise SnapshotError(f"the memory of '{piece}' is damaged")
         return held
 

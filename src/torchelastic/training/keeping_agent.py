@@ -46,6 +46,8 @@ class Holder(Protocol):
 
     def tell(self, message: Sealed | Settled) -> None: ...
 
+    def progress(self, step: int) -> None: ...
+
 
 class Agent:
     """A `Holder` at the other end of this worker's channel. One thread at a time asks."""
@@ -77,6 +79,10 @@ class Agent:
     def tell(self, message: Sealed | Settled) -> None:
         """Without waiting; it may get lost."""
         channel.send(to_json(message))
+
+    def progress(self, step: int) -> None:
+        """So many steps are committed: it is named with a failure, and refills the restarts."""
+        channel.send({"type": "progress", "step": step})
 
     def _memory(self, request: Room | Open | Fetch, patience: float) -> Memory:
         answer, descriptor = self._ask(request, patience)

@@ -4,13 +4,15 @@ The skeleton has three lines of JSON: a number that tells one form of state from
 skeletons (`parts`) of two halves. The *lasting* half is what only `optimizer.step` writes,
 parameters and optimizer state: nearly all of the bytes, in the same tensors step after step. The
 *passing* half is everything else: buffers, hyperparameters, and the other parts of the state.
+
+In the bytes the large tensors of the lasting half come first (`Layout`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,8 @@ from torchelastic.errors import SnapshotError, TransferError
 from torchelastic.training import fitting, parts, shared
 from torchelastic.training.parts import Spec
 
+#: Tensors below this many bytes are small: to copy one costs less than to watch over it.
+SMALL = 64 << 10
 #: Where a tensor begins in a buffer.
 ALIGNMENT = 64
 
@@ -108,7 +112,7 @@ class Tree:
             raise SnapshotError(
                 "A snapshot is of another model, or has other parts, than this script's state."
             )
-        if stored.size > len(data):
+        if stored.layout.size > len(data):
             raise SnapshotError("A snapshot is shorter than its skeleton says.")
         return stored
 
@@ -150,18 +154,22 @@ class Stored:
     data: memoryview
 
     @property
-    def size(self) -> int:
-        return total([spec.nbytes for spec in (*self.lasting_specs, *self.passing_specs)])
+    def layout(self) -> Layout:
+        lasting, passing = self.lasting_specs, self.passing_specs
+        return Layout.of([one.nbytes for one in lasting], [one.nbytes for one in passing])
 
     def tensors(self, room_for: Callable[[Spec], torch.Tensor]) -> list[torch.Tensor]:
-        """Its tensors, copied to where there is room for each."""
-        specs = [*self.lasting_specs, *self.passing_specs]
+        """Its tensors, copied to where there is room for each: lasting ones, then the others."""
+        layout, begin = self.layout, address_of(self.data)
         found = []
-        begin = address_of(self.data)
-        for spec, offset in zip(specs, offsets([spec.nbytes for spec in specs]), strict=True):
-            tensor = room_for(spec)
-            copy_in(tensor, begin + offset)
-            found.append(tensor)
+        for specs, offsets in (
+            (self.lasting_specs, layout.lasting),
+            (self.passing_specs, layout.passing),
+        ):
+            for spec, offset in zip(specs, offsets, strict=True):
+                tensor = room_for(spec)
+                copy_in(tensor, begin + offset)
+                found.append(tensor)
         return found
 
 
@@ -173,17 +181,63 @@ def _room(spec: Spec, own: torch.Tensor | None) -> torch.Tensor:
 # --- bytes ----------------------------------------------------------------------------------------
 
 
-def offsets(sizes: Sequence[int]) -> Iterator[int]:
-    """Where in a buffer each of several tensors begins."""
-    at = 0
+@dataclass(frozen=True)
+class Layout:
+    """Where in a buffer each tensor of the two halves begins."""
+
+    lasting: Sequence[int]
+    passing: Sequence[int]
+    #: Where all that is not both lasting and large begins.
+    small_at: int
+    size: int
+
+    @classmethod
+    def of(cls, lasting: Sequence[int], passing: Sequence[int]) -> Layout:
+        """For tensors of so many bytes each."""
+        large = [size if size >= SMALL else 0 for size in lasting]
+        small = [size if size < SMALL else 0 for size in lasting]
+        large_places, small_at = _end_to_end(large, 0)
+        small_places, passing_at = _end_to_end(small, small_at)
+        passing_places, end = _end_to_end(passing, passing_at)
+        places = [
+            first if size else second
+            for size, first, second in zip(large, large_places, small_places, strict=True)
+        ]
+        return cls(places, passing_places, small_at, end)
+
+
+def _end_to_end(sizes: Sequence[int], at: int) -> tuple[list[int], int]:
+    places = []
     for size in sizes:
-        yield at
+        places.append(at)
         at += -(-size // ALIGNMENT) * ALIGNMENT
+    return places, at
 
 
-def total(sizes: Sequence[int]) -> int:
-    """How long the buffer is."""
-    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+class Staging:
+    """Copies of small tensors, put together as they lie in a buffer, in memory used again."""
+
+    def __init__(self) -> None:
+        self._forms: list[object] = []
+        self._copies: list[torch.Tensor] = []
+        self.block = torch.empty(0, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def copy(self, tensors: Sequence[torch.Tensor], places: Sequence[int], size: int) -> None:
+        """Copy them to these places of the block, which has this size."""
+        forms: list[object] = [(one.dtype, one.shape, one.stride()) for one in tensors]
+        if forms != self._forms or size != len(self.block):
+            self.block = torch.zeros(size, dtype=torch.uint8)
+            self._copies = [
+                self._view(Spec.of("", one), at) for one, at in zip(tensors, places, strict=True)
+            ]
+            self._forms = forms
+        if self._copies:
+            torch._foreach_copy_(self._copies, list(tensors))
+
+    def _view(self, spec: Spec, at: int) -> torch.Tensor:
+        memory = self.block[at : at + spec.nbytes].view(spec.dtype)
+        return memory.as_strided(spec.shape, spec.stride)
 
 
 def address_of(data: memoryview) -> int:

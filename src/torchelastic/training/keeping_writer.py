@@ -20,19 +20,17 @@ import torch
 
 from torchelastic import faults
 from torchelastic.errors import SnapshotError
-from torchelastic.snapshot.layout import SHARED, Memory, Version, checksum, own
+from torchelastic.snapshot.layout import SHARED, Held, Memory, Version, checksum, own
 from torchelastic.snapshot.messages import Sealed
 from torchelastic.training.keeping_agent import Holder
-from torchelastic.training.keeping_tree import Flat, address_of, copy_out, offsets, total
+from torchelastic.training.keeping_tree import SMALL, Flat, Layout, Staging, address_of, copy_out
 
 log = logging.getLogger(__name__)
 
-#: Tensors below this many bytes are copied at once: that costs less than to watch over them.
-SMALL = 64 << 10
 #: How long the commit that first needs memory waits for it. Later ones only look.
 FIRST_WAIT = 2.0
-#: What is asked for beyond what is needed, since numbers in a skeleton grow.
-_SLACK = 16 << 10
+#: Room is asked for in multiples of this.
+_GRAIN = 64 << 10
 
 #: What an own piece says of its bytes.
 OWN_SKELETON = b'{"own":1}'
@@ -56,22 +54,37 @@ class _Job:
 
     version: Version
     skeleton: bytes
+    layout: Layout
+    #: What is not copied yet: the tensors, where they go, and how often each has been written to.
     tensors: Sequence[torch.Tensor]
-    #: Those that are not copied yet, and how often each has been written to.
-    watched: Sequence[torch.Tensor]
+    places: Sequence[int]
     counts: Sequence[int]
+    #: What is.
+    staged: torch.Tensor
     #: Set when the tensors may be written to again.
     copied: threading.Event = field(default_factory=threading.Event)
 
-    @property
-    def sizes(self) -> list[int]:
-        return [tensor.nbytes for tensor in self.tensors]
+    @classmethod
+    def of(cls, version: Version, flat: Flat, staging: Staging) -> _Job:
+        """Copies at once what is small, and what others than optimizers write."""
+        lasting, passing = flat.lasting, flat.passing
+        layout = Layout.of([one.nbytes for one in lasting], [one.nbytes for one in passing])
+        small = [*zip(lasting, layout.lasting, strict=True)]
+        large = [(one, at) for one, at in small if one.nbytes >= SMALL]
+        small = [(one, at) for one, at in small if one.nbytes < SMALL]
+        small.extend(zip(passing, layout.passing, strict=True))
+        places = [at - layout.small_at for _, at in small]
+        staging.copy([one for one, _ in small], places, layout.size - layout.small_at)
+        tensors = [one for one, _ in large]
+        counts = [one._version for one in tensors]
+        places = [at for _, at in large]
+        return cls(version, flat.skeleton, layout, tensors, places, counts, staging.block)
 
     def was_disturbed(self) -> bool:
         """Whether a tensor was written to since the commit: what was copied is worth nothing."""
         return any(
             tensor._version != count
-            for tensor, count in zip(self.watched, self.counts, strict=True)
+            for tensor, count in zip(self.tensors, self.counts, strict=True)
         )
 
 
@@ -83,6 +96,7 @@ class Writer:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="torchelastic-keep")
         self._own = _Room(own(place.rank), holder, place, self._pool)
         self._shared = _Room(SHARED, holder, place, self._pool)
+        self._staging = Staging()
         self._job: _Job | None = None
         self._sealing: Future[None] | None = None
         #: Copy within the commit: in this job parameters are written to outside optimizer.step.
@@ -96,6 +110,16 @@ class Writer:
         self._publish_own(version, private)
         if flat is not None:
             self._publish_shared(version, flat)
+
+    def check(self, held: Held) -> Future[bool]:
+        """Whether a snapshot has the checksum it was sealed with, found out by the thread."""
+        return self._pool.submit(held.is_whole)
+
+    def drop(self, held: Held) -> None:
+        """Forget a snapshot of the shared state, if it is in this node's own memory."""
+        memory = self._shared.memory(len(held.data), len(held.skeleton))
+        if memory is not None:
+            memory.drop(held.version)
 
     def before_write(self) -> None:
         """Parameters are about to change: wait until they are copied."""
@@ -127,8 +151,8 @@ class Writer:
             self._seal(memory, version, OWN_SKELETON, len(private), checksum(private))
 
     def _publish_shared(self, version: Version, flat: Flat) -> None:
-        job = _job(version, flat)
-        memory = self._shared.memory(total(job.sizes), len(job.skeleton))
+        job = _Job.of(version, flat, self._staging)
+        memory = self._shared.memory(job.layout.size, len(job.skeleton))
         if memory is None:
             return
         self._job = job
@@ -148,7 +172,7 @@ class Writer:
         if disturbed:
             self._copy_at_once_from_now_on(job.version)
             return
-        used = total(job.sizes)
+        used = job.layout.size
         self._seal(memory, job.version, job.skeleton, used, checksum(data[:used]))
         if self._warmed is not memory:
             memory.warm()
@@ -172,25 +196,17 @@ class Writer:
         )
 
 
-def _job(version: Version, flat: Flat) -> _Job:
-    """What is small, and what others than optimizers write, is copied now."""
-    tensors, watched = [], []
-    for tensor in flat.lasting:
-        if tensor.nbytes < SMALL:
-            tensors.append(tensor.clone())
-        else:
-            tensors.append(tensor)
-            watched.append(tensor)
-    tensors.extend(tensor.clone() for tensor in flat.passing)
-    return _Job(version, flat.skeleton, tensors, watched, [one._version for one in watched])
-
-
 def _copy(job: _Job, begin: int) -> None:
-    half = len(job.tensors) // 2
-    for number, (tensor, offset) in enumerate(zip(job.tensors, offsets(job.sizes), strict=True)):
-        if number == half and faults.planned:
-            faults.at("snapshot.copy")
-        copy_out(tensor, begin + offset)
+    for tensor, place in zip(job.tensors, job.places, strict=True):
+        copy_out(tensor, begin + place)
+    if faults.planned:
+        faults.at("snapshot.copy")
+    copy_out(job.staged, begin + job.layout.small_at)
+
+
+def _roomy(size: int) -> int:
+    """Numbers in a skeleton grow: the same is asked for after a restart, so that it still fits."""
+    return (size // _GRAIN + 2) * _GRAIN
 
 
 class _Room:
@@ -207,8 +223,8 @@ class _Room:
         if self._refused or self._fits(size, skeleton):
             return self._memory
         if self._asked is None:
-            wanted = self._piece, size + _SLACK, 2 * skeleton + _SLACK
-            self._asked = self._pool.submit(self._holder.room, *wanted)
+            wanted = _roomy(size), _roomy(skeleton)
+            self._asked = self._pool.submit(self._holder.room, self._piece, *wanted)
             wait([self._asked], FIRST_WAIT)
         if not self._asked.done():
             return None

@@ -316,21 +316,27 @@ class TorchState(State):
 
     def save(self, stream: IO[bytes]) -> None:
         """Write a checkpoint; `torch.load(...)["model"]` is the model's state_dict."""
+        torch.save(self._stored(), stream)
+
+    def load(self, stream: IO[bytes]) -> None:
+        """Read a checkpoint. No code in it is run."""
+        self._load_stored(torch.load(stream, weights_only=True, map_location="cpu"))
+
+    def _stored(self) -> dict[str, Any]:
+        """What a checkpoint holds, as a tree of tensors and plain values; nothing is copied."""
         model = _like(self.module, [model.state_dict() for model in self._models])
         rest = self._rest() | {"optimizer": [*map(shared.optimizer_tree, self._optimizers)]}
         skeleton, tensors = parts.flatten(rest)
         saved = {"format": _FORMAT, "step": self.step, "model": model}
-        torch.save(saved | {"skeleton": skeleton, "tensors": tensors}, stream)
+        return saved | {"skeleton": skeleton, "tensors": tensors}
 
-    def load(self, stream: IO[bytes]) -> None:
-        """Read a checkpoint. No code in it is run."""
-        saved = torch.load(stream, weights_only=True, map_location="cpu")
+    def _load_stored(self, saved: Any) -> None:
         if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
             raise ValueError("This is no checkpoint that a TorchState has written.")
         rest = parts.restore(saved["skeleton"], saved["tensors"])
         if "_undo" in vars(self):
             self._undo.overwritten()
-        for model, state in zip(self._models, members(saved["model"]), strict=True):
+        for model, state in zip(self._models, _cut_like(self.module, saved["model"]), strict=True):
             model.load_state_dict(state)
         for optimizer, state in zip(self._optimizers, rest["optimizer"], strict=True):
             shared.load_optimizer(optimizer, state)
@@ -377,6 +383,11 @@ def _like(part: Any, items: Sequence[Any]) -> Any:
     if type(part) is dict:
         return dict(zip(part, items, strict=True))
     return type(part)(items) if type(part) in (list, tuple) else items[0]
+
+
+def _cut_like(part: Any, items: Any) -> list[Any]:
+    """The items, put together as `_like` does it; each may be a dict itself."""
+    return members(items) if type(part) in (dict, list, tuple) or part is None else [items]
 
 
 def _is_trained(model: nn.Module) -> bool:

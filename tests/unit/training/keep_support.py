@@ -22,6 +22,7 @@ class Shelf:
     def __init__(self) -> None:
         self.descriptors: dict[str, int] = {}
         self.told: list[Sealed | Settled] = []
+        self.steps: list[int] = []
         self.refusal = ""
         #: Cleared: it does not answer.
         self.answering = threading.Event()
@@ -60,6 +61,9 @@ class Shelf:
 
     def tell(self, message: Sealed | Settled) -> None:
         self.told.append(message)
+
+    def progress(self, step: int) -> None:
+        self.steps.append(step)
 
     def versions(self, piece: str) -> list[Version]:
         return [held.version for held in self.inventory().holdings if held.piece == piece]

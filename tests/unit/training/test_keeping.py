@@ -14,10 +14,10 @@ from tests.support import poll_for
 from tests.unit.training.keep_support import Shelf, build, fingerprint, finish, step, train
 from torchelastic.checkpoint import FileSystemCheckpointManager, save, set_checkpoint_manager
 from torchelastic.checkpoint import finish as finish_checkpoints
-from torchelastic.errors import CheckpointError
+from torchelastic.errors import CheckpointError, SnapshotError
 from torchelastic.snapshot.layout import SHARED, own
 from torchelastic.snapshot.messages import Settled
-from torchelastic.training import keeping_agent, keeping_exchange, keeping_writer, session
+from torchelastic.training import keeping, keeping_agent, keeping_exchange, keeping_writer, session
 from torchelastic.training.torch_state import TorchState
 
 
@@ -119,7 +119,7 @@ def test_a_write_outside_the_optimizer_voids_the_snapshot_and_is_told(shelf, mon
     goes_on.set()
     step(state)
     state.commit()
-    assert shelf.versions(SHARED) == []
+    assert (0, 1) not in shelf.versions(SHARED)
     assert "written to after commit()" in caplog.text
     with torch.no_grad():
         state.module[3].weight.mul_(0.5)  # copied by now: it does no harm any more
@@ -138,6 +138,27 @@ def test_a_damaged_snapshot_is_passed_over(shelf, caplog):
     assert "The snapshot of step 5 cannot be used here" in caplog.text
     shelf.damage(own(0), (0, 4))
     assert build().restore() == 0
+
+
+def test_a_large_one_is_checked_behind_and_nothing_is_committed_from_it(shelf, monkeypatch):
+    monkeypatch.setattr(keeping, "CHECKED_FIRST", 0)
+    state = build()
+    state.restore()
+    train(state, 5)
+    finish(state)
+    shelf.damage(SHARED, (0, 5))
+    generation(monkeypatch, 1)
+    state = build()
+    assert state.restore() == 5
+    with pytest.raises(SnapshotError, match="is damaged"):
+        train(state, 6)
+    finish(state)
+    generation(monkeypatch, 2)
+    state = build()
+    assert state.restore() == 4
+    train(state, 6)
+    finish(state)
+    assert shelf.versions(SHARED)[0] == (2, 6)
 
 
 def test_all_fall_back_when_another_rank_cannot(shelf, monkeypatch):
