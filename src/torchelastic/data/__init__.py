@@ -11,7 +11,8 @@ batch_policy BatchPolicy: how many samples a step takes, and each rank's share o
 accumulation a step in micro-batches, with the right weights
 schedule     SampleSchedule: learning rates that follow samples instead of steps
 ledger       Ledger: which samples each committed step has used, as JSON lines
-checker      proves from these that every sample was used exactly once
+verdict      whether such lines prove that every sample was used exactly once
+checker      the same as a command, over files
 own_rank     which rank this process is, and of how many
 
 The names below are loaded when they are first used: most of them need torch.

@@ -1,0 +1,386 @@
+"""Whether a history of committed steps used every sample exactly once in each epoch. Pure.
+
+Not every line counts. When a worker is lost the others may go back, and what was committed beyond
+the step they go on from is void: those samples come again. A generation's first line says where it
+went on. So a line counts, it is *settled*, if no later generation has a line of its step or of an
+earlier one. A job that is started anew may count its generations from 0 again: a later `start` voids
+in the same way, whatever its generations are called.
+
+A rank that was killed with its gradients in, but before it had committed, has used samples of a
+settled step and left no line. Its peers' lines say how many positions of the order the step took
+(`span`). So many samples then are *unwitnessed*: known by number, not by name. If the spans of an
+epoch cover its order without gap or overlap, and as many samples are in no line as are unwitnessed,
+then these are the ones, since an order has each sample once. Such a rank has no later line in its
+generation: who has one was not killed, and has no excuse.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+#: A sample: its number, or its shard and its number there.
+Sample = int | tuple[int, int]
+Span = tuple[int, int]
+#: Start and generation: worlds compare by when they were.
+World = tuple[int, int]
+
+#: So many samples of a kind are named in a report.
+_MOST_NAMED = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """What one rank has used for one committed step."""
+
+    generation: int
+    step: int
+    rank: int
+    epoch: int
+    ids: tuple[Sample, ...]
+    size: int | None = None
+    span: Span | None = None
+    #: Which start of the job it is of.
+    start: int = 0
+
+    @property
+    def world(self) -> World:
+        return self.start, self.generation
+
+    def __str__(self) -> str:
+        start = f" of start {self.start}" if self.start else ""
+        return f"step {self.step} of generation {self.generation}{start} (rank {self.rank})"
+
+
+class History(NamedTuple):
+    """Lines that count, and lines that a later world has voided."""
+
+    settled: list[Line]
+    void: list[Line]
+
+
+def settle(lines: Iterable[Line]) -> History:
+    """Which lines count."""
+    lines = list(lines)
+    first: dict[World, int] = {}
+    for line in lines:
+        first[line.world] = min(line.step, first.get(line.world, line.step))
+    ends = _ends(first)
+    history = History([], [])
+    for line in lines:
+        end = ends[line.world]
+        (history.settled if end is None or line.step < end else history.void).append(line)
+    return history
+
+
+def _ends(first: Mapping[World, int]) -> dict[World, int | None]:
+    """For each world the earliest step that any later one has a line of."""
+    ends: dict[World, int | None] = {}
+    end: int | None = None
+    for world in sorted(first, reverse=True):
+        ends[world] = end
+        end = first[world] if end is None else min(end, first[world])
+    return ends
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochVerdict:
+    """What became of the samples of one epoch."""
+
+    epoch: int
+    #: How many were used, by whom we know.
+    used: int
+    #: How many more were, by ranks that left no line.
+    unwitnessed: int
+    #: Whether the epoch has to be complete, and how many samples that is.
+    of: int | None
+    #: Each with the void lines that had it: it was taken back, and never came again.
+    missing: Mapping[Sample, Sequence[Line]]
+    #: Each with the settled lines that have it.
+    repeated: Mapping[Sample, Sequence[Line]]
+    #: Other things that cannot be.
+    contradictions: Sequence[str]
+
+    @property
+    def ok(self) -> bool:
+        return not (self.missing or self.repeated or self.contradictions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Whether every sample was used exactly once, and where not."""
+
+    epochs: Sequence[EpochVerdict]
+    settled: int
+    void: int
+    steps: int
+    worlds: int
+    #: Ranks of settled steps that left no line.
+    absent: Sequence[str]
+    #: What cannot be, of worlds and their ranks.
+    contradictions: Sequence[str]
+    #: Lines that the writers could not write, and lines that cannot be read.
+    lost: int = 0
+    unreadable: int = 0
+
+    @property
+    def ok(self) -> bool:
+        all_well = all(epoch.ok for epoch in self.epochs) and not self.contradictions
+        return all_well and bool(self.epochs)
+
+    def __str__(self) -> str:
+        return "\n".join(_report(self))
+
+
+def check(
+    lines: Iterable[Line],
+    *,
+    expected: Collection[Sample] | None = None,
+    epochs: int | None = None,
+    dropped: int = 0,
+    lost: int = 0,
+    unreadable: int = 0,
+) -> Verdict:
+    """The verdict on some lines, in any order.
+
+    `expected` are the samples of an epoch; without it, all numbers up to the largest seen. `epochs`
+    have to be complete, the first so many; without it, all but the last seen. `dropped` of each may
+    be missing: `drop_last` leaves out up to a batch but one.
+    """
+    lines = list(lines)
+    history = settle(lines)
+    settled, void = _by_epoch(history.settled), _by_epoch(history.void)
+    if expected is None:
+        expected = _seen_up_to(history)
+    elif not isinstance(expected, range):
+        expected = set(expected)
+    last = max(settled, default=0)
+    complete = range(min(settled, default=0), last) if epochs is None else range(epochs)
+    return Verdict(
+        epochs=[
+            _check_epoch(
+                epoch,
+                settled.get(epoch, []),
+                void.get(epoch, []),
+                expected if epoch in complete else None,
+                known=expected,
+                dropped=dropped,
+            )
+            for epoch in sorted({*settled, *complete})
+        ],
+        settled=len(history.settled),
+        void=len(history.void),
+        steps=len({line.step for line in history.settled}),
+        worlds=len({line.world for line in history.settled + history.void}),
+        absent=[_place(*one) for one in _absent(history.settled)],
+        contradictions=[*_unequal_sizes(lines), *_without_excuse(history.settled, lines, lost)],
+        lost=lost,
+        unreadable=unreadable,
+    )
+
+
+def _check_epoch(
+    epoch: int,
+    lines: Sequence[Line],
+    void: Sequence[Line],
+    wanted: Collection[Sample] | None,
+    *,
+    known: Collection[Sample],
+    dropped: int,
+) -> EpochVerdict:
+    uses = Counter(sample for line in lines for sample in line.ids)
+    contradictions = _strangers(uses, known)
+    unwitnessed = 0
+    if lines and all(line.span is not None for line in lines):
+        unwitnessed, about_spans = _check_spans(lines)
+        contradictions += about_spans
+    missing: Collection[Sample] = ()
+    if wanted is not None:
+        unseen = [sample for sample in wanted if sample not in uses]
+        missing = unseen if len(unseen) > unwitnessed + dropped else ()
+        if len(unseen) < unwitnessed:
+            contradictions.append(
+                f"{unwitnessed} samples were used by ranks that left no line, but only "
+                f"{len(unseen)} are in no line: some were used twice"
+            )
+    return EpochVerdict(
+        epoch=epoch,
+        used=len(uses),
+        unwitnessed=unwitnessed,
+        of=None if wanted is None else len(wanted),
+        missing=_having(missing, void),
+        repeated=_having([sample for sample, times in uses.items() if times > 1], lines),
+        contradictions=contradictions,
+    )
+
+
+def _having(samples: Collection[Sample], lines: Iterable[Line]) -> dict[Sample, list[Line]]:
+    """The lines that have each of these samples."""
+    found: dict[Sample, list[Line]] = {sample: [] for sample in samples}
+    for line in lines if found else ():
+        for sample in line.ids:
+            if sample in found:
+                found[sample].append(line)
+    return found
+
+
+def _strangers(uses: Iterable[Sample], known: Collection[Sample]) -> list[str]:
+    strange = [sample for sample in uses if sample not in known]
+    return [f"no such samples: {_named(strange)}"] if strange else []
+
+
+def _check_spans(lines: Sequence[Line]) -> tuple[int, list[str]]:
+    """How many samples are unwitnessed, and what is wrong with the spans of an epoch."""
+    steps: dict[tuple[Span, World, int], list[Line]] = defaultdict(list)
+    for line in lines:
+        if line.span is not None:
+            steps[line.span, line.world, line.step].append(line)
+    unwitnessed, end = 0, 0
+    wrong: list[str] = []
+    for key, of_step in sorted(steps.items(), key=lambda item: item[0]):
+        span, count = key[0], sum(len(line.ids) for line in of_step)
+        wrong += _about_span(span, of_step[0], count, end)
+        unwitnessed += max(0, span[1] - span[0] - count)
+        end = max(end, span[1])
+    return unwitnessed, wrong
+
+
+def _about_span(span: Span, line: Line, count: int, end: int) -> Iterator[str]:
+    start, stop = span
+    if start > end:
+        yield f"no step took positions {end} to {start} of the order, before {line}"
+    elif start < end:
+        yield f"positions {start} to {min(end, stop)} of the order were taken before {line}"
+    if count > stop - start:
+        yield f"{line} took {stop - start} positions, but its ranks used {count} samples"
+
+
+def _absent(lines: Iterable[Line]) -> list[tuple[World, int, int]]:
+    """World, step and rank of those who left no line of a settled step that others have one of."""
+    there: dict[tuple[World, int, int], set[int]] = defaultdict(set)
+    for line in lines:
+        if line.size is not None:
+            there[line.world, line.step, line.size].add(line.rank)
+    return [
+        (world, step, rank)
+        for (world, step, size), ranks in sorted(there.items())
+        for rank in range(size)
+        if rank not in ranks
+    ]
+
+
+def _without_excuse(settled: Iterable[Line], lines: Iterable[Line], lost: int) -> Iterator[str]:
+    """Who left no line of a step, but was alive in a later one, and whose lines are not lost."""
+    latest: dict[tuple[World, int], int] = {}
+    for line in lines:
+        key = line.world, line.rank
+        latest[key] = max(line.step, latest.get(key, line.step))
+    for world, step, rank in () if lost else _absent(settled):
+        if latest.get((world, rank), step) > step:
+            yield f"no line of {_place(world, step, rank)}, which has one of a later step"
+
+
+def _unequal_sizes(lines: Iterable[Line]) -> Iterator[str]:
+    """A world has one size: what was handed out in another one was not trained in this."""
+    sizes: dict[World, set[int]] = defaultdict(set)
+    for line in lines:
+        if line.size is not None:
+            sizes[line.world].add(line.size)
+    for world, found in sorted(sizes.items()):
+        if len(found) > 1:
+            told = " and ".join(map(str, sorted(found)))
+            yield f"generation {world[1]} has lines of worlds of {told} ranks"
+
+
+def _place(world: World, step: int, rank: int) -> str:
+    return f"rank {rank} in step {step} of generation {world[1]}"
+
+
+def _by_epoch(lines: Iterable[Line]) -> dict[int, list[Line]]:
+    found: dict[int, list[Line]] = defaultdict(list)
+    for line in lines:
+        found[line.epoch].append(line)
+    return found
+
+
+def _seen_up_to(history: History) -> Collection[Sample]:
+    """All numbers up to the largest seen, of samples or of records of each shard."""
+    seen = {sample for lines in history for line in lines for sample in line.ids}
+    most: dict[int | None, int] = {}
+    for sample in seen:
+        shard, number = sample if isinstance(sample, tuple) else (None, sample)
+        most[shard] = max(number, most.get(shard, number))
+    if set(most) == {None}:
+        return range(most[None] + 1)
+    return {
+        number if shard is None else (shard, number)
+        for shard, last in most.items()
+        for number in range(last + 1)
+    }
+
+
+# --- in words -------------------------------------------------------------------------------------
+
+
+def _report(verdict: Verdict) -> Iterator[str]:
+    yield (
+        f"Lines that count: {verdict.settled}, of {_several(verdict.steps, 'step')} in "
+        f"{_several(verdict.worlds, 'generation')}; void, of steps taken back: {verdict.void}."
+    )
+    for epoch in verdict.epochs:
+        yield from _of_epoch(epoch)
+    for sentence in verdict.contradictions:
+        yield f"WRONG: {sentence}."
+    if verdict.absent:
+        yield f"No line of {_named(verdict.absent)}."
+    if verdict.lost:
+        yield f"{verdict.lost} lines could not be written."
+    if verdict.unreadable:
+        yield f"{verdict.unreadable} lines cannot be read, such as those cut short by a kill."
+    if not verdict.epochs:
+        yield "There is no line of a ledger."
+    yield "Every sample exactly once." if verdict.ok else "NOT every sample exactly once."
+
+
+def _of_epoch(epoch: EpochVerdict) -> Iterator[str]:
+    more = f" and {epoch.unwitnessed} of ranks that left no line" if epoch.unwitnessed else ""
+    if epoch.of is None:
+        used = _several(epoch.used, "sample")
+        yield f"epoch {epoch.epoch}: {used}{more}; it need not be complete."
+    else:
+        yield f"epoch {epoch.epoch}: {epoch.used} of {epoch.of} samples{more}."
+    if epoch.missing:
+        yield f"  MISSING {len(epoch.missing) - epoch.unwitnessed}:"
+        yield from _places(epoch.missing, "taken back in", "in no line")
+    if epoch.repeated:
+        yield f"  REPEATED {len(epoch.repeated)}:"
+        yield from _places(epoch.repeated, "used in", "")
+    for sentence in epoch.contradictions:
+        yield f"  WRONG: {sentence}."
+
+
+def _places(found: Mapping[Sample, Sequence[Line]], where: str, nowhere: str) -> Iterator[str]:
+    for sample in sorted(found, key=_sort_key)[:_MOST_NAMED]:
+        lines = ", ".join(map(str, found[sample]))
+        yield f"    {_name(sample)}: {f'{where} {lines}' if lines else nowhere}"
+    if len(found) > _MOST_NAMED:
+        yield f"    and {len(found) - _MOST_NAMED} more"
+
+
+def _several(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def _named(things: Sequence[Any]) -> str:
+    rest = len(things) - _MOST_NAMED
+    return ", ".join(map(_name, things[:_MOST_NAMED])) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _name(thing: Any) -> str:
+    return f"record {thing[1]} of shard {thing[0]}" if isinstance(thing, tuple) else str(thing)
+
+
+def _sort_key(sample: Sample) -> tuple[int, int]:
+    return sample if isinstance(sample, tuple) else (-1, sample)

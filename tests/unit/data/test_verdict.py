@@ -1,0 +1,212 @@
+"""Histories of committed steps, and whether they used every sample exactly once."""
+
+import pytest
+
+from torchelastic.data.verdict import Line, check, settle
+
+
+def line(generation, step, ids, *, rank=0, epoch=0, **more):
+    return Line(generation=generation, step=step, rank=rank, epoch=epoch, ids=tuple(ids), **more)
+
+
+def one_epoch(lines, samples=8, **more):
+    return check(lines, expected=range(samples), epochs=1, **more)
+
+
+UNDISTURBED = [
+    line(0, 1, [3, 1]),
+    line(0, 1, [0, 2], rank=1),
+    line(0, 2, [7, 6]),
+    line(0, 2, [5, 4], rank=1),
+]
+
+
+def test_an_undisturbed_epoch():
+    verdict = one_epoch(UNDISTURBED)
+    assert verdict.ok
+    assert str(verdict).splitlines() == [
+        "Lines that count: 4, of 2 steps in 1 generation; void, of steps taken back: 0.",
+        "epoch 0: 8 of 8 samples.",
+        "Every sample exactly once.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("worlds", "settled"),
+    [
+        pytest.param({0: [1, 2, 3]}, {0: [1, 2, 3]}, id="one generation"),
+        pytest.param({0: [1, 2], 1: [3]}, {0: [1, 2], 1: [3]}, id="nothing lost"),
+        pytest.param({0: [1, 2, 3], 1: [3, 4]}, {0: [1, 2], 1: [3, 4]}, id="one step back"),
+        pytest.param({0: [1, 2, 3], 4: [2]}, {0: [1], 4: [2]}, id="what is beyond is void, too"),
+        pytest.param({0: [1, 2, 3], 1: [3], 2: [2]}, {0: [1], 2: [2]}, id="back and further back"),
+        pytest.param({0: [1], 1: [2, 3], 2: [1]}, {2: [1]}, id="from the beginning"),
+        pytest.param({2: [3], 0: [1, 2, 3]}, {0: [1, 2], 2: [3]}, id="in any order"),
+    ],
+)
+def test_later_generations_void_lines_from_where_they_begin(worlds, settled):
+    lines = [line(g, step, []) for g, steps in worlds.items() for step in steps]
+    found = {}
+    for one in settle(lines).settled:
+        found.setdefault(one.generation, []).append(one.step)
+    assert found == settled
+
+
+def test_a_later_start_voids_whatever_its_generations_are():
+    history = settle([line(7, 1, []), line(7, 2, []), line(0, 2, [], start=1)])
+    assert [(one.start, one.step) for one in history.settled] == [(0, 1), (1, 2)]
+
+
+def test_samples_of_steps_that_were_taken_back_come_again():
+    again = [line(1, 2, [7, 6, 5]), line(1, 3, [4])]
+    verdict = one_epoch(UNDISTURBED + again)
+    assert verdict.ok
+    assert verdict.void == 2
+
+
+def test_a_sample_that_was_taken_back_and_never_came_again_is_missing():
+    verdict = one_epoch([*UNDISTURBED, line(1, 2, [7, 6, 5])])
+    assert not verdict.ok
+    assert list(verdict.epochs[0].missing) == [4]
+    assert "    4: taken back in step 2 of generation 0 (rank 1)" in str(verdict)
+    assert str(verdict).endswith("NOT every sample exactly once.")
+
+
+def test_a_sample_in_no_line_is_missing():
+    verdict = one_epoch(UNDISTURBED, samples=9)
+    assert list(verdict.epochs[0].missing) == [8]
+    assert "  MISSING 1:\n    8: in no line" in str(verdict)
+
+
+def test_a_sample_used_twice_is_repeated_and_named_with_its_places():
+    verdict = one_epoch([*UNDISTURBED, line(1, 3, [6])])
+    assert list(verdict.epochs[0].repeated) == [6]
+    where = "    6: used in step 2 of generation 0 (rank 0), step 3 of generation 1 (rank 0)"
+    assert where in str(verdict)
+
+
+def test_twice_by_one_rank_in_one_step_is_twice():
+    assert not one_epoch([*UNDISTURBED[:3], line(0, 2, [5, 4, 4], rank=1)]).ok
+
+
+def test_the_same_sample_in_two_epochs_is_not_repeated():
+    verdict = check([line(0, 1, [0, 1]), line(0, 2, [1, 0], epoch=1)], epochs=2)
+    assert verdict.ok
+
+
+def test_the_last_epoch_need_not_be_complete_unless_it_is_said():
+    lines = [line(0, 1, [0, 1, 2]), line(0, 2, [2], epoch=1)]
+    assert check(lines).ok
+    assert "epoch 1: 1 sample; it need not be complete." in str(check(lines))
+    verdict = check(lines, epochs=2)
+    assert list(verdict.epochs[1].missing) == [0, 1]
+
+
+def test_an_epoch_that_never_began_is_missing():
+    assert not check(UNDISTURBED, epochs=2).ok
+
+
+def test_samples_that_are_dropped_may_be_missing():
+    assert one_epoch(UNDISTURBED, samples=10, dropped=2).ok
+    assert not one_epoch(UNDISTURBED, samples=11, dropped=2).ok
+
+
+def test_a_sample_that_does_not_exist_is_wrong():
+    verdict = one_epoch(UNDISTURBED, samples=7)
+    assert verdict.epochs[0].contradictions == ["no such samples: 7"]
+
+
+def test_no_line_proves_nothing():
+    verdict = check([])
+    assert not verdict.ok
+    assert "There is no line of a ledger." in str(verdict)
+
+
+def test_long_lists_are_cut_short():
+    report = str(one_epoch(UNDISTURBED, samples=100))
+    assert "MISSING 92:" in report
+    assert "    and 72 more" in report
+
+
+# --- spans ----------------------------------------------------------------------------------------
+
+#: Rank 1 was killed in step 2, when its gradients were in; rank 0 committed, and went on alone.
+KILLED = [
+    line(0, 1, [3, 1], size=2, span=(0, 4)),
+    line(0, 1, [0, 2], size=2, span=(0, 4), rank=1),
+    line(0, 2, [7, 6], size=2, span=(4, 8)),
+    line(1, 3, [9, 8], size=1, span=(8, 10)),
+]
+
+
+def test_the_others_speak_for_a_rank_that_was_killed_before_it_committed():
+    verdict = one_epoch(KILLED, samples=10)
+    assert verdict.ok
+    assert verdict.epochs[0].unwitnessed == 2
+    assert verdict.absent == ["rank 1 in step 2 of generation 0"]
+    assert "epoch 0: 8 of 10 samples and 2 of ranks that left no line." in str(verdict)
+    assert "No line of rank 1 in step 2 of generation 0." in str(verdict)
+
+
+def test_nobody_speaks_for_samples_that_are_really_missing():
+    verdict = one_epoch(KILLED, samples=11)
+    assert not verdict.ok
+    assert "MISSING 1:" in str(verdict)
+
+
+def test_more_unwitnessed_than_are_in_no_line_means_that_some_were_used_twice():
+    verdict = one_epoch([*KILLED, line(1, 4, [5], size=1, span=(10, 11))], samples=10)
+    assert "some were used twice" in verdict.epochs[0].contradictions[0]
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (
+            [line(0, 1, [0, 1], span=(0, 2)), line(0, 2, [2], span=(3, 4))],
+            "no step took positions 2 to 3 of the order, before step 2 of generation 0 (rank 0)",
+        ),
+        (
+            [line(0, 1, [0, 1], span=(0, 2)), line(0, 2, [2], span=(1, 2))],
+            "positions 1 to 2 of the order were taken before step 2 of generation 0 (rank 0)",
+        ),
+        (
+            [line(0, 1, [0, 1, 2], span=(0, 2))],
+            "step 1 of generation 0 (rank 0) took 2 positions, but its ranks used 3 samples",
+        ),
+    ],
+)
+def test_spans_that_do_not_follow_on_each_other_are_wrong(lines, told):
+    verdict = one_epoch(lines, samples=3)
+    assert told in verdict.epochs[0].contradictions
+    assert f"  WRONG: {told}." in str(verdict)
+
+
+def test_a_rank_that_was_alive_later_has_no_excuse_unless_lines_are_lost():
+    lines = [
+        line(0, 1, [3, 1], size=2, span=(0, 4)),
+        line(0, 2, [7, 6], size=2, span=(4, 8)),
+        line(0, 2, [5, 4], size=2, span=(4, 8), rank=1),
+    ]
+    verdict = one_epoch(lines)
+    told = "no line of rank 1 in step 1 of generation 0, which has one of a later step"
+    assert verdict.contradictions == [told]
+    assert not verdict.ok
+    assert f"WRONG: {told}." in str(verdict)
+    assert one_epoch(lines, lost=1).ok
+
+
+def test_a_world_has_one_size():
+    verdict = one_epoch([line(0, 1, range(4), size=1, span=(0, 4)), line(0, 2, [], size=2)])
+    assert verdict.contradictions == ["generation 0 has lines of worlds of 1 and 2 ranks"]
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+def test_records_of_shards():
+    lines = [line(0, 1, [(0, 0), (1, 0)]), line(0, 2, [(0, 1), (1, 1)])]
+    assert check(lines, epochs=1).ok
+    verdict = check([*lines, line(0, 3, [(1, 1), (1, 3)])], epochs=1)
+    assert list(verdict.epochs[0].missing) == [(1, 2)]
+    assert list(verdict.epochs[0].repeated) == [(1, 1)]
+    assert "record 2 of shard 1: in no line" in str(verdict)
