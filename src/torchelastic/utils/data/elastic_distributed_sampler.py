@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sized
 from typing import Any
 
-import torch
 from torch.utils.data.distributed import DistributedSampler
+
+from torchelastic.data.order import Order
+from torchelastic.data.shares import every_nth, turns_left
 
 
 class ElasticDistributedSampler(DistributedSampler[Any]):
@@ -19,6 +20,7 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
     samples came twice and others never.) The end is filled up, so that all ranks have equally many.
 
     It belongs to the epoch it was given for: the next one, by `set_epoch`, begins at its beginning.
+    `torchelastic.data.ElasticSampler` counts by itself, and fills nothing up.
     """
 
     def __init__(
@@ -49,15 +51,15 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[int]:
         self._begun = True
-        order = torch.randperm(
-            self._dataset_size, generator=torch.Generator().manual_seed(self.epoch)
+        order = Order(self._dataset_size, self.seed, self.epoch)
+        positions = every_nth(
+            self.start_index, self._dataset_size, self.rank, self.num_replicas, drop_last=False
         )
-        rest = order[self.start_index :].tolist()
-        filled = itertools.islice(itertools.cycle(rest), self.total_size)
-        return itertools.islice(filled, self.rank, None, self.num_replicas)
+        return (order.at(position, position + 1)[0] for position in positions)
 
     def _share_out(self) -> None:
         """torch's names: samples for each rank, and for all ranks, filled up."""
-        left = self._dataset_size - self.start_index
-        self.num_samples = -(-left // self.num_replicas)
+        self.num_samples = turns_left(
+            self.start_index, self._dataset_size, self.num_replicas, drop_last=False
+        )
         self.total_size = self.num_samples * self.num_replicas

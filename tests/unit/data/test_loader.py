@@ -1,0 +1,225 @@
+"""The loader: worlds change, steps are undone, and the loop of the user notices nothing."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler, IterableDataset
+
+from tests.unit.data.worlds import PlacedSampler, World, sampled
+from torchelastic.data import BatchPolicy, DataLoader, ElasticSampler
+from torchelastic.data.order import Order
+from torchelastic.data.own_rank import OwnRank
+from torchelastic.errors import ConfigError
+
+EVENTS = st.one_of(
+    st.just(("step",)),
+    st.tuples(st.just("fail"), st.sets(st.integers(0, 4))),
+    st.tuples(st.just("resize"), st.integers(1, 5)),
+    st.tuples(st.just("lose"), st.sets(st.integers(0, 4), max_size=4), st.integers(1, 5)),
+)
+
+
+def play(world, events):
+    for name, *arguments in events:
+        if name == "lose" and len(arguments[0]) >= len(world.workers):
+            continue  # one is always left
+        getattr(world, name)(*arguments)
+
+
+def expected(length, steps_of):
+    """The first so many of all epochs, in their order."""
+    return [
+        (epoch, sample)
+        for epoch in range(steps_of // max(1, length) + 1)
+        for sample in Order(length, 0, epoch).at(0, length)
+    ][:steps_of]
+
+
+@given(
+    length=st.integers(1, 40),
+    policy=st.one_of(
+        st.builds(BatchPolicy.scale_with_world, st.integers(1, 4)),
+        st.builds(BatchPolicy.constant_global, st.integers(1, 12)),
+    ),
+    events=st.lists(EVENTS, max_size=15),
+)
+@settings(max_examples=60, deadline=None)
+def test_each_sample_is_used_once_an_epoch_in_the_same_order_in_any_history(length, policy, events):
+    world = World(sampled(length, policy=policy), 2)
+    play(world, [*events, ("step",), ("step",)])
+    assert world.used == expected(length, len(world.used))
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_what_workers_have_loaded_in_advance_is_not_lost(persistent):
+    loader = sampled(60, batch_size=3, num_workers=1, persistent_workers=persistent)
+    world = World(loader, 1)
+    play(world, [("step",), ("fail", {0}), ("step",), ("resize", 2), ("step",), ("resize", 1)])
+    play(world, [("step",)] * 20)
+    assert world.used == expected(60, len(world.used))
+    assert world.used[-1][0] == 1
+
+
+def test_a_commit_takes_all_that_was_handed_out_for_the_step():
+    loader = sampled(20, batch_size=2)()
+    batches = iter(loader)
+    next(batches), next(batches)
+    assert loader.sampler.state_dict()["consumed"] == 0
+    loader.sampler.committed()
+    assert loader.sampler.state_dict()["consumed"] == 4
+    assert [handed.span for handed in loader.sampler.latest] == [(0, 2), (2, 4)]
+
+
+def test_the_end_of_an_epoch_is_seen_by_who_comes_after_it():
+    loader = sampled(4, batch_size=2)()
+    sampler = loader.sampler
+    for _ in loader:
+        sampler.committed()
+    assert (sampler.epoch, sampler.consumed) == (1, 0)
+    assert sampler.state_dict()["consumed"] == 4
+    newcomer = sampled(4, batch_size=2)()
+    newcomer.sampler.load_state_dict(sampler.state_dict())
+    assert newcomer.sampler.epoch == 0
+    assert list(newcomer) == []
+    assert [batch.tolist() for batch in newcomer] == [batch.tolist() for batch in loader]
+
+
+def test_an_iterator_that_has_ended_goes_on_when_its_last_step_is_undone():
+    loader = sampled(4, batch_size=2)()
+    batches = iter(loader)
+    first, last = next(batches), None
+    loader.sampler.committed()
+    state = loader.sampler.state_dict()
+    last = next(batches)
+    with pytest.raises(StopIteration):
+        next(batches)
+    with pytest.raises(StopIteration):
+        next(batches)
+    loader.sampler.load_state_dict(state)
+    assert next(batches).tolist() == last.tolist() != first.tolist()
+
+
+def test_epochs_by_set_epoch_as_with_torch():
+    loader = sampled(4, batch_size=2)()
+    seen = []
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch)
+        seen.append([sample for batch in loader for sample in batch.tolist()])
+    assert seen == [Order(4, 0, epoch).at(0, 4) for epoch in range(3)]
+
+
+def test_a_jump_to_another_epoch():
+    loader = sampled(4, batch_size=2)()
+    batches = iter(loader)
+    next(batches)
+    loader.sampler.set_epoch(5)
+    assert next(batches).tolist() == Order(4, 0, 5).at(0, 2)
+
+
+def test_unequal_shares_have_weights_and_an_empty_one_a_sample_that_counts_for_nothing():
+    loaders = [sampled(7, batch_size=2)() for _ in range(3)]
+    for rank, loader in enumerate(loaders):
+        loader.sampler.here = OwnRank(rank, 3)
+    batches = [list(loader) for loader in loaders]
+    order = Order(7, 0, 0).at(0, 7)
+    assert [each[-1].tolist() for each in batches] == [[order[6]]] * 3
+    assert [loader.weight for loader in loaders] == [3.0, 0.0, 0.0]
+    assert [loader.total for loader in loaders] == [1, 1, 1]
+    assert [len(loader.handed.ids) for loader in loaders] == [1, 0, 0]
+
+
+def test_weights_make_the_mean_over_ranks_that_over_samples():
+    policy = BatchPolicy.constant_global(7)
+    loaders = [sampled(7, policy=policy)() for _ in range(3)]
+    means = []
+    for rank, loader in enumerate(loaders):
+        loader.sampler.here = OwnRank(rank, 3)
+        (batch,) = loader
+        means.append(batch.double().mean().item() * loader.weight)
+    assert sum(means) / 3 == pytest.approx(sum(range(7)) / 7)
+
+
+def test_drop_last_may_be_said_to_either():
+    for loader in (sampled(7, batch_size=2, drop_last=True)(), _dropping_loader()):
+        assert len(loader) == len(list(loader)) == 3
+
+
+def _dropping_loader():
+    return DataLoader(range(7), 2, sampler=PlacedSampler(7), drop_last=True)
+
+
+def test_an_error_of_the_dataset_loses_no_sample():
+    class Fails(list):
+        failed = False
+
+        def __getitem__(self, index):
+            if not self.failed:
+                self.failed = True
+                raise OSError("the disk was away for a moment")
+            return super().__getitem__(index)
+
+    loader = DataLoader(Fails(range(6)), 2, sampler=PlacedSampler(6))
+    batches = iter(loader)
+    with pytest.raises(OSError, match="away"):
+        next(batches)
+    assert [sample for batch in batches for sample in batch.tolist()] == Order(6, 0, 0).at(0, 6)
+
+
+def test_the_global_random_numbers_are_left_alone():
+    """Else a step that is done again, with a new iterator, would draw others."""
+    before = torch.get_rng_state()
+    loader = DataLoader(range(6), 2, sampler=PlacedSampler(6))
+    list(loader), list(loader)
+    assert torch.equal(torch.get_rng_state(), before)
+    generator = torch.Generator()
+    assert DataLoader(range(6), 2, sampler=PlacedSampler(6), generator=generator).generator is (
+        generator
+    )
+
+
+def test_what_frameworks_look_for():
+    sampler = ElasticSampler(6, rank=0, size=1)
+    loader = DataLoader(range(6), 2, sampler=sampler, collate_fn=tuple)
+    assert (loader.sampler, loader.batch_size, len(loader)) == (sampler, 2, 3)
+    assert isinstance(next(iter(loader)), tuple)
+    assert DataLoader(range(6), shuffle=True).sampler.shuffle
+    assert not DataLoader(range(6)).sampler.shuffle
+
+
+def test_the_world_is_that_of_the_environment(monkeypatch):
+    loader = DataLoader(range(8), batch_size=1)
+    batches = iter(loader)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert next(batches).tolist() == [1]
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert next(batches).tolist() == [4]
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(int, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_sampler": [[0]]}, "give batch_size or policy"),
+        ({"batch_size": None}, "needs a batch_size or a policy"),
+        ({"batch_size": 2, "policy": BatchPolicy.constant_global(4)}, "batch_size or policy"),
+        ({"in_order": False}, "in_order"),
+        ({"sampler": DistributedSampler(range(4), 1, 0)}, "DistributedSampler"),
+        ({"sampler": ElasticSampler(4), "shuffle": True}, "to the sampler"),
+        ({"dataset": Endless()}, "ElasticStream"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        DataLoader(**{"dataset": range(4)} | arguments)
+
+
+def test_there_is_no_weight_before_the_first_batch():
+    with pytest.raises(RuntimeError, match="No batch"):
+        _ = DataLoader(range(4)).weight

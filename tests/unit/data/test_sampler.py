@@ -1,0 +1,110 @@
+"""The sampler's state, and the sampler alone under torch's own loader."""
+
+import timeit
+
+import pytest
+import torch.utils.data
+
+from torchelastic.data import ElasticSampler
+from torchelastic.data.order import Order
+from torchelastic.errors import ConfigError
+from torchelastic.training import parts
+
+
+def sampler_of(length=10, rank=0, size=1, **options):
+    return ElasticSampler(length, rank=rank, size=size, **options)
+
+
+def test_its_state_is_plain_and_good_for_any_world():
+    sampler = sampler_of(seed=3)
+    sampler.took(4)
+    assert sampler.state_dict() == {
+        "length": 10,
+        "shuffle": True,
+        "seed": 3,
+        "epoch": 0,
+        "consumed": 0,
+    }
+    sampler.committed()
+    other = sampler_of(rank=1, size=2)
+    other.load_state_dict(sampler.state_dict())
+    assert (other.seed, other.consumed) == (3, 4)
+    assert list(other) == Order(10, 3, 0).at(4, 10)[1::2]
+    parts.check("sampler", sampler)
+
+
+def test_a_state_is_taken_in_microseconds():
+    sampler = sampler_of(10**9)
+    assert min(timeit.repeat(sampler.state_dict, number=100, repeat=5)) / 100 < 50e-6
+
+
+def test_a_dataset_or_a_length():
+    assert ElasticSampler(range(7)).length == ElasticSampler(7).length == 7
+
+
+@pytest.mark.parametrize(("name", "value"), [("length", 11), ("shuffle", False)])
+def test_the_state_of_other_data_is_refused(name, value):
+    with pytest.raises(ConfigError, match=f"data with {name} {value}"):
+        sampler_of().load_state_dict(sampler_of().state_dict() | {name: value})
+
+
+def test_under_torchs_own_loader_as_distributed_sampler():
+    samplers = [sampler_of(rank=rank, size=2, seed=1) for rank in range(2)]
+    loaders = [torch.utils.data.DataLoader(range(10), 2, sampler=one) for one in samplers]
+    steps = list(zip(*loaders, strict=True))
+    order = Order(10, 1, 0).at(0, 10)
+    assert [sorted(first.tolist() + second.tolist()) for first, second in steps] == [
+        sorted(order[:4]),
+        sorted(order[4:8]),
+        sorted(order[8:]),
+    ]
+
+
+def test_the_end_is_filled_up_or_dropped():
+    assert [len(list(sampler_of(5, rank, 2))) for rank in (0, 1)] == [3, 3]
+    assert [len(sampler_of(5, rank, 2)) for rank in (0, 1)] == [3, 3]
+    assert len(list(sampler_of(5, 0, 2, drop_last=True))) == 2
+
+
+def test_a_commit_without_a_word_on_what_was_taken_is_an_error():
+    sampler = sampler_of()
+    next(iter(sampler))
+    with pytest.raises(ConfigError, match="sampler.took"):
+        sampler.committed()
+    sampler.took(1)
+    sampler.committed()
+    assert sampler.state_dict()["consumed"] == 1
+
+
+def test_a_step_without_this_data_may_be_committed():
+    sampler = sampler_of()
+    sampler.committed()
+    assert sampler.state_dict()["consumed"] == 0
+
+
+def test_no_more_is_taken_than_there_is():
+    sampler = sampler_of()
+    sampler.took(8)
+    sampler.took(8)
+    assert sampler.consumed == 10
+    assert list(sampler) == []
+    sampler.set_epoch(1)
+    assert len(list(sampler)) == 10
+    with pytest.raises(ConfigError, match="-1"):
+        sampler.took(-1)
+
+
+def test_a_plain_iterator_does_not_go_on_at_the_wrong_place():
+    sampler = sampler_of()
+    samples = iter(sampler)
+    next(samples)
+    sampler.load_state_dict(sampler.state_dict())
+    with pytest.raises(RuntimeError, match="make another one"):
+        next(samples)
+
+
+def test_a_rank_that_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match="no rank 2"):
+        sampler_of(rank=2, size=2)
+    with pytest.raises(ConfigError, match="belong together"):
+        ElasticSampler(10, rank=1)

@@ -1,0 +1,68 @@
+"""The same loader as torchdata's, and torchdata's own with our sampler."""
+
+import sys
+
+import pytest
+
+from tests.unit.data.test_loader import expected, play
+from tests.unit.data.worlds import PlacedSampler, World
+from torchelastic import data
+
+# torchdata 0.11 calls a function that torch has given up.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+
+def test_who_lacks_torchdata_is_told_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchdata", None)
+    monkeypatch.delitem(sys.modules, "torchelastic.data.stateful", raising=False)
+    with pytest.raises(ImportError, match="pip install torchdata"):
+        _ = data.StatefulDataLoader
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_what_was_loaded_in_advance_is_not_lost(workers, persistent):
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    if persistent and not workers:
+        return
+
+    def make():
+        loader = data.StatefulDataLoader(
+            list(range(30)),
+            3,
+            sampler=PlacedSampler(30),
+            num_workers=workers,
+            persistent_workers=persistent,
+        )
+        assert isinstance(loader, torchdata.StatefulDataLoader)
+        return loader
+
+    world = World(make, 1)
+    play(world, [("step",), ("fail", {0}), ("step",), ("resize", 2), ("step",), ("resize", 1)])
+    play(world, [("step",)] * 9)
+    assert world.used == expected(30, len(world.used))
+    assert world.used[-1][0] == 1
+
+
+def test_its_state_is_good_for_any_world():
+    pytest.importorskip("torchdata")
+    one, other = (data.StatefulDataLoader(range(10), 2) for _ in range(2))
+    next(iter(one))
+    one.committed()
+    assert one.state_dict() == one.sampler.state_dict()
+    other.load_state_dict(one.state_dict())
+    assert next(iter(other)).tolist() == [2, 3]
+
+
+def test_torchdatas_own_loader_goes_on_where_the_sampler_is():
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    sampler = data.ElasticSampler(10, shuffle=False, rank=0, size=1)
+    loader = torchdata.StatefulDataLoader(range(10), 2, sampler=sampler)
+    batches = iter(loader)
+    assert next(batches).tolist() == [0, 1]
+    sampler.took(2)
+    sampler.committed()
+    other = data.ElasticSampler(10, shuffle=False, rank=0, size=1)
+    loader = torchdata.StatefulDataLoader(range(10), 2, sampler=other)
+    other.load_state_dict(sampler.state_dict())
+    assert next(iter(loader)).tolist() == [2, 3]
