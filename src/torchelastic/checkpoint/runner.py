@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -101,8 +102,10 @@ class Runner:
                 f"The checkpoint of step {task.step} could not be written: {_words(error)}"
             )
             told.__cause__ = error
+            # They hold the copy of the state, and whoever keeps the error would keep that too.
+            traceback.clear_frames(error.__traceback__)
             again = f" ({len(self.failures) + 1} in a row)" if self.failures else ""
-            log.error("%s%s; the training goes on, the last good one stays.", told, again)
+            log.error("%s%s; the training goes on, the last good one stays.", str(told), again)
             return told
         return None
 

@@ -98,6 +98,8 @@ class Loop:
         self._options = options
         self._version: Version = FIRST
         self._group: Group | None = None
+        #: Of the last world.
+        self._rank = -1
         self._where = Where.BUILD
         #: What to go back to, and whether the state is worth nothing where that is not supported.
         self._kept: _Kept | None = None
@@ -125,7 +127,8 @@ class Loop:
                         return self._state
                 case Enter() as world:
                     broken = None if self._live_in(world) else world.generation
-                case Leave(signum):
+                case Leave(signum, grace):
+                    self._save_before_leaving(grace)
                     # Not a return: what the script does after the training is not for us.
                     raise SystemExit(EXIT_SIGNAL_BASE + signum)
 
@@ -134,6 +137,15 @@ class Loop:
             return self._control.next(broken)
         except (ChannelLost, JobClosed) as error:
             raise error from self._last_error
+
+    def _save_before_leaving(self, grace: float | None) -> None:
+        """Rank 0 does: while it stays, somebody holds the state.
+
+        Should others go on without it, the fence is theirs, and what is written here is dropped.
+        """
+        generation, step = self._version
+        if self._rank == 0 and generation >= 0:
+            checkpoint.save_before_leaving(self._state, step, generation, grace)
 
     def close(self) -> None:
         """Leave the group, however the training has ended."""
@@ -160,7 +172,7 @@ class Loop:
         return True
 
     def _enter(self, world: Enter) -> None:
-        self._where = Where.BUILD
+        self._where, self._rank = Where.BUILD, world.rank
         faults.position(rank=world.rank, step=self._version[1], generation=world.generation)
         faults.at("group.build")
         world_entry.show(world)
@@ -207,6 +219,8 @@ class Loop:
         self._version = here.version = (here.generation, base[1])
         self._kept = None
         self._steps.restart(self._state)
+        if here.rank == 0:
+            checkpoint.entered(here.generation, base[1])
         self._control.tell(Up(here.generation, base[1], here.received))
 
     def _load_checkpoint(self, here: Session) -> None:
@@ -355,14 +369,16 @@ class _Between:
         self, coordinator: CoordinatorP2P, options: Options, here: Session, state: State
     ) -> None:
         self._coordinator, self._rank = coordinator, here.rank
-        self._every = options.checkpoint_every
+        self._generation = here.generation
+        self._every, self._paced = options.checkpoint_every, checkpoint.is_paced()
         self._monitored = _overrides(coordinator, "monitor_progress")
         self._reported = _overrides(coordinator, "report_progress")
         self._told_when = _overrides(coordinator, "should_save_checkpoint")
         self._told_to_stop = _overrides(coordinator, "should_stop_training")
         hooks = self._monitored, self._reported, self._told_when, self._told_to_stop
         #: The kind of state with which nothing happens that nobody asks for.
-        quiet = self._every is None and not any(hooks) and not _wants_to_be_asked(state)
+        asked = any(hooks) or self._paced or _wants_to_be_asked(state)
+        quiet = self._every is None and not asked
         self._quiet_with = type(state) if quiet else None
 
     def is_last(self, state: State, step: int, stats: Any) -> bool:
@@ -373,7 +389,7 @@ class _Between:
         if stats is not None or self._monitored:
             coordinator.monitor_progress(state, stats)
         if self._wants_checkpoint(state, step) and self._rank == 0:
-            checkpoint.save(state, step)
+            checkpoint.save(state, step, self._generation)
         if self._reported:
             coordinator.report_progress(state)
         if coordinator.stop_training:
@@ -385,6 +401,8 @@ class _Between:
         wanted = state.should_save_checkpoint(self._rank)
         if self._told_when:
             wanted = self._coordinator.should_save_checkpoint() or wanted
+        if self._paced and self._rank == 0:  # the others save nothing
+            wanted = checkpoint.is_due(step) or wanted
         return wanted or (self._every is not None and step % self._every == 0)
 
 

@@ -80,6 +80,8 @@ class Leave:
 
     #: The signal that asked for it.
     signum: int = 15
+    #: Seconds until the process is killed, where that is known.
+    grace: float | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,154 @@
+"""Real storage that is full, read-only or gone in between; and a real process that writes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.support import poll_for
+from torchelastic.checkpoint import CheckpointStore
+from torchelastic.errors import CheckpointError
+
+PATIENCE = 90.0
+#: Bytes of the state.
+SIZE = 400_000
+
+
+def state(value):
+    return {"w": torch.full((SIZE // 4,), float(value)), "n": value}
+
+
+def steps(store):
+    return [found.step for found in store.list_checkpoints()]
+
+
+@pytest.fixture
+def store(request, tmp_path):
+    opened = []
+
+    def make(path=tmp_path, **options):
+        opened.append(CheckpointStore(path, **options))
+        return opened[-1]
+
+    yield make
+    for one in opened:
+        one.close()
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A file system of 1 MB: two checkpoints fit, the third does not."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = mount(path, "size=1m")
+    if mounted.returncode != 0:
+        reason = f"mounting a tmpfs needs root and a kernel that lets it: {mounted.stderr.strip()}"
+        pytest.skip(reason)
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+def mount(path, options):
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", path]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def saved(store, step):
+    assert store.save(state(step), step)
+    store.finish()
+
+
+@pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+def test_a_full_disk_costs_one_checkpoint_and_no_training(store, disk, caplog, writer):
+    one = store(disk, writer=writer)
+    saved(one, 1)
+    saved(one, 2)
+    one.save(state(3), 3)
+    with pytest.raises(CheckpointError, match=r"step 3 could not be written.*No space left"):
+        one.finish()
+    assert "the training goes on" in caplog.text
+    assert steps(one) == [2, 1]
+    assert one.load().tree["n"] == 2
+    assert list(disk.glob(".new-*")) == [], "what was written of it gives its room back"
+    assert mount(disk, "remount,size=2m").returncode == 0
+    saved(one, 4)
+    assert one.load().tree["n"] == 4
+
+
+def test_read_only_storage_costs_no_training(store, disk, caplog):
+    one = store(disk)
+    saved(one, 1)
+    assert mount(disk, "remount,ro").returncode == 0
+    for step in (2, 3):
+        assert one.save(state(step), step)
+        with pytest.raises(CheckpointError, match="Read-only file system"):
+            one.finish()
+    assert one.load().tree["n"] == 1
+    assert mount(disk, "remount,rw").returncode == 0
+    saved(one, 4)
+    assert steps(one) == [4, 1]
+
+
+@pytest.mark.slow
+def test_a_process_writes(store):
+    one = store(writer="process")
+    saved(one, 1)
+    child = one._process._process
+    saved(one, 2)
+    assert one._process._process is child, "one for all of them"
+    assert torch.equal(one.load().tree["w"], state(2)["w"])
+    one.close()
+    assert child.poll() is not None
+
+
+@pytest.mark.slow
+def test_a_killed_writer_costs_one_checkpoint(store, caplog):
+    one = store(writer="process")
+    saved(one, 1)
+    one._process._process.kill()
+    assert one.save(state(2), 2)
+    with pytest.raises(CheckpointError, match=r"has ended \(exit code -9\)"):
+        one.finish()
+    saved(one, 3)
+    assert steps(one) == [3, 1]
+
+
+KILLED = """
+import os, signal, sys, torch
+from torchelastic.checkpoint import CheckpointStore
+store = CheckpointStore(sys.argv[1], writer="process")
+store.save({"w": torch.zeros(1)}, 1)
+store.finish()
+print(store._process._process.pid, flush=True)
+store.save({"w": torch.zeros(100_000_000)}, 2)
+while not any(name.startswith(".new-") for name in os.listdir(sys.argv[1])):
+    pass
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_the_writer_of_a_killed_training_ends_with_it(store, tmp_path):
+    path = tmp_path / "checkpoints"
+    command = [sys.executable, "-c", KILLED, path]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    writer = int(ended.stdout)
+    poll_for(lambda: not alive(writer), what="the end of the writer", timeout=PATIENCE)
+    one = store(path)
+    assert steps(one) == [1]
+    saved(one, 3)
+    assert steps(one) == [3, 1]
+    assert list(path.glob(".new-*")) == []
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,157 @@
+"""Retention, grace, the fence and the marker: decisions, as tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from torchelastic.checkpoint import fence, grace, marker
+from torchelastic.checkpoint.fence import Fence, Verdict, World
+from torchelastic.checkpoint.marker import File, Marker
+from torchelastic.checkpoint.retention import removable
+
+
+@dataclass(frozen=True)
+class Dated:
+    step: int | None
+
+
+# --- retention ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("steps", "keep_last", "keep_every", "gone"),
+    [
+        ([30, 20, 10], None, None, []),
+        ([30, 20, 10], None, 20, []),
+        ([30, 20, 10], 2, None, [10]),
+        ([30, 20, 10], 1, 20, [10]),
+        ([30, 25, 20, 15, 10, 5], 1, 10, [25, 15, 5]),
+        ([30, 20], 5, None, []),
+        # The newest stays, whatever is asked for.
+        ([30], 0, None, []),
+        ([None, 20, None], 1, 10, [None]),
+        ([], 1, 1, []),
+    ],
+)
+def test_what_is_not_kept(steps, keep_last, keep_every, gone):
+    found = removable(list(map(Dated, steps)), keep_last=keep_last, keep_every=keep_every)
+    assert [one.step for one in found] == gone
+
+
+# --- grace ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("left", "expected", "step", "saved", "save"),
+    [
+        (30.0, 2.0, 100, None, True),
+        (30.0, 2.0, 100, 90, True),
+        (30.0, 2.0, 100, 100, False),
+        (30.0, 20.0, 100, 90, True),
+        (30.0, 21.0, 100, 90, False),
+        (0.0, 0.1, 100, 90, False),
+        (-1.0, 0.1, 100, 90, False),
+        # Nobody says how long there is, or nobody knows how long it takes: half of one is harmless.
+        (None, 500.0, 100, 90, True),
+        (30.0, None, 100, None, True),
+        (None, None, 100, 100, False),
+    ],
+)
+def test_whether_there_is_time(left, expected, step, saved, save):
+    decision = grace.decide(grace=left, expected=expected, step=step, saved=saved)
+    assert decision.save is save
+    assert str(step) in decision.why
+
+
+# --- the fence ------------------------------------------------------------------------------------
+
+MINE = Fence("mine", "job", 3)
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        (MINE, Verdict.MINE),
+        (Fence(), Verdict.VOID),
+        (Fence("other", "job", 4), Verdict.VOID),
+        (Fence("other", "job", 3), Verdict.VOID),
+        # One that is over came late.
+        (Fence("other", "job", 2), Verdict.RETAKE),
+        # Another job, whose generations say nothing of ours.
+        (Fence("other", "another", 2), Verdict.VOID),
+    ],
+)
+def test_who_may_write(found, verdict):
+    assert fence.judge(found, MINE) is verdict
+
+
+def test_a_world_voids_what_is_beyond_its_base():
+    first = fence.taken(Fence(), Fence("a", "job", 0), sequence=-1, base=0)
+    second = fence.taken(first, Fence("b", "job", 1), sequence=4, base=120)
+    assert second.worlds == (World(-1, 0), World(4, 120))
+    assert not fence.is_void(4, 120, second.worlds)
+    assert fence.is_void(4, 121, second.worlds)
+    assert not fence.is_void(5, 121, second.worlds), "written since, by the world itself"
+    assert not fence.is_void(4, None, second.worlds)
+
+
+def test_what_a_later_world_says_again_is_forgotten():
+    worlds = Fence("a", "job", 1, (World(3, 50), World(5, 90)))
+    assert fence.taken(worlds, MINE, sequence=8, base=70).worlds == (World(3, 50), World(8, 70))
+    assert fence.taken(worlds, MINE, sequence=8, base=0).worlds == (World(8, 0),)
+
+
+def test_a_world_that_says_no_base_voids_nothing():
+    worlds = Fence("a", "job", 1, (World(3, 50),))
+    assert fence.taken(worlds, MINE, sequence=8, base=None).worlds == (World(3, 50),)
+
+
+def test_a_fence_is_read_back():
+    whole = Fence("a", "job", 1, (World(3, 50),))
+    assert fence.from_json(fence.to_json(whole)) == whole
+
+
+@pytest.mark.parametrize("junk", [None, b"", b"[]", b"{", b'{"token": 1}', b"\xff"])
+def test_junk_is_no_fence(junk):
+    assert fence.from_json(junk) == Fence()
+
+
+# --- the marker -----------------------------------------------------------------------------------
+
+WHOLE = Marker(7, 2, {"a": File(10, 123), "b": File(0, 0)})
+
+
+def test_a_marker_is_read_back():
+    assert marker.from_json(marker.to_json(WHOLE)) == WHOLE
+    assert WHOLE.size == 10
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"",
+        b"{}",
+        b"null",
+        b"[1]",
+        marker.to_json(WHOLE)[:-20],
+        marker.to_json(WHOLE).replace(b"checkpoint 1", b"checkpoint 9"),
+        marker.to_json(WHOLE).replace(b"7", b'"7"'),
+    ],
+)
+def test_junk_is_no_marker(junk):
+    assert marker.from_json(junk) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        ({"a": 10, "b": 0, "commit.json": 99}, None),
+        ({"a": 10}, "'b' is missing"),
+        ({"a": 9, "b": 0}, "'a' has 9 bytes instead of 10"),
+        ({"a": 11, "b": 0}, "'a' has 11 bytes instead of 10"),
+    ],
+)
+def test_what_is_torn(sizes, problem):
+    assert marker.torn(WHOLE, sizes) == problem

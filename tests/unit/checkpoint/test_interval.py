@@ -1,0 +1,125 @@
+"""When a checkpoint is due, as tables."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from torchelastic.checkpoint.interval import (
+    PRIOR,
+    SHORTEST,
+    Every,
+    Measured,
+    Pace,
+    automatic,
+    best_interval,
+    between_failures,
+    parse,
+)
+from torchelastic.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "every"),
+    [
+        (None, None),
+        (500, Every(steps=500)),
+        ("90s", Every(seconds=90)),
+        ("1.5 m", Every(seconds=90)),
+        ("2h", Every(seconds=7200)),
+        ("auto", Every(auto=True)),
+    ],
+)
+def test_how_often_is_said(text, every):
+    assert parse(text) == every
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, "", "0s", "soon", "5 d", "90", 1.5])
+def test_what_says_nothing_is_refused(wrong):
+    with pytest.raises(ConfigError, match="say a number of steps"):
+        parse(wrong)
+
+
+@pytest.mark.parametrize(
+    ("cost", "mean", "best"),
+    [
+        # Young's rule is sqrt(2 C M); Daly's adds terms that matter when C is not small beside M.
+        (0.0, 3600.0, 0.0),
+        (1.0, 3600.0, 84.19),
+        (60.0, 86400.0, 3180.0),
+        (60.0, 3600.0, 617.88),
+        (600.0, 3600.0, 1697.71),
+        (7200.0, 3600.0, 3600.0),
+        (9999.0, 3600.0, 3600.0),
+    ],
+)
+def test_the_best_interval(cost, mean, best):
+    assert best_interval(cost, mean) == pytest.approx(best, rel=1e-3)
+
+
+def lost(interval, cost, mean):
+    """The share of time lost to checkpoints and to failures, of a job that runs for ever.
+
+    Daly's model: a failure in an interval costs what was done in it, and it begins anew.
+    """
+    useful = interval / (mean * (math.exp((interval + cost) / mean) - 1))
+    return 1 - useful
+
+
+@pytest.mark.parametrize(("cost", "mean"), [(1, 3600), (60, 3600), (600, 3600), (5, 100000)])
+def test_no_other_interval_loses_less(cost, mean):
+    best = best_interval(cost, mean)
+    least = lost(best, cost, mean)
+    for factor in (0.5, 0.8, 1.25, 2):
+        assert lost(best * factor, cost, mean) > least
+
+
+def test_failures_are_counted_from_a_prior():
+    assert between_failures(0, 0) == PRIOR
+    assert between_failures(3600, 3) == (3600 + PRIOR) / 4
+    assert between_failures(10**7, 100) == pytest.approx(10**5, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("measured", "seconds"),
+    [
+        (Measured(0.0, 0.0, 0, 0), SHORTEST),
+        (Measured(0.1, 1.0, 0, 0), best_interval(0.1, PRIOR)),
+        # Storage that needs longer than pays sets the pace.
+        (Measured(0.1, 500.0, 0, 0), 500.0),
+        (Measured(0.1, 1.0, 3600, 9), best_interval(0.1, (3600 + PRIOR) / 10)),
+    ],
+)
+def test_the_automatic_interval(measured, seconds):
+    assert automatic(measured) == seconds
+
+
+def test_every_so_many_steps():
+    pace = Pace.begin(Every(steps=5), 0, now=0.0)
+    due = [step for step in range(1, 21) if pace.is_due(step, 0.0)]
+    assert due == [5, 10, 15, 20]
+    assert not pace.began(10, 1.0).is_due(10, 2.0), "once for each step"
+
+
+def test_every_so_many_seconds():
+    pace = Pace.begin(Every(seconds=30), 0, now=100.0)
+    assert not pace.is_due(1, 129.9)
+    assert pace.is_due(2, 130.0)
+    pace = pace.began(2, 131.0)
+    assert not pace.is_due(3, 160.9)
+    assert pace.is_due(4, 161.0)
+
+
+def test_an_automatic_pace_follows_what_is_measured():
+    pace = Pace.begin(Every(auto=True), 0, now=0.0)
+    assert pace.is_due(1, SHORTEST)
+    pace = pace.began(1, SHORTEST).learned(Measured(2.0, 3.0, 10.0, 0))
+    assert pace.seconds == pytest.approx(240, rel=0.02)
+    assert not pace.is_due(2, SHORTEST + 200)
+    assert pace.is_due(3, SHORTEST + 250)
+
+
+def test_other_paces_learn_nothing():
+    pace = Pace.begin(Every(seconds=30), 0, now=0.0)
+    assert pace.learned(Measured(2.0, 300.0, 10.0, 0)) == pace

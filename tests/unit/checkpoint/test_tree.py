@@ -1,0 +1,137 @@
+"""What goes into a checkpoint comes out of it, and who writes which part."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from torchelastic.checkpoint import plan, staging, tree
+from torchelastic.errors import CheckpointError
+
+
+def again(value):
+    skeleton, tensors = tree.flatten(value)
+    return tree.restore(json.loads(json.dumps(skeleton)), tensors)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        3,
+        2**80,
+        0.1,
+        -math.inf,
+        "text",
+        b"\x00\xff",
+        [],
+        {},
+        (),
+        [1, [2, (3, {})]],
+        {"a": {"b": [None]}, "!": "mine"},
+        {0: "int", True: "bool", None: "none", "1": "text", 1.5: "float"},
+        {"dtype": torch.bfloat16},
+    ],
+    ids=str,
+)
+def test_plain_values_come_back_as_they_were(value):
+    found = again(value)
+    assert found == value
+    assert repr(found) == repr(value)
+
+
+def test_nan_comes_back():
+    assert math.isnan(again([math.nan])[0])
+
+
+def test_tensors_have_dotted_names():
+    one, two = torch.ones(2), torch.zeros(3)
+    _, tensors = tree.flatten({"model": {"fc.weight": one}, "list": [two]})
+    assert set(tensors) == {"model.fc.weight", "list.0"}
+    assert again({"m": (one, {"x": two})})["m"][1]["x"] is two
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), 1j, range(3)], ids=repr)
+def test_what_json_cannot_hold_is_refused_by_its_place(value):
+    with pytest.raises(CheckpointError, match=r"'a\.b\.1' is of type .* cannot hold"):
+        tree.flatten({"a": {"b": [0, value]}})
+
+
+# --- who writes what ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "loads"),
+    [
+        ({"a": 5, "b": 4, "c": 3}, 1, [12]),
+        ({"a": 5, "b": 4, "c": 3}, 2, [5, 7]),
+        ({"a": 5, "b": 4, "c": 3}, 5, [5, 4, 3, 0, 0]),
+        ({chr(i): 1 for i in range(97, 107)}, 4, [3, 3, 2, 2]),
+        ({}, 2, [0, 0]),
+    ],
+)
+def test_what_all_have_is_shared_out(sizes, ranks, loads):
+    owners = plan.owners_of(sizes, ranks)
+    assert set(owners) == set(sizes)
+    found = [sum(sizes[n] for n, rank in owners.items() if rank == r) for r in range(ranks)]
+    assert sorted(found) == sorted(loads)
+
+
+def test_the_order_of_names_does_not_matter():
+    sizes = {"a": 1, "b": 1, "c": 2}
+    assert plan.owners_of(sizes, 2) == plan.owners_of(dict(reversed(sizes.items())), 2)
+
+
+def test_each_tensor_falls_to_one_rank_and_own_ones_to_their_own():
+    state = {"model": {f"w{i}": torch.full((i + 1,), i) for i in range(7)}}
+    found = [plan.content_of(state, {"rng": torch.ones(1)}, rank=r, size=3) for r in range(3)]
+    names = [name for content in found for name in content.tensors]
+    assert len(names) == len(set(names)) == 7 + 1 + 3 * 2
+    for rank, content in enumerate(found):
+        assert f"torchelastic.own.{rank}.rng" in content.tensors
+
+
+# --- the memory between ---------------------------------------------------------------------------
+
+
+def test_tensors_are_copied_as_they_are():
+    tensors = {
+        "plain": torch.arange(5),
+        "empty": torch.empty(0, 3),
+        "number": torch.tensor(1.5),
+        "flags": torch.tensor([True, False, True]),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "turned": torch.arange(6).view(2, 3).t(),
+        "complex": torch.tensor([1 + 2j]),
+    }
+    memory = staging.Staging()
+    slots = memory.copy(tensors)
+    found = staging.staged(memory.descriptor, slots)
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+    memory.close()
+
+
+def test_the_memory_is_made_once_and_grows_when_it_must():
+    memory = staging.Staging()
+    memory.copy({"a": torch.zeros(3000)})
+    first = memory.descriptor
+    memory.copy({"a": torch.ones(2000)})
+    assert memory.descriptor == first
+    slots = memory.copy({"a": torch.full((100_000,), 7.0)})
+    assert staging.staged(memory.descriptor, slots)["a"].eq(7).all()
+    memory.close()
+
+
+def test_a_tensor_in_the_memory_is_stored_alone():
+    """torch.save writes the storage: a view of all memory would be written as all of it."""
+    memory = staging.Staging()
+    slots = memory.copy({"a": torch.zeros(100), "b": torch.ones(100)})
+    found = staging.staged(memory.descriptor, slots)["b"]
+    assert found.untyped_storage().nbytes() == 400
+    memory.close()
