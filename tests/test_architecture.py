@@ -49,6 +49,7 @@ PURE = {
     "checkpoint/marker.py",
     "training/gate.py",
     "training/inbox.py",
+    "training/keeping_plan.py",
     "training/outcome.py",
     "agent/restart_policy.py",
     "data/batch_policy.py",

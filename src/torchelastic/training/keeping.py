@@ -12,7 +12,7 @@ A worker without an agent keeps nothing: it counts its steps, and checkpoints ar
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -67,8 +67,12 @@ class Keeper:
         buffers: Buffers,
         optimizers: Sequence[Optimizer],
         holder: Holder | None,
+        *,
+        before_seal: Callable[[float], object] | None = None,
     ) -> None:
+        """`before_seal` is called before a snapshot counts, in a thread, with seconds to wait."""
         faults.load()
+        self._before_seal = before_seal
         self._state, self._tree, self._buffers, self._holder = state, tree, buffers, holder
         self._private = private.Reader(buffers).read
         self.rank, self.size = exchange.place()
@@ -146,7 +150,7 @@ class Keeper:
             return
         self._holder.tell(Settled(base, self.generation))
         place = Place(self.rank, self.size, self.generation, self._first, base)
-        self._writer = Writer(self._holder, place)
+        self._writer = Writer(self._holder, place, self._before_seal)
         if found is not None and found.unchecked is not None:
             self._doubt = found, self._writer.check(found.unchecked)
         elif found is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 
 #: How long the commit that first needs memory waits for it. Later ones only look.
 FIRST_WAIT = 2.0
+#: How long a snapshot waits for the ledger to be written: no step is kept whose samples are not
+#: known, unless the disk hangs.
+LEDGER_PATIENCE = 5.0
 #: Room is asked for in multiples of this.
 _GRAIN = 64 << 10
 
@@ -91,8 +94,13 @@ class _Job:
 class Writer:
     """Writes the pieces of one worker, in one generation. Used by the thread that trains."""
 
-    def __init__(self, holder: Holder, place: Place) -> None:
-        self._holder, self._place = holder, place
+    def __init__(
+        self,
+        holder: Holder,
+        place: Place,
+        before_seal: Callable[[float], object] | None = None,
+    ) -> None:
+        self._holder, self._place, self._before_seal = holder, place, before_seal
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="torchelastic-keep")
         self._own = _Room(own(place.rank), holder, place, self._pool)
         self._shared = _Room(SHARED, holder, place, self._pool)
@@ -173,7 +181,10 @@ class Writer:
             self._copy_at_once_from_now_on(job.version)
             return
         used = job.layout.size
-        self._seal(memory, job.version, job.skeleton, used, checksum(data[:used]))
+        summed = checksum(data[:used])
+        if self._before_seal is not None:
+            self._before_seal(LEDGER_PATIENCE)
+        self._seal(memory, job.version, job.skeleton, used, summed)
         if self._warmed is not memory:
             memory.warm()
             self._warmed = memory

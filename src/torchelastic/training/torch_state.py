@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from torchelastic.data.ledger import Ledger
+from torchelastic.data.progress import Progress
 from torchelastic.training import ddp, keeping_agent, parts, private, session, shared, transfer
 from torchelastic.training.buffers import Buffers
 from torchelastic.training.keeping import Keeper
@@ -75,6 +77,7 @@ class TorchState(State):
         epoch: int = 0,
         ddp: bool | Mapping[str, Any] = True,
         copy_before_write: bool | None = None,
+        ledger: Ledger | None = None,
         **more: Any,
     ) -> None:
         given = dict(zip(_SEVERAL, (model, optimizer, scheduler, sampler, scaler), strict=True))
@@ -98,6 +101,8 @@ class TorchState(State):
         self._keeper: Keeper | None = None
         #: Parts that are to be told of every committed step.
         self._listeners: list[Callable[[], object]] = _listeners(self._stateful)
+        self._ledger = ledger
+        self._recorded = _recorded(self._stateful, ledger)
         for name, tree in self._solid().items():
             parts.check(name, tree)
 
@@ -167,9 +172,17 @@ class TorchState(State):
             tell()
         own = self.__dict__
         own["_version"], own["step"] = version, version[1]
+        if self._recorded:
+            self._record(version)
         self._undo.committed()
         if self._unsettled:
             own["_unsettled"] = [one for one in self._unsettled if not ddp.committed(one)]
+
+    def _record(self, version: Version) -> None:
+        """Have it written down which samples the step has used."""
+        assert self._ledger is not None
+        for part in self._recorded:
+            self._ledger.record(*version, part.latest)
 
     # --- a world ---------------------------------------------------------------------------------
 
@@ -292,7 +305,14 @@ class TorchState(State):
         if self._keeper is None:
             tree = Tree(self._models, self._optimizers, self._rest, self._load_rest, self._form())
             agent = keeping_agent.connect()
-            self._keeper = Keeper(self, tree, Buffers(self._models), self._optimizers, agent)
+            self._keeper = Keeper(
+                self,
+                tree,
+                Buffers(self._models),
+                self._optimizers,
+                agent,
+                before_seal=self._ledger.flush if self._ledger is not None else None,
+            )
         step = self._keeper.restore()
         if step is not None:
             self._version, self.step = (FIRST[0], step), step
@@ -310,6 +330,8 @@ class TorchState(State):
         for tell in self._listeners:
             tell()
         self.step = done
+        if self._recorded:
+            self._record((self._keeper.generation, done))
         self._keeper.commit(done)
 
     # --- checkpoints -----------------------------------------------------------------------------
@@ -402,6 +424,17 @@ def _modules(part: Any) -> list[nn.Module]:
         model.module if isinstance(model, DistributedDataParallel) else model
         for model in members(part)
     ]
+
+
+def _recorded(stateful: Mapping[str, Any], ledger: Ledger | None) -> list[Progress]:
+    """The parts that know which samples a step has used; none without a ledger."""
+    found = [part for part in stateful.values() if isinstance(part, Progress)]
+    if ledger is not None and not found:
+        raise TypeError(
+            "A ledger needs a sampler that knows which samples a step has used: pass an "
+            "ElasticSampler or an ElasticStream as sampler."
+        )
+    return found if ledger is not None else []
 
 
 def _listeners(stateful: Mapping[str, Any]) -> list[Callable[[], object]]:

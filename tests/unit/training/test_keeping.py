@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 
@@ -11,9 +12,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import poll_for
-from tests.unit.training.keep_support import Shelf, build, fingerprint, finish, step, train
+from tests.unit.training.keep_support import Data, Shelf, build, fingerprint, finish, step, train
 from torchelastic.checkpoint import FileSystemCheckpointManager, save, set_checkpoint_manager
 from torchelastic.checkpoint import finish as finish_checkpoints
+from torchelastic.data import DataLoader, ElasticSampler, Ledger
 from torchelastic.errors import CheckpointError, SnapshotError
 from torchelastic.snapshot.layout import SHARED, own
 from torchelastic.snapshot.messages import Settled
@@ -246,6 +248,33 @@ def test_flattened_once_as_long_as_the_tensors_are_the_same(shelf):
     train(state, 3)
     assert tree._flat is not first
     finish(state)
+
+
+# --- the ledger -----------------------------------------------------------------------------------
+
+
+def test_a_snapshot_is_sealed_when_the_ledger_has_its_step(shelf, tmp_path):
+    sampler = ElasticSampler(8, shuffle=False)
+    batches = iter(DataLoader(list(range(8)), batch_size=2, sampler=sampler))
+    ledger = Ledger(tmp_path)
+    state = TorchState(model=nn.Linear(1, 1), sampler=sampler, ledger=ledger)
+    state.restore()
+    for _ in range(2):
+        next(batches)
+        state.commit()
+    state._keeper._writer.finish()
+    lines = [json.loads(text) for text in (tmp_path / "g0-r0.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["ids"]) for line in lines] == [(1, [0, 1]), (2, [2, 3])]
+    next(batches)
+    state._committed((3, 3))  # as `train` does it
+    finish(state)
+    ledger.close()
+    assert json.loads((tmp_path / "g3-r0.jsonl").read_text())["ids"] == [4, 5]
+
+
+def test_a_ledger_needs_to_know_the_samples(tmp_path):
+    with pytest.raises(TypeError, match="ElasticSampler"):
+        TorchState(sampler=Data(), ledger=Ledger(tmp_path))
 
 
 # --- without an agent -----------------------------------------------------------------------------

@@ -1,0 +1,96 @@
+"""What a worker asks its agent about snapshots, over a socket like the one between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+
+import pytest
+
+from torchelastic.errors import SnapshotError
+from torchelastic.snapshot.layout import SHARED, Sizes, create
+from torchelastic.snapshot.messages import Granted, Holding, Holdings, Opened, Refused, to_json
+from torchelastic.training import keeping_agent
+from torchelastic.training.keeping_agent import Agent
+from torchelastic.worker.channel import Link
+
+HELD = Holding(SHARED, (2, 7), 100, 0, 4)
+
+
+@pytest.fixture
+def ends():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link = Link(ours)
+    yield Agent(link), theirs
+    theirs.close()
+    link.close()
+
+
+def answer(theirs, *answers):
+    """Answer one request with all of these, in a thread; a descriptor follows its message."""
+
+    def run():
+        request = json.loads(theirs.recv(1 << 16))
+        for make, fds in answers:
+            text = json.dumps(to_json(make(request["request"]))).encode() + b"\n"
+            socket.send_fds(theirs, [text], fds)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_what_is_held_is_told(ends):
+    agent, theirs = ends
+    thread = answer(theirs, (lambda number: Holdings(number, (HELD,), "host:1", "n0"), []))
+    assert agent.inventory() == Holdings(1, (HELD,), "host:1", "n0")
+    thread.join()
+
+
+@pytest.mark.parametrize(("kind", "writable"), [(Granted, True), (Opened, False)])
+def test_a_memory_comes_with_the_answer(ends, kind, writable):
+    agent, theirs = ends
+    descriptor = create(Sizes(64, 64))
+    thread = answer(theirs, (kind, [descriptor]))
+    memory = agent.room(SHARED, 64, 64) if writable else agent.open(SHARED, (2, 7), "host:1")
+    assert memory.freshest() is None
+    if writable:
+        memory.begin((0, 1))[:1] = b"x"
+        memory.seal((0, 1), b"", 1, 0)
+    memory.close()
+    thread.join()
+    os.close(descriptor)
+
+
+def test_an_answer_to_what_nobody_waits_for_is_dropped(ends):
+    """And its memory is closed."""
+    agent, theirs = ends
+    descriptor = create(Sizes(64, 64))
+    before = len(os.listdir("/proc/self/fd"))
+    late = (lambda number: Granted(number + 7), [descriptor])
+    thread = answer(theirs, late, (lambda number: Refused(number, "No room."), []))
+    with pytest.raises(SnapshotError, match=r"^No room\.$"):
+        agent.room(SHARED, 64, 64)
+    thread.join()
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(descriptor)
+
+
+def test_patience_ends(ends, monkeypatch):
+    monkeypatch.setattr(keeping_agent, "PATIENCE", 0.01)
+    with pytest.raises(SnapshotError, match="not answered in time"):
+        ends[0].inventory()
+
+
+def test_an_agent_that_is_gone_is_no_surprise(ends):
+    agent, theirs = ends
+    theirs.close()
+    with pytest.raises(SnapshotError):
+        agent.inventory()
+
+
+def test_a_process_without_an_agent_has_none(monkeypatch):
+    monkeypatch.setattr(keeping_agent.channel, "link", lambda: None)
+    assert keeping_agent.connect() is None
