@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from tests.process import forked
-from tests.process.weighted_ddp import CASES, alone, in_a_resident_world, in_every_world
+from tests.process.weighted_ddp import (
+    CASES,
+    alone,
+    in_a_resident_world,
+    in_a_sharded_world,
+    in_every_world,
+)
 
 LARGEST = 5
 
@@ -35,4 +41,9 @@ def test_the_gradient_of_ddp_is_that_of_one_process_at_every_size():
 
 def test_it_is_so_in_a_world_of_resident_workers():
     with forked.ranks(in_a_resident_world, [0, 1, 2], 3) as answers:
+        check(answers, [3])
+
+
+def test_it_is_so_with_sharded_parameters():
+    with forked.ranks(in_a_sharded_world, [0, 1, 2], 3) as answers:
         check(answers, [3])

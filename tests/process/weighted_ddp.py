@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.process.forked import PATIENCE, build
@@ -76,6 +78,20 @@ def in_a_resident_world(number: int, port: int, size: int) -> dict[tuple[int, Ca
             kept.committed(network)
         found[size, case] = gradients(network)
     group.leave()
+    return found
+
+
+def in_a_sharded_world(number: int, port: int, size: int) -> dict[tuple[int, Case], Gradients]:
+    """The same, with parameters that are sharded by `fully_shard`."""
+    store = dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group("gloo", store=store, rank=number, world_size=size, timeout=PATIENCE)
+    found = {}
+    for case in CASES:
+        network = fully_shard(model(), mesh=init_device_mesh("cpu", (size,)))
+        for step in range(STEPS):
+            take(network, case, step, number, size)
+        whole = [parameter.grad.full_tensor() for parameter in network.parameters()]
+        found[size, case] = [gradient.flatten().tolist() for gradient in whole]
     return found
 
 

@@ -53,7 +53,7 @@ def in_a_world(policy, size, inputs, targets):
     return [gradient / size for gradient in added]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 24), st.none() | st.integers(1, 5), st.integers(1, 11))
 def test_the_gradient_is_that_of_all_samples_at_any_size(total, micro, size):
     policy = BatchPolicy.constant_global(24, micro=micro)
@@ -89,6 +89,12 @@ def test_gradients_are_exchanged_in_the_last_backward_only():
     seen = [(network.require_backward_grad_sync, other.on) for _ in three(network, other)]
     assert seen == [(False, False), (False, False), (True, True)]
     assert other.require_backward_grad_sync is None
+
+
+def test_it_is_so_for_a_compiled_model():
+    network = Exchanging()
+    seen = [network.require_backward_grad_sync for _ in three(torch.compile(network))]
+    assert seen == [False, False, True]
 
 
 def test_a_loop_that_is_left_early_leaves_the_exchange_on():

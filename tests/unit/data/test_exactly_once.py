@@ -188,7 +188,7 @@ def sampled(length, policy):
     return make
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(length=st.integers(1, 40), policy=POLICIES, way=st.sampled_from(Way), data=st.data())
 def test_every_sample_is_used_once_whatever_happens(length, policy, way, data):
     job = trained(sampled(length, policy), way, data.draw)
