@@ -267,7 +267,8 @@ def _fetch(called: Pipe, shelf: Shelf, piece: str, version: Version) -> None:
     header = called.receive_header()
     if header.kind != pipe.FOUND or (header.piece, header.version) != (piece, version):
         raise WireError("Another snapshot has come than was asked for.")
-    kept = shelf.make_room(piece, header.room, header.skeleton_room)
+    # Of all its pages only those of this version are needed now, and writing them takes them.
+    kept = shelf.make_room(piece, header.room, header.skeleton_room, take=False)
     with kept.writing:
         # What is fetched is the base: whatever this memory has beyond it is void.
         kept.memory.settle(version, version[0] + 1)
@@ -328,8 +329,9 @@ def _take(by: Pipe, kept: Kept, header: Header) -> bool:
     """Receive a version into a memory; says whether it is what it was when it was sealed."""
     skeleton = by.receive(header.skeleton)
     try:
-        room = kept.memory.begin(header.version)
-        if by.receive_into(room[: header.used]) != header.checksum:
+        kept.memory.begin(header.version)
+        at = kept.memory.begun_at
+        if by.receive_into(kept.descriptor, at, header.used) != header.checksum:
             return False
         kept.memory.seal(
             header.version,

@@ -155,8 +155,9 @@ def checksum(data: memoryview | bytes, before: int = 0) -> int:
     return zlib.crc32(data, before)
 
 
-def create(sizes: Sizes) -> int:
-    """A new memory, its pages taken at once; the descriptor is the caller's.
+def create(sizes: Sizes, *, take: bool = True) -> int:
+    """A new memory, its pages taken at once unless told otherwise (`take_pages` does it later); the
+    descriptor is the caller's.
 
     Not in /dev/shm, which is 64 MB in an ordinary pod. Nobody can change its size any more: a
     shorter one would kill whoever reads it.
@@ -164,7 +165,9 @@ def create(sizes: Sizes) -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     descriptor = os.memfd_create("torchelastic-snapshot", flags)
     try:
-        os.posix_fallocate(descriptor, 0, sizes.total)
+        os.ftruncate(descriptor, sizes.total)
+        if take:
+            take_pages(descriptor, sizes)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
         head = _SIZES.pack(_MAGIC, sizes.buffers, sizes.bytes, sizes.skeleton)
@@ -173,6 +176,12 @@ def create(sizes: Sizes) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def take_pages(descriptor: int, sizes: Sizes) -> None:
+    """Have all pages of a memory now, when it can still be refused, rather than as it is written:
+    then the kernel would kill whoever writes."""
+    os.posix_fallocate(descriptor, 0, sizes.total)
 
 
 def sizes_of(descriptor: int) -> Sizes:
@@ -236,6 +245,13 @@ class Memory:
         self._begun = (index, number)
         faults.at("snapshot.begun")
         return self._buffer(index)
+
+    @property
+    def begun_at(self) -> int:
+        """Where the buffer that was begun is in the memory, for who writes to its descriptor."""
+        if self._begun is None:
+            raise ValueError("Nothing was begun.")
+        return self.sizes.buffer_at(self._begun[0])
 
     def _next(self, held: list[Held]) -> int:
         """The buffer to write next, if the freshest first is what is held."""

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import NoReturn
 
 from torchelastic.errors import WireError
@@ -22,7 +23,8 @@ from torchelastic.rendezvous.embedded.tls import TlsPipe
 from torchelastic.snapshot.bandwidth import Bucket
 from torchelastic.snapshot.layout import Version, checksum, rank_of
 
-#: Bytes sent or received at a time: few enough to be in the processor's cache when they are summed.
+#: Bytes sent or received at a time: few enough to be in the processor's cache when they are summed
+#: and written.
 CHUNK = 1 << 20
 #: Seconds without a byte after which the other end is given up; fewer amid a header, which comes in
 #: one piece: who sends half of one must not keep a thread from others.
@@ -233,14 +235,19 @@ class Pipe:
             raise WireError("A reply does not make sense.")
         return kind, sentence
 
-    def receive_into(self, room: memoryview) -> int:
-        """Fill this room; returns the checksum of what has come."""
-        summed = 0
-        for begin in range(0, len(room), CHUNK):
-            part = room[begin : begin + CHUNK]
-            self._fill(part)
-            summed = checksum(part, summed)
-        return summed
+    def receive_into(self, descriptor: int, at: int, size: int) -> int:
+        """Write what comes to a file; returns its checksum.
+
+        By way of a few buffers rather than into a mapping: no page is cleared before it is written
+        or looked up for us, and the agent does not grow by what it holds.
+        """
+        with _Summing() as summing:
+            for begin in range(0, size, CHUNK):
+                part = summing.buffer()[: min(CHUNK, size - begin)]
+                self._fill(part)
+                _write(descriptor, part, at + begin)
+                summing.add(part)
+            return summing.result()
 
     def _fill(self, room: memoryview) -> None:
         while room:
@@ -270,6 +277,64 @@ class Pipe:
         room[:count] = self._plain[:count]
         del self._plain[:count]
         return count
+
+
+def _write(descriptor: int, data: memoryview, at: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, at)
+        data, at = data[written:], at + written
+
+
+class _Summing:
+    """Sums what passes through its buffers in a thread beside: summing takes longer than receiving.
+
+    A thread is made only for more than one buffer.
+    """
+
+    BUFFERS = 4
+
+    def __init__(self) -> None:
+        self._sum = 0
+        self._free: SimpleQueue[memoryview] = SimpleQueue()
+        self._full: SimpleQueue[memoryview | None] = SimpleQueue()
+        self._made = 0
+        self._thread: threading.Thread | None = None
+
+    def buffer(self) -> memoryview:
+        """A buffer that is not in use; waits for one."""
+        if self._made < self.BUFFERS and self._free.empty():
+            self._made += 1
+            self._free.put(memoryview(bytearray(CHUNK)))
+        return self._free.get()
+
+    def add(self, part: memoryview) -> None:
+        """This part of a buffer has been filled."""
+        self._full.put(part)
+        if self._made > 1 and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="snapshot-sum")
+            self._thread.start()
+
+    def _run(self) -> None:
+        while (part := self._full.get()) is not None:
+            self._sum = checksum(part, self._sum)
+            self._free.put(memoryview(part.obj))
+
+    def result(self) -> int:
+        """The checksum of all that was added."""
+        self._full.put(None)
+        if self._thread is None:
+            self._run()
+        else:
+            self._thread.join()
+            self._thread = None
+        return self._sum
+
+    def __enter__(self) -> _Summing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread is not None:  # something has gone wrong
+            self.result()
 
 
 def _is_silent() -> NoReturn:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from torchelastic.snapshot import room
+from torchelastic.snapshot import layout, room
 from torchelastic.snapshot.layout import Held, Memory, Sizes, Version, buffers_for, create, rank_of
 from torchelastic.snapshot.messages import Holding
 
@@ -38,15 +38,22 @@ class Kept:
     sizes: Sizes
     descriptor: int
     memory: Memory = field(repr=False)
+    #: Whether all its pages are taken.
+    is_taken: bool = True
     #: Held by whoever brings a version of it from another node.
     writing: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @classmethod
-    def make(cls, piece: str, origin: str, sizes: Sizes) -> Kept:
-        """`NoRoom` if there is none."""
+    def make(cls, piece: str, origin: str, sizes: Sizes, *, take: bool) -> Kept:
+        """`NoRoom` if there is none, also if the pages are not taken yet."""
         room.check(sizes.total, f"snapshots of '{piece}'")
-        descriptor = create(sizes)
-        return cls(piece, origin, sizes, descriptor, Memory(descriptor))
+        descriptor = create(sizes, take=take)
+        return cls(piece, origin, sizes, descriptor, Memory(descriptor), take)
+
+    def take_pages(self) -> None:
+        if not self.is_taken:
+            layout.take_pages(self.descriptor, self.sizes)
+            self.is_taken = True
 
     def fits(self, wanted: Sizes) -> bool:
         has = self.sizes
@@ -76,28 +83,31 @@ class Shelf:
 
     # --- room ------------------------------------------------------------------------------------
 
-    def make_room(self, piece: str, size: int, skeleton: int) -> Kept:
-        """The memory that a worker of this node is to write a piece to."""
+    def make_room(self, piece: str, size: int, skeleton: int, *, take: bool = True) -> Kept:
+        """The memory that a worker of this node is to write a piece to; without its pages, if it is
+        new, where they are not wanted yet."""
         buffers = buffers_for(piece)
         if self._replicated and rank_of(piece) is not None:
             buffers += 1
-        return self._place(piece, "", Sizes(size, skeleton, buffers))
+        return self._place(piece, "", Sizes(size, skeleton, buffers), take=take)
 
     def make_room_for_replica(self, piece: str, origin: str, size: int, skeleton: int) -> Kept:
         """The memory for copies of another node's piece."""
-        return self._place(piece, origin, Sizes(size, skeleton))
+        return self._place(piece, origin, Sizes(size, skeleton), take=True)
 
-    def _place(self, piece: str, origin: str, wanted: Sizes) -> Kept:
+    def _place(self, piece: str, origin: str, wanted: Sizes, *, take: bool) -> Kept:
         rank_of(piece)  # a bad name is refused here
         with self._lock:
             for kept in self._of(piece, origin):
                 if kept.fits(wanted):
+                    if take:
+                        kept.take_pages()
                     # The one that is written to is the last: those before it only wait to go.
                     self._kept.remove(kept)
                     self._kept.append(kept)
                     return kept
             self._drop(self._empty(piece, origin))
-            made = Kept.make(piece, origin, wanted)
+            made = Kept.make(piece, origin, wanted, take=take)
             self._kept.append(made)
             return made
 
