@@ -91,6 +91,7 @@ def test_gradients_are_exchanged_in_the_last_backward_only():
     assert other.require_backward_grad_sync is None
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile, of torch.jit
 def test_it_is_so_for_a_compiled_model():
     network = Exchanging()
     seen = [network.require_backward_grad_sync for _ in three(torch.compile(network))]
