@@ -69,7 +69,7 @@ def test_the_end_is_filled_up_or_dropped():
 def test_a_commit_without_a_word_on_what_was_taken_is_an_error():
     sampler = sampler_of()
     next(iter(sampler))
-    with pytest.raises(ConfigError, match="sampler.took"):
+    with pytest.raises(ConfigError, match="say sampler"):
         sampler.committed()
     sampler.took(1)
     sampler.committed()
