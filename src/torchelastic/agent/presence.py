@@ -217,7 +217,7 @@ class Presence:
         world = await self._with_nodes(store, World.from_json(summary))
         if world is None:
             return
-        self.meeting.hear_of([peer for _, peer in world.candidates])
+        self.meeting.hear_of([*world.heirs.values()])
         if world.count and not self.meeting.takes_up(world.generation):
             return  # of an earlier host, and not ours: a newer one follows
         if world.count and self.meeting.term:

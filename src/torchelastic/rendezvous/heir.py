@@ -33,7 +33,7 @@ class Heir:
             if self._holding.rows:
                 rows = {**self._holding.rows, WORLD_KEY: summary}
                 self._holding = replace(self._holding, rows=rows)
-        elif self._node in _order(world):
+        elif self._node in world.heirs:
             self.is_candidate.set()
             self._holding = await self._whole(store, world, summary)
         else:
@@ -53,13 +53,11 @@ class Heir:
 
     def _outline(self, world: World) -> Holding:
         """Enough to vote, and to look for a host."""
-        addresses = dict(world.candidates)
-        addresses.update([(node.node, node.peer) for node in world.nodes])
-        nodes = [node.node for node in world.nodes]
+        places = {node.node: node.peer for node in world.nodes}
         return Holding(
-            roll=succession.from_json(None, world.generation, nodes, world.host),
-            order=_order(world),
-            addresses=_known(addresses),
+            roll=succession.from_json(None, world.generation, places, world.host),
+            order=tuple(world.heirs),
+            addresses=_known({**world.heirs, **places}),
         )
 
     async def _whole(self, store: Store, world: World, summary: Json) -> Holding:
@@ -77,12 +75,11 @@ class Heir:
         asked = frozenset().union(*(electorate.nodes for electorate in made.before))
         before = {node: at for node, at in self._holding.addresses.items() if node in asked}
         return Holding(
-            roll=made, order=_order(world), addresses={**before, **_known(addresses)}, rows=rows
+            roll=made,
+            order=tuple(world.heirs),
+            addresses={**before, **_known(addresses)},
+            rows=rows,
         )
-
-
-def _order(world: World) -> tuple[str, ...]:
-    return tuple([candidate.node for candidate in world.candidates])
 
 
 def _known(addresses: Mapping[str, str]) -> dict[str, str]:

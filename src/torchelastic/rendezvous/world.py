@@ -144,9 +144,9 @@ class WorldNode(NamedTuple):
     def from_json(cls, data: Sequence[Any]) -> WorldNode:
         """As JSON it is a list: every node is sent many of them, and names would be most of that.
         A newer peer may say more than we understand, after the rest."""
-        made = list(data[: len(cls._fields)])
+        made = [*data[: len(cls._fields)]]
         made[_LOCAL_RANKS] = tuple(made[_LOCAL_RANKS])
-        return cls(*made)
+        return cls._make(made)
 
 
 _LOCAL_RANKS = WorldNode._fields.index("local_ranks")
@@ -183,9 +183,9 @@ class World:
     #: In how many parts the list of nodes is stored, and what tells one list from another.
     shards: int = 1
     digest: str = ""
-    #: The nodes that may host the embedded store, in their order; the one that does, and how often
-    #: that has changed.
-    candidates: tuple[Candidate, ...] = ()
+    #: The nodes that may host the embedded store, in their order, and where their agents are
+    #: reached; the one that does host it, and how often that has changed.
+    heirs: Mapping[str, str] = field(default_factory=dict)
     host: str = ""
     term: int = 0
     #: `host:port` of the store made for this generation alone.
@@ -244,6 +244,11 @@ class World:
             return None
         return found.first_rank + found.local_ranks.index(local_rank)
 
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The heirs, one by one."""
+        return tuple(Candidate(*pair) for pair in self.heirs.items())
+
     def role_size(self, role: str) -> int:
         """Workers with this role."""
         return self.roles.get(role, 0)
@@ -265,7 +270,7 @@ class World:
             roles=roles,
             shards=shards_for(len(nodes) + len(handing_over)),
             digest=_digest(nodes, handing_over),
-            candidates=tuple(Candidate(node.node, node.peer) for node in _spread(nodes)),
+            heirs={node.node: node.peer for node in _spread(nodes)},
         )
 
     def in_parts(self, most: int) -> World:
@@ -280,7 +285,7 @@ class World:
             **self.summary(),
             "nodes": list(self.nodes),
             "handing_over": list(self.handing_over),
-            "candidates": list(self.candidates),
+            "heirs": dict(self.heirs),
         }
 
     def summary(self) -> Json:
@@ -305,7 +310,7 @@ class World:
             _key(index): {
                 "generation": self.generation,
                 "digest": self.digest,
-                "candidates": self.candidates,
+                "heirs": self.heirs,
                 "nodes": [],
                 "handing_over": [],
             }
@@ -340,7 +345,7 @@ class World:
             self,
             nodes=other.nodes,
             handing_over=other.handing_over,
-            candidates=other.candidates,
+            heirs=other.heirs,
         )
 
     def with_parts(self, parts: Sequence[Mapping[str, Any]]) -> World:
@@ -350,7 +355,7 @@ class World:
             self,
             nodes=tuple(sorted(nodes, key=_by_rank)),
             handing_over=tuple([node for part in parts for node in part["handing_over"]]),
-            candidates=_candidates(parts[0]["candidates"]) if parts else (),
+            heirs=parts[0]["heirs"] if parts else {},
         )
 
     def has_list_of(self, other: World) -> bool:
@@ -368,22 +373,17 @@ def addresses_in(parts: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     return {place[_NODE]: place[_PEER] for part in parts for place in part["nodes"]}
 
 
-def _candidates(items: Iterable[Sequence[str]]) -> tuple[Candidate, ...]:
-    return tuple([Candidate(*item[:2]) for item in items])
-
-
 def _failures(items: Iterable[Json]) -> tuple[Failure, ...]:
     return tuple(Failure.from_json(item) for item in items)
 
 
 _WORLD_DEFAULTS = _defaults(World)
 #: Fields of a world that are stored apart from its summary.
-_IN_PARTS = frozenset({"nodes", "handing_over", "candidates"})
+_IN_PARTS = frozenset({"nodes", "handing_over", "heirs"})
 #: The fields of a world that JSON gives otherwise than they are kept.
 _FROM_JSON: dict[str, Callable[[Any], Any]] = {
     "nodes": lambda items: tuple(WorldNode.from_json(item) for item in items),
     "handing_over": tuple,
-    "candidates": _candidates,
     "ledger": lambda data: RestartLedger(**_known(RestartLedger, data)),
     "cause": Failure.from_json,
     "consequences": _failures,

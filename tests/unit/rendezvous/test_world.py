@@ -112,7 +112,7 @@ def test_what_a_node_is_sent_does_not_grow_with_the_nodes():
 
 def test_every_part_names_the_candidates_and_no_summary_does():
     world = world_of(100)
-    assert "candidates" not in world.summary()
+    assert "heirs" not in world.summary()
     for part in sent(world.parts()).values():
         mine = World.from_parts(sent(world.summary()), [part])
         over = World.from_json({**sent(world.summary()), "phase": "over"})

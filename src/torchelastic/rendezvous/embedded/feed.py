@@ -20,7 +20,8 @@ class Feed:
         #: Whether the server has told what was before now; news is out of order until then.
         self.live = False
         self._rows: deque[Row] = deque()
-        self._news = asyncio.Event()
+        #: Who waits for something to change here.
+        self._waiting: list[asyncio.Future[None]] = []
         self._lost: str | None = None
 
     def take(self, rows: list[Row]) -> None:
@@ -30,18 +31,18 @@ class Feed:
             if is_news and (row.key == self.prefix or not self._one_key):
                 self.seen = row.modified
                 self._rows.append(row)
-                self._news.set()
+                self._wake()
 
     def begin(self, revision: int) -> None:
         """What was before now has been told; what follows is later than `revision`."""
         self.live = True
-        self._news.set()
+        self._wake()
         if self.seen is None:
             self.take([Row(self.prefix, None, 0, revision)])  # it is absent
 
     def lose(self, sentence: str) -> None:
         self._lost = sentence
-        self._news.set()
+        self._wake()
 
     async def next(self) -> Row:
         while not self._rows:
@@ -51,8 +52,15 @@ class Feed:
     async def _wait(self) -> None:
         if self._lost is not None:
             raise RendezvousLost(self._lost)
-        self._news.clear()
-        await self._news.wait()
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        await waiter
+
+    def _wake(self) -> None:
+        for waiter in self._waiting:
+            if not waiter.done():  # it is when its task was cancelled
+                waiter.set_result(None)
+        self._waiting.clear()
 
 
 class Memo(Feed):
