@@ -21,7 +21,7 @@ import pytest
 from tests.etcd import Etcd, any_etcd
 from tests.process.jobs import Job, Node, free_port, job
 from tests.support import poll_for
-from torchelastic.cli.flags import DISTRIBUTED_RUN
+from torchelastic.cli.flavours import DISTRIBUTED_RUN
 from torchelastic.cli.job import launch_config
 from torchelastic.cli.parser import parse
 

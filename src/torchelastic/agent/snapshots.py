@@ -31,8 +31,9 @@ from torchelastic.snapshot.shelf import Shelf
 
 logger = logging.getLogger(__name__)
 
-#: Seconds until a node that did not take a copy is tried again.
-TRY_AGAIN = 1.0
+#: Seconds until a node that did not take a copy is tried again, and how often it may not without
+#: anybody being told: a node that is lost will be in the next world no more.
+TRY_AGAIN, PATIENCE = 1.0, 3
 #: Answers a worker, with descriptors that remain the caller's.
 Answerer = Callable[[dict[str, Any], Sequence[int]], None]
 
@@ -235,6 +236,7 @@ class _Holder:
         self._say_once = say_once
         self._news = asyncio.Event()
         self._over = False
+        self._in_vain = 0
         #: By piece, what the node has.
         self.given: dict[str, Version] = {}
 
@@ -263,9 +265,12 @@ class _Holder:
             self.given[piece] = await self._carrier.give(piece, self._peer)
         except TransferError as error:
             logger.debug("no copy of %s at %s: %s", piece, self._peer, error)
-            self._say_once(f"No replica of snapshots at {self._peer}: {error}")
+            self._in_vain += 1
+            if self._in_vain == PATIENCE:
+                self._say_once(f"Copies of snapshots do not reach {self._peer}: {error}")
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._news.wait(), TRY_AGAIN)
             self._news.set()
         else:
+            self._in_vain = 0
             await self._noted(piece)

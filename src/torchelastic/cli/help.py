@@ -6,7 +6,8 @@ import os
 import textwrap
 from collections.abc import Iterator
 
-from torchelastic.cli.flags import FLAGS, GROUPS, Flag, Flavour
+from torchelastic.cli.flags import FLAGS, GROUPS, Flag
+from torchelastic.cli.flavours import Flavour
 
 _INDENT = 24
 _EXAMPLES = """\

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchelastic.cli.flags import FLAGS, HELP, Flag, Flavour
+from torchelastic.cli.flags import FLAGS, HELP, Flag
+from torchelastic.cli.flavours import Flavour
 from torchelastic.errors import ConfigError
 
 _KNOWN = (*FLAGS, HELP)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torchelastic import env
 from torchelastic.cli import checks
-from torchelastic.cli.flags import RUN, Flavour
+from torchelastic.cli.flavours import RUN, Flavour
 from torchelastic.cli.job import entry_of, launch_config
 from torchelastic.cli.parser import Parsed, parse
 from torchelastic.config import Entry, LaunchConfig

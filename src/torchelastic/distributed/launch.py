@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from torchelastic.cli import run
-from torchelastic.cli.flags import DISTRIBUTED_LAUNCH
+from torchelastic.cli.flavours import DISTRIBUTED_LAUNCH
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from torchelastic.cli import run
-from torchelastic.cli.flags import DISTRIBUTED_RUN
+from torchelastic.cli.flavours import DISTRIBUTED_RUN
 
 
 def main(argv: Sequence[str] | None = None) -> int:

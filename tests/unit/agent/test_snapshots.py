@@ -1,12 +1,23 @@
-"""Which nodes hold this one's pieces, as far as it knows the world."""
+"""What an agent answers about snapshots, and to whom it brings copies."""
 
+import asyncio
+import contextlib
 import dataclasses
+import os
+from types import SimpleNamespace
 
 import pytest
 
-from torchelastic.agent.snapshots import chosen_holders
+from torchelastic.agent import snapshots as module
+from torchelastic.agent.snapshots import Snapshots, chosen_holders
+from torchelastic.rendezvous.embedded import bind_endpoint
+from torchelastic.rendezvous.embedded.reception import Reception
 from torchelastic.rendezvous.restart_policy import RestartLedger
+from torchelastic.rendezvous.secret import ANONYMOUS
 from torchelastic.rendezvous.world import World, WorldNode
+from torchelastic.snapshot import layout, messages, room
+from torchelastic.snapshot.layout import SHARED, Memory, own
+from torchelastic.snapshot.room import Limit
 
 
 def node(name, rank, peer=None):
@@ -41,3 +52,219 @@ def part(whole, *names):
 )
 def test_who_holds_the_pieces_of_b(seen, replicas, chosen):
     assert chosen_holders(seen, "b", replicas) == [(name, f"{name}:1") for name in chosen]
+
+
+class Agent:
+    """Snapshots of one node, with a reception, as a worker sees them."""
+
+    def __init__(self, name, replicas=1):
+        self.name = name
+        self.said = []
+        self.snapshots = Snapshots(
+            name, "job", replicas=replicas, bandwidth=0.0, say=self.said.append
+        )
+        self.reception = Reception("job")
+        self.memories = {}
+
+    async def listen(self):
+        port = await self.reception.listen(bind_endpoint("127.0.0.1", 0))
+        self.peer = f"127.0.0.1:{port}"
+        meeting = SimpleNamespace(serve=self.reception.serve, credentials=ANONYMOUS, peer=self.peer)
+        self.snapshots.open(meeting)
+
+    async def ask(self, request):
+        """The answer, and the memory that came with it."""
+        answered = asyncio.get_running_loop().create_future()
+
+        def answer(said, descriptors):
+            taken = [os.dup(descriptor) for descriptor in descriptors]
+            answered.set_result((messages.from_json(said), taken))
+
+        self.snapshots.heard(messages.to_json(request), answer)
+        said, taken = await answered
+        made = None
+        for descriptor in taken:
+            made = Memory(descriptor)
+            os.close(descriptor)
+        return said, made
+
+    async def write(self, piece, version):
+        if piece not in self.memories:
+            _, self.memories[piece] = await self.ask(messages.Room(1, piece, 1000, 100))
+        made = self.memories[piece]
+        made.begin(version)[:5] = b"bytes"
+        made.seal(version, b"{}", 5, layout.checksum(b"bytes"))
+        self.tell(messages.Sealed(piece, version))
+
+    def tell(self, message):
+        self.snapshots.heard(messages.to_json(message), None)
+
+    async def held(self):
+        said, _ = await self.ask(messages.Inventory(1))
+        return [(item.piece, item.version, item.replica) for item in said.holdings]
+
+    async def holds(self, *wanted):
+        while wanted not in await self.held():
+            await asyncio.sleep(0.005)
+
+    async def close(self):
+        for memory in self.memories.values():
+            memory.close()
+        await self.snapshots.close()
+        await self.reception.close()
+
+
+@contextlib.asynccontextmanager
+async def agents(*names, **options):
+    made = [Agent(name, **options) for name in names]
+    for agent in made:
+        await agent.listen()
+    try:
+        yield made
+    finally:
+        for agent in made:
+            await agent.close()
+
+
+def in_one_world(*agents):
+    seen = world(*[agent.name for agent in agents], **{item.name: item.peer for item in agents})
+    for agent in agents:
+        agent.snapshots.turn_to(seen)
+
+
+def run(story):
+    asyncio.run(asyncio.wait_for(story, 30))
+
+
+def test_what_a_worker_asks_for_is_answered():
+    async def story():
+        async with agents("a") as (a,):
+            assert await a.held() == []
+            await a.write(SHARED, (0, 1))
+            said, made = await a.ask(messages.Open(7, SHARED, (0, 1)))
+            assert said == messages.Opened(7)
+            assert made.freshest().data == b"bytes"
+            made.close()
+            said, made = await a.ask(messages.Open(8, SHARED, (0, 2)))
+            sentence = "This node does not hold 'shared' of generation 0, step 2."
+            assert (said, made) == (messages.Refused(8, sentence), None)
+            said, _ = await a.ask(messages.Room(9, "mine", 10, 10))
+            assert "is no piece" in said.sentence
+            said, _ = await a.ask(messages.Inventory(10))
+            assert (said.peer, said.node) == (a.peer, "a")
+
+    run(story())
+
+
+def test_void_versions_are_dropped_when_a_generation_has_settled():
+    async def story():
+        async with agents("a") as (a,):
+            await a.write(SHARED, (0, 10))
+            await a.write(SHARED, (0, 11))
+            a.tell(messages.Settled((0, 10), 1))
+            while await a.held() != [(SHARED, (0, 10), False)]:
+                await asyncio.sleep(0.005)
+
+    run(story())
+
+
+def test_own_pieces_are_brought_to_the_next_node_and_shared_ones_to_none():
+    async def story():
+        async with agents("a", "b", "c") as (a, b, c):
+            in_one_world(a, b, c)
+            await a.write(SHARED, (0, 1))
+            await a.write(own(0), (0, 1))
+            await b.holds(own(0), (0, 1), True)
+            while a.memories[own(0)].replicated() != (0, 1):
+                await asyncio.sleep(0.005)
+            assert await b.held() == [(own(0), (0, 1), True)]
+            assert await c.held() == []
+
+    run(story())
+
+
+def test_with_two_replicas_a_version_counts_when_both_have_it():
+    async def story():
+        async with agents("a", "b", "c", replicas=2) as (a, b, c):
+            in_one_world(a, b, c)
+            for step in range(1, 5):
+                await a.write(own(0), (0, step))
+            await b.holds(own(0), (0, 4), True)
+            await c.holds(own(0), (0, 4), True)
+            while a.memories[own(0)].replicated() != (0, 4):
+                await asyncio.sleep(0.005)
+
+    run(story())
+
+
+def test_a_new_holder_has_the_base_before_the_first_commit():
+    async def story():
+        async with agents("a", "b", "c") as (a, b, c):
+            in_one_world(a, b)
+            await a.write(own(0), (0, 1))
+            await b.holds(own(0), (0, 1), True)
+            await b.snapshots.close()
+            in_one_world(a, c)
+            a.tell(messages.Settled((0, 1), 1))
+            await c.holds(own(0), (0, 1), True)
+            assert a.said == []
+
+    run(story())
+
+
+def test_a_node_that_takes_no_copy_is_tried_again_and_told_of_once(monkeypatch):
+    monkeypatch.setattr(module, "TRY_AGAIN", 0.01)
+    enough = room.limits
+
+    async def story():
+        async with agents("a", "b") as (a, b):
+            in_one_world(a, b)
+            _, a.memories[own(0)] = await a.ask(messages.Room(1, own(0), 1000, 100))
+            monkeypatch.setattr(room, "limits", lambda: [Limit("its cgroup", 10, 10)])
+            await a.write(own(0), (0, 1))
+            while not a.said:
+                await asyncio.sleep(0.005)
+            assert a.said[0].startswith(f"Copies of snapshots do not reach {b.peer}: No room")
+            monkeypatch.setattr(room, "limits", enough)
+            await b.holds(own(0), (0, 1), True)
+            assert len(a.said) == 1
+
+    run(story())
+
+
+def test_no_room_is_told_to_the_worker_and_once_to_the_user(monkeypatch):
+    monkeypatch.setattr(room, "limits", lambda: [Limit("its cgroup", 10, 10)])
+
+    async def story():
+        async with agents("a") as (a,):
+            for number in (1, 2):
+                said, _ = await a.ask(messages.Room(number, SHARED, 1000, 100))
+                assert said.sentence.startswith("No room for snapshots of 'shared'")
+            assert a.said == [said.sentence]
+
+    run(story())
+
+
+@pytest.mark.parametrize("message", [{"type": "snapshot.open"}, {"type": "snapshot.juggle"}])
+def test_nonsense_is_not_answered(message):
+    async def story():
+        async with agents("a") as (a,):
+            a.snapshots.heard(message, None)
+            assert await a.held() == []
+
+    run(story())
+
+
+def test_two_workers_that_lack_the_same_fetch_it_once():
+    async def story():
+        async with agents("a", "b") as (a, b):
+            await a.write(SHARED, (0, 1))
+            asked = [b.ask(messages.Fetch(number, SHARED, (0, 1), a.peer)) for number in (1, 2)]
+            for said, made in await asyncio.gather(*asked):
+                assert isinstance(said, messages.Opened)
+                assert made.freshest().is_whole()
+                made.close()
+            said, _ = await b.ask(messages.Fetch(3, SHARED, (0, 2), a.peer))
+            assert "does not hold that version" in said.sentence
+
+    run(story())

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from torchelastic.cli.flags import DISTRIBUTED_RUN, FLAGS, RUN
+from torchelastic.cli.flags import FLAGS
+from torchelastic.cli.flavours import DISTRIBUTED_RUN, RUN
 from torchelastic.cli.job import entry_of, launch_config, shape_of
 from torchelastic.cli.parser import parse
 from torchelastic.config import Entry, LaunchConfig, Std, WorldSizes

@@ -2,14 +2,8 @@
 
 import pytest
 
-from torchelastic.cli.flags import (
-    DISTRIBUTED_LAUNCH,
-    DISTRIBUTED_RUN,
-    FLAGS,
-    FLAVOURS,
-    GROUPS,
-    RUN,
-)
+from torchelastic.cli.flags import FLAGS, GROUPS
+from torchelastic.cli.flavours import DISTRIBUTED_LAUNCH, DISTRIBUTED_RUN, FLAVOURS, RUN
 from torchelastic.cli.parser import parse
 from torchelastic.config import Std
 from torchelastic.errors import ConfigError

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from torchelastic.cli.flags import DISTRIBUTED_LAUNCH, DISTRIBUTED_RUN, RUN
+from torchelastic.cli.flavours import DISTRIBUTED_LAUNCH, DISTRIBUTED_RUN, RUN
 from torchelastic.cli.job import launch_config
 from torchelastic.cli.parser import parse
 from torchelastic.cli.rendezvous_rules import Meeting, arrange, patience

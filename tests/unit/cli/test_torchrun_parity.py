@@ -4,7 +4,8 @@ import argparse
 
 import pytest
 
-from torchelastic.cli.flags import FLAGS, Flavour
+from torchelastic.cli.flags import FLAGS
+from torchelastic.cli.flavours import Flavour
 from torchelastic.cli.job import launch_config
 from torchelastic.cli.parser import parse
 

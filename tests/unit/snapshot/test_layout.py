@@ -1,9 +1,11 @@
 """A memory for snapshots: whatever is cut short, what was sealed before is found."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -232,6 +234,7 @@ def test_a_writer_cut_after_any_byte_leaves_what_was_sealed_before(steps_before)
 
 KILLED_WRITER = """
 import sys
+import time
 from torchelastic import faults
 from torchelastic.snapshot import layout
 
@@ -272,3 +275,30 @@ def test_a_reader_in_another_process_sees_what_was_sealed():
             check=True,
         )
         assert said.stdout == "(3, 9) True True\n"
+
+
+def write_until_killed(descriptor, generation):
+    made = Memory(descriptor)
+    for step in range(1, 10**6):
+        publish(made, (generation, step))
+
+
+def test_writers_killed_at_any_time_leave_what_they_had_sealed():
+    """Each goes on from what the one before has left, as the workers of generations do."""
+    delays = random.Random(7)
+    with memory() as (made, descriptor):
+        publish(made, (0, 0))
+        for generation in range(1, 25):
+            before = made.freshest().version
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    write_until_killed(descriptor, generation)
+                finally:
+                    os._exit(1)
+            time.sleep(delays.uniform(0.0, 0.01))  # any time will do, that is what is tested
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            assert made.freshest().version >= before
+            assert_sound(made)
+        assert made.freshest().version > (1, 0)
