@@ -3,8 +3,8 @@
 Not every line counts. When a worker is lost the others may go back, and what was committed beyond
 the step they go on from is void: those samples come again. A generation's first line says where it
 went on. So a line counts, it is *settled*, if no later generation has a line of its step or of an
-earlier one. A job that is started anew may count its generations from 0 again: a later `start` voids
-in the same way, whatever its generations are called.
+earlier one. A job that is started anew may count its generations from 0 again: a later `start`
+voids in the same way, whatever its generations are called.
 
 A rank that was killed with its gradients in, but before it had committed, has used samples of a
 settled step and left no line. Its peers' lines say how many positions of the order the step took
