@@ -9,10 +9,13 @@ import pytest
 from tests.process.jobs import Job, job
 from tests.support import poll_for
 from torchelastic.checkpoint import FileSystemCheckpointManager
+from torchelastic.data.checker import main
 
 SCRIPT = Path(__file__).with_name("kept.py")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "keep.py"
 STEPS = 12
-ONE_NODE = "--nnodes=1 --nproc-per-node=2 --max-restarts=10"
+#: One restart only: a job that gets further each time has it again.
+ONE_NODE = "--nnodes=1 --nproc-per-node=2 --max-restarts=1"
 TWO_NODES = "--nnodes=2 --nproc-per-node=1 --max-restarts=10"
 PATIENCE = 90.0
 
@@ -24,6 +27,15 @@ def script(made: Job, **keys: object) -> list[str]:
 
 def go(made: Job) -> None:
     (made.directory / "orders" / "go").touch()
+
+
+def holding(made: Job, ranks: int) -> None:
+    """Wait until all ranks of a world of this size wait for `go`."""
+    poll_for(
+        lambda: len(made.lines(event="holding", world_size=ranks)) == ranks,
+        what=f"{ranks} ranks that wait",
+        timeout=PATIENCE,
+    )
 
 
 def starts(made: Job, generation: int) -> list[int]:
@@ -77,16 +89,25 @@ def test_a_worker_killed_while_it_writes_leaves_the_snapshot_before(
     assert ends(one) == expected
 
 
+def test_kill_after_kill(expected, tmp_path, monkeypatch):
+    """In the first step of a generation too, where the base is all there is."""
+    kills = [
+        "kill@place=step.begin,rank=0,step=2,generation=0",
+        "kill@place=snapshot.begun,n=2,rank=0,step=4,generation=1",
+        "kill@place=snapshot.begun,n=1,rank=1,step=7,generation=2",
+        "kill@place=snapshot.skeleton,n=2,rank=0,step=8,generation=3",
+    ]
+    one = run_with(";".join(kills), tmp_path / "job", monkeypatch)
+    assert starts(one, 2) == [3, 3]
+    assert ends(one) == expected
+
+
 def test_a_fresh_node_fetches_from_the_memory_of_another(expected, tmp_path):
     with job(tmp_path / "job", TWO_NODES) as one:
         keys = {"hold": 6, "pause": 0.02}
         one.start(script=script(one, **keys))
         second = one.start(script=script(one, **keys))
-        poll_for(
-            lambda: len(one.lines(event="holding", generation=0)) == 2,
-            what="both before step 7",
-            timeout=PATIENCE,
-        )
+        holding(one, 2)
         second.kill()
         go(one)
         third = one.start(script=script(one, **keys))
@@ -97,12 +118,37 @@ def test_a_fresh_node_fetches_from_the_memory_of_another(expected, tmp_path):
     assert ends(one) == expected
 
 
+def test_a_smaller_world_goes_on_from_memory(tmp_path):
+    """If the first node was quick it has begun alone: then a larger world did so, too."""
+    with job(tmp_path / "job", "--nnodes=1:2 --nproc-per-node=1") as one:
+        first = one.start(script=script(one, hold=6))
+        second = one.start(script=script(one, hold=6))
+        holding(one, 2)
+        second.kill()
+        go(one)
+        assert first.wait(PATIENCE) == 0, one.said()
+    last = max(one.lines(event="start"), key=lambda line: line["generation"])
+    assert (last["world_size"], last["step"]) == (1, 6)
+    assert [end[0] for end in ends(one)] == [STEPS]
+
+
+def test_the_example_uses_every_sample_once(tmp_path, monkeypatch):
+    ledger = tmp_path / "ledger"
+    monkeypatch.setenv("TORCHELASTIC_FAULTS", "kill@place=snapshot.copy,rank=0,step=7")
+    with job(tmp_path / "job", ONE_NODE) as one:
+        words = ["--epochs=2", "--samples=500", f"--ledger={ledger}"]
+        node = one.start(script=[str(EXAMPLE), *words])
+        assert node.wait(PATIENCE) == 0, node.stderr
+    assert "workers go on from step 6" in node.stdout
+    assert main([str(ledger), "--samples=500", "--epochs=2"]) == 0
+
+
 def test_when_all_agents_are_gone_the_checkpoint_is_left(expected, tmp_path):
     stored = FileSystemCheckpointManager(tmp_path / "checkpoints")
     keys = {"checkpoints": stored.directory}
     with job(tmp_path / "first", ONE_NODE) as first:
         node = first.start(script=script(first, hold=8, **keys))
-        poll_for(lambda: len(first.lines(event="holding")) == 2, what="steps", timeout=PATIENCE)
+        holding(first, 2)
         poll_for(lambda: len(stored.list_checkpoints()) == 2, what="checkpoints of 3 and 6")
         node.kill()
     with job(tmp_path / "second", ONE_NODE) as second:

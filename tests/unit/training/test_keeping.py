@@ -13,7 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import poll_for
 from tests.unit.training.keep_support import Data, Shelf, build, fingerprint, finish, step, train
-from torchelastic.checkpoint import FileSystemCheckpointManager, save, set_checkpoint_manager
+from torchelastic.checkpoint import (
+    CheckpointStore,
+    FileSystemCheckpointManager,
+    save,
+    set_checkpoint_manager,
+)
 from torchelastic.checkpoint import finish as finish_checkpoints
 from torchelastic.data import DataLoader, ElasticSampler, Ledger
 from torchelastic.errors import CheckpointError, SnapshotError
@@ -342,6 +347,20 @@ def test_the_checkpoint_is_for_when_no_memory_is_left(shelf, stored, monkeypatch
     assert again.restore() == 2
     assert all(map(torch.equal, again.module.parameters(), parameters))
     train(again, 3)
+
+
+def test_commit_takes_the_checkpoints_that_are_due(shelf, tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", every=2, writer="thread")
+    set_checkpoint_manager(store)
+    state = build()
+    state.restore()
+    for step_number in (1, 2, 3, 4, 5):
+        train(state, step_number)
+        finish_checkpoints()
+    set_checkpoint_manager(None)
+    finish(state)
+    assert [one.step for one in store.catalog.records()] == [4, 2]
+    store.close()
 
 
 def test_a_checkpoint_that_cannot_be_loaded_is_an_error(shelf, stored):
