@@ -1,4 +1,4 @@
-"""The examples of docs/batch-policy.md and docs/ledger.md run, and print what they say."""
+"""The examples of docs/batch-policy.md, data.md and ledger.md run, and print what they say."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
 
 
-@pytest.mark.parametrize("page", ["batch-policy.md", "ledger.md"])
+@pytest.mark.parametrize("page", ["batch-policy.md", "data.md", "ledger.md"])
 def test_examples_run(page):
     exec(compile("\n".join(blocks(page, "python")), page, "exec"), {})
 
