@@ -206,13 +206,16 @@ class Shelf:
             self._let_go(version[0])
 
     def _let_go(self, generation: int) -> None:
-        """Drop what is of older generations, if this one does not need it any more."""
+        """Drop what is of older generations, if this one does not need it any more.
+
+        Of a generation that gets no replicas, because nobody has room for them, the one before is
+        kept in their stead, and no more: memory must not grow with the number of generations.
+        """
         if max(self._in(generation), default=0) < ENOUGH:
             return
         noted = [kept.memory.replicated() for kept in self._kept if not kept.origin]
-        if self.awaits_replicas and not any(item and item[0] >= generation for item in noted):
-            return
-        self._drop(self._stale(generation))
+        safe = not self.awaits_replicas or any(item and item[0] >= generation for item in noted)
+        self._drop(self._stale(generation if safe else generation - 1))
         for key in [key for key in self._sealed if key[0] < generation]:
             del self._sealed[key]
 

@@ -74,6 +74,14 @@ def test_where_there_are_holders_it_must_have_replicas_first(shelf):
     assert {piece for piece, _, _ in held(shelf)} == {own(0)}
 
 
+def test_without_replicas_no_more_than_the_generation_before_is_kept(shelf):
+    shelf.awaits_replicas = True
+    for generation in range(4):
+        for step in (1, 2, 3):
+            write(shelf, own(generation), (generation, step))
+    assert {piece for piece, _, _ in held(shelf)} == {own(2), own(3)}
+
+
 def test_replicas_are_told_from_what_was_written_here(shelf):
     write(shelf, own(0), (0, 5))
     write(shelf, own(1), (0, 4), origin="b")
