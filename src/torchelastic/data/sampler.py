@@ -35,10 +35,10 @@ class ElasticSampler(Progress, Sampler[int]):
     def __init__(
         self,
         data: Sized | int,
-        *,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        *,
         rank: int | None = None,
         size: int | None = None,
     ) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
+from torchelastic.errors import ConfigError
+
 
 class Policy(Protocol):
     """What is asked of a BatchPolicy here."""
@@ -44,18 +46,35 @@ class Plan:
 
     def __iter__(self) -> Iterator[Share]:
         """This rank's shares, step after step; some may be empty at the end."""
-        batch, begin = self.policy.batch(self.size), self.position
-        shares = self.policy.shares(self.size, batch)
+        batch, begin = batch_of(self.policy, self.size), self.position
+        shares = shares_of(self.policy, self.size, batch)
         while begin + batch <= self.length:
             yield share_of(self.rank, shares, begin)
             begin += batch
         if begin < self.length and not self.drop_last:
-            yield share_of(self.rank, self.policy.shares(self.size, self.length - begin), begin)
+            rest = shares_of(self.policy, self.size, self.length - begin)
+            yield share_of(self.rank, rest, begin)
 
     def __len__(self) -> int:
         """How many steps are left."""
-        steps, more = divmod(self.length - self.position, self.policy.batch(self.size))
+        steps, more = divmod(self.length - self.position, batch_of(self.policy, self.size))
         return steps + (more > 0 and not self.drop_last)
+
+
+def batch_of(policy: Policy, size: int) -> int:
+    """Samples of a step. A policy of the user's own that says none would take none for ever."""
+    batch = policy.batch(size)
+    if batch < 1:
+        raise ConfigError(f"The policy says that a step of {size} ranks takes {batch} samples.")
+    return batch
+
+
+def shares_of(policy: Policy, size: int, batch: int) -> tuple[int, ...]:
+    """Samples of each rank. A policy of the user's own may not lose any, nor give them twice."""
+    shares = policy.shares(size, batch)
+    if len(shares) != size or sum(shares) != batch or min(shares) < 0:
+        raise ConfigError(f"The policy shares {batch} samples out to {size} ranks as {shares}.")
+    return shares
 
 
 def share_of(rank: int, shares: tuple[int, ...], begin: int) -> Share:

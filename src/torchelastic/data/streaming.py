@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from torchelastic.data.order import Order
 from torchelastic.data.own_rank import OwnRank
 from torchelastic.data.progress import Handed, Position, Progress
-from torchelastic.data.shares import Policy, share_of
+from torchelastic.data.shares import Policy, batch_of, share_of, shares_of
 from torchelastic.errors import ConfigError
 
 #: The records of a shard from one on: `read(shard, first)`.
@@ -153,7 +153,7 @@ class StreamSteps(Dataset[Any]):
             self._records = records_from(self._stream, step.seed, step.place)
         # Until it is read: a generator that has raised an error would seem to be at its end.
         self._begun = None
-        batch = self._policy.batch(step.size)
+        batch = batch_of(self._policy, step.size)
         while self._next <= step.number:
             records = list(islice(self._records, batch))
             self._next += 1
@@ -165,7 +165,7 @@ class StreamSteps(Dataset[Any]):
     def _share(self, step: StreamStep, records: list[Record]) -> Loaded:
         after = records[-1].after
         end = after.consumed
-        shares = self._policy.shares(step.size, len(records))
+        shares = shares_of(self._policy, step.size, len(records))
         share = share_of(step.rank, shares, 0)
         own = records[share.start : share.stop]
         ids = tuple((record.shard, record.number) for record in own)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from torchelastic.data.batch_policy import BatchPolicy
 from torchelastic.data.shares import Plan, Share, every_nth, share_of, turns_left
+from torchelastic.errors import ConfigError
 
 EACH_2 = BatchPolicy.scale_with_world(2)
 ALL_5 = BatchPolicy.constant_global(5)
@@ -34,6 +35,25 @@ def test_the_steps_of_two_ranks(policy, position, length, size, drop_last, spans
 def test_a_share_of_some_rank():
     assert share_of(1, (3, 2, 0), 10) == Share(13, 15, 10, 15)
     assert share_of(2, (3, 2, 0), 10) == Share(15, 15, 10, 15)
+
+
+class Own(BatchPolicy):
+    """A policy of a user's own, with mistakes."""
+
+    def __init__(self, batch, *shares):
+        self._samples, self._shares = batch, shares
+
+    def batch(self, size):
+        return self._samples
+
+    def shares(self, size, batch=None):
+        return self._shares
+
+
+@pytest.mark.parametrize("policy", [Own(0), Own(4, 4), Own(4, 2, 1), Own(4, 5, -1)])
+def test_a_policy_that_loses_samples_is_refused(policy):
+    with pytest.raises(ConfigError, match="The policy"):
+        list(Plan(0, 10, 0, 2, policy))
 
 
 policies = st.one_of(
