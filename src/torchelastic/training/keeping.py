@@ -4,6 +4,7 @@
               each rank finds and checks its pieces of it, and says whether it could
               all could: everybody loads.  One could not: everybody tries the next
               nothing in any memory: the latest checkpoint, read by rank 0 and sent to all
+              something, but nobody can use it, and no checkpoint: an error, not step 0
     commit    `keeping_writer`
 
 A worker without an agent keeps nothing: it counts its steps, and checkpoints are loaded.
@@ -68,9 +69,10 @@ class Keeper:
         optimizers: Sequence[Optimizer],
         holder: Holder | None,
         *,
-        before_seal: Callable[[float], object] | None = None,
+        before_seal: Callable[[float], bool] | None = None,
     ) -> None:
-        """`before_seal` is called before a snapshot counts, in a thread, with seconds to wait."""
+        """`before_seal` is called in a thread before a snapshot counts, with seconds to wait at
+        most; false if they were not enough."""
         faults.load()
         self._before_seal = before_seal
         self._state, self._tree, self._buffers, self._holder = state, tree, buffers, holder
@@ -136,8 +138,15 @@ class Keeper:
             self._writer = None
         here, nodes = self._tell_each_other()
         self._first = nodes[here].first == self.rank
-        found, base = self._from_memory(here, nodes)
+        choices = bases(nodes, self.size)
+        found, base = self._from_memory(here, nodes, choices)
         base = base or self._from_checkpoint()
+        if base is None and choices:
+            raise SnapshotError(
+                f"There are snapshots up to step {choices[0][1]}, but not all ranks can use one "
+                "(their logs say why), and there is no checkpoint. To begin anew is for you to "
+                "decide: end the job and start it again."
+            )
         self._begin(base or NOTHING, found)
         return base[1] if base is not None else None
 
@@ -169,16 +178,15 @@ class Keeper:
         return holdings.node, nodes_of(said)
 
     def _inventory(self) -> Holdings:
-        try:
-            if self._holder is not None:
-                return self._holder.inventory()
-        except SnapshotError as error:
-            log.warning("Nothing is kept in this generation: %s", error)
-            self._holder = None
+        # An agent that does not answer is an error: without what it holds all would go back.
+        if self._holder is not None:
+            return self._holder.inventory()
         return Holdings(0, (), node=f"rank {self.rank}")
 
-    def _from_memory(self, here: str, nodes: Nodes) -> tuple[_Found | None, Version | None]:
-        for version in bases(nodes, self.size):
+    def _from_memory(
+        self, here: str, nodes: Nodes, choices: Sequence[Version]
+    ) -> tuple[_Found | None, Version | None]:
+        for version in choices:
             found = self._find(here, nodes, version)
             if exchange.all_of_them(found is not None) and found is not None:
                 self._load(found, version, lacking(nodes, version, self.size))

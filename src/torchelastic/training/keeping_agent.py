@@ -121,7 +121,17 @@ def _words(answer: Answer) -> str:
     return answer.sentence if isinstance(answer, Refused) else f"It answered {answer}."
 
 
+_connected = False
+
+
 def connect() -> Agent | None:
     """The agent of this worker; None in a process that has none."""
+    global _connected
+    if _connected:
+        raise RuntimeError(
+            "Another TorchState of this process is kept already: make one TorchState of all models "
+            "and optimizers."
+        )
     link = channel.link()
+    _connected = link is not None
     return Agent(link) if link is not None else None

@@ -98,7 +98,7 @@ class Writer:
         self,
         holder: Holder,
         place: Place,
-        before_seal: Callable[[float], object] | None = None,
+        before_seal: Callable[[float], bool] | None = None,
     ) -> None:
         self._holder, self._place, self._before_seal = holder, place, before_seal
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="torchelastic-keep")
@@ -182,12 +182,19 @@ class Writer:
             return
         used = job.layout.size
         summed = checksum(data[:used])
-        if self._before_seal is not None:
-            self._before_seal(LEDGER_PATIENCE)
+        self._wait_for_ledger()
         self._seal(memory, job.version, job.skeleton, used, summed)
         if self._warmed is not memory:
             memory.warm()
             self._warmed = memory
+
+    def _wait_for_ledger(self) -> None:
+        if self._before_seal is not None and not self._before_seal(LEDGER_PATIENCE):
+            self._before_seal = None
+            log.warning(
+                "The disk of the ledger hangs: snapshots do not wait for it any more, and the last "
+                "lines may be missing after a failure."
+            )
 
     def _seal(
         self, memory: Memory, version: Version, skeleton: bytes, used: int, summed: int

@@ -144,7 +144,8 @@ def test_a_damaged_snapshot_is_passed_over(shelf, caplog):
     assert build().restore() == 4
     assert "The snapshot of step 5 cannot be used here" in caplog.text
     shelf.damage(own(0), (0, 4))
-    assert build().restore() == 0
+    with pytest.raises(SnapshotError, match="snapshots up to step 5"):
+        build().restore()
 
 
 def test_a_large_one_is_checked_behind_and_nothing_is_committed_from_it(shelf, monkeypatch):
@@ -177,7 +178,8 @@ def test_all_fall_back_when_another_rank_cannot(shelf, monkeypatch):
     monkeypatch.setattr(keeping_exchange, "all_of_them", lambda well: False)
     again = build(seed=11)
     before = [one.clone() for one in again.module.parameters()]
-    assert again.restore() == 0
+    with pytest.raises(SnapshotError, match="not all ranks can use one"):
+        again.restore()
     assert all(map(torch.equal, again.module.parameters(), before))
 
 
@@ -186,7 +188,8 @@ def test_another_model_is_not_loaded_over_this_one(shelf, caplog):
     state.restore()
     train(state, 2)
     finish(state)
-    assert build(width=128).restore() == 0
+    with pytest.raises(SnapshotError, match="To begin anew is for you to decide"):
+        build(width=128).restore()
     assert "another model" in caplog.text
 
 
@@ -226,6 +229,14 @@ def test_a_state_that_grows_gets_more_room(shelf):
     again = build()
     assert again.restore() == 2
     assert len(again.best) == 100_000
+
+
+def test_the_agent_is_told_how_far_it_is(shelf):
+    state = build()
+    state.restore()
+    train(state, 3)
+    finish(state)
+    assert shelf.steps == [1, 2, 3]
 
 
 def test_a_snapshot_that_cannot_be_written_stops_nothing(shelf, monkeypatch, caplog):
@@ -275,6 +286,21 @@ def test_a_snapshot_is_sealed_when_the_ledger_has_its_step(shelf, tmp_path):
     finish(state)
     ledger.close()
     assert json.loads((tmp_path / "g3-r0.jsonl").read_text())["ids"] == [4, 5]
+
+
+def test_a_ledger_whose_disk_hangs_holds_up_one_snapshot(shelf, tmp_path, monkeypatch, caplog):
+    asked = []
+    ledger = Ledger(tmp_path)
+    monkeypatch.setattr(ledger, "flush", asked.append)  # None, as false as False
+    state = TorchState(model=nn.Linear(1, 1), sampler=ElasticSampler(8), ledger=ledger)
+    state.restore()
+    for _ in range(3):
+        state.commit()
+    finish(state)
+    assert asked == [keeping_writer.LEDGER_PATIENCE]
+    assert shelf.versions(SHARED) == [(0, 3), (0, 2)]
+    assert caplog.text.count("disk of the ledger hangs") == 1
+    ledger.close()
 
 
 def test_a_ledger_needs_to_know_the_samples(tmp_path):

@@ -94,3 +94,12 @@ def test_an_agent_that_is_gone_is_no_surprise(ends):
 def test_a_process_without_an_agent_has_none(monkeypatch):
     monkeypatch.setattr(keeping_agent.channel, "link", lambda: None)
     assert keeping_agent.connect() is None
+    assert keeping_agent.connect() is None
+
+
+def test_one_state_of_a_process_is_kept(ends, monkeypatch):
+    monkeypatch.setattr(keeping_agent, "_connected", False)
+    monkeypatch.setattr(keeping_agent.channel, "link", lambda: ends[0]._link)
+    assert keeping_agent.connect() is not None
+    with pytest.raises(RuntimeError, match="one TorchState of all"):
+        keeping_agent.connect()
