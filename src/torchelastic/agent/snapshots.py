@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from torchelastic.rendezvous.embedded import wire
 from torchelastic.rendezvous.world import World
 from torchelastic.snapshot import messages
 from torchelastic.snapshot.carrier import Carrier
-from torchelastic.snapshot.layout import Version
+from torchelastic.snapshot.layout import Version, is_void
 from torchelastic.snapshot.placement import holders
 from torchelastic.snapshot.room import NoRoom
 from torchelastic.snapshot.shelf import Shelf
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 #: Seconds until a node that did not take a copy is tried again, and how often it may not without
 #: anybody being told: a node that is lost will be in the next world no more.
 TRY_AGAIN, PATIENCE = 1.0, 3
+#: Between two rounds of copies, a pause of so many times what the last one took, and of so many
+#: seconds at most: small pieces of short steps must not keep a core busy.
+PAUSE, LONGEST_PAUSE = 4.0, 0.02
 #: Answers a worker, with descriptors that remain the caller's.
 Answerer = Callable[[dict[str, Any], Sequence[int]], None]
 
@@ -61,6 +65,8 @@ class Snapshots:
         self._meeting: Meeting | None = None
         self._carrier: Carrier | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        #: What workers have written and the shelf has not been told of.
+        self._sealed: list[tuple[str, Version]] = []
         #: So that two workers that lack the same fetch it once.
         self._fetching: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         #: By node and address: who holds our pieces.
@@ -98,7 +104,9 @@ class Snapshots:
             case messages.Room() | messages.Inventory() | messages.Open() | messages.Fetch():
                 self._start(self._answer(said, answer))
             case messages.Sealed(piece, version):
-                self._start(self._sealed(piece, version))
+                self._sealed.append((piece, version))
+                if len(self._sealed) == 1:
+                    self._start(self._note_sealed())
             case messages.Settled(base, generation):
                 self._start(self._settled(base, generation))
 
@@ -164,14 +172,17 @@ class Snapshots:
             else:
                 await self._carrier.fetch(piece, version, peer)
 
-    async def _sealed(self, piece: str, version: Version) -> None:
-        await asyncio.to_thread(self._shelf.sealed, piece, version)
+    async def _note_sealed(self) -> None:
+        """All that has been heard until now at once: steps may be short, and workers many."""
+        sealed, self._sealed = self._sealed, []
+        await asyncio.to_thread(self._shelf.sealed, sealed)
         for holder in self._holders.values():
             holder.wake()
 
     async def _settled(self, base: Version, generation: int) -> None:
         await asyncio.to_thread(self._shelf.settle, base, generation)
         for holder in self._holders.values():
+            holder.settle(base, generation)
             holder.wake()
 
     def _say_once(self, sentence: str) -> None:
@@ -244,6 +255,14 @@ class _Holder:
         """There may be something to bring."""
         self._news.set()
 
+    def settle(self, base: Version, generation: int) -> None:
+        """What is void is nothing that the node has: see whether it has the base."""
+        self.given = {
+            piece: version
+            for piece, version in self.given.items()
+            if not is_void(version, base, generation)
+        }
+
     def stop(self) -> None:
         """Bring nothing more, after what is under way."""
         self._over = True
@@ -253,12 +272,14 @@ class _Holder:
         while True:
             await self._news.wait()
             self._news.clear()
+            began = time.monotonic()
             for piece in await asyncio.to_thread(self._shelf.fresher_than, dict(self.given)):
                 if self._over:
                     return
                 await self._bring(piece)
             if self._over:
                 return
+            await asyncio.sleep(min(PAUSE * (time.monotonic() - began), LONGEST_PAUSE))
 
     async def _bring(self, piece: str) -> None:
         try:

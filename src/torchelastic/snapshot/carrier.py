@@ -311,8 +311,11 @@ def _serve_give(guest: Pipe, shelf: Shelf, header: Header) -> None:
         guest.reply(pipe.NO, str(error))
         return
     freshest = kept.memory.freshest()
-    if freshest is not None and freshest.version >= header.version:
+    if kept.memory.find(header.version) is not None:
         guest.reply(pipe.HAVE)
+    elif freshest is not None and freshest.version > header.version:
+        # Void, if what is given now is what a generation has settled on: that is dropped soon.
+        guest.reply(pipe.NO, f"This node still holds something fresher of '{header.piece}'.")
     elif not kept.writing.acquire(blocking=False):
         guest.reply(pipe.NO, "Another connection is just bringing that piece.")
     else:

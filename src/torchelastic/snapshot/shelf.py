@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -192,11 +192,13 @@ class Shelf:
 
     # --- letting go ------------------------------------------------------------------------------
 
-    def sealed(self, piece: str, version: Version) -> None:
-        """A worker of this node has written a version."""
+    def sealed(self, written: Sequence[tuple[str, Version]]) -> None:
+        """Workers of this node have written these pieces, of these versions."""
         with self._lock:
-            self._sealed[version[0], piece] += 1
-            self._let_go(version[0])
+            generations = {version[0] for _, version in written}
+            self._sealed.update((version[0], piece) for piece, version in written)
+            for generation in generations:
+                self._let_go(generation)
 
     def note_replicated(self, piece: str, version: Version) -> None:
         """This version has all its replicas."""

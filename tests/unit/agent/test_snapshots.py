@@ -212,6 +212,24 @@ def test_a_new_holder_has_the_base_before_the_first_commit():
     run(story())
 
 
+def test_a_holder_of_something_void_is_brought_the_base(monkeypatch):
+    monkeypatch.setattr(module, "TRY_AGAIN", 0.01)
+
+    async def story():
+        async with agents("a", "b") as (a, b):
+            await a.write(own(0), (0, 10))
+            await a.write(own(0), (0, 11))
+            in_one_world(a, b)
+            a.tell(messages.Sealed(own(0), (0, 11)))
+            await b.holds(own(0), (0, 11), True)
+            for agent in (a, b):
+                agent.tell(messages.Settled((0, 10), 1))
+            await b.holds(own(0), (0, 10), True)
+            assert len(await b.held()) == 1
+
+    run(story())
+
+
 def test_a_node_that_takes_no_copy_is_tried_again_and_told_of_once(monkeypatch):
     monkeypatch.setattr(module, "TRY_AGAIN", 0.01)
     enough = room.limits

@@ -137,6 +137,22 @@ def test_what_is_there_is_not_sent_again():
     run(story())
 
 
+def test_an_older_version_is_taken_once_the_fresher_one_is_void():
+    async def story():
+        async with node("a") as a, node("b") as b:
+            a.write(own(1), (0, 10))
+            a.write(own(1), (0, 11))
+            await a.carrier.give(own(1), b.peer)
+            a.shelf.settle((0, 10), 1)
+            with pytest.raises(TransferError, match="something fresher"):
+                await a.carrier.give(own(1), b.peer)
+            b.shelf.settle((0, 10), 1)
+            assert await a.carrier.give(own(1), b.peer) == (0, 10)
+            assert b.held() == [(own(1), (0, 10), True)]
+
+    run(story())
+
+
 def test_the_memory_that_was_fetched_into_is_the_workers_to_write_to():
     async def story():
         async with node("a") as a, node("b") as b:

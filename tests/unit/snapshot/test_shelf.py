@@ -26,7 +26,7 @@ def write(shelf, piece, version, size=1000, origin=""):
     kept.memory.begin(version)[:10] = data
     kept.memory.seal(version, b"{}", 10, layout.checksum(data))
     if not origin:
-        shelf.sealed(piece, version)
+        shelf.sealed([(piece, version)])
     return kept
 
 
