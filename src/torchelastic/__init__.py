@@ -26,6 +26,7 @@ Layout, from top to bottom; nothing imports from a layer above its own:
     worker/               what runs inside a worker
     rendezvous/           how the nodes agree on a world; the store they agree through
     checkpoint/           states in storage
+    data/                 samples shared out in worlds of any size, each once an epoch
     events/               what happened and why, as JSON lines
     config, env, errors, clock, failure, faults
 
