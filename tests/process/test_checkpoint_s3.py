@@ -1,0 +1,53 @@
+"""Checkpoints at a real S3 server (moto's), over HTTP."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import poll_for
+
+SCRIPT = Path(__file__).with_name("s3_store.py")
+PATIENCE = 90.0
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def endpoint(tmp_path):
+    missing = [name for name in ("moto", "s3fs") if importlib.util.find_spec(name) is None]
+    if missing:
+        sentence = f"no {' and no '.join(missing)} here: install the extra 's3-test'"
+        (pytest.fail if os.environ.get("TESTS_MUST_NOT_SKIP") else pytest.skip)(sentence)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with (tmp_path / "server.log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        poll_for(lambda: answers(port), what="the S3 server", timeout=PATIENCE)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def answers(port):
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_checkpoints_at_an_s3_server(endpoint, writer):
+    command = [sys.executable, str(SCRIPT), endpoint, writer]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.returncode == 0, ended.stderr
