@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -74,6 +75,7 @@ def wait_for_go() -> None:
 
 
 torch.set_num_threads(1)
+warnings.simplefilter("ignore", FutureWarning)  # torch's, of the name broadcast_buffers
 torch.manual_seed(5 + RANK + 100 * GENERATION)
 random.seed(5 + RANK + 100 * GENERATION)
 lines = open(LINES / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
@@ -83,6 +85,7 @@ with torch.random.fork_rng():
     model: nn.Module = nn.Sequential(
         nn.Linear(16, 256), nn.BatchNorm1d(256), nn.Dropout(0.2), nn.Linear(256, 256)
     )
+# Without broadcasts every rank has buffers of its own.
 wrapped = model if KEYS.get("bare") else DistributedDataParallel(model, broadcast_buffers=False)
 optimizer = torch.optim.Adam(wrapped.parameters(), lr=0.01)
 data = Data()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -100,6 +104,41 @@ def test_kill_after_kill(expected, tmp_path, monkeypatch):
     one = run_with(";".join(kills), tmp_path / "job", monkeypatch)
     assert starts(one, 2) == [3, 3]
     assert ends(one) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_kills_at_any_moment(seed, tmp_path):
+    """Whoever is killed whenever: the same bits, and nobody goes back further than two steps."""
+    chance, steps = random.Random(seed), 60
+    with job(tmp_path / "uninterrupted", ONE_NODE) as one:
+        assert one.start(script=script(one, steps=steps)).wait(PATIENCE) == 0
+    expected = ends(one)
+    with job(tmp_path / "job", ONE_NODE.replace("restarts=1", "restarts=6")) as one:
+        node = one.start(script=script(one, steps=steps, pause=0.02))
+        for generation in range(6):
+            workers = one.world(generation, 2, timeout=PATIENCE)
+            begun = max(line["step"] for line in workers)
+            wanted = begun + chance.randint(1, 6)
+            poll_for(
+                lambda g=generation, n=wanted: reached(one, g) >= n,
+                what=f"step {wanted}",
+                timeout=PATIENCE,
+            )
+            time.sleep(chance.uniform(0, 0.03))  # not a wait: where in the step it strikes
+            before = reached(one, generation)
+            os.kill(chance.choice(workers)["pid"], signal.SIGKILL)
+            after = one.world(generation + 1, 2, timeout=PATIENCE)
+            assert len({line["step"] for line in after}) == 1
+            assert after[0]["step"] >= before - 2
+        assert node.wait(PATIENCE) == 0, node.stderr
+    assert ends(one) == expected
+
+
+def reached(made: Job, generation: int) -> int:
+    """The furthest step that a rank has committed in a generation."""
+    lines = made.lines(event="step", generation=generation)
+    return max((line["step"] for line in lines), default=0)
 
 
 def test_a_fresh_node_fetches_from_the_memory_of_another(expected, tmp_path):
