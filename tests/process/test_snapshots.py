@@ -13,6 +13,7 @@ from tests.support import poll_for
 
 SCRIPT = Path(__file__).with_name("holding.py")
 V1 = Path("/sys/fs/cgroup/memory")
+FLAGS = "--nnodes=1:2 --no-zygote --settle=0.3 --lease=2"
 
 
 def order(made: Job, number: int, what: str, *, rank: int, generation: int) -> None:
@@ -51,7 +52,7 @@ def holds(made: Job, rank: int, generation: int, piece: list) -> dict:
 
 
 def test_snapshots_outlive_workers_and_generations(tmp_path):
-    with job(tmp_path / "job", "--nnodes=1 --nproc-per-node=2", script=SCRIPT) as made:
+    with job(tmp_path / "job", "--nnodes=1 --nproc-per-node=2 --no-zygote", script=SCRIPT) as made:
         node = made.start()
         assert seen(made, "inventory", rank=0, generation=0)["held"] == []
         for rank in (0, 1):
@@ -73,7 +74,7 @@ def test_snapshots_outlive_workers_and_generations(tmp_path):
 
 
 def test_a_lost_nodes_pieces_are_held_by_another_and_brought_to_its_replacement(tmp_path):
-    with job(tmp_path / "job", "--nnodes=1:2 --settle=0.3 --lease=2", script=SCRIPT) as made:
+    with job(tmp_path / "job", FLAGS, script=SCRIPT) as made:
         made.start()
         second = made.start()
         made.world(0, 2)
@@ -102,7 +103,7 @@ def test_a_lost_nodes_pieces_are_held_by_another_and_brought_to_its_replacement(
 
 
 def test_no_copies_are_made_where_none_are_wanted(tmp_path):
-    flags = "--nnodes=2 --snapshot-replicas=0"
+    flags = "--nnodes=2 --no-zygote --snapshot-replicas=0"
     with job(tmp_path / "job", flags, script=SCRIPT) as made:
         made.start()
         made.start()
@@ -127,17 +128,17 @@ def test_a_limit_of_the_cgroup_refuses_in_one_sentence_and_the_job_goes_on(tmp_p
     )
     try:
         (limited / "memory.limit_in_bytes").write_text(str(1 << 30))
-        with job(tmp_path / "job", "--nnodes=1", script=SCRIPT) as made:
+        with job(tmp_path / "job", "--nnodes=1 --no-zygote", script=SCRIPT) as made:
             words = [str(SCRIPT), str(made._lines), str(made._orders), str(600 << 20)]
             (limited / "cgroup.procs").write_text(str(os.getpid()))
             try:
                 node = made.start(script=words)
             finally:
                 (V1 / home.strip("/") / "cgroup.procs").write_text(str(os.getpid()))
-            sentence = seen(made, "refused", rank=0)["sentence"]
+            seen(made, "ready", rank=0)
+            sentence = made.lines(event="refused")[0]["sentence"]
             assert sentence.startswith("No room for snapshots of 'shared': they need 1.2 GiB")
             assert "of the 1.0 GiB of its cgroup are left" in sentence
-            seen(made, "ready", rank=0)
             order(made, 1, "finish", rank=0, generation=0)
             assert node.wait() == 0
             assert node.stderr.count("No room for snapshots of 'shared'") == 1
