@@ -191,3 +191,12 @@ def test_rows_go_in_portions_that_fit(sizes, portions):
     made = wire.batches(rows, limit=600)
     assert [len(portion) for portion in made] == portions
     assert [row for portion in made for row in portion] == rows
+
+
+def test_rows_that_several_ask_for_are_written_as_any_message():
+    rows = [Row("k", '{"a":"\u00e9"}', 1, 2), Row("gone", None, 1, 3)]
+    for id, last in ((7, False), (8, True), (9, True)):
+        frame = wire.pack_rows(id, 9, rows, last)
+        assert wire.parse(wire.payload_of(frame), wire.ANSWERS) == wire.Rows(id, 9, rows, last)
+    with pytest.raises(WireError, match="too large"):
+        wire.pack_rows(1, 1, [Row("k", "x" * wire.FRAME_LIMIT, 1, 1)], True)

@@ -288,7 +288,7 @@ class EmbeddedServer:
         portions = wire.batches(rows)
         for number, portion in enumerate(portions, start=1):
             last = number == len(portions)
-            peer.link.send(wire.Rows(id, self._table.revision, portion, last))
+            peer.link.send(wire.pack_rows(id, self._table.revision, portion, last))
 
     def _watch(self, peer: _Peer, watch: wire.Watch) -> None:
         if watch.after is None:

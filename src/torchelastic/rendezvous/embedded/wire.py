@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any, ClassVar, get_args, get_type_hints
 
 from torchelastic.errors import WireError
@@ -376,7 +377,23 @@ def pack(message: Message) -> bytes:
     for before, name in _TEXTS[type(message)]:
         value = getattr(message, name)
         text += before + _PLAIN.get(type(value), _encode)(value)
-    payload = (text + "}").encode()
+    return _frame(text + "}")
+
+
+def pack_rows(id: int, revision: int, rows: Sequence[Row], last: bool) -> bytes:
+    """A `rows` message. Those who may be the next host ask for the same long list all at once: it
+    is written once for them."""
+    head = f'{{"kind":"{Rows.kind}","id":{id},"revision":{revision},"last":{_encode(last)}'
+    return _frame(f'{head},"rows":{_text_of(tuple(rows))}}}')
+
+
+@lru_cache(maxsize=2)
+def _text_of(rows: tuple[Row, ...]) -> str:
+    return _encode(rows)
+
+
+def _frame(text: str) -> bytes:
+    payload = text.encode()
     if len(payload) > FRAME_LIMIT:
         raise WireError(
             f"A message of {len(payload)} bytes is too large for the rendezvous, which takes "
