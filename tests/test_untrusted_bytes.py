@@ -23,6 +23,7 @@ UNSAFE_CALLS = {
 
 #: Each one, and where its bytes come from.
 ALLOWED = {
+    "checkpoint/restricted.py": "a checkpoint's metadata: only names of data classes are looked up",
     "worker/bootstrap.py": "the caller's function, in a private directory of its own launcher",
     "multiprocessing/calls.py": "what that function has returned, in the same directory",
     "training/small.py": "this process's own memory",

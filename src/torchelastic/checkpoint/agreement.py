@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -22,14 +23,24 @@ def world() -> tuple[int, int]:
 
 def largest(*numbers: int) -> list[int]:
     """For each of them, the largest that any rank has."""
-    device = "cuda" if dist.get_backend() == dist.Backend.NCCL else "cpu"
-    values = torch.tensor(numbers, dtype=torch.int64, device=device)
+    values = torch.tensor(numbers, dtype=torch.int64, device=_device())
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return [int(value) for value in values.tolist()]
 
 
 def of_rank_0(value: Any) -> Any:
-    """What rank 0 has given."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    """What rank 0 has given, as JSON: what comes from another machine is not unpickled."""
+    text = json.dumps(value).encode()
+    (length,) = _broadcast(torch.tensor([len(text)])).tolist()
+    content = torch.frombuffer(bytearray(text.ljust(length)[:length]), dtype=torch.uint8)
+    return json.loads(_broadcast(content).numpy().tobytes())
+
+
+def _broadcast(values: torch.Tensor) -> torch.Tensor:
+    sent = values.to(_device())
+    dist.broadcast(sent, src=0)
+    return sent.cpu()
+
+
+def _device() -> str:
+    return "cuda" if dist.get_backend() == dist.Backend.NCCL else "cpu"

@@ -8,9 +8,7 @@ makes torch's `.metadata` of the records. The result is what torch's `load` read
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from torchelastic.checkpoint import plan as planning
-from torchelastic.checkpoint import tree
+from torchelastic.checkpoint import restricted, tree
 from torchelastic.checkpoint.catalog import Draft
 from torchelastic.checkpoint.marker import File
 from torchelastic.checkpoint.storage import Storage
@@ -73,12 +71,8 @@ def complete(draft: Draft, parts: Sequence[Part]) -> dict[str, File]:
     return files | {_METADATA: draft.files[_METADATA]}
 
 
-def part_to_bytes(part: Part) -> bytes:
-    return pickle.dumps(part)
-
-
 def part_from_bytes(data: bytes) -> Part:
-    part = _Unpickler(io.BytesIO(data)).load()
+    part = restricted.loads(data)
     if not isinstance(part, Part):
         raise CheckpointError("A rank's record of what it has written cannot be read.")
     return part
@@ -222,38 +216,11 @@ def _fill(reader: _Reader, metadata: Metadata, tensors: dict[str, torch.Tensor])
 
 
 class _Reader(FileSystemReader):
-    """torch's, but its metadata, a pickle, may name nothing beyond what metadata are made of."""
+    """torch's, but its metadata, a pickle, may name nothing but what metadata are made of."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(), "rb") as stream:
-            metadata = _Unpickler(cast(IO[bytes], stream)).load()
+            metadata = restricted.load(cast(IO[bytes], stream))
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{self.path}/{_METADATA} holds no metadata.")
         return metadata
-
-
-_MODULES = tuple(
-    f"torch.distributed.checkpoint.{name}"
-    for name in ("metadata", "planner", "storage", "filesystem")
-)
-_NAMES = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    (__name__, "Part"),
-    (File.__module__, "File"),
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads data and refuses everything that could run."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        super().__init__(stream)
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _NAMES or module in _MODULES:
-            return super().find_class(module, name)
-        found = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(found, torch.dtype | torch.layout):
-            return found
-        raise CheckpointError(f"A checkpoint's metadata name '{module}.{name}': it is not read.")

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torchelastic import faults
-from torchelastic.checkpoint import dcp
+from torchelastic.checkpoint import dcp, restricted
 from torchelastic.checkpoint.catalog import Catalog, Draft, name_of
 from torchelastic.checkpoint.fence import Fence
 from torchelastic.checkpoint.marker import Marker
@@ -89,7 +89,7 @@ def _assist(job: Job, draft: Draft, tensors: Mapping[str, torch.Tensor]) -> int:
     storage = draft.storage
     try:
         part = dcp.write_part(draft, job.plan, tensors, job.rank)
-        storage.put(draft.path(f"{_PART}{job.rank}"), dcp.part_to_bytes(part))
+        storage.put(draft.path(f"{_PART}{job.rank}"), restricted.dumps(part))
     except Exception as error:
         storage.put(draft.path(f"{_FAILED}{job.rank}"), repr(error).encode())
         raise

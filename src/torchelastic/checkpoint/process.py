@@ -9,7 +9,6 @@ it ends when its parent does, whatever it is at.
 from __future__ import annotations
 
 import os
-import pickle
 import select
 import signal
 import socket
@@ -20,6 +19,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from torchelastic.checkpoint import restricted
 from torchelastic.checkpoint.catalog import Catalog
 from torchelastic.checkpoint.job import Job, Written, run
 from torchelastic.checkpoint.staging import staged
@@ -79,14 +79,14 @@ class WriterProcess:
 
 
 def _send(connection: socket.socket, message: object, descriptor: int | None = None) -> None:
-    data = pickle.dumps(message)
+    data = restricted.dumps(message)
     descriptors = [] if descriptor is None else [descriptor]
     socket.send_fds(connection, [_LENGTH.pack(len(data))], descriptors)
     connection.sendall(data)
 
 
 def _receive(connection: socket.socket) -> tuple[Any, int | None]:
-    """A message from the other end, which is our own program; EOFError once it has gone."""
+    """A message from the other end; EOFError once it has gone."""
     header, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, 1)
     if len(header) != _LENGTH.size:
         raise EOFError
@@ -97,7 +97,7 @@ def _receive(connection: socket.socket) -> tuple[Any, int | None]:
         if not chunk:
             raise EOFError
         data += chunk
-    return pickle.loads(data), descriptors[0] if descriptors else None
+    return restricted.loads(data), descriptors[0] if descriptors else None
 
 
 # --- the child ------------------------------------------------------------------------------------

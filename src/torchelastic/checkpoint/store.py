@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torchelastic import env
 from torchelastic.checkpoint import interval
-from torchelastic.checkpoint.catalog import Catalog, Record
+from torchelastic.checkpoint.catalog import Catalog
 from torchelastic.checkpoint.fence import Fence
 from torchelastic.checkpoint.file_system_checkpoint import FileSystemCheckpoint
 from torchelastic.checkpoint.interval import Measured, Pace
@@ -240,25 +240,25 @@ class CheckpointStore(CheckpointManager):
             self._turn, self._sequence = Turn(self.catalog, _new_fence(generation)), None
         if together and self._sequence is None and not self._agree_on_names(self._turn):
             return None
-        return self._turn
+        return self._turn  # which may be another one now
 
     def _agree_on_names(self, turn: Turn) -> bool:
         """Once in a world: rank 0's fence is everybody's, and so is its next number."""
         from torchelastic.checkpoint import agreement
 
-        told: tuple[Fence, int] | str = ""
+        told: dict[str, Any] = {}
         if agreement.world()[0] == 0:
             try:
-                told = (turn.fence, self.catalog.next_sequence())
+                told = {"token": turn.fence.token, "sequence": self.catalog.next_sequence()}
             except Exception as error:  # of any storage; the others wait for an answer
-                told = repr(error)
+                told = {"error": repr(error)}
         told = agreement.of_rank_0(told)
-        if isinstance(told, str):
-            log.error("No checkpoint: what is at %s cannot be listed (%s).", self.url, told)
+        if "error" in told:
+            log.error("No checkpoint: %s cannot be listed (%s).", self.url, told["error"])
             return False
-        fence, self._sequence = told
-        if fence != turn.fence:
-            self._turn = Turn(self.catalog, fence)
+        self._sequence = int(told["sequence"])
+        if told["token"] != turn.fence.token:
+            self._turn = Turn(self.catalog, replace(turn.fence, token=str(told["token"])))
         return True
 
     def _way(self, size: int) -> Callable[[Job, int], Written]:
@@ -328,21 +328,22 @@ class CheckpointStore(CheckpointManager):
 
         rank = agreement.world()[0] if together else 0
         record = next(self.catalog.sound(), None) if rank == 0 else None
+        found: Any = None if record is None else [record.name, record.step or 0]
         if together:
-            record = agreement.of_rank_0(record)
-        return None if record is None else self._read(record, like, rank)
+            found = agreement.of_rank_0(found)
+        return None if found is None else self._read(str(found[0]), int(found[1]), like, rank)
 
-    def _read(self, record: Record, like: Any, rank: int) -> Loaded:
+    def _read(self, name: str, step: int, like: Any, rank: int) -> Loaded:
         from torchelastic.checkpoint import dcp
 
         try:
-            tree, own = dcp.read(self.catalog.storage, record.name, like, rank=rank)
+            tree, own = dcp.read(self.catalog.storage, name, like, rank=rank)
         except Exception as error:
             raise CheckpointError(
-                f"The checkpoint {self.url}/{record.name} is whole, but cannot be loaded "
+                f"The checkpoint {self.url}/{name} is whole, but cannot be loaded "
                 f"({error!r}): remove it to go on from the one before."
             ) from error
-        return Loaded(record.name, record.step or 0, tree, own)
+        return Loaded(name, step, tree, own)
 
     # --- 0.1: streams ----------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.support import poll_for
 from torchelastic import checkpoint, faults
-from torchelastic.checkpoint import CheckpointStore, set_checkpoint_manager
+from torchelastic.checkpoint import CheckpointStore, restricted, set_checkpoint_manager
 from torchelastic.checkpoint import store as store_module
 from torchelastic.checkpoint.catalog import Catalog
 from torchelastic.checkpoint.job import Written
@@ -234,9 +234,23 @@ def test_a_pickle_in_the_metadata_is_not_run(open_store, tmp_path):
     content = pickle.dumps(Evil())
     (directory / ".metadata").write_bytes(content)
     record = next(store.catalog._committed())
-    with pytest.raises(CheckpointError, match="it is not read"):
-        store._read(record, None, 0)
+    with pytest.raises(CheckpointError, match="not read"):
+        store._read(record.name, 1, None, 0)
     assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        b"cos\nsystem\n",
+        b"ctorch.distributed.checkpoint.filesystem\nos.system\n",
+        b"ctorch\nload\n",
+        b"cbuiltins\neval\n",
+    ],
+)
+def test_nothing_that_runs_may_be_named(name):
+    with pytest.raises(CheckpointError, match="where data are expected"):
+        restricted.loads(b"\x80\x04" + name + b".")
 
 
 def test_a_crash_before_the_marker_leaves_nothing(open_store, url, caplog):
