@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Iterable
+from functools import lru_cache
 
 from torchelastic.errors import ConfigError
 from torchelastic.rendezvous.interfaces import can_be_told, placed_addresses
@@ -23,6 +24,7 @@ _NOBODYS = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
+@lru_cache(maxsize=64)  # an agent asks it of its endpoint with every connection
 def loopback_addresses(host: str) -> tuple[str, ...]:
     """The addresses of a host that says by its name that it is this machine only; else none.
 

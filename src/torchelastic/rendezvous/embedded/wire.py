@@ -28,7 +28,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Any, ClassVar, get_args, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from torchelastic.errors import WireError
 from torchelastic.rendezvous.embedded.table import Row
@@ -277,6 +277,7 @@ class LeaseEnded(Message):
 
 
 Kinds = Mapping[str, type[Message]]
+M = TypeVar("M", bound=Message)
 
 #: How a field is read: by the types it may have, or by what makes it of what JSON gave, or raises.
 Reader = frozenset[type] | Callable[[Any, str], Any]
@@ -502,6 +503,10 @@ def parse(payload: bytes, kinds: Kinds) -> Message:
     cls = kinds.get(str(content.pop("kind", None)))
     if cls is None:
         raise WireError(f"A frame is none of: {', '.join(kinds)}.")
+    return _message(cls, content)
+
+
+def _message(cls: type[M], content: Mapping[str, Any]) -> M:
     made = []
     for name, reader in _FIELDS[cls].items():
         if name not in content:
@@ -524,9 +529,7 @@ def parse_hello(payload: bytes) -> Hello | None:
         raise WireError(f"The first frame of a connection is no hello of {PROTOCOL}.")
     if content.get("version") != VERSION:
         return None
-    hello = parse(payload, GREETINGS)
-    assert isinstance(hello, Hello)
-    return hello
+    return _message(Hello, content)
 
 
 def decode_value(text: str) -> dict[str, Any]:
