@@ -26,6 +26,9 @@ from torchelastic.snapshot.messages import Holding
 ENOUGH = 3
 #: Of a memory for less than half of which there is any use, the rest is given back.
 WASTEFUL = 2
+#: Memories for copies of other nodes' pieces: far more than workers on a few nodes. A node gone mad
+#: must not make this one hold a file for every name that it makes up.
+MOST_REPLICAS = 512
 
 
 @dataclass(eq=False)
@@ -92,7 +95,10 @@ class Shelf:
         return self._place(piece, "", Sizes(size, skeleton, buffers), take=take)
 
     def make_room_for_replica(self, piece: str, origin: str, size: int, skeleton: int) -> Kept:
-        """The memory for copies of another node's piece."""
+        """The memory for copies of another node's piece; `NoRoom` also if there are very many."""
+        with self._lock:
+            if not self._of(piece, origin):
+                self._make_way()
         return self._place(piece, origin, Sizes(size, skeleton), take=True)
 
     def _place(self, piece: str, origin: str, wanted: Sizes, *, take: bool) -> Kept:
@@ -110,6 +116,19 @@ class Shelf:
             made = Kept.make(piece, origin, wanted, take=take)
             self._kept.append(made)
             return made
+
+    def _make_way(self) -> None:
+        """Of too many replicas, drop those of which nothing has come: each is a file, too."""
+        replicas = [kept for kept in self._kept if kept.origin]
+        if len(replicas) < MOST_REPLICAS:
+            return
+        idle = [kept for kept in replicas if not kept.writing.locked()]
+        self._drop([kept for kept in idle if kept.memory.freshest() is None])
+        if sum(bool(kept.origin) for kept in self._kept) >= MOST_REPLICAS:
+            raise room.NoRoom(
+                f"No room for more copies of other nodes' snapshots: {MOST_REPLICAS} are held; "
+                "have fewer workers on a node, or fewer replicas."
+            )
 
     def _of(self, piece: str, origin: str) -> list[Kept]:
         return [kept for kept in self._kept if (kept.piece, kept.origin) == (piece, origin)]

@@ -367,6 +367,24 @@ def test_nonsense_ends_the_connection_or_is_refused_and_harms_nobody(caplog, sai
     assert [record for record in caplog.records if record.name == "asyncio"] == []
 
 
+def test_who_speaks_before_being_welcome_is_sent_away():
+    """What comes right behind the greeting may have been read with it."""
+
+    async def story():
+        async with node("a", ANONYMOUS) as a:
+            a.write(SHARED, (0, 1))
+            hello = wire.Hello(wire.PROTOCOL, wire.VERSION, JOB, None, wire.SNAPSHOT)
+            port = int(a.peer.rpartition(":")[2])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(wire.pack(hello) + GOOD)
+            assert len(await asyncio.wait_for(reader.read(), 10)) < 200
+            writer.close()
+            await writer.wait_closed()
+            assert not a.carrier._guests
+
+    run(story())
+
+
 def test_no_thread_is_left():
     before = threading.active_count()
     test_what_is_there_is_not_sent_again()

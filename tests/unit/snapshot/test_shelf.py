@@ -5,6 +5,7 @@ import os
 import pytest
 
 from torchelastic.snapshot import layout, room
+from torchelastic.snapshot import shelf as module
 from torchelastic.snapshot.layout import SHARED, own
 from torchelastic.snapshot.room import Limit, NoRoom
 from torchelastic.snapshot.shelf import Shelf
@@ -149,6 +150,19 @@ def test_no_room_is_said_and_nothing_is_taken(shelf, monkeypatch):
     with pytest.raises(NoRoom, match="No room for snapshots of 'shared'"):
         shelf.make_room(SHARED, 4 << 20, 100)
     assert shelf.make_room(SHARED, 1000, 100).sizes.bytes == 1000
+
+
+def test_only_so_many_copies_are_held_and_those_that_never_came_go_first(shelf, monkeypatch):
+    monkeypatch.setattr(module, "MOST_REPLICAS", 3)
+    write(shelf, own(0), (0, 1), origin="a")
+    for name in ("x", "y", "z"):
+        shelf.make_room_for_replica(own(0), name, 10, 10)
+    for name in ("b", "c"):
+        write(shelf, own(0), (0, 1), origin=name)
+    with pytest.raises(NoRoom, match="3 are held"):
+        shelf.make_room_for_replica(own(0), "d", 10, 10)
+    write(shelf, own(0), (0, 2), origin="c")
+    assert len(held(shelf)) == 4
 
 
 @pytest.mark.parametrize("piece", ["mine", "own:x", ""])
