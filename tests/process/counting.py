@@ -1,9 +1,9 @@
 """A worker that counts: after n steps its sum is 1 + ... + n, in every world, or it has gone wrong.
 
-    counting.py DIRECTORY STEPS [SECONDS]
+    counting.py DIRECTORY STEPS [SECONDS [EVERY]]
 
-Takes a step every so many seconds, writes a checkpoint after every fifth one, and says what it
-begins from and ends with.
+Takes a step every so many seconds, writes a checkpoint after every fifth one, or every so many, 0:
+none, and says what it begins from and ends with.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torchelastic.p2p import CoordinatorP2P
 
 DIRECTORY, STEPS = sys.argv[1], int(sys.argv[2])
 PAUSE = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
+EVERY = int(sys.argv[4]) if len(sys.argv) > 4 else 5
 
 
 class Counted(torchelastic.State):
@@ -50,5 +51,5 @@ def train_step(state):
 
 
 checkpoint.set_checkpoint_manager(checkpoint.FileSystemCheckpointManager(DIRECTORY, keep_last=3))
-state = torchelastic.train(CoordinatorP2P(), train_step, Counted(), checkpoint_every=5)
+state = torchelastic.train(CoordinatorP2P(), train_step, Counted(), checkpoint_every=EVERY or None)
 print(f"end at {state.steps} with {state.sum}", flush=True)

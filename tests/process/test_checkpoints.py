@@ -37,8 +37,8 @@ def steps_of(manager):
     return [found.step for found in manager.list_checkpoints()]
 
 
-def counting(manager, steps, seconds=0.0):
-    return [str(COUNTING), str(manager.directory), str(steps), str(seconds)]
+def counting(manager, steps, seconds=0.0, every=5):
+    return [str(COUNTING), str(manager.directory), str(steps), str(seconds), str(every)]
 
 
 def test_when_all_are_gone_the_next_ones_begin_from_the_latest(stored, tmp_path):
@@ -79,3 +79,18 @@ def test_storage_that_fails_stops_no_step_and_is_told(stored, tmp_path, monkeypa
     assert "The checkpoint of step 5 could not be written" in node.stderr
     assert ends(node.stdout) == [("12", str(total(12)))] * 2
     assert steps_of(stored) == [10]
+
+
+def test_before_a_job_leaves_its_state_is_stored(stored, tmp_path):
+    """Nothing else has asked for a checkpoint; the next job begins where this one ended."""
+    with job(tmp_path / "first", FLAGS) as first:
+        node = first.start(script=counting(stored, 100_000, 0.01, every=0))
+        poll_for(lambda: begins(node.stdout), what="the training", timeout=PATIENCE)
+        node.process.terminate()
+        assert node.wait(PATIENCE) == 143, node.stderr
+    (step,) = steps_of(stored)
+    with job(tmp_path / "second", FLAGS) as second:
+        node = second.start(script=counting(stored, step + 2, every=0))
+        assert node.wait(PATIENCE) == 0, node.stderr
+    assert begins(node.stdout) == [step, step]
+    assert ends(node.stdout) == [(str(step + 2), str(total(step + 2)))] * 2

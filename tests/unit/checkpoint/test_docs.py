@@ -1,0 +1,25 @@
+"""The examples of docs/checkpoint.md run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from torchelastic.checkpoint import (
+    CheckpointStore,
+    get_checkpoint_manager,
+    set_checkpoint_manager,
+)
+
+PAGE = Path(__file__).parents[3] / "docs" / "checkpoint.md"
+
+
+def test_examples_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    setting, script = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    exec(setting, {})
+    assert isinstance(get_checkpoint_manager(), CheckpointStore)
+    set_checkpoint_manager(None)
+    exec(script, {})
+    steps = [found.step for found in CheckpointStore("checkpoints/job-2").list_checkpoints()]
+    assert steps == [30, 20]
