@@ -28,6 +28,7 @@ from torchelastic.checkpoint.background import (
     load_latest,
     save,
     save_before_leaving,
+    wait,
 )
 from torchelastic.checkpoint.file_system_checkpoint import FileSystemCheckpoint
 from torchelastic.checkpoint.manager import (
@@ -57,6 +58,7 @@ __all__ = [
     "save",
     "save_before_leaving",
     "set_checkpoint_manager",
+    "wait",
 ]
 
 

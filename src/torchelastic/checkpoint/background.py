@@ -56,6 +56,13 @@ def finish() -> None:
     _runner.finish()
 
 
+def wait() -> None:
+    """Wait until everything saved is in storage or was told not to be; `finish` says which."""
+    if isinstance(_used, CheckpointStore):
+        _used.wait()
+    _runner.wait()
+
+
 def load_latest(state: Saved) -> int | None:
     """Load the latest checkpoint into `state` and say its step; None where there is none.
 

@@ -219,7 +219,7 @@ class _Reader(FileSystemReader):
     """torch's, but its metadata, a pickle, may name nothing but what metadata are made of."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with self.fs.create_stream(self._get_metadata_path(), "rb") as stream:
+        with self.fs.create_stream(self.fs.concat_path(self.path, _METADATA), "rb") as stream:
             metadata = restricted.load(cast(IO[bytes], stream))
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{self.path}/{_METADATA} holds no metadata.")

@@ -169,8 +169,12 @@ class CheckpointStore(CheckpointManager):
         self._began(step, began)
         return True
 
+    def wait(self) -> None:
+        """Wait until everything saved is in storage, or has failed to get there."""
+        self._runner.wait()
+
     def finish(self) -> None:
-        """Wait until everything saved is in storage; raise if the last one could not be written."""
+        """`wait`, and raise if the last one could not be written."""
         self._runner.finish()
 
     def close(self) -> None:

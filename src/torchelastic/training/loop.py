@@ -123,7 +123,8 @@ class Loop:
                     self._put_down(roll_back=not finished)
                     self._control.tell(Stopped(generation, self._version[1]))
                     if finished:
-                        checkpoint.finish()
+                        # Not `finish`: what was trained is worth more than the last checkpoint.
+                        checkpoint.wait()
                         return self._state
                 case Enter() as world:
                     broken = None if self._live_in(world) else world.generation

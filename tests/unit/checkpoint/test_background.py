@@ -175,6 +175,14 @@ def test_training_goes_on_however_often_a_write_fails(either, caplog):
     assert left_over(either) == []
 
 
+def test_waiting_raises_nothing_and_leaves_it_to_finish(either):
+    faults.plan("raise@place=checkpoint.write,generation=any")
+    checkpoint.save(Number(1), 1)
+    checkpoint.wait()
+    with pytest.raises(CheckpointError, match="of step 1 could not be written"):
+        checkpoint.finish()
+
+
 def test_failures_in_a_row_are_counted_in_the_log(manager, caplog):
     faults.plan(EVERY_WRITE_FAILS)
     for step in range(3):
