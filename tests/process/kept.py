@@ -2,8 +2,9 @@
 
     kept.py LINES ORDERS [key=value ...]
 
-Keys: steps; pause, seconds in each step; hold, a step before which it waits for the order `go`;
-checkpoints, a directory for one after every third step; bare=1, no DDP around the model.
+Keys: steps; pause, seconds in each step; hold, a step before which it waits for the order `go`, and
+with replicas=1 for its copy on another node; checkpoints, a directory for one after every third
+step; bare=1, no DDP around the model.
 """
 
 from __future__ import annotations
@@ -69,6 +70,13 @@ def fingerprint() -> str:
 
 
 def wait_for_go() -> None:
+    """Not before the last commit is where it is to be: sealed, and copied to another node."""
+    writer = kept._keeper._writer
+    writer.finish()
+    while kept.step > start and "replicas" in KEYS:
+        if writer._own._memory.replicated() == (GENERATION, kept.step):
+            break
+        time.sleep(0.005)
     write("holding", step=kept.step)
     while not (ORDERS / "go").exists():
         time.sleep(0.005)

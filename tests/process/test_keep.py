@@ -143,7 +143,7 @@ def reached(made: Job, generation: int) -> int:
 
 def test_a_fresh_node_fetches_from_the_memory_of_another(expected, tmp_path):
     with job(tmp_path / "job", TWO_NODES) as one:
-        keys = {"hold": 6, "pause": 0.02}
+        keys = {"hold": 6, "replicas": 1}
         one.start(script=script(one, **keys))
         second = one.start(script=script(one, **keys))
         holding(one, 2)
