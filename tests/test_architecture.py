@@ -13,6 +13,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Top to bottom. A module may import from its own layer and those below.
 LAYERS = (
     ("cli", "distributed", "__main__"),
+    ("integrations",),
     ("p2p", "coordinator", "state", "train_loop", "worker_stats", "fault_injection"),
     ("agent", "training", "multiprocessing", "launcher", "torchrun"),
     ("worker",),
@@ -52,6 +53,7 @@ PURE = {
     "checkpoint/marker.py",
     "training/gate.py",
     "training/inbox.py",
+    "training/keeping_boxes.py",
     "training/keeping_plan.py",
     "training/outcome.py",
     "agent/restart_policy.py",

@@ -1,0 +1,158 @@
+"""Run + keep for loops written with Accelerate.
+
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    keep = torchelastic.integrations.accelerate.Keep(accelerator)
+    for epoch in keep.epochs(3):
+        for batch in keep.batches(loader):
+            with accelerator.accumulate(model):
+                ...
+            keep.commit()
+
+What is kept is what `accelerator.save_state` writes: all that was prepared or registered for
+checkpointing; and where in the epoch the loop is. After a restart `epochs` begins with the epoch
+that was under way, and `batches` with its first batch that is not done. If all are done, it gives
+none, and what the loop does at the end of an epoch is done again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain, islice
+from typing import Any
+
+import torch
+
+from torchelastic.integrations import frameworks
+from torchelastic.integrations.position import batches_done
+from torchelastic.training import rng
+from torchelastic.training.torch_state import TorchState
+
+_accelerate = frameworks.find("accelerate")
+
+#: Kinds of training with the whole model on every rank, by their names.
+_REPLICATED = ("NO", "MULTI_CPU", "MULTI_GPU")
+
+
+class Keep:
+    """Restores when it is made, on all ranks and after `prepare`. One for a script.
+
+    `more` parts are kept with the rest, as those of a TorchState are.
+    """
+
+    def __init__(self, accelerator: Any, **more: Any) -> None:
+        kind = accelerator.distributed_type.value
+        if kind not in _REPLICATED:
+            raise TypeError(
+                f"Keep has no way yet to keep what {kind} has spread over the ranks: leave it out, "
+                "or train with plain data parallelism."
+            )
+        if not accelerator._models:
+            raise RuntimeError("Keep finds nothing to keep: make it after accelerator.prepare.")
+        self._accelerator = accelerator
+        self._progress = _Progress(accelerator)
+        self._state = TorchState(
+            model=[accelerator.unwrap_model(model) for model in accelerator._models],
+            optimizer=[prepared.optimizer for prepared in accelerator._optimizers],
+            scheduler=[prepared.scheduler for prepared in accelerator._schedulers],
+            scaler=accelerator.scaler,
+            accelerate=self._progress,
+            **{f"registered_{n}": one for n, one in enumerate(accelerator._custom_objects)},
+            **more,
+        )
+        #: The random states that were restored, until the data has come to its place.
+        self._random: rng.Random | None = None
+        if self._state.restore():
+            self._random = rng.capture()
+
+    @property
+    def step(self) -> int:
+        """How many steps are committed."""
+        return self._state.step
+
+    @property
+    def state(self) -> TorchState:
+        """What is kept, for checkpoints and for the values among `more`."""
+        return self._state
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The numbers of the epochs that are not over, of so many."""
+        for epoch in range(self._progress.epoch, count):
+            if self._random is None:
+                self._progress.epoch, self._progress.done = epoch, 0
+            yield epoch
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """The batches of this epoch that are not done, from a prepared loader."""
+        if getattr(loader, "use_stateful_dataloader", False):
+            raise TypeError("Keep skips batches itself: leave out use_stateful_dataloader.")
+        if hasattr(loader, "set_epoch"):
+            loader.set_epoch(self._progress.epoch)
+        yield from self._resumed(loader) if self._random is not None else self._whole(loader)
+
+    def _whole(self, loader: Any) -> Iterator[Any]:
+        self._progress.begins(loader)
+        for batch in loader:
+            self._progress.done += 1
+            yield batch
+
+    def _resumed(self, loader: Any) -> Iterator[Any]:
+        """Shuffle with the random state the epoch was begun with, go on with the committed one."""
+        random, self._random = self._random, None
+        assert random is not None
+        if not self._progress.done:
+            rng.restore(random)
+            yield from self._whole(loader)
+            return
+        self._progress.begins_again(loader)
+        rest = iter(_accelerate.skip_first_batches(loader, self._progress.done))
+        first = list(islice(rest, 1))
+        rng.restore(random)
+        for batch in chain(first, rest):
+            self._progress.done += 1
+            yield batch
+
+    def commit(self) -> None:
+        """After each batch: commits the step, if this batch was the last of one."""
+        if self._accelerator.sync_gradients:
+            self._state.commit()
+
+
+class _Progress:
+    """A part of the state: the epoch, what is done of it, and how it was begun."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self.epoch = self.done = 0
+        #: Of torch, and of the generator that Accelerate keeps the same on all ranks.
+        self._random = torch.get_rng_state()
+        self._shuffle: torch.Tensor | None = None
+
+    def begins(self, loader: Any) -> None:
+        self._random = torch.get_rng_state()
+        generator = getattr(loader, "synchronized_generator", None)
+        self._shuffle = generator.get_state() if generator is not None else None
+
+    def begins_again(self, loader: Any) -> None:
+        torch.set_rng_state(self._random)
+        generator = getattr(loader, "synchronized_generator", None)
+        if generator is not None and self._shuffle is not None:
+            generator.set_state(self._shuffle)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "done": self.done,
+            "size": self._accelerator.num_processes,
+            "random": self._random,
+            "shuffle": self._shuffle,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.epoch = state["epoch"]
+        self.done = batches_done(
+            state["done"],
+            before=state["size"],
+            now=self._accelerator.num_processes,
+            multiple=self._accelerator.gradient_accumulation_steps,
+        )
+        self._random, self._shuffle = state["random"], state["shuffle"]

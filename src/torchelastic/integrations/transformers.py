@@ -1,0 +1,156 @@
+"""Run + keep for the Trainer of Hugging Face.
+
+    torchelastic.integrations.transformers.Keep(trainer)
+    trainer.train()
+
+A step is committed when the next one begins, behind its logging, saving and evaluation: if a worker
+is killed in these, the step is done again and so are they. After a restart the Trainer goes on by
+its own ways of resuming. It is handed a checkpoint with nothing in it but its TrainerState and this
+rank's random states, since model and optimizer have come from memory; so it counts on, skips the
+batches that are done, and sets the random states when that is behind it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torchelastic.integrations import frameworks
+from torchelastic.training.torch_state import TorchState
+
+_callbacks = frameworks.find("transformers.trainer_callback")
+_TrainerCallback: Any = _callbacks.TrainerCallback
+
+
+class Keep(_TrainerCallback):  # type: ignore[misc]
+    """Restores when `trainer.train` is called, and commits every step. For one call of it."""
+
+    def __init__(self, trainer: Any) -> None:
+        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+            raise TypeError(
+                "Keep has no way yet to keep what DeepSpeed or FSDP have spread over the ranks: "
+                "leave it out, or train with plain data parallelism."
+            )
+        if trainer.args.auto_find_batch_size:
+            raise ValueError(
+                "Keep cannot follow a Trainer that starts anew with smaller batches: give the "
+                "batch size, and leave out auto_find_batch_size."
+            )
+        self._trainer = trainer
+        self._state: TorchState | None = None
+        self._progress = _Progress(trainer)
+        #: The checkpoint for the Trainer, until it has been read.
+        self._stub: tempfile.TemporaryDirectory[str] | None = None
+        self._done = 0
+        # There is no hook before the Trainer decides where it begins.
+        self._train, trainer._inner_training_loop = trainer._inner_training_loop, self._resume
+        trainer.add_callback(self)
+
+    def _resume(self, *values: Any, **named: Any) -> Any:
+        """In place of the Trainer's own loop: restore, then run it."""
+        if self._state is not None:
+            raise RuntimeError(
+                "A Keep keeps one call of train(): it cannot tell the states of two apart."
+            )
+        self._trainer.create_optimizer()
+        self._state = TorchState(
+            model=self._trainer.model,
+            optimizer=self._trainer.optimizer,
+            transformers=self._progress,
+        )
+        if not self._state.restore():
+            return self._train(*values, **named)
+        self._progress.restored()
+        self._stub = tempfile.TemporaryDirectory(prefix="torchelastic-")
+        self._progress.write(Path(self._stub.name))
+        try:
+            return self._train(*values, **named | {"resume_from_checkpoint": self._stub.name})
+        finally:
+            self._remove_stub()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self._progress.put_in_place()
+        self._done = state.global_step
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self._commit(state.global_step)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self._remove_stub()
+        self._commit(state.global_step)
+
+    def _commit(self, step: int) -> None:
+        if step > self._done and self._state is not None:
+            self._done = step
+            self._state.commit(step)
+
+    def _remove_stub(self) -> None:
+        if self._stub is not None:
+            self._stub.cleanup()
+            self._stub = None
+
+
+class _Progress:
+    """A part of the state: where the Trainer is, and what it makes only after we have restored."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._loaded: Mapping[str, Any] | None = None
+        self._hyperparameters: list[dict[str, Any]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        scheduler, scaler = trainer.lr_scheduler, trainer.accelerator.scaler
+        return {
+            "trainer": self._trainer_state(),
+            "scheduler": scheduler.state_dict() if scheduler is not None else None,
+            "scaler": scaler.state_dict() if scaler is not None else None,
+            "callbacks": json.dumps({name: one.state() for name, one in self._others()}),
+        }
+
+    def _trainer_state(self) -> str:
+        """As the Trainer writes it, without the log: that grows, and is written at every step."""
+        state = self._trainer.state
+        names = [field.name for field in dataclasses.fields(state)]
+        return json.dumps({name: getattr(state, name) for name in names} | {"log_history": []})
+
+    def _others(self) -> Iterator[tuple[str, Any]]:
+        for number, one in enumerate(self._trainer.callback_handler.callbacks):
+            if isinstance(one, _callbacks.ExportableState):
+                yield f"{number} {type(one).__name__}", one
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._loaded = state
+
+    def restored(self) -> None:
+        """Remember what making a scheduler writes into the optimizer."""
+        self._hyperparameters = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self._trainer.optimizer.param_groups
+        ]
+
+    def write(self, directory: Path) -> None:
+        """A checkpoint for the Trainer to begin with."""
+        assert self._loaded is not None
+        (directory / "trainer_state.json").write_text(self._loaded["trainer"])
+        self._trainer._save_rng_state(str(directory))
+
+    def put_in_place(self) -> None:
+        """Load what was not there to be loaded before."""
+        if self._loaded is None:
+            return
+        trainer, loaded = self._trainer, self._loaded
+        if loaded["scheduler"] is not None:
+            trainer.lr_scheduler.load_state_dict(loaded["scheduler"])
+        if loaded["scaler"] is not None and trainer.accelerator.scaler is not None:
+            trainer.accelerator.scaler.load_state_dict(loaded["scaler"])
+        for group, known in zip(trainer.optimizer.param_groups, self._hyperparameters, strict=True):
+            group.update(known)
+        states = json.loads(loaded["callbacks"])
+        for name, one in self._others():
+            vars(one).update(states.get(name, {}).get("attributes", {}))
+        self._loaded = None
