@@ -28,4 +28,7 @@ SIZES = {
     "10k": Size(width=96, depth=1, batch=8),
     "1m": Size(width=512, depth=4, batch=8),
     "25m": Size(width=2048, depth=6, batch=8),
+    # Of state: 84 MB, and 1 GB.
+    "10m": Size(width=1024, depth=10, batch=8),
+    "126m": Size(width=2048, depth=30, batch=8),
 }

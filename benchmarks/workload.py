@@ -52,7 +52,7 @@ class StepLog:
         """Every further line carries these; no other world of the job has the number `world`."""
         self._who.update(world=world, rank=rank, size=size, generation=generation)
 
-    def write(self, event: str, **facts: float) -> None:
+    def write(self, event: str, **facts: float | str) -> None:
         stamps = {"t": time.monotonic(), "cpu": time.thread_time()}
         line = {**stamps, "event": event, **self._who, **facts}
         self._file.write(json.dumps(line).encode() + b"\n")

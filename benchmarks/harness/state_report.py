@@ -1,0 +1,201 @@
+"""The results of `state.py` as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.harness import state_bars as bars
+from benchmarks.harness import state_rows as rows
+from benchmarks.harness.bars import Bar
+from benchmarks.harness.report import NOT_MEASURED, Row, about, table, verdict
+from benchmarks.harness.state_results import StateResults
+from benchmarks.harness.summary import Summary, ratio_interval
+
+HEAD = ("measure", "torchelastic", "against", "ratio", "wanted")
+SPREAD_HEAD = ("measure", "what", "repetitions", "median", "quartiles", "min to max")
+FOOTNOTE = (
+    "Milliseconds are medians (min to max). Blocked is the time in which the training thread can "
+    "do nothing else: in `commit()`, and before the optimizer's write until the copy is done. "
+    "Steps with and without snapshots take turns in one process; their ratio is a geometric mean "
+    "with its 95 % interval, and A/A compares steps without any snapshot with each other. All ways "
+    "to storage end with an fsync, and are blocked until the parameters may be written to again. "
+    "Files that are loaded are in the page cache."
+)
+
+
+def render(results: StateResults) -> str:
+    """The whole report."""
+    lines = [
+        *_blocked(results),
+        *_overheads(results),
+        *_checkpoints(results),
+        *_restores(results),
+        *_peer(results),
+    ]
+    parts = [_head(results), table(HEAD, lines), FOOTNOTE]
+    if results.faults:
+        parts.append(table(SPREAD_HEAD, _spread(results)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _head(results: StateResults) -> str:
+    facts = results.about
+    return (
+        f"{about(results)}\n\nState of {results.bytes / 1e6:,.0f} MB: parameters and momentum in "
+        f"single precision. Load before: {facts.get('load_before', 0.0):.1f}, after: "
+        f"{facts.get('load_after', 0.0):.1f}."
+    )
+
+
+def milliseconds(summary: Summary) -> str:
+    """`31.2 ms (28.0 to 40.1)`."""
+    if not summary.times:
+        return NOT_MEASURED
+    values = (summary.median, min(summary.times), max(summary.times))
+    median, low, high = (_short(1000 * each) for each in values)
+    return f"{median} ms ({low} to {high})"
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def _line(title: str, ours: Summary, basis: Summary, name: str, bar: Bar | None) -> Row:
+    found = bars.times(ours, basis)
+    return (
+        title,
+        milliseconds(ours),
+        f"{name}: {milliseconds(basis)}" if name else "",
+        f"{found:.2f}" if found is not None and name else "",
+        verdict(bar.wanted, bar.met) if bar else "reported",
+    )
+
+
+# --- snapshots ------------------------------------------------------------------------------------
+
+
+def _blocked(results: StateResults) -> list[Row]:
+    if rows.BLOCKED not in results.faults:
+        return []
+    name = "one-thread copy"
+    copy = results.summary(rows.BLOCKED, rows.COPY)
+    alone, hidden, repeated = (
+        results.summary(rows.BLOCKED, each)
+        for each in (rows.SNAPSHOT, rows.HIDDEN, rows.BACK_TO_BACK)
+    )
+    bar = bars.in_copies(alone, copy, bars.BLOCKED_COPIES, "a copy")
+    return [
+        _line("blocked per snapshot, nothing to hide behind", alone, copy, name, bar),
+        _line("blocked per snapshot, behind forward and backward", hidden, copy, name, None),
+        _line("blocked per snapshot, one right after the other", repeated, copy, name, None),
+    ]
+
+
+def _overheads(results: StateResults) -> list[Row]:
+    found: list[Row] = []
+    for row in (rows.OVERHEAD, rows.ONE_CORE):
+        if row not in results.settings:
+            continue
+        inside = results.summary(row, rows.IN_A_STEP)
+        copy = Summary((results.settings[row]["copy"],))
+        found += [_overhead(results, row, name) for name in results.pairs if name.startswith(row)]
+        title = f"blocked per snapshot{_where(row)}, in those steps"
+        found.append(_line(title, inside, copy, "one-thread copy", None))
+    return found
+
+
+def _overhead(results: StateResults, row: str, name: str) -> Row:
+    settings, pairs = results.settings[row], results.pairs[name]
+    interval = ratio_interval(pairs)
+    with_it, without = (Summary(tuple(each)) for each in zip(*pairs, strict=True))
+    bar = None
+    if row == rows.OVERHEAD and "A/A" not in name:
+        most = bars.EVERY_TEN if "10" in name else bars.EVERY_STEP
+        bar = bars.overhead(pairs, most, settings["step"], settings["copy"])
+    copies = settings["step"] / settings["copy"]
+    what = name.removeprefix(f"{row}, ")
+    low, mean, high = (100 * (each - 1) for each in (interval.low, interval.ratio, interval.high))
+    return (
+        f"overhead of a snapshot {what}{_where(row)}, steps of {copies:.0f} copies",
+        milliseconds(with_it),
+        f"{'the same' if 'A/A' in name else 'without'}: {milliseconds(without)}",
+        f"{mean:+.1f} % ({low:+.1f} to {high:+.1f}), {len(pairs)} pairs",
+        verdict(bar.wanted, bar.met) if bar else "reported",
+    )
+
+
+def _where(row: str) -> str:
+    return ", no free core" if row == rows.ONE_CORE else ""
+
+
+# --- storage --------------------------------------------------------------------------------------
+
+
+def _checkpoints(results: StateResults) -> list[Row]:
+    if rows.CHECKPOINT not in results.faults:
+        return []
+    ours = results.summary(rows.CHECKPOINT, rows.OURS_SAVED)
+    saved = results.summary(rows.CHECKPOINT, rows.TORCH_SAVE)
+    theirs = [results.summary(rows.CHECKPOINT, name) for name in rows.DCP_SAVED]
+    best = min(theirs, key=lambda each: each.median)
+    title = "blocked per checkpoint"
+    found = [
+        _line(title, ours, saved, rows.TORCH_SAVE, bars.less_than_saving(ours, saved)),
+        *(
+            _line(title, ours, each, name, bars.not_more(ours, theirs) if each is best else None)
+            for name, each in zip(rows.DCP_SAVED, theirs, strict=True)
+        ),
+    ]
+    first = results.summary(rows.FIRST_CHECKPOINT, rows.OURS_SAVED)
+    for name in (rows.TORCH_SAVE, *rows.DCP_SAVED):
+        basis = results.summary(rows.FIRST_CHECKPOINT, name)
+        found.append(_line(f"{title}, the first one", first, basis, name, None))
+    stored = results.details(rows.CHECKPOINT, rows.OURS_SAVED, "stored")
+    for name in (rows.TORCH_SAVE, *rows.DCP_SAVED):
+        basis = results.details(rows.CHECKPOINT, name, "stored")
+        found.append(_line("until a checkpoint is in storage", stored, basis, name, None))
+    return found
+
+
+def _restores(results: StateResults) -> list[Row]:
+    ours = results.summary(rows.RESTORE, rows.OWN_MEMORY)
+    if not ours.times:
+        return []
+    copy = results.summary(rows.RESTORE, rows.MEMCPY)
+    bar = bars.in_copies(ours, copy, bars.RESTORE_COPIES, "a memcpy")
+    title = "restore from own memory"
+    return [
+        _line(title, ours, copy, "memcpy", bar),
+        *(
+            _line(title, ours, results.summary(rows.RESTORE, name), name, None)
+            for name in (rows.MEMCPY_FRESH, *rows.LOADED)
+        ),
+    ]
+
+
+def _peer(results: StateResults) -> list[Row]:
+    ours, socket = (results.summary(rows.PEER, name) for name in (rows.FROM_PEER, rows.SOCKET))
+    if not ours.times:
+        return []
+    title = f"restore from a peer's memory, {_rate(results, ours)}"
+    name = f"plain socket, {_rate(results, socket)}"
+    return [_line(title, ours, socket, name, bars.bandwidth_share(ours, socket))]
+
+
+def _rate(results: StateResults, summary: Summary) -> str:
+    return f"{results.bytes / summary.median / 1e9:.2f} GB/s" if summary.times else NOT_MEASURED
+
+
+def _spread(results: StateResults) -> Sequence[Row]:
+    return [
+        _spread_row(row, name, results.summary(row, name))
+        for row, many in results.faults.items()
+        for name in many
+    ]
+
+
+def _spread_row(row: str, name: str, summary: Summary) -> Row:
+    low, high = (f"{each:.4f}" for each in summary.quartiles)
+    ends = f"{min(summary.times):.4f} to {max(summary.times):.4f}"
+    median = f"{summary.median:.4f}"
+    return (row, name, str(summary.count), median, f"{low} to {high}", ends)

@@ -1,0 +1,118 @@
+"""The rows of `state.py`: jobs whose workers time themselves, and what is read from their lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import bandwidth
+from benchmarks.harness.job import Job, JobFailed, Place
+from benchmarks.harness.launchers import OURS
+from benchmarks.harness.scenarios import Repetition
+from benchmarks.harness.state_results import StateResults
+
+BLOCKED, OVERHEAD, ONE_CORE = "blocked", "overhead", "one-core"
+CHECKPOINT, FIRST_CHECKPOINT = "checkpoint", "first checkpoint"
+RESTORE, PEER = "restore", "peer"
+#: Names of what is timed.
+SNAPSHOT, HIDDEN, BACK_TO_BACK, COPY = "snapshot", "hidden", "back to back", "copy"
+IN_A_STEP = "in a step"
+OWN_MEMORY, MEMCPY = "own memory", "memcpy"
+MEMCPY_FRESH = "memcpy by a new worker"
+FROM_PEER, SOCKET = "memory of a peer", "socket"
+OURS_SAVED, TORCH_SAVE = "torchelastic", "torch.save"
+DCP_SAVED = ("DCP async", "DCP async, own stager", "DCP async, own stager, process")
+LOADED = ("torch.load", "torch.load(mmap=True)", "DCP", "checkpoint of torchelastic")
+
+_TRAIN, _STORAGE = "state_train.py", "state_storage.py"
+#: Seconds a job may take, and a node that joins.
+PATIENCE, JOIN_PATIENCE = 1200.0, 120.0
+
+Line = dict[str, Any]
+
+
+def blocked(results: StateResults, size: str, repetitions: int) -> None:
+    for line in _measured(_TRAIN, size, "--measure=blocked", f"--repetitions={repetitions}"):
+        if line["event"] == COPY:
+            results.take(BLOCKED, COPY, line)
+        else:
+            results.take(BLOCKED, line["event"], line, "commit", "wait")
+
+
+def overhead(
+    results: StateResults, row: str, size: str, repetitions: int, tens: int, cores: int = 0
+) -> None:
+    counts = (f"--repetitions={repetitions}", f"--tens={tens}", f"--cores={cores}")
+    for line in _measured(_TRAIN, size, "--measure=overhead", *counts):
+        match line["event"]:
+            case "settings":
+                results.settings[row] = {key: line[key] for key in ("copy", "step", "batch")}
+            case "in a step":
+                results.take(row, IN_A_STEP, line, "commit", "wait")
+            case "pair":
+                pairs = results.pairs.setdefault(f"{row}, {line['name']}", [])
+                pairs.append((line["first"], line["second"]))
+
+
+def checkpoints(results: StateResults, size: str, repetitions: int, where: Path | None) -> None:
+    """Also of the ways to load one, which the row of restores is compared with."""
+    for line in _measured(_STORAGE, size, f"--repetitions={repetitions}", where=where):
+        if line["event"] == "save":
+            row = FIRST_CHECKPOINT if line["first"] else CHECKPOINT
+            results.take(row, line["name"], line, "stored")
+        elif line["event"] == "load":
+            results.take(RESTORE, line["name"], line)
+
+
+def restores(results: StateResults, size: str, repetitions: int) -> None:
+    for line in _measured(_TRAIN, size, "--measure=restore", f"--repetitions={repetitions}"):
+        results.take(RESTORE, line["event"], line)
+
+
+def peer(results: StateResults, size: str, repetitions: int) -> None:
+    """One node stays, another one joins and is killed again and again."""
+    arguments = (f"--size={size}", "--measure=peer", "--seconds=600")
+    with Job(OURS, _TRAIN, arguments, workers=1, nodes="1:2") as job:
+        job.start_node()
+        _wait_for(job, "kept", 1, guest=0)
+        for number in range(1, repetitions + 1):
+            guest = job.start_node(place=Place(environment={"BENCHMARK_GUEST": "1"}))
+            _wait_for(job, "kept", number, guest=1)
+            guest.kill()
+            # The one that stays keeps its state with each guest, and alone before and after.
+            _wait_for(job, "kept", 2 * number + 1, guest=0)
+        for line in _lines(job):
+            if line["event"] == "restored" and line["guest"]:
+                if not line["step"]:
+                    raise JobFailed(f"a guest found no state\n{job.output()}")
+                results.take(PEER, FROM_PEER, line)
+    for _ in range(repetitions):
+        results.add(PEER, SOCKET, Repetition(bandwidth.copy_seconds(results.bytes)))
+
+
+def _wait_for(job: Job, event: str, count: int, *, guest: int) -> None:
+    def seen() -> bool:
+        found = [each for each in _lines(job) if each["event"] == event]
+        return sum(each["guest"] == guest for each in found) >= count
+
+    if not job.wait_for(seen, JOIN_PATIENCE):
+        raise JobFailed(f"not {count} times '{event}' within {JOIN_PATIENCE:g} s\n{job.output()}")
+
+
+def _measured(script: str, size: str, *arguments: str, where: Path | None = None) -> list[Line]:
+    """All that the worker of a job of one node has written down, at the end of the job."""
+    given: Sequence[str] = (f"--size={size}", *arguments)
+    with Job(OURS, script, given, workers=1, elastic=False, parent=where) as job:
+        node = job.start_node()
+        job.wait_for(lambda: node.process.poll() is not None, PATIENCE)
+        if node.process.poll() != 0:
+            raise JobFailed(f"{script} did not end well\n{job.output(40)}")
+        return list(_lines(job))
+
+
+def _lines(job: Job) -> Iterator[Line]:
+    for path in sorted((job.directory / "logs").glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            yield json.loads(line)

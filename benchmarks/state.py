@@ -1,0 +1,104 @@
+"""What it costs to lose nothing: snapshots, checkpoints, and the way back from both.
+
+A gigabyte of state under a real agent, beside a plain copy, `torch.save`, torch's own asynchronous
+checkpoints and a plain socket. See README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.harness import processes, runs, state_rows
+from benchmarks.harness.job import JobFailed
+from benchmarks.harness.results import about_this_run
+from benchmarks.harness.state_report import render
+from benchmarks.harness.state_results import StateResults
+from benchmarks.sizes import SIZES
+
+HERE = Path(__file__).resolve().parent
+ROWS = ("blocked", "overhead", "one-core", "checkpoint", "restore", "peer")
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured: a size of the model, and how often each thing is done."""
+
+    size: str
+    #: Of what takes a moment, and of what takes seconds.
+    many: int
+    few: int
+    #: Pairs of steps, and of ten steps each.
+    pairs: int
+    tens: int
+
+
+WHOLE = Extent("126m", many=20, few=7, pairs=16, tens=6)
+QUICK = Extent("10m", many=5, few=2, pairs=4, tens=2)
+
+
+class Run:
+    """One run of the benchmark."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._extent = extent = QUICK if arguments.quick else WHOLE
+        self.results = StateResults(about_this_run(), bytes=SIZES[extent.size].state_bytes)
+        self._progress = runs.Progress()
+        results, size, few = self.results, extent.size, extent.few
+        self._rows: dict[str, Callable[[], None]] = {
+            "blocked": lambda: state_rows.blocked(results, size, extent.many),
+            "overhead": lambda: self._overhead(state_rows.OVERHEAD, extent.pairs, extent.tens),
+            "one-core": lambda: self._overhead(state_rows.ONE_CORE, extent.few, 0, cores=1),
+            "checkpoint": lambda: state_rows.checkpoints(results, size, few, arguments.storage),
+            "restore": lambda: state_rows.restores(results, size, few),
+            "peer": lambda: state_rows.peer(results, size, few),
+        }
+
+    def perform(self, row: str) -> None:
+        try:
+            self._rows[row]()
+        except JobFailed as failure:
+            print(f"{row}: {failure}", file=sys.stderr)
+        for who in self.results.faults.get(row, {}):
+            summary = self.results.summary(row, who)
+            self._progress.tell(row, who, summary.count - 1, summary.median)
+
+    def finish(self) -> None:
+        self._progress.finish(self.results)
+
+    def _overhead(self, row: str, pairs: int, tens: int, cores: int = 0) -> None:
+        state_rows.overhead(self.results, row, self._extent.size, pairs, tens, cores)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a look, at 84 MB; not saved")
+    parser.add_argument("--rows", type=runs.rows_among(ROWS), default=ROWS, help=",".join(ROWS))
+    parser.add_argument(
+        "--storage", type=Path, metavar="DIR", help="where checkpoints go (default: $TMPDIR)"
+    )
+    runs.add_saving(parser, HERE / "results")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    arguments = parse(None)
+    runs.end_in_order()
+    processes.become_subreaper()
+    run = Run(arguments)
+    whole = runs.perform_all(run, arguments.rows)
+    rendered = render(run.results)
+    print(rendered)
+    some = arguments.quick or arguments.rows != ROWS
+    if whole and (not some or arguments.save) and not arguments.no_save:
+        runs.save(run.results, rendered, arguments.results, "state")
+    return 0 if whole else 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,295 @@
+"""A script that keeps its state, and writes down how long its training waits for that.
+
+    --measure blocked   snapshots with nothing to hide behind, beside a copy of the same tensors
+    --measure overhead  steps with a snapshot beside steps without, in turn
+    --measure restore   from the memory of its own node, in a worker that was killed and restarted
+    --measure peer      from the memory of another node, in a worker that has just come
+
+Runs under `torchelastic run`, which holds the memory. Every line it writes is one measurement.
+"""
+
+import argparse
+import ctypes
+import mmap
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+import workload
+from workload import StepLog
+
+import torchelastic
+from torchelastic.snapshot.layout import Memory
+from torchelastic.training.keeping_tree import address_of
+
+#: How many copies of the state a step is to take: beyond the twenty of the promise, for a copy
+#: takes longer at one time than at another.
+COPIES_PER_STEP = 22
+#: Until the thread that writes a snapshot has sealed it, in copies, with room to spare.
+SETTLING = 10
+
+
+class Kept:
+    """A state that is kept, and how long its training waits for it."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.model, self.optimizer = workload.build(arguments.size)
+        # Hooks run in the order of their registration: ours lie around that of the state.
+        self.optimizer.register_step_pre_hook(self._waits)
+        self.state = torchelastic.TorchState(model=self.model, optimizer=self.optimizer)
+        if dist.is_initialized():
+            dist.barrier()
+        began = time.perf_counter()
+        self.start = self.state.restore()
+        self.restored = time.perf_counter() - began
+        self.optimizer.register_step_pre_hook(self._goes_on)
+        self._waiting = self._waited = 0.0
+
+    def _waits(self, *_: object) -> None:
+        self._waiting = time.perf_counter()
+
+    def _goes_on(self, *_: object) -> None:
+        self._waited = time.perf_counter() - self._waiting
+
+    def step(self) -> None:
+        workload.take_step(self.model, self.optimizer, self.arguments)
+
+    def commit_before(self, work: Callable[[], object]) -> dict[str, float]:
+        """A snapshot, then something that ends with a write to the parameters."""
+        began = time.perf_counter()
+        self.state.commit()
+        commit = time.perf_counter() - began
+        work()
+        return {"seconds": commit + self._waited, "commit": commit, "wait": self._waited}
+
+    @property
+    def memory(self) -> Memory | None:
+        """What snapshots are written to; None until the agent has given it."""
+        return self.state._keeper._writer._shared._memory
+
+    def commit(self) -> Memory:
+        """A snapshot, sealed when this returns; returns the memory it is in."""
+        self.state.commit()
+        while (memory := self.memory) is None:  # that commit was too early
+            time.sleep(0.1)
+            self.state.commit()
+        while (held := memory.freshest()) is None or held.version[1] != self.state.step:
+            time.sleep(0.005)
+        return memory
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Parameters and optimizer state, which are what is copied of it."""
+        states = self.optimizer.state.values()
+        momenta = [value for each in states for value in each.values() if value is not None]
+        return [*(each.detach() for each in self.model.parameters()), *momenta]
+
+    def copy_out(self) -> float:
+        """Seconds of a copy by one thread, to where the next snapshot will be written."""
+        assert self.memory is not None
+        with self.memory.begin((self.state._keeper.generation, self.state.step + 1)) as room:
+            return copy(self.tensors(), room, out=True)
+
+    def warm_up(self) -> None:
+        """Into both buffers, until the pages of both are this process's."""
+        for _ in range(3):
+            self.step()
+            self.commit()
+            self.copy_out()
+
+
+def copy(tensors: Sequence[torch.Tensor], memory: memoryview, *, out: bool) -> float:
+    """Seconds of copying tensors out to memory or in from there, one after the other."""
+    address = address_of(memory)
+    began = time.perf_counter()
+    for tensor in tensors:
+        to, of = (address, tensor.data_ptr()) if out else (tensor.data_ptr(), address)
+        ctypes.memmove(to, of, tensor.nbytes)
+        address += tensor.nbytes
+    return time.perf_counter() - began
+
+
+# --- blocked --------------------------------------------------------------------------------------
+
+
+def measure_blocked(arguments: argparse.Namespace, log: StepLog) -> None:
+    """In turn: a copy; a snapshot right before a write; one behind a forward and backward."""
+    kept = Kept(arguments)
+    kept.warm_up()
+    settle = SETTLING * kept.copy_out()
+    behind = replace(arguments.size, batch=64)
+    for _ in range(arguments.repetitions):
+        log.write("copy", seconds=kept.copy_out())
+        log.write("snapshot", **kept.commit_before(kept.optimizer.step))
+        time.sleep(settle)
+        kept.arguments = argparse.Namespace(**{**vars(arguments), "size": behind})
+        log.write("hidden", **kept.commit_before(kept.step))
+        time.sleep(settle)
+    for number in range(arguments.repetitions):
+        blocked = kept.commit_before(kept.optimizer.step)
+        if number:  # the first one follows a pause
+            log.write("back to back", **blocked)
+
+
+# --- overhead -------------------------------------------------------------------------------------
+
+
+def measure_overhead(arguments: argparse.Namespace, log: StepLog) -> None:
+    """Pairs of equally many steps, with and without a snapshot at their beginning.
+
+    A step takes several times as long as a snapshot: what one costs lies within its pair.
+    """
+    if arguments.cores:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.cores])
+    kept = Kept(arguments)
+    kept.warm_up()
+    seconds = statistics.median(kept.copy_out() for _ in range(5))
+    kept.arguments = long_enough(kept, COPIES_PER_STEP * seconds)
+    log.write("settings", copy=seconds, batch=kept.arguments.size.batch, step=timed(kept.step))
+    for every, pairs in ((1, arguments.repetitions), (10, arguments.tens)):
+        name = "every step" if every == 1 else f"every {every} steps"
+        bare: list[float] = []
+        for first, second in take_turns(
+            lambda every=every: steps(kept, every, log),
+            lambda every=every: steps(kept, every),
+            pairs,
+        ):
+            log.write("pair", name=name, first=first, second=second)
+            bare.append(second)
+        control(kept, name, every, bare, log)
+
+
+def control(kept: Kept, name: str, every: int, bare: list[float], log: StepLog) -> None:
+    """The same without any snapshot: with steps of its own, or if those are many, with these."""
+    pairs = zip(bare[::2], bare[1::2], strict=False)
+    if every == 1:
+        pairs = take_turns(lambda: steps(kept, 1), lambda: steps(kept, 1), len(bare))
+    for first, second in pairs:
+        log.write("pair", name=f"{name}, A/A", first=first, second=second)
+
+
+def take_turns(
+    one: Callable[[], float], other: Callable[[], float], pairs: int
+) -> Iterator[tuple[float, float]]:
+    """Every other pair in reverse order."""
+    for number in range(pairs):
+        if number % 2 == 0:
+            yield one(), other()
+        else:
+            second = other()
+            yield one(), second
+
+
+def steps(kept: Kept, count: int, log: StepLog | None = None) -> float:
+    """Seconds of so many steps; with a snapshot before the first if there is a log for it."""
+
+    def run() -> None:
+        if log is not None:
+            log.write("in a step", **kept.commit_before(kept.step))
+        for _ in range(count - (log is not None)):
+            kept.step()
+
+    return timed(run)
+
+
+def timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def long_enough(kept: Kept, wanted: float) -> argparse.Namespace:
+    """The arguments with as large a batch as makes a step take the time that is wanted."""
+    size = kept.arguments.size
+    measured = []
+    for batch in (32, 96):
+        kept.arguments = argparse.Namespace(
+            **{**vars(kept.arguments), "size": replace(size, batch=batch)}
+        )
+        kept.step()
+        measured.append(min(timed(kept.step) for _ in range(3)))
+    each = max(measured[1] - measured[0], 1e-6) / 64
+    batch = max(8, round(96 + (wanted - measured[1]) / each))
+    return argparse.Namespace(**{**vars(kept.arguments), "size": replace(size, batch=batch)})
+
+
+# --- restore --------------------------------------------------------------------------------------
+
+
+def measure_restore(arguments: argparse.Namespace, log: StepLog) -> None:
+    """One generation: what restoring took, and what copying takes. Then this worker dies."""
+    kept = Kept(arguments)
+    generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if generation:
+        log.write("own memory", seconds=kept.restored, step=kept.start)
+    else:
+        kept.step()
+    held = kept.commit().freshest()
+    if generation and held is not None:
+        for _ in range(2):  # the first one maps its pages
+            seconds = copy(kept.tensors(), held.data, out=False)
+        log.write("memcpy", seconds=seconds)
+        log.write("memcpy by a new worker", seconds=copy_to_a_newcomer(kept))
+    if generation < arguments.repetitions:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def copy_to_a_newcomer(kept: Kept) -> float:
+    """Seconds to copy in as a restarted worker has to: a mapping and momenta it never touched."""
+    tensors = kept.tensors()
+    size = sum(each.nbytes for each in tensors)
+    descriptor = os.memfd_create("copy")
+    os.ftruncate(descriptor, size)
+    with mmap.mmap(descriptor, size) as filled:
+        filled.write(bytes(size))
+    parameters = len(list(kept.model.parameters()))
+    fresh = [*tensors[:parameters], *map(torch.empty_like, tensors[parameters:])]
+    mapped = mmap.mmap(descriptor, size)
+    os.close(descriptor)
+    return copy(fresh, memoryview(mapped), out=False)
+
+
+def measure_peer(arguments: argparse.Namespace, log: StepLog) -> None:
+    """One generation of a world that nodes join and leave: says what restoring took, and waits."""
+    dist.init_process_group("gloo")
+    log.in_world(0, dist.get_rank(), dist.get_world_size(), 0)
+    kept = Kept(arguments)
+    guest = int(os.environ.get("BENCHMARK_GUEST", "0"))
+    log.write("restored", seconds=kept.restored, step=kept.start, guest=guest)
+    if not kept.start:
+        kept.step()
+    dist.barrier()
+    kept.commit()
+    dist.barrier()
+    log.write("kept", guest=guest)
+    time.sleep(arguments.seconds)
+
+
+MEASURES = {
+    "blocked": measure_blocked,
+    "overhead": measure_overhead,
+    "restore": measure_restore,
+    "peer": measure_peer,
+}
+
+
+def main() -> None:
+    parser = workload.parser(__doc__)
+    parser.add_argument("--measure", choices=MEASURES, required=True)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--tens", type=int, default=2, help="pairs of ten steps each")
+    parser.add_argument("--cores", type=int, default=0, help="use so many (0: all)")
+    arguments = parser.parse_args()
+    arguments.accelerator = 0
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    MEASURES[arguments.measure](arguments, StepLog(arguments.record))
+
+
+if __name__ == "__main__":
+    main()
