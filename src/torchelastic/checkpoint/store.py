@@ -97,6 +97,8 @@ class CheckpointStore(CheckpointManager):
         # When the next one is due.
         self._pace: Pace | None = None
         self._next_step = 0
+        #: Of the last one; put here by the thread that writes, taken up by the one that trains.
+        self._measured: Measured | None = None
         self._since, self._worlds, self._blocked = time.monotonic(), 0, 0.0
         #: Seconds the last one took until it was in storage, and its step; None before the first.
         self.seconds: float | None = None
@@ -116,6 +118,8 @@ class CheckpointStore(CheckpointManager):
             return False
         if self._pace is None:
             self._pace = Pace.begin(self.every, step - 1, time.monotonic())
+        if self._measured is not None:
+            self._pace = self._pace.learned(self._measured)
         if together and self.every.steps is None:
             return step >= self._next_step
         return self._pace.is_due(step, time.monotonic())
@@ -127,6 +131,8 @@ class CheckpointStore(CheckpointManager):
         later steps is void.
         """
         self._worlds += 1
+        if self.saved_step is not None and self.saved_step > base:
+            self.saved_step = None  # void
         self._turn, self._sequence = Turn(self.catalog, _new_fence(generation), base), None
         self._turn.begin()
 
@@ -285,7 +291,7 @@ class CheckpointStore(CheckpointManager):
         def task() -> None:
             if job.rank == 0:
                 turn.ensure()
-            self._note(job.step, write(job, staging.descriptor))
+            self._note(job, write(job, staging.descriptor))
 
         self._runner.put(Task(job.step, task, staging.release))
 
@@ -293,31 +299,32 @@ class CheckpointStore(CheckpointManager):
         now = time.monotonic()
         self._blocked = now - began
         if self.every is not None:
-            self._pace = replace(self._pace or Pace.begin(self.every, step, now)).began(step, now)
+            self._pace = (self._pace or Pace.begin(self.every, step, now)).began(step, now)
 
-    def _note(self, step: int, written: Written) -> None:
-        """One is in storage: how long it took tells when the next is due."""
-        self.seconds, self.saved_step = written.seconds, step
+    def _note(self, job: Job, written: Written) -> None:
+        """It is written: how long that took tells when the next is due. Rank 0 tells the user."""
+        self.seconds = written.seconds
+        elapsed, failures = time.monotonic() - self._since, max(self._worlds - 1, 0)
+        self._measured = Measured(self._blocked, written.seconds, elapsed, failures)
+        if job.rank != 0:
+            return
+        self.saved_step = job.step
         log.info(
             "Wrote checkpoint %s, of step %d (%.1f MB), in %.2f s; it stopped training for %.3f s.",
             written.name,
-            step,
+            job.step,
             written.size / 1e6,
             written.seconds,
             self._blocked,
         )
-        if self._pace is None or not self._pace.every.auto:
-            return
-        elapsed, failures = time.monotonic() - self._since, max(self._worlds - 1, 0)
-        measured = Measured(self._blocked, written.seconds, elapsed, failures)
-        self._pace = self._pace.learned(measured)
-        log.info(
-            "The next checkpoint is due in %.0f s: one costs %.3f s, and failures are taken to be "
-            "%.0f s apart.",
-            self._pace.seconds,
-            self._blocked,
-            interval.between_failures(elapsed, failures),
-        )
+        if self.every is not None and self.every.auto:
+            log.info(
+                "The next checkpoint is due in %.0f s: one costs %.3f s, and failures are taken to "
+                "be %.0f s apart.",
+                interval.automatic(self._measured),
+                self._blocked,
+                interval.between_failures(elapsed, failures),
+            )
 
     # --- loading ---------------------------------------------------------------------------------
 

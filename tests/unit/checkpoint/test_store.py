@@ -7,6 +7,7 @@ import os
 import pickle
 import threading
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from torchelastic import checkpoint, faults
 from torchelastic.checkpoint import CheckpointStore, restricted, set_checkpoint_manager
 from torchelastic.checkpoint import store as store_module
 from torchelastic.checkpoint.catalog import Catalog
-from torchelastic.checkpoint.job import Written
 from torchelastic.checkpoint.storage import LocalStorage
 from torchelastic.errors import CheckpointError, ConfigError
 
@@ -356,8 +356,8 @@ def test_failures_make_it_shorter(open_store, tmp_path, monkeypatch):
     for generation in range(3):
         store.entered(generation, generation)
         saved(store, generation + 1, generation=generation)
-        store._blocked = 1.0
-        store._note(generation + 1, Written("x", 1, 0.0))
+        store._measured = replace(store._measured, blocked=1.0, written=0.0)
+        store.is_due(generation + 2)
         intervals.append(store._pace.seconds)
     assert intervals == sorted(intervals, reverse=True)
     assert intervals[0] > intervals[-1]
@@ -409,6 +409,14 @@ def test_no_time_is_no_checkpoint(used, caplog):
     checkpoint.save_before_leaving(Number(6), 6, grace=30)
     assert steps(used) == [5]
     assert "one takes 100.0 s, and" in caplog.text
+
+
+def test_what_is_void_is_stored_again_before_leaving(used):
+    checkpoint.save(Number(9), 9, generation=0)
+    checkpoint.finish()
+    checkpoint.entered(1, base=5)
+    checkpoint.save_before_leaving(Number(7), 7, 1, grace=30)
+    assert steps(used) == [7]
 
 
 def test_a_leaver_is_not_kept_by_storage_that_fails(used, caplog):
