@@ -124,7 +124,7 @@ store = CheckpointStore(sys.argv[1], writer="process")
 store.save({"w": torch.zeros(1)}, 1)
 store.finish()
 print(store._process._process.pid, flush=True)
-store.save({"w": torch.zeros(100_000_000)}, 2)
+store.save({"w": torch.zeros(30_000_000)}, 2)
 while not any(name.startswith(".new-") for name in os.listdir(sys.argv[1])):
     pass
 os.kill(os.getpid(), signal.SIGKILL)
