@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from workload import StepLog
 
 import torchelastic
 from torchelastic.snapshot.layout import Memory
+from torchelastic.training.keeping_agent import Agent
 from torchelastic.training.keeping_tree import address_of
 
 #: How many copies of the state a step is to take: beyond the twenty of the promise, for a copy
@@ -150,7 +152,8 @@ def measure_overhead(arguments: argparse.Namespace, log: StepLog) -> None:
     kept.warm_up()
     seconds = statistics.median(kept.copy_out() for _ in range(5))
     kept.arguments = long_enough(kept, COPIES_PER_STEP * seconds)
-    log.write("settings", copy=seconds, batch=kept.arguments.size.batch, step=timed(kept.step))
+    step = statistics.median(timed(kept.step) for _ in range(3))
+    log.write("settings", copy=seconds, batch=kept.arguments.size.batch, step=step)
     for every, pairs in ((1, arguments.repetitions), (10, arguments.tens)):
         name = "every step" if every == 1 else f"every {every} steps"
         bare: list[float] = []
@@ -257,10 +260,11 @@ def copy_to_a_newcomer(kept: Kept) -> float:
 def measure_peer(arguments: argparse.Namespace, log: StepLog) -> None:
     """One generation of a world that nodes join and leave: says what restoring took, and waits."""
     dist.init_process_group("gloo")
-    log.in_world(0, dist.get_rank(), dist.get_world_size(), 0)
+    opened = time_what_agents_do()
     kept = Kept(arguments)
     guest = int(os.environ.get("BENCHMARK_GUEST", "0"))
-    log.write("restored", seconds=kept.restored, step=kept.start, guest=guest)
+    facts = {"step": kept.start, "guest": guest, "transfer": sum(opened)}
+    log.write("restored", seconds=kept.restored, **facts)
     if not kept.start:
         kept.step()
     dist.barrier()
@@ -268,6 +272,20 @@ def measure_peer(arguments: argparse.Namespace, log: StepLog) -> None:
     dist.barrier()
     log.write("kept", guest=guest)
     time.sleep(arguments.seconds)
+
+
+def time_what_agents_do() -> list[float]:
+    """The seconds until an agent had a piece for us, each time it is asked for one."""
+    plain, seconds = Agent.open, []
+
+    def open_and_tell(*arguments: Any) -> Memory:
+        began = time.perf_counter()
+        memory = plain(*arguments)
+        seconds.append(time.perf_counter() - began)
+        return memory
+
+    Agent.open = open_and_tell
+    return seconds
 
 
 MEASURES = {

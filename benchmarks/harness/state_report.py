@@ -9,7 +9,7 @@ from benchmarks.harness import state_rows as rows
 from benchmarks.harness.bars import Bar
 from benchmarks.harness.report import NOT_MEASURED, Row, about, table, verdict
 from benchmarks.harness.state_results import StateResults
-from benchmarks.harness.summary import Summary, ratio_interval
+from benchmarks.harness.summary import RatioInterval, Summary, ratio_interval
 
 HEAD = ("measure", "torchelastic", "against", "ratio", "wanted")
 SPREAD_HEAD = ("measure", "what", "repetitions", "median", "quartiles", "min to max")
@@ -114,14 +114,20 @@ def _overhead(results: StateResults, row: str, name: str) -> Row:
         bar = bars.overhead(pairs, most, settings["step"], settings["copy"])
     copies = settings["step"] / settings["copy"]
     what = name.removeprefix(f"{row}, ")
-    low, mean, high = (100 * (each - 1) for each in (interval.low, interval.ratio, interval.high))
     return (
         f"overhead of a snapshot {what}{_where(row)}, steps of {copies:.0f} copies",
         milliseconds(with_it),
         f"{'the same' if 'A/A' in name else 'without'}: {milliseconds(without)}",
-        f"{mean:+.1f} % ({low:+.1f} to {high:+.1f}), {len(pairs)} pairs",
+        _percent(interval),
         verdict(bar.wanted, bar.met) if bar else "reported",
     )
+
+
+def _percent(interval: RatioInterval) -> str:
+    """`+3.1 % (+2.0 to +4.2), 16 pairs`."""
+    low, mean, high = (100 * (each - 1) for each in (interval.low, interval.ratio, interval.high))
+    spread = f" ({low:+.1f} to {high:+.1f})" if interval.pairs > 1 else ""
+    return f"{mean:+.1f} %{spread}, {interval.pairs} pairs"
 
 
 def _where(row: str) -> str:
@@ -161,16 +167,14 @@ def _restores(results: StateResults) -> list[Row]:
     ours = results.summary(rows.RESTORE, rows.OWN_MEMORY)
     if not ours.times:
         return []
-    copy = results.summary(rows.RESTORE, rows.MEMCPY)
-    bar = bars.in_copies(ours, copy, bars.RESTORE_COPIES, "a memcpy")
     title = "restore from own memory"
-    return [
-        _line(title, ours, copy, "memcpy", bar),
-        *(
-            _line(title, ours, results.summary(rows.RESTORE, name), name, None)
-            for name in (rows.MEMCPY_FRESH, *rows.LOADED)
-        ),
-    ]
+    found = []
+    for name in (rows.MEMCPY, rows.MEMCPY_FRESH, *rows.LOADED):
+        basis = results.summary(rows.RESTORE, name)
+        copied = name not in rows.LOADED
+        bar = bars.in_copies(ours, basis, bars.RESTORE_COPIES, "it") if copied else None
+        found.append(_line(title, ours, basis, name, bar))
+    return found
 
 
 def _peer(results: StateResults) -> list[Row]:
@@ -179,7 +183,12 @@ def _peer(results: StateResults) -> list[Row]:
         return []
     title = f"restore from a peer's memory, {_rate(results, ours)}"
     name = f"plain socket, {_rate(results, socket)}"
-    return [_line(title, ours, socket, name, bars.bandwidth_share(ours, socket))]
+    transfer = results.details(rows.PEER, rows.FROM_PEER, "transfer")
+    of_it = f"of it, until the agent has the bytes, {_rate(results, transfer)}"
+    return [
+        _line(title, ours, socket, name, bars.bandwidth_share(ours, socket)),
+        _line(of_it, transfer, socket, name, None),
+    ]
 
 
 def _rate(results: StateResults, summary: Summary) -> str:

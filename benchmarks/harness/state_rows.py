@@ -87,7 +87,7 @@ def peer(results: StateResults, size: str, repetitions: int) -> None:
             if line["event"] == "restored" and line["guest"]:
                 if not line["step"]:
                     raise JobFailed(f"a guest found no state\n{job.output()}")
-                results.take(PEER, FROM_PEER, line)
+                results.take(PEER, FROM_PEER, line, "transfer")
     for _ in range(repetitions):
         results.add(PEER, SOCKET, Repetition(bandwidth.copy_seconds(results.bytes)))
 

@@ -1,0 +1,152 @@
+"""The parts of `state.py` that need no agents: what is wanted, when it is met, and the report."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.harness import state_bars as bars
+from benchmarks.harness import state_rows as rows
+from benchmarks.harness.scenarios import Repetition
+from benchmarks.harness.state_report import milliseconds, render
+from benchmarks.harness.state_results import StateResults
+from benchmarks.harness.summary import Summary
+from benchmarks.sizes import SIZES
+from benchmarks.state import QUICK, WHOLE
+
+ABOUT = {"date": "today", "commit": "c", "torch": "2", "python": "3", "cores": 2, "cpu": "x"}
+NOTHING = Summary(())
+
+
+def summary(*seconds):
+    return Summary(seconds)
+
+
+def results():
+    """A run of every row: each time is what it is measured against, and a tenth."""
+    made = StateResults(dict(ABOUT), bytes=1_000_000_000)
+
+    def add(row, who, seconds, **details):
+        made.add(row, who, Repetition(seconds, details=details))
+
+    for who in (rows.SNAPSHOT, rows.HIDDEN, rows.BACK_TO_BACK):
+        add(rows.BLOCKED, who, 0.11, commit=0.01, wait=0.1)
+    add(rows.BLOCKED, rows.COPY, 0.1)
+    for row in (rows.OVERHEAD, rows.ONE_CORE):
+        made.settings[row] = {"copy": 0.1, "step": 2.2, "batch": 64}
+        add(row, rows.IN_A_STEP, 0.002, commit=0.001, wait=0.001)
+        made.pairs[f"{row}, every step"] = [(1.10, 1.0), (1.101, 1.0)]
+        made.pairs[f"{row}, every step, A/A"] = [(1.0, 1.0), (1.01, 1.0)]
+    made.pairs["overhead, every 10 steps"] = [(1.001, 1.0), (1.002, 1.001)]
+    for row in (rows.CHECKPOINT, rows.FIRST_CHECKPOINT):
+        for who, seconds in zip(
+            (rows.OURS_SAVED, rows.TORCH_SAVE, *rows.DCP_SAVED), (0.1, 2, 1, 0.3, 0.2), strict=True
+        ):
+            add(row, who, seconds, stored=3.0)
+    add(rows.RESTORE, rows.OWN_MEMORY, 0.11)
+    for who in (rows.MEMCPY, rows.MEMCPY_FRESH, *rows.LOADED):
+        add(rows.RESTORE, who, 0.1)
+    add(rows.PEER, rows.FROM_PEER, 1.0, transfer=0.8)
+    add(rows.PEER, rows.SOCKET, 0.5)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("ours", "copy", "met"),
+    [
+        (summary(0.12), summary(0.1), True),
+        (summary(0.121), summary(0.1), False),
+        (summary(0.1, 0.1, 9.0), summary(0.1), True),
+        (NOTHING, summary(0.1), None),
+        (summary(0.1), NOTHING, None),
+    ],
+)
+def test_so_many_copies_at_most(ours, copy, met):
+    assert bars.in_copies(ours, copy, 1.2, "a copy").met is met
+
+
+@pytest.mark.parametrize(
+    ("pairs", "met"),
+    [
+        ([(1.01, 1.0), (1.012, 1.0), (1.011, 1.0)], True),
+        ([(1.10, 1.0), (1.11, 1.0), (1.12, 1.0)], False),
+        ([(1.00, 1.0), (1.10, 1.0), (1.03, 1.0)], None),  # the interval has the limit in it
+        ([(1.10, 1.0)], None),
+        ([], None),
+    ],
+)
+def test_an_overhead_is_judged_by_its_interval(pairs, met):
+    assert bars.overhead(pairs, 0.05, step=2.0, copy=0.1).met is met
+
+
+def test_an_overhead_of_steps_that_are_too_short_proves_nothing():
+    pairs = [(1.0, 1.0), (1.001, 1.0)]
+    bar = bars.overhead(pairs, 0.05, step=1.9, copy=0.1)
+    assert bar.met is None
+    assert "shorter than 20 copies" in bar.wanted
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "met"), [(0.1, 1.0, True), (0.11, 1.0, False), (0.1, None, None)]
+)
+def test_ten_times_less_than_saving(ours, theirs, met):
+    basis = NOTHING if theirs is None else summary(theirs)
+    assert bars.less_than_saving(summary(ours), basis).met is met
+
+
+@pytest.mark.parametrize(("ours", "met"), [(0.2, True), (0.21, False)])
+def test_not_more_than_the_best_of_the_others(ours, met):
+    assert bars.not_more(summary(ours), [summary(1.0), summary(0.2), NOTHING]).met is met
+
+
+@pytest.mark.parametrize(("ours", "met"), [(0.8, True), (0.9, False)])
+def test_a_share_of_the_bandwidth(ours, met):
+    assert bars.bandwidth_share(summary(ours), summary(0.5)).met is met
+
+
+def test_the_report_has_every_row_and_its_verdict():
+    text = render(results())
+
+    def line(beginning):
+        return next(each for each in text.splitlines() if each.startswith(f"| {beginning}"))
+
+    assert line("blocked per snapshot, nothing").endswith("1.10 | at most 1.2 times a copy: met |")
+    assert "steps of 22 copies" in line("overhead of a snapshot every step")
+    assert "**missed**" in line("overhead of a snapshot every step, steps")
+    assert line("overhead of a snapshot every step, A/A").endswith("reported |")
+    assert line("overhead of a snapshot every step, no free core").endswith("reported |")
+    assert line("overhead of a snapshot every 10 steps").endswith("up to 1%: met |")
+    assert "at least 10 times less: met" in line("blocked per checkpoint |")
+    assert text.count("not more than the best of DCP's: met") == 1
+    assert line("restore from own memory").endswith("at most 1.3 times it: met |")
+    assert "1.00 GB/s" in line("restore from a peer's memory")
+    assert "**missed**" in line("restore from a peer's memory")
+
+
+def test_a_run_of_nothing_has_a_report():
+    assert "State of 84 MB" in render(
+        StateResults(dict(ABOUT), bytes=SIZES[QUICK.size].state_bytes)
+    )
+
+
+def test_results_are_read_again_as_they_were_saved():
+    made = results()
+    assert StateResults.from_json(made.to_json()) == made
+
+
+def test_the_sizes_are_a_look_and_a_gigabyte():
+    assert SIZES[WHOLE.size].state_bytes == pytest.approx(1e9, rel=0.01)
+    # Beyond the sizes from which snapshots are checked later, and a process writes checkpoints.
+    assert SIZES[QUICK.size].state_bytes > 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        ((0.001234,), "1.23 ms (1.23 to 1.23)"),
+        ((0.0312, 0.028, 0.0401), "31.2 ms (28.0 to 40.1)"),
+        ((1.5, 1.5), "1,500 ms (1,500 to 1,500)"),
+        ((), "not measured"),
+    ],
+)
+def test_milliseconds(seconds, text):
+    assert milliseconds(Summary(seconds)) == text
