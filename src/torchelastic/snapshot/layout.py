@@ -37,6 +37,7 @@ Version = tuple[int, int]
 #: The piece that every node has one of: state that is the same on all workers.
 SHARED = "shared"
 _OWN = "own:"
+_SHARD = "shard:"
 
 _MAGIC = b"TESNAP01"
 #: magic, buffers, bytes of a buffer, bytes of a skeleton.
@@ -73,29 +74,48 @@ def own(rank: int) -> str:
     return f"{_OWN}{rank}"
 
 
-def rank_of(piece: str) -> int | None:
-    """The rank whose own piece it is; None for the shared one, `ValueError` for no piece at all.
+def shard(rank: int) -> str:
+    """The piece that holds this rank's parts of tensors that are sharded over ranks.
 
-    >>> rank_of("own:3"), rank_of("shared")
-    (3, None)
+    >>> shard(3)
+    'shard:3'
+    """
+    return f"{_SHARD}{rank}"
+
+
+def is_shard(piece: str) -> bool:
+    return piece.startswith(_SHARD)
+
+
+def rank_of(piece: str) -> int | None:
+    """The rank that writes it; None for the shared one, `ValueError` for no piece at all.
+
+    >>> rank_of("own:3"), rank_of("shard:4"), rank_of("shared")
+    (3, 4, None)
     """
     if piece == SHARED:
         return None
-    digits = piece.removeprefix(_OWN)
+    digits = piece.removeprefix(_SHARD if is_shard(piece) else _OWN)
     if piece == digits or not (digits.isascii() and digits.isdigit()) or len(digits) > 9:
-        raise ValueError(f"'{piece[:40]}' is no piece: it is '{SHARED}' or '{_OWN}' and a rank.")
+        raise ValueError(
+            f"'{piece[:40]}' is no piece: it is '{SHARED}', or '{_OWN}' or '{_SHARD}' and a rank."
+        )
     return int(digits)
 
 
-def buffers_for(piece: str) -> int:
-    """How many versions a piece needs room for.
+def buffers_for(piece: str, *, replicated: bool = False) -> int:
+    """How many versions a piece needs room for; `replicated`: copies are sent from it.
 
     Shared state is the same everywhere: whoever has the freshest can give it to all, and while it
     is written the one before is there. Of own pieces all must be of one version, and workers write
     at different speeds. One may write version n + 1 while another still writes n, though never
-    n - 1: a step joins them all. With three buffers both then have n - 1.
+    n - 1: a step joins them all. With three buffers both then have n - 1. One more is for a copy
+    on its way, which no worker writes to then. Of shards a new version is begun only when the last
+    one is complete, copies and all (`training.keeping_writer`), so that two will do.
     """
-    return 2 if piece == SHARED else 3
+    if piece == SHARED or is_shard(piece):
+        return 2
+    return 4 if replicated else 3
 
 
 @dataclass(frozen=True)

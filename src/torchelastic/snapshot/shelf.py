@@ -89,9 +89,7 @@ class Shelf:
     def make_room(self, piece: str, size: int, skeleton: int, *, take: bool = True) -> Kept:
         """The memory that a worker of this node is to write a piece to; without its pages, if it is
         new, where they are not wanted yet."""
-        buffers = buffers_for(piece)
-        if self._replicated and rank_of(piece) is not None:
-            buffers += 1
+        buffers = buffers_for(piece, replicated=self._replicated)
         return self._place(piece, "", Sizes(size, skeleton, buffers), take=take)
 
     def make_room_for_replica(self, piece: str, origin: str, size: int, skeleton: int) -> Kept:
@@ -216,15 +214,21 @@ class Shelf:
         with self._lock:
             generations = {version[0] for _, version in written}
             self._sealed.update((version[0], piece) for piece, version in written)
+            if not self.awaits_replicas:
+                self._note_replicated(written)
             for generation in generations:
                 self._let_go(generation)
 
     def note_replicated(self, piece: str, version: Version) -> None:
         """This version has all its replicas."""
         with self._lock:
+            self._note_replicated([(piece, version)])
+            self._let_go(version[0])
+
+    def _note_replicated(self, pieces: Sequence[tuple[str, Version]]) -> None:
+        for piece, version in pieces:
             for kept in self._of(piece, ""):
                 kept.memory.note_replicated(version)
-            self._let_go(version[0])
 
     def _let_go(self, generation: int) -> None:
         """Drop what is of older generations, if this one does not need it any more.

@@ -1,7 +1,8 @@
 """Run + keep: a script's state, kept in memory of its agent's and taken from there after a restart.
 
     restore   all ranks tell what their nodes hold; `keeping_plan` says what to go on from
-              each rank finds and checks its pieces of it, and says whether it could
+              each rank finds and checks its pieces of it, and says whether it could; of tensors
+              that are sharded it takes its parts out of all ranks' pieces (`keeping_reshard`)
               all could: everybody loads.  One could not: everybody tries the next
               nothing in any memory: the latest checkpoint, read by rank 0 and sent to all
               something, but nobody can use it, and no checkpoint: an error, not step 0
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from torchelastic import checkpoint, env, faults
@@ -27,12 +29,22 @@ from torchelastic.errors import CheckpointError, SnapshotError
 from torchelastic.snapshot.layout import SHARED, Held, Memory, Version, own
 from torchelastic.snapshot.messages import Holding, Holdings, Settled
 from torchelastic.training import keeping_exchange as exchange
-from torchelastic.training import private, transfer
+from torchelastic.training import keeping_reshard, private, transfer
 from torchelastic.training.buffers import Buffers
 from torchelastic.training.keeping_agent import Holder
-from torchelastic.training.keeping_plan import Node, Nodes, bases, lacking, source
+from torchelastic.training.keeping_dtensor import Sharded
+from torchelastic.training.keeping_plan import (
+    Node,
+    Nodes,
+    bases,
+    lacking,
+    source,
+    without_shards,
+)
+from torchelastic.training.keeping_reshard import Assembly
+from torchelastic.training.keeping_shards import Piece, Shards
 from torchelastic.training.keeping_tree import Stored, Tree
-from torchelastic.training.keeping_writer import Place, Writer
+from torchelastic.training.keeping_writer import Place, Standing, Writer
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +64,9 @@ class _Found:
     memories: list[Memory]
     #: What has yet to be checked.
     unchecked: Held | None
+    #: The tensors that are sharded, and where their parts are.
+    targets: Sharded
+    shards: Assembly | None = None
 
     def close(self) -> None:
         for memory in self.memories:
@@ -69,6 +84,7 @@ class Keeper:
         optimizers: Sequence[Optimizer],
         holder: Holder | None,
         *,
+        shards: Shards,
         before_seal: Callable[[float], bool] | None = None,
     ) -> None:
         """`before_seal` is called in a thread before a snapshot counts, with seconds to wait at
@@ -77,6 +93,9 @@ class Keeper:
         self._before_seal = before_seal
         self._state, self._tree, self._buffers, self._holder = state, tree, buffers, holder
         self._private = private.Reader(buffers).read
+        self._shards = shards
+        #: Those who vote on whether shards are kept; None: the default group.
+        self._voters: ProcessGroup | None = None
         self.rank, self.size = exchange.place()
         self.generation = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._first = False
@@ -108,11 +127,24 @@ class Keeper:
             faults.position(rank=self.rank, step=step, generation=self.generation)
         if self._holder is not None and self._writer is not None:
             self._resolve_doubt(self._writer)
-            flat = self._tree.flatten() if self._first else None
-            self._writer.publish(version, flat, private.pack(self._private()))
+            if not self._shards.any or self._all_may_begin(self._writer):
+                self._publish(self._writer, version)
             self._holder.progress(step)
         if self.rank == 0 and checkpoint.is_due(step):
             checkpoint.save(self._state, step, self.generation)
+
+    def _publish(self, writer: Writer, version: Version) -> None:
+        self._shards.reshard()
+        flat = self._tree.flatten() if self._first else None
+        shards = None
+        if self._shards.any:
+            shards = self._shards.flatten(self._tree.form, self._tree.sharded())
+        writer.publish(version, flat, private.pack(self._private()), shards)
+
+    def _all_may_begin(self, writer: Writer) -> bool:
+        """Collective: whether a version of the shards is begun; all ranks come to the same."""
+        least = exchange.least(writer.standing(), self._voters)
+        return writer.may_begin(Standing(least))
 
     def _resolve_doubt(self, writer: Writer) -> None:
         """Nothing is committed that was made from a damaged snapshot."""
@@ -136,17 +168,15 @@ class Keeper:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+        if self._shards.any:
+            self._prepare_shards()
         here, nodes = self._tell_each_other()
         self._first = nodes[here].first == self.rank
         choices = bases(nodes, self.size)
         found, base = self._from_memory(here, nodes, choices)
         base = base or self._from_checkpoint()
-        if base is None and choices:
-            raise SnapshotError(
-                f"There are snapshots up to step {choices[0][1]}, but not all ranks can use one "
-                "(their logs say why), and there is no checkpoint. To begin anew is for you to "
-                "decide: end the job and start it again."
-            )
+        if base is None:
+            _refuse_to_begin_anew(choices, without_shards(nodes))
         self._begin(base or NOTHING, found)
         return base[1] if base is not None else None
 
@@ -164,6 +194,16 @@ class Keeper:
             self._doubt = found, self._writer.check(found.unchecked)
         elif found is not None:
             found.close()
+
+    def _prepare_shards(self) -> None:
+        if checkpoint.get_checkpoint_manager() is not None:
+            raise TypeError(
+                "commit() takes no checkpoints of sharded state, which rank 0 does not have: set "
+                "no checkpoint manager, and call CheckpointStore.save(..., together=True) on all "
+                "ranks."
+            )
+        self._shards.reshard()
+        self._voters = exchange.quick_group()
 
     def _tell_each_other(self) -> tuple[str, Nodes]:
         """Collective: the name of this node, and what all of them hold."""
@@ -188,6 +228,8 @@ class Keeper:
     ) -> tuple[_Found | None, Version | None]:
         for version in choices:
             found = self._find(here, nodes, version)
+            if self._shards.any:
+                found = self._find_shards(found, here, nodes, version)
             if exchange.all_of_them(found is not None) and found is not None:
                 self._load(found, version, lacking(nodes, version, self.size))
                 return found, version
@@ -203,16 +245,38 @@ class Keeper:
             if shared is None:
                 raise SnapshotError("no node that has it can be reached")
             stored = self._tree.read(shared.skeleton, shared.data)
+            targets = self._shards.targets(stored.sharded(), self._tree.sharded())
             mine = self._held(here, nodes, own(self.rank), version, memories)
             left = private.unpack(bytes(mine.data)) if mine is not None else None
             # One worker of a node looks for all: if it fails, all of them begin anew.
             later = self._first and len(shared.data) > CHECKED_FIRST
-            return _Found(stored, left, memories, shared if later else None)
+            return _Found(stored, left, memories, shared if later else None, targets)
         except SnapshotError as error:
             log.warning("The snapshot of step %d cannot be used here: %s", version[1], error)
             for memory in memories:
                 memory.close()
             return None
+
+    def _find_shards(
+        self, found: _Found | None, here: str, nodes: Nodes, version: Version
+    ) -> _Found | None:
+        """Collective: find this rank's parts of what is sharded; None if it cannot."""
+        memories: list[Memory] = found.memories if found is not None else []
+
+        def opened(piece: str) -> Piece:
+            held = self._held(here, nodes, piece, version, memories)
+            if held is None:
+                raise SnapshotError("no node that has it can be reached")
+            return Piece.read(self._tree.form, held.skeleton, held.data)
+
+        targets = found.targets if found is not None else None
+        shards = keeping_reshard.find(targets, self.rank, nodes, version, opened)
+        if found is not None and shards is not None:
+            found.shards = shards
+            return found
+        for memory in memories:
+            memory.close()
+        return None
 
     def _held(
         self, here: str, nodes: Nodes, piece: str, version: Version, memories: list[Memory]
@@ -230,7 +294,10 @@ class Keeper:
         return held
 
     def _load(self, found: _Found, version: Version, lost: Sequence[int]) -> None:
-        self._tree.load(found.shared)
+        if found.shards is not None:
+            found.shards.copy()
+            found.shards = None
+        self._tree.load(found.shared, found.targets)
         self._buffers.find()
         if found.own is not None:
             private.restore(found.own, self._buffers)
@@ -269,6 +336,22 @@ class Keeper:
         received = transfer.share(world, tree, holders=[0], into=own_tree if self.rank else None)
         if self.rank != 0:
             self._tree.put(received)
+
+
+def _refuse_to_begin_anew(unusable: Sequence[Version], lost: Sequence[Version]) -> None:
+    """Nobody begins at step 0 while there are snapshots."""
+    if unusable:
+        raise SnapshotError(
+            f"There are snapshots up to step {unusable[0][1]}, but not all ranks can use one "
+            "(their logs say why), and there is no checkpoint. To begin anew is for you to "
+            "decide: end the job and start it again."
+        )
+    if lost:
+        raise SnapshotError(
+            f"There are snapshots up to step {lost[0][1]}, but shards of them were lost with their "
+            "nodes, and there is no checkpoint. To begin anew, or from a checkpoint of your own, "
+            "is for you to decide: end the job and start it again."
+        )
 
 
 def nodes_of(said: Sequence[Any]) -> dict[str, Node]:

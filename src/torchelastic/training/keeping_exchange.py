@@ -43,9 +43,23 @@ def gather(said: Any) -> list[Any]:
 
 def all_of_them(well: bool) -> bool:
     """Collective: whether every rank says that it is well."""
+    return bool(least(int(well)))
+
+
+def least(number: int, group: dist.ProcessGroup | None = None) -> int:
+    """Collective: the smallest of what the ranks say."""
     _, size = place()
     if size == 1:
-        return well
-    votes = torch.tensor([int(well)], device=device_of(dist.get_backend()))
-    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
-    return bool(votes.item())
+        return number
+    votes = torch.tensor([number], device=device_of(dist.get_backend(group)))
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
+    return int(votes.item())
+
+
+def quick_group() -> dist.ProcessGroup | None:
+    """Collective: a group whose votes no GPU has to be waited for; None: the default one is."""
+    _, size = place()
+    if size == 1 or dist.get_backend() == "gloo":
+        return None
+    made: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return made

@@ -6,6 +6,8 @@ parameters and optimizer state: nearly all of the bytes, in the same tensors ste
 *passing* half is everything else: buffers, hyperparameters, and the other parts of the state.
 
 In the bytes the large tensors of the lasting half come first (`Layout`).
+
+Of tensors that are sharded over ranks there is only said that they are (`keeping_dtensor`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchelastic.errors import SnapshotError, TransferError
-from torchelastic.training import fitting, parts, shared
+from torchelastic.training import fitting, keeping_dtensor, parts, shared
+from torchelastic.training.keeping_boxes import Shape
+from torchelastic.training.keeping_dtensor import Sharded
 from torchelastic.training.parts import Spec
 
 #: Tensors below this many bytes are small: to copy one costs less than to watch over it.
@@ -37,6 +41,8 @@ class Flat:
     skeleton: bytes
     lasting: Sequence[torch.Tensor]
     passing: Sequence[torch.Tensor]
+    #: What counts writes to the large tensors of the lasting half, where they do not themselves.
+    watched: Sequence[torch.Tensor] | None = None
 
 
 class Tree:
@@ -53,24 +59,29 @@ class Tree:
         """`rest` says what else there is, `put_rest` puts it back."""
         self._modules, self._optimizers = modules, optimizers
         self._rest, self._put_rest = rest, put_rest
-        self._form = str(fitting.number_of(form))
+        self.form = str(fitting.number_of(form))
         #: The lasting half as it was flattened last, and of which tensors it was made.
         self._marks: list[tuple[int, int]] = []
-        self._flat: tuple[str, list[torch.Tensor]] | None = None
+        self._flat: _Lasting | None = None
 
     def flatten(self) -> Flat:
         """The state now."""
-        lasting, tensors = self._flatten_lasting()
+        lasting = self._flatten_lasting()
         passing, others = parts.flatten(self._passing())
-        return Flat("\n".join((self._form, lasting, passing)).encode(), tensors, others)
+        skeleton = "\n".join((self.form, lasting.skeleton, passing)).encode()
+        return Flat(skeleton, lasting.tensors, others)
 
-    def _flatten_lasting(self) -> tuple[str, list[torch.Tensor]]:
+    def sharded(self) -> Sharded:
+        """The tensors that are not in it, since each rank has a part of them."""
+        return self._flatten_lasting().sharded
+
+    def _flatten_lasting(self) -> _Lasting:
         """Anew only if it is in other tensors: a model may have thousands."""
         marks = self._current_marks()
         if marks is None:
-            return parts.flatten(self._lasting())
+            return _Lasting.of(self._lasting())
         if self._flat is None or marks != self._marks:
-            self._marks, self._flat = marks, parts.flatten(self._lasting())
+            self._marks, self._flat = marks, _Lasting.of(self._lasting())
         return self._flat
 
     def _current_marks(self) -> list[tuple[int, int]] | None:
@@ -108,7 +119,7 @@ class Tree:
             stored = Stored(lasting, passing, parts.specs(lasting), parts.specs(passing), data)
         except (ValueError, TransferError) as error:
             raise SnapshotError(f"A snapshot cannot be read: {error}.") from None
-        if form != self._form:
+        if form != self.form:
             raise SnapshotError(
                 "A snapshot is of another model, or has other parts, than this script's state."
             )
@@ -116,12 +127,15 @@ class Tree:
             raise SnapshotError("A snapshot is shorter than its skeleton says.")
         return stored
 
-    def load(self, stored: Stored) -> None:
-        """Put it into the modules, the optimizers and the rest."""
-        own = dict(parts.tensors_by_path(self._lasting()))
+    def load(self, stored: Stored, sharded: Sharded) -> None:
+        """Put it into the modules, the optimizers and the rest; sharded tensors are loaded."""
+        live = self._lasting()
+        keeping_dtensor.take_out(live)
+        own = dict(parts.tensors_by_path(live))
         tensors = stored.tensors(lambda spec: _room(spec, own.get(spec.path)))
         count = len(stored.lasting_specs)
         lasting = parts.restore(stored.lasting, tensors[:count])
+        keeping_dtensor.put_in(lasting, sharded)
         passing = parts.restore(stored.passing, tensors[count:])
         self.put([lasting, passing])
 
@@ -144,6 +158,21 @@ class Tree:
 
 
 @dataclass(frozen=True)
+class _Lasting:
+    """The lasting half, taken apart."""
+
+    skeleton: str
+    tensors: Sequence[torch.Tensor]
+    sharded: Sharded
+
+    @classmethod
+    def of(cls, tree: dict[str, Any]) -> _Lasting:
+        sharded = keeping_dtensor.take_out(tree)
+        said = {"sharded": keeping_dtensor.shapes_of(sharded)} if sharded else {}
+        return cls(*parts.flatten(tree | said), sharded)
+
+
+@dataclass(frozen=True)
 class Stored:
     """A state that lies in memory."""
 
@@ -157,6 +186,14 @@ class Stored:
     def layout(self) -> Layout:
         lasting, passing = self.lasting_specs, self.passing_specs
         return Layout.of([one.nbytes for one in lasting], [one.nbytes for one in passing])
+
+    def sharded(self) -> dict[str, Shape]:
+        """The tensors that are sharded over ranks, which lie elsewhere."""
+        nowhere = [
+            torch.empty(one.shape, dtype=one.dtype, device="meta") for one in self.lasting_specs
+        ]
+        tree = parts.restore(self.lasting, nowhere)
+        return keeping_dtensor.read_shapes(tree.get("sharded", {}))
 
     def tensors(self, room_for: Callable[[Spec], torch.Tensor]) -> list[torch.Tensor]:
         """Its tensors, copied to where there is room for each: lasting ones, then the others."""

@@ -66,7 +66,7 @@ def _load_buffer(module: nn.Module, name: str, value: torch.Tensor) -> None:
 
 def optimizer_tree(optimizer: Optimizer) -> dict[str, Any]:
     """State by the number of the parameter, as `state_dict` has it, and the hyperparameters."""
-    numbers = {p: i for i, p in enumerate(_parameters(optimizer))}
+    numbers = {p: i for i, p in enumerate(parameters_of(optimizer))}
     return {
         "state": {
             numbers[key] if isinstance(key, torch.Tensor) else key: dict(entries)
@@ -78,7 +78,7 @@ def optimizer_tree(optimizer: Optimizer) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_optimizer(optimizer: Optimizer, tree: Mapping[str, Any]) -> None:
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer)
     Hyperparameters(optimizer).load(tree["groups"])
     state = optimizer.state
     wanted = {
@@ -103,5 +103,6 @@ def taken(live: Any, value: Any) -> Any:
     return fill(live, value) if fits(live, value) else value
 
 
-def _parameters(optimizer: Optimizer) -> Sequence[torch.Tensor]:
+def parameters_of(optimizer: Optimizer) -> Sequence[torch.Tensor]:
+    """By the numbers that `state_dict` has for them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -17,6 +17,8 @@ from torchelastic.data.progress import Progress
 from torchelastic.training import ddp, keeping_agent, parts, private, session, shared, transfer
 from torchelastic.training.buffers import Buffers
 from torchelastic.training.keeping import Keeper
+from torchelastic.training.keeping_dtensor import take_out
+from torchelastic.training.keeping_shards import Shards
 from torchelastic.training.keeping_tree import Tree
 from torchelastic.training.private import Private, Publisher
 from torchelastic.training.session import Session
@@ -103,7 +105,10 @@ class TorchState(State):
         self._listeners: list[Callable[[], object]] = _listeners(self._stateful)
         self._ledger = ledger
         self._recorded = _recorded(self._stateful, ledger)
-        for name, tree in self._solid().items():
+        solid = self._solid()
+        #: The names of tensors that are sharded over ranks.
+        self._sharded = _take_out_shards(solid)
+        for name, tree in solid.items():
             parts.check(name, tree)
 
     #: The objects, which cannot be replaced, and the names of the values, which can.
@@ -156,6 +161,11 @@ class TorchState(State):
             for model in members(self._objects.get("model"))
         ):
             raise TypeError("Pass the plain module as model: TorchState puts it into DDP itself.")
+        if self._sharded:
+            raise TypeError(
+                f"{self._sharded[0]} is sharded over ranks, and torchelastic.train keeps what is "
+                "the same on all of them: run it as a script with restore() and commit()."
+            )
         return self._version
 
     def _form(self) -> list[tuple[str, str]]:
@@ -311,6 +321,7 @@ class TorchState(State):
                 Buffers(self._models),
                 self._optimizers,
                 agent,
+                shards=Shards(self._models, self._optimizers),
                 before_seal=self._ledger.flush if self._ledger is not None else None,
             )
         step = self._keeper.restore()
@@ -346,6 +357,11 @@ class TorchState(State):
 
     def _stored(self) -> dict[str, Any]:
         """What a checkpoint holds, as a tree of tensors and plain values; nothing is copied."""
+        if self._sharded:
+            raise TypeError(
+                f"{self._sharded[0]} is sharded over ranks, of which one cannot write all: call "
+                "CheckpointStore.save(..., together=True) on all ranks."
+            )
         model = _like(self.module, [model.state_dict() for model in self._models])
         rest = self._rest() | {"optimizer": [*map(shared.optimizer_tree, self._optimizers)]}
         skeleton, tensors = parts.flatten(rest)
@@ -424,6 +440,15 @@ def _modules(part: Any) -> list[nn.Module]:
         model.module if isinstance(model, DistributedDataParallel) else model
         for model in members(part)
     ]
+
+
+def _take_out_shards(solid: Mapping[str, Any]) -> list[str]:
+    """Take the tensors that are sharded over ranks out of a fresh tree; their names."""
+    lasting = {
+        "parameters": [model["parameters"] for model in solid["model"]],
+        "state": [optimizer["state"] for optimizer in solid["optimizer"]],
+    }
+    return list(take_out(lasting))
 
 
 def _recorded(stateful: Mapping[str, Any], ledger: Ledger | None) -> list[Progress]:

@@ -1,0 +1,89 @@
+"""DTensors in a state, as FSDP2's `fully_shard` makes them: tensors that each rank has a part of.
+
+A tensor is known by where it is in the state: `parameters/0/layer.weight`, `state/0/3/exp_avg`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from torchelastic.training.keeping_boxes import Box, Shape
+
+#: DTensors by name. (The class is not named here: to import it takes a second.)
+Sharded = Mapping[str, Any]
+
+
+def is_sharded(value: object) -> bool:
+    """Whether it is a DTensor. Where nobody has imported the module there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def take_out(lasting: Mapping[str, Any]) -> dict[str, Any]:
+    """Take the DTensors out of this tree of parameters and optimizer state; None stays there."""
+    found = {}
+    for name, entries, key in _slots(lasting):
+        value = entries[key]
+        if is_sharded(value):
+            _refuse_partial(name, value)
+            found[name] = value
+            entries[key] = None
+    return found
+
+
+def put_in(lasting: Mapping[str, Any], tensors: Sharded) -> None:
+    """The reverse of `take_out`."""
+    for name, entries, key in _slots(lasting):
+        if name in tensors:
+            entries[key] = tensors[name]
+
+
+def _slots(lasting: Mapping[str, Any]) -> Iterator[tuple[str, dict[Any, Any], Any]]:
+    """Every place a tensor may be at: its name, and the dict and the key that lead there."""
+    for number, parameters in enumerate(lasting["parameters"]):
+        for key in parameters:
+            yield f"parameters/{number}/{key}", parameters, key
+    for number, state in enumerate(lasting["state"]):
+        for parameter, entries in state.items():
+            for key in entries:
+                yield f"state/{number}/{parameter}/{key}", entries, key
+
+
+def _refuse_partial(name: str, tensor: Any) -> None:
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise TypeError(
+            f"{name} is a DTensor whose ranks hold summands (Partial), which cannot be kept: "
+            "redistribute it to Shard or Replicate."
+        )
+
+
+def shapes_of(tensors: Sharded) -> dict[str, Any]:
+    """What the shared piece says of tensors that are not in it."""
+    return {
+        name: [str(one.dtype).removeprefix("torch."), list(one.shape)]
+        for name, one in tensors.items()
+    }
+
+
+def read_shapes(said: Mapping[str, Any]) -> dict[str, Shape]:
+    return {name: Shape(dtype, tuple(size)) for name, (dtype, size) in said.items()}
+
+
+def box_of(tensor: Any) -> Box:
+    """Which part of a DTensor this rank has."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    size, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return Box(tuple(offset), tuple(size))
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """This rank's part: the memory itself. (`to_local` is differentiable, and takes its time.)"""
+    local: torch.Tensor = tensor._local_tensor
+    return local.detach()

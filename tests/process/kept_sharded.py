@@ -1,0 +1,103 @@
+"""A plain script that keeps sharded state: FSDP2 over gloo, and a line for all that is seen.
+
+    kept_sharded.py LINES ORDERS [key=value ...]
+
+Keys: steps; hold, a step before which it waits for the order `go`, once all that is done and copies
+of it are in memory; mesh=2d, hybrid sharding: two groups that are replicas of each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import torchelastic
+from torchelastic.training.keeping_writer import Standing
+
+LINES, ORDERS = Path(sys.argv[1]), Path(sys.argv[2])
+KEYS = dict(text.split("=", 1) for text in sys.argv[3:])
+STEPS = int(KEYS["steps"])
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+GENERATION = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+def write(event: str, **more: object) -> None:
+    said = {"event": event, "generation": GENERATION, "rank": RANK, "world_size": SIZE, **more}
+    lines.write(json.dumps(said) + "\n")
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def fingerprint() -> str:
+    """Of parameters and optimizer state, gathered from all ranks."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        tensors = [parameter, *optimizer.state.get(parameter, {}).values()]
+        for tensor in tensors:
+            digest.update(whole(tensor.detach()).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def is_safe() -> bool:
+    writer = kept._keeper._writer
+    return writer is None or writer.standing() == Standing.DONE
+
+
+def wait_until(what) -> None:
+    while not what():
+        time.sleep(0.005)
+
+
+def hold() -> None:
+    print_of = fingerprint()
+    wait_until(is_safe)
+    write("holding", step=kept.step, fingerprint=print_of)
+    wait_until((ORDERS / "go").exists)
+
+
+torch.set_num_threads(1)
+lines = open(LINES / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
+dist.init_process_group("gloo")
+torch.manual_seed(1 + GENERATION)  # what is built must not matter after a restart
+# Sizes that no world divides, and one tensor that is copied behind the next step.
+model = nn.Sequential(nn.Linear(7, 151), nn.ReLU(), nn.Linear(151, 149), nn.Linear(149, 3))
+hybrid = KEYS.get("mesh") == "2d" and SIZE % 2 == 0
+mesh = (
+    init_device_mesh("cpu", (2, SIZE // 2), mesh_dim_names=("replicas", "shards"))
+    if hybrid
+    else init_device_mesh("cpu", (SIZE,))
+)
+for layer in (model[2], model):
+    fully_shard(layer, mesh=mesh)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+kept = torchelastic.TorchState(model=model, optimizer=optimizer)
+start = kept.restore()
+write("start", step=start, fingerprint=fingerprint(), pid=os.getpid())
+for step in range(start, STEPS):
+    if str(step) == KEYS.get("hold"):
+        hold()
+    torch.manual_seed(step)
+    model(torch.randn(4, 7)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model(torch.randn(4, 7))  # leaves the last layer whole
+    if str(step + 1) == KEYS.get("hold"):
+        wait_until(is_safe)  # so that this step is kept, too
+    kept.commit()
+write("end", step=kept.step, fingerprint=fingerprint())
+dist.barrier()
+dist.destroy_process_group()

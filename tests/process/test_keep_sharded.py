@@ -1,0 +1,63 @@
+"""Run + keep with sharded state: a node is lost with its shards, and a world of another size has
+every bit of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.process.jobs import Job, job
+from tests.support import poll_for
+
+SCRIPT = Path(__file__).with_name("kept_sharded.py")
+PATIENCE = 60.0
+pytestmark = pytest.mark.slow
+
+
+def script(made: Job, **keys: object) -> list[str]:
+    words = [f"{name}={value}" for name, value in {"steps": 6, **keys}.items()]
+    return [str(SCRIPT), str(made.directory / "lines"), str(made.directory / "orders"), *words]
+
+
+def holding(made: Job, ranks: int) -> tuple[int, str]:
+    """Wait until all ranks of a world of this size wait for `go`: at which step, with which bits."""
+    try:
+        lines = poll_for(
+            lambda: (
+                (found := made.lines(event="holding", world_size=ranks))
+                and len(found) == ranks
+                and found
+            ),
+            what=f"{ranks} ranks that wait",
+            timeout=PATIENCE,
+        )
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{made.said()}") from None
+    (seen,) = {(line["step"], line["fingerprint"]) for line in lines}
+    return seen
+
+
+def goes_on(made: Job, generation: int, ranks: int) -> tuple[int, str]:
+    lines = made.world(generation, ranks, timeout=PATIENCE)
+    (seen,) = {(line["step"], line["fingerprint"]) for line in lines}
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "keys"),
+    [(1, 1, {}), (2, 1, {}), (1, 2, {}), (2, 2, {"mesh": "2d"})],
+    ids=["2 to 1", "3 to 2", "3 to 1", "4 to 2, hybrid"],
+)
+def test_a_lost_node_loses_nothing(first, second, keys, tmp_path):
+    """The node that is left has its own shards and copies of the other's: all of them."""
+    with job(tmp_path / "job", "--nnodes=1:2") as one:
+        left = one.start(f"--nproc-per-node={first}", script=script(one, hold=3, **keys))
+        lost = one.start(f"--nproc-per-node={second}", script=script(one, hold=3, **keys))
+        step, bits = holding(one, first + second)
+        lost.kill()
+        (one.directory / "orders" / "go").touch()
+        generation = 1 + max(line["generation"] for line in one.lines(event="holding"))
+        found = goes_on(one, generation, first)
+        assert found == (step, bits), one.said()
+        assert left.wait(PATIENCE) == 0, left.stderr
