@@ -64,6 +64,7 @@ class Run:
             self._rows[row]()
         except JobFailed as failure:
             print(f"{row}: {failure}", file=sys.stderr)
+            self.results.failed_rows.append(row)
         for who in self.results.faults.get(row, {}):
             summary = self.results.summary(row, who)
             self._progress.tell(row, who, summary.count - 1, summary.median)

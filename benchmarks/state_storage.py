@@ -54,27 +54,30 @@ class Storage:
 
     def dcp_as_it_is(self) -> Callable[[], object]:
         """With all settings as they are: a thread, and new memory each time."""
-        return dcp.async_save(self._tree(), checkpoint_id=self._new("dcp")).result
+        return dcp.async_save(self._tree(), checkpoint_id=self.directory / "dcp").result
 
     def dcp_thread(self) -> Callable[[], object]:
         """With memory that is used again."""
         return dcp.async_save(
-            self._tree(), checkpoint_id=self._new("dcp-thread"), async_stager=self._stager
+            self._tree(), checkpoint_id=self.directory / "dcp-thread", async_stager=self._stager
         ).result
 
     def dcp_process(self) -> Callable[[], object]:
         """With a process, and memory that it shares and that is used again."""
         return dcp.async_save(
             self._tree(),
-            checkpoint_id=self._new("dcp-process"),
+            checkpoint_id=self.directory / "dcp-process",
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
             async_stager=self._shared_stager,
         ).result
 
-    def _new(self, name: str) -> Path:
-        """A directory that is not there: what was written last in it is gone."""
-        shutil.rmtree(self.directory / name, ignore_errors=True)
-        return self.directory / name
+    def clear(self, name: str) -> None:
+        """Remove what was written there last: that is not to be timed. (Ours does so by itself.)"""
+        path = self.directory / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
     def _tree(self) -> dict[str, object]:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -102,14 +105,16 @@ class Storage:
 
 def measure(storage: Storage, repetitions: int, log: StepLog) -> None:
     saves = {
-        "torchelastic": storage.ours,
-        "torch.save": storage.torch_save,
-        "DCP async": storage.dcp_as_it_is,
-        "DCP async, own stager": storage.dcp_thread,
-        "DCP async, own stager, process": storage.dcp_process,
+        "torchelastic": (storage.ours, ""),
+        "torch.save": (storage.torch_save, "torch.pt"),
+        "DCP async": (storage.dcp_as_it_is, "dcp"),
+        "DCP async, own stager": (storage.dcp_thread, "dcp-thread"),
+        "DCP async, own stager, process": (storage.dcp_process, "dcp-process"),
     }
     for number in range(repetitions + 1):
-        for name, save in saves.items():
+        for name, (save, written) in saves.items():
+            if written:
+                storage.clear(written)
             began = time.perf_counter()
             wait = save()
             blocked = time.perf_counter() - began

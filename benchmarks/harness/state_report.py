@@ -35,6 +35,8 @@ def render(results: StateResults) -> str:
     parts = [_head(results), table(HEAD, lines), FOOTNOTE]
     if results.faults:
         parts.append(table(SPREAD_HEAD, _spread(results)))
+    if results.failed_rows:
+        parts.append(f"What went wrong: no job of {', '.join(results.failed_rows)} ended well.")
     return "\n\n".join(parts) + "\n"
 
 

@@ -21,6 +21,8 @@ class StateResults(Results):
     bytes: int = 0
     #: Seconds of a copy and of a step where steps were compared, by row.
     settings: dict[str, dict[str, float]] = field(default_factory=dict)
+    #: Rows whose job did not end well: nothing of it is counted.
+    failed_rows: list[str] = field(default_factory=list)
 
     def take(self, row: str, who: str, line: Mapping[str, Any], *details: str) -> None:
         """A measurement as a worker has written it down."""
@@ -42,4 +44,5 @@ class StateResults(Results):
             },
             bytes=data["bytes"],
             settings=data["settings"],
+            failed_rows=data["failed_rows"],
         )

@@ -95,7 +95,7 @@ def peer(results: StateResults, size: str, repetitions: int) -> None:
 def _wait_for(job: Job, event: str, count: int, *, guest: int) -> None:
     def seen() -> bool:
         found = [each for each in _lines(job) if each["event"] == event]
-        return sum(each["guest"] == guest for each in found) >= count
+        return len([each for each in found if each["guest"] == guest]) >= count
 
     if not job.wait_for(seen, JOIN_PATIENCE):
         raise JobFailed(f"not {count} times '{event}' within {JOIN_PATIENCE:g} s\n{job.output()}")

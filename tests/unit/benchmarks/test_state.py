@@ -122,6 +122,12 @@ def test_the_report_has_every_row_and_its_verdict():
     assert "**missed**" in line("restore from a peer's memory")
 
 
+def test_a_row_that_failed_is_named():
+    made = results()
+    made.failed_rows.append("peer")
+    assert "no job of peer ended well" in render(made)
+
+
 def test_a_run_of_nothing_has_a_report():
     assert "State of 84 MB" in render(
         StateResults(dict(ABOUT), bytes=SIZES[QUICK.size].state_bytes)
