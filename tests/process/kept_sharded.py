@@ -3,7 +3,8 @@
     kept_sharded.py LINES ORDERS [key=value ...]
 
 Keys: steps; hold, a step before which it waits for the order `go`, once all that is done and copies
-of it are in memory; mesh=2d, hybrid sharding: two groups that are replicas of each other.
+of it are in memory; tell=1, a line for every step; mesh=2d, hybrid sharding: two groups of ranks
+that are replicas of each other.
 """
 
 from __future__ import annotations
@@ -98,6 +99,8 @@ for step in range(start, STEPS):
     if str(step + 1) == KEYS.get("hold"):
         wait_until(is_safe)  # so that this step is kept, too
     kept.commit()
+    if "tell" in KEYS:
+        write("step", step=kept.step, fingerprint=fingerprint())
 write("end", step=kept.step, fingerprint=fingerprint())
 dist.barrier()
 dist.destroy_process_group()

@@ -3,6 +3,10 @@ every bit of them."""
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +25,7 @@ def script(made: Job, **keys: object) -> list[str]:
 
 
 def holding(made: Job, ranks: int) -> tuple[int, str]:
-    """Wait until all ranks of a world of this size wait for `go`: at which step, with which bits."""
+    """Wait until all ranks of a world of this size wait for `go`: at which step, which bits."""
     try:
         lines = poll_for(
             lambda: (
@@ -61,3 +65,24 @@ def test_a_lost_node_loses_nothing(first, second, keys, tmp_path):
         found = goes_on(one, generation, first)
         assert found == (step, bits), one.said()
         assert left.wait(PATIENCE) == 0, left.stderr
+
+
+def test_workers_killed_at_any_moment(tmp_path):
+    """All go on from one step that was committed, with its bits, and come to the end."""
+    chance = random.Random(7)
+    with job(tmp_path / "job", "--nnodes=1 --nproc-per-node=2 --max-restarts=3") as one:
+        node = one.start(script=script(one, steps=40, tell=1))
+        for generation in range(3):
+            workers = one.world(generation, 2, timeout=PATIENCE)
+            wanted = workers[0]["step"] + chance.randint(3, 8)
+            poll_for(
+                lambda n=wanted: one.lines(event="step", step=n),
+                what=f"step {wanted}",
+                timeout=PATIENCE,
+            )
+            time.sleep(chance.uniform(0, 0.03))  # not a wait: where in the step it strikes
+            os.kill(chance.choice(workers)["pid"], signal.SIGKILL)
+            step, bits = goes_on(one, generation + 1, 2)
+            assert step > 0
+            assert {line["fingerprint"] for line in one.lines(event="step", step=step)} == {bits}
+        assert node.wait(PATIENCE) == 0, node.stderr

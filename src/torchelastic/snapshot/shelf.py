@@ -83,6 +83,8 @@ class Shelf:
         self._kept: list[Kept] = []
         #: Of a generation, how often its freshest own piece was sealed here.
         self._sealed: Counter[tuple[int, str]] = Counter()
+        #: The latest version of each, so that one that is told of twice counts once.
+        self._heard: dict[str, Version] = {}
 
     # --- room ------------------------------------------------------------------------------------
 
@@ -213,7 +215,10 @@ class Shelf:
         """Workers of this node have written these pieces, of these versions."""
         with self._lock:
             generations = {version[0] for _, version in written}
-            self._sealed.update((version[0], piece) for piece, version in written)
+            for piece, version in written:
+                if self._heard.get(piece) != version:
+                    self._sealed[version[0], piece] += 1
+                    self._heard[piece] = version
             if not self.awaits_replicas:
                 self._note_replicated(written)
             for generation in generations:

@@ -6,7 +6,7 @@ import pytest
 
 from torchelastic.snapshot import layout, room
 from torchelastic.snapshot import shelf as module
-from torchelastic.snapshot.layout import SHARED, own
+from torchelastic.snapshot.layout import SHARED, own, shard
 from torchelastic.snapshot.room import Limit, NoRoom
 from torchelastic.snapshot.shelf import Shelf
 
@@ -169,3 +169,26 @@ def test_only_so_many_copies_are_held_and_those_that_never_came_go_first(shelf, 
 def test_what_is_no_piece_has_no_room(shelf, piece):
     with pytest.raises(ValueError, match="no piece"):
         shelf.make_room(piece, 10, 10)
+
+
+def test_where_nobody_takes_copies_none_is_waited_for(shelf):
+    assert write(shelf, shard(0), (0, 5)).memory.replicated() == (0, 5)
+    shelf.awaits_replicas = True
+    kept = write(shelf, shard(0), (0, 6))
+    assert kept.memory.replicated() == (0, 5)
+    shelf.note_replicated(shard(0), (0, 6))
+    assert kept.memory.replicated() == (0, 6)
+
+
+def test_shards_have_two_buffers():
+    replicated = Shelf(replicated=True)
+    assert replicated.make_room(shard(0), 10, 10).sizes.buffers == 2
+    replicated.close()
+
+
+def test_a_version_that_is_told_of_twice_counts_once(shelf):
+    write(shelf, own(1), (0, 5))
+    write(shelf, own(0), (1, 6))
+    for _ in range(3):
+        shelf.sealed([(own(0), (1, 6))])
+    assert (own(1), (0, 5), False) in held(shelf)

@@ -6,15 +6,25 @@ import re
 
 import pytest
 
-from torchelastic.snapshot.layout import SHARED, own
+from torchelastic.snapshot.layout import SHARED, own, shard
 from torchelastic.snapshot.messages import Holding
-from torchelastic.training.keeping_plan import Node, bases, is_reachable, lacking, source
+from torchelastic.training.keeping_plan import (
+    Node,
+    bases,
+    is_reachable,
+    lacking,
+    source,
+    tellers,
+    without_shards,
+)
 
 
 def holding(text, size):
-    """`s5` the shared piece of version (0, 5), `2.s5` of (2, 5), `r1.5` rank 1's own of (0, 5)."""
-    generation, rank, step = re.fullmatch(r"(?:(\d+)\.)?(?:s|r(\d+)\.)(\d+)", text).groups()
-    piece = SHARED if rank is None else own(int(rank))
+    """`s5` the shared piece of version (0, 5), `2.s5` of (2, 5), `r1.5` rank 1's own of (0, 5), and
+    `p1.5` its shards."""
+    pattern = r"(?:(\d+)\.)?(?:s|([rp])(\d+)\.)(\d+)"
+    generation, kind, rank, step = re.fullmatch(pattern, text).groups()
+    piece = SHARED if rank is None else {"r": own, "p": shard}[kind](int(rank))
     return Holding(piece, (int(generation or 0), int(step)), 8, int(rank or 0), size)
 
 
@@ -41,6 +51,10 @@ TABLE = [
     ("rank 1's replica is here", ("s4 s5 r0.4 r0.5 r1.4 r1.5", ""), [(0, 5), (0, 4)]),
     ("generation before step", ("s9 r0.9 r1.9", "1.s7 1.r0.7 1.r1.7"), [(1, 7), (0, 9)]),
     ("whole but of long ago", ("s2 r0.2 r1.2", "5.s80"), [(5, 80), (0, 2)]),
+    ("all shards", ("s5 p0.5 r0.5", "s5 p1.5 r1.5"), [(0, 5)]),
+    ("rank 1's shards are a version behind", ("s5 s4 p0.5 p0.4", "s5 s4 p1.4"), [(0, 4)]),
+    ("shards of the lost node are here", ("s5 p0.5 p1.5 r0.5 r1.5", ""), [(0, 5)]),
+    ("shards of the lost node are gone", ("s5 p0.5 r0.5", ""), []),
     ("whole but three versions behind", ("s5 s4", "s3 r0.3 r1.3"), [(0, 5), (0, 4), (0, 3)]),
 ]  # fmt: skip
 
@@ -86,3 +100,13 @@ def test_those_who_lack_it_do_not_all_ask_the_same():
 
 def test_what_nobody_has_is_found_nowhere():
     assert source(nodes("s5", ""), "n1", own(0), (0, 5)) is None
+
+
+def test_what_lacks_shards_is_known():
+    assert without_shards(nodes("s5 s4 p0.5 p0.4", "s5 s4 p1.4")) == [(0, 5)]
+    assert without_shards(nodes("s5 r0.5", "s5 r1.5")) == []
+
+
+def test_one_rank_tells_what_is_in_a_piece():
+    world = nodes("s5 p1.5", "s5 p0.5 p1.5 p2.4", "p2.5", size=3)
+    assert tellers(world, (0, 5)) == {shard(0): 1, shard(1): 0, shard(2): 2}

@@ -1,0 +1,262 @@
+"""Sharded state in memory, with a mesh of one rank: what is kept, what is refused, who votes how.
+
+(Worlds of several ranks: `tests/process/test_keep_sharded.py`.)
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.unit.training.keep_support import Shelf, finish
+from torchelastic import checkpoint
+from torchelastic.errors import SnapshotError
+from torchelastic.snapshot.layout import SHARED, Memory, shard
+from torchelastic.snapshot.messages import Sealed
+from torchelastic.training import keeping_agent, keeping_writer
+from torchelastic.training.keeping_shards import Piece
+from torchelastic.training.keeping_writer import Standing
+from torchelastic.training.torch_state import TorchState
+
+
+class Replicating(Shelf):
+    """An agent whose copies to other nodes arrive when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrives = True
+
+    def tell(self, message) -> None:
+        super().tell(message)
+        if self.arrives and isinstance(message, Sealed):
+            memory = Memory(self.descriptors[message.piece])
+            memory.note_replicated(message.version)
+            memory.close()
+
+
+@pytest.fixture
+def shelf(monkeypatch):
+    made = Replicating()
+    monkeypatch.setattr(keeping_agent, "connect", lambda: made)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    from torch.distributed.device_mesh import DeviceMesh
+
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield DeviceMesh("cpu", [0])
+    dist.destroy_process_group()
+
+
+def sharded(mesh, seed=0, placement=None):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(130, 140), nn.Linear(140, 3))  # one large, the others small
+    for layer in model:
+        for name, parameter in list(layer.named_parameters()):
+            spread = distribute_tensor(parameter.detach(), mesh, [placement or Shard(0)])
+            setattr(layer, name, nn.Parameter(spread))
+    return model
+
+
+def build(mesh, seed=0, placement=None):
+    model = sharded(mesh, seed, placement)
+    return TorchState(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.1))
+
+
+def step(state):
+    state.optimizer.zero_grad()
+    for number, parameter in enumerate(state.model.parameters()):
+        parameter.grad = torch.full_like(parameter, number + state.step + 1)
+    state.optimizer.step()
+
+
+def train(state, until):
+    for _ in range(state.step, until):
+        step(state)
+        wait_until_sealed(state)
+        state.commit()
+
+
+def wait_until_sealed(state):
+    """So that no step is passed over for the last one being under way."""
+    state._keeper._writer.finish()
+
+
+def everything(state):
+    found = []
+    for parameter in state.model.parameters():
+        for tensor in (parameter.detach(), *state.optimizer.state[parameter].values()):
+            found.append(getattr(tensor, "_local_tensor", tensor).tolist())
+    return found
+
+
+def restarted(mesh, monkeypatch, **more):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    return build(mesh, seed=9, **more)
+
+
+@pytest.mark.parametrize("kind", ["Shard", "Replicate"])
+def test_a_restarted_script_has_the_same_bits(kind, mesh, shelf, monkeypatch):
+    from torch.distributed import tensor
+
+    placement = {"Shard": tensor.Shard(0), "Replicate": tensor.Replicate()}[kind]
+    state = build(mesh, placement=placement)
+    assert state.restore() == 0
+    train(state, 3)
+    finish(state)
+    again = restarted(mesh, monkeypatch, placement=placement)
+    assert again.restore() == 3
+    assert everything(again) == everything(state)
+    entries = again.optimizer.state[next(again.model.parameters())]
+    assert isinstance(entries["exp_avg"], tensor.DTensor)
+    assert entries["exp_avg"].placements == (placement,)
+    step(state)
+    step(again)
+    assert everything(again) == everything(state)
+    finish(again)
+
+
+def test_steps_are_not_kept_while_the_last_one_has_no_copies(mesh, shelf):
+    state = build(mesh)
+    state.restore()
+    train(state, 2)
+    wait_until_sealed(state)
+    shelf.arrives = False
+    train(state, 5)
+    assert shelf.versions(shard(0)) == [(0, 3), (0, 2)]
+    assert shelf.versions(SHARED) == [(0, 3), (0, 2)]
+    shelf.arrives = True
+    train(state, 7)  # that it is sealed is told again, and the next one is begun
+    finish(state)
+    assert shelf.versions(shard(0)) == [(0, 7), (0, 3)]
+
+
+def test_copies_that_never_come_are_told_and_waited_for_no_longer(mesh, shelf, monkeypatch, caplog):
+    monkeypatch.setattr(keeping_writer, "REPLICA_PATIENCE", 0.0)
+    shelf.arrives = False
+    state = build(mesh)
+    state.restore()
+    train(state, 3)
+    finish(state)
+    assert shelf.versions(shard(0)) == [(0, 3), (0, 2)]
+    assert caplog.text.count("No other node has taken a copy") == 1
+
+
+def test_a_write_after_commit_voids_the_version_for_all(mesh, shelf, monkeypatch):
+    state = build(mesh)
+    state.restore()
+    train(state, 2)
+    step(state)
+    state._keeper._writer._pool.submit(lambda: None).result()
+    gate = keeping_writer._copy
+
+    def late(job, begin):
+        with torch.no_grad():
+            next(state.model.parameters()).add_(1)
+        gate(job, begin)
+
+    monkeypatch.setattr(keeping_writer, "_copy", late)
+    state.commit()
+    wait_until_sealed(state)
+    monkeypatch.setattr(keeping_writer, "_copy", gate)
+    assert state._keeper._writer.standing() == Standing.FAILED
+    train(state, 4)
+    finish(state)
+    # The one before it was not overwritten: it was the last that all had.
+    assert shelf.versions(shard(0)) == shelf.versions(SHARED) == [(0, 4), (0, 2)]
+
+
+def test_without_memory_nothing_is_kept_and_training_goes_on(mesh, shelf, caplog):
+    shelf.refusal = "There is no room."
+    state = build(mesh)
+    state.restore()
+    train(state, 3)
+    assert state._keeper._writer.standing() == Standing.NEVER
+    assert shelf.versions(shard(0)) == []
+    finish(state)
+
+
+def test_damaged_shards_are_no_base(mesh, shelf, monkeypatch):
+    state = build(mesh)
+    state.restore()
+    train(state, 3)
+    finish(state)
+    shelf.damage(shard(0), (0, 3))
+    assert restarted(mesh, monkeypatch).restore() == 2
+
+
+def test_lost_shards_are_no_reason_to_begin_anew(mesh, shelf, monkeypatch):
+    state = build(mesh)
+    state.restore()
+    train(state, 2)
+    finish(state)
+    for version in shelf.versions(shard(0)):
+        shelf.damage(shard(0), version)
+    with pytest.raises(SnapshotError, match="There are snapshots up to step 2"):
+        restarted(mesh, monkeypatch).restore()
+
+
+def test_what_was_whole_is_not_taken_for_sharded(mesh, shelf, monkeypatch, caplog):
+    model = nn.Sequential(nn.Linear(130, 140), nn.Linear(140, 3))
+    plain = TorchState(model=model, optimizer=torch.optim.Adam(model.parameters()))
+    plain.restore()
+    plain.commit()
+    finish(plain)
+    with pytest.raises(SnapshotError, match="not all ranks can use one"):
+        restarted(mesh, monkeypatch).restore()
+    assert "is sharded either in the snapshot or in this script" in caplog.text
+
+
+def test_what_is_refused(mesh, shelf):
+    from torch.distributed.tensor import DTensor, Partial, Shard
+
+    with pytest.raises(TypeError, match=r"torchelastic\.train keeps what is the same on all"):
+        build(mesh)._begins_at()
+    with pytest.raises(TypeError, match="of which one cannot write all"):
+        build(mesh)._stored()
+    summands = nn.Linear(2, 2)
+    summands.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Partial()]))
+    with pytest.raises(TypeError, match="parameters/0/weight is a DTensor whose ranks hold summ"):
+        TorchState(model=summands)
+    state = build(mesh)
+    state.restore()
+    step(state)
+    entries = state.optimizer.state[next(state.model.parameters())]
+    entries["row"] = DTensor.from_local(torch.ones(3), mesh, [Shard(0)])
+    with pytest.raises(TypeError, match="state/0/0/row is optimizer state that is sharded in ano"):
+        state.commit()
+    finish(state)
+
+
+def test_a_manager_of_checkpoints_is_refused(mesh, shelf, tmp_path):
+    state = build(mesh)
+    checkpoint.set_checkpoint_manager(checkpoint.FileSystemCheckpointManager(str(tmp_path)))
+    try:
+        with pytest.raises(TypeError, match=r"CheckpointStore\.save\(\.\.\., together=True\)"):
+            state.restore()
+    finally:
+        checkpoint.set_checkpoint_manager(None)
+
+
+@pytest.mark.parametrize(
+    "skeleton",
+    [
+        b"",
+        b"\xff",
+        b"7\n{}\n{}",
+        b"7\n[]\n[]",
+        b'7\n{"tree":{"d":[]},"tensors":[]}\n{"w":[[0],[1]]}',
+    ],
+)
+def test_nonsense_is_no_piece(skeleton):
+    with pytest.raises(SnapshotError):
+        Piece.read("7", skeleton, memoryview(b""))
