@@ -29,7 +29,7 @@ def take_out(lasting: Mapping[str, Any]) -> dict[str, Any]:
     for name, entries, key in _slots(lasting):
         value = entries[key]
         if is_sharded(value):
-            _refuse_partial(name, value)
+            _refuse_placements(name, value)
             found[name] = value
             entries[key] = None
     return found
@@ -53,12 +53,17 @@ def _slots(lasting: Mapping[str, Any]) -> Iterator[tuple[str, dict[Any, Any], An
                 yield f"state/{number}/{parameter}/{key}", entries, key
 
 
-def _refuse_partial(name: str, tensor: Any) -> None:
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise TypeError(
-            f"{name} is a DTensor whose ranks hold summands (Partial), which cannot be kept: "
-            "redistribute it to Shard or Replicate."
-        )
+def _refuse_placements(name: str, tensor: Any) -> None:
+    """A rank must have a box of it. Summands are none, and neither is every strided shard, as FSDP2
+    on top of tensor parallelism in the same dimension makes them."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    for placement in tensor.placements:
+        if type(placement) not in (Shard, Replicate):
+            raise TypeError(
+                f"{name} is a DTensor with a placement that cannot be kept, {placement}: only "
+                "Shard and Replicate can."
+            )
 
 
 def shapes_of(tensors: Sharded) -> dict[str, Any]:
