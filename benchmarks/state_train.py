@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -154,6 +155,7 @@ def measure_overhead(arguments: argparse.Namespace, log: StepLog) -> None:
     kept.arguments = long_enough(kept, COPIES_PER_STEP * seconds)
     step = statistics.median(timed(kept.step) for _ in range(3))
     log.write("settings", copy=seconds, batch=kept.arguments.size.batch, step=step)
+    log.write("settings", free=free_cores(lambda: steps(kept, 3)))
     for every, pairs in ((1, arguments.repetitions), (10, arguments.tens)):
         name = "every step" if every == 1 else f"every {every} steps"
         bare: list[float] = []
@@ -198,6 +200,18 @@ def steps(kept: Kept, count: int, log: StepLog | None = None) -> float:
             kept.step()
 
     return timed(run)
+
+
+def free_cores(work: Callable[[], object]) -> float:
+    """How many cores nobody used meanwhile."""
+    began, idle = time.perf_counter(), idle_seconds()
+    work()
+    return (idle_seconds() - idle) / (time.perf_counter() - began)
+
+
+def idle_seconds() -> float:
+    fields = Path("/proc/stat").read_text().split(None, 6)[:6]  # cpu user nice system idle iowait
+    return (int(fields[4]) + int(fields[5])) / os.sysconf("SC_CLK_TCK")
 
 
 def timed(work: Callable[[], object]) -> float:

@@ -11,6 +11,8 @@ BLOCKED_COPIES = 1.2
 RESTORE_COPIES = 1.3
 EVERY_STEP, EVERY_TEN = 0.05, 0.01
 STEP_COPIES = 20
+#: Of a core, to count as one that is free.
+FREE_CORE = 0.8
 SAVE_FACTOR = 10
 PEER_SHARE = 0.60
 
@@ -25,16 +27,21 @@ def in_copies(ours: Summary, copy: Summary, most: float, name: str) -> Bar:
     return Bar(f"at most {most:g} times {name}", None if found is None else found <= most)
 
 
-def overhead(pairs: Sequence[tuple[float, float]], most: float, step: float, copy: float) -> Bar:
+def overhead(
+    pairs: Sequence[tuple[float, float]], most: float, *, copies: float, free: float
+) -> Bar:
     """Met if all of the 95 % interval is within the limit, missed if all of it is beyond.
 
-    None in between, and if the steps were too short for the promise.
+    None in between, and if the promise does not hold for what was measured: steps were of too few
+    copies, or no core was free.
     """
     wanted = f"95 % interval up to {most:.0%}"
     if len(pairs) < 2:
         return Bar(wanted, None)
-    if step < STEP_COPIES * copy:
+    if copies < STEP_COPIES:
         return Bar(f"{wanted}; steps were shorter than {STEP_COPIES} copies", None)
+    if free < FREE_CORE:
+        return Bar(f"{wanted}; no core was free", None)
     interval = ratio_interval(pairs)
     if interval.low <= 1 + most < interval.high:
         return Bar(f"{wanted}: too noisy to say", None)

@@ -45,8 +45,15 @@ def _head(results: StateResults) -> str:
     return (
         f"{about(results)}\n\nState of {results.bytes / 1e6:,.0f} MB: parameters and momentum in "
         f"single precision. Load before: {facts.get('load_before', 0.0):.1f}, after: "
-        f"{facts.get('load_after', 0.0):.1f}."
+        f"{facts.get('load_after', 0.0):.1f}.{_free(results)}"
     )
+
+
+def _free(results: StateResults) -> str:
+    known = results.settings.get(rows.OVERHEAD)
+    if known is None:
+        return ""
+    return f" While steps were compared, {known['free']:.1f} cores were free beside the training."
 
 
 def milliseconds(summary: Summary) -> str:
@@ -108,13 +115,13 @@ def _overheads(results: StateResults) -> list[Row]:
 
 def _overhead(results: StateResults, row: str, name: str) -> Row:
     settings, pairs = results.settings[row], results.pairs[name]
+    copies = settings["step"] / settings["copy"]
     interval = ratio_interval(pairs)
     with_it, without = (Summary(tuple(each)) for each in zip(*pairs, strict=True))
     bar = None
     if row == rows.OVERHEAD and "A/A" not in name:
         most = bars.EVERY_TEN if "10" in name else bars.EVERY_STEP
-        bar = bars.overhead(pairs, most, settings["step"], settings["copy"])
-    copies = settings["step"] / settings["copy"]
+        bar = bars.overhead(pairs, most, copies=copies, free=settings["free"])
     what = name.removeprefix(f"{row}, ")
     return (
         f"overhead of a snapshot {what}{_where(row)}, steps of {copies:.0f} copies",

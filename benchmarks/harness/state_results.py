@@ -19,7 +19,8 @@ class StateResults(Results):
     pairs: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     #: Bytes of parameters and optimizer state.
     bytes: int = 0
-    #: Seconds of a copy and of a step where steps were compared, by row.
+    #: Of rows that compare steps: seconds of a copy and of a step, the batch, and how many cores
+    #: were free beside the training.
     settings: dict[str, dict[str, float]] = field(default_factory=dict)
     #: Rows whose job did not end well: nothing of it is counted.
     failed_rows: list[str] = field(default_factory=list)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ DCP_SAVED = ("DCP async", "DCP async, own stager", "DCP async, own stager, proce
 LOADED = ("torch.load", "torch.load(mmap=True)", "DCP", "checkpoint of torchelastic")
 
 _TRAIN, _STORAGE = "state_train.py", "state_storage.py"
+#: What is measured in workers that are restarted. An error of any other ends its job.
+_RESTARTS = "--measure=restore"
+_OURS_ONCE = replace(OURS, flags=("--max-restarts", "0"))
 #: Seconds a job may take, and a node that joins.
 PATIENCE, JOIN_PATIENCE = 1200.0, 120.0
 
@@ -48,7 +52,8 @@ def overhead(
     for line in _measured(_TRAIN, size, "--measure=overhead", *counts):
         match line["event"]:
             case "settings":
-                results.settings[row] = {key: line[key] for key in ("copy", "step", "batch")}
+                known = {key: line[key] for key in ("copy", "step", "batch", "free") if key in line}
+                results.settings.setdefault(row, {}).update(known)
             case "in a step":
                 results.take(row, IN_A_STEP, line, "commit", "wait")
             case "pair":
@@ -67,7 +72,7 @@ def checkpoints(results: StateResults, size: str, repetitions: int, where: Path 
 
 
 def restores(results: StateResults, size: str, repetitions: int) -> None:
-    for line in _measured(_TRAIN, size, "--measure=restore", f"--repetitions={repetitions}"):
+    for line in _measured(_TRAIN, size, _RESTARTS, f"--repetitions={repetitions}"):
         results.take(RESTORE, line["event"], line)
 
 
@@ -104,7 +109,8 @@ def _wait_for(job: Job, event: str, count: int, *, guest: int) -> None:
 def _measured(script: str, size: str, *arguments: str, where: Path | None = None) -> list[Line]:
     """All that the worker of a job of one node has written down, at the end of the job."""
     given: Sequence[str] = (f"--size={size}", *arguments)
-    with Job(OURS, script, given, workers=1, elastic=False, parent=where) as job:
+    launcher = OURS if _RESTARTS in arguments else _OURS_ONCE
+    with Job(launcher, script, given, workers=1, elastic=False, parent=where) as job:
         node = job.start_node()
         job.wait_for(lambda: node.process.poll() is not None, PATIENCE)
         if node.process.poll() != 0:

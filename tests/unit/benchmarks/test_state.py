@@ -32,7 +32,7 @@ def results():
         add(rows.BLOCKED, who, 0.11, commit=0.01, wait=0.1)
     add(rows.BLOCKED, rows.COPY, 0.1)
     for row in (rows.OVERHEAD, rows.ONE_CORE):
-        made.settings[row] = {"copy": 0.1, "step": 2.2, "batch": 64}
+        made.settings[row] = {"copy": 0.1, "step": 2.2, "batch": 64, "free": 1.0}
         add(row, rows.IN_A_STEP, 0.002, commit=0.001, wait=0.001)
         made.pairs[f"{row}, every step"] = [(1.10, 1.0), (1.101, 1.0)]
         made.pairs[f"{row}, every step, A/A"] = [(1.0, 1.0), (1.01, 1.0)]
@@ -75,14 +75,16 @@ def test_so_many_copies_at_most(ours, copy, met):
     ],
 )
 def test_an_overhead_is_judged_by_its_interval(pairs, met):
-    assert bars.overhead(pairs, 0.05, step=2.0, copy=0.1).met is met
+    assert bars.overhead(pairs, 0.05, copies=22, free=1.0).met is met
 
 
-def test_an_overhead_of_steps_that_are_too_short_proves_nothing():
-    pairs = [(1.0, 1.0), (1.001, 1.0)]
-    bar = bars.overhead(pairs, 0.05, step=1.9, copy=0.1)
+@pytest.mark.parametrize(
+    ("copies", "free", "why"), [(19, 1.0, "shorter than 20 copies"), (22, 0.3, "no core was free")]
+)
+def test_an_overhead_proves_nothing_where_the_promise_does_not_hold(copies, free, why):
+    bar = bars.overhead([(1.0, 1.0), (1.001, 1.0)], 0.05, copies=copies, free=free)
     assert bar.met is None
-    assert "shorter than 20 copies" in bar.wanted
+    assert why in bar.wanted
 
 
 @pytest.mark.parametrize(
