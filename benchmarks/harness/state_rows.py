@@ -34,6 +34,9 @@ _OURS_ONCE = replace(OURS, flags=("--max-restarts", "0"))
 #: Seconds a job may take, and a node that joins.
 PATIENCE, JOIN_PATIENCE = 1200.0, 120.0
 
+#: What is told of a comparison of steps.
+SETTINGS: Sequence[str] = ("copy", "step", "batch", "free")
+
 Line = dict[str, Any]
 
 
@@ -52,8 +55,8 @@ def overhead(
     for line in _measured(_TRAIN, size, "--measure=overhead", *counts):
         match line["event"]:
             case "settings":
-                known = {key: line[key] for key in ("copy", "step", "batch", "free") if key in line}
-                results.settings.setdefault(row, {}).update(known)
+                known = results.settings.setdefault(row, {})
+                known |= {key: line[key] for key in SETTINGS if key in line}
             case "in a step":
                 results.take(row, IN_A_STEP, line, "commit", "wait")
             case "pair":
