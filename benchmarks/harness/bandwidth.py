@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
 import time
@@ -17,15 +18,18 @@ def socket_bandwidth(size: int = 200 * MEGABYTE) -> float:
     return size / summarize([copy_seconds(size) for _ in range(COPIES)]).median
 
 
-def copy_seconds(size: int) -> float:
-    """Seconds to copy `size` bytes of one process into memory of another."""
+def copy_seconds(size: int, *, fresh: bool = False) -> float:
+    """Seconds to copy `size` bytes of one process into memory of another.
+
+    If that memory is `fresh`, its pages have yet to be made.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
         child = os.fork()
         if not child:
             _send(address, size)
         try:
-            return _receive(server, bytearray(size))
+            return _receive(server, mmap.mmap(-1, size) if fresh else bytearray(size))
         finally:
             os.waitpid(child, 0)
 
@@ -42,7 +46,7 @@ def _send(address: tuple[str, int], size: int) -> None:
         os._exit(status)
 
 
-def _receive(server: socket.socket, into: bytearray) -> float:
+def _receive(server: socket.socket, into: bytearray | mmap.mmap) -> float:
     connection, _ = server.accept()
     with connection, memoryview(into) as left:
         began = time.monotonic()

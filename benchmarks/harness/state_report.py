@@ -187,17 +187,19 @@ def _restores(results: StateResults) -> list[Row]:
 
 
 def _peer(results: StateResults) -> list[Row]:
-    ours, socket = (results.summary(rows.PEER, name) for name in (rows.FROM_PEER, rows.SOCKET))
+    ours = results.summary(rows.PEER, rows.FROM_PEER)
     if not ours.times:
         return []
-    title = f"restore from a peer's memory, {_rate(results, ours)}"
-    name = f"plain socket, {_rate(results, socket)}"
     transfer = results.details(rows.PEER, rows.FROM_PEER, "transfer")
+    title = f"restore from a peer's memory, {_rate(results, ours)}"
     of_it = f"of it, until the agent has the bytes, {_rate(results, transfer)}"
-    return [
-        _line(title, ours, socket, name, bars.bandwidth_share(ours, socket)),
-        _line(of_it, transfer, socket, name, None),
-    ]
+    found = []
+    for name in (rows.SOCKET, rows.SOCKET_FRESH):
+        socket = results.summary(rows.PEER, name)
+        named = f"{name}, {_rate(results, socket)}"
+        found.append(_line(title, ours, socket, named, bars.bandwidth_share(ours, socket)))
+        found.append(_line(of_it, transfer, socket, named, None))
+    return found
 
 
 def _rate(results: StateResults, summary: Summary) -> str:

@@ -22,7 +22,7 @@ SNAPSHOT, HIDDEN, BACK_TO_BACK, COPY = "snapshot", "hidden", "back to back", "co
 IN_A_STEP = "in a step"
 OWN_MEMORY, MEMCPY = "own memory", "memcpy"
 MEMCPY_FRESH = "memcpy by a new worker"
-FROM_PEER, SOCKET = "memory of a peer", "socket"
+FROM_PEER, SOCKET, SOCKET_FRESH = "memory of a peer", "plain socket", "plain socket to new memory"
 OURS_SAVED, TORCH_SAVE = "torchelastic", "torch.save"
 DCP_SAVED = ("DCP async", "DCP async, own stager", "DCP async, own stager, process")
 LOADED = ("torch.load", "torch.load(mmap=True)", "DCP", "checkpoint of torchelastic")
@@ -97,7 +97,9 @@ def peer(results: StateResults, size: str, repetitions: int) -> None:
                     raise JobFailed(f"a guest found no state\n{job.output()}")
                 results.take(PEER, FROM_PEER, line, "transfer")
     for _ in range(repetitions):
-        results.add(PEER, SOCKET, Repetition(bandwidth.copy_seconds(results.bytes)))
+        for name, fresh in ((SOCKET, False), (SOCKET_FRESH, True)):
+            seconds = bandwidth.copy_seconds(results.bytes, fresh=fresh)
+            results.add(PEER, name, Repetition(seconds))
 
 
 def _wait_for(job: Job, event: str, count: int, *, guest: int) -> None:

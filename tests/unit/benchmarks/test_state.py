@@ -47,6 +47,7 @@ def results():
         add(rows.RESTORE, who, 0.1)
     add(rows.PEER, rows.FROM_PEER, 1.0, transfer=0.8)
     add(rows.PEER, rows.SOCKET, 0.5)
+    add(rows.PEER, rows.SOCKET_FRESH, 0.7)
     return made
 
 
@@ -122,6 +123,7 @@ def test_the_report_has_every_row_and_its_verdict():
     assert line("restore from own memory").endswith("at most 1.3 times it: met |")
     assert "1.00 GB/s" in line("restore from a peer's memory")
     assert "**missed**" in line("restore from a peer's memory")
+    assert "plain socket to new memory, 1.43 GB/s" in text
 
 
 def test_a_row_that_failed_is_named():
