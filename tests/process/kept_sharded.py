@@ -94,13 +94,13 @@ for step in range(start, STEPS):
     model(torch.randn(4, 7)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+    if "tell" in KEYS:  # before it is committed: it may be killed in between
+        write("step", step=step + 1, fingerprint=fingerprint())
     with torch.no_grad():
         model(torch.randn(4, 7))  # leaves the last layer whole
     if str(step + 1) == KEYS.get("hold"):
         wait_until(is_safe)  # so that this step is kept, too
     kept.commit()
-    if "tell" in KEYS:
-        write("step", step=kept.step, fingerprint=fingerprint())
 write("end", step=kept.step, fingerprint=fingerprint())
 dist.barrier()
 dist.destroy_process_group()
