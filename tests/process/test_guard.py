@@ -129,7 +129,9 @@ def test_a_terminals_interrupt_reaches_the_agent_once():
     os.write(ours, b"\x03")
     # The kernel passes a terminal's bytes on in its own time.
     assert process.stdout.readline() == "[2]\n"
-    poll_for(lambda: pending(process.pid)[0].split()[1].strip("0") == "", what="the guard's interrupt")
+    poll_for(
+        lambda: pending(process.pid)[0].split()[1].strip("0") == "", what="the guard's interrupt"
+    )
     process.send_signal(signal.SIGUSR1)
     out, _ = process.communicate(timeout=60)
     os.close(ours)
