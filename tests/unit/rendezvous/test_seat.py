@@ -15,6 +15,7 @@ from torchelastic.clock import SystemClock
 from torchelastic.errors import RendezvousLost
 from torchelastic.rendezvous import succession
 from torchelastic.rendezvous.embedded import endpoint, wire
+from torchelastic.rendezvous.embedded.client import EmbeddedStore
 from torchelastic.rendezvous.embedded.dial import Endpoint
 from torchelastic.rendezvous.embedded.holding import Holding
 from torchelastic.rendezvous.embedded.seat import Seat
@@ -166,6 +167,38 @@ def test_who_has_a_host_that_answers_does_not_vote():
             assert not b.is_host  # c told it where the host is
             assert await members(c) >= {"a", "c"}
             assert a.is_host
+
+    run(story())
+
+
+def test_a_host_that_was_given_up_is_not_waited_for_while_others_still_name_it(monkeypatch):
+    async def story():
+        async with seats_at() as table:
+            a, b, c = await table.sit("a", "b", "c")
+            a._heralding.cancel()
+            for purpose in (wire.STORE, wire.SUCCESSION):  # it takes calls, and never answers
+                a._reception.serve(purpose, lambda link, hello: None)
+            patience = []
+            connect = EmbeddedStore.connect
+
+            async def noted(places, *, timeout, **more):
+                patience.append((str(places[0]), timeout))
+                if len(patience) == 3:
+                    c.store.lose("given up")
+                return await connect(places, timeout=timeout, **more)
+
+            monkeypatch.setattr(EmbeddedStore, "connect", noted)
+            place = str(b.store.place)
+            b.store.lose("given up")
+            regained = asyncio.gather(table.regain(b), regain_when_lost(table, c))
+            await within(PATIENCE, regained)
+            waited = [seconds for address, seconds in patience[:3] if address == place]
+            assert waited == pytest.approx([0.1, 0.2, 0.4])
+            assert {b.is_host, c.is_host} == {True, False}
+
+    async def regain_when_lost(table, seat):
+        await lost(seat)
+        await table.regain(seat)
 
     run(story())
 

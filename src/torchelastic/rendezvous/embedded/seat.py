@@ -50,8 +50,9 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between two rounds of asking; they grow.
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.5
-#: Seconds a host that was named has to answer.
-HOST_ANSWERS = 1.0
+#: Seconds a host that was named has to answer. One that this node has just given up itself has so
+#: many times the pause at first: others may name it who are about to give it up, too.
+HOST_ANSWERS, SECOND_CHANCE = 1.0, 5.0
 #: How often a host tells others that it is host, in a lease.
 PROCLAMATIONS = 3
 #: How many missing nodes it tells at a time.
@@ -286,7 +287,7 @@ class Seat:
             self._news.clear()
             returns = await self._ask(succession.next_term(self._elector), binding=False)
             rumours, self._rumours = self._rumours, []
-            if await self._join_one_of([*rumours, *self._poll.hosts(returns)]):
+            if await self._join_one_of([*rumours, *self._poll.hosts(returns)], pause):
                 return
             is_our_turn = self._clock.now() - begun >= self._poll.turn
             if is_our_turn and self._poll.is_won(returns) and await self._stand(returns):
@@ -341,13 +342,15 @@ class Seat:
 
     # Becoming a client
 
-    async def _join_one_of(self, hosts: Sequence[str]) -> bool:
+    async def _join_one_of(self, hosts: Sequence[str], pause: float) -> bool:
+        given_up = str(self._store.place) if self._store is not None else ""
         for address in hosts:
+            patience = SECOND_CHANCE * pause if address == given_up else HOST_ANSWERS
             try:
                 store = await EmbeddedStore.connect(
                     [self._at(address)],
                     term=self._elector.term,
-                    timeout=HOST_ANSWERS,
+                    timeout=min(patience, HOST_ANSWERS),
                     lease=(self._belongings.lease, self._belongings.seconds),
                     clock=self._clock,
                 )
@@ -430,8 +433,9 @@ class Seat:
 
     async def _herald(self) -> None:
         """Of a host: tell who may not know it, the missing and who sits at the endpoints."""
-        while True:
-            said = (proclaim(place, self._proclamation()) for place in self._uninformed())
+        while self.server is not None:
+            members = self.server.rows(MEMBER_PREFIX)
+            said = (proclaim(place, self._proclamation()) for place in self._uninformed(members))
             for noted in filter(None, await asyncio.gather(*said)):
                 if succession.must_yield(self._elector.term, noted.term):
                     self._rumours += noted.hosts
@@ -439,9 +443,7 @@ class Seat:
                     return
             await asyncio.sleep(self._lease / PROCLAMATIONS)
 
-    def _uninformed(self) -> list[Endpoint]:
-        assert self.server is not None
-        members = self.server.rows(MEMBER_PREFIX)
+    def _uninformed(self, members: Sequence[Row]) -> list[Endpoint]:
         there = {row.key.removeprefix(MEMBER_PREFIX) for row in members}
         missing = list(self._whereabouts(but=there).values())
         return random.sample(missing, min(PROCLAIMED, len(missing)))
