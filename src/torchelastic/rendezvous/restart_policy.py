@@ -144,17 +144,23 @@ def _credit_progress(ending: Ending, ledger: RestartLedger) -> RestartLedger:
 
 def _note_haste(ending: Ending, ledger: RestartLedger) -> RestartLedger:
     """Count generations that were in vain. One that a node ended by coming or going was not, but it
-    shows nothing either; nor does a node's failure, for the next world is without it."""
+    shows nothing either; nor does a node's failure, for the next world is without it, nor a kill
+    from outside, which says nothing of the next one."""
     if ending.lifetime >= IN_VAIN:
         return replace(ledger, in_vain=0)
-    return replace(ledger, in_vain=ledger.in_vain + (ending.kind in ("failure", "error")))
+    counts = ending.kind in ("failure", "error") and not _is_from_outside(ending.failure)
+    return replace(ledger, in_vain=ledger.in_vain + counts)
+
+
+def _is_from_outside(failure: Failure | None) -> bool:
+    """Whether somebody ended a worker that had nothing to say of it."""
+    return failure is not None and not failure.told and failure.exitcode in (-9, -15)
 
 
 def _note_failure(ending: Ending, ledger: RestartLedger) -> RestartLedger:
     """Count how often the same failure came at once; signals from outside are never the same."""
     failure = ending.failure
-    from_outside = failure is None or (not failure.told and failure.exitcode in (-9, -15))
-    if failure is None or from_outside or ending.lifetime > AT_ONCE:
+    if failure is None or _is_from_outside(failure) or ending.lifetime > AT_ONCE:
         return replace(ledger, repeats=0, signature="")
     signature = repr(failure.signature())
     repeats = ledger.repeats + 1 if signature == ledger.signature else 1

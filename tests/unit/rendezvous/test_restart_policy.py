@@ -174,6 +174,13 @@ def test_the_first_retry_is_immediate_and_the_next_ones_wait_where_worlds_fail_i
     assert pauses(*endings) == seconds
 
 
+def test_kills_from_outside_are_followed_at_once_however_many():
+    ledger = RestartLedger()
+    for _ in range(5):
+        ledger = judged(ledger=ledger, budget=100, lifetime=0.01, failure=KILLED).ledger
+    assert pause(ledger) == 0
+
+
 def test_a_pause_has_a_limit():
     assert pause(RestartLedger(in_vain=10**6)) == LONGEST_PAUSE
 
