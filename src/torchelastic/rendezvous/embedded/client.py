@@ -425,7 +425,8 @@ class EmbeddedStore:
                 # Asked again, it would say the same again.
                 self._lose(f"The rendezvous at {self.place} cannot be understood: {error}")
                 return
-            log.info("The connection to the rendezvous was lost (%s).", error or "closed")
+            # Not for people: it is made again in a moment, or a sentence says that it is lost.
+            log.debug("The connection to the rendezvous was lost (%s).", error or "closed")
             try:
                 link = await self._dial_again(was_silent=isinstance(error, _Silence))
             except RendezvousLost as problem:
