@@ -22,6 +22,8 @@ def survivors(answers):
 
 def check_freed(answers):
     for freed in survivors(answers):
+        # One may be freed by the end of its connection to the other, which aborted a little before.
+        assert freed.error in (GenerationOver, PeerLostError)
         assert freed.after < SOON
         assert freed.quiet
         assert freed.launched_later is GenerationOver
@@ -32,16 +34,12 @@ def check_freed(answers):
 def test_free_when_a_peer_is_frozen(what):
     with forked.ranks(abort_ranks.lose_a_peer, [0, 1, 2], what, "frozen") as answers:
         check_freed(answers)
-        assert {freed.error for freed in survivors(answers)} == {GenerationOver}
 
 
 @pytest.mark.parametrize("what", ["all-reduces", "backward", "subgroup"])
 def test_free_when_a_peer_is_killed(what):
     with forked.ranks(abort_ranks.lose_a_peer, [0, 1, 2], what, "killed") as answers:
         check_freed(answers)
-        # One of them noticed by itself, perhaps, and the other by its abort.
-        errors = {freed.error for freed in survivors(answers)}
-        assert errors <= {GenerationOver, PeerLostError}
 
 
 def test_free_when_a_peer_never_comes_to_build():
