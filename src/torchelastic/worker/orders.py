@@ -130,6 +130,10 @@ class Up:
     step: int
     #: Bytes of state this worker has received for it.
     received: int = 0
+    #: Seconds from entering the world until the group stood.
+    built: float = 0.0
+    #: Seconds the exchange and transfer of state took.
+    fetched: float = 0.0
 
 
 @dataclass(frozen=True)
