@@ -25,6 +25,7 @@ from pathlib import Path
 from torchelastic import env
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import ConfigError
+from torchelastic.events.log import EVENTS_FILE
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,6 @@ KEEP_JOBS = 20
 #: The same for agents that have ended within one job id.
 KEEP_AGENTS = 20
 
-EVENTS_FILE = "events.jsonl"
 _AGENT_FILE = "agent.json"
 
 

@@ -1,35 +1,37 @@
-"""The event log of an agent: `events.jsonl`, one JSON object per line, each written at once.
+"""The event logs as files, one JSON object per line, each written at once.
 
-    {"v":1,"type":"world-formed","job":"j","node":"8f2c","wall":1.7e9,"mono":12.5,"generation":0,…}
+    events.jsonl    what one agent saw and did
+    job.jsonl       beside the leader's own: what all agents did, as far as it reached the leader
 
-`node` is the id of the agent that writes. `mono` orders the lines of all agents of one machine
-since it was booted; `wall` is for people. `generation` is null where an event belongs to none.
+`record` says what a line is; `merge` what several files say together.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from torchelastic.clock import Clock
 from torchelastic.errors import ConfigError
-from torchelastic.events.types import SCHEMA, Event, from_fields
+from torchelastic.events.merge import last_run, merged
+from torchelastic.events.record import Record
+from torchelastic.events.types import Event
 
 log = logging.getLogger(__name__)
 
 #: A log that grows beyond this becomes `events.jsonl.1`, in place of an older one.
 MAX_BYTES = 16 * 1024 * 1024
 
-_ENVELOPE = ("v", "type", "job", "node", "wall", "mono", "generation")
+EVENTS_FILE = "events.jsonl"
+#: The leader's, beside its own.
+GATHERED_FILE = "job.jsonl"
 
 Sink = Callable[[str], None]
+Listener = Callable[[Record], None]
 
 
 class EventLog:
@@ -52,14 +54,35 @@ class EventLog:
         self._node = node
         self._clock = clock
         self._sink = sink
+        self._listeners: list[Listener] = []
         self._max_bytes = max_bytes
         self._fd: int | None = None
         self._size = 0
         self._torn = False
 
+    def listen(self, listener: Listener) -> None:
+        """Hand every record on, before it is written. The listener must not raise, nor wait."""
+        self._listeners.append(listener)
+
     def emit(self, event: Event, *, generation: int | None = None) -> None:
-        """Write one line."""
-        text = self._line(event, generation)
+        """Write one line of this agent's."""
+        self.append(
+            Record(
+                type=event.type,
+                job=self._job,
+                node=self._node,
+                wall=round(time.time(), 6),
+                mono=round(self._clock.now(), 6),
+                generation=generation,
+                event=event,
+            )
+        )
+
+    def append(self, record: Record) -> None:
+        """Write one line, whoever's it is."""
+        for listener in self._listeners:
+            listener(record)
+        text = record.line()
         if self._sink is not None:
             self._sink(text)
         try:
@@ -73,19 +96,6 @@ class EventLog:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-
-    def _line(self, event: Event, generation: int | None) -> str:
-        head = (
-            SCHEMA,
-            event.type,
-            self._job,
-            self._node,
-            round(time.time(), 6),
-            round(self._clock.now(), 6),
-            generation,
-        )
-        data = dict(zip(_ENVELOPE, head, strict=True)) | event.fields()
-        return json.dumps(data, separators=(",", ":"))
 
     def _append(self, line: bytes) -> None:
         """One `write` per line: a reader sees whole lines, whoever else appends to the file."""
@@ -113,46 +123,6 @@ class EventLog:
             os.replace(self.path, _rotated(self.path))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    """One line of an event log."""
-
-    type: str
-    job: str
-    node: str
-    wall: float
-    mono: float
-    generation: int | None
-    #: None when this version does not know the type.
-    event: Event | None
-    fields: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def parse(cls, line: bytes) -> Record | None:
-        """None for what is no event: half a line, junk, a later version of the format."""
-        try:
-            data = json.loads(line)
-            if data.pop("v") != SCHEMA:
-                return None
-            head = {name: data.pop(name) for name in _ENVELOPE[1:]}
-            event = from_fields(head["type"], data)
-            record = cls(**head, event=event, fields=data)
-            record._check()
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return None
-        return record
-
-    def _check(self) -> None:
-        names = (self.type, self.job, self.node)
-        times = (self.wall, self.mono)
-        if not all(isinstance(name, str) for name in names) or not all(
-            isinstance(time, float | int) for time in times
-        ):
-            raise TypeError("not an event")
-        if not isinstance(self.generation, int | None):
-            raise TypeError("not a generation")
-
-
 def read(path: Path) -> Iterator[Record]:
     """The records of a log, oldest first, those rotated away included. Junk lines are skipped."""
     for part in (_rotated(path), path):
@@ -161,6 +131,38 @@ def read(path: Path) -> Iterator[Record]:
                 for line in lines:
                     if record := Record.parse(line):
                         yield record
+
+
+def read_job(where: Path, *, job: str | None = None) -> Iterator[Record]:
+    """The story of a job in a file or under a directory, in the order of `Record.time`.
+
+    `where` is a log file, a run directory, or a log directory with the run directories of several
+    nodes; raises `ConfigError` when it holds no events, or those of several jobs and none is named.
+    """
+    files = find_logs(where)
+    records = [list(read(file)) for file in files]
+    jobs = sorted({record.job for found in records for record in found[:1]})
+    if job is None and len(jobs) > 1:
+        listed = ", ".join(repr(name) for name in jobs)
+        raise ConfigError(f"{where} has the events of several jobs: name one of {listed}.")
+    wanted = [found for found in records if found and job in (None, found[0].job)]
+    if not wanted:
+        of = f" of job '{job}'" if job is not None else ""
+        raise ConfigError(f"{where} has no events{of}: give the --log-dir of a run.")
+    yield from merged(last_run(wanted))
+
+
+def read_files(files: Iterable[Path]) -> list[Record]:
+    """The story that these logs of one run of one job tell together."""
+    return merged([list(read(file)) for file in files])
+
+
+def find_logs(where: Path) -> list[Path]:
+    """The event logs at a place: the file itself, or those of the run directories there."""
+    if not where.is_dir():
+        return [where]
+    names = (GATHERED_FILE, EVENTS_FILE)
+    return [path for name in names for deep in ("", "*/") for path in where.glob(deep + name)]
 
 
 def sink_for(handler: str) -> Sink | None:

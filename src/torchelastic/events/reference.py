@@ -18,7 +18,8 @@ Every agent writes what happens, and why, to a file `events.jsonl`: one JSON obj
 written at once. With `--log-dir` the file lies in the run directory, otherwise beside the agent's
 entry under `$XDG_RUNTIME_DIR/torchelastic` (see [logs.md](logs.md)); `torchelastic status` names it
 and reads it. `--event-log-handler console` shows the same lines on stderr. At {size} MiB the file
-becomes `events.jsonl.1`, in place of an older one.
+becomes `events.jsonl.1`, in place of an older one. Beside its own log the leader of the job keeps
+`job.jsonl`, the events of all agents as far as they have reached it.
 
 ```sh
 jq -r 'select(.type == "generation-over") | "\\(.generation): \\(.reason)"' events.jsonl
@@ -35,6 +36,7 @@ Every line has:
 | `wall` | float | wall clock, seconds since 1970: for people |
 | `mono` | float | monotonic clock of the machine: orders the events of all its agents |
 | `generation` | int or null | the generation meant, where one is |
+| `heard` | float | in `job.jsonl`: when that was by the leader's `mono`, as it estimates |
 
 Readers skip types and fields they do not know, and lines they cannot parse: the last line of a
 machine that lost its power may be half a line.
@@ -74,6 +76,7 @@ def _plain(annotation: str) -> str:
     if literal:
         return " or ".join(f"`{choice}`" for choice in re.findall(r'"(.*?)"', literal[1]))
     words = re.sub(r"Sequence\[(\w+)\]", r"list of \1", annotation)
+    words = re.sub(r"Mapping\[str, (\w+)\]", r"object of \1", words)
     return words.replace("Json", "object").replace(" | ", " or ").replace("None", "null")
 
 

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal
 
@@ -258,6 +259,42 @@ class Training(Event):
     step: int
     #: Bytes of state it had to fetch from others.
     received: int
+    #: Seconds from entering the world until the group stood.
+    built: float = 0.0
+    #: Seconds of exchanging and transferring state.
+    fetched: float = 0.0
+
+
+@dataclass(frozen=True)
+class Progress(Event):
+    """How far the workers of this node are: about every second while that changes, and at the end
+    of a generation."""
+
+    type: ClassVar[str] = "progress"
+    #: Global ranks, in the order of `steps` and `at`.
+    ranks: Sequence[int]
+    #: The last step each has entered; -1: none yet.
+    steps: Sequence[int]
+    #: When it was entered, by the same clock as `mono`.
+    at: Sequence[float]
+    #: Seconds of its workers in this generation: `data`, `checkpoint`, `snapshot`, `restore`.
+    stalls: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Straggler(Event):
+    """A worker is slower than the others, which wait for it."""
+
+    type: ClassVar[str] = "straggler"
+    rank: int
+    #: Of its own, without waiting for others.
+    seconds_per_step: float
+    #: The median of all ranks.
+    usual: float
+    #: Seconds lost by it so far.
+    cost: float
+    #: For people.
+    text: str
 
 
 @dataclass(frozen=True)
@@ -326,6 +363,8 @@ EVENTS: dict[str, type[Event]] = {
         WorkersStarted,
         StandbyStarted,
         Training,
+        Progress,
+        Straggler,
         WorkerKilled,
         WorkerExited,
         WorkerFailed,
@@ -374,11 +413,14 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is Sequence:
         return isinstance(value, list | tuple) and all(_fits(item, args[0]) for item in value)
     if origin is Mapping:
-        return isinstance(value, dict)
+        return isinstance(value, dict) and all(_fits(item, args[1]) for item in value.values())
+    if hint is Any:
+        return True
     if hint is NoneType:
         return value is None
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and math.isfinite(value)  # JSON has no others; Python's reader takes them
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, hint)

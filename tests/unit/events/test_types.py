@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
 from torchelastic.events import types
 from torchelastic.events.types import EVENTS, Event, from_fields
 
-ENVELOPE = {"v", "type", "job", "node", "wall", "mono", "generation"}
+ENVELOPE = {"v", "type", "job", "node", "wall", "mono", "generation", "heard"}
 
 
 def test_the_names_are_part_of_the_format_and_stay():
@@ -23,9 +24,11 @@ def test_the_names_are_part_of_the_format_and_stay():
         "node-leaving",
         "node-lost",
         "note",
+        "progress",
         "restart-decided",
         "signal-received",
         "standby-started",
+        "straggler",
         "training",
         "waiting",
         "worker-exited",
@@ -59,6 +62,7 @@ WORLD = {
     "restarts_used": 0,
     "spares": [],
 }
+PROGRESS = {"ranks": [0, 1], "steps": [4, -1], "at": [2.5, 0.0], "stalls": {"data": 1}}
 
 
 @pytest.mark.parametrize(
@@ -79,6 +83,11 @@ WORLD = {
         ("job-ended", {"exitcode": 0, "reason": "", "cause": None}, types.JobEnded(0, "")),
         ("job-ended", {"exitcode": 0, "reason": "", "cause": []}, None),
         ("worker-failed", {"failure": {"rank": 1}}, types.WorkerFailed({"rank": 1})),
+        ("progress", PROGRESS, types.Progress([0, 1], [4, -1], [2.5, 0.0], {"data": 1})),
+        ("progress", PROGRESS | {"stalls": {"data": "long"}}, None),
+        ("progress", PROGRESS | {"at": [math.inf, 0.0]}, None),
+        ("training", {"rank": 0, "step": 3, "received": 9}, types.Training(0, 3, 9, 0.0, 0.0)),
+        ("training", {"rank": 0, "step": 3, "received": 9, "built": math.nan}, None),
     ],
 )
 def test_a_line_becomes_the_event_it_tells_of(name, data, expected):

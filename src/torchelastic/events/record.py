@@ -1,0 +1,90 @@
+"""One line of an event log, as data.
+
+    {"v":1,"type":"world-formed","job":"j","node":"8f2c","wall":1.7e9,"mono":12.5,"generation":0,…}
+
+`node` is the id of the agent that wrote it. `mono` orders the lines of all agents of one machine
+since it was booted; `wall` is for people. `generation` is null where an event belongs to none.
+In the leader's gathered log a line has `heard`, too: when that was by the leader's `mono`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torchelastic.events.types import SCHEMA, Event, from_fields
+
+#: What every line has, before the fields of its event.
+ENVELOPE = ("v", "type", "job", "node", "wall", "mono", "generation")
+#: What a line of a gathered log has beyond that.
+HEARD = "heard"
+
+#: What reading a line that is none may raise.
+_JUNK = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One line of an event log."""
+
+    type: str
+    job: str
+    node: str
+    wall: float
+    mono: float
+    generation: int | None
+    #: None when this version does not know the type.
+    event: Event | None
+    fields: dict[str, Any] = field(default_factory=dict)
+    #: When it happened by the monotonic clock of the leader that gathered it, as it estimates.
+    heard: float | None = None
+
+    @property
+    def time(self) -> float:
+        """What orders the records of a job; meaningful only beside others of the same reader."""
+        return self.mono if self.heard is None else self.heard
+
+    @property
+    def key(self) -> tuple[str, float, str]:
+        """The same for two copies of a line."""
+        return (self.node, self.mono, self.type)
+
+    def heard_at(self, time: float) -> Record:
+        """The record with the leader's time of it."""
+        return replace(self, heard=round(time, 6))
+
+    def line(self) -> str:
+        """As it is written, without the end of line."""
+        head = (SCHEMA, self.type, self.job, self.node, self.wall, self.mono, self.generation)
+        data = dict(zip(ENVELOPE, head, strict=True))
+        if self.heard is not None:
+            data[HEARD] = self.heard
+        own = self.event.fields() if self.event is not None else self.fields
+        return json.dumps(data | own, separators=(",", ":"))
+
+    @classmethod
+    def parse(cls, line: bytes | str) -> Record | None:
+        """None for what is no event: half a line, junk, a later version of the format."""
+        try:
+            data = json.loads(line)
+            if data.pop("v") != SCHEMA:
+                return None
+            head = {name: data.pop(name) for name in ENVELOPE[1:]}
+            head[HEARD] = data.pop(HEARD, None)
+            event = from_fields(head["type"], data)
+            record = cls(**head, event=event, fields=data)
+            record._check()
+        except _JUNK:
+            return None
+        return record
+
+    def _check(self) -> None:
+        if not all(isinstance(name, str) for name in (self.type, self.job, self.node)):
+            raise TypeError("not an event")
+        times = (self.wall, self.mono, 0.0 if self.heard is None else self.heard)
+        if not all(isinstance(time, float | int) and math.isfinite(time) for time in times):
+            raise TypeError("not a time")
+        if not isinstance(self.generation, int | None):
+            raise TypeError("not a generation")
