@@ -27,8 +27,8 @@ from workload import StepLog
 
 import torchelastic
 from torchelastic.snapshot.layout import Memory
+from torchelastic.tensor_bytes import address_of
 from torchelastic.training.keeping_agent import Agent
-from torchelastic.training.keeping_tree import address_of
 
 #: How many copies of the state a step is to take: beyond the twenty of the promise, for a copy
 #: takes longer at one time than at another.

@@ -20,10 +20,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchelastic.errors import SnapshotError, TransferError
+from torchelastic.tensor_bytes import SMALL
 from torchelastic.training import parts, shared
 from torchelastic.training.keeping_boxes import Box, Index, Shape, Take, within
 from torchelastic.training.keeping_dtensor import Sharded, box_of, is_sharded, local_of
-from torchelastic.training.keeping_tree import SMALL, Flat, Layout
+from torchelastic.training.keeping_tree import Flat, Layout
 from torchelastic.training.parts import Spec
 
 

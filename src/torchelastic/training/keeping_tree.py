@@ -12,8 +12,6 @@ Of tensors that are sharded over ranks there is only said that they are (`keepin
 
 from __future__ import annotations
 
-import ctypes
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,13 +21,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchelastic.errors import SnapshotError, TransferError
+from torchelastic.tensor_bytes import SMALL, address_of, copy_in
 from torchelastic.training import fitting, keeping_dtensor, parts, shared
 from torchelastic.training.keeping_boxes import Shape
 from torchelastic.training.keeping_dtensor import Sharded
 from torchelastic.training.parts import Spec
 
-#: Tensors below this many bytes are small: to copy one costs less than to watch over it.
-SMALL = 64 << 10
 #: Where a tensor begins in a buffer.
 ALIGNMENT = 64
 
@@ -275,42 +272,3 @@ class Staging:
     def _view(self, spec: Spec, at: int) -> torch.Tensor:
         memory = self.block[at : at + spec.nbytes].view(spec.dtype)
         return memory.as_strided(spec.shape, spec.stride)
-
-
-def address_of(data: memoryview) -> int:
-    """Where bytes lie. The view must be kept until the address is not used any more."""
-    if not len(data):
-        return 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it must not be written, which nobody does
-        return torch.frombuffer(data, dtype=torch.uint8).data_ptr()
-
-
-@torch.no_grad()
-def copy_out(tensor: torch.Tensor, address: int) -> None:
-    """The tensor's elements to memory, by one thread and without the interpreter's lock.
-
-    (`Tensor.copy_` would take the threads of the training for it.)
-    """
-    if tensor.device.type == "cpu" and parts.is_dense(tensor):
-        ctypes.memmove(address, tensor.data_ptr(), tensor.nbytes)
-    elif tensor.nbytes:
-        _bytes_at(address, tensor.nbytes).copy_(_bytes_of(tensor))
-
-
-@torch.no_grad()
-def copy_in(tensor: torch.Tensor, address: int) -> None:
-    """Elements from memory into a tensor without gaps."""
-    if tensor.device.type == "cpu":
-        ctypes.memmove(tensor.data_ptr(), address, tensor.nbytes)
-    elif tensor.nbytes:
-        _bytes_of(tensor).copy_(_bytes_at(address, tensor.nbytes))
-
-
-def _bytes_at(address: int, count: int) -> torch.Tensor:
-    memory = (ctypes.c_char * count).from_address(address)
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return parts.in_memory_order(tensor).contiguous().reshape(-1).view(torch.uint8)

@@ -28,8 +28,9 @@ from torchelastic import faults
 from torchelastic.errors import SnapshotError
 from torchelastic.snapshot.layout import SHARED, Held, Memory, Version, checksum, own, shard
 from torchelastic.snapshot.messages import Sealed
+from torchelastic.tensor_bytes import SMALL, address_of, copy_out
 from torchelastic.training.keeping_agent import Holder
-from torchelastic.training.keeping_tree import SMALL, Flat, Layout, Staging, address_of, copy_out
+from torchelastic.training.keeping_tree import Flat, Layout, Staging
 
 log = logging.getLogger(__name__)
 

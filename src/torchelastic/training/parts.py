@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from torchelastic.errors import TransferError
+from torchelastic.tensor_bytes import is_dense, stride_of
 
 #: Longest skeleton in characters: a few million numbers in lists.
 LIMIT = 64 << 20
@@ -62,8 +63,8 @@ class Spec:
 
     @classmethod
     def of(cls, path: str, tensor: torch.Tensor) -> Spec:
-        stride = tensor.stride() if is_dense(tensor) else _contiguous(tensor.shape)
-        return cls(path, tensor.dtype, tuple(tensor.shape), tuple(stride), tensor.device.type)
+        stride = stride_of(tensor)
+        return cls(path, tensor.dtype, tuple(tensor.shape), stride, tensor.device.type)
 
     def describes(self, tensor: torch.Tensor) -> bool:
         """Whether elements sent for this spec may be written into the tensor, byte for byte."""
@@ -125,26 +126,6 @@ def specs(skeleton: str) -> list[Spec]:
 
 
 # --- tensors --------------------------------------------------------------------------------------
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill its memory without gaps, in whatever order of dimensions."""
-    return in_memory_order(tensor).is_contiguous()
-
-
-def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """A view with the outermost dimension first: contiguous for channels-last and its like."""
-    stride, shape = tensor.stride(), tensor.shape
-    order = sorted(range(len(shape)), key=lambda i: (stride[i], shape[i]), reverse=True)
-    return tensor.detach().permute(order)
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
 
 
 def _fault_of(tensor: torch.Tensor) -> str | None:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from torchelastic.errors import TransferError
+from torchelastic.tensor_bytes import bytes_of
 from torchelastic.training import parts
 from torchelastic.training.parts import Spec
 from torchelastic.training.session import Session
@@ -114,7 +115,7 @@ def _spans(sizes: Sequence[int], begin: int, end: int) -> Iterator[Span]:
 
 def _send(tree: Any, share: _Share, lacking: Sequence[int]) -> None:
     skeleton, tensors = parts.flatten(tree)
-    flat = [_bytes_of(tensor) for tensor in tensors]
+    flat = [bytes_of(tensor) for tensor in tensors]
     sizes = [len(one) for one in flat]
     moving = _Moving()
     # Holders begin with different peers, so that none has to wait for all of them.
@@ -148,7 +149,7 @@ def _receive(
     if sum(sizes) != total:
         raise TransferError("A peer's state has another size than its skeleton says.")
     tensors = [room_for(spec) for spec in specs]
-    flat = [_bytes_of(tensor) for tensor in tensors]
+    flat = [bytes_of(tensor) for tensor in tensors]
     moving = _Moving()
     queues = [messages(sizes, index, len(holders)) for index in range(len(holders))]
     for turn in zip_longest(*queues):  # a message of each: all holders send at the same time
@@ -204,11 +205,6 @@ def _room(into: Any) -> Callable[[Spec], torch.Tensor]:
 
 
 # --- moving ---------------------------------------------------------------------------------------
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's own memory, if it is without gaps."""
-    return parts.in_memory_order(tensor).contiguous().reshape(-1).view(torch.uint8)
 
 
 class _Moving:

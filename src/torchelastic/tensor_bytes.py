@@ -1,0 +1,99 @@
+"""The elements of tensors as bytes: where they lie, and how they are copied behind the training.
+
+A tensor without gaps is one run of bytes, channels-last or not: its elements are taken as they lie.
+Those of one with gaps are taken in the order of its dimensions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+#: Tensors below this many bytes are small: to copy one costs less than to watch over it.
+SMALL = 64 << 10
+#: How much is copied in one go where several threads share the work.
+PIECE = 8 << 20
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill its memory without gaps, in whatever order of dimensions."""
+    return tensor.is_contiguous() or _in_memory_order(tensor).is_contiguous()
+
+
+def stride_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The stride of its elements among its bytes."""
+    return tuple(tensor.stride()) if is_dense(tensor) else _contiguous(tensor.shape)
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A view with the outermost dimension first: contiguous for channels-last and its like."""
+    stride, shape = tensor.stride(), tensor.shape
+    order = sorted(range(len(shape)), key=lambda i: (stride[i], shape[i]), reverse=True)
+    return tensor.detach().permute(order)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements; the memory itself where there are no gaps in it."""
+    dense = _in_memory_order(tensor) if is_dense(tensor) else tensor.detach().contiguous()
+    return dense.reshape(-1).view(torch.uint8)
+
+
+def address_of(data: memoryview) -> int:
+    """Where bytes lie. The view must be kept until the address is not used any more."""
+    if not len(data):
+        return 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it must not be written, which nobody does
+        return torch.frombuffer(data, dtype=torch.uint8).data_ptr()
+
+
+@torch.no_grad()
+def copy_out(tensor: torch.Tensor, address: int) -> None:
+    """The tensor's elements to memory, by one thread and without the interpreter's lock.
+
+    (`Tensor.copy_` would take the threads of the training for it.)
+    """
+    if _is_at_hand(tensor):
+        ctypes.memmove(address, tensor.data_ptr(), tensor.nbytes)
+    elif tensor.nbytes:
+        _bytes_at(address, tensor.nbytes).copy_(bytes_of(tensor))
+
+
+def in_pieces(tensor: torch.Tensor, address: int) -> Iterator[Callable[[], object]]:
+    """`copy_out` as several calls, for threads that share the work; the tensor must be kept."""
+    if not _is_at_hand(tensor):
+        yield partial(copy_out, tensor, address)
+        return
+    begin, size = tensor.data_ptr(), tensor.nbytes
+    for at in range(0, size, PIECE):
+        yield partial(ctypes.memmove, address + at, begin + at, min(PIECE, size - at))
+
+
+@torch.no_grad()
+def copy_in(tensor: torch.Tensor, address: int) -> None:
+    """Elements from memory into a tensor without gaps."""
+    if tensor.device.type == "cpu":
+        ctypes.memmove(tensor.data_ptr(), address, tensor.nbytes)
+    elif tensor.nbytes:
+        bytes_of(tensor).copy_(_bytes_at(address, tensor.nbytes))
+
+
+def _is_at_hand(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and is_dense(tensor)
+
+
+def _bytes_at(address: int, count: int) -> torch.Tensor:
+    memory = (ctypes.c_char * count).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8)
