@@ -19,12 +19,14 @@ LAYERS = (
     ("worker",),
     ("rendezvous", "snapshot", "checkpoint", "data", "utils"),
     ("events", "jobs", "metrics", "event_logger"),
-    ("config", "env", "errors", "clock", "failure", "faults", "tensor_bytes"),
+    ("config", "env", "errors", "clock", "codec", "failure", "faults", "tensor_bytes"),
 )
 DEPTH = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
 
 # Decisions: handed the time and the facts, they touch nothing.
 PURE = {
+    "codec.py",
+    "worker/orders.py",
     "rendezvous/round.py",
     "rendezvous/round_state.py",
     "rendezvous/forming.py",

@@ -242,7 +242,11 @@ class Workers:
             self._reported(local_rank, message)
 
     def _reported(self, local_rank: int, message: dict[str, Any]) -> None:
-        report = orders.from_json(message)
+        try:
+            report = orders.from_json(message)
+        except ValueError as error:  # no worker's garbage ends the agent
+            logger.debug("worker %d sent something unreadable: %s", local_rank, error)
+            return
         if isinstance(report, orders.Stopped | orders.Finished | orders.Erred | orders.PeerLost):
             self._out_of(local_rank, report.generation)
         match report:

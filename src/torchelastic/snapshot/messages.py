@@ -15,11 +15,10 @@ one of `Opened` to be read: which version it is of is found there.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import get_args
 
+from torchelastic.codec import Codec, Count
 from torchelastic.snapshot.layout import Version
 
 PREFIX = "snapshot."
@@ -31,10 +30,10 @@ class Holding:
 
     piece: str
     version: Version
-    bytes: int
+    bytes: Count
     #: Of the worker that wrote it, and of its world.
-    rank: int
-    size: int
+    rank: Count
+    size: Count
     #: A copy of another node's, rather than what a worker of this node has written.
     replica: bool = False
 
@@ -46,24 +45,24 @@ class Holding:
 class Room:
     """Memory to write a piece to: the same that it had, if the sizes fit and it is there."""
 
-    request: int
+    request: Count
     piece: str
-    bytes: int
-    skeleton_bytes: int
+    bytes: Count
+    skeleton_bytes: Count
 
 
 @dataclass(frozen=True)
 class Inventory:
     """What does this node hold?"""
 
-    request: int
+    request: Count
 
 
 @dataclass(frozen=True)
 class Open:
     """A memory of this node that holds this version of a piece."""
 
-    request: int
+    request: Count
     piece: str
     version: Version
 
@@ -72,7 +71,7 @@ class Open:
 class Fetch:
     """The same, copied from the node whose agent is reached at `peer` if this node lacks it."""
 
-    request: int
+    request: Count
     piece: str
     version: Version
     peer: str
@@ -91,7 +90,7 @@ class Settled:
     """This generation has begun with that base: what older ones did beyond it is void."""
 
     base: Version
-    generation: int
+    generation: Count
 
 
 # --- down: from the agent to the worker ----------------------------------------------------------
@@ -101,21 +100,21 @@ class Settled:
 class Granted:
     """The memory comes with this; nobody else writes to it."""
 
-    request: int
+    request: Count
 
 
 @dataclass(frozen=True)
 class Opened:
     """The memory comes with this, for reading."""
 
-    request: int
+    request: Count
 
 
 @dataclass(frozen=True)
 class Refused:
     """It cannot be had; the sentence says why and what to do."""
 
-    request: int
+    request: Count
     sentence: str
 
 
@@ -123,7 +122,7 @@ class Refused:
 class Holdings:
     """What this node holds, and where other agents reach its agent (empty: nowhere)."""
 
-    request: int
+    request: Count
     holdings: tuple[Holding, ...]
     peer: str = ""
     node: str = ""
@@ -133,51 +132,5 @@ Request = Room | Inventory | Open | Fetch
 Question = Request | Sealed | Settled
 Answer = Granted | Opened | Refused | Holdings
 
-_TYPES: dict[str, type[Any]] = {
-    PREFIX + kind.__name__.lower(): kind
-    for kind in (Room, Inventory, Open, Fetch, Sealed, Settled, Granted, Opened, Refused, Holdings)
-}
-_HINTS = {kind: get_type_hints(kind) for kind in (*_TYPES.values(), Holding)}
-
-
-def to_json(message: Question | Answer) -> dict[str, Any]:
-    kind = PREFIX + type(message).__name__.lower()
-    return {"type": kind, **dataclasses.asdict(message)}
-
-
-def from_json(data: Mapping[str, Any]) -> Question | Answer | None:
-    """The message; None where its type is none of these, `ValueError` where a field is wrong."""
-    kind = _TYPES.get(str(data.get("type")))
-    if kind is None:
-        return None
-    message: Question | Answer = _made(kind, data)
-    return message
-
-
-def _made(kind: type[Any], data: Mapping[str, Any]) -> Any:
-    fields = {
-        item.name: _read(data[item.name], _HINTS[kind][item.name], item.name)
-        for item in dataclasses.fields(kind)
-        if item.name in data
-    }
-    try:
-        return kind(**fields)
-    except TypeError as error:
-        raise ValueError(f"A message is not complete: {error}.") from None
-
-
-def _read(value: Any, hint: Any, name: str) -> Any:
-    """A field as its declaration has it."""
-    if hint == Version:
-        return _version(value, name)
-    if hint == tuple[Holding, ...] and isinstance(value, list | tuple):
-        return tuple(_made(Holding, item) for item in value if isinstance(item, Mapping))
-    if type(value) is not hint or (hint is int and value < 0):
-        raise ValueError(f"'{name}' of a message is not what it should be: {value!r:.80}.")
-    return value
-
-
-def _version(value: Any, name: str) -> Version:
-    if isinstance(value, list | tuple) and [type(part) for part in value] == [int, int]:
-        return (value[0], value[1])
-    raise ValueError(f"'{name}' of a message is no version: {value!r:.80}.")
+_codec: Codec[Question | Answer] = Codec(*get_args(Question | Answer), prefix=PREFIX)
+to_json, from_json = _codec.to_json, _codec.from_json

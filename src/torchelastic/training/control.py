@@ -144,8 +144,8 @@ class Control:
         self._abort_what_is_over()
 
     def _hear(self, message: dict[str, object], descriptor: int | None) -> None:
-        order = orders.from_json(message)
         try:
+            order = orders.from_json(message)
             if isinstance(order, orders.Slate) and descriptor is not None:
                 self._slate = slate.Slate(descriptor)
             elif isinstance(order, orders.Dump) and descriptor is not None:

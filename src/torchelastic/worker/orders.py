@@ -20,10 +20,10 @@ and after a failure:
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import get_args
+
+from torchelastic.codec import Codec
 
 # --- down: from the agent to the worker ----------------------------------------------------------
 
@@ -191,24 +191,5 @@ class Pong:
 Order = Enter | Ask | Through | Over | Leave | Closed | Ping | Dump | Slate
 Report = Enlisted | Entered | Up | Stopped | Erred | PeerLost | Unfit | Finished | Pong
 
-_TYPES: dict[str, type[Any]] = {
-    kind.__name__.lower(): kind
-    for kind in (
-        *(Enter, Ask, Through, Over, Leave, Closed, Ping, Dump, Slate),
-        *(Enlisted, Entered, Up, Stopped, Erred, PeerLost, Unfit, Finished, Pong),
-    )
-}
-
-
-def to_json(message: Order | Report) -> dict[str, Any]:
-    return {"type": type(message).__name__.lower(), **dataclasses.asdict(message)}
-
-
-def from_json(data: Mapping[str, Any]) -> Order | Report | None:
-    """The message; None where its type is none of these."""
-    kind = _TYPES.get(str(data.get("type")))
-    if kind is None:
-        return None
-    names = {item.name for item in dataclasses.fields(kind)}
-    message: Order | Report = kind(**{name: data[name] for name in names if name in data})
-    return message
+_codec: Codec[Order | Report] = Codec(*get_args(Order | Report))
+to_json, from_json = _codec.to_json, _codec.from_json

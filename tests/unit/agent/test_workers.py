@@ -96,6 +96,25 @@ def test_who_tells_that_it_does_not_go_there_is_not_on_the_way(workers, report, 
     assert (workers.entering_since(0) is not None) is on_the_way
 
 
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        {"type": "stopped", "generation": 1},
+        {"type": "stopped", "generation": 1, "step": "three"},
+        {"type": "up", "generation": None, "step": 3},
+        {"type": ["stopped"], "generation": 1, "step": 3},
+        {"type": "progress", "step": "three"},
+        {},
+    ],
+    ids=str,
+)
+def test_a_workers_garbage_changes_nothing(workers, garbage):
+    enter(workers, 1)
+    workers._heard(0, garbage)
+    assert workers.entering_since(0) is not None
+    assert workers.best_step == -1
+
+
 def test_a_replacement_is_on_no_way_before_it_is_told(workers):
     enter(workers, 1)
     workers._forget(0)
