@@ -1,0 +1,70 @@
+"""How many of the nodes that a job may have it had, and used, over its time. Pure."""
+
+from __future__ import annotations
+
+from torchelastic.events import types as events
+from torchelastic.events.record import Record
+
+
+class NodeTime:
+    """Integrals over time of the nodes in a world, and of those that were there."""
+
+    def __init__(self) -> None:
+        self._most = 0
+        self._generation = -1
+        self._present: set[str] = set()
+        #: Nodes of the world that this log knows by number only.
+        self._unnamed = 0
+        self._active = 0
+        self._since = 0
+        self._begun: int | None = None
+        self._active_micros = 0
+        self._available_micros = 0
+
+    def feed(self, record: Record, now: int) -> None:
+        """`now` is the record's time in microseconds; it never goes back."""
+        if self._begun is None:
+            self._begun = self._since = now
+        self._active_micros, self._available_micros = self._until(now)
+        self._since = now
+        match record.event:
+            case events.AgentStarted(max_nodes=most):
+                self._most = max(self._most, most)
+            case events.Joined(name=name) | events.NodeJoined(name=name):
+                self._present.add(name)
+            case events.NodeLost(name=name) | events.NodeLeaving(name=name):
+                self._present.discard(name)
+            case events.WorldFormed() as formed:
+                self._formed(record.generation or 0, formed)
+            case events.GenerationOver() if record.generation == self._generation:
+                self._active = 0
+            case events.Waiting():
+                self._active = 0
+
+    def active(self, now: int) -> float | None:
+        """The mean share of `max` nodes that were in a world; None: nothing is known yet."""
+        return self._share(self._until(now)[0], now)
+
+    def available(self, now: int) -> float | None:
+        """The same of nodes that were there, in a world or not."""
+        return self._share(self._until(now)[1], now)
+
+    def _share(self, micros: int, now: int) -> float | None:
+        span = now - self._begun if self._begun is not None else 0
+        return micros / (span * self._most) if span > 0 and self._most else None
+
+    def _until(self, now: int) -> tuple[int, int]:
+        passed = max(0, now - self._since)
+        present = max(len(self._present) + self._unnamed, self._active)
+        return (
+            self._active_micros + passed * min(self._active, self._most),
+            self._available_micros + passed * min(present, self._most),
+        )
+
+    def _formed(self, generation: int, formed: events.WorldFormed) -> None:
+        if generation <= self._generation:
+            return  # every agent tells of it
+        self._generation = generation
+        self._active = formed.count or len(formed.nodes)
+        self._unnamed = self._active - len(formed.nodes)
+        self._present.update(formed.nodes, formed.spares)

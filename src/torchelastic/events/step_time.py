@@ -1,0 +1,52 @@
+"""How much productive time the steps of a job took, to know what a roll-back throws away. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+#: Points that are kept. Of older ones every other is dropped when there are more: a roll-back far
+#: into the past is then known less exactly.
+_MOST = 4096
+
+
+class StepTime:
+    """Points of (a step, the productive microseconds when it was entered); both only grow."""
+
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+        self._micros: list[int] = []
+
+    @property
+    def last(self) -> int:
+        """The furthest step so far; -1: none."""
+        return self._steps[-1] if self._steps else -1
+
+    def add(self, step: int, micros: int) -> None:
+        """A step was entered; one that was entered before must be rolled back to first."""
+        if self._steps and step <= self._steps[-1]:
+            return
+        self._steps.append(step)
+        self._micros.append(micros)
+        if len(self._steps) > _MOST:
+            del self._steps[1 : _MOST // 2 : 2], self._micros[1 : _MOST // 2 : 2]
+
+    def less(self, micros: int) -> None:
+        """So much of the time before the last point turns out not to have been productive."""
+        if self._micros:
+            self._micros[-1] -= micros
+
+    def at(self, step: int) -> int | None:
+        """The productive microseconds when a step was entered; None: it never was."""
+        place = bisect_left(self._steps, step)
+        if place == len(self._steps):
+            return None
+        if place == 0 or self._steps[place] == step:
+            return self._micros[place]
+        before, after = self._steps[place - 1], self._steps[place]
+        begun, span = self._micros[place - 1], self._micros[place] - self._micros[place - 1]
+        return begun + span * (step - before) // (after - before)
+
+    def roll_back(self, step: int) -> None:
+        """Forget what was done from this step on."""
+        place = bisect_left(self._steps, step)
+        del self._steps[place:], self._micros[place:]

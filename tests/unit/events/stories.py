@@ -1,0 +1,71 @@
+"""Stories of jobs for tests: records in the order of time, told by hand."""
+
+from __future__ import annotations
+
+from torchelastic.events import types as events
+from torchelastic.events.record import Record
+from torchelastic.events.types import Event
+from torchelastic.failure import Failure
+
+
+def failure(**changes) -> Failure:
+    facts = {"generation": 0, "node": "b", "rank": 2, "local_rank": 0, "pid": 42, "exitcode": -9}
+    return Failure(**(facts | {"message": "killed by SIGKILL", "step": 7} | changes))
+
+
+class Story:
+    """What the agents of nodes a, b, … wrote; node a leads. Times are seconds from its start."""
+
+    def __init__(self, *, nodes: str = "ab", most: int = 2, workers: int = 1) -> None:
+        self.records: list[Record] = []
+        self.workers = workers
+        for name in nodes:
+            self.tell(0, events.AgentStarted(1, "a:1", ["t.py"], 1, most, workers), by=name)
+            self.tell(0, events.Joined(name, "a:1", name == "a"), by=name)
+
+    def tell(self, at: float, event: Event, *, by: str = "a", generation: int | None = None):
+        self.records.append(
+            Record(
+                type=event.type,
+                job="job",
+                node=f"id-{by}",
+                wall=1000 + at,
+                mono=100 + at,
+                generation=generation,
+                event=event,
+            )
+        )
+        return self
+
+    def world(self, at: float, generation: int, names: str = "ab", reason: str = "it begins"):
+        size = len(names) * self.workers
+        formed = events.WorldFormed(list(names), size, "a:2", reason, 0)
+        return self.tell(at, formed, generation=generation)
+
+    def workers_start(self, at: float, generation: int, names: str = "ab"):
+        for place, name in enumerate(names):
+            ranks = list(range(place * self.workers, (place + 1) * self.workers))
+            started = events.WorkersStarted(ranks, [90 + rank for rank in ranks], 0.01)
+            self.tell(at, started, by=name, generation=generation)
+        return self
+
+    def trains(self, at: float, generation: int, step: int, **more: float):
+        return self.tell(at, events.Training(0, step, 0, **more), generation=generation)
+
+    def steps(self, at: float, generation: int, step: int, *, entered: float | None = None, **more):
+        """Node a tells that its rank 0 has entered this step, just now or at another time."""
+        when = 100 + (at if entered is None else entered)
+        progress = events.Progress([0], [step], [when], more.pop("stalls", {}))
+        return self.tell(at, progress, generation=generation, **more)
+
+    def over(self, at: float, generation: int, kind: str = "failure", reason: str = "boom"):
+        return self.tell(at, events.GenerationOver(kind, reason), generation=generation)
+
+    def fails(self, at: float, generation: int, *, by: str = "b", **changes):
+        told = failure(generation=generation, **changes).to_json()
+        return self.tell(at, events.WorkerFailed(told), by=by, generation=generation)
+
+    def end(self, at: float, names: str = "ab", exitcode: int = 0, reason: str = "done"):
+        for name in names:
+            self.tell(at, events.JobEnded(exitcode, reason), by=name)
+        return self
