@@ -21,13 +21,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchelastic.checkpoint.background import (
+    before_write,
     entered,
     finish,
     is_due,
     is_paced,
     load_latest,
+    load_together,
     save,
     save_before_leaving,
+    save_together,
     wait,
 )
 from torchelastic.checkpoint.file_system_checkpoint import FileSystemCheckpoint
@@ -49,14 +52,17 @@ __all__ = [
     "CheckpointUtil",
     "FileSystemCheckpoint",
     "FileSystemCheckpointManager",
+    "before_write",
     "entered",
     "finish",
     "get_checkpoint_manager",
     "is_due",
     "is_paced",
     "load_latest",
+    "load_together",
     "save",
     "save_before_leaving",
+    "save_together",
     "set_checkpoint_manager",
     "wait",
 ]

@@ -11,8 +11,9 @@ import io
 import json
 import logging
 import time
+from collections.abc import Collection
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchelastic import faults
 from torchelastic.checkpoint import grace as leaving
@@ -25,8 +26,11 @@ from torchelastic.checkpoint.manager import (
     get_checkpoint_manager,
 )
 from torchelastic.checkpoint.runner import Runner, Task
-from torchelastic.checkpoint.store import CheckpointStore
+from torchelastic.checkpoint.store import CheckpointStore, Loaded
 from torchelastic.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +45,29 @@ def save(state: Saved, step: int, generation: int | None = None) -> None:
         return
     _finish_others(manager)
     if isinstance(manager, CheckpointStore):
-        manager.save(_tree_of(state), step, generation=generation)
+        tree, lasting = _tree_of(state), _lasting_of(state)
+        manager.save(tree, step, generation=generation, lasting=lasting)
         return
     stream = io.BytesIO()
     state.save(stream)
     content = stream.getbuffer()
     _runner.put(Task(step, lambda: _write(manager, step, content)))
+
+
+def save_together(state: Saved, step: int, generation: int, own: bytes) -> None:
+    """`save` of a state that is sharded over the ranks, on all of them; `own` is this rank's."""
+    store = _store_for_shards()
+    if store is None:
+        return
+    _finish_others(store)
+    tree, lasting = _tree_of(state), _lasting_of(state)
+    store.save(tree, step, own={"own": own}, generation=generation, together=True, lasting=lasting)
+
+
+def before_write() -> None:
+    """A state that was saved is about to be written to: wait until it is copied."""
+    if isinstance(_used, CheckpointStore):
+        _used.before_write()
 
 
 def finish() -> None:
@@ -70,7 +91,8 @@ def load_latest(state: Saved) -> int | None:
     """
     manager = get_checkpoint_manager()
     if isinstance(manager, CheckpointStore):
-        return _load_from_store(manager, state)
+        loaded = _load_from_store(manager, state)
+        return loaded.step if loaded is not None else None
     checkpoint = manager.get_latest_checkpoint() if manager is not None else None
     if checkpoint is None:
         return None
@@ -82,6 +104,18 @@ def load_latest(state: Saved) -> int | None:
         raise _cannot_be_loaded(repr(checkpoint), error) from error
     log.info("Loaded %r, of step %d.", checkpoint, step)
     return step
+
+
+def load_together(state: Saved) -> tuple[int, bytes | None] | None:
+    """`load_latest` of a state that is sharded over the ranks, on all of them.
+
+    Also says what was this rank's own, if the world that wrote it had such a rank.
+    """
+    store = _store_for_shards()
+    loaded = _load_from_store(store, state, together=True) if store is not None else None
+    if loaded is None:
+        return None
+    return loaded.step, loaded.own["own"] if loaded.own is not None else None
 
 
 def entered(generation: int, base: int) -> None:
@@ -96,9 +130,10 @@ def is_paced() -> bool:
     return isinstance(manager, CheckpointStore) and manager.every is not None
 
 
-def is_due(step: int) -> bool:
+def is_due(step: int, *, together: bool = False) -> bool:
+    """Whether the manager itself asks for a checkpoint of this step; `together` as in a store."""
     manager = get_checkpoint_manager()
-    return isinstance(manager, CheckpointStore) and manager.is_due(step)
+    return isinstance(manager, CheckpointStore) and manager.is_due(step, together=together)
 
 
 def save_before_leaving(
@@ -142,20 +177,38 @@ def _tree_of(state: Saved) -> Any:
     return {STATE_KEY: torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)}
 
 
-def _load_from_store(store: CheckpointStore, state: Saved) -> int | None:
-    stored = getattr(state, "_stored", None)
-    loaded = store.load(like=stored() if stored is not None else None)
+def _lasting_of(state: Saved) -> Collection[torch.Tensor]:
+    """Of a TorchState, whose optimizers call `before_write`."""
+    lasting = getattr(state, "_lasting", None)
+    return lasting() if lasting is not None else ()
+
+
+def _store_for_shards() -> CheckpointStore | None:
+    manager = get_checkpoint_manager()
+    if manager is not None and not isinstance(manager, CheckpointStore):
+        raise TypeError(
+            f"A {type(manager).__name__} cannot hold a state that is sharded over ranks: set a "
+            "torchelastic.checkpoint.CheckpointStore as the manager."
+        )
+    return manager
+
+
+def _load_from_store(
+    store: CheckpointStore, state: Saved, *, together: bool = False
+) -> Loaded | None:
+    put = getattr(state, "_load_stored", None)
+    loaded = store.load(like=getattr(state, "_shards_of", None), together=together)
     if loaded is None:
         return None
     try:
-        if stored is not None:
-            state._load_stored(loaded.tree)  # type: ignore[attr-defined]
+        if put is not None:
+            put(loaded.tree)
         else:
             state.load(io.BytesIO(loaded.tree[STATE_KEY].numpy().tobytes()))
     except Exception as error:
         raise _cannot_be_loaded(f"{store.url}/{loaded.name}", error) from error
     log.info("Loaded the checkpoint %s/%s, of step %d.", store.url, loaded.name, loaded.step)
-    return loaded.step
+    return loaded
 
 
 def _cannot_be_loaded(what: str, error: Exception) -> CheckpointError:

@@ -164,16 +164,17 @@ def read(storage: Storage, directory: str, like: Any = None, *, rank: int = 0) -
     """The shared tree, and what `rank` had of its own (None where it had nothing).
 
     Tensors are new ones, on the CPU; but where `like` has a DTensor, a DTensor of the same kind,
-    of which only this rank's shard is read. So a state is read back at any number of ranks.
+    of which only this rank's shard is read. So a state is read back at any number of ranks. `like`
+    is a tree, or a function that returns DTensors by name, of what is stored by name.
     """
     reader = _reader(storage, directory)
     metadata = reader.read_metadata()
-    shards = _dtensors(like)
     names = {
         name: found
         for name, found in metadata.state_dict_metadata.items()
         if isinstance(found, TensorStorageMetadata) and _concerns(name, rank)
     }
+    shards = like(names) if callable(like) else _dtensors(like)
     tensors = {name: _room(found, shards.get(name)) for name, found in names.items()}
     _fill(reader, metadata, tensors)
     shared = tree.restore(planning.from_tensor(tensors[planning.SKELETON]), tensors)

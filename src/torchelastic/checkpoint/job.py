@@ -89,13 +89,26 @@ def _assist(job: Job, draft: Draft, tensors: Mapping[str, torch.Tensor]) -> int:
     storage = draft.storage
     try:
         part = dcp.write_part(draft, job.plan, tensors, job.rank)
+        faults.at("checkpoint.write")
         storage.put(draft.path(f"{_PART}{job.rank}"), restricted.dumps(part))
     except Exception as error:
-        storage.put(draft.path(f"{_FAILED}{job.rank}"), repr(error).encode())
+        _leave_word(job, draft, repr(error))
         raise
     finally:
         draft.release()
     return 0
+
+
+def give_up(job: Job, catalog: Catalog, why: str) -> None:
+    """There is nothing to write: leave word of it for rank 0, which would wait."""
+    if job.rank != 0 and job.sequence is not None:
+        draft = catalog.begin(name_of(job.sequence, job.step, job.fence.token))
+        _leave_word(job, draft, why)
+        draft.release()
+
+
+def _leave_word(job: Job, draft: Draft, why: str) -> None:
+    draft.storage.put(draft.path(f"{_FAILED}{job.rank}"), why.encode())
 
 
 def _parts_of_others(job: Job, draft: Draft) -> Iterator[dcp.Part]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
 from torchelastic.checkpoint import tree
+from torchelastic.errors import CheckpointError
 
 #: Names that are ours among those of tensors: the skeletons, as bytes.
 SKELETON = "torchelastic.skeleton"
@@ -41,6 +42,8 @@ class Content:
 def content_of(shared: Any, own: Any = None, *, rank: int = 0, size: int = 1) -> Content:
     """The part of `shared` that falls to this rank, and all of its `own`."""
     skeleton, tensors = tree.flatten(shared)
+    if size == 1:
+        _refuse_shards(tensors)
     tensors[SKELETON] = _as_tensor(skeleton)
     mine = _share(tensors, rank, size)
     if own is not None:
@@ -49,6 +52,16 @@ def content_of(shared: Any, own: Any = None, *, rank: int = 0, size: int = 1) ->
         mine |= owned | {f"{prefix}.skeleton": _as_tensor(skeleton)}
     plan = create_default_local_save_plan(mine, rank == 0)
     return Content(plan, {name: _local(tensor) for name, tensor in mine.items()})
+
+
+def _refuse_shards(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Other ranks have the rest of them, and would not be asked for it."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1:
+            raise CheckpointError(
+                f"'{name}' is sharded over ranks, of which one cannot write all: all of them call "
+                "CheckpointStore.save(..., together=True)."
+            )
 
 
 def _as_tensor(skeleton: Any) -> torch.Tensor:
@@ -93,5 +106,16 @@ def _writes(tensor: DTensor) -> bool:
     return first and (tensor.to_local().numel() > 0 or tensor.numel() == 0)
 
 
+def by_address(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Tensors by where they lie in this process; a DTensor by where its shard does."""
+    return {_memory(tensor).data_ptr(): tensor for tensor in tensors}
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    """As it lies in memory; there, views that conjugate or negate look like any other."""
+    return _memory(tensor).detach().resolve_conj().resolve_neg()
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """(`to_local` is differentiable, and takes its time.)"""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

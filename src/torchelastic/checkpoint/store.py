@@ -7,7 +7,8 @@
         store.save({"model": model.state_dict()}, step, together=True)
 
 `save` copies the state to memory of its own and returns; a thread, or for a large state a process,
-brings it to storage. While it does, the next ones are skipped, and the log says so.
+brings it to storage. While it does, the next ones are skipped, and the log says so. What is said to
+be `lasting` is copied later still, until `before_write`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,13 +33,14 @@ from torchelastic.checkpoint.runner import Runner, Task
 from torchelastic.checkpoint.storage import open_storage
 from torchelastic.checkpoint.turn import Turn
 from torchelastic.errors import CheckpointError, ConfigError
+from torchelastic.snapshot.room import NoRoom
 
 if TYPE_CHECKING:
     import torch
 
     from torchelastic.checkpoint.job import Job, Written
     from torchelastic.checkpoint.process import WriterProcess
-    from torchelastic.checkpoint.staging import Slots, Staging
+    from torchelastic.checkpoint.staging import Copying, Staging
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +92,9 @@ class CheckpointStore(CheckpointManager):
         self._writer, self._patience = writer, patience
         self._runner = Runner()
         self._stagings: list[Staging] = []
+        #: What is being copied behind the training, unless that has turned out not to work here.
+        self._copying: Copying | None = None
+        self._at_once = False
         self._process: WriterProcess | None = None
         # The world this process writes for, and the number of its next checkpoint, if agreed on.
         self._turn: Turn | None = None
@@ -146,17 +151,19 @@ class CheckpointStore(CheckpointManager):
         own: Any = None,
         generation: int | None = None,
         together: bool = False,
+        lasting: Collection[torch.Tensor] = (),
     ) -> bool:
         """Begin a checkpoint of `tree`, which has committed `step` steps. False if it is skipped.
 
         `tree` is made of dicts, lists, tuples, tensors and plain values, and may be changed once
-        this returns. With `together` all ranks of the default process group call this, each with
-        its shards (DTensors) of a tree that is the same otherwise, and with what is its `own`;
-        without, this process writes all of it.
+        this returns; but those of its tensors that are `lasting` only after `before_write`. With
+        `together` all ranks of the default process group call this, each with its shards (DTensors)
+        of a tree that is the same otherwise, and with what is its `own`; without, this process
+        writes all of it.
         """
         from torchelastic.checkpoint import agreement
         from torchelastic.checkpoint.job import Job
-        from torchelastic.checkpoint.plan import content_of
+        from torchelastic.checkpoint.plan import by_address, content_of
 
         began = time.monotonic()
         rank, size = agreement.world() if together else (0, 1)
@@ -165,15 +172,30 @@ class CheckpointStore(CheckpointManager):
             return False
         if (turn := self._take_turn(generation, together)) is None:
             return False
-        if (staged := self._copy(content.tensors, step)) is None:
+        # A large one never waits for its turn: its copy begins at once.
+        behind = content.bytes >= LARGE and bool(lasting) and not self._at_once
+        addresses = by_address(lasting) if behind else None
+        if (staged := self._copy(content.tensors, step, addresses)) is None:
             return False
-        staging, slots = staged
+        staging, copying = staged
         sequence = self._sequence
-        job = Job(step, rank, size, content.plan, slots, turn.fence, sequence, self._patience)
-        self._put(job, turn, staging, self._way(content.bytes))
+        plan, slots = content.plan, copying.slots
+        job = Job(step, rank, size, plan, slots, turn.fence, sequence, self._patience)
+        self._put(job, turn, staging, copying, self._way(content.bytes))
         self._sequence = sequence + 1 if sequence is not None else None
+        self._copying = copying
+        if not behind:
+            self.before_write()
         self._began(step, began)
         return True
+
+    def before_write(self) -> None:
+        """Wait until all is copied, and help: what was saved is about to be written to."""
+        if (copying := self._copying) is not None:
+            began = time.monotonic()
+            copying.run()
+            self._copying = None
+            self._blocked += time.monotonic() - began
 
     def wait(self) -> None:
         """Wait until everything saved is in storage, or has failed to get there."""
@@ -213,15 +235,22 @@ class CheckpointStore(CheckpointManager):
             )
         return not skipped
 
-    def _copy(self, tensors: Mapping[str, torch.Tensor], step: int) -> tuple[Staging, Slots] | None:
+    def _copy(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        step: int,
+        lasting: Mapping[int, torch.Tensor] | None,
+    ) -> tuple[Staging, Copying] | None:
         """Into memory that is free; None, and a word in the log, where there is none to be had."""
         staging = self._free_memory(step)
         try:
-            return staging, staging.copy(tensors)
+            return staging, staging.copy(tensors, lasting)
+        except NoRoom as error:
+            log.error("No checkpoint of step %d. %s", step, error)
         except (OSError, MemoryError) as error:
-            staging.release()
             log.error("No checkpoint of step %d: no memory to copy the state to (%s).", step, error)
-            return None
+        staging.release()
+        return None
 
     def _free_memory(self, step: int) -> Staging:
         from torchelastic.checkpoint.staging import Staging
@@ -286,18 +315,35 @@ class CheckpointStore(CheckpointManager):
         return lambda job, memory: run(job, self.catalog, staged(memory, job.slots))
 
     def _put(
-        self, job: Job, turn: Turn, staging: Staging, write: Callable[[Job, int], Written]
+        self,
+        job: Job,
+        turn: Turn,
+        staging: Staging,
+        copying: Copying,
+        write: Callable[[Job, int], Written],
     ) -> None:
         def task() -> None:
+            self._finish_copy(job, copying)
             if job.rank == 0:
                 turn.ensure()
             self._note(job, write(job, staging.descriptor))
 
         self._runner.put(Task(job.step, task, staging.release))
 
+    def _finish_copy(self, job: Job, copying: Copying) -> None:
+        """In the thread; raises if there is nothing that could be written."""
+        from torchelastic.checkpoint.job import give_up
+
+        try:
+            copying.result()
+        except CheckpointError as error:
+            self._at_once |= copying.is_disturbed
+            give_up(job, self.catalog, str(error))
+            raise
+
     def _began(self, step: int, began: float) -> None:
         now = time.monotonic()
-        self._blocked = now - began
+        self._blocked = now - began  # and what `before_write` adds
         if self.every is not None:
             self._pace = (self._pace or Pace.begin(self.every, step, now)).began(step, now)
 
@@ -332,17 +378,36 @@ class CheckpointStore(CheckpointManager):
         """Read the newest that is whole; None where there is none.
 
         Torn, corrupt and void ones are told and passed over. Where `like`, a tree as given to
-        `save`, has DTensors, this rank's shards are read; everything else is read in full. With
-        `together` all ranks read what rank 0 finds.
+        `save`, has DTensors, this rank's shards are read; everything else is read in full. (`like`
+        may be a function: it is given what is stored, by name, and returns the DTensors by name.)
+        With `together` all ranks read what rank 0 finds.
         """
         from torchelastic.checkpoint import agreement
 
-        rank = agreement.world()[0] if together else 0
-        record = next(self.catalog.sound(), None) if rank == 0 else None
-        found: Any = None if record is None else [record.name, record.step or 0]
-        if together:
-            found = agreement.of_rank_0(found)
-        return None if found is None else self._read(str(found[0]), int(found[1]), like, rank)
+        if not together:
+            found, rank = self._newest(), 0
+        else:
+            rank = agreement.world()[0]
+            found = self._newest_of_rank_0(rank)
+        return None if found is None else self._read(*found, like, rank)
+
+    def _newest(self) -> tuple[str, int] | None:
+        record = next(self.catalog.sound(), None)
+        return None if record is None else (record.name, record.step or 0)
+
+    def _newest_of_rank_0(self, rank: int) -> tuple[str, int] | None:
+        from torchelastic.checkpoint import agreement
+
+        told: dict[str, Any] = {}
+        if rank == 0:
+            try:
+                told = {"found": self._newest()}
+            except Exception as error:  # of any storage; the others wait for an answer
+                told = {"error": repr(error)}
+        told = agreement.of_rank_0(told)
+        if "error" in told:
+            raise CheckpointError(f"The checkpoints at {self.url} cannot be read: {told['error']}.")
+        return None if told["found"] is None else (str(told["found"][0]), int(told["found"][1]))
 
     def _read(self, name: str, step: int, like: Any, rank: int) -> Loaded:
         from torchelastic.checkpoint import dcp

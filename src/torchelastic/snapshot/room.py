@@ -35,14 +35,16 @@ class NoRoom(Exception):
     """Not so much memory may be taken; the sentence says why and what to do."""
 
 
-def check(needed: int, what: str) -> None:
+def check(needed: int, what: str, otherwise: str = "go on without snapshots") -> None:
     """Raise `NoRoom` if taking so many bytes would come too close to a limit of this process."""
-    sentence = refusal(needed, limits(), what)
+    sentence = refusal(needed, limits(), what, otherwise)
     if sentence is not None:
         raise NoRoom(sentence)
 
 
-def refusal(needed: int, limits: list[Limit], what: str) -> str | None:
+def refusal(
+    needed: int, limits: list[Limit], what: str, otherwise: str = "go on without snapshots"
+) -> str | None:
     """Why so many bytes may not be taken, and what to do; None: they may.
 
     >>> refusal(2 << 30, [Limit("this machine", 4 << 30, 3 << 30)], "snapshots of 'shared'")[:75]
@@ -54,7 +56,7 @@ def refusal(needed: int, limits: list[Limit], what: str) -> str | None:
     return (
         f"No room for {what}: they need {in_words(needed)} of memory, and "
         f"{in_words(tightest.left)} of the {in_words(tightest.most)} of {tightest.place} are left; "
-        "give the node more memory, or keep less state, or go on without snapshots."
+        f"give the node more memory, or keep less state, or {otherwise}."
     )
 
 

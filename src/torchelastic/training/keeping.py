@@ -130,8 +130,17 @@ class Keeper:
             if not self._shards.any or self._all_may_begin(self._writer):
                 self._publish(self._writer, version)
             self._holder.progress(step)
-        if self.rank == 0 and checkpoint.is_due(step):
-            checkpoint.save(self._state, step, self.generation)
+        self._save_if_due(step)
+
+    def _save_if_due(self, step: int) -> None:
+        """Of what is the same on all ranks rank 0 takes checkpoints, of shards all together."""
+        if not self._shards.any:
+            if self.rank == 0 and checkpoint.is_due(step):
+                checkpoint.save(self._state, step, self.generation)
+        elif checkpoint.is_due(step, together=True):
+            self._shards.reshard()
+            own = private.pack(self._private())
+            checkpoint.save_together(self._state, step, self.generation, own)
 
     def _publish(self, writer: Writer, version: Version) -> None:
         self._shards.reshard()
@@ -165,6 +174,7 @@ class Keeper:
 
     def restore(self) -> int | None:
         """Bring all ranks to the freshest state there is; its step, None if there is none."""
+        checkpoint.before_write()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -196,12 +206,6 @@ class Keeper:
             found.close()
 
     def _prepare_shards(self) -> None:
-        if checkpoint.get_checkpoint_manager() is not None:
-            raise TypeError(
-                "commit() takes no checkpoints of sharded state, which rank 0 does not have: set "
-                "no checkpoint manager, and call CheckpointStore.save(..., together=True) on all "
-                "ranks."
-            )
         self._shards.reshard()
         self._voters = exchange.quick_group()
 
@@ -311,7 +315,10 @@ class Keeper:
             )
 
     def _from_checkpoint(self) -> Version | None:
-        """Rank 0 reads it and sends it: storage need not be shared, nor be read by all."""
+        """Rank 0 reads it and sends it: storage need not be shared, nor be read by all. But of
+        what is sharded each rank reads its part."""
+        if self._shards.any:
+            return self._shards_from_checkpoint()
         step: int | None = None
         wrong = ""
         if self.rank == 0 and checkpoint.get_checkpoint_manager() is not None:
@@ -327,6 +334,22 @@ class Keeper:
         if self.size > 1:
             self._share()
         return (NOTHING[0], step)
+
+    def _shards_from_checkpoint(self) -> Version | None:
+        step: int | None = None
+        wrong = ""
+        try:
+            loaded = checkpoint.load_together(self._state)
+        except CheckpointError as error:
+            wrong = str(error)
+        else:
+            step, left = loaded if loaded is not None else (None, None)
+            self._buffers.find()
+            if left is not None:
+                private.restore(private.unpack(left), self._buffers)
+        if sentences := [one for one in exchange.gather(wrong) if one]:
+            raise CheckpointError(sentences[0])
+        return None if step is None else (NOTHING[0], step)
 
     def _share(self) -> None:
         """Collective: give rank 0's state to all."""

@@ -6,7 +6,7 @@ A tensor is known by where it is in the state: `parameters/0/layer.weight`, `sta
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,10 @@ def _refuse_placements(name: str, tensor: Any) -> None:
                 f"{name} is a DTensor with a placement that cannot be kept, {placement}: only "
                 "Shard and Replicate can."
             )
+
+
+def shape_of(size: Sequence[int], dtype: torch.dtype) -> Shape:
+    return Shape(str(dtype).removeprefix("torch."), tuple(size))
 
 
 def shapes_of(tensors: Sharded) -> dict[str, Any]:

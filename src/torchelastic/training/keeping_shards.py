@@ -88,6 +88,19 @@ class Shards:
 
     # --- taking back -----------------------------------------------------------------------------
 
+    def check(self, optimizers: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse state that is not sharded of parameters that are: no optimizer can use both."""
+        for number, optimizer in enumerate(optimizers):
+            parameters = shared.parameters_of(self._optimizers[number])
+            for index, entries in optimizer["state"].items():
+                owner = parameters[index] if isinstance(index, int) else None
+                for name, value in entries.items():
+                    if is_sharded(owner) and _is_whole(value, owner):
+                        raise ValueError(
+                            f"state/{number}/{index}/{name} is not sharded, but its parameter is: "
+                            "this state was saved by a model that was not."
+                        )
+
     def targets(self, shapes: Mapping[str, Shape], live: Sharded) -> dict[str, Any]:
         """The tensors to restore: those there are, and new ones for optimizer state."""
         different = sorted(
@@ -104,6 +117,12 @@ class Shards:
             else _made(name, shape, owners.get(_owner_of(name)))
             for name, shape in shapes.items()
         }
+
+
+def _is_whole(value: Any, owner: Any) -> bool:
+    """Whether it is all of a tensor that is as large as its parameter."""
+    is_tensor = isinstance(value, torch.Tensor) and not is_sharded(value)
+    return is_tensor and value.dim() > 0 and value.shape == owner.shape
 
 
 def _owner_of(name: str) -> str:

@@ -94,8 +94,12 @@ def load_optimizer(optimizer: Optimizer, tree: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def fill(live: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Give a tensor these values, unless they were received into its own memory."""
-    return live if live.data_ptr() == value.data_ptr() else live.copy_(value)
+    """Give a tensor these values, unless they were received into its own memory.
+
+    (A tensor that is sharded has no address: all of them say 0.)
+    """
+    is_there = live is value or live.data_ptr() == value.data_ptr() != 0
+    return live if is_there else live.copy_(value)
 
 
 def taken(live: Any, value: Any) -> Any:

@@ -12,12 +12,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from torchelastic import checkpoint
+from torchelastic.checkpoint.tree import flatten
 from torchelastic.data.ledger import Ledger
 from torchelastic.data.progress import Progress
 from torchelastic.training import ddp, keeping_agent, parts, private, session, shared, transfer
 from torchelastic.training.buffers import Buffers
 from torchelastic.training.keeping import Keeper
-from torchelastic.training.keeping_dtensor import take_out
+from torchelastic.training.keeping_dtensor import is_sharded, put_in, shape_of, take_out
 from torchelastic.training.keeping_shards import Shards
 from torchelastic.training.keeping_tree import Tree
 from torchelastic.training.private import Private, Publisher
@@ -28,6 +30,8 @@ from torchelastic.training.undo import Snapshot, Undo
 
 #: What a checkpoint of this class says of itself.
 _FORMAT = "torchelastic.TorchState 1"
+#: Where in it optimizer state is that is sharded over ranks.
+_SHARDED = "sharded"
 #: Parts that may be several: a list, a tuple or a dict of them.
 _SEVERAL = ("model", "optimizer", "scheduler", "sampler", "scaler")
 
@@ -103,6 +107,8 @@ class TorchState(State):
         self._keeper: Keeper | None = None
         #: Parts that are to be told of every committed step.
         self._listeners: list[Callable[[], object]] = _listeners(self._stateful)
+        #: Whether its optimizers wait until checkpoints have their copy.
+        self._is_guarded = False
         self._ledger = ledger
         self._recorded = _recorded(self._stateful, ledger)
         solid = self._solid()
@@ -202,6 +208,7 @@ class TorchState(State):
         What is collective comes first, what is local last: a rank that loses its peers on the way
         has either kept what it had or has all it needs.
         """
+        checkpoint.before_write()
         world = session.current()
         base = world.freshest
         if base == TORN:
@@ -321,7 +328,7 @@ class TorchState(State):
                 Buffers(self._models),
                 self._optimizers,
                 agent,
-                shards=Shards(self._models, self._optimizers),
+                shards=self._shards,
                 before_seal=self._ledger.flush if self._ledger is not None else None,
             )
         step = self._keeper.restore()
@@ -349,6 +356,11 @@ class TorchState(State):
 
     def save(self, stream: IO[bytes]) -> None:
         """Write a checkpoint; `torch.load(...)["model"]` is the model's state_dict."""
+        if self._sharded:
+            raise TypeError(
+                f"{self._sharded[0]} is sharded over ranks, of which one cannot write all: set a "
+                "CheckpointStore as the manager of checkpoints."
+            )
         torch.save(self._stored(), stream)
 
     def load(self, stream: IO[bytes]) -> None:
@@ -357,21 +369,54 @@ class TorchState(State):
 
     def _stored(self) -> dict[str, Any]:
         """What a checkpoint holds, as a tree of tensors and plain values; nothing is copied."""
-        if self._sharded:
-            raise TypeError(
-                f"{self._sharded[0]} is sharded over ranks, of which one cannot write all: call "
-                "CheckpointStore.save(..., together=True) on all ranks."
-            )
-        model = _like(self.module, [model.state_dict() for model in self._models])
-        rest = self._rest() | {"optimizer": [*map(shared.optimizer_tree, self._optimizers)]}
-        skeleton, tensors = parts.flatten(rest)
-        saved = {"format": _FORMAT, "step": self.step, "model": model}
-        return saved | {"skeleton": skeleton, "tensors": tensors}
+        optimizers = [shared.optimizer_tree(optimizer) for optimizer in self._optimizers]
+        sharded = take_out(_state_of(optimizers))
+        skeleton, tensors = parts.flatten(self._rest() | {"optimizer": optimizers})
+        saved = {"format": _FORMAT, "step": self.step, "model": self._model_tree()}
+        saved |= {"skeleton": skeleton, "tensors": tensors}
+        return saved | {_SHARDED: sharded} if sharded else saved
+
+    def _model_tree(self) -> Any:
+        return _like(self.module, [model.state_dict() for model in self._models])
+
+    def _lasting(self) -> list[torch.Tensor]:
+        """What only optimizers write to, each of which waits for checkpoints from now on."""
+        if not self._is_guarded:
+            for optimizer in self._optimizers:
+                optimizer.register_step_pre_hook(_before_write)
+            self._is_guarded = True
+        written: list[torch.Tensor] = [p for model in self._models for p in model.parameters()]
+        for optimizer in self._optimizers:
+            for entries in optimizer.state.values():
+                written += [one for one in entries.values() if isinstance(one, torch.Tensor)]
+        return written
+
+    @cached_property
+    def _shards(self) -> Shards:
+        return Shards(self._models, self._optimizers)
+
+    def _shards_of(self, stored: Mapping[str, Any]) -> dict[str, Any]:
+        """What a checkpoint holds is stored under these names: those of which each rank reads its
+        part, as DTensors of this world."""
+        if not self._sharded:
+            return {}
+        _, model = flatten({"model": self._model_tree()})
+        shapes = {
+            name.removeprefix(f"{_SHARDED}."): shape_of(one.size, one.properties.dtype)
+            for name, one in stored.items()
+            if name.startswith(f"{_SHARDED}.")
+        }
+        made = self._shards.targets(shapes, {})
+        parameters = {name: one for name, one in model.items() if is_sharded(one)}
+        return parameters | {f"{_SHARDED}.{name}": one for name, one in made.items()}
 
     def _load_stored(self, saved: Any) -> None:
         if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
             raise ValueError("This is no checkpoint that a TorchState has written.")
+        checkpoint.before_write()
         rest = parts.restore(saved["skeleton"], saved["tensors"])
+        put_in(_state_of(rest["optimizer"]), saved.get(_SHARDED, {}))
+        self._shards.check(rest["optimizer"])
         if "_undo" in vars(self):
             self._undo.overwritten()
         for model, state in zip(self._models, _cut_like(self.module, saved["model"]), strict=True):
@@ -380,6 +425,15 @@ class TorchState(State):
             shared.load_optimizer(optimizer, state)
         self._load_rest(rest)
         self._version, self.step = (FIRST[0], saved["step"]), saved["step"]
+
+
+def _before_write(*_: object) -> None:
+    checkpoint.before_write()
+
+
+def _state_of(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state of optimizers as `take_out` and `put_in` want it."""
+    return {"parameters": [], "state": [optimizer["state"] for optimizer in optimizers]}
 
 
 def holders_of(versions: Sequence[Version]) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from torchelastic.checkpoint import store as store_module
 from torchelastic.checkpoint.catalog import Catalog
 from torchelastic.checkpoint.storage import LocalStorage
 from torchelastic.errors import CheckpointError, ConfigError
+from torchelastic.snapshot import room
 
 
 def state(value):
@@ -483,3 +484,109 @@ def test_storage_that_fails_every_third_time(open_store, tmp_path, caplog):
     assert steps(store) == good[-1:-3:-1]
     assert caplog.text.count("could not be written") == 12 - len(good)
     assert list(tmp_path.glob(".new-*")) == []
+
+
+# --- a copy behind the training -------------------------------------------------------------------
+
+
+@pytest.fixture
+def behind(open_store, tmp_path, monkeypatch):
+    """A store that takes any state for a large one, and what was saved of `lasting` tensors."""
+    monkeypatch.setattr(store_module, "LARGE", 1)
+    return open_store(tmp_path, writer="thread")
+
+
+def held(store, monkeypatch):
+    """Have the thread wait before it copies anything."""
+    go = threading.Event()
+    monkeypatch.setattr(store, "_finish_copy", after(go, store._finish_copy))
+    return go
+
+
+def large(value):
+    return torch.full((1 << 15,), float(value))
+
+
+def test_what_is_lasting_is_copied_when_it_is_about_to_be_written(behind, monkeypatch):
+    """Nobody has copied it by then: who waits does it."""
+    go, weight = held(behind, monkeypatch), large(1)
+    assert behind.save({"w": weight}, 1, lasting=[weight])
+    behind.before_write()
+    weight.fill_(2)
+    behind.before_write()  # once is enough
+    go.set()
+    behind.finish()
+    assert behind.load().tree["w"].eq(1).all()
+
+
+def test_what_is_not_lasting_is_copied_before_save_returns(behind, monkeypatch):
+    go, weight, other = held(behind, monkeypatch), large(1), large(1)
+    assert behind.save({"w": weight, "b": other}, 1, lasting=[weight])
+    other.fill_(2)
+    behind.before_write()
+    go.set()
+    behind.finish()
+    assert behind.load().tree["b"].eq(1).all()
+
+
+def test_a_state_that_is_written_to_meanwhile_is_not_stored(behind, monkeypatch, caplog):
+    """From then on all is copied before save returns."""
+    saved(behind, 1)
+    go, weight = held(behind, monkeypatch), large(1)
+    assert behind.save({"w": weight}, 2, lasting=[weight])
+    weight.fill_(2)
+    go.set()
+    with pytest.raises(CheckpointError, match="step 2 could not be written: parameters"):
+        behind.finish()
+    assert behind.load().step == 1
+    assert behind.save({"w": weight}, 3, lasting=[weight])
+    weight.fill_(3)
+    behind.finish()
+    assert behind.load().tree["w"].eq(2).all()
+
+
+def test_what_training_waits_for_counts_as_the_cost(behind, monkeypatch):
+    """The automatic interval follows it."""
+    go, weight = held(behind, monkeypatch), large(1)
+    assert behind.save({"w": weight}, 1, lasting=[weight])
+    before = behind._blocked
+    behind.before_write()
+    go.set()
+    behind.finish()
+    assert behind._blocked > before
+    assert behind._measured.blocked == behind._blocked
+
+
+def test_no_memory_is_no_checkpoint_and_no_end_of_training(open_store, tmp_path, caplog):
+    store = open_store(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "limits", lambda: [room.Limit("its cgroup", 100, 100)])
+        assert not store.save(state(1), 1)
+    assert "No checkpoint of step 1. No room for copies to write checkpoints from" in caplog.text
+    saved(store, 2)
+    assert steps(store) == [2]
+
+
+def test_optimizers_wait_until_checkpoints_have_their_copy(used, monkeypatch):
+    """And nothing else has to be done for it."""
+    from torchelastic import TorchState
+
+    monkeypatch.setattr(store_module, "LARGE", 1)
+    go = held(used, monkeypatch)
+    model = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    trained = TorchState(model=model, optimizer=optimizer)
+    model(torch.ones(1, 300)).sum().backward()
+    optimizer.step()
+    weight, average = (
+        model.weight.detach().clone(),
+        optimizer.state[model.weight]["exp_avg"].clone(),
+    )
+    checkpoint.save(trained, 1)
+    model(torch.ones(1, 300)).sum().backward()
+    optimizer.step()
+    go.set()
+    checkpoint.finish()
+    assert checkpoint.load_latest(trained) == 1
+    assert torch.equal(model.weight, weight)
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"], average)

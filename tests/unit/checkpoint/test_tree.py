@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from torchelastic.checkpoint import plan, staging, tree
+from torchelastic.checkpoint import plan, tree
 from torchelastic.errors import CheckpointError
 
 
@@ -93,45 +93,3 @@ def test_each_tensor_falls_to_one_rank_and_own_ones_to_their_own():
     assert len(names) == len(set(names)) == 7 + 1 + 3 * 2
     for rank, content in enumerate(found):
         assert f"torchelastic.own.{rank}.rng" in content.tensors
-
-
-# --- the memory between ---------------------------------------------------------------------------
-
-
-def test_tensors_are_copied_as_they_are():
-    tensors = {
-        "plain": torch.arange(5),
-        "empty": torch.empty(0, 3),
-        "number": torch.tensor(1.5),
-        "flags": torch.tensor([True, False, True]),
-        "half": torch.ones(3, dtype=torch.bfloat16),
-        "turned": torch.arange(6).view(2, 3).t(),
-        "complex": torch.tensor([1 + 2j]),
-    }
-    memory = staging.Staging()
-    slots = memory.copy(tensors)
-    found = staging.staged(memory.descriptor, slots)
-    for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor)
-    memory.close()
-
-
-def test_the_memory_is_made_once_and_grows_when_it_must():
-    memory = staging.Staging()
-    memory.copy({"a": torch.zeros(3000)})
-    first = memory.descriptor
-    memory.copy({"a": torch.ones(2000)})
-    assert memory.descriptor == first
-    slots = memory.copy({"a": torch.full((100_000,), 7.0)})
-    assert staging.staged(memory.descriptor, slots)["a"].eq(7).all()
-    memory.close()
-
-
-def test_a_tensor_in_the_memory_is_stored_alone():
-    """torch.save writes the storage: a view of all memory would be written as all of it."""
-    memory = staging.Staging()
-    slots = memory.copy({"a": torch.zeros(100), "b": torch.ones(100)})
-    found = staging.staged(memory.descriptor, slots)["b"]
-    assert found.untyped_storage().nbytes() == 400
-    memory.close()

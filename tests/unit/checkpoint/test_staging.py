@@ -1,0 +1,136 @@
+"""The copy of a state: what is small at once, the rest by whoever gets to it, and never torn."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from tests.support import poll_for
+from torchelastic.checkpoint import staging
+from torchelastic.checkpoint.staging import Copying, Staging, staged
+from torchelastic.errors import CheckpointError
+from torchelastic.snapshot import room
+
+LARGE = staging.SMALL // 4 + 1
+PATIENCE = 30.0
+
+
+@pytest.fixture
+def memory():
+    made = Staging()
+    yield made
+    made.close()
+
+
+def read(memory, copying):
+    return staged(memory.descriptor, copying.slots)
+
+
+def test_tensors_are_copied_as_they_are(memory):
+    tensors = {
+        "empty": torch.empty(0, 3),
+        "number": torch.tensor(1.5),
+        "flags": torch.tensor([True, False, True]),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "turned": torch.arange(6).view(2, 3).t(),
+        "complex": torch.tensor([1 + 2j]),
+        "large": torch.arange(2.0 * LARGE).view(2, LARGE),
+        "large, turned": torch.arange(2.0 * LARGE).view(2, LARGE).t(),
+        "large, with gaps": torch.arange(4.0 * LARGE).view(LARGE, 4).t()[::2],
+    }
+    copying = memory.copy(tensors)
+    copying.result()
+    found = read(memory, copying)
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+        assert found[name].untyped_storage().nbytes() == tensor.nbytes, "torch.save writes that"
+
+
+def test_the_memory_is_used_again(memory):
+    first = memory.copy({"a": torch.zeros(2 * LARGE), "b": torch.zeros(3)})
+    first.result()
+    descriptor = memory.descriptor
+    for value in (1.0, 2.0):
+        copying = memory.copy({"a": torch.full((LARGE,), value), "b": torch.full((3,), value)})
+        copying.result()
+        found = read(memory, copying)
+        assert memory.descriptor == descriptor
+        assert found["a"].eq(value).all()
+        assert found["b"].eq(value).all()
+    grown = memory.copy({"a": torch.ones(9 * LARGE)})
+    grown.result()
+    assert read(memory, grown)["a"].eq(1).all()
+
+
+def test_what_is_lasting_is_copied_later_and_nothing_else(memory):
+    tensors = {name: torch.ones(LARGE) for name in ("parameter", "buffer")}
+    tensors["number"] = torch.ones(1)
+    lasting = {tensors["parameter"].data_ptr(): tensors["parameter"]}
+    copying = memory.copy(tensors, lasting)
+    found = read(memory, copying)
+    assert [name for name, one in found.items() if one.eq(1).all()] == ["buffer", "number"]
+    tensors["buffer"].zero_()
+    tensors["number"].zero_()
+    copying.result()
+    assert all(one.eq(1).all() for one in found.values())
+
+
+def test_a_write_before_its_time_is_noticed(memory):
+    tensor = torch.ones(LARGE)
+    copying = memory.copy({"w": tensor}, {tensor.data_ptr(): tensor})
+    tensor.add_(1)
+    copying.run()  # who only helps is not told
+    with pytest.raises(CheckpointError, match=r"written to before optimizer\.step"):
+        copying.result()
+
+
+def test_a_write_after_its_end_is_not_one_before_its_time(memory):
+    tensor = torch.ones(LARGE)
+    copying = memory.copy({"w": tensor}, {tensor.data_ptr(): tensor})
+    copying.run()
+    tensor.add_(1)
+    copying.result()
+    assert read(memory, copying)["w"].eq(1).all()
+
+
+def test_who_waits_helps_and_waits_for_the_others():
+    begun, go, done = threading.Event(), threading.Event(), []
+
+    def slow():
+        begun.set()
+        assert go.wait(PATIENCE)
+        done.append("slow")
+
+    copying = Copying({}, [slow, lambda: done.append("quick")])
+    thread = threading.Thread(target=copying.run)
+    thread.start()
+    assert begun.wait(PATIENCE)
+    helper = threading.Thread(target=lambda: (copying.run(), done.append("over")))
+    helper.start()
+    poll_for(lambda: done == ["quick"], what="the help")
+    go.set()
+    helper.join()
+    thread.join()
+    assert done == ["quick", "slow", "over"]
+
+
+def test_what_goes_wrong_is_told_to_who_asks_for_the_result():
+    def fails():
+        raise RuntimeError("of the device")
+
+    copied = []
+    copying = Copying({}, [fails, lambda: copied.append(1)])
+    copying.run()
+    assert copied == [1]
+    with pytest.raises(CheckpointError, match="of the device"):
+        copying.result()
+
+
+def test_memory_that_is_not_there_is_not_taken(memory, monkeypatch):
+    monkeypatch.setattr(room, "limits", lambda: [room.Limit("its cgroup", 1000, 900)])
+    with pytest.raises(room.NoRoom, match=r"No room for copies to write checkpoints from"):
+        memory.copy({"w": torch.ones(LARGE)})
+    assert memory.descriptor == -1
