@@ -19,7 +19,7 @@ LAYERS = (
     ("worker",),
     ("rendezvous", "snapshot", "checkpoint", "data", "utils"),
     ("events", "jobs", "metrics", "event_logger"),
-    ("config", "env", "errors", "clock", "codec", "failure", "faults", "tensor_bytes"),
+    ("config", "env", "errors", "clock", "codec", "failure", "faults", "stalls", "tensor_bytes"),
 )
 DEPTH = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
 

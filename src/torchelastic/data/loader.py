@@ -9,6 +9,7 @@ Then it drops what was loaded in advance and goes on with the shares that are ri
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
@@ -17,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, default_collate
 
+from torchelastic import stalls
 from torchelastic.data.batch_policy import BatchPolicy
 from torchelastic.data.own_rank import OwnRank
 from torchelastic.data.progress import Handed, Position, Progress
@@ -99,6 +101,12 @@ class ElasticBatches(Iterator[T]):
         self._ended = False
 
     def __next__(self) -> T:
+        began = time.monotonic()
+        batch = self._next()
+        stalls.add("data", time.monotonic() - began)
+        return batch
+
+    def _next(self) -> T:
         if not self._goes_on():
             self._begin()
         if self._ended:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
@@ -174,12 +175,14 @@ class Loop:
 
     def _enter(self, world: Enter) -> None:
         self._where, self._rank = Where.BUILD, world.rank
+        began = time.monotonic()
         faults.position(rank=world.rank, step=self._version[1], generation=world.generation)
         faults.at("group.build")
         world_entry.show(world)
         timeout, backend = self._coordinator.timeout, self._coordinator.c10d_backend
         store = world_entry.connect(self._control, world, timeout)
         self._group = world_entry.build(self._control, world, store, backend, timeout)
+        stood = time.monotonic()
         form = self._state._form()
         number, device = fitting.number_of(form), device_of(backend)
         versions, forms = world_entry.exchange(self._version, number, world.size, device)
@@ -198,8 +201,12 @@ class Loop:
                 slate=self._control.slate,
             )
         )
-        fitting.check(session.current(), form)
-        self._synchronise(session.current())
+        here = session.current()
+        fitting.check(here, form)
+        self._synchronise(here)
+        built, fetched = stood - began, time.monotonic() - stood
+        step = self._version[1]
+        self._control.tell(Up(here.generation, step, here.received, built, fetched))
 
     def _synchronise(self, here: Session) -> None:
         """One state for all: the freshest in memory, or a checkpoint where nobody has trained."""
@@ -222,7 +229,6 @@ class Loop:
         self._steps.restart(self._state)
         if here.rank == 0:
             checkpoint.entered(here.generation, base[1])
-        self._control.tell(Up(here.generation, base[1], here.received))
 
     def _load_checkpoint(self, here: Session) -> None:
         """Rank 0 loads it, if there is one, and has the freshest state then."""
@@ -240,6 +246,8 @@ class Loop:
         """Step after step, until the gate stops us. Up to `run` nothing here may wait."""
         rank, generation, step = here.rank, here.generation, self._version[1]
         slate, every, first = here.slate, self._options.snapshot_every, step
+        if slate is not None:
+            slate.rank = rank
         if self._state._every_step:
             every = 1
         between = _Between(self._coordinator, self._options, here, self._state)

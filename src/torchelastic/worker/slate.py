@@ -1,7 +1,8 @@
 """The slate: memory of the agent's that a resident worker writes to, without a system call.
 
-It outlives the worker. The agent reads from it how far the worker has got and when; the worker's
-replacement reads what died with it: random states, buffers, the position in the data.
+It outlives the worker. The agent reads from it how far the worker has got and when, and how long it
+has stood still; the worker's replacement reads what died with it: random states, buffers, the
+position in the data.
 
 Layout: a page of header, then the slots. A slot is torn while its number is odd, and is written in
 full before its number becomes even again: a worker killed in between leaves it recognisably torn.
@@ -16,8 +17,20 @@ import struct
 import time
 from dataclasses import dataclass
 
-#: generation, step, when it was entered (monotonic, the same for all processes of a machine).
+from torchelastic import stalls
+
+#: generation, step, since when it is expected to get on (monotonic, the same for all processes of a
+#: machine; infinite: it is not).
 _PROGRESS = struct.Struct("=qqd")
+#: The same, and when the step was entered.
+_ENTERED = struct.Struct("=qqdd")
+#: Behind that, once for a generation: the rank, and what had been stalled until then.
+_RANK = struct.Struct("=q")
+_STALLED = struct.Struct(f"={len(stalls.KINDS)}d")
+_RANK_AT = _ENTERED.size
+_BEFORE = slice(_RANK_AT + _RANK.size, _RANK_AT + _RANK.size + _STALLED.size)
+#: With every step: what has been stalled in all.
+_SINCE = slice(_BEFORE.stop, _BEFORE.stop + _STALLED.size)
 #: number, generation, step, bytes.
 _SLOT = struct.Struct("=qqqq")
 _NUMBER = struct.Struct("=q")
@@ -32,7 +45,7 @@ def create() -> int:
     """A new, empty slate; the descriptor is the caller's."""
     descriptor = os.memfd_create("torchelastic-slate", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, _HEADER + SLOTS * mmap.PAGESIZE)
-    os.pwrite(descriptor, _PROGRESS.pack(-1, -1, math.inf), 0)
+    os.pwrite(descriptor, _ENTERED.pack(-1, -1, math.inf, 0.0), 0)
     return descriptor
 
 
@@ -40,6 +53,29 @@ def read_progress(descriptor: int) -> tuple[int, int, float]:
     """What the worker with this slate has entered last, for an agent that keeps no mapping."""
     generation, step, at = _PROGRESS.unpack(os.pread(descriptor, _PROGRESS.size, 0))
     return generation, step, at
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a slate shows of its worker."""
+
+    generation: int
+    rank: int
+    #: The last step it has entered, and when.
+    step: int
+    at: float
+    #: Seconds of this generation, by kind (`stalls.KINDS`).
+    stalled: tuple[float, ...]
+
+
+def read(descriptor: int) -> Shown:
+    """For an agent, as `read_progress`."""
+    header = os.pread(descriptor, _SINCE.stop, 0)
+    generation, step, _, at = _ENTERED.unpack_from(header, 0)
+    (rank,) = _RANK.unpack_from(header, _RANK_AT)
+    before, since = _STALLED.unpack(header[_BEFORE]), _STALLED.unpack(header[_SINCE])
+    stalled = tuple(late - early for early, late in zip(before, since, strict=True))
+    return Shown(generation, rank, step, at, stalled)
 
 
 @dataclass
@@ -63,6 +99,10 @@ class Slate:
         self._memory = self._map()
         #: By slot, what this process has written there last.
         self._written: dict[int, _Written] = {}
+        #: The worker's rank in the generation that it enters next.
+        self.rank = -1
+        #: The last generation this process has entered a step of.
+        self._generation: int | None = None
 
     def _map(self) -> mmap.mmap:
         return mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size)
@@ -75,7 +115,18 @@ class Slate:
 
     def entered(self, generation: int, step: int) -> None:
         """The worker enters a step now."""
-        _PROGRESS.pack_into(self._memory, 0, generation, step, time.monotonic())
+        if generation != self._generation:
+            self._enter(generation)
+        memory, now = self._memory, time.monotonic()
+        memory[_SINCE] = stalls.seconds  # type: ignore[call-overload]  # any buffer will do
+        _ENTERED.pack_into(memory, 0, generation, step, now, now)
+
+    def _enter(self, generation: int) -> None:
+        """What was stalled before the last step of the generation before counts for that one."""
+        nothing = bytes(_STALLED.size)
+        self._memory[_BEFORE] = self._memory[_SINCE] if self._generation is not None else nothing
+        _RANK.pack_into(self._memory, _RANK_AT, self.rank)
+        self._generation = generation
 
     def unhurried(self) -> None:
         """What follows may take any time: nobody expects progress before the next `entered`."""

@@ -53,6 +53,13 @@ class FakeAgent:
         assert type(report) is kind, f"{kind.__name__} expected: {self.heard}"
         return report
 
+    def up(self) -> tuple[int, int]:
+        """The worker trains: in which generation, and after how many steps."""
+        report = self.hear(orders.Up)
+        assert report.built > 0
+        assert report.fetched > 0
+        return report.generation, report.step
+
 
 @contextmanager
 def store() -> Iterator[int]:

@@ -31,7 +31,7 @@ from torchelastic.worker.orders import (
 def test_to_the_end(run):
     def script(agent):
         agent.enter(0)
-        assert agent.hear(Up) == Up(0, 0)
+        assert agent.up() == (0, 0)
         finish(agent, 0)
 
     steps = Steps()
@@ -51,7 +51,7 @@ def test_an_error_is_reported_rolled_back_and_the_step_taken_again(run):
         assert "in act" in erred.traceback
         over(agent, 0, 3)
         agent.enter(1)
-        assert agent.hear(Up) == Up(1, 3)
+        assert agent.up() == (1, 3)
         finish(agent, 1)
 
     steps = Steps(_3=once(ValueError("bad batch")))
@@ -177,7 +177,7 @@ def test_the_end_of_a_world_in_a_step(run):
         assert reached.wait(30)
         over(agent, 0, 2, "node b is lost")
         agent.enter(1)
-        assert agent.hear(Up) == Up(1, 2)
+        assert agent.up() == (1, 2)
         finish(agent, 1)
 
     steps = Steps(_2=in_a_collective_when_the_world_ends(reached))
@@ -281,7 +281,7 @@ def test_to_the_next_world_at_a_boundary(run):
         agent.hear(Pong)
         go_on.set()
         assert agent.hear(Stopped) == Stopped(0, 4)
-        assert agent.hear(Up) == Up(1, 4)
+        assert agent.up() == (1, 4)
         finish(agent, 1)
 
     steps = Steps(**held_at(2, reached, go_on))

@@ -97,7 +97,7 @@ def test_a_training_that_is_done_when_its_world_ends_takes_no_step_in_the_next(r
         assert reached.wait(30)
         over(agent, 0, 3)
         agent.enter(1)
-        assert agent.hear(Up) == Up(1, 3)
+        assert agent.up() == (1, 3)
         finish(agent, 1, 3)
 
     steps = Steps(end=100, _2=lambda: made[0].signal_training_done())

@@ -29,7 +29,7 @@ def test_snapshots_may_be_taken_less_often(run):
         assert agent.hear(Erred).step == 3
         over(agent, 0, 3)
         agent.enter(1)
-        assert agent.hear(Up) == Up(1, 3)
+        assert agent.up() == (1, 3)
         finish(agent, 1)
 
     steps = Steps(_5=once(ValueError()))
@@ -53,7 +53,7 @@ def test_a_torch_state_takes_its_snapshot_at_every_step(run):
         assert agent.hear(Erred).step == 5
         over(agent, 0, 5)
         agent.enter(1)
-        assert agent.hear(Up) == Up(1, 5)
+        assert agent.up() == (1, 5)
         finish(agent, 1)
 
     model = torch.nn.Linear(1, 1)
@@ -72,7 +72,7 @@ def test_without_snapshots_nothing_is_rolled_back(run):
         assert agent.hear(Erred).step == 2
         over(agent, 0, 2)
         agent.enter(1)
-        assert agent.hear(Up) == Up(1, 2)
+        assert agent.up() == (1, 2)
         agent.hear(Finished)
         agent.say(Over(1, "", finished=True))
         agent.hear(Stopped)
@@ -116,11 +116,11 @@ def test_checkpoints_are_written_and_loaded_where_nobody_has_more(run, manager):
 
     def second(agent):
         agent.enter(0)
-        assert agent.hear(Up) == Up(0, 4)
+        assert agent.up() == (0, 4)
         agent.hear(Erred)
         over(agent, 0, 5)
         agent.enter(1)
-        assert agent.hear(Up) == Up(1, 5), "memory is fresher than the checkpoint"
+        assert agent.up() == (1, 5), "memory is fresher than the checkpoint"
         finish(agent, 1)
 
     state = run(second, Steps(_5=once(ValueError())))

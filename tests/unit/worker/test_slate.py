@@ -1,9 +1,13 @@
 """The slate: what is published is held whole or not at all, by whoever looks."""
 
+import math
 import os
+import time
+from array import array
 
 import pytest
 
+from torchelastic import stalls
 from torchelastic.worker import slate as slates
 
 
@@ -76,3 +80,72 @@ def test_a_torn_slot_is_none_until_the_next_worker_has_written_it(descriptor, sl
     successor.publish(0, (1, 1), b"again")
     assert successor.held(0) == ((1, 1), b"again")
     successor.close()
+
+
+# --- progress ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stalled(monkeypatch):
+    seconds = array("d", [0.0] * len(stalls.KINDS))
+    monkeypatch.setattr(stalls, "seconds", seconds)
+    return seconds
+
+
+def test_an_empty_slate_shows_no_generation(descriptor):
+    assert slates.read(descriptor).generation == -1
+    assert slates.read_progress(descriptor) == (-1, -1, math.inf)
+
+
+def test_a_step_is_shown_with_its_rank_and_time(descriptor, slate, stalled):
+    slate.rank = 3
+    before = time.monotonic()
+    slate.entered(1, 7)
+    shown = slates.read(descriptor)
+    assert (shown.generation, shown.rank, shown.step) == (1, 3, 7)
+    assert before <= shown.at <= time.monotonic()
+    assert slates.read_progress(descriptor) == (1, 7, shown.at)
+
+
+def test_a_step_without_hurry_still_shows_when_it_was_entered(descriptor, slate, stalled):
+    slate.entered(0, 2)
+    entered = slates.read(descriptor).at
+    slate.unhurried()
+    assert slates.read_progress(descriptor) == (0, 2, math.inf)
+    assert slates.read(descriptor).at == entered
+    slate.hurried()
+    assert slates.read(descriptor).at == entered
+
+
+def test_stalls_are_those_of_the_generation(descriptor, slate, stalled):
+    stalled[0] = 2.0  # before its first step
+    slate.entered(0, 0)
+    assert slates.read(descriptor).stalled == (2.0, 0.0, 0.0, 0.0)
+    stalled[0], stalled[2] = 2.5, 1.0
+    slate.entered(0, 1)
+    assert slates.read(descriptor).stalled == (2.5, 0.0, 1.0, 0.0)
+    stalled[3] = 4.0  # on the way into the next
+    slate.entered(1, 1)
+    assert slates.read(descriptor).stalled == (0.0, 0.0, 0.0, 4.0)
+
+
+def test_another_process_counts_its_own_stalls(descriptor, slate, stalled):
+    stalled[1] = 9.0
+    slate.entered(0, 5)
+    stalled[1] = 0.5  # as a new process has it
+    successor = slates.Slate(descriptor)
+    successor.rank = 2
+    successor.entered(1, 5)
+    shown = slates.read(descriptor)
+    assert (shown.rank, shown.stalled) == (2, (0.0, 0.5, 0.0, 0.0))
+    successor.close()
+
+
+def test_a_slate_that_grows_shows_what_it_showed(descriptor, slate, stalled):
+    slate.rank = 1
+    slate.entered(4, 8)
+    before = slates.read(descriptor)
+    slate.publish(0, (4, 8), b"x" * 50_000)
+    assert slates.read(descriptor) == before
+    slate.entered(4, 9)
+    assert slates.read(descriptor).step == 9
