@@ -1,18 +1,22 @@
-"""What the event logs of one machine say about a job. Pure: records in, a picture out.
+"""What the event logs of a job say about it. Pure: records in, a picture out.
 
-The picture is as good as its sources: an agent sees its own node and every world; who joins and who
-is lost between two worlds is seen by the leader, which may be on another machine.
+One picture for everybody who shows a job: `torchelastic status` and its JSON, `top`, the page.
+It is as good as its sources: an agent sees its own node and every world; who joins and who is lost
+between two worlds is seen by the leader, whose gathered log has what all agents saw.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import reduce
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from torchelastic.events import types as events
-from torchelastic.events.log import Record
+from torchelastic.events.goodput import Goodput, GoodputFold
+from torchelastic.events.ranks import Ranks, RankView
+from torchelastic.events.record import Record
+from torchelastic.events.recoveries import Recoveries, Recovery
 
 NodeState = Literal[
     "starting", "joined", "running", "spare", "rejoining", "leaving", "lost", "ended", "died"
@@ -22,8 +26,9 @@ JobPhase = Literal["starting", "waiting", "running", "restarting", "ended", "die
 _PLACED = ("running", "spare")
 _TOO_FEW = "too few nodes"
 
-#: Changes kept for `torchelastic status JOB`.
+#: Changes, and worlds, that are kept.
 HISTORY = 50
+WORLDS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +37,9 @@ class NodeView:
 
     name: str
     state: NodeState
-    #: The id of its agent, if that is on this machine.
+    #: The id of its agent, if that has been heard.
     agent: str | None = None
-    #: Wall clock of its agent's last event, if that is on this machine.
+    #: Wall clock of its agent's last event, if that has been heard.
     last_seen: float | None = None
     leader: bool = False
     #: Whether its agent hosts the store that the nodes meet at.
@@ -49,6 +54,22 @@ class Change:
     wall: float
     what: str
     why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldView:
+    """A world: who was in it, from when to when, and why it began and ended."""
+
+    generation: int
+    #: Names, in the order of their ranks; `count` has how many nodes it is.
+    nodes: tuple[str, ...]
+    count: int
+    size: int
+    began: float
+    why: str
+    ended: float | None = None
+    end_kind: str = ""
+    end_why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,25 +89,50 @@ class JobView:
     #: Present nodes, and those lost since the world was formed, by name; world order first.
     nodes: Mapping[str, NodeView] = field(default_factory=dict)
     started: float | None = None
-    #: When the last agent of this machine ended.
+    #: When the last agent that was heard ended.
     ended: float | None = None
     exitcode: int | None = None
     #: The first failure that ended the job.
     cause: Mapping[str, Any] | None = None
     history: tuple[Change, ...] = ()
+    #: The furthest step a worker has entered, and steps per second; None where nobody tells.
+    step: int | None = None
+    rate: float | None = None
+    ranks: tuple[RankView, ...] = ()
+    stragglers: tuple[events.Straggler, ...] = ()
+    #: The oldest first.
+    worlds: tuple[WorldView, ...] = ()
+    recoveries: tuple[Recovery, ...] = ()
+    goodput: Goodput | None = None
 
     @property
     def last_change(self) -> Change | None:
         return self.history[-1] if self.history else None
 
+    @property
+    def last_recovery(self) -> Recovery | None:
+        """From the last failure."""
+        return next((one for one in reversed(self.recoveries) if one.is_failure), None)
+
     def members(self) -> list[NodeView]:
         """The nodes of the world."""
         return [node for node in self.nodes.values() if node.state == "running"]
 
+    def to_json(self) -> dict[str, Any]:
+        """Everything that is known, as plain data."""
+        data = asdict(replace(self, goodput=None))
+        data["nodes"] = list(data["nodes"].values())
+        data["recoveries"] = [recovery.to_json() for recovery in self.recoveries]
+        data["goodput"] = self.goodput.to_json() if self.goodput is not None else None
+        return data
+
 
 def fold(records: Iterable[Record]) -> JobView:
     """The picture after these records, which are in the order of time."""
-    return reduce(_after, records, JobView())
+    folded = JobFold()
+    for record in records:
+        folded.feed(record)
+    return folded.view()
 
 
 def without(view: JobView, dead: Collection[str]) -> JobView:
@@ -101,141 +147,205 @@ def without(view: JobView, dead: Collection[str]) -> JobView:
     return replace(view, nodes=nodes)
 
 
-def _after(view: JobView, record: Record) -> JobView:
-    view = _seen(view, record)
-    name = _name_of(view, record.node)
-    match record.event:
-        case events.AgentStarted(min_nodes=least, max_nodes=most):
-            return _agent_started(view, record, least, most)
-        case events.Joined(name=given, hosting=hosting):
-            return _joined(view, record, given, hosting)
-        case events.BecameLeader():
-            nodes = {key: replace(node, leader=key == name) for key, node in view.nodes.items()}
-            return replace(view, nodes=nodes)
-        case events.NodeJoined(name=other):
-            return _tell(_arrived(view, other), record, f"{other} joined")
-        case events.NodeLost(name=other, reason=why):
-            return _tell(_with(view, other, state="lost"), record, f"{other} was lost", why)
-        case events.NodeLeaving(name=other, reason=why):
-            return _tell(_with(view, other, state="leaving"), record, f"{other} leaves", why)
-        case events.Leaving():
-            return _with(view, name, state="leaving")
-        case events.LeaseLost(reason=why):
-            lost = _with(view, name, state="rejoining")
-            return _tell(lost, record, f"{name} was given up by the others", why)
-        case events.SignalReceived(signal=signal, action=action):
-            return _tell(view, record, f"{name} got {signal}", action)
-    return _after_generation_event(view, record, name)
+class JobFold:
+    """Takes a job's records one by one, in the order of time, and can be asked in between.
 
+    A record costs the same however long the story is, and however many nodes the job has; only a
+    world, and a picture, cost in proportion to its nodes.
+    """
 
-def _after_generation_event(view: JobView, record: Record, name: str) -> JobView:
-    generation = record.generation if record.generation is not None else -1
-    match record.event:
-        case events.WorldFormed() as formed:
-            return _world_formed(view, record, formed)
-        case events.GenerationOver(reason=why):
-            over = replace(view, phase="restarting")
-            return _tell(over, record, f"generation {generation} is over", why)
-        case events.WorkersStopped() if view.phase == "running" and generation == view.generation:
-            return replace(view, phase="restarting")
-        case events.RestartDecided(restart=False, reason=why):
-            return _tell(view, record, "the job is not restarted", why)
-        case events.Waiting(reason=why):
-            return _waits(view, record, why)
-        case events.JobEnded() as ended:
-            return _job_ended(view, record, name, ended)
-    return view
+    def __init__(self) -> None:
+        self._view = JobView()
+        self._nodes: dict[str, NodeView] = {}
+        #: The names of nodes by the ids of their agents.
+        self._names: dict[str, str] = {}
+        self._history: deque[Change] = deque(maxlen=HISTORY)
+        self._worlds: deque[WorldView] = deque(maxlen=WORLDS)
+        self._goodput = GoodputFold()
+        self._recoveries = Recoveries(self._goodput)
+        self._ranks = Ranks()
+        self._last: Record | None = None
 
+    def feed(self, record: Record) -> None:
+        """Take one more record."""
+        self._last = record
+        self._recoveries.feed(record)
+        self._goodput.feed(record)
+        self._ranks.feed(record)
+        self._seen(record)
+        self._take(record, self._names[record.node])
 
-def _agent_started(view: JobView, record: Record, least: int, most: int) -> JobView:
-    started = view.started if view.started is not None else record.wall
-    phase = "starting" if view.ended is not None else view.phase
-    return replace(
-        _with(view, _name_of(view, record.node), state="starting"),
-        started=started,
-        ended=None,
-        exitcode=None,
-        phase=phase,
-        min_nodes=least,
-        max_nodes=most,
-    )
+    def view(self, now: float | None = None) -> JobView:
+        """The picture; of a job that goes on, with its goodput up to `now` by the wall clock."""
+        passed = now - self._last.wall if now is not None and self._last is not None else 0.0
+        until = self._last.time + max(0.0, passed) if self._last is not None else None
+        return replace(
+            self._view,
+            nodes=dict(self._nodes),
+            history=tuple(self._history),
+            step=self._ranks.step,
+            rate=self._ranks.rate,
+            ranks=self._ranks.views(self._names),
+            stragglers=tuple(self._ranks.stragglers.values()),
+            worlds=tuple(self._worlds),
+            recoveries=self._recoveries.views(),
+            goodput=self._goodput.at(until) if until is not None else None,
+        )
 
+    # --- records ---------------------------------------------------------------------------------
 
-def _joined(view: JobView, record: Record, name: str, hosting: bool) -> JobView:
-    """An agent has its name from now on; before, it went by its id."""
-    nodes = dict(view.nodes)
-    node = nodes.pop(_name_of(view, record.node))
-    nodes[name] = replace(node, name=name, hosting=hosting, state="joined")
-    return replace(view, nodes=nodes)
+    def _take(self, record: Record, name: str) -> None:
+        match record.event:
+            case events.AgentStarted(min_nodes=least, max_nodes=most):
+                self._agent_started(record, name, least, most)
+            case events.Joined(name=given, hosting=hosting):
+                self._joined(record, given, hosting)
+            case events.BecameLeader():
+                for key, node in self._nodes.items():
+                    if node.leader or key == name:
+                        self._nodes[key] = replace(node, leader=key == name)
+            case events.NodeJoined(name=other):
+                self._arrived(other)
+                self._tell(record, f"{other} joined")
+            case events.NodeLost(name=other, reason=why):
+                self._set(other, state="lost")
+                self._tell(record, f"{other} was lost", why)
+            case events.NodeLeaving(name=other, reason=why):
+                self._set(other, state="leaving")
+                self._tell(record, f"{other} leaves", why)
+            case events.Leaving():
+                self._set(name, state="leaving")
+            case events.LeaseLost(reason=why):
+                self._set(name, state="rejoining")
+                self._tell(record, f"{name} was given up by the others", why)
+            case events.SignalReceived(signal=signal, action=action):
+                self._tell(record, f"{name} got {signal}", action)
+            case events.JobEnded() as ended:
+                self._job_ended(record, name, ended)
+            case _:
+                self._take_of_world(record)
 
+    def _take_of_world(self, record: Record) -> None:
+        view = self._view
+        generation = record.generation if record.generation is not None else -1
+        match record.event:
+            case events.WorldFormed() as formed:
+                self._world_formed(record, formed)
+            case events.GenerationOver(kind=kind, reason=why):
+                self._change(phase="restarting")
+                self._world_over(record, kind, why)
+                self._tell(record, f"generation {generation} is over", why)
+            case events.WorkersStopped() if (
+                view.phase == "running" and generation == view.generation
+            ):
+                self._change(phase="restarting")
+            case events.RestartDecided(restart=False, reason=why):
+                self._tell(record, "the job is not restarted", why)
+            case events.Straggler(text=text):
+                self._tell(record, text)
+            case events.Waiting(reason=why):
+                self._waits(record, why)
 
-def _arrived(view: JobView, name: str) -> JobView:
-    """The leader sees a member; its own agent, or a world, may have told already."""
-    present = view.nodes.get(name)
-    if present is not None and present.state not in ("lost", "starting", "rejoining"):
-        return view
-    return _with(view, name, state="joined")
+    def _agent_started(self, record: Record, name: str, least: int, most: int) -> None:
+        view = self._view
+        self._set(name, state="starting")
+        self._change(
+            started=view.started if view.started is not None else record.wall,
+            phase="starting" if view.ended is not None else view.phase,
+            ended=None,
+            exitcode=None,
+            min_nodes=least,
+            max_nodes=most,
+        )
 
+    def _joined(self, record: Record, name: str, hosting: bool) -> None:
+        """An agent has its name from now on; before, it went by its id."""
+        node = self._nodes.pop(self._names[record.node])
+        self._names[record.node] = name
+        self._nodes[name] = replace(node, name=name, hosting=hosting, state="joined")
 
-def _world_formed(view: JobView, record: Record, formed: events.WorldFormed) -> JobView:
-    if view.generation is not None and (record.generation or 0) <= view.generation:
-        return view  # every agent of this machine tells of it
-    places: dict[str, NodeState] = dict.fromkeys(formed.nodes, "running")
-    places |= dict.fromkeys(formed.spares, "spare")
-    nodes: dict[str, NodeView] = {}
-    for name, state in places.items():
-        known = view.nodes.get(name) or NodeView(name=name, state=state)
-        nodes[name] = replace(known, state=state)
-    for name, node in view.nodes.items():
-        if name not in nodes and (node.agent is not None or node.state == "joined"):
-            # Still here, but not in this world: it may come into the next one.
-            nodes[name] = replace(node, state="joined") if node.state in _PLACED else node
-    changed = replace(
-        view,
-        phase="running",
-        generation=record.generation,
-        size=formed.size,
-        unnamed=max(0, formed.count - len(formed.nodes)),
-        restarts_used=formed.restarts_used,
-        nodes=nodes,
-    )
-    return _tell(changed, record, f"generation {record.generation} began", formed.reason)
+    def _arrived(self, name: str) -> None:
+        """The leader sees a member; its own agent, or a world, may have told already."""
+        present = self._nodes.get(name)
+        if present is None or present.state in ("lost", "starting", "rejoining"):
+            self._set(name, state="joined")
 
+    def _world_formed(self, record: Record, formed: events.WorldFormed) -> None:
+        generation = record.generation or 0
+        if self._view.generation is not None and generation <= self._view.generation:
+            return  # every agent tells of it
+        self._place(formed)
+        self._change(
+            phase="running",
+            generation=generation,
+            size=formed.size,
+            unnamed=max(0, formed.count - len(formed.nodes)),
+            restarts_used=formed.restarts_used,
+        )
+        self._world_over(record, "", formed.reason)
+        self._worlds.append(
+            WorldView(
+                generation=generation,
+                nodes=tuple(formed.nodes),
+                count=formed.count or len(formed.nodes),
+                size=formed.size,
+                began=record.wall,
+                why=formed.reason,
+            )
+        )
+        self._tell(record, f"generation {generation} began", formed.reason)
 
-def _waits(view: JobView, record: Record, why: str) -> JobView:
-    """It is said again every minute; the history keeps the last time only."""
-    last = view.last_change
-    again = last is not None and last.what == _TOO_FEW
-    history = view.history[:-1] if again else view.history
-    return _tell(replace(view, phase="waiting", history=history), record, _TOO_FEW, why)
+    def _place(self, formed: events.WorldFormed) -> None:
+        """Those of the world come first; who has not been heard and is not in it is gone."""
+        places: dict[str, NodeState] = dict.fromkeys(formed.nodes, "running")
+        places |= dict.fromkeys(formed.spares, "spare")
+        nodes: dict[str, NodeView] = {}
+        for name, state in places.items():
+            known = self._nodes.get(name) or NodeView(name=name, state=state)
+            nodes[name] = replace(known, state=state)
+        for name, node in self._nodes.items():
+            heard = node.agent is not None and node.state != "lost"
+            if name not in nodes and (heard or node.state == "joined"):
+                # Still here, but not in this world: it may come into the next one.
+                nodes[name] = replace(node, state="joined") if node.state in _PLACED else node
+        self._nodes = nodes
 
+    def _world_over(self, record: Record, kind: str, why: str) -> None:
+        last = self._worlds[-1] if self._worlds else None
+        if last is not None and last.ended is None:
+            self._worlds[-1] = replace(last, ended=record.wall, end_kind=kind, end_why=why)
 
-def _job_ended(view: JobView, record: Record, name: str, ended: events.JobEnded) -> JobView:
-    view = _with(view, name, state="ended", exitcode=ended.exitcode)
-    view = replace(view, cause=ended.cause or view.cause, exitcode=ended.exitcode)
-    local = [node for node in view.nodes.values() if node.agent is not None]
-    if all(node.state == "ended" for node in local):
-        view = replace(view, phase="ended", ended=record.wall)
-    return _tell(view, record, f"{name} ended with exit code {ended.exitcode}", ended.reason)
+    def _waits(self, record: Record, why: str) -> None:
+        """It is said again every minute; the history keeps the last time only."""
+        if self._history and self._history[-1].what == _TOO_FEW:
+            self._history.pop()
+        self._change(phase="waiting")
+        self._tell(record, _TOO_FEW, why)
 
+    def _job_ended(self, record: Record, name: str, ended: events.JobEnded) -> None:
+        self._set(name, state="ended", exitcode=ended.exitcode)
+        self._change(cause=ended.cause or self._view.cause, exitcode=ended.exitcode)
+        heard = [node for node in self._nodes.values() if node.agent is not None]
+        if all(node.state in ("ended", "lost") for node in heard):
+            self._change(phase="ended", ended=record.wall)
+            self._world_over(record, "", ended.reason)
+        self._tell(record, f"{name} ended with exit code {ended.exitcode}", ended.reason)
 
-def _seen(view: JobView, record: Record) -> JobView:
-    name = _name_of(view, record.node)
-    present = view.nodes.get(name) or NodeView(name=name, state="starting", agent=record.node)
-    nodes = {**view.nodes, name: replace(present, agent=record.node, last_seen=record.wall)}
-    return replace(view, job=record.job, nodes=nodes)
+    # --- small changes ---------------------------------------------------------------------------
 
+    def _seen(self, record: Record) -> None:
+        name = self._names.setdefault(record.node, record.node)
+        present = self._nodes.get(name) or NodeView(name=name, state="starting")
+        self._nodes[name] = replace(present, agent=record.node, last_seen=record.wall)
+        if self._view.job != record.job:
+            self._change(job=record.job)
 
-def _name_of(view: JobView, agent: str) -> str:
-    """The name of the node with this agent; its id while it has none."""
-    found = (name for name, node in view.nodes.items() if node.agent == agent)
-    return next(found, agent)
+    def _set(self, name: str, **changes: Any) -> None:
+        present = self._nodes.get(name) or NodeView(name=name, state="joined")
+        self._nodes[name] = replace(present, **changes)
 
+    def _change(self, **changes: Any) -> None:
+        self._view = replace(self._view, **changes)
 
-def _with(view: JobView, name: str, **changes: Any) -> JobView:
-    present = view.nodes.get(name) or NodeView(name=name, state="joined")
-    return replace(view, nodes={**view.nodes, name: replace(present, **changes)})
-
-
-def _tell(view: JobView, record: Record, what: str, why: str = "") -> JobView:
-    return replace(view, history=(*view.history, Change(record.wall, what, why))[-HISTORY:])
+    def _tell(self, record: Record, what: str, why: str = "") -> None:
+        self._history.append(Change(record.wall, what, why))

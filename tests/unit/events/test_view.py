@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 
+from tests.unit.events import stories
 from torchelastic.events import types as events
-from torchelastic.events.log import Record
+from torchelastic.events import view as view_module
+from torchelastic.events.goodput import goodput
+from torchelastic.events.record import Record
 from torchelastic.events.types import Event
-from torchelastic.events.view import HISTORY, JobView, fold, without
+from torchelastic.events.view import HISTORY, JobFold, JobView, fold, without
 
 
 class Story:
@@ -188,3 +194,104 @@ def test_the_history_is_bounded():
     history = story.view().history
     assert len(history) == HISTORY
     assert history[-1].what == f"generation {3 * HISTORY - 1} began"
+
+
+def test_a_lost_node_is_listed_until_the_next_world_even_if_its_agent_was_heard():
+    story = Story().agent("a").agent("b").world(0, "a", "b").tell(events.NodeLost("b", "silence"))
+    assert story.states()["b"] == "lost"
+    assert "b" not in story.world(1, "a").states()
+
+
+def test_a_job_has_ended_when_those_who_were_not_lost_have():
+    story = Story().agent("a").agent("b").world(0, "a", "b").tell(events.NodeLost("b", "silence"))
+    assert story.tell(events.JobEnded(1, "failed")).view().phase == "ended"
+
+
+# --- steps, worlds, goodput ----------------------------------------------------------------------
+
+
+def trained() -> stories.Story:
+    story = stories.Story(workers=2).world(0, 0).workers_start(1, 0).trains(2, 0, step=0)
+    for step in range(1, 21):
+        progress = events.Progress([0, 1], [step, step], [102.0 + step / 2] * 2)
+        story.tell(2 + step / 2, progress, generation=0)
+    return story
+
+
+def test_how_far_and_how_fast_each_worker_is():
+    view = fold(trained().records)
+    assert (view.step, view.rate) == (20, 2.0)
+    assert [(one.rank, one.node, one.step, one.rate) for one in view.ranks] == [
+        (0, "a", 20, 2.0),
+        (1, "a", 20, 2.0),
+        (2, "b", None, None),
+        (3, "b", None, None),
+    ]
+
+
+def test_the_rate_is_that_of_the_last_seconds():
+    story = trained()
+    for step in range(21, 41):
+        story.steps(12 + 4 * (step - 20), 0, step)
+    assert fold(story.records).ranks[0].rate == pytest.approx(0.25)
+
+
+def test_a_new_world_has_taken_no_step():
+    story = trained().over(13, 0).world(14, 1)
+    assert (fold(story.records).step, fold(story.records).ranks) == (None, ())
+    assert fold(story.steps(13.5, 0, 21).records).step is None
+
+
+def test_worlds_are_a_timeline():
+    story = trained().over(13, 0, reason="boom").world(14, 1, "a", reason="again").end(20)
+    first, second = fold(story.records).worlds
+    assert (first.generation, first.nodes, first.count, first.size) == (0, ("a", "b"), 2, 4)
+    assert (first.began, first.ended, first.end_kind, first.end_why) == (
+        1000,
+        1013,
+        "failure",
+        "boom",
+    )
+    assert (second.began, second.why, second.ended, second.end_why) == (1014, "again", 1020, "done")
+
+
+def test_stragglers_are_named():
+    slow = events.Straggler(3, 0.5, 0.25, 7.5, "rank 3 is slow")
+    view = fold(trained().tell(13, slow, generation=0).records)
+    assert view.stragglers == (slow,)
+    assert view.last_change.what == "rank 3 is slow"
+    assert fold(trained().tell(13, slow, generation=0).world(14, 1).records).stragglers == ()
+
+
+def test_goodput_is_part_of_the_picture_and_counts_up_to_now():
+    folded = JobFold()
+    for record in trained().records:
+        folded.feed(record)
+    assert folded.view().goodput == goodput(trained().records)
+    assert folded.view(now=1012 + 60).goodput.total == 12 + 60
+    assert folded.view(now=900).goodput.total == 12, "a wall clock that was set back does no harm"
+
+
+def test_a_picture_is_plain_data_for_programs():
+    story = trained().fails(12.5, 0).over(13, 0).world(14, 1).trains(15, 1, step=20)
+    data = json.loads(json.dumps(fold(story.records).to_json()))
+    assert data["recoveries"][0]["agree"] == pytest.approx(1)
+    assert data["recoveries"][0]["cost"] > 0
+    assert data["goodput"]["total"] == 15
+    assert sum(data["goodput"]["parts"].values()) + data["goodput"]["productive"] == 15
+    assert [world["generation"] for world in data["worlds"]] == [0, 1]
+
+
+def test_a_record_costs_the_same_however_many_nodes_and_records_there_are(monkeypatch):
+    """Counted in nodes that are made anew: one for a record that tells of none."""
+    made = []
+    monkeypatch.setattr(
+        view_module, "replace", lambda *args, **kw: made.append(1) or replace(*args, **kw)
+    )
+    folded = JobFold()
+    story = stories.Story(nodes="a", most=1000).world(0, 0, tuple(f"n{i}" for i in range(1000)))
+    for number in range(100):
+        story.steps(1 + number, 0, number)
+    for record in story.records:
+        folded.feed(record)
+    assert len(made) < 1000 + 2 * len(story.records)

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.events.stories import Story, failure
+from torchelastic.events import types as events
+from torchelastic.events.recoveries import KEPT, Recovery
+from torchelastic.events.view import fold
+
+
+def recoveries(story: Story) -> tuple[Recovery, ...]:
+    return fold(story.records).recoveries
+
+
+def split(recovery: Recovery) -> list[float | None]:
+    parts = ("detect", "wait", "agree", "rebuild", "transfer", "redo")
+    return [pytest.approx(getattr(recovery, part), abs=1e-5) for part in parts]
+
+
+def ten_steps() -> Story:
+    story = Story().world(0, 0).trains(1, 0, step=0)
+    for step in range(1, 11):
+        story.steps(1 + step, 0, step)
+    return story
+
+
+def test_no_change_has_no_recovery():
+    assert recoveries(ten_steps().over(12, 0, "finished").end(13)) == ()
+
+
+def test_the_cost_of_a_killed_worker_is_split():
+    story = ten_steps().fails(11.5, 0).over(11.6, 0, reason="rank 2 was killed")
+    story.world(11.8, 1).trains(12.8, 1, step=10, built=0.3, fetched=0.25)
+    (one,) = recoveries(story.steps(13.8, 1, 11))
+    # 0.6 s of the step in flight were lost.
+    assert split(one) == [0.1, 0.0, 0.2, 0.75, 0.25, 0.6]
+    assert one.cost == pytest.approx(1.9)
+    assert (one.generation, one.kind, one.why, one.wall) == (
+        0,
+        "failure",
+        "rank 2 was killed",
+        1011.6,
+    )
+    assert one.failure == failure().to_json()
+    assert one.is_failure
+    assert one.done
+
+
+def test_what_is_not_there_yet_is_not_known():
+    story = ten_steps().fails(11.5, 0).over(11.6, 0)
+    (one,) = recoveries(story)
+    assert (one.agree, one.rebuild, one.redo, one.done) == (None, None, None, False)
+    (one,) = recoveries(story.world(12, 1))
+    assert one.agree == pytest.approx(0.4)
+    assert not one.done
+
+
+def test_steps_that_have_to_be_done_again_are_part_of_the_cost():
+    story = ten_steps().fails(11.2, 0).over(11.2, 0).world(11.2, 1).trains(11.2, 1, step=4)
+    (one,) = recoveries(story)
+    assert one.redo == pytest.approx(6.2)
+
+
+def test_a_silent_node_was_gone_when_its_step_should_have_been_done():
+    story = (
+        ten_steps().tell(15, events.NodeLost("b", "its lease ended")).over(15, 0, "node-failure")
+    )
+    (one,) = recoveries(story.world(15.5, 1, "a").trains(16, 1, step=10))
+    assert one.detect == pytest.approx(3.0)  # step 10 was entered at 11
+    assert one.failure is None
+
+
+def test_a_hang_began_when_the_step_should_have_been_done():
+    story = ten_steps().tell(71, events.WorkerKilled(1, 0, "it hangs"), by="b", generation=0)
+    story.fails(71.1, 0).over(71.2, 0).world(71.3, 1)
+    (one,) = recoveries(story)
+    assert one.detect == pytest.approx(59.2)
+
+
+def test_waiting_for_a_node_is_told_apart():
+    story = ten_steps().tell(11, events.NodeLost("b", "silence")).over(11, 0, "node-failure")
+    story.tell(12, events.Waiting(2, ["b"], "1 of 2"), generation=0)
+    story.tell(72, events.Waiting(2, ["b"], "1 of 2"), generation=0)
+    (one,) = recoveries(story.world(80, 1))
+    assert (one.wait, one.agree) == (pytest.approx(68), pytest.approx(1))
+
+
+def test_a_resize_is_no_failure_and_takes_no_time_to_detect():
+    story = ten_steps().tell(11.2, events.WorldChanging("c joins"), generation=0)
+    story.world(11.5, 1, "abc").trains(12, 1, step=11, fetched=0.1)
+    (one,) = recoveries(story)
+    assert (one.kind, one.why, one.is_failure) == ("resize", "c joins", False)
+    assert split(one) == [0.0, 0.0, 0.0, 0.4, 0.1, 0.0]
+    assert fold(story.records).last_recovery is None
+
+
+def test_a_change_whose_leader_was_not_heard():
+    story = ten_steps().fails(11.5, 0).world(12, 1, reason="rank 2 failed")
+    (one,) = recoveries(story)
+    assert (one.kind, one.is_failure, one.why) == ("unknown", True, "killed by SIGKILL")
+
+
+def test_a_failure_told_just_after_the_end_of_its_generation():
+    story = ten_steps().over(11.5, 0).fails(11.6, 0)
+    (one,) = recoveries(story)
+    assert one.failure == failure().to_json()
+
+
+def test_a_script_is_back_when_its_workers_run_or_when_it_steps():
+    story = Story().world(0, 0).workers_start(1, 0).over(10, 0).world(11, 1).workers_start(12, 1)
+    (one,) = recoveries(story)
+    assert (one.rebuild, one.transfer) == (1.0, 0.0)
+    (one,) = recoveries(story.steps(16, 1, 3, stalls={"restore": 2.0}))
+    assert (one.rebuild, one.transfer) == (3.0, 2.0)
+
+
+def test_the_last_recoveries_are_kept():
+    story = ten_steps()
+    for generation in range(2 * KEPT):
+        at = 20.0 + generation
+        story.fails(at, generation).over(at, generation)
+        story.world(at + 0.5, generation + 1).trains(at + 0.75, generation + 1, step=10)
+    found = recoveries(story)
+    assert [one.generation for one in found] == list(range(KEPT, 2 * KEPT))
+    assert all(one.done and one.rebuild == pytest.approx(0.25) for one in found)
