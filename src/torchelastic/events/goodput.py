@@ -369,6 +369,9 @@ class GoodputFold:
     def _settle(self, *, last: bool = False) -> None:
         """Give away all time up to now: what is under way has ended."""
         world = self._world
+        if self._phase == "over" and world.begun is None and world.base is not None:
+            # Steps nobody told of: all of them are lost if the next world has the same base.
+            self._steps.add(world.base, self._micros["productive"])
         self._spend(self._open(self._now, last=last))
         if self._phase == "over" and world.begun is not None and not world.disrupted:
             self._steps.add(world.last[0] + 1, self._micros["productive"])
@@ -393,8 +396,7 @@ class GoodputFold:
         world = self._world
         if world.trained_at is not None:
             yield from self._arriving(world.trained_at)
-            lost = world.over_at is not None and world.disrupted
-            yield "redone" if lost else "productive", until - world.trained_at
+            yield "productive", until - world.trained_at
         elif world.running_since is not None and not self._steps_known:
             yield "startup", world.running_since - self._cursor
             yield "productive", until - world.running_since

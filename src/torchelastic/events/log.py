@@ -29,6 +29,8 @@ MAX_BYTES = 16 * 1024 * 1024
 EVENTS_FILE = "events.jsonl"
 #: The leader's, beside its own.
 GATHERED_FILE = "job.jsonl"
+#: How a line with steps begins.
+_PROGRESS = b'{"v":1,"type":"progress"'
 
 Sink = Callable[[str], None]
 Listener = Callable[[Record], None]
@@ -123,12 +125,17 @@ class EventLog:
             os.replace(self.path, _rotated(self.path))
 
 
-def read(path: Path) -> Iterator[Record]:
-    """The records of a log, oldest first, those rotated away included. Junk lines are skipped."""
+def read(path: Path, *, steps: bool = True) -> Iterator[Record]:
+    """The records of a log as they were written, those rotated away first. Junk is skipped.
+
+    Without `steps` so is progress, which is most of a long log.
+    """
     for part in (_rotated(path), path):
         if part.exists():
             with part.open("rb") as lines:
                 for line in lines:
+                    if not steps and line.startswith(_PROGRESS):
+                        continue
                     if record := Record.parse(line):
                         yield record
 
@@ -152,9 +159,9 @@ def read_job(where: Path, *, job: str | None = None) -> Iterator[Record]:
     yield from merged(last_run(wanted))
 
 
-def read_files(files: Iterable[Path]) -> list[Record]:
+def read_files(files: Iterable[Path], *, steps: bool = True) -> list[Record]:
     """The story that these logs of one run of one job tell together."""
-    return merged([list(read(file)) for file in files])
+    return merged([list(read(file, steps=steps)) for file in files])
 
 
 def find_logs(where: Path) -> list[Path]:

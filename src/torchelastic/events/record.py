@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field, replace
+from sys import intern
 from typing import Any
 
 from torchelastic.events.types import SCHEMA, Event, from_fields
@@ -25,7 +26,7 @@ HEARD = "heard"
 _JUNK = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
     """One line of an event log."""
 
@@ -61,7 +62,8 @@ class Record:
         data = dict(zip(ENVELOPE, head, strict=True))
         if self.heard is not None:
             data[HEARD] = self.heard
-        own = self.event.fields() if self.event is not None else self.fields
+        # What was read is written as it came, with fields of a later version.
+        own = self.event.fields() if self.event is not None and not self.fields else self.fields
         return json.dumps(data | own, separators=(",", ":"))
 
     @classmethod
@@ -72,6 +74,8 @@ class Record:
             if data.pop("v") != SCHEMA:
                 return None
             head = {name: data.pop(name) for name in ENVELOPE[1:]}
+            for name in ("type", "job", "node"):
+                head[name] = intern(head[name])  # one text for all the lines of a long log
             head[HEARD] = data.pop(HEARD, None)
             event = from_fields(head["type"], data)
             record = cls(**head, event=event, fields=data)

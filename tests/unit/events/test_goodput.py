@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -107,6 +109,16 @@ def test_the_last_sample_of_a_generation_may_come_after_its_end():
     assert (found["productive"], found["redone"]) == (4.5, 0.5)
 
 
+@pytest.mark.parametrize(("base", "productive"), [(0, 0.0), (700, 3600.0)])
+def test_a_generation_whose_steps_are_forgotten_has_trained_if_the_next_one_is_further(
+    base, productive
+):
+    story = Story().world(0, 0).trains(0, 0, step=0).over(3600, 0).world(3600, 1)
+    found = seconds(story.trains(3600, 1, step=base))
+    assert found.get("productive", 0.0) == productive
+    assert found.get("redone", 0.0) == 3600 - productive
+
+
 def test_stalls_are_taken_out_of_training():
     story = Story().world(0, 0).trains(0, 0, step=0)
     story.steps(10, 0, 10, stalls={"data": 1.0, "checkpoint": 0.5, "snapshot": 0.25, "tea": 9.0})
@@ -182,9 +194,7 @@ def test_times_of_another_machine_are_laid_on_the_leaders_clock():
         progress = events.Progress([1], [step], [7000.0 + step])
         story.tell(step, progress, by="b", generation=0)
         there = story.records.pop()
-        story.records.append(
-            type(there)(**{**vars(there), "mono": 7000.0 + step, "heard": 100.0 + step})
-        )
+        story.records.append(replace(there, mono=7000.0 + step, heard=100.0 + step))
     assert seconds(story) == {"productive": 6.0}
 
 

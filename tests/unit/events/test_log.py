@@ -11,7 +11,7 @@ import pytest
 from torchelastic.clock import FakeClock
 from torchelastic.errors import ConfigError
 from torchelastic.events.log import EventLog, Record, read, sink_for
-from torchelastic.events.types import Joined, Note, WorldFormed
+from torchelastic.events.types import Joined, Note, Progress, WorldFormed
 
 
 def open_log(path: Path, **changes) -> EventLog:
@@ -85,6 +85,43 @@ def test_an_event_of_a_later_version_is_kept_as_plain_fields(tmp_path):
     record = Record.parse(json.dumps(line | {"generation": None, "extra": 5}).encode())
     assert record is not None
     assert (record.event, record.fields) == (None, {"extra": 5})
+
+
+def test_steps_can_be_left_out(tmp_path):
+    log = open_log(tmp_path / "events.jsonl")
+    log.emit(Note("one"))
+    log.emit(Progress([0], [1], [2.0]), generation=0)
+    log.close()
+    assert [record.type for record in read(log.path)] == ["note", "progress"]
+    assert [record.type for record in read(log.path, steps=False)] == ["note"]
+
+
+def test_a_listener_is_handed_what_is_written(tmp_path):
+    log, heard = open_log(tmp_path / "events.jsonl"), []
+    log.listen(heard.append)
+    log.emit(Note("one"), generation=3)
+    log.close()
+    (written,) = read(log.path)
+    assert (heard[0].event, heard[0].mono, heard[0].generation) == (written.event, 12.5, 3)
+
+
+def test_a_record_of_another_agent_is_written_as_it_came_with_the_time_it_was_heard(tmp_path):
+    log = open_log(tmp_path / "job.jsonl")
+    line = {"v": 1, "type": "new", "job": "j", "node": "n", "wall": 1, "mono": 1}
+    line |= {"generation": 4, "extra": 5}
+    log.append(Record.parse(json.dumps(line)).heard_at(7.25))
+    log.close()
+    assert json.loads(log.path.read_text()) == line | {"heard": 7.25}
+    (read_again,) = read(log.path)
+    assert (read_again.time, read_again.mono) == (7.25, 1)
+
+
+@pytest.mark.parametrize("strange", ["Infinity", "NaN", '"x"', "1e999", "1" * 400])
+@pytest.mark.parametrize("field", ["wall", "mono", "heard"])
+def test_a_time_that_is_none_is_junk(field, strange):
+    line = {"v": 1, "type": "note", "job": "j", "node": "n", "wall": 1, "mono": 1, "text": ""}
+    line |= {"generation": None, "heard": 2} | {field: "?"}
+    assert Record.parse(json.dumps(line).replace('"?"', strange)) is None
 
 
 def test_no_file_has_no_records(tmp_path):
