@@ -15,7 +15,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from torchelastic import faults
+from torchelastic import faults, stalls
 from torchelastic.checkpoint import grace as leaving
 from torchelastic.checkpoint.manager import (
     PROGRESS_KEY,
@@ -49,14 +49,15 @@ def save(state: Saved, step: int, generation: int | None = None) -> None:
         manager.save(tree, step, generation=generation, lasting=lasting)
         return
     stream = io.BytesIO()
-    state.save(stream)
+    with stalls.Counted("checkpoint"):
+        state.save(stream)
     content = stream.getbuffer()
     _runner.put(Task(step, lambda: _write(manager, step, content)))
 
 
 def save_together(state: Saved, step: int, generation: int, own: bytes) -> None:
     """`save` of a state that is sharded over the ranks, on all of them; `own` is this rank's."""
-    store = _store_for_shards()
+    store = store_for_shards()
     if store is None:
         return
     _finish_others(store)
@@ -111,7 +112,7 @@ def load_together(state: Saved) -> tuple[int, bytes | None] | None:
 
     Also says what was this rank's own, if the world that wrote it had such a rank.
     """
-    store = _store_for_shards()
+    store = store_for_shards()
     loaded = _load_from_store(store, state, together=True) if store is not None else None
     if loaded is None:
         return None
@@ -164,6 +165,17 @@ def save_before_leaving(
             finish()
 
 
+def store_for_shards() -> CheckpointStore | None:
+    """The manager, if any; `TypeError` if it is one that knows streams only."""
+    manager = get_checkpoint_manager()
+    if manager is not None and not isinstance(manager, CheckpointStore):
+        raise TypeError(
+            f"A {type(manager).__name__} cannot hold a state that is sharded over ranks: set a "
+            "torchelastic.checkpoint.CheckpointStore as the manager."
+        )
+    return manager
+
+
 # --- a store --------------------------------------------------------------------------------------
 
 
@@ -181,16 +193,6 @@ def _lasting_of(state: Saved) -> Collection[torch.Tensor]:
     """Of a TorchState, whose optimizers call `before_write`."""
     lasting = getattr(state, "_lasting", None)
     return lasting() if lasting is not None else ()
-
-
-def _store_for_shards() -> CheckpointStore | None:
-    manager = get_checkpoint_manager()
-    if manager is not None and not isinstance(manager, CheckpointStore):
-        raise TypeError(
-            f"A {type(manager).__name__} cannot hold a state that is sharded over ranks: set a "
-            "torchelastic.checkpoint.CheckpointStore as the manager."
-        )
-    return manager
 
 
 def _load_from_store(

@@ -19,39 +19,76 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
 from torchelastic.checkpoint import tree
+from torchelastic.checkpoint.staging import Slots, layout
 from torchelastic.errors import CheckpointError
 
 #: Names that are ours among those of tensors: the skeletons, as bytes.
 SKELETON = "torchelastic.skeleton"
 OWN = "torchelastic.own"
+#: The length of a skeleton is a multiple of this.
+_GRAIN = 1024
 
 
 @dataclass(frozen=True)
-class Content:
-    """What one rank writes."""
+class Planned:
+    """What one rank writes, but for the elements of the tensors."""
 
     plan: SavePlan
+    slots: Slots
+    #: Of the memory that has these slots, and of the tensors.
+    room: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Content(Planned):
+    """What one rank writes."""
+
     #: By name, the tensors as they are in this process: a DTensor's shard.
     tensors: Mapping[str, torch.Tensor]
 
-    @property
-    def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+class Planner:
+    """Makes plans, and the same plan once: step after step only the elements change."""
+
+    def __init__(self) -> None:
+        self._form: tuple[Any, ...] = ()
+        self._planned = Planned(SavePlan([]), {}, 0, 0)
+
+    def content(self, shared: Any, own: Any = None, *, rank: int = 0, size: int = 1) -> Content:
+        """The part of `shared` that falls to this rank, and all of its `own`."""
+        skeleton, tensors = tree.flatten(shared)
+        tensors[SKELETON] = _as_tensor(skeleton)
+        owned: dict[str, torch.Tensor] = {}
+        if own is not None:
+            prefix = f"{OWN}.{rank}"
+            skeleton, owned = tree.flatten(own, prefix)
+            owned[f"{prefix}.skeleton"] = _as_tensor(skeleton)
+        form = (rank, size, *map(_form, tensors.items()), *map(_form, owned.items()))
+        if form != self._form:
+            self._planned, self._form = _plan(tensors, owned, rank, size), form
+        tensors |= owned
+        local = {name: _local(tensors[name]) for name in self._planned.slots}
+        return Content(**vars(self._planned), tensors=local)
 
 
-def content_of(shared: Any, own: Any = None, *, rank: int = 0, size: int = 1) -> Content:
-    """The part of `shared` that falls to this rank, and all of its `own`."""
-    skeleton, tensors = tree.flatten(shared)
+def _form(item: tuple[str, torch.Tensor]) -> tuple[Any, ...]:
+    """By which a tensor is known to be planned for already."""
+    name, tensor = item
+    if isinstance(tensor, DTensor):
+        return name, tensor._spec, tensor._local_tensor.stride()
+    return name, tensor.shape, tensor.dtype, tensor.stride()
+
+
+def _plan(
+    shared: dict[str, torch.Tensor], owned: dict[str, torch.Tensor], rank: int, size: int
+) -> Planned:
     if size == 1:
-        _refuse_shards(tensors)
-    tensors[SKELETON] = _as_tensor(skeleton)
-    mine = _share(tensors, rank, size)
-    if own is not None:
-        prefix = f"{OWN}.{rank}"
-        skeleton, owned = tree.flatten(own, prefix)
-        mine |= owned | {f"{prefix}.skeleton": _as_tensor(skeleton)}
+        _refuse_shards(shared)
+    mine = _share(shared, rank, size) | owned
+    slots, room = layout({name: _memory(tensor) for name, tensor in mine.items()})
     plan = create_default_local_save_plan(mine, rank == 0)
-    return Content(plan, {name: _local(tensor) for name, tensor in mine.items()})
+    return Planned(plan, slots, room, sum(_memory(one).nbytes for one in mine.values()))
 
 
 def _refuse_shards(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -65,7 +102,10 @@ def _refuse_shards(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _as_tensor(skeleton: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(skeleton).encode()), dtype=torch.uint8)
+    """With spaces at the end, so that it stays as long when numbers grow, and plans hold."""
+    text = json.dumps(skeleton).encode()
+    room = -(-len(text) // _GRAIN) * _GRAIN
+    return torch.frombuffer(bytearray(text.ljust(room)), dtype=torch.uint8)
 
 
 def from_tensor(skeleton: torch.Tensor) -> Any:
@@ -74,9 +114,7 @@ def from_tensor(skeleton: torch.Tensor) -> Any:
 
 def _share(tensors: Mapping[str, torch.Tensor], rank: int, size: int) -> dict[str, torch.Tensor]:
     plain = {
-        name: tensor.numel() * tensor.element_size()
-        for name, tensor in tensors.items()
-        if not isinstance(tensor, DTensor)
+        name: tensor.nbytes for name, tensor in tensors.items() if not isinstance(tensor, DTensor)
     }
     owners = owners_of(plain, size)
     return {
@@ -103,7 +141,7 @@ def _writes(tensor: DTensor) -> bool:
     if at is None:
         return False
     first = all(at[i] == 0 for i, place in enumerate(tensor.placements) if place.is_replicate())
-    return first and (tensor.to_local().numel() > 0 or tensor.numel() == 0)
+    return first and (_memory(tensor).numel() > 0 or tensor.numel() == 0)
 
 
 def by_address(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -113,7 +151,8 @@ def by_address(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """As it lies in memory; there, views that conjugate or negate look like any other."""
-    return _memory(tensor).detach().resolve_conj().resolve_neg()
+    memory = _memory(tensor).detach()
+    return memory.resolve_conj().resolve_neg() if memory.is_conj() or memory.is_neg() else memory
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -47,14 +47,12 @@ class Copying:
 
     def __init__(
         self,
-        slots: Slots,
         pieces: Iterable[Callable[[], object]] = (),
         *,
         watched: Sequence[torch.Tensor] = (),
         kept: object = None,
     ) -> None:
         """`watched` must not be written to until it is done; `kept` is what the pieces refer to."""
-        self.slots = slots
         self._pieces, self._kept = deque(pieces), kept
         self._left = len(self._pieces)
         self._watched = [(tensor, tensor._version) for tensor in watched]
@@ -114,19 +112,20 @@ class Staging:
         self._memory: mmap.mmap | None = None
         #: Where small tensors go, found out for these slots.
         self._views: list[torch.Tensor] = []
-        self._slots: Slots = {}
+        self._slots: Slots | None = None
 
     def copy(
         self,
         tensors: Mapping[str, torch.Tensor],
+        slots: Slots,
+        size: int,
         lasting: Mapping[int, torch.Tensor] | None = None,
     ) -> Copying:
-        """Begin to copy all of them; the memory must not be in use.
+        """Begin to copy all of them to their slots; the memory must not be in use.
 
         With `lasting` all is copied when this returns but what lies at one of its addresses, and
         its tensors are watched: they count the writes to them.
         """
-        slots, size = layout(tensors)
         memory = self._room(size)
         begin = _address(memory)
         small = {name: one for name, one in tensors.items() if one.nbytes < SMALL}
@@ -141,13 +140,13 @@ class Staging:
             for piece in tensor_bytes.in_pieces(tensor, begin + slots[name].offset)
         ]
         watched = [lasting[one.data_ptr()] for one in later.values()] if lasting else []
-        return Copying(slots, pieces, watched=watched, kept=(memory, later))
+        return Copying(pieces, watched=watched, kept=(memory, later))
 
     def release(self) -> None:
         self.in_use = False
 
     def close(self) -> None:
-        self._views, self._slots = [], {}
+        self._views, self._slots = [], None
         if self._memory is not None:
             _unpin(self._memory)
         self._memory = None  # unmapped once no tensor in it is left
@@ -170,7 +169,7 @@ class Staging:
     def _copy_small(
         self, memory: mmap.mmap, slots: Slots, tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        if slots != self._slots:  # else nothing has changed but the numbers
+        if slots is not self._slots:  # else nothing has changed but the numbers
             self._views, self._slots = [view(memory, slots[name]) for name in tensors], slots
         if self._views:
             torch._foreach_copy_(self._views, list(tensors.values()), non_blocking=True)
@@ -184,7 +183,8 @@ def staged(descriptor: int, slots: Slots) -> dict[str, torch.Tensor]:
     return {name: view(memory, slot) for name, slot in slots.items()}
 
 
-def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, Slot], int]:
+def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[Slots, int]:
+    """Where each of them goes, and how much memory that takes."""
     slots, offset = {}, 0
     for name, tensor in tensors.items():
         stride = tensor_bytes.stride_of(tensor)

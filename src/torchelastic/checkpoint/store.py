@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from torchelastic import env
+from torchelastic import env, stalls
 from torchelastic.checkpoint import interval
 from torchelastic.checkpoint.catalog import Catalog
 from torchelastic.checkpoint.fence import Fence
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from torchelastic.checkpoint.job import Job, Written
+    from torchelastic.checkpoint.plan import Content, Planner
     from torchelastic.checkpoint.process import WriterProcess
     from torchelastic.checkpoint.staging import Copying, Staging
 
@@ -91,6 +92,7 @@ class CheckpointStore(CheckpointManager):
         self.every = interval.parse(every)
         self._writer, self._patience = writer, patience
         self._runner = Runner()
+        self._planner: Planner | None = None
         self._stagings: list[Staging] = []
         #: What is being copied behind the training, unless that has turned out not to work here.
         self._copying: Copying | None = None
@@ -163,11 +165,13 @@ class CheckpointStore(CheckpointManager):
         """
         from torchelastic.checkpoint import agreement
         from torchelastic.checkpoint.job import Job
-        from torchelastic.checkpoint.plan import by_address, content_of
+        from torchelastic.checkpoint.plan import Planner, by_address
 
         began = time.monotonic()
         rank, size = agreement.world() if together else (0, 1)
-        content = content_of(tree, own, rank=rank, size=size)
+        if self._planner is None:
+            self._planner = Planner()
+        content = self._planner.content(tree, own, rank=rank, size=size)
         if not self._may_begin(step, content.bytes, together):
             return False
         if (turn := self._take_turn(generation, together)) is None:
@@ -175,27 +179,35 @@ class CheckpointStore(CheckpointManager):
         # A large one never waits for its turn: its copy begins at once.
         behind = content.bytes >= LARGE and bool(lasting) and not self._at_once
         addresses = by_address(lasting) if behind else None
-        if (staged := self._copy(content.tensors, step, addresses)) is None:
+        if (staged := self._copy(content, step, addresses)) is None:
             return False
         staging, copying = staged
-        sequence = self._sequence
-        plan, slots = content.plan, copying.slots
+        plan, slots, sequence = content.plan, content.slots, self._sequence
         job = Job(step, rank, size, plan, slots, turn.fence, sequence, self._patience)
         self._put(job, turn, staging, copying, self._way(content.bytes))
         self._sequence = sequence + 1 if sequence is not None else None
         self._copying = copying
         if not behind:
-            self.before_write()
+            self._copy_rest()
         self._began(step, began)
         return True
 
     def before_write(self) -> None:
         """Wait until all is copied, and help: what was saved is about to be written to."""
-        if (copying := self._copying) is not None:
+        if self._copying is not None:
             began = time.monotonic()
-            copying.run()
+            self._copy_rest()
+            self._stood(time.monotonic() - began)
+
+    def _copy_rest(self) -> None:
+        if self._copying is not None:
+            self._copying.run()
             self._copying = None
-            self._blocked += time.monotonic() - began
+
+    def _stood(self, seconds: float) -> None:
+        """The training thread has waited for this checkpoint."""
+        self._blocked += seconds
+        stalls.add("checkpoint", seconds)
 
     def wait(self) -> None:
         """Wait until everything saved is in storage, or has failed to get there."""
@@ -236,15 +248,13 @@ class CheckpointStore(CheckpointManager):
         return not skipped
 
     def _copy(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        step: int,
-        lasting: Mapping[int, torch.Tensor] | None,
+        self, content: Content, step: int, lasting: Mapping[int, torch.Tensor] | None
     ) -> tuple[Staging, Copying] | None:
         """Into memory that is free; None, and a word in the log, where there is none to be had."""
         staging = self._free_memory(step)
         try:
-            return staging, staging.copy(tensors, lasting)
+            slots, size = content.slots, content.room
+            return staging, staging.copy(content.tensors, slots, size, lasting)
         except NoRoom as error:
             log.error("No checkpoint of step %d. %s", step, error)
         except (OSError, MemoryError) as error:
@@ -343,7 +353,8 @@ class CheckpointStore(CheckpointManager):
 
     def _began(self, step: int, began: float) -> None:
         now = time.monotonic()
-        self._blocked = now - began  # and what `before_write` adds
+        self._blocked = 0.0
+        self._stood(now - began)  # and `before_write` adds to it
         if self.every is not None:
             self._pace = (self._pace or Pace.begin(self.every, step, now)).began(step, now)
 

@@ -23,7 +23,8 @@ from typing import Any
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from torchelastic import checkpoint, env, faults
+from torchelastic import checkpoint, env, faults, stalls
+from torchelastic.checkpoint.background import store_for_shards
 from torchelastic.checkpoint.manager import Saved
 from torchelastic.errors import CheckpointError, SnapshotError
 from torchelastic.snapshot.layout import SHARED, Held, Memory, Version, own
@@ -112,6 +113,16 @@ class Keeper:
         if self._writer is not None:
             self._writer.before_write()
 
+    @property
+    def committed(self) -> Version:
+        """The last version that was committed, or gone on from."""
+        return self._committed
+
+    @property
+    def writes_whole_state(self) -> bool:
+        """Whether this worker writes what is shared on its node, and that is all there is."""
+        return self._first and not self._shards.any
+
     # --- commit ----------------------------------------------------------------------------------
 
     def commit(self, step: int) -> None:
@@ -126,10 +137,9 @@ class Keeper:
         if faults.planned:
             faults.position(rank=self.rank, step=step, generation=self.generation)
         if self._holder is not None and self._writer is not None:
-            self._resolve_doubt(self._writer)
-            if not self._shards.any or self._all_may_begin(self._writer):
-                self._publish(self._writer, version)
-            self._holder.progress(step)
+            with stalls.Counted("snapshot"):
+                self._keep(self._writer, version)
+            self._holder.progress(version, self.rank)
         self._save_if_due(step)
 
     def _save_if_due(self, step: int) -> None:
@@ -141,6 +151,11 @@ class Keeper:
             self._shards.reshard()
             own = private.pack(self._private())
             checkpoint.save_together(self._state, step, self.generation, own)
+
+    def _keep(self, writer: Writer, version: Version) -> None:
+        self._resolve_doubt(writer)
+        if not self._shards.any or self._all_may_begin(writer):
+            self._publish(writer, version)
 
     def _publish(self, writer: Writer, version: Version) -> None:
         self._shards.reshard()
@@ -175,6 +190,13 @@ class Keeper:
     def restore(self) -> int | None:
         """Bring all ranks to the freshest state there is; its step, None if there is none."""
         checkpoint.before_write()
+        with stalls.Counted("restore"):
+            base, found = self._restore()
+        self._begin(base or NOTHING, found)
+        return base[1] if base is not None else None
+
+    def _restore(self) -> tuple[Version | None, _Found | None]:
+        """The version that was loaded, and what is yet to be done with where it was found."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -187,8 +209,7 @@ class Keeper:
         base = base or self._from_checkpoint()
         if base is None:
             _refuse_to_begin_anew(choices, without_shards(nodes))
-        self._begin(base or NOTHING, found)
-        return base[1] if base is not None else None
+        return base, found
 
     def _begin(self, base: Version, found: _Found | None) -> None:
         """All ranks go on from here."""
@@ -198,6 +219,7 @@ class Keeper:
         if self._holder is None:
             return
         self._holder.tell(Settled(base, self.generation))
+        self._holder.progress((self.generation, base[1]), self.rank)
         place = Place(self.rank, self.size, self.generation, self._first, base)
         self._writer = Writer(self._holder, place, self._before_seal)
         if found is not None and found.unchecked is not None:
@@ -206,6 +228,7 @@ class Keeper:
             found.close()
 
     def _prepare_shards(self) -> None:
+        store_for_shards()
         self._shards.reshard()
         self._voters = exchange.quick_group()
 

@@ -6,7 +6,7 @@ A tensor is known by where it is in the state: `parameters/0/layer.weight`, `sta
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,12 +23,23 @@ def is_sharded(value: object) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def take_out(lasting: Mapping[str, Any]) -> dict[str, Any]:
+def is_plain(value: object) -> bool:
+    """Whether it is a tensor that is known by its elements alone, sharded or not."""
+    if is_sharded(value):
+        return True
+    if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return value.layout == torch.strided and not value.is_quantized
+
+
+def take_out(
+    lasting: Mapping[str, Any], which: Callable[[object], bool] = is_sharded
+) -> dict[str, Any]:
     """Take the DTensors out of this tree of parameters and optimizer state; None stays there."""
     found = {}
     for name, entries, key in _slots(lasting):
         value = entries[key]
-        if is_sharded(value):
+        if which(value):
             _refuse_placements(name, value)
             found[name] = value
             entries[key] = None
@@ -56,6 +67,8 @@ def _slots(lasting: Mapping[str, Any]) -> Iterator[tuple[str, dict[Any, Any], An
 def _refuse_placements(name: str, tensor: Any) -> None:
     """A rank must have a box of it. Summands are none, and neither is every strided shard, as FSDP2
     on top of tensor parallelism in the same dimension makes them."""
+    if not is_sharded(tensor):
+        return
     from torch.distributed.tensor import Replicate, Shard
 
     for placement in tensor.placements:

@@ -88,18 +88,15 @@ class Shards:
 
     # --- taking back -----------------------------------------------------------------------------
 
-    def check(self, optimizers: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse state that is not sharded of parameters that are: no optimizer can use both."""
-        for number, optimizer in enumerate(optimizers):
-            parameters = shared.parameters_of(self._optimizers[number])
-            for index, entries in optimizer["state"].items():
-                owner = parameters[index] if isinstance(index, int) else None
-                for name, value in entries.items():
-                    if is_sharded(owner) and _is_whole(value, owner):
-                        raise ValueError(
-                            f"state/{number}/{index}/{name} is not sharded, but its parameter is: "
-                            "this state was saved by a model that was not."
-                        )
+    def made(self, shapes: Mapping[str, Shape]) -> dict[str, Any]:
+        """New tensors for those of optimizer state that have a sharded parameter's shape."""
+        owners = self._owners()
+        found = {name: owners.get(_owner_of(name)) for name in shapes}
+        return {
+            name: _made(name, shapes[name], owner)
+            for name, owner in found.items()
+            if owner is not None and is_sharded(owner) and tuple(owner.shape) == shapes[name].size
+        }
 
     def targets(self, shapes: Mapping[str, Shape], live: Sharded) -> dict[str, Any]:
         """The tensors to restore: those there are, and new ones for optimizer state."""
@@ -117,12 +114,6 @@ class Shards:
             else _made(name, shape, owners.get(_owner_of(name)))
             for name, shape in shapes.items()
         }
-
-
-def _is_whole(value: Any, owner: Any) -> bool:
-    """Whether it is all of a tensor that is as large as its parameter."""
-    is_tensor = isinstance(value, torch.Tensor) and not is_sharded(value)
-    return is_tensor and value.dim() > 0 and value.shape == owner.shape
 
 
 def _owner_of(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from types import MappingProxyType
 from typing import IO, Any
@@ -19,7 +20,14 @@ from torchelastic.data.progress import Progress
 from torchelastic.training import ddp, keeping_agent, parts, private, session, shared, transfer
 from torchelastic.training.buffers import Buffers
 from torchelastic.training.keeping import Keeper
-from torchelastic.training.keeping_dtensor import is_sharded, put_in, shape_of, take_out
+from torchelastic.training.keeping_dtensor import (
+    is_plain,
+    is_sharded,
+    put_in,
+    shape_of,
+    take_out,
+)
+from torchelastic.training.keeping_leave import Departure
 from torchelastic.training.keeping_shards import Shards
 from torchelastic.training.keeping_tree import Tree
 from torchelastic.training.private import Private, Publisher
@@ -29,9 +37,9 @@ from torchelastic.training.state import FIRST, TORN, State, Torn, Version
 from torchelastic.training.undo import Snapshot, Undo
 
 #: What a checkpoint of this class says of itself.
-_FORMAT = "torchelastic.TorchState 1"
-#: Where in it optimizer state is that is sharded over ranks.
-_SHARDED = "sharded"
+_FORMAT = "torchelastic.TorchState 2"
+#: Where in it the tensors of optimizers are: `optimizer.state/0/3/exp_avg`.
+_OPTIMIZER = "optimizer"
 #: Parts that may be several: a list, a tuple or a dict of them.
 _SEVERAL = ("model", "optimizer", "scheduler", "sampler", "scaler")
 
@@ -105,6 +113,8 @@ class TorchState(State):
         self._objects = {name: part for name, part in given.items() if part is not None} | objects
         self._copy_before_write = copy_before_write
         self._keeper: Keeper | None = None
+        #: Of a script's worker that has an agent.
+        self._departure: Departure | None = None
         #: Parts that are to be told of every committed step.
         self._listeners: list[Callable[[], object]] = _listeners(self._stateful)
         #: Whether its optimizers wait until checkpoints have their copy.
@@ -331,7 +341,10 @@ class TorchState(State):
                 shards=self._shards,
                 before_seal=self._ledger.flush if self._ledger is not None else None,
             )
+            self._departure = agent and Departure(agent, tree, self._stored_of, self._keeper)
         step = self._keeper.restore()
+        if self._departure is not None:
+            self._departure.prepare()
         if step is not None:
             self._version, self.step = (FIRST[0], step), step
         return self.step
@@ -344,13 +357,16 @@ class TorchState(State):
         """
         if self._keeper is None:
             raise RuntimeError("Call restore() before the first commit(), on all ranks.")
-        done = self.step + 1 if step is None else step
+        with self._departure.commit if self._departure is not None else nullcontext():
+            self._commit(self._keeper, self.step + 1 if step is None else step)
+
+    def _commit(self, keeper: Keeper, done: int) -> None:
         for tell in self._listeners:
             tell()
         self.step = done
         if self._recorded:
-            self._record((self._keeper.generation, done))
-        self._keeper.commit(done)
+            self._record((keeper.generation, done))
+        keeper.commit(done)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -370,11 +386,17 @@ class TorchState(State):
     def _stored(self) -> dict[str, Any]:
         """What a checkpoint holds, as a tree of tensors and plain values; nothing is copied."""
         optimizers = [shared.optimizer_tree(optimizer) for optimizer in self._optimizers]
-        sharded = take_out(_state_of(optimizers))
-        skeleton, tensors = parts.flatten(self._rest() | {"optimizer": optimizers})
-        saved = {"format": _FORMAT, "step": self.step, "model": self._model_tree()}
-        saved |= {"skeleton": skeleton, "tensors": tensors}
-        return saved | {_SHARDED: sharded} if sharded else saved
+        return _stored(self.step, self._model_tree(), optimizers, self._rest())
+
+    def _stored_of(
+        self, lasting: Mapping[str, Any], passing: Mapping[str, Any], step: int
+    ) -> dict[str, Any]:
+        """The same, of both halves of a snapshot."""
+        named = zip(self._models, lasting["parameters"], passing["buffers"], strict=True)
+        models = [shared.state_dict_of(model, {**some, **more}) for model, some, more in named]
+        states = zip(lasting["state"], passing["groups"], strict=True)
+        optimizers = [{"state": state, "groups": groups} for state, groups in states]
+        return _stored(step, _like(self.module, models), optimizers, passing["rest"])
 
     def _model_tree(self) -> Any:
         return _like(self.module, [model.state_dict() for model in self._models])
@@ -401,22 +423,22 @@ class TorchState(State):
         if not self._sharded:
             return {}
         _, model = flatten({"model": self._model_tree()})
-        shapes = {
-            name.removeprefix(f"{_SHARDED}."): shape_of(one.size, one.properties.dtype)
-            for name, one in stored.items()
-            if name.startswith(f"{_SHARDED}.")
-        }
-        made = self._shards.targets(shapes, {})
         parameters = {name: one for name, one in model.items() if is_sharded(one)}
-        return parameters | {f"{_SHARDED}.{name}": one for name, one in made.items()}
+        beginning = f"{_OPTIMIZER}."
+        shapes = {
+            name.removeprefix(beginning): shape_of(one.size, one.properties.dtype)
+            for name, one in stored.items()
+            if name.startswith(beginning)
+        }
+        made = self._shards.made(shapes)
+        return parameters | {f"{beginning}{name}": one for name, one in made.items()}
 
     def _load_stored(self, saved: Any) -> None:
         if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
             raise ValueError("This is no checkpoint that a TorchState has written.")
         checkpoint.before_write()
         rest = parts.restore(saved["skeleton"], saved["tensors"])
-        put_in(_state_of(rest["optimizer"]), saved.get(_SHARDED, {}))
-        self._shards.check(rest["optimizer"])
+        put_in(_state_of(rest["optimizer"]), saved[_OPTIMIZER])
         if "_undo" in vars(self):
             self._undo.overwritten()
         for model, state in zip(self._models, _cut_like(self.module, saved["model"]), strict=True):
@@ -425,6 +447,16 @@ class TorchState(State):
             shared.load_optimizer(optimizer, state)
         self._load_rest(rest)
         self._version, self.step = (FIRST[0], saved["step"]), saved["step"]
+
+
+def _stored(
+    step: int, model: Any, optimizers: Sequence[Mapping[str, Any]], rest: Mapping[str, Any]
+) -> dict[str, Any]:
+    # By name, so that they are found again whether they are sharded then or not.
+    named = take_out(_state_of(optimizers), is_plain)
+    skeleton, tensors = parts.flatten({**rest, "optimizer": optimizers})
+    saved = {"format": _FORMAT, "step": step, "model": model}
+    return saved | {_OPTIMIZER: named, "skeleton": skeleton, "tensors": tensors}
 
 
 def _before_write(*_: object) -> None:

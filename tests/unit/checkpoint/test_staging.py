@@ -9,7 +9,7 @@ import torch
 
 from tests.support import poll_for
 from torchelastic.checkpoint import staging
-from torchelastic.checkpoint.staging import Copying, Staging, staged
+from torchelastic.checkpoint.staging import Copying, Staging, layout, staged
 from torchelastic.errors import CheckpointError
 from torchelastic.snapshot import room
 
@@ -24,8 +24,11 @@ def memory():
     made.close()
 
 
-def read(memory, copying):
-    return staged(memory.descriptor, copying.slots)
+def begin(memory, tensors, lasting=None):
+    """Begin to copy; what is in the memory, by name, now and later, and the copying."""
+    slots, size = layout(tensors)
+    copying = memory.copy(tensors, slots, size, lasting)
+    return copying, staged(memory.descriptor, slots)
 
 
 def test_tensors_are_copied_as_they_are(memory):
@@ -40,9 +43,8 @@ def test_tensors_are_copied_as_they_are(memory):
         "large, turned": torch.arange(2.0 * LARGE).view(2, LARGE).t(),
         "large, with gaps": torch.arange(4.0 * LARGE).view(LARGE, 4).t()[::2],
     }
-    copying = memory.copy(tensors)
+    copying, found = begin(memory, tensors)
     copying.result()
-    found = read(memory, copying)
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor), name
@@ -50,27 +52,34 @@ def test_tensors_are_copied_as_they_are(memory):
 
 
 def test_the_memory_is_used_again(memory):
-    first = memory.copy({"a": torch.zeros(2 * LARGE), "b": torch.zeros(3)})
-    first.result()
+    begin(memory, {"a": torch.zeros(2 * LARGE), "b": torch.zeros(3)})[0].result()
     descriptor = memory.descriptor
     for value in (1.0, 2.0):
-        copying = memory.copy({"a": torch.full((LARGE,), value), "b": torch.full((3,), value)})
+        tensors = {"a": torch.full((LARGE,), value), "b": torch.full((3,), value)}
+        copying, found = begin(memory, tensors)
         copying.result()
-        found = read(memory, copying)
         assert memory.descriptor == descriptor
         assert found["a"].eq(value).all()
         assert found["b"].eq(value).all()
-    grown = memory.copy({"a": torch.ones(9 * LARGE)})
-    grown.result()
-    assert read(memory, grown)["a"].eq(1).all()
+    copying, found = begin(memory, {"a": torch.ones(9 * LARGE)})
+    copying.result()
+    assert found["a"].eq(1).all()
+
+
+def test_small_ones_find_their_slots_again(memory):
+    tensors = {"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.int64)}
+    slots, size = layout(tensors)
+    for value in range(3):
+        memory.copy({name: one.fill_(value) for name, one in tensors.items()}, slots, size)
+        found = staged(memory.descriptor, slots)
+        assert all(one.eq(value).all() for one in found.values())
 
 
 def test_what_is_lasting_is_copied_later_and_nothing_else(memory):
     tensors = {name: torch.ones(LARGE) for name in ("parameter", "buffer")}
     tensors["number"] = torch.ones(1)
     lasting = {tensors["parameter"].data_ptr(): tensors["parameter"]}
-    copying = memory.copy(tensors, lasting)
-    found = read(memory, copying)
+    copying, found = begin(memory, tensors, lasting)
     assert [name for name, one in found.items() if one.eq(1).all()] == ["buffer", "number"]
     tensors["buffer"].zero_()
     tensors["number"].zero_()
@@ -80,7 +89,7 @@ def test_what_is_lasting_is_copied_later_and_nothing_else(memory):
 
 def test_a_write_before_its_time_is_noticed(memory):
     tensor = torch.ones(LARGE)
-    copying = memory.copy({"w": tensor}, {tensor.data_ptr(): tensor})
+    copying, _ = begin(memory, {"w": tensor}, {tensor.data_ptr(): tensor})
     tensor.add_(1)
     copying.run()  # who only helps is not told
     with pytest.raises(CheckpointError, match=r"written to before optimizer\.step"):
@@ -89,11 +98,11 @@ def test_a_write_before_its_time_is_noticed(memory):
 
 def test_a_write_after_its_end_is_not_one_before_its_time(memory):
     tensor = torch.ones(LARGE)
-    copying = memory.copy({"w": tensor}, {tensor.data_ptr(): tensor})
+    copying, found = begin(memory, {"w": tensor}, {tensor.data_ptr(): tensor})
     copying.run()
     tensor.add_(1)
     copying.result()
-    assert read(memory, copying)["w"].eq(1).all()
+    assert found["w"].eq(1).all()
 
 
 def test_who_waits_helps_and_waits_for_the_others():
@@ -104,7 +113,7 @@ def test_who_waits_helps_and_waits_for_the_others():
         assert go.wait(PATIENCE)
         done.append("slow")
 
-    copying = Copying({}, [slow, lambda: done.append("quick")])
+    copying = Copying([slow, lambda: done.append("quick")])
     thread = threading.Thread(target=copying.run)
     thread.start()
     assert begun.wait(PATIENCE)
@@ -122,7 +131,7 @@ def test_what_goes_wrong_is_told_to_who_asks_for_the_result():
         raise RuntimeError("of the device")
 
     copied = []
-    copying = Copying({}, [fails, lambda: copied.append(1)])
+    copying = Copying([fails, lambda: copied.append(1)])
     copying.run()
     assert copied == [1]
     with pytest.raises(CheckpointError, match="of the device"):
@@ -132,5 +141,5 @@ def test_what_goes_wrong_is_told_to_who_asks_for_the_result():
 def test_memory_that_is_not_there_is_not_taken(memory, monkeypatch):
     monkeypatch.setattr(room, "limits", lambda: [room.Limit("its cgroup", 1000, 900)])
     with pytest.raises(room.NoRoom, match=r"No room for copies to write checkpoints from"):
-        memory.copy({"w": torch.ones(LARGE)})
+        begin(memory, {"w": torch.ones(LARGE)})
     assert memory.descriptor == -1

@@ -88,8 +88,24 @@ def test_the_order_of_names_does_not_matter():
 
 def test_each_tensor_falls_to_one_rank_and_own_ones_to_their_own():
     state = {"model": {f"w{i}": torch.full((i + 1,), i) for i in range(7)}}
-    found = [plan.content_of(state, {"rng": torch.ones(1)}, rank=r, size=3) for r in range(3)]
+    own = {"rng": torch.ones(1)}
+    found = [plan.Planner().content(state, own, rank=r, size=3) for r in range(3)]
     names = [name for content in found for name in content.tensors]
     assert len(names) == len(set(names)) == 7 + 1 + 3 * 2
     for rank, content in enumerate(found):
         assert f"torchelastic.own.{rank}.rng" in content.tensors
+
+
+def test_the_same_form_is_planned_once():
+    planner = plan.Planner()
+
+    def content(count, **more):
+        return planner.content({"w": torch.full((3,), float(count)), "n": count, **more})
+
+    first = content(1)
+    second = content(123_456)
+    assert second.plan is first.plan
+    assert second.tensors["w"].eq(123_456).all()
+    for other in (content(1, v=torch.ones(1)), content(1, v=torch.ones(1).double())):
+        assert other.plan is not first.plan
+        assert [item.index.fqn for item in other.plan.items] == ["w", "v", plan.SKELETON]

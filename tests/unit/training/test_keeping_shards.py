@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from torch import nn
 
 from tests.unit.training.keep_support import Shelf, finish
 from torchelastic import checkpoint
-from torchelastic.errors import SnapshotError
+from torchelastic.errors import CheckpointError, SnapshotError
 from torchelastic.snapshot.layout import SHARED, Memory, shard
 from torchelastic.snapshot.messages import Sealed
 from torchelastic.training import keeping_agent, keeping_writer
@@ -222,7 +224,7 @@ def test_what_is_refused(mesh, shelf):
     with pytest.raises(TypeError, match=r"torchelastic\.train keeps what is the same on all"):
         build(mesh)._begins_at()
     with pytest.raises(TypeError, match="of which one cannot write all"):
-        build(mesh)._stored()
+        build(mesh).save(io.BytesIO())
     summands = nn.Linear(2, 2)
     summands.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Partial()]))
     with pytest.raises(TypeError, match="parameters/0/weight is a DTensor with a placement that"):
@@ -237,14 +239,101 @@ def test_what_is_refused(mesh, shelf):
     finish(state)
 
 
-def test_a_manager_of_checkpoints_is_refused(mesh, shelf, tmp_path):
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """One that takes any state for a large one, so that it is copied behind the next step."""
+    monkeypatch.setattr(checkpoint.store, "LARGE", 1)
+    made = checkpoint.CheckpointStore(tmp_path / "checkpoints", every=2, writer="thread")
+    checkpoint.set_checkpoint_manager(made)
+    yield made
+    checkpoint.set_checkpoint_manager(None)
+    made.close()
+    checkpoint.background._used = None
+
+
+def plain(seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(130, 140), nn.Linear(140, 3))
+    return TorchState(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.1))
+
+
+def test_commit_takes_checkpoints_and_restore_reads_them(mesh, shelf, store, monkeypatch):
+    """Every second step, behind the next one; nothing is left in memory."""
     state = build(mesh)
-    checkpoint.set_checkpoint_manager(checkpoint.FileSystemCheckpointManager(str(tmp_path)))
+    state.restore()
+    seen = {}
+    for _ in range(5):
+        step(state)
+        wait_until_sealed(state)
+        torch.manual_seed(state.step)  # what is this rank's own
+        state.commit()
+        store.wait()
+        seen[state.step] = everything(state), torch.get_rng_state()
+    finish(state)
+    assert [found.step for found in store.list_checkpoints()] == [4, 2]
+    monkeypatch.setattr(keeping_agent, "connect", lambda: None)
+    again = restarted(mesh, monkeypatch)
+    assert again.restore() == 4
+    bits, random = seen[4]
+    assert everything(again) == bits
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+@pytest.mark.parametrize("first", ["sharded", "whole"])
+def test_a_checkpoint_is_read_whether_it_is_sharded_now_or_not(first, mesh, store, monkeypatch):
+    monkeypatch.setattr(keeping_agent, "connect", lambda: None)
+    make = {"sharded": lambda seed: build(mesh, seed), "whole": plain}
+    state = make.pop(first)(0)
+    state.restore()
+    for _ in range(2):
+        step(state)
+        state.commit()
+    store.finish()
+    ((_, other),) = make.items()
+    again = other(9)
+    assert again.restore() == 2
+    assert everything(again) == everything(state)
+    step(state)
+    step(again)
+    assert everything(again) == everything(state)
+
+
+def test_a_checkpoint_that_does_not_fit_is_an_error_on_all_ranks(mesh, store, monkeypatch):
+    monkeypatch.setattr(keeping_agent, "connect", lambda: None)
+    assert store.save({"model": {}, "format": "of somebody else"}, 2)
+    store.finish()
+    with pytest.raises(CheckpointError, match="no checkpoint that a TorchState has written"):
+        build(mesh).restore()
+
+
+def test_one_rank_alone_stores_no_shards(mesh, store, monkeypatch):
+    """The rest of them would be missing, and nobody would know until they are needed."""
+    tensor = next(build(mesh).model.parameters())
+    monkeypatch.setattr(type(tensor.device_mesh), "size", lambda self: 2)
+    with pytest.raises(CheckpointError, match=r"'w' is sharded over ranks.*together=True"):
+        store.save({"w": tensor}, 1)
+
+
+class OfTheUser(checkpoint.CheckpointManager):
+    """Knows streams only."""
+
+    create_checkpoint = get_checkpoint = get_latest_checkpoint = list_checkpoints = None
+
+
+def test_a_manager_of_streams_is_refused(mesh, shelf):
+    state = build(mesh)
+    checkpoint.set_checkpoint_manager(OfTheUser())
     try:
-        with pytest.raises(TypeError, match=r"CheckpointStore\.save\(\.\.\., together=True\)"):
+        with pytest.raises(TypeError, match="A OfTheUser cannot hold a state that is sharded"):
             state.restore()
     finally:
         checkpoint.set_checkpoint_manager(None)
+
+
+# --- pieces ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
