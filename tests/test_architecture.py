@@ -72,6 +72,7 @@ PURE = {
     "events/step_time.py",
     "events/trace.py",
     "events/view.py",
+    "events/words.py",
     "cli/rendezvous_rules.py",
 }
 IMPURE = {"torch", "time", "socket", "subprocess", "threading", "asyncio", "os"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torchelastic.events import types as events
@@ -89,6 +89,8 @@ class Recoveries:
                 self._waits = record.time
             case events.NodeLost(name=name, reason=why) if not self._ended:
                 self._saw.failure(record, f"{name} was lost: {why}", guessed=True)
+            case events.WorkerKilled(rank=rank):
+                self._saw.killed.add(rank)
         if generation == self._generation:
             self._take_of_world(record)
 
@@ -104,10 +106,9 @@ class Recoveries:
 
     def _take_of_world(self, record: Record) -> None:
         match record.event:
-            case events.WorkerKilled(reason=why) if not self._ended:
-                self._saw.failure(record, why, guessed=True)
             case events.WorkerFailed(failure=failure) if not self._ended:
-                self._saw.failure(record, str(failure.get("message", "")), failure)
+                hung = failure.get("rank") in self._saw.killed
+                self._saw.failure(record, str(failure.get("message", "")), failure, guessed=hung)
             case events.WorkerFailed(failure=failure) if self._now is not None:
                 # The first failure is often told just after the generation's end.
                 self._set(failure=self._now.failure or failure)
@@ -190,6 +191,8 @@ class _Seen:
     told: Mapping[str, Any] | None = None
     #: Who joins or leaves, where that is what ends it.
     change: str = ""
+    #: Ranks that an agent has killed because they hung.
+    killed: set[int] = field(default_factory=set)
 
     def failure(
         self,

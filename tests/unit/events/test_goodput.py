@@ -251,7 +251,7 @@ TELLINGS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(TELLINGS)
 def test_the_parts_add_up_to_the_total_whatever_is_told(tellings):
     story, now, fold, latest = Story(nodes=""), 0.0, GoodputFold(), None

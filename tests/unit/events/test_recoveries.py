@@ -71,7 +71,7 @@ def test_a_silent_node_was_gone_when_its_step_should_have_been_done():
 
 
 def test_a_hang_began_when_the_step_should_have_been_done():
-    story = ten_steps().tell(71, events.WorkerKilled(1, 0, "it hangs"), by="b", generation=0)
+    story = ten_steps().tell(71, events.WorkerKilled(2, 0, "it hangs"), by="b")
     story.fails(71.1, 0).over(71.2, 0).world(71.3, 1)
     (one,) = recoveries(story)
     assert one.detect == pytest.approx(59.2)

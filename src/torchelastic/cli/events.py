@@ -1,0 +1,40 @@
+"""`torchelastic events`: what happened in a job, line by line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from torchelastic.errors import EXIT_OK, EXIT_USAGE, TorchElasticError
+
+_DESCRIPTION = """\
+Show what happened in a job, in the order of time, from the logs of all its agents that are here.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The `events` command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="torchelastic events", description=_DESCRIPTION)
+    parser.add_argument(
+        "job",
+        nargs="?",
+        metavar="JOB",
+        help="a job id or how one begins, or the --log-dir of a run (default: the job that runs)",
+    )
+    parser.add_argument("--job", dest="id", metavar="ID", help="which job of a directory is meant")
+    parser.add_argument("--follow", "-f", action="store_true", help="go on until the job has ended")
+    parser.add_argument("--json", action="store_true", help="for programs: the lines themselves")
+    parser.add_argument("--all", action="store_true", help="how far workers are, too")
+    args = parser.parse_args(argv)
+    from torchelastic.cli import events_text  # the events are slow to import: not for --help
+
+    try:
+        return events_text.show_events(
+            args.job, args.id, follow=args.follow, as_data=args.json, everything=args.all
+        )
+    except TorchElasticError as error:
+        print(f"torchelastic events: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_OK

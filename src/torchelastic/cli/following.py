@@ -1,0 +1,74 @@
+"""Files that grow, are rotated, appear and go, read line by line as that happens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+#: Seconds between two looks.
+LOOK = 0.2
+#: More is not read of one file at a time.
+_PORTION = 4 << 20
+
+
+@dataclass
+class _Open:
+    file: BinaryIO
+    #: The beginning of a line whose end has not been written yet.
+    rest: bytes = b""
+
+    def lines(self) -> list[bytes]:
+        data = self.rest + self.file.read(_PORTION)
+        *whole, self.rest = data.split(b"\n")
+        return whole
+
+    def is_still(self, path: Path) -> bool:
+        """Whether the path still names this very file."""
+        try:
+            there, here = path.stat(), os.fstat(self.file.fileno())
+        except OSError:
+            return False
+        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+
+class Follower:
+    """The lines that were not there before. `close` it."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, _Open] = {}
+
+    def skip(self, paths: Iterable[Path]) -> None:
+        """What these files hold by now is known."""
+        for path in paths:
+            if (opened := self._opened(path)) is not None:
+                opened.file.seek(0, os.SEEK_END)
+
+    def new_lines(self, paths: Iterable[Path]) -> list[tuple[Path, bytes]]:
+        """Whole lines without their ends, file by file."""
+        return [(path, line) for path in paths for line in self._lines(path)]
+
+    def close(self) -> None:
+        for opened in self._open.values():
+            opened.file.close()
+        self._open.clear()
+
+    def _lines(self, path: Path) -> list[bytes]:
+        opened = self._opened(path)
+        if opened is None:
+            return []
+        lines = opened.lines()
+        if not lines and not opened.is_still(path):  # rotated away, and read to its end
+            opened.file.close()
+            del self._open[path]
+        return lines
+
+    def _opened(self, path: Path) -> _Open | None:
+        if path not in self._open:
+            try:
+                self._open[path] = _Open(path.open("rb"))
+            except OSError:
+                return None  # not there yet, or no more
+        return self._open[path]

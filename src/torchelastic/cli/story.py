@@ -1,0 +1,95 @@
+"""Which job is meant, and where its story lies: the registry of this machine, or a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchelastic import jobs
+from torchelastic.errors import ConfigError
+from torchelastic.events import log
+from torchelastic.events.record import Record
+from torchelastic.jobs import JobEntry
+
+
+@dataclass(frozen=True)
+class Story:
+    """A job's logs: those its agents on this machine have registered, or those at a place."""
+
+    entry: JobEntry | None = None
+    where: Path | None = None
+    job: str | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether more is to come. Of a job at a place nobody knows."""
+        return self.entry is not None and self.entry.alive
+
+    def again(self) -> Story:
+        """The same job as it is now: agents come and go."""
+        if self.entry is None:
+            return self
+        found = [entry for entry in jobs.list_jobs() if entry.job == self.entry.job]
+        return Story(entry=found[0]) if found else self
+
+    def files(self) -> list[Path]:
+        """The event logs there are."""
+        if self.where is not None:
+            return log.find_logs(self.where)
+        return files_of(self.entry) if self.entry is not None else []
+
+    def records(self) -> list[Record]:
+        """All that is told so far, in the order of time."""
+        if self.where is not None:
+            return list(log.read_job(self.where, job=self.job))
+        return log.read_files(self.files())
+
+
+def files_of(entry: JobEntry) -> list[Path]:
+    """The logs of a job's agents on this machine, and what any of them has gathered."""
+    own = [agent.events for agent in entry.agents]
+    gathered = [path.with_name(log.GATHERED_FILE) for path in own]
+    return [path for path in gathered if path.exists()] + own
+
+
+def choose(wanted: str | None, job: str | None = None) -> Story:
+    """The one job meant: a job id or how one begins, a directory or file, or the one that runs."""
+    if wanted is not None and job is not None:
+        return Story(where=_place(wanted), job=job)
+    name = wanted if wanted is not None else job
+    entries = jobs.list_jobs()
+    if name is None:
+        return Story(entry=_only(entries))
+    if any(entry.job == name for entry in entries) or not Path(name).exists():
+        return Story(entry=_only(matching(name, entries)))
+    return Story(where=Path(name))
+
+
+def matching(name: str, entries: Sequence[JobEntry]) -> list[JobEntry]:
+    """Those with this id or, if there is none, with ids that begin so."""
+    exact = [entry for entry in entries if entry.job == name]
+    found = exact or [entry for entry in entries if entry.job.startswith(name)]
+    if not found:
+        raise ConfigError(
+            f"This machine knows no job '{name}': `torchelastic status` lists those it knows."
+        )
+    return found
+
+
+def _only(entries: Sequence[JobEntry]) -> JobEntry:
+    """The one that is alive, or the last that was."""
+    if not entries:
+        raise ConfigError("This machine knows no job: name the --log-dir of one.")
+    alive = [entry for entry in entries if entry.alive]
+    if len(alive) > 1:
+        names = ", ".join(entry.job for entry in alive)
+        raise ConfigError(f"Several jobs run here: name one of {names}.")
+    return alive[0] if alive else entries[0]
+
+
+def _place(text: str) -> Path:
+    place = Path(text)
+    if not place.exists():
+        raise ConfigError(f"There is no directory or file {text} to look for a job in.")
+    return place

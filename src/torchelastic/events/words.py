@@ -1,0 +1,182 @@
+"""An event in one sentence, and durations and goodput as people read them. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torchelastic.events import types as events
+from torchelastic.events.goodput import PARTS, Goodput
+from torchelastic.events.record import Record
+from torchelastic.events.recoveries import Recovery
+from torchelastic.failure import signal_name
+
+#: Names and ranks that a sentence lists.
+_LISTED = 8
+#: Longer texts are cut where they have to fit in a line.
+_LINE = 200
+
+
+def sentence(record: Record) -> str:
+    """What happened. The texts in it are users': show it through what strips control characters."""
+    event = record.event
+    words = _WORDS.get(type(event)) if event is not None else None
+    if words is not None:
+        return first_line(words(event))
+    fields = event.fields() if event is not None else record.fields
+    return first_line(f"{record.type} {json.dumps(fields)}")
+
+
+def first_line(text: str) -> str:
+    """The first line, cut where it gets too long."""
+    first = text.strip().partition("\n")[0]
+    return first if len(first) <= _LINE else first[: _LINE - 1] + "…"
+
+
+def listed(items: Sequence[Any]) -> str:
+    """`a, b and 40 more`."""
+    shown = ", ".join(str(item) for item in items[:_LISTED])
+    more = len(items) - _LISTED
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def seconds(duration: float) -> str:
+    """`12 ms`, `1.25 s`, `34 s`: as exact as it is of use; longer ones in two units.
+
+    >>> seconds(0.0123), seconds(3.14159), seconds(8000)
+    ('12 ms', '3.1 s', '2 h 13 min')
+    """
+    if duration < 0.9995:
+        return f"{max(0.0, duration) * 1000:.0f} ms"
+    if duration < 9.95:
+        return f"{duration:.1f} s"
+    return span(duration)
+
+
+def span(duration: float) -> str:
+    """Two units at most: `3 s`, `4 min`, `2 h 5 min`, `3 d 4 h`."""
+    if duration < 60:
+        return f"{max(0, int(duration))} s"
+    if duration < 3600:
+        return f"{int(duration // 60)} min"
+    hours, minutes = divmod(int(duration // 60), 60)
+    if hours < 24:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h" if hours else f"{days} d"
+
+
+def rate(steps_per_second: float) -> str:
+    """`12.5 steps/s`, or `34 s/step` where that says more."""
+    if steps_per_second >= 1:
+        return f"{steps_per_second:.3g} steps/s"
+    return f"{1 / steps_per_second:.3g} s/step" if steps_per_second > 0 else "0 steps/s"
+
+
+def goodput(found: Goodput) -> str:
+    """`goodput 87.2 % of 12 min: training 10 min; start-up 40 s, redone steps 2.1 s`."""
+    if found.ratio is None:
+        return "goodput: no time has passed yet"
+    rest = sorted(found.parts.items(), key=lambda item: -item[1])
+    told = [f"{PARTS[part]} {seconds(spent)}" for part, spent in rest if spent >= 0.001]
+    of = "" if found.steps_known else ", taking all the time that workers ran for training"
+    parts = f"; {', '.join(told)}" if told else ""
+    head = f"goodput {found.ratio:.1%} of {seconds(found.total)}{of}"
+    return f"{head}: training {seconds(found.productive)}{parts}"
+
+
+def cost(recovery: Recovery) -> str:
+    """`1.9 s: detect 100 ms, agree 200 ms, rebuild 750 ms, transfer 250 ms, redo 600 ms`."""
+    parts = {
+        "detect": recovery.detect or None,
+        "wait": recovery.wait or None,
+        "agree": recovery.agree,
+        "rebuild": recovery.rebuild,
+        "transfer": recovery.transfer,
+        "redo": recovery.redo,
+    }
+    told = [f"{name} {seconds(spent)}" for name, spent in parts.items() if spent is not None]
+    whole = seconds(recovery.cost) if recovery.done else f"{seconds(recovery.cost)} so far"
+    return f"{whole}: {', '.join(told)}" if told else whole
+
+
+# --- the sentences -------------------------------------------------------------------------------
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _because(what: str, why: str) -> str:
+    return f"{what}: {why}" if why else what
+
+
+def _formed(event: events.WorldFormed) -> str:
+    nodes = event.count or len(event.nodes)
+    who = f"{_counted(event.size, 'worker')} on {_counted(nodes, 'node')} ({listed(event.nodes)})"
+    spares = f", spare: {listed(event.spares)}" if event.spares else ""
+    return _because(f"a world of {who}{spares}", event.reason)
+
+
+def _exited(event: events.WorkerExited) -> str:
+    code = event.exitcode
+    how = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
+    return f"rank {event.rank} (pid {event.worker_pid}) has ended: {how}"
+
+
+def _failed(event: events.WorkerFailed) -> str:
+    failure = event.failure
+    step = failure.get("step")
+    where = f" at step {step}" if step is not None else ""
+    return _because(f"rank {failure.get('rank')} failed{where}", str(failure.get("message", "")))
+
+
+def _progress(event: events.Progress) -> str:
+    steps = [step for step in event.steps if step >= 0]
+    if not steps:
+        return f"ranks {listed(event.ranks)} have entered no step yet"
+    low, high = min(steps), max(steps)
+    return f"ranks {listed(event.ranks)} at step {high if low == high else f'{low} to {high}'}"
+
+
+def _training(event: events.Training) -> str:
+    fetched = f", {event.received} bytes fetched in {seconds(event.fetched)}"
+    built = f" (group built in {seconds(event.built)}{fetched if event.received else ''})"
+    return f"rank {event.rank} trains from step {event.step}{built if event.built else ''}"
+
+
+#: Of every type.
+_WORDS: dict[type[events.Event], Callable[[Any], str]] = {
+    events.AgentStarted: lambda e: f"the agent starts (pid {e.pid}): {' '.join(e.command)}",
+    events.ZygoteReady: lambda e: f"workers can be forked warm, after {seconds(e.seconds)}",
+    events.ZygoteUnavailable: lambda e: f"workers start as plain processes: {e.reason}",
+    events.Joined: lambda e: f"{'hosts' if e.hosting else 'joined'} the job at {e.endpoint}",
+    events.LeaseLost: lambda e: _because("given up by the others", e.reason),
+    events.SignalReceived: lambda e: f"got {e.signal}: {e.action}",
+    events.Leaving: lambda e: _because("leaves", e.reason),
+    events.Note: lambda e: e.text,
+    events.JobEnded: lambda e: _because(f"ended with exit code {e.exitcode}", e.reason),
+    events.BecameLeader: lambda _: "leads the job",
+    events.NodeJoined: lambda e: f"{e.name} joined",
+    events.NodeLost: lambda e: _because(f"{e.name} was lost", e.reason),
+    events.NodeLeaving: lambda e: _because(f"{e.name} leaves", e.reason),
+    events.RestartDecided: lambda e: _because(
+        "the job goes on" if e.restart else "the job is not restarted", e.reason
+    ),
+    events.WorldFormed: _formed,
+    events.GenerationOver: lambda e: _because(f"the generation is over ({e.kind})", e.reason),
+    events.WorldChanging: lambda e: _because("the generation ends at the next step", e.reason),
+    events.Waiting: lambda e: _because("waits for nodes", e.reason),
+    events.WorkersStarted: lambda e: f"ranks {listed(e.ranks)} run, after {seconds(e.seconds)}",
+    events.StandbyStarted: lambda e: (
+        f"worker {e.local_rank} starts (pid {e.worker_pid}), to enter a later world"
+    ),
+    events.Training: _training,
+    events.Progress: _progress,
+    events.Straggler: lambda e: e.text,
+    events.WorkerKilled: lambda e: _because(f"rank {e.rank} is killed", e.reason),
+    events.WorkerExited: _exited,
+    events.WorkerFailed: _failed,
+    events.WorkersStopped: lambda e: f"the workers are gone, after {seconds(e.seconds)}",
+}

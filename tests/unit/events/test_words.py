@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.unit.events.stories import Story, failure
+from tests.unit.events.test_goodput import undisturbed
+from torchelastic.events import types as events
+from torchelastic.events import words
+from torchelastic.events.goodput import Goodput, goodput
+from torchelastic.events.record import Record
+from torchelastic.events.recoveries import Recovery
+
+
+def said(event: events.Event | None, **fields) -> str:
+    record = Record(
+        type=event.type if event is not None else "later-type",
+        job="job",
+        node="n",
+        wall=0.0,
+        mono=0.0,
+        generation=None,
+        event=event,
+        fields=fields,
+    )
+    return words.sentence(record)
+
+
+@pytest.mark.parametrize(
+    ("event", "sentence"),
+    [
+        (events.AgentStarted(7, "", ["t.py", "-v"], 1, 2, 1), "the agent starts (pid 7): t.py -v"),
+        (events.Joined("a", "a:1", True), "hosts the job at a:1"),
+        (events.NodeLost("b", "its lease ended"), "b was lost: its lease ended"),
+        (events.NodeLost("b", ""), "b was lost"),
+        (
+            events.WorldFormed(["a", "b"], 4, "", "it begins", 0, ["c"]),
+            "a world of 4 workers on 2 nodes (a, b), spare: c: it begins",
+        ),
+        (
+            events.WorldFormed(["a"] * 9, 9000, "", "", 0, [], 900),
+            "a world of 9000 workers on 900 nodes (a, a, a, a, a, a, a, a and 1 more)",
+        ),
+        (
+            events.GenerationOver("failure", "boom\nat line 3"),
+            "the generation is over (failure): boom",
+        ),
+        (events.WorkerExited(3, 1, 42, -9), "rank 3 (pid 42) has ended: killed by SIGKILL"),
+        (events.WorkerExited(3, 1, 42, 2), "rank 3 (pid 42) has ended: exit code 2"),
+        (events.WorkerFailed(failure().to_json()), "rank 2 failed at step 7: killed by SIGKILL"),
+        (events.WorkerFailed({}), "rank None failed"),
+        (events.Progress([0, 1], [-1, -1], [0, 0]), "ranks 0, 1 have entered no step yet"),
+        (events.Progress([0, 1], [4, 4], [0, 0]), "ranks 0, 1 at step 4"),
+        (events.Progress([0, 1], [4, 5], [0, 0]), "ranks 0, 1 at step 4 to 5"),
+        (events.Training(2, 8, 0), "rank 2 trains from step 8"),
+        (
+            events.Training(2, 8, 99, 0.25, 0.5),
+            "rank 2 trains from step 8 (group built in 250 ms, 99 bytes fetched in 500 ms)",
+        ),
+        (events.RestartDecided(False, "no"), "the job is not restarted: no"),
+        (events.Note("x" * 300), "x" * 199 + "…"),
+    ],
+)
+def test_an_event_is_a_sentence(event, sentence):
+    assert said(event) == sentence
+
+
+FILL = {int: 1, float: 1.0, str: "x", bool: True, dict: {}}
+
+
+@pytest.mark.parametrize("cls", events.EVENTS.values())
+def test_every_event_has_words(cls):
+    filled = {}
+    for item in dataclasses.fields(cls):
+        kind = str(item.type)
+        filled[item.name] = (
+            ["x"] if "Sequence[str]" in kind else [1] if "Sequence" in kind
+            else {} if "Json" in kind or "Mapping" in kind
+            else FILL.get({"int": int, "float": float, "bool": bool}.get(kind, str))
+        )  # fmt: skip
+    text = said(cls(**filled))
+    assert text
+    assert "\n" not in text
+
+
+def test_an_event_of_a_later_version_is_shown_as_it_is():
+    assert said(None, extra=5) == 'later-type {"extra": 5}'
+
+
+@pytest.mark.parametrize(
+    ("duration", "text"),
+    [
+        (0, "0 ms"),
+        (0.0123, "12 ms"),
+        (0.9996, "1.0 s"),
+        (3.14, "3.1 s"),
+        (9.96, "9 s"),
+        (61, "1 min"),
+    ],
+)
+def test_durations_are_as_exact_as_it_is_of_use(duration, text):
+    assert words.seconds(duration) == text
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"), [(12.345, "12.3 steps/s"), (0.05, "20 s/step"), (0.0, "0 steps/s")]
+)
+def test_rates(rate, text):
+    assert words.rate(rate) == text
+
+
+def test_goodput_in_a_line():
+    assert words.goodput(goodput(undisturbed().records)) == (
+        "goodput 62.5% of 16 s: training 10 s; start-up 4.2 s, other 1.0 s, rendezvous 500 ms, "
+        "restoring state 250 ms"
+    )
+    assert words.goodput(goodput([])) == "goodput: no time has passed yet"
+
+
+def test_goodput_of_a_script_says_what_was_counted():
+    story = Story().world(0, 0).workers_start(0, 0).over(10, 0, "finished").end(10)
+    assert words.goodput(goodput(story.records)) == (
+        "goodput 100.0% of 10 s, taking all the time that workers ran for training: training 10 s"
+    )
+
+
+def test_goodput_has_every_part_in_words():
+    found = Goodput(micros=dict.fromkeys(words.PARTS, 1_000_000))
+    assert all(name in words.goodput(found) for name in words.PARTS.values())
+
+
+def test_the_cost_of_a_recovery_in_a_line():
+    begun = Recovery(generation=0, wall=0, kind="failure", why="", detect=0.1)
+    assert words.cost(begun) == "100 ms so far: detect 100 ms"
+    done = dataclasses.replace(begun, agree=0.2, rebuild=0.75, transfer=0.25, redo=0.6)
+    assert words.cost(done) == (
+        "1.9 s: detect 100 ms, agree 200 ms, rebuild 750 ms, transfer 250 ms, redo 600 ms"
+    )
