@@ -26,6 +26,7 @@ from torchelastic.agent.guard import GUARD_LOST_SIGNAL
 from torchelastic.agent.narrator import Narrator
 from torchelastic.agent.nursery import Nursery
 from torchelastic.agent.presence import Presence
+from torchelastic.agent.sampling import Sampling
 from torchelastic.agent.side_tasks import SideTasks
 from torchelastic.agent.snapshots import Snapshots
 from torchelastic.agent.vigil import Vigil
@@ -149,6 +150,7 @@ class Agent:
             bandwidth=config.snapshot_bandwidth,
             say=self._narrator.say,
         )
+        self._sampling = Sampling(self._narrator.progress, self._clock)
         self._workers = Workers(
             config,
             self._entry,
@@ -160,6 +162,7 @@ class Agent:
             tell_event=self._queue.put_nowait,
             secret=self._secret,
             snapshots=self._snapshots,
+            sampling=self._sampling,
         )
         self._presence = Presence(
             config,
@@ -204,6 +207,7 @@ class Agent:
         await self._presence.join()
         self._workers.reached_at(self._presence.meeting.addr)
         self._snapshots.open(self._presence.meeting)
+        self._beside.start(self._sampling.run(self._workers.shown), "sampling")
         self._narrator.joined(self._presence.member.name, self._presence.meeting)
         self._narrator.warmed_up(await warming, self._nursery.warnings)
         await self._offer_store()
@@ -220,6 +224,7 @@ class Agent:
         self._queue.put_nowait(group_state.WorldSeen(world))
         if world.phase == "running":
             self._snapshots.turn_to(world)
+            self._sampling.turn_to(world.generation, world.count)
             self._beside.start(self._renew_store(world), "renew-store")
 
     def _lease_lost(self) -> None:

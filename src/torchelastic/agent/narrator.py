@@ -17,6 +17,7 @@ from torchelastic.events.log import EventLog
 from torchelastic.failure import Failure
 from torchelastic.rendezvous.restart_policy import Kind
 from torchelastic.rendezvous.world import Member, World
+from torchelastic.worker import orders
 
 logger = logging.getLogger("torchelastic")
 
@@ -199,9 +200,14 @@ class Narrator:
         started = events.StandbyStarted(local_rank=local_rank, worker_pid=pid, seconds=seconds)
         self._log.emit(started)
 
-    def training(self, rank: int, generation: int, step: int, received: int) -> None:
-        up = events.Training(rank=rank, step=step, received=received)
-        self._log.emit(up, generation=generation)
+    def training(self, rank: int, up: orders.Up) -> None:
+        training = events.Training(
+            rank=rank, step=up.step, received=up.received, built=up.built, fetched=up.fetched
+        )
+        self._log.emit(training, generation=up.generation)
+
+    def progress(self, generation: int, progress: events.Progress) -> None:
+        self._log.emit(progress, generation=generation)
 
     def worker_killed(self, rank: int, local_rank: int, reason: str, stack: str) -> None:
         where = f"; it was here:\n{stack}" if stack else ""

@@ -18,6 +18,7 @@ from torchelastic.agent import crew, group_state, logs, numa, report
 from torchelastic.agent.cgroup import Cgroup
 from torchelastic.agent.narrator import Narrator
 from torchelastic.agent.nursery import Nursery
+from torchelastic.agent.sampling import Sampling
 from torchelastic.agent.snapshots import Snapshots
 from torchelastic.agent.supervisor import Supervisor, WorkerExit, WorkerSpawn
 from torchelastic.agent.worker_env import entry_for, standby_env, worker_env
@@ -54,6 +55,7 @@ class Workers:
         tell_event: Callable[[crew.Event], None],
         secret: Secret | None,
         snapshots: Snapshots,
+        sampling: Sampling,
     ) -> None:
         self._config = config
         self._entry = entry
@@ -61,6 +63,7 @@ class Workers:
         self._logs = node_logs
         self._narrator = narrator
         self._clock = clock
+        self._sampling = sampling
         self._tell_event = tell_event
         self._snapshots = snapshots
         self._supervisor = Supervisor(
@@ -98,8 +101,9 @@ class Workers:
 
     @property
     def best_step(self) -> int:
-        """The highest step a worker has reported."""
-        return max(self._steps.values(), default=-1)
+        """The highest step a worker has reported, or shows on its slate."""
+        steps = (self._step(local_rank) for local_rank in self._places)
+        return max((step for step in steps if step is not None), default=-1)
 
     def pid(self, local_rank: int) -> int | None:
         return self._supervisor.pid(local_rank)
@@ -230,10 +234,12 @@ class Workers:
         descriptor = self._slates.get(local_rank)
         return slate.read_progress(descriptor) if descriptor is not None else None
 
+    def shown(self) -> list[slate.Shown]:
+        """What the slates of all workers show."""
+        return [slate.read(descriptor) for descriptor in self._slates.values()]
+
     def _heard(self, local_rank: int, message: dict[str, Any]) -> None:
-        if message.get("type") == "progress" and isinstance(message.get("step"), int):
-            self._steps[local_rank] = message["step"]
-        elif message.get("type") == "failure":
+        if message.get("type") == "failure":
             said, where = str(message.get("message", "")), str(message.get("traceback", ""))
             self._last_words_of[local_rank] = error_file.ErrorRecord(said, where)
         elif str(message.get("type")).startswith(messages.PREFIX):
@@ -249,18 +255,21 @@ class Workers:
             return
         if isinstance(report, orders.Stopped | orders.Finished | orders.Erred | orders.PeerLost):
             self._out_of(local_rank, report.generation)
+            self._sampling.look(self.shown())
         match report:
             case orders.Enlisted() as enlisted:
                 self._give_slate(local_rank)
                 self._tell_event(crew.Said(local_rank, enlisted))
+            case orders.Keeps():
+                self._give_slate(local_rank)
             case orders.Pong() as pong:
                 self.pongs[local_rank] = pong
             case orders.Erred() | orders.PeerLost() as erred:
                 self._steps[local_rank] = erred.step
                 self._erred(local_rank, erred)
-            case orders.Up(generation, step, received):
-                self._steps[local_rank] = step
-                self._narrator.training(self._rank(local_rank), generation, step, received)
+            case orders.Up() as up:
+                self._steps[local_rank] = up.step
+                self._narrator.training(self._rank(local_rank), up)
             case orders.Stopped(_, step) | orders.Finished(_, step) as stopped:
                 self._steps[local_rank] = step
                 self._stopped.add(local_rank)
@@ -293,6 +302,7 @@ class Workers:
 
     def _exited(self, exit: WorkerExit) -> None:
         generation, rank = self._places[exit.local_rank]
+        self._sampling.look(self.shown())
         self._narrator.worker_exited(rank, exit, generation)
         if exit.exitcode == 0:
             if self._entry.kind == "function":

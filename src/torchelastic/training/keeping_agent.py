@@ -29,10 +29,13 @@ from torchelastic.snapshot.messages import (
     from_json,
     to_json,
 )
-from torchelastic.worker import channel
+from torchelastic.worker import channel, orders
+from torchelastic.worker.slate import Slate
 
 #: How long an agent may take to answer, and to bring a snapshot from another node.
 PATIENCE, FETCH_PATIENCE = 30.0, 600.0
+
+_SLATE = orders.to_json(orders.Slate())
 
 
 class Holder(Protocol):
@@ -46,7 +49,7 @@ class Holder(Protocol):
 
     def tell(self, message: Sealed | Settled) -> None: ...
 
-    def progress(self, step: int) -> None: ...
+    def progress(self, version: Version, rank: int) -> None: ...
 
 
 class Agent:
@@ -55,9 +58,12 @@ class Agent:
     def __init__(self, link: channel.Link) -> None:
         self._link = link
         self._numbers = count(1)
+        self._slate: Slate | None = None
 
     def inventory(self) -> Holdings:
-        """What this node holds."""
+        """What this node holds. The first time, the slate comes before the answer."""
+        if self._slate is None:
+            channel.send(orders.to_json(orders.Keeps()))
         answer, descriptor = self._ask(Inventory(next(self._numbers)), PATIENCE)
         if descriptor is not None:
             os.close(descriptor)
@@ -80,9 +86,11 @@ class Agent:
         """Without waiting; it may get lost."""
         channel.send(to_json(message))
 
-    def progress(self, step: int) -> None:
+    def progress(self, version: Version, rank: int) -> None:
         """So many steps are committed: it is named with a failure, and refills the restarts."""
-        channel.send({"type": "progress", "step": step})
+        if self._slate is not None:
+            self._slate.rank = rank
+            self._slate.entered(*version)
 
     def _memory(self, request: Room | Open | Fetch, patience: float) -> Memory:
         answer, descriptor = self._ask(request, patience)
@@ -109,6 +117,8 @@ class Agent:
             if received is None:
                 break
             message, descriptor = received
+            if message == _SLATE and descriptor is not None and self._slate is None:
+                self._slate = Slate(descriptor)
             answer = from_json(message)
             if isinstance(answer, Answer) and answer.request == number:
                 return answer, descriptor

@@ -24,7 +24,7 @@ from enum import IntEnum
 
 import torch
 
-from torchelastic import faults
+from torchelastic import faults, stalls
 from torchelastic.errors import SnapshotError
 from torchelastic.snapshot.layout import SHARED, Held, Memory, Version, checksum, own, shard
 from torchelastic.snapshot.messages import Sealed
@@ -155,7 +155,7 @@ class Writer:
         if flat is not None:
             self._publish(self._shared, version, flat)
         if self._at_once:
-            self.before_write()
+            self._wait_for_copies()
 
     # --- shards ----------------------------------------------------------------------------------
 
@@ -212,6 +212,11 @@ class Writer:
 
     def before_write(self) -> None:
         """Parameters are about to change: wait until they are copied."""
+        if self._copying:
+            with stalls.Counted("snapshot"):
+                self._wait_for_copies()
+
+    def _wait_for_copies(self) -> None:
         for job in self._copying:
             job.copied.wait()
         self._copying.clear()

@@ -115,6 +115,11 @@ class Enlisted:
 
 
 @dataclass(frozen=True)
+class Keeps:
+    """A script keeps its state from step to step: give it a slate to show them on."""
+
+
+@dataclass(frozen=True)
 class Entered:
     """The answer to `Ask`; -1 before the first step of the generation's loop."""
 
@@ -189,7 +194,7 @@ class Pong:
 
 
 Order = Enter | Ask | Through | Over | Leave | Closed | Ping | Dump | Slate
-Report = Enlisted | Entered | Up | Stopped | Erred | PeerLost | Unfit | Finished | Pong
+Report = Enlisted | Keeps | Entered | Up | Stopped | Erred | PeerLost | Unfit | Finished | Pong
 
 _codec: Codec[Order | Report] = Codec(*get_args(Order | Report))
 to_json, from_json = _codec.to_json, _codec.from_json

@@ -118,7 +118,7 @@ class Slate:
         if generation != self._generation:
             self._enter(generation)
         memory, now = self._memory, time.monotonic()
-        memory[_SINCE] = stalls.seconds  # type: ignore[call-overload]  # any buffer will do
+        memory[_SINCE] = stalls.seconds
         _ENTERED.pack_into(memory, 0, generation, step, now, now)
 
     def _enter(self, generation: int) -> None:

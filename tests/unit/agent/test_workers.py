@@ -7,14 +7,22 @@ from types import SimpleNamespace
 import pytest
 
 from torchelastic.agent import workers as module
+from torchelastic.agent.sampling import Sampling
 from torchelastic.agent.workers import Workers
+from torchelastic.clock import FakeClock
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.worker import orders, slate
-from torchelastic.worker.orders import Enter, Erred, PeerLost, Stopped
+from torchelastic.worker.orders import Enter, Erred, Keeps, PeerLost, Stopped
 
 
 @pytest.fixture
-def workers(monkeypatch):
+def told():
+    """Progress, as it is told."""
+    return []
+
+
+@pytest.fixture
+def workers(monkeypatch, told):
     monkeypatch.setattr(module.Cgroup, "create", lambda: None)
     made = Workers(
         LaunchConfig(),
@@ -27,6 +35,7 @@ def workers(monkeypatch):
         tell_event=lambda event: None,
         secret=None,
         snapshots=None,
+        sampling=Sampling(lambda *progress: told.append(progress), FakeClock()),
     )
     made._slates[0] = slate.create()
     yield made
@@ -119,3 +128,32 @@ def test_a_replacement_is_on_no_way_before_it_is_told(workers):
     enter(workers, 1)
     workers._forget(0)
     assert workers.entering_since(0) is None
+
+
+# --- how far they are ----------------------------------------------------------------------------
+
+
+def test_when_a_worker_has_stopped_its_last_step_is_told(workers, worker, told):
+    enter(workers, 0)
+    worker.rank = 2
+    worker.entered(0, 7)
+    workers._heard(0, orders.to_json(Stopped(0, 8)))
+    [(generation, progress)] = told
+    assert (generation, progress.ranks, progress.steps) == (0, [2], [7])
+
+
+def test_a_script_that_keeps_its_state_is_given_a_slate_and_shows_its_step(workers):
+    given = []
+    workers._supervisor.tell = lambda local_rank, message, fds: given.append((message, *fds))
+    workers._places[1] = (4, 1)
+    workers._heard(1, orders.to_json(Keeps()))
+    [(message, descriptor)] = given
+    assert message == orders.to_json(orders.Slate())
+    assert workers.best_step == -1
+    shown = slate.Slate(descriptor)
+    shown.entered(3, 50)  # of a generation before: nothing of this one
+    assert workers.best_step == -1
+    shown.entered(4, 12)
+    assert workers.best_step == 12
+    shown.close()
+    os.close(workers._slates.pop(1))

@@ -62,8 +62,8 @@ class Shelf:
     def tell(self, message: Sealed | Settled) -> None:
         self.told.append(message)
 
-    def progress(self, step: int) -> None:
-        self.steps.append(step)
+    def progress(self, version: Version, rank: int) -> None:
+        self.steps.append(version[1])
 
     def versions(self, piece: str) -> list[Version]:
         return [held.version for held in self.inventory().holdings if held.piece == piece]

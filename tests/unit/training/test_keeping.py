@@ -236,7 +236,7 @@ def test_the_agent_is_told_how_far_it_is(shelf):
     state.restore()
     train(state, 3)
     finish(state)
-    assert shelf.steps == [1, 2, 3]
+    assert shelf.steps == [0, 1, 2, 3]
 
 
 def test_a_snapshot_that_cannot_be_written_stops_nothing(shelf, monkeypatch, caplog):

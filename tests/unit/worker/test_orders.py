@@ -29,6 +29,7 @@ ALL = [
     orders.Dump(),
     orders.Slate(),
     orders.Enlisted(),
+    orders.Keeps(),
     orders.Entered(3, -1),
     orders.Up(3, 17, 4096, 0.25, 1.5),
     orders.Stopped(3, 17),

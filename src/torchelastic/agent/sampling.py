@@ -1,0 +1,85 @@
+"""How far the workers have got, told about once a second while it changes.
+
+Workers write it to their slates, which costs them no system call; the agent looks there. How often
+depends on how long the generation has lasted and how many nodes tell: a log that is read in a year
+must not be full of steps that went well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+from torchelastic import stalls
+from torchelastic.clock import Clock
+from torchelastic.events.types import Progress
+from torchelastic.worker.slate import Shown
+
+#: Seconds between two looks: at first, and at most.
+SHORTEST, LONGEST = 1.0, 60.0
+#: They become one more whenever a generation is so many seconds older, up to so many; and so many
+#: times as long for each so many nodes.
+AGE, LATER = 600.0, 15.0
+NODES = 64
+
+#: Is told of a generation's progress.
+Tell = Callable[[int, Progress], None]
+
+
+def interval(age: float, nodes: int) -> float:
+    """Seconds until the next look, in a generation of so many seconds and nodes."""
+    later = min(max(age / AGE, SHORTEST), LATER)
+    return min(later * max(1.0, nodes / NODES), LONGEST)
+
+
+def progress_of(shown: Iterable[Shown]) -> dict[int, Progress]:
+    """By generation: what the slates of a node's workers say together."""
+    by_generation: dict[int, list[Shown]] = {}
+    for one in sorted(shown, key=lambda one: one.rank):
+        if one.generation >= 0:
+            by_generation.setdefault(one.generation, []).append(one)
+    return {generation: _progress(ones) for generation, ones in by_generation.items()}
+
+
+def _progress(ones: Sequence[Shown]) -> Progress:
+    sums = [round(sum(parts), 6) for parts in zip(*(one.stalled for one in ones), strict=True)]
+    return Progress(
+        ranks=[one.rank for one in ones],
+        steps=[one.step for one in ones],
+        at=[round(one.at, 6) for one in ones],
+        stalls={kind: total for kind, total in zip(stalls.KINDS, sums, strict=True) if total},
+    )
+
+
+class Sampling:
+    """Looks at the slates of one node."""
+
+    def __init__(self, tell: Tell, clock: Clock) -> None:
+        self._tell = tell
+        self._clock = clock
+        #: What was told of those whose slates show the same still.
+        self._told: set[Shown] = set()
+        self._generation = -1
+        self._began = clock.now()
+        self._nodes = 1
+
+    def turn_to(self, generation: int, nodes: int) -> None:
+        """A world begins."""
+        if generation > self._generation:
+            self._generation, self._nodes, self._began = generation, nodes, self._clock.now()
+
+    def look(self, shown: Iterable[Shown]) -> None:
+        """Tell what is new. Also called when workers come to rest: the last word of each
+        generation counts, and the slate is written anew in the next."""
+        seen = set(shown)
+        news = {one.generation for one in seen - self._told}
+        for generation, progress in progress_of(seen).items():
+            if generation in news:
+                self._tell(generation, progress)
+        self._told = seen
+
+    async def run(self, read: Callable[[], Iterable[Shown]]) -> None:
+        """For as long as the agent runs."""
+        while True:
+            await asyncio.sleep(interval(self._clock.now() - self._began, self._nodes))
+            self.look(read())

@@ -1,0 +1,80 @@
+"""Progress: what slates show becomes events, only where something is new, and seldom enough."""
+
+import pytest
+
+from torchelastic.agent.sampling import Sampling, interval, progress_of
+from torchelastic.clock import FakeClock
+from torchelastic.events.types import Progress
+from torchelastic.worker.slate import Shown
+
+NOTHING = (0.0, 0.0, 0.0, 0.0)
+
+
+def shown(rank: int, step: int, *, generation: int = 0, at: float = 1.0, stalled=NOTHING) -> Shown:
+    return Shown(generation, rank, step, at, stalled)
+
+
+@pytest.mark.parametrize(
+    ("age", "nodes", "expected"),
+    [
+        (0.0, 1, 1.0),
+        (599.0, 1, 1.0),
+        (3600.0, 1, 6.0),
+        (86400.0, 1, 15.0),
+        (0.0, 64, 1.0),
+        (0.0, 1024, 16.0),
+        (86400.0, 1024, 60.0),
+        (0.0, 100_000, 60.0),
+    ],
+)
+def test_the_longer_it_lasts_and_the_more_tell_the_rarer(age, nodes, expected):
+    assert interval(age, nodes) == expected
+
+
+def test_workers_are_told_of_together_by_rank_with_the_sum_of_their_stalls():
+    told = progress_of(
+        [
+            shown(3, 7, at=2.0, stalled=(1.0, 0.0, 0.0, 0.5)),
+            shown(2, 8, at=2.5, stalled=(0.25, 0.0, 0.0, 0.0)),
+        ]
+    )
+    stalls = {"data": 1.25, "restore": 0.5}
+    assert told == {0: Progress(ranks=[2, 3], steps=[8, 7], at=[2.5, 2.0], stalls=stalls)}
+
+
+def test_workers_in_different_generations_are_told_of_apart():
+    told = progress_of([shown(0, 5), shown(1, 6, generation=1)])
+    assert {generation: progress.ranks for generation, progress in told.items()} == {0: [0], 1: [1]}
+
+
+def test_a_worker_that_has_entered_no_step_is_not_told_of():
+    assert progress_of([shown(-1, -1, generation=-1)]) == {}
+
+
+@pytest.fixture
+def told():
+    return []
+
+
+@pytest.fixture
+def sampling(told):
+    return Sampling(lambda generation, one: told.append((generation, one.steps)), FakeClock())
+
+
+def test_nothing_is_told_twice(sampling, told):
+    sampling.look([shown(0, 5), shown(1, 5)])
+    sampling.look([shown(0, 5), shown(1, 5)])
+    assert told == [(0, [5, 5])]
+
+
+def test_one_worker_that_gets_on_is_news_of_all(sampling, told):
+    sampling.look([shown(0, 5), shown(1, 5)])
+    sampling.look([shown(0, 6), shown(1, 5)])
+    assert told == [(0, [5, 5]), (0, [6, 5])]
+
+
+def test_the_last_word_of_a_generation_is_not_told_again_in_the_next(sampling, told):
+    sampling.look([shown(0, 5), shown(1, 5)])
+    sampling.look([shown(0, 5), shown(1, 5, generation=1)])
+    sampling.look([shown(0, 6, generation=1), shown(1, 6, generation=1)])
+    assert told == [(0, [5, 5]), (1, [5]), (1, [6, 6])]
