@@ -21,8 +21,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchelastic.errors import SnapshotError, TransferError
-from torchelastic.tensor_bytes import SMALL, address_of, copy_in
-from torchelastic.training import fitting, keeping_dtensor, parts, shared
+from torchelastic.tensor_bytes import SMALL, address_of
+from torchelastic.training import fitting, keeping_dtensor, keeping_load, parts, shared
 from torchelastic.training.keeping_boxes import Shape
 from torchelastic.training.keeping_dtensor import Sharded
 from torchelastic.training.parts import Spec
@@ -195,21 +195,15 @@ class Stored:
     def tensors(self, room_for: Callable[[Spec], torch.Tensor]) -> list[torch.Tensor]:
         """Its tensors, copied to where there is room for each: lasting ones, then the others."""
         layout, begin = self.layout, address_of(self.data)
-        found = []
-        for specs, offsets in (
-            (self.lasting_specs, layout.lasting),
-            (self.passing_specs, layout.passing),
-        ):
-            for spec, offset in zip(specs, offsets, strict=True):
-                tensor = room_for(spec)
-                copy_in(tensor, begin + offset)
-                found.append(tensor)
+        found = [room_for(spec) for spec in (*self.lasting_specs, *self.passing_specs)]
+        places = (*layout.lasting, *layout.passing)
+        keeping_load.load([(one, begin + at) for one, at in zip(found, places, strict=True)])
         return found
 
 
 def _room(spec: Spec, own: torch.Tensor | None) -> torch.Tensor:
     """In the tensor that is there, if its bytes fit: optimizers and DDP refer to it."""
-    return own.detach() if own is not None and spec.describes(own) else spec.empty()
+    return own.detach() if own is not None and spec.describes(own) else keeping_load.empty(spec)
 
 
 # --- bytes ----------------------------------------------------------------------------------------
