@@ -48,6 +48,7 @@ PURE = {
     "torchrun/parameters.py",
     "agent/group_state.py",
     "agent/crew.py",
+    "agent/heard.py",
     "checkpoint/interval.py",
     "checkpoint/retention.py",
     "checkpoint/grace.py",

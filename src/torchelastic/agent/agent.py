@@ -21,6 +21,8 @@ from typing import Any
 from torchelastic import env, jobs
 from torchelastic.agent import crew, group_state, logs
 from torchelastic.agent.crew import CrewState
+from torchelastic.agent.gathered_log import GatheredLog
+from torchelastic.agent.gathering import Gathering
 from torchelastic.agent.group_state import GroupState
 from torchelastic.agent.guard import GUARD_LOST_SIGNAL
 from torchelastic.agent.narrator import Narrator
@@ -29,6 +31,7 @@ from torchelastic.agent.presence import Presence
 from torchelastic.agent.sampling import Sampling
 from torchelastic.agent.side_tasks import SideTasks
 from torchelastic.agent.snapshots import Snapshots
+from torchelastic.agent.telling import Telling
 from torchelastic.agent.vigil import Vigil
 from torchelastic.agent.worker_env import node_env
 from torchelastic.agent.workers import LAST_WORDS, Workers
@@ -39,7 +42,7 @@ from torchelastic.errors import (
     RendezvousLost,
     SpawnError,
 )
-from torchelastic.events.log import EventLog, sink_for
+from torchelastic.events.log import GATHERED_FILE, EventLog, sink_for
 from torchelastic.rendezvous.credentials import load_secret
 from torchelastic.rendezvous.world import World
 from torchelastic.worker import orders
@@ -48,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 #: How long the host of the rendezvous stays for others to hear that the job is closed.
 HOST_STAYS = 5.0
+#: How long a node that ends tries to tell the leader so, and a leader hears others.
+LAST_TOLD = 1.0
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,11 @@ class Agent:
             clock=self._clock,
             sink=sink_for(config.event_log_handler),
         )
+        gathered = GatheredLog(path.with_name(GATHERED_FILE))
+        self._gathering = Gathering(gathered, self._clock)
+        self._telling = Telling(
+            self._events, self._node, config.run_id, self._gathering, self._clock
+        )
         self._narrator = Narrator(
             self._events,
             config,
@@ -186,10 +196,14 @@ class Agent:
         await self._presence.last_words(LAST_WORDS)
         await self._beside.cancel()
         closed = self._state.world is not None and self._state.world.phase == "closed"
+        self._narrator.ended(self._state.exitcode, self._state.reason, self._state.world)
+        await self._telling.last_words(LAST_TOLD)
+        await self._telling.close()
+        await self._gathering.wait_alone(LAST_TOLD if closed else 0.0)
         await self._presence.close(HOST_STAYS if closed else 0.0)
+        await self._gathering.close()
         await self._nursery.close()
         self._logs.close(success=self._state.exitcode == 0)
-        self._narrator.ended(self._state.exitcode, self._state.reason, self._state.world)
         self._events.close()
         self._registration.close(self._state.exitcode)
 
@@ -208,6 +222,8 @@ class Agent:
         self._workers.reached_at(self._presence.meeting.addr)
         self._snapshots.open(self._presence.meeting)
         self._beside.start(self._sampling.run(self._workers.shown), "sampling")
+        if self._config.max_nodes > 1:  # else its own log is the whole story
+            self._telling.open(self._presence.meeting)
         self._narrator.joined(self._presence.member.name, self._presence.meeting)
         self._narrator.warmed_up(await warming, self._nursery.warnings)
         await self._offer_store()
@@ -225,6 +241,7 @@ class Agent:
         if world.phase == "running":
             self._snapshots.turn_to(world)
             self._sampling.turn_to(world.generation, world.count)
+            self._telling.turn_to(world.count)
             self._beside.start(self._renew_store(world), "renew-store")
 
     def _lease_lost(self) -> None:

@@ -49,6 +49,7 @@ STORE = "store"
 RING = "ring"
 SUCCESSION = "succession"
 SNAPSHOT = "snapshot"
+EVENTS = "events"
 
 _LENGTH = struct.Struct(">I")
 
@@ -73,7 +74,7 @@ class Hello(Message):
     job: str
     #: The lease to take up again, after a connection was lost.
     lease: str | None
-    #: `STORE`, `RING`, `SUCCESSION` or `SNAPSHOT`.
+    #: `STORE`, `RING`, `SUCCESSION`, `SNAPSHOT` or `EVENTS`.
     purpose: str = STORE
     #: The latest term of the store's hosts that the client knows of.
     term: int = 0
@@ -393,8 +394,13 @@ def _text_of(rows: tuple[Row, ...]) -> str:
     return _encode(rows)
 
 
-def _frame(text: str) -> bytes:
-    payload = text.encode()
+def pack_before(message: Message, rest: bytes) -> bytes:
+    """A message and, behind the end of its line, bytes that are the receiver's to read."""
+    return _frame(payload_of(pack(message)) + b"\n" + rest)
+
+
+def _frame(content: str | bytes) -> bytes:
+    payload = content.encode() if isinstance(content, str) else content
     if len(payload) > FRAME_LIMIT:
         raise WireError(
             f"A message of {len(payload)} bytes is too large for the rendezvous, which takes "

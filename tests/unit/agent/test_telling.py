@@ -1,0 +1,351 @@
+"""Agents tell the leader, whoever it is and whatever becomes of it: real connections."""
+
+import asyncio
+import contextlib
+import functools
+from types import SimpleNamespace
+
+import pytest
+
+from torchelastic.agent import gathering as gathering_module
+from torchelastic.agent import heard, telling
+from torchelastic.agent.gathered_log import GatheredLog
+from torchelastic.agent.gathering import Begin, Gathering, Heard, Lines
+from torchelastic.agent.telling import Telling
+from torchelastic.clock import SystemClock
+from torchelastic.errors import RendezvousLost, RendezvousRefused
+from torchelastic.events.log import EventLog, read
+from torchelastic.events.types import Note, Waiting
+from torchelastic.rendezvous.embedded import bind_endpoint, wire
+from torchelastic.rendezvous.embedded.dial import Endpoint, knock
+from torchelastic.rendezvous.embedded.reception import Reception
+from torchelastic.rendezvous.secret import ANONYMOUS
+from torchelastic.rendezvous.store import Item, Listing
+from torchelastic.rendezvous.world import LEADER_KEY, MEMBER_PREFIX
+
+PATIENCE = 30.0
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """Nobody waits for anything that a test does not wait for."""
+    monkeypatch.setattr(telling, "SETTLING", 0.0)
+    monkeypatch.setattr(telling, "TRY_AGAIN", 0.01)
+    monkeypatch.setattr(heard, "LINGER", 0.0)
+    monkeypatch.setattr(heard, "SPREAD", 0.0)
+    monkeypatch.setattr(gathering_module, "PAUSE", 0.001)
+
+
+def in_loop(test):
+    @functools.wraps(test)
+    def run(**fixtures):
+        asyncio.run(asyncio.wait_for(test(**fixtures), PATIENCE))
+
+    return run
+
+
+class Store:
+    """What all nodes see."""
+
+    def __init__(self):
+        self.values = {}
+        self.lost = False
+
+    async def get(self, prefix):
+        if self.lost:
+            raise RendezvousLost("gone")
+        found = {key: value for key, value in self.values.items() if key.startswith(prefix)}
+        return Listing(1, {key: Item(value, 1, 1) for key, value in found.items()})
+
+
+class Clock(SystemClock):
+    """Of a machine that was booted at another time."""
+
+    def __init__(self, ahead):
+        self.ahead = ahead
+
+    def now(self):
+        return super().now() + self.ahead
+
+
+class Node:
+    """An agent's log, its end of the gathering and its port."""
+
+    def __init__(self, name, directory, store, ahead=0.0):
+        self.name, self.store, self.clock = name, store, Clock(ahead)
+        self.directory = directory / name
+        self.directory.mkdir()
+        path = self.directory / "events.jsonl"
+        self.log = EventLog(path, job="job", node=name, clock=self.clock)
+        self.gathered = GatheredLog(self.directory / "job.jsonl")
+        self.gathering = Gathering(self.gathered, self.clock)
+        self.telling = Telling(self.log, name, "job", self.gathering, self.clock)
+        self.reception = Reception("job")
+
+    async def open(self):
+        self.port = await self.reception.listen(bind_endpoint("127.0.0.1", 0))
+        self.store.values[MEMBER_PREFIX + self.name] = {"peer": f"127.0.0.1:{self.port}"}
+        meeting = SimpleNamespace(
+            store=self.store, credentials=ANONYMOUS, serve=self.reception.serve
+        )
+        self.telling.open(meeting)
+
+    def say(self, text):
+        self.log.emit(Note(text=text))
+
+    def has(self):
+        """Who said what, as this node has gathered it."""
+        return [(one.node, one.fields["text"]) for one in self.story() if one.type == "note"]
+
+    def story(self):
+        return list(read(self.directory / "job.jsonl"))
+
+    async def close(self):
+        await self.telling.close()
+        await self.gathering.close()
+        await self.reception.close()
+        self.log.close()
+
+
+@contextlib.asynccontextmanager
+async def nodes(directory, *names, ahead=()):
+    store = Store()
+    store.values[LEADER_KEY] = {"node": names[0]}
+    made = [Node(name, directory, store, dict(ahead).get(name, 0.0)) for name in names]
+    try:
+        for one in made:
+            await one.open()
+        yield store, *made
+    finally:
+        for one in made:
+            await one.close()
+
+
+async def until(probe):
+    while not (found := probe()):
+        await asyncio.sleep(0.002)
+    return found
+
+
+def begin(*made, count=None):
+    for one in made:
+        one.telling.turn_to(count or len(made))
+
+
+@in_loop
+async def test_the_leader_has_what_all_say_before_and_after(tmp_path):
+    async with nodes(tmp_path, "a", "b", "c") as (_, a, b, c):
+        for one in (a, b, c):
+            one.say("early")
+        begin(a, b, c)
+        await until(lambda: len(a.has()) == 3)
+        b.say("late")
+        await until(lambda: len(a.has()) == 4)
+        assert sorted(a.has()) == [("a", "early"), ("b", "early"), ("b", "late"), ("c", "early")]
+        assert b.has() == c.has() == []
+
+
+@in_loop
+async def test_times_are_the_leaders_whatever_clock_the_others_have(tmp_path):
+    async with nodes(tmp_path, "a", "b", ahead=[("b", 1e6)]) as (_, a, b):
+        b.say("x")
+        before = a.clock.now()
+        begin(a, b)
+        await until(a.has)
+        [record] = [one for one in a.story() if one.node == "b"]
+        assert record.mono > 1e6
+        assert 0 < record.heard <= a.clock.now()
+        # It was said before, and is never said to be earlier than it was.
+        assert record.heard - before == pytest.approx(record.mono - before - 1e6, abs=5.0)
+        assert record.heard >= record.mono - 1e6 - 1e-5
+
+
+@in_loop
+async def test_a_new_leader_has_the_whole_story_of_the_living(tmp_path):
+    async with nodes(tmp_path, "a", "b", "c") as (store, a, b, c):
+        for one in (a, b, c):
+            one.say("1")
+        begin(a, b, c)
+        await until(lambda: len(a.has()) == 3)
+        await a.close()
+        store.values[LEADER_KEY] = {"node": "b"}
+        c.say("2")
+        begin(b, c)
+        await until(lambda: len(b.has()) == 3)
+        assert sorted(b.has()) == [("b", "1"), ("c", "1"), ("c", "2")]
+
+
+@in_loop
+async def test_a_leader_that_leads_again_is_told_nothing_twice(tmp_path):
+    async with nodes(tmp_path, "a", "b") as (store, a, b):
+        b.say("1")
+        begin(a, b)
+        await until(a.has)
+        store.values[LEADER_KEY] = {"node": "b"}
+        b.say("2")
+        begin(a, b)
+        await until(lambda: len(b.has()) == 2)
+        store.values[LEADER_KEY] = {"node": "a"}
+        b.say("3")
+        begin(a, b)
+        await until(lambda: len(a.has()) == 3)
+        assert a.has() == [("b", "1"), ("b", "2"), ("b", "3")]
+
+
+@in_loop
+async def test_what_is_no_longer_in_memory_is_told_from_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(telling, "RECENT", 4)
+    monkeypatch.setattr(heard, "BATCH", 500)
+    monkeypatch.setattr(heard, "SMALLEST_BATCH", 500)
+    async with nodes(tmp_path, "a", "b") as (_, a, b):
+        for number in range(50):
+            b.say(str(number))
+        begin(a, b)
+        await until(lambda: len(a.has()) == 50)
+        assert a.has() == [("b", str(number)) for number in range(50)]
+
+
+@in_loop
+async def test_a_full_disk_here_does_not_keep_the_leader_from_hearing(tmp_path):
+    async with nodes(tmp_path, "a", "b") as (_, a, b):
+        b.log.path = tmp_path / "no" / "such" / "directory"
+        b.say("I have no disk")
+        begin(a, b)
+        await until(a.has)
+        assert a.has() == [("b", "I have no disk")]
+        assert b.log.dropped == 1
+
+
+@in_loop
+async def test_a_leader_whose_disk_is_full_takes_all_and_keeps_nothing(tmp_path):
+    async with nodes(tmp_path, "a", "b") as (_, a, b):
+        (a.directory / "job.jsonl").symlink_to("/dev/full")
+        begin(a, b)
+        for number in range(3):
+            b.say(str(number))
+            await b.telling.last_words(PATIENCE)
+        assert b.telling._told.is_set()
+        assert a.gathered.dropped > 0
+
+
+@in_loop
+async def test_a_leader_that_does_not_answer_is_waited_for_by_nobody(tmp_path, monkeypatch):
+    """As one that is frozen: it takes the connection, and nothing more."""
+    async with nodes(tmp_path, "a", "b") as (_, a, b):
+        frozen = asyncio.Event()
+        a.reception.serve(wire.EVENTS, lambda link, hello: frozen.set())
+        begin(b)
+        await frozen.wait()
+        for number in range(5000):
+            b.say(str(number))
+        assert len(b.telling._recent) == telling.RECENT, "what is kept in memory is bounded"
+        a.reception.serve(wire.EVENTS, a.gathering.admit)
+        b.telling._talk.cancel()  # as when its patience ends
+        await until(lambda: len(a.has()) == 5000)
+
+
+@in_loop
+async def test_a_store_that_is_lost_is_looked_at_again(tmp_path):
+    async with nodes(tmp_path, "a", "b") as (store, a, b):
+        store.lost = True
+        b.say("x")
+        begin(a, b)
+        await until(lambda: not b.telling._turned.is_set())
+        store.lost = False
+        await until(a.has)
+
+
+@in_loop
+async def test_last_words_reach_a_leader_that_was_never_spoken_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(telling, "SETTLING", 3600.0)
+    async with nodes(tmp_path, "a", "b") as (_, a, b):
+        begin(a, b)
+        b.say("the end")
+        await b.telling.last_words(PATIENCE)
+        await until(a.has)
+        await b.telling.close()
+        await a.gathering.wait_alone(PATIENCE)
+        assert a.has() == [("b", "the end")]
+
+
+@in_loop
+async def test_last_words_that_nobody_hears_take_no_longer_than_looking(tmp_path):
+    async with nodes(tmp_path, "a", "b") as (store, _, b):
+        del store.values[LEADER_KEY]
+        begin(b)
+        b.say("hello?")
+        await b.telling.last_words(3600.0)
+        assert not b.telling._told.is_set()
+
+
+@in_loop
+async def test_in_a_large_job_the_leader_alone_says_what_all_would(tmp_path):
+    async with nodes(tmp_path, "a", "b") as (_, a, b):
+        for one in (a, b):
+            one.log.emit(Waiting(need=1000, missing=[], reason="too few"))
+            one.say("own")
+        begin(a, b, count=1000)
+        await until(lambda: len(a.has()) == 2)
+        assert [one.node for one in a.story() if one.type == "waiting"] == ["a"]
+
+
+# --- the leader's end ----------------------------------------------------------------------------
+
+
+async def call(node):
+    place = Endpoint("127.0.0.1", node.port, "job", ANONYMOUS)
+    link, _ = await knock(place, purpose=wire.EVENTS, timeout=PATIENCE)
+    return link
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [wire.pack_before(Lines(1.0), b"{}\n")],
+        [wire.pack(Begin("b")), wire.pack_before(Lines(1.0), b"half a li")],
+        [wire.pack(Begin("b")), wire.pack_before(Lines(float("inf")), b"{}\n")],
+        [wire.pack(Begin("b")), *[wire.pack_before(Lines(1.0), b"{}\n")] * 2],
+        [wire.pack(Begin("b")), wire.pack_before(Lines(1.0), b" " * (2 << 20) + b"\n")],
+        [wire.pack(Heard(1.0, 1.0))],
+    ],
+    ids=["who?", "no line", "no time", "out of turn", "too much", "not for us"],
+)
+def test_who_does_not_keep_to_the_rules_is_sent_away(frames, tmp_path):
+    @in_loop
+    async def talk():
+        async with nodes(tmp_path, "a") as (_, a):
+            link = await call(a)
+            for frame in frames:
+                link.send(frame)
+            link.deliver_to(lambda answer: None)
+            await link.ended
+
+    talk()
+
+
+@in_loop
+async def test_only_so_many_are_listened_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(gathering_module, "MOST_GUESTS", 1)
+    async with nodes(tmp_path, "a") as (_, a):
+        link = await call(a)
+        with pytest.raises(RendezvousRefused, match="no more events"):
+            await call(a)
+        link.abort()
+        await until(lambda: not a.gathering._guests)
+        (await call(a)).abort()
+
+
+@in_loop
+async def test_a_line_is_written_before_it_is_answered(tmp_path):
+    async with nodes(tmp_path, "a") as (_, a):
+        link = await call(a)
+        link.send(Begin("z"))
+        answer = wire.parse(await link.next_frame(), gathering_module.ANSWERS)
+        assert answer.upto == gathering_module.NOTHING
+        before = a.clock.now()
+        link.send(wire.pack_before(Lines(7.5), b'{"x":1}\n{"x":2}\n'))
+        answer = wire.parse(await link.next_frame(), gathering_module.ANSWERS)
+        assert answer.upto == a.gathering.upto("z") == 7.5
+        assert before <= answer.at <= a.clock.now()
+        assert (a.directory / "job.jsonl").read_bytes() == b'{"x":1}\n{"x":2}\n'
+        link.abort()
