@@ -6,8 +6,14 @@
     skeleton, bytes          ->
                              <-   HAVE: the checksum is right and it is sealed; or NO
 
-    WANT, a header           ->
+    WANT or FRESHEST         ->
                              <-   GO, FOUND with the skeleton and the bytes; or NO
+    GO: they are here        ->
+                             <-   HAVE: they were not overwritten until now; or NO
+
+What is given is summed by who takes it: nobody waits for that, and nobody else would look for
+hours. What is wanted is waited for, and summed by the worker, who would have to anyhow: here it is
+made sure only that it is the version that was asked for, and nothing that was written over it.
 
 A connection serves any number of these, one after another. What waits for the network is done in
 threads, never in the agent's loop; a connection on which nothing is said takes none.
@@ -92,8 +98,15 @@ class Carrier:
 
         `TransferError` if it cannot be had, `NoRoom` if there is none for it here.
         """
+        wanted = Header(kind=pipe.WANT, piece=piece, version=version)
         called = await self._call(peer)
-        await self._use(called, peer, partial(_fetch, called, self._shelf, piece, version))
+        await self._use(called, peer, partial(_fetch, called, self._shelf, wanted))
+
+    async def fetch_freshest(self, piece: str, peer: str) -> None:
+        """The same, of the freshest there is: for a shelf that has none."""
+        wanted = Header(kind=pipe.FRESHEST, piece=piece, version=(0, 0))
+        called = await self._call(peer)
+        await self._use(called, peer, partial(_fetch, called, self._shelf, wanted))
 
     async def give(self, piece: str, peer: str) -> Version:
         """Give the freshest version of a piece of ours to another node; returns which it was."""
@@ -261,20 +274,20 @@ def _send(
     to.send_file(descriptor, memory.sizes.buffer_at(held.index), len(held.data), wait)
 
 
-def _fetch(called: Pipe, shelf: Shelf, piece: str, version: Version) -> None:
-    called.send(Header(kind=pipe.WANT, piece=piece, version=version).pack())
+def _fetch(called: Pipe, shelf: Shelf, wanted: Header) -> None:
+    called.send(wanted.pack())
     _agreed(called)
     header = called.receive_header()
-    if header.kind != pipe.FOUND or (header.piece, header.version) != (piece, version):
+    is_it = wanted.kind == pipe.FRESHEST or header.version == wanted.version
+    if header.kind != pipe.FOUND or header.piece != wanted.piece or not is_it:
         raise WireError("Another snapshot has come than was asked for.")
     # Of all its pages only those of this version are needed now, and writing them takes them.
-    kept = shelf.make_room(piece, header.room, header.skeleton_room, take=False)
+    kept = shelf.make_room(header.piece, header.room, header.skeleton_room, take=False)
     with kept.writing:
-        # What is fetched is the base: whatever this memory has beyond it is void.
-        kept.memory.settle(version, version[0] + 1)
-        whole = _take(called, kept, header)
-    if not whole:
-        raise WireError("A snapshot has been overwritten or changed on its way.")
+        if wanted.kind == pipe.WANT:
+            # What is asked for is the base: whatever this memory has beyond it is void.
+            kept.memory.settle(header.version, header.version[0] + 1)
+        _take(called, kept, header, partial(_is_confirmed, called, kept, header))
 
 
 def _serve(guest: Pipe, shelf: Shelf) -> None:
@@ -283,7 +296,7 @@ def _serve(guest: Pipe, shelf: Shelf) -> None:
         header = guest.receive_header()
         if header.kind == pipe.GIVE:
             _serve_give(guest, shelf, header)
-        elif header.kind == pipe.WANT:
+        elif header.kind in (pipe.WANT, pipe.FRESHEST):
             _serve_want(guest, shelf, header)
         else:
             raise WireError("A guest has sent what was not asked for.")
@@ -292,12 +305,19 @@ def _serve(guest: Pipe, shelf: Shelf) -> None:
 
 
 def _serve_want(guest: Pipe, shelf: Shelf, wanted: Header) -> None:
+    version = wanted.version if wanted.kind == pipe.WANT else None
     try:
-        with shelf.reading(wanted.piece, wanted.version) as (memory, descriptor, held):
+        with shelf.reading(wanted.piece, version) as (memory, descriptor, held):
             found = _header(pipe.FOUND, wanted.piece, "", memory, held)
             guest.reply(pipe.GO)
             guest.send(found.pack())
             _send(guest, memory, descriptor, held, lambda size: None)
+            # Until they are there they lie in this memory, and may still change.
+            guest.receive_reply()
+            if memory.still_holds(held):
+                guest.reply(pipe.HAVE)
+            else:
+                guest.reply(pipe.NO, f"That version of '{wanted.piece}' has been overwritten.")
     except KeyError:
         guest.reply(pipe.NO, f"This node does not hold that version of '{wanted.piece}'.")
 
@@ -321,20 +341,20 @@ def _serve_give(guest: Pipe, shelf: Shelf, header: Header) -> None:
     else:
         try:
             guest.reply(pipe.GO)
-            whole = _take(guest, kept, header)
+            whole = _take(guest, kept, header, partial(_is_whole, guest, kept, header))
         finally:
             kept.writing.release()
         answer = (pipe.HAVE, "") if whole else (pipe.NO, "It was overwritten on its way.")
         guest.reply(*answer)
 
 
-def _take(by: Pipe, kept: Kept, header: Header) -> bool:
-    """Receive a version into a memory; says whether it is what it was when it was sealed."""
+def _take(by: Pipe, kept: Kept, header: Header, receive: Callable[[], bool]) -> bool:
+    """Take a version into a memory; says whether it is what it was when it was sealed, which
+    `receive` finds out when it brings the bytes."""
     skeleton = by.receive(header.skeleton)
     try:
         kept.memory.begin(header.version)
-        at = kept.memory.begun_at
-        if by.receive_into(kept.descriptor, at, header.used) != header.checksum:
+        if not receive():
             return False
         kept.memory.seal(
             header.version,
@@ -347,4 +367,17 @@ def _take(by: Pipe, kept: Kept, header: Header) -> bool:
     except ValueError as error:
         # The memory has been let go of meanwhile, or holds something fresher.
         raise WireError(f"A snapshot cannot be taken in: {error}") from error
+    return True
+
+
+def _is_whole(by: Pipe, kept: Kept, header: Header) -> bool:
+    summed = by.receive_summed(kept.descriptor, kept.memory.begun_at, header.used)
+    return summed == header.checksum
+
+
+def _is_confirmed(called: Pipe, kept: Kept, header: Header) -> bool:
+    """Or raises what the other end has against it."""
+    called.receive_into(kept.descriptor, kept.memory.begun_at, header.used)
+    called.reply(pipe.GO)
+    _agreed(called)
     return True

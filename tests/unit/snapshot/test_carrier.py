@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,7 +21,7 @@ from torchelastic.rendezvous.embedded import bind_endpoint, wire
 from torchelastic.rendezvous.embedded.dial import Endpoint, knock
 from torchelastic.rendezvous.embedded.reception import Reception
 from torchelastic.rendezvous.secret import ANONYMOUS, Credentials, Secret
-from torchelastic.snapshot import layout, pipe, room
+from torchelastic.snapshot import carrier, layout, pipe, room
 from torchelastic.snapshot.carrier import MOST_GUESTS, Carrier
 from torchelastic.snapshot.layout import SHARED, own
 from torchelastic.snapshot.pipe import Header
@@ -193,14 +194,70 @@ def test_bytes_that_do_not_fit_their_checksum_are_not_kept():
             a.write(own(1), (0, 2), summed=7)
             with pytest.raises(TransferError, match="overwritten"):
                 await a.carrier.give(own(1), b.peer)
-            with pytest.raises(TransferError, match="overwritten"):
-                await b.carrier.fetch(own(1), (0, 2), a.peer)
             assert b.held() == [(own(1), (0, 1), True)]
             a.write(own(1), (0, 3))
             await a.carrier.give(own(1), b.peer)
             b.assert_holds(own(1), (0, 3))
 
     run(story())
+
+
+def test_bytes_that_were_fetched_are_for_the_worker_to_sum():
+    async def story():
+        async with node("a") as a, node("b") as b:
+            a.write(SHARED, (0, 2), summed=7)
+            await b.carrier.fetch(SHARED, (0, 2), a.peer)
+            with b.shelf.reading(SHARED, (0, 2)) as (_, _, held):
+                assert not held.is_whole()
+
+    run(story())
+
+
+def test_what_was_overwritten_on_its_way_is_not_kept(monkeypatch):
+    """The last bytes lie in the memory of who sends until they are taken."""
+    send = carrier._send
+
+    def send_late(to, memory, descriptor, held, wait):
+        send(to, memory, descriptor, held, wait)
+        memory.drop(held.version)
+
+    async def story():
+        async with node("a") as a, node("b") as b:
+            a.write(SHARED, (0, 1))
+            a.write(SHARED, (0, 2))
+            monkeypatch.setattr(carrier, "_send", send_late)
+            with pytest.raises(TransferError, match="has been overwritten"):
+                await b.carrier.fetch(SHARED, (0, 2), a.peer)
+            assert b.held() == []
+            monkeypatch.setattr(carrier, "_send", send)
+            await b.carrier.fetch(SHARED, (0, 1), a.peer)
+            b.assert_holds(SHARED, (0, 1))
+
+    run(story())
+
+
+def test_the_freshest_can_be_had_without_knowing_which_it_is(shown):
+    async def story():
+        async with node("a", shown) as a, node("b", shown) as b:
+            with pytest.raises(TransferError, match="does not hold"):
+                await b.carrier.fetch_freshest(SHARED, a.peer)
+            a.write(SHARED, (3, 10))
+            a.write(SHARED, (3, 11))
+            await b.carrier.fetch_freshest(SHARED, a.peer)
+            b.assert_holds(SHARED, (3, 11))
+            assert b.held() == [(SHARED, (3, 11), False)]
+
+    run(story())
+
+
+def test_a_small_pipe_does_it_too(monkeypatch):
+    """The kernel limits what a user may have in pipes."""
+
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(pipe, "fcntl", SimpleNamespace(fcntl=refuse, F_SETPIPE_SZ=0))
+    test_what_another_node_holds_can_be_had(SECRET)
 
 
 def test_a_node_without_room_says_so(monkeypatch):
