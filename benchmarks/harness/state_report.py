@@ -149,18 +149,13 @@ def _where(row: str) -> str:
 def _checkpoints(results: StateResults) -> list[Row]:
     if rows.CHECKPOINT not in results.faults:
         return []
-    ours = results.summary(rows.CHECKPOINT, rows.OURS_SAVED)
-    saved = results.summary(rows.CHECKPOINT, rows.TORCH_SAVE)
-    theirs = [results.summary(rows.CHECKPOINT, name) for name in rows.DCP_SAVED]
-    best = min(theirs, key=lambda each: each.median)
+    found = []
     title = "blocked per checkpoint"
-    found = [
-        _line(title, ours, saved, rows.TORCH_SAVE, bars.less_than_saving(ours, saved)),
-        *(
-            _line(title, ours, each, name, bars.not_more(ours, theirs) if each is best else None)
-            for name, each in zip(rows.DCP_SAVED, theirs, strict=True)
-        ),
-    ]
+    for row, where in (
+        (rows.CHECKPOINT, "behind forward and backward"),
+        (rows.CHECKPOINT_ALONE, "nothing to hide behind"),
+    ):
+        found += _checkpoint(results, row, f"{title}, {where}")
     first = results.summary(rows.FIRST_CHECKPOINT, rows.OURS_SAVED)
     for name in (rows.TORCH_SAVE, *rows.DCP_SAVED):
         basis = results.summary(rows.FIRST_CHECKPOINT, name)
@@ -170,6 +165,21 @@ def _checkpoints(results: StateResults) -> list[Row]:
         basis = results.details(rows.CHECKPOINT, name, "stored")
         found.append(_line("until a checkpoint is in storage", stored, basis, name, None))
     return found
+
+
+def _checkpoint(results: StateResults, row: str, title: str) -> list[Row]:
+    """Against `torch.save`, and against the best of DCP's; the others of them are reported."""
+    ours = results.summary(row, rows.OURS_SAVED)
+    saved = results.summary(row, rows.TORCH_SAVE)
+    theirs = [results.summary(row, name) for name in rows.DCP_SAVED]
+    best = min(theirs, key=lambda each: each.median)
+    return [
+        _line(title, ours, saved, rows.TORCH_SAVE, bars.less_than_saving(ours, saved)),
+        *(
+            _line(title, ours, each, name, bars.not_more(ours, theirs) if each is best else None)
+            for name, each in zip(rows.DCP_SAVED, theirs, strict=True)
+        ),
+    ]
 
 
 def _restores(results: StateResults) -> list[Row]:

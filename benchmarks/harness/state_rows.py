@@ -16,6 +16,7 @@ from benchmarks.harness.state_results import StateResults
 
 BLOCKED, OVERHEAD, ONE_CORE = "blocked", "overhead", "one-core"
 CHECKPOINT, FIRST_CHECKPOINT = "checkpoint", "first checkpoint"
+CHECKPOINT_ALONE = "checkpoint, nothing to hide behind"
 RESTORE, PEER = "restore", "peer"
 #: Names of what is timed.
 SNAPSHOT, HIDDEN, BACK_TO_BACK, COPY = "snapshot", "hidden", "back to back", "copy"
@@ -24,7 +25,12 @@ OWN_MEMORY, MEMCPY = "own memory", "memcpy"
 MEMCPY_FRESH = "memcpy by a new worker"
 FROM_PEER, SOCKET, SOCKET_FRESH = "memory of a peer", "plain socket", "plain socket to new memory"
 OURS_SAVED, TORCH_SAVE = "torchelastic", "torch.save"
-DCP_SAVED = ("DCP async", "DCP async, own stager", "DCP async, own stager, process")
+DCP_SAVED = (
+    "DCP async",
+    "DCP async, own stager",
+    "DCP async, own stager, process",
+    "DCP async, copied by a thread, process",
+)
 LOADED = ("torch.load", "torch.load(mmap=True)", "DCP", "checkpoint of torchelastic")
 
 _TRAIN, _STORAGE = "state_train.py", "state_storage.py"
@@ -68,8 +74,9 @@ def checkpoints(results: StateResults, size: str, repetitions: int, where: Path 
     """Also of the ways to load one, which the row of restores is compared with."""
     for line in _measured(_STORAGE, size, f"--repetitions={repetitions}", where=where):
         if line["event"] == "save":
-            row = FIRST_CHECKPOINT if line["first"] else CHECKPOINT
-            results.take(row, line["name"], line, "stored")
+            row = CHECKPOINT if line["hidden"] else CHECKPOINT_ALONE
+            row = FIRST_CHECKPOINT if line["first"] else row
+            results.take(row, line["name"], line, "call", "stored")
         elif line["event"] == "load":
             results.take(RESTORE, line["name"], line)
 

@@ -16,7 +16,7 @@ import torch
 #: Tensors below this many bytes are small: to copy one costs less than to watch over it.
 SMALL = 64 << 10
 #: How much is copied in one go where several threads share the work.
-PIECE = 8 << 20
+PIECE = 4 << 20
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -4,7 +4,8 @@
 
 Keys: steps; hold, a step before which it waits for the order `go`, once all that is done and copies
 of it are in memory; tell=1, a line for every step; mesh=2d, hybrid sharding: two groups of ranks
-that are replicas of each other.
+that are replicas of each other; checkpoints, a directory for one of every second step, waited for
+each time.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import torchelastic
+from torchelastic import checkpoint
 from torchelastic.training.keeping_writer import Standing
 
 LINES, ORDERS = Path(sys.argv[1]), Path(sys.argv[2])
@@ -84,6 +86,9 @@ mesh = (
 for layer in (model[2], model):
     fully_shard(layer, mesh=mesh)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+if "checkpoints" in KEYS:
+    store = checkpoint.CheckpointStore(KEYS["checkpoints"], every=2, patience=60)
+    checkpoint.set_checkpoint_manager(store)
 kept = torchelastic.TorchState(model=model, optimizer=optimizer)
 start = kept.restore()
 write("start", step=start, fingerprint=fingerprint(), pid=os.getpid())
@@ -101,6 +106,7 @@ for step in range(start, STEPS):
     if str(step + 1) == KEYS.get("hold"):
         wait_until(is_safe)  # so that this step is kept, too
     kept.commit()
+    checkpoint.wait()
 write("end", step=kept.step, fingerprint=fingerprint())
 dist.barrier()
 dist.destroy_process_group()

@@ -13,6 +13,7 @@ import pytest
 
 from tests.process.jobs import Job, job
 from tests.support import poll_for
+from torchelastic.checkpoint import CheckpointStore
 
 SCRIPT = Path(__file__).with_name("kept_sharded.py")
 PATIENCE = 60.0
@@ -86,3 +87,42 @@ def test_workers_killed_at_any_moment(tmp_path):
             assert step > 0
             assert {line["fingerprint"] for line in one.lines(event="step", step=step)} == {bits}
         assert node.wait(PATIENCE) == 0, node.stderr
+
+
+def stored(path: Path) -> list[int | None]:
+    return [found.step for found in CheckpointStore(path).list_checkpoints()]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_killed_while_it_writes_its_part_and_begun_anew_in_another_world(
+    ranks, tmp_path, monkeypatch
+):
+    """No memory is left, and the checkpoint of step 4 lacks a part: that of step 2 is taken."""
+    path = tmp_path / "checkpoints"
+    monkeypatch.setenv("TORCHELASTIC_FAULTS", "kill@place=checkpoint.write,rank=1,step=4")
+    with job(tmp_path / "first", "--nnodes=1 --nproc-per-node=2 --max-restarts=0") as one:
+        node = one.start(script=script(one, tell=1, checkpoints=path))
+        assert node.wait(PATIENCE) != 0
+        bits = {line["step"]: line["fingerprint"] for line in one.lines(event="step")}
+    assert stored(path) == [2]
+    monkeypatch.delenv("TORCHELASTIC_FAULTS")
+    flags = f"--nnodes=1 --nproc-per-node={ranks} --max-restarts=0"
+    with job(tmp_path / "second", flags) as other:
+        node = other.start(script=script(other, tell=1, checkpoints=path))
+        assert goes_on(other, 0, ranks) == (2, bits[2])
+        assert node.wait(PATIENCE) == 0, node.stderr
+    assert stored(path) == [6, 4, 2]
+    assert list(path.glob(".new-*")) == [], "what the killed one has left is cleared"
+
+
+def test_a_rank_that_is_killed_while_it_writes_costs_one_checkpoint(tmp_path, monkeypatch):
+    """The others have their shards in memory, and the next generation stores them."""
+    path = tmp_path / "checkpoints"
+    monkeypatch.setenv("TORCHELASTIC_FAULTS", "kill@place=checkpoint.write,rank=1,step=4")
+    with job(tmp_path / "job", "--nnodes=1 --nproc-per-node=2 --max-restarts=1") as one:
+        node = one.start(script=script(one, tell=1, checkpoints=path))
+        assert node.wait(PATIENCE) == 0, node.stderr
+        (begun,) = {line["step"] for line in one.lines(event="start", generation=1)}
+    # Steps that are committed again are stored again.
+    assert stored(path) == ([6, 2] if begun == 4 else [6, 4, 2])
+    assert list(path.glob(".new-*")) == []

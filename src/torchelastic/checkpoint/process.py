@@ -111,6 +111,8 @@ def main(descriptor: int) -> None:
         signal.signal(signum, signal.SIG_IGN)
     os.nice(_NICENESS)
     torch.set_num_threads(1)
+    # The marker has checksums of all files: torch's own, of each tensor, would cost as much again.
+    torch.serialization.set_crc32_options(False)
     connection = socket.socket(fileno=descriptor)
     threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
     try:
