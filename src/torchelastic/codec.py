@@ -71,7 +71,7 @@ class Codec(Generic[M]):
 
 def read(cls: type[T], data: Mapping[str, Any], what: str) -> T:
     """A dataclass of what JSON gave for its fields; `what` names it if that cannot be."""
-    shape = _shape(cls)
+    shape = _shape(cast(Any, cls))
     given = {}
     for name, reader in shape.readers.items():
         if name in data:
@@ -92,7 +92,7 @@ class _Shape(NamedTuple):
 
 
 @cache
-def _shape(cls: Any) -> _Shape:
+def _shape(cls: type) -> _Shape:
     """Found once for a class: it takes longer than to read a message."""
     hints = get_type_hints(cls, include_extras=True)
     fields = dataclasses.fields(cls)

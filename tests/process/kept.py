@@ -4,7 +4,7 @@
 
 Keys: steps; pause, seconds in each step; hold, a step before which it waits for the order `go`, and
 with replicas=1 for its copy on another node; checkpoints, a directory for one after every third
-step; bare=1, no DDP around the model.
+step; took, the seconds that the last one is said to have taken; bare=1, no DDP around the model.
 """
 
 from __future__ import annotations
@@ -77,6 +77,9 @@ def wait_for_go() -> None:
         if writer._own._memory.replicated() == (GENERATION, kept.step):
             break
         time.sleep(0.005)
+    if "took" in KEYS:
+        checkpoint.wait()
+        checkpoint.get_checkpoint_manager().seconds = float(KEYS["took"])
     write("holding", step=kept.step)
     while not (ORDERS / "go").exists():
         time.sleep(0.005)

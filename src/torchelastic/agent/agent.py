@@ -318,7 +318,8 @@ class Agent:
 
     def _asked_to_leave(self, signum: signal.Signals) -> None:
         self._narrator.signal(signum.name, "leaving the job")
-        self._queue.put_nowait(group_state.LeaveRequested(signum))
+        deadline = self._clock.now() + self._config.shutdown_timeout
+        self._queue.put_nowait(group_state.LeaveRequested(signum, deadline))
         self._beside.start(self._leave_in_time(), "leave")
 
     async def _leave_in_time(self) -> None:
@@ -366,16 +367,16 @@ class Agent:
         match command:
             case group_state.Start(world):
                 self._act(self._workers.start_all(world, self._node))
-            case group_state.Stop(signum) if not self._workers.stopping:
+            case group_state.Stop(signum, told) if not self._workers.stopping:
                 self._workers.stopping = True
-                self._act(self._stop_workers(signum))
+                self._act(self._stop_workers(signum, told))
             case group_state.Stop(signum):
                 self._workers.signal(signum)
             case group_state.Report(changes):
                 self._presence.update(**{"step": self._workers.best_step, **changes})
             case group_state.Rejoin(gone):
                 self._beside.start(self._rejoin(gone), "rejoin")
-            case crew.Tell(local_rank, order):
+            case group_state.Tell(local_rank, order):
                 self._workers.tell(local_rank, order)
                 if isinstance(order, orders.Over):
                     self._vigil.told_over(local_rank)
@@ -407,8 +408,8 @@ class Agent:
         assert world is not None
         self._act(self._workers.start_standby(local_rank, world))
 
-    async def _stop_workers(self, signum: int) -> None:
-        await self._workers.stop(signum, self._state.generation)
+    async def _stop_workers(self, signum: int, told: frozenset[int]) -> None:
+        await self._workers.stop(signum, self._state.generation, told)
         self._queue.put_nowait(group_state.WorkersGone())
 
 
@@ -418,5 +419,7 @@ def _for_script(event: crew.Event) -> group_state.Event | None:
         case crew.Said(local_rank, orders.Enlisted()):
             return group_state.WorkerEnlisted(local_rank)
         case crew.Said() | crew.LeaveOverdue():
+        case crew.Said(local_rank, orders.CanSave()):
+            return group_state.WorkerCanSave(local_rank)
             return None
     return event

@@ -31,6 +31,7 @@ from torchelastic.agent.group_state import (
     Report,
     Stop,
     StoreLost,
+    Tell,
     WorkerFailed,
     WorkersGone,
     WorkerSucceeded,
@@ -103,14 +104,6 @@ class LeaveOverdue:
 
 
 @dataclass(frozen=True)
-class Tell:
-    """Send an order to a worker."""
-
-    local_rank: int
-    order: orders.Order
-
-
-@dataclass(frozen=True)
 class Spawn:
     """Start a worker that will stand by for a world."""
 
@@ -118,7 +111,7 @@ class Spawn:
 
 
 Event = group_state.Event | Said | LeaveOverdue
-Command = group_state.Command | Tell | Spawn
+Command = group_state.Command | Spawn
 
 
 # --- state ---------------------------------------------------------------------------------------
@@ -140,6 +133,8 @@ class CrewState:
     failures: tuple[Failure, ...] = ()
     #: The signal this node leaves by, 0 while it stays.
     leaving: int = 0
+    #: When its workers are killed then, by this machine's monotonic clock.
+    deadline: float | None = None
     #: The lease was lost: join anew once the workers have stopped.
     rejoin: bool = False
     exitcode: int | None = None
@@ -499,7 +494,7 @@ def _leave(state: CrewState, event: LeaveRequested) -> Step:
     """Announce it; go at the next step boundary. A second interrupt kills."""
     if state.leaving:
         return _stop_leaving(state) if event.signum == SIGINT else (state, [])
-    state = replace(state, leaving=event.signum)
+    state = replace(state, leaving=event.signum, deadline=event.deadline)
     announce = _report(state, leaving=signal_name(event.signum))
     state, commands = _when_stopped(state)
     return state, [announce, *commands]
@@ -507,9 +502,8 @@ def _leave(state: CrewState, event: LeaveRequested) -> Step:
 
 def _dismiss(state: CrewState) -> Step:
     """Nobody trains here any more: send the workers home."""
-    farewell: list[Command] = [
-        Tell(rank, orders.Leave(state.leaving)) for rank in state.having(Status.STANDING)
-    ]
+    leave = orders.Leave(state.leaving, state.deadline)
+    farewell: list[Command] = [Tell(rank, leave) for rank in state.having(Status.STANDING)]
     # Who is not inside `train` does not listen: it gets a signal.
     signum = SIGTERM if state.having(Status.STARTING, Status.FINISHED) else 0
     gone = _report(state, gone=state.generation)

@@ -21,6 +21,7 @@ from typing import Any
 from torchelastic.errors import EXIT_RENDEZVOUS_LOST, EXIT_SIGNAL_BASE
 from torchelastic.failure import Failure, signal_name
 from torchelastic.rendezvous.world import World
+from torchelastic.worker import orders
 
 SIGINT, SIGKILL, SIGTERM = 2, 9, 15
 
@@ -73,6 +74,13 @@ class WorkerEnlisted:
 
 
 @dataclass(frozen=True)
+class WorkerCanSave:
+    """A worker can put the state it keeps into storage before it leaves."""
+
+    local_rank: int
+
+
+@dataclass(frozen=True)
 class WorkersGone:
     """No worker is left on this node, nor anything a worker started."""
 
@@ -82,6 +90,8 @@ class LeaveRequested:
     """A signal (or notice) asks this node to go."""
 
     signum: int
+    #: When its workers are killed, by this machine's monotonic clock.
+    deadline: float | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,7 @@ Event = (
     | WorkerSucceeded
     | WorkerFailed
     | WorkerEnlisted
+    | WorkerCanSave
     | WorkersGone
     | LeaveRequested
     | LeaseLost
@@ -124,6 +135,17 @@ class Stop:
     """Send the signal to every worker's process group; answer `WorkersGone`."""
 
     signum: int
+    #: Local ranks that have been told to go, and end by themselves: the signal is for the others,
+    #: once these have ended.
+    told: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send an order to a worker."""
+
+    local_rank: int
+    order: orders.Order
 
 
 @dataclass(frozen=True)
@@ -141,7 +163,7 @@ class Rejoin:
     gone: int
 
 
-Command = Start | Stop | Report | Rejoin
+Command = Start | Stop | Tell | Report | Rejoin
 
 
 # --- state ---------------------------------------------------------------------------------------
@@ -159,12 +181,16 @@ class GroupState:
     nproc: int = 1
     #: Local ranks that have called `torchelastic.train`.
     enlisted: frozenset[int] = frozenset()
+    #: Local ranks that can put what they keep into storage before they leave.
+    savers: frozenset[int] = frozenset()
     #: Failures of this generation here, in the order they happened.
     failures: tuple[Failure, ...] = ()
     #: The latest world; what to do once the workers are gone.
     world: World | None = None
     #: The signal this node leaves by, 0 while it stays.
     leaving: int = 0
+    #: When its workers are killed then.
+    deadline: float | None = None
     #: The lease was lost: join anew once the workers are gone.
     rejoin: bool = False
     node: str = ""
@@ -233,6 +259,7 @@ def _begin(state: GroupState, world: World) -> Step:
         running=frozenset(range(state.nproc)),
         failures=(),
         enlisted=frozenset(),
+        savers=frozenset(),
     )
     return state, [Start(world)]
 
@@ -249,8 +276,13 @@ def _world_while_busy(state: GroupState, event: WorldSeen) -> Step:
 
 
 def _world_while_stopping(state: GroupState, event: WorldSeen) -> Step:
-    """Remember it until the workers are gone."""
-    return replace(state, world=event.world), []
+    """Remember it until the workers are gone; say who puts the state into storage."""
+    world = event.world
+    state = replace(state, world=world)
+    running = world.phase == "running" and world.generation == state.generation
+    if not state.leaving or running or world.generation < state.generation:
+        return state, []
+    return state, _tell_to_leave(state, saves=world.saver == state.node)
 
 
 # --- what workers do -----------------------------------------------------------------------------
@@ -291,6 +323,11 @@ def _enlisted(state: GroupState, event: WorkerEnlisted) -> Step:
     if len(state.enlisted) < state.nproc:
         return state, []
     return state, [Report({"resident": True, "standing": tuple(range(state.nproc))})]
+
+
+def _can_save(state: GroupState, event: WorkerCanSave) -> Step:
+    """Note it."""
+    return replace(state, savers=state.savers | {event.local_rank}), []
 
 
 def _gone_home(state: GroupState) -> WorkerFailed:
@@ -361,16 +398,35 @@ def _leave_while_idle(state: GroupState, event: LeaveRequested) -> Step:
 
 
 def _leave_while_busy(state: GroupState, event: LeaveRequested) -> Step:
-    """Announce it and pass the signal on at once; end when the workers are gone."""
-    state, commands = _stop(replace(state, leaving=event.signum), event.signum)
-    return state, [_announce(event), *commands]
+    """Announce it and pass the signal on; end when the workers are gone.
+
+    At once, unless a worker can put the state into storage. That one is told, before anybody could
+    make its peers end, and lives until it is done: a signal would end it, or wait with it for a
+    collective that never ends.
+    """
+    savers = state.savers & state.running
+    state = replace(
+        state,
+        phase=Phase.STOPPING,
+        leaving=event.signum,
+        deadline=event.deadline,
+        savers=savers,
+    )
+    told = _tell_to_leave(state, saves=None)
+    return state, [*told, _announce(event), Stop(event.signum, told=savers)]
+
+
+def _tell_to_leave(state: GroupState, *, saves: bool | None) -> list[Command]:
+    leave = orders.Leave(state.leaving, state.deadline, saves)
+    return [Tell(local_rank, leave) for local_rank in sorted(state.savers)]
 
 
 def _leave_while_stopping(state: GroupState, event: LeaveRequested) -> Step:
     """The same, once; a second interrupt kills."""
     if state.leaving:
         return state, [Stop(SIGKILL)] if event.signum == SIGINT else []
-    return replace(state, leaving=event.signum), [_announce(event), Stop(event.signum)]
+    state = replace(state, leaving=event.signum, savers=frozenset())  # they are ending already
+    return state, [_announce(event), Stop(event.signum)]
 
 
 def _announce(event: LeaveRequested) -> Report:
@@ -429,8 +485,10 @@ TRANSITIONS: dict[tuple[Phase, type], Callable[[GroupState, Any], Step]] = {
     (Phase.STARTING, LeaseLost): _lease_lost_while_busy,
     (Phase.STARTING, StoreLost): _store_lost_while_busy,
     (Phase.STARTING, WorkerEnlisted): _enlisted,
+    (Phase.STARTING, WorkerCanSave): _can_save,
     (Phase.RUNNING, WorldSeen): _world_while_busy,
     (Phase.RUNNING, WorkerEnlisted): _enlisted,
+    (Phase.RUNNING, WorkerCanSave): _can_save,
     (Phase.RUNNING, WorkerSucceeded): _succeeded,
     (Phase.RUNNING, WorkerFailed): _failed,
     (Phase.RUNNING, LeaveRequested): _leave_while_busy,
@@ -439,6 +497,7 @@ TRANSITIONS: dict[tuple[Phase, type], Callable[[GroupState, Any], Step]] = {
     (Phase.STOPPING, WorldSeen): _world_while_stopping,
     (Phase.STOPPING, WorkersUp): _ignore,
     (Phase.STOPPING, WorkerEnlisted): _ignore,
+    (Phase.STOPPING, WorkerCanSave): _ignore,
     (Phase.STOPPING, WorkerSucceeded): _ignore,
     (Phase.STOPPING, WorkerFailed): _failed_while_stopping,
     (Phase.STOPPING, WorkersGone): _gone,

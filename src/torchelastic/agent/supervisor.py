@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from signal import SIGCHLD, SIGCONT, SIGKILL, SIGTERM, pidfd_send_signal
 from typing import Any
@@ -87,6 +87,8 @@ class Supervisor:
         self._said_plain = False
         self._giving_up = False
 
+        #: Set when a worker has ended, and when the last one has.
+        self._one_less = asyncio.Event()
     @property
     def alive(self) -> tuple[int, ...]:
         """Local ranks of the workers that have not ended."""
@@ -197,6 +199,7 @@ class Supervisor:
             self._none_left.set()
         if not self._giving_up:
             self._on_exit(WorkerExit(worker.local_rank, worker.pid, exitcode))
+        self._one_less.set()
 
     def _bury(self, worker: _Worker) -> None:
         """What a failed worker has started must not live on beside its replacement."""
@@ -245,15 +248,18 @@ class Supervisor:
         except ProcessLookupError:  # so new that it has no group of its own yet
             pidfd_send_signal(worker.pidfd, signum)
 
-    async def stop(self, signum: int = SIGTERM, timeout: float = 30.0) -> None:
+    async def stop(
+        self, signum: int = SIGTERM, timeout: float = 30.0, told: Collection[int] = ()
+    ) -> None:
         """End the workers, by force after `timeout` seconds, and whatever they have started.
 
-        Returns when all of it is gone.
+        The signal is sent once those that were `told` to go have done so: the end of the others
+        would end them. Returns when all of it is gone.
         """
         self.signal(signum)
         self.signal(SIGCONT)  # a stopped process would not see the signal
         try:
-            await asyncio.wait_for(self._none_left.wait(), timeout)
+            await asyncio.wait_for(self._none_left.wait(), max(deadline - loop.time(), 0.0))
         except asyncio.TimeoutError:
             if self._workers and signum != SIGKILL:
                 ranks = ", ".join(map(str, self.alive))
@@ -262,6 +268,9 @@ class Supervisor:
         self.signal(SIGKILL)
         for cgroup in self._cgroups:
             cgroup.kill()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        await self._until_gone(told, timeout)
         await self._until_none_left()
         await self._kill_strays()
         while self._cgroups:
@@ -280,6 +289,15 @@ class Supervisor:
         """What workers have left behind is ours now: kill our children until none comes back."""
         clean = 0
         while clean < 2:  # twice: see `linux.children`
+    async def _until_gone(self, local_ranks: Collection[int], timeout: float) -> None:
+        async def gone() -> None:
+            while self._workers.keys() & set(local_ranks):
+                self._one_less.clear()
+                await self._one_less.wait()
+
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(gone(), timeout)
+
             in_flight = self._zygote is not None and self._zygote.in_flight
             clean = clean + 1 if not in_flight and linux.kill_round(self._helpers) else 0
             if not clean:

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from signal import SIGTERM
 from typing import Any
@@ -274,7 +274,7 @@ class Workers:
                 self._steps[local_rank] = step
                 self._stopped.add(local_rank)
                 self._tell_event(crew.Said(local_rank, stopped))
-            case orders.Entered() | orders.Unfit() as said:
+            case orders.Entered() | orders.Unfit() | orders.CanSave() as said:
                 self._tell_event(crew.Said(local_rank, said))
 
     def _answer(
@@ -383,10 +383,10 @@ class Workers:
         self._narrator.worker_killed(self._rank(local_rank), local_rank, why, stack)
         self._supervisor.kill(local_rank)
 
-    async def stop(self, signum: int, generation: int) -> None:
-        """Stop them all; returns when nothing of them is left."""
+    async def stop(self, signum: int, generation: int, told: Collection[int]) -> None:
+        """Stop them all, after those that were told to go; returns when nothing of them is left."""
         began = self._clock.now()
-        await self._supervisor.stop(signum, self._config.shutdown_timeout)
+        await self._supervisor.stop(signum, self._config.shutdown_timeout, told)
         for opened in set(self._logs_of.values()):
             await opened.drained(LAST_WORDS)
         self._logs_of.clear()

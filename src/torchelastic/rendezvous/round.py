@@ -67,15 +67,19 @@ def _watch(rules: RoundRules, state: RoundState, now: float) -> Decision:
         return over_by(state, "failure", cause.sentence() if cause else "a worker failed")
     if state.lost:
         return over_by(state, "node-failure", f"{names_of(state, state.lost)} failed")
-    leaving = [
-        node.node
-        for node in world.nodes
-        if node.node in state.members and state.members[node.node].member.leaving
-    ]
-    if leaving:
+    if leaving := _leavers(state):
         reason = state.members[leaving[0]].member.leaving
         return over_by(state, "leave", f"{names_of(state, leaving)} leaves ({reason})")
     return consider_growth(rules, state, now)
+
+
+def _leavers(state: RoundState) -> list[str]:
+    """The nodes of the world that have announced their departure and are still there."""
+    return [
+        node.node
+        for node in the_world(state).nodes
+        if node.node in state.members and state.members[node.node].member.leaving
+    ]
 
 
 def success(state: RoundState) -> Decision:
@@ -105,6 +109,7 @@ def over_by(state: RoundState, kind: Kind, reason: str) -> Decision:
         the_world(state),
         phase="over",
         ending=kind,
+        saver=next(iter(_leavers(state)), ""),
         after=None,
         reason=reason,
         cause=cause,

@@ -192,6 +192,9 @@ class World:
     store: str = ""
     #: What ended it, once it is over.
     ending: Kind | None = None
+    #: The node, if any leaves, that puts the state of the generation that was over last into
+    #: storage before it goes: one of those that leave, not all at once.
+    saver: str = ""
     #: Why the world is as it is, in a sentence.
     reason: str = ""
     #: What the job has spent on restarts, up to and including this generation.

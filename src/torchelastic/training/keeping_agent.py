@@ -6,10 +6,13 @@ there (`control`).
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
+from collections.abc import Callable, Mapping
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 
 from torchelastic.errors import ChannelLost, SnapshotError
 from torchelastic.snapshot.layout import Memory, Version
@@ -51,12 +54,17 @@ class Holder(Protocol):
 
     def progress(self, version: Version, rank: int) -> None: ...
 
+    def listen(self, on_leave: Callable[[orders.Leave], None]) -> None: ...
+
 
 class Agent:
-    """A `Holder` at the other end of this worker's channel. One thread at a time asks."""
+    """A `Holder` at the other end of this worker's channel."""
 
     def __init__(self, link: channel.Link) -> None:
         self._link = link
+        #: Held by the thread that asks until it has its answer, and by the one that listens.
+        self._asking = threading.Lock()
+        self._on_leave: Callable[[orders.Leave], None] | None = None
         self._numbers = count(1)
         self._slate: Slate | None = None
 
@@ -92,6 +100,29 @@ class Agent:
             self._slate.rank = rank
             self._slate.entered(*version)
 
+    def listen(self, on_leave: Callable[[orders.Leave], None]) -> None:
+        """Say that the state can be put into storage, and call this, in any thread, when this
+        worker is told to leave. From then on somebody listens when nobody asks."""
+        self._on_leave = on_leave
+        threading.Thread(target=self._listen, name="torchelastic-agent", daemon=True).start()
+        self._link.tell(orders.to_json(orders.CanSave()))
+
+    def _listen(self) -> None:
+        # An agent that is gone takes this process with it.
+        with contextlib.suppress(ChannelLost):
+            while self._link.is_ready():
+                with self._asking:
+                    if (received := self._link.receive(patience=0.0)) is not None:
+                        self._overhear(*received)
+
+    def _overhear(self, message: Mapping[str, Any], descriptor: int | None) -> None:
+        """What answers no question of ours, or comes too late for that."""
+        if descriptor is not None:
+            os.close(descriptor)
+        order = orders.from_json(message)
+        if isinstance(order, orders.Leave) and self._on_leave is not None:
+            self._on_leave(order)
+
     def _memory(self, request: Room | Open | Fetch, patience: float) -> Memory:
         answer, descriptor = self._ask(request, patience)
         if not isinstance(answer, Granted | Opened) or descriptor is None:
@@ -105,8 +136,9 @@ class Agent:
 
     def _ask(self, request: Request, patience: float) -> tuple[Answer, int | None]:
         try:
-            self._link.tell(to_json(request), patience=patience)
-            return self._answer(request.request, time.monotonic() + patience)
+            with self._asking:
+                self._link.tell(to_json(request), patience=patience)
+                return self._answer(request.request, time.monotonic() + patience)
         except ChannelLost as error:
             raise SnapshotError(str(error)) from None
 
@@ -122,8 +154,7 @@ class Agent:
             answer = from_json(message)
             if isinstance(answer, Answer) and answer.request == number:
                 return answer, descriptor
-            if descriptor is not None:
-                os.close(descriptor)
+            self._overhear(message, descriptor)
         raise SnapshotError("The agent has not answered in time.")
 
 

@@ -129,8 +129,8 @@ class Loop:
                         return self._state
                 case Enter() as world:
                     broken = None if self._live_in(world) else world.generation
-                case Leave(signum, grace):
-                    self._save_before_leaving(grace)
+                case Leave(signum, deadline):
+                    self._save_before_leaving(deadline)
                     # Not a return: what the script does after the training is not for us.
                     raise SystemExit(EXIT_SIGNAL_BASE + signum)
 
@@ -140,13 +140,14 @@ class Loop:
         except (ChannelLost, JobClosed) as error:
             raise error from self._last_error
 
-    def _save_before_leaving(self, grace: float | None) -> None:
+    def _save_before_leaving(self, deadline: float | None) -> None:
         """Rank 0 does: while it stays, somebody holds the state.
 
         Should others go on without it, the fence is theirs, and what is written here is dropped.
         """
         generation, step = self._version
         if self._rank == 0 and generation >= 0:
+            grace = None if deadline is None else deadline - time.monotonic()
             checkpoint.save_before_leaving(self._state, step, generation, grace)
 
     def close(self) -> None:

@@ -208,7 +208,7 @@ class OwnNode:
 
     def _perform(self, command: crew.Command) -> None:
         match command:
-            case crew.Tell(_, order):
+            case group_state.Tell(_, order):
                 self._tell(order)
             case group_state.Report(changes):
                 self._presence.update(**{"step": self._step, **changes})

@@ -26,6 +26,16 @@ def module_tree(module: nn.Module) -> dict[str, Any]:
     }
 
 
+def state_dict_of(module: nn.Module, kept: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The module's state_dict with these parameters and buffers instead of its own."""
+    names = {id(one): name for name, one in (*module.named_parameters(), *module.named_buffers())}
+    # Tied parameters have one name among the parameters and several here.
+    return {
+        key: kept[names[id(value)]] if id(value) in names else value
+        for key, value in module.state_dict(keep_vars=True).items()
+    }
+
+
 def form_of_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, str]]:
     """What must be the same in all workers, in words: buffers may come and go, parameters not."""
     for number, module in enumerate(modules):

@@ -341,7 +341,8 @@ class TorchState(State):
                 shards=self._shards,
                 before_seal=self._ledger.flush if self._ledger is not None else None,
             )
-            self._departure = agent and Departure(agent, tree, self._stored_of, self._keeper)
+            if agent is not None:
+                self._departure = Departure(agent, tree, self._stored_of, self._keeper)
         step = self._keeper.restore()
         if self._departure is not None:
             self._departure.prepare()

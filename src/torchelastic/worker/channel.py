@@ -137,11 +137,7 @@ class Link:
         Waits for it, `patience` seconds at most if that is given. None if there was none by then,
         or once `wake` was called; `ChannelLost` when the agent's end is closed.
         """
-        poll = select.poll()
-        poll.register(self._end, select.POLLIN)
-        poll.register(self._wake, select.POLLIN)
-        ready = poll.poll(None if patience is None else patience * 1000)
-        if not ready or any(descriptor == self._wake for descriptor, _ in ready):
+        if not self.is_ready(patience=patience):
             return None
         try:
             data, descriptors, _, _ = socket.recv_fds(self._end, LIMIT, 1, socket.MSG_CMSG_CLOEXEC)
@@ -165,3 +161,11 @@ def link() -> Link | None:
     """The channel to this worker's agent; None in a process that is no worker."""
     channel = _channel()
     return Link(channel.dup()) if channel is not None else None
+    def is_ready(self, *, patience: float | None = None) -> bool:
+        """Wait as `receive` does, and leave the message, or the end, to be received."""
+        poll = select.poll()
+        poll.register(self._end, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        ready = poll.poll(None if patience is None else patience * 1000)
+        return bool(ready) and all(descriptor != self._wake for descriptor, _ in ready)
+

@@ -76,12 +76,15 @@ class Over:
 
 @dataclass(frozen=True)
 class Leave:
-    """This node leaves the job: once stopped, end the process."""
+    """This node leaves the job: end the process. A resident worker has stopped before."""
 
     #: The signal that asked for it.
     signum: int = 15
-    #: Seconds until the process is killed, where that is known.
-    grace: float | None = None
+    #: When the process is killed, by this machine's monotonic clock, where that is known.
+    deadline: float | None = None
+    #: To a worker of a script that `CanSave`: whether it is the one who puts the state into storage
+    #: before it goes; None: another `Leave` will say.
+    saves: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,11 @@ class Enlisted:
 @dataclass(frozen=True)
 class Keeps:
     """A script keeps its state from step to step: give it a slate to show them on."""
+
+
+@dataclass(frozen=True)
+class CanSave:
+    """A script keeps a state that it can put into storage before this worker leaves."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +202,9 @@ class Pong:
 
 
 Order = Enter | Ask | Through | Over | Leave | Closed | Ping | Dump | Slate
-Report = Enlisted | Keeps | Entered | Up | Stopped | Erred | PeerLost | Unfit | Finished | Pong
+Report = (
+    Enlisted | Keeps | CanSave | Entered | Up | Stopped | Erred | PeerLost | Unfit | Finished | Pong
+)
 
 _codec: Codec[Order | Report] = Codec(*get_args(Order | Report))
 to_json, from_json = _codec.to_json, _codec.from_json

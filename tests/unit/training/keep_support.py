@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torchelastic.errors import SnapshotError
 from torchelastic.snapshot.layout import Memory, Sizes, Version, buffers_for, create
 from torchelastic.snapshot.messages import Holding, Holdings, Sealed, Settled
 from torchelastic.training.torch_state import TorchState
+from torchelastic.worker.orders import Leave
 
 
 class Shelf:
@@ -24,6 +25,8 @@ class Shelf:
         self.told: list[Sealed | Settled] = []
         self.steps: list[int] = []
         self.refusal = ""
+        #: Those who want to be told to leave.
+        self.on_leave: list[Callable[[Leave], None]] = []
         #: Cleared: it does not answer.
         self.answering = threading.Event()
         self.answering.set()
@@ -64,6 +67,9 @@ class Shelf:
 
     def progress(self, version: Version, rank: int) -> None:
         self.steps.append(version[1])
+
+    def listen(self, on_leave: Callable[[Leave], None]) -> None:
+        self.on_leave.append(on_leave)
 
     def versions(self, piece: str) -> list[Version]:
         return [held.version for held in self.inventory().holdings if held.piece == piece]
