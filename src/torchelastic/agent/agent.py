@@ -104,6 +104,7 @@ class Agent:
         try:
             self._install_signals()
             self._beside.start(self._join(), "join")
+            self._beside.start(self._workers.timers.watch(self._workers), "timers")
             while not self._state.is_terminal:
                 event = await self._next_event()
                 for command in self._handle(event):
@@ -418,8 +419,8 @@ def _for_script(event: crew.Event) -> group_state.Event | None:
     match event:
         case crew.Said(local_rank, orders.Enlisted()):
             return group_state.WorkerEnlisted(local_rank)
-        case crew.Said() | crew.LeaveOverdue():
         case crew.Said(local_rank, orders.CanSave()):
             return group_state.WorkerCanSave(local_rank)
+        case crew.Said() | crew.LeaveOverdue():
             return None
     return event

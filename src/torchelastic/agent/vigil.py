@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from torchelastic.agent.crew import CrewState, Status
+from torchelastic.agent.stacks import STACK_BYTES, is_frozen, stack_of
 from torchelastic.agent.workers import Workers
 from torchelastic.worker import orders
 
@@ -34,8 +32,6 @@ ANSWER = 0.05
 FREED = 0.1
 #: How often to look where there is nothing to wait for.
 LOOK = 1.0
-#: How long reading a stack may take, and how much of one is shown.
-STACK, STACK_BYTES = 2.0, 1 << 16
 #: How long a replacement leaves the processors to survivors of a failure, and how often to look.
 RECOVERY, RECOVERY_LOOK = 1.0, 0.01
 
@@ -225,30 +221,3 @@ def _doing(pong: orders.Pong) -> Doing:
     if pong.waiting:
         return "stuck" if pong.aborted else "waiting"
     return "working"
-
-
-def is_frozen(pid: int | None) -> bool:
-    """Whether a process is stopped by a signal or a debugger."""
-    with suppress(OSError):
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        return stat.rpartition(")")[2].split()[0] in "Tt"
-    return False
-
-
-async def stack_of(pid: int | None) -> str:
-    """The Python stacks of a process, read from outside; empty where py-spy is not installed."""
-    program = shutil.which("py-spy")
-    if program is None or pid is None:
-        return ""
-    asked = await asyncio.create_subprocess_exec(
-        *(program, "dump", "--nonblocking", "--pid", str(pid)),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    try:
-        output, _ = await asyncio.wait_for(asked.communicate(), STACK)
-    except asyncio.TimeoutError:
-        asked.kill()
-        await asked.wait()
-        return ""
-    return output.decode(errors="replace")

@@ -21,6 +21,7 @@ from torchelastic.agent.nursery import Nursery
 from torchelastic.agent.sampling import Sampling
 from torchelastic.agent.snapshots import Snapshots
 from torchelastic.agent.supervisor import Supervisor, WorkerExit, WorkerSpawn
+from torchelastic.agent.timers import Timers
 from torchelastic.agent.worker_env import entry_for, standby_env, worker_env
 from torchelastic.clock import Clock
 from torchelastic.config import Entry, LaunchConfig
@@ -71,9 +72,12 @@ class Workers:
             cgroup=Cgroup.create(),
             on_exit=self._exited,
             on_message=self._heard,
+            on_handed=self._handed,
             secret=secret,
         )
         self._supervisor.exempt = nursery.pids
+        #: Of those workers that use timers.
+        self.timers = Timers()
         #: From the order to stop them on: their ends are no failures then.
         self.stopping = False
         #: Local ranks that have stopped since they were told that their world is over.
@@ -123,6 +127,7 @@ class Workers:
         began = self._clock.now()
         self._steps.clear()
         self._last_words_of.clear()
+        self._verdicts.clear()
         self.results.clear()
         found = world.find(node)
         assert found is not None
@@ -247,6 +252,10 @@ class Workers:
         else:
             self._reported(local_rank, message)
 
+    def _handed(self, local_rank: int, message: dict[str, Any], descriptor: int) -> None:
+        """What comes with a descriptor, which can only be a table of timers."""
+        self.timers.handed(local_rank, self.pid(local_rank), message, descriptor)
+
     def _reported(self, local_rank: int, message: dict[str, Any]) -> None:
         try:
             report = orders.from_json(message)
@@ -302,6 +311,7 @@ class Workers:
 
     def _exited(self, exit: WorkerExit) -> None:
         generation, rank = self._places[exit.local_rank]
+        self.timers.ended(exit.local_rank)
         self._sampling.look(self.shown())
         self._narrator.worker_exited(rank, exit, generation)
         if exit.exitcode == 0:
@@ -401,6 +411,7 @@ class Workers:
         if self.alive:  # only after an error of our own
             await self._supervisor.stop(SIGTERM, self._config.shutdown_timeout)
         self._supervisor.close()
+        self.timers.close()
         for opened in set(self._logs_of.values()):
             opened.close()
         for descriptor in self._slates.values():

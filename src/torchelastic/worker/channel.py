@@ -15,7 +15,8 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchelastic import env
@@ -39,9 +40,31 @@ def send(message: Mapping[str, Any], *, patience: float = 0.0) -> None:
     if patience:
         _wait_for_room(channel, patience)
     try:
-        channel.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        transmit(channel, data)
     except OSError:
         return  # the agent is busy or gone: training matters more than telling
+
+
+def transmit(end: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> None:
+    """Send one message, and copies of descriptors, now; `BlockingIOError` where there is no room.
+
+    Like `receive` not by the functions of `socket` for this, which forget their flags (Python 3.11
+    does): they would wait where nobody must, and programs started later would inherit descriptors.
+    """
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))]
+    flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+    end.sendmsg([data], rights if descriptors else [], flags)
+
+
+def receive(end: socket.socket, flags: int = 0) -> tuple[bytes, list[int], int]:
+    """One message, the descriptor that came with it, and what the kernel says of it."""
+    descriptors = array("i")
+    room = socket.CMSG_LEN(descriptors.itemsize)
+    data, ancillary, told, _ = end.recvmsg(LIMIT, room, flags | socket.MSG_CMSG_CLOEXEC)
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(content)
+    return data, list(descriptors), told
 
 
 def _wait_for_room(channel: socket.socket, seconds: float) -> None:
@@ -110,21 +133,30 @@ class Link:
         self._worker = os.getpid()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
-    def tell(self, message: Mapping[str, Any], *, patience: float = 30.0) -> None:
-        """Send, waiting for room up to `patience` seconds; `ChannelLost` if it cannot be sent."""
+    def tell(
+        self,
+        message: Mapping[str, Any],
+        descriptors: Sequence[int] = (),
+        *,
+        patience: float = 30.0,
+    ) -> None:
+        """Send, waiting for room up to `patience` seconds; `ChannelLost` if it cannot be sent.
+
+        The agent gets copies of `descriptors`.
+        """
         if os.getpid() != self._worker:
             raise ChannelLost("Only the worker itself speaks to its agent, no child of it.")
         data = json.dumps(message).encode() + b"\n"
         deadline = time.monotonic() + patience
-        while not self._sent(data):
+        while not self._sent(data, descriptors):
             left = deadline - time.monotonic()
             if left <= 0:
                 raise ChannelLost(f"The agent has taken no message for {patience:g} seconds.")
             _wait_for_room(self._end, left)
 
-    def _sent(self, data: bytes) -> bool:
+    def _sent(self, data: bytes, descriptors: Sequence[int]) -> bool:
         try:
-            self._end.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            transmit(self._end, data, descriptors)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -140,12 +172,20 @@ class Link:
         if not self.is_ready(patience=patience):
             return None
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._end, LIMIT, 1, socket.MSG_CMSG_CLOEXEC)
+            data, descriptors, _ = receive(self._end)
         except OSError as error:
             raise ChannelLost(f"The agent cannot be heard any longer ({error}).") from None
         if not data:
             raise ChannelLost("The agent is gone.")
         return json.loads(data), descriptors[0] if descriptors else None
+
+    def is_ready(self, *, patience: float | None = None) -> bool:
+        """Wait as `receive` does, and leave the message, or the end, to be received."""
+        poll = select.poll()
+        poll.register(self._end, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        ready = poll.poll(None if patience is None else patience * 1000)
+        return bool(ready) and all(descriptor != self._wake for descriptor, _ in ready)
 
     def wake(self) -> None:
         """Make `receive` return, now or when it is called next."""
@@ -161,11 +201,3 @@ def link() -> Link | None:
     """The channel to this worker's agent; None in a process that is no worker."""
     channel = _channel()
     return Link(channel.dup()) if channel is not None else None
-    def is_ready(self, *, patience: float | None = None) -> bool:
-        """Wait as `receive` does, and leave the message, or the end, to be received."""
-        poll = select.poll()
-        poll.register(self._end, select.POLLIN)
-        poll.register(self._wake, select.POLLIN)
-        ready = poll.poll(None if patience is None else patience * 1000)
-        return bool(ready) and all(descriptor != self._wake for descriptor, _ in ready)
-

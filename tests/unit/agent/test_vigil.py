@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support import poll_for
-from torchelastic.agent import vigil
-from torchelastic.agent.vigil import Pace, Vigil, _doing, is_frozen, limit_for
+from torchelastic.agent import stacks, vigil
+from torchelastic.agent.stacks import is_frozen
+from torchelastic.agent.vigil import Pace, Vigil, _doing, limit_for
 from torchelastic.worker import orders
 from torchelastic.worker.orders import Pong
 
@@ -152,7 +153,7 @@ def watch(workers, *, limit=0.1, until):
 
 @pytest.fixture(autouse=True)
 def no_reader_of_stacks(monkeypatch):
-    monkeypatch.setattr(vigil.shutil, "which", lambda name: None)
+    monkeypatch.setattr(stacks.shutil, "which", lambda name: None)
     monkeypatch.setattr(vigil, "LOOK", 0.02)
 
 

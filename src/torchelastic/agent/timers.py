@@ -1,0 +1,160 @@
+"""The timers of this node's workers: who has not come out of a block in time is ended.
+
+The agent reads every worker's table (`timer/table.py`), a quarter of a second apart, or when the
+next timer expires if that is sooner; it does not look at all before a worker has handed it one.
+Once it has decided, the worker writes its stacks, and is killed: nothing spares it any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torchelastic.agent.stacks import STACK_BYTES, is_frozen, stack_of
+from torchelastic.timer.table import MESSAGE, STACKS_AT, Timer, read
+
+if TYPE_CHECKING:
+    from torchelastic.agent.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two looks: how late a timer can be seen that is shorter than this.
+LOOK = 0.25
+#: How long a worker has to write its stacks, and how long what it has written must not change.
+WRITTEN, SETTLED = 1.0, 0.02
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A worker that has timers."""
+
+    pid: int
+    #: Its table.
+    descriptor: int
+    #: What it writes its stacks at.
+    signum: int
+
+
+class Timers:
+    """Watches the tables that workers hand over."""
+
+    def __init__(self) -> None:
+        self._watched: dict[int, Watched] = {}
+        self._some = asyncio.Event()
+
+    # --- what workers say ------------------------------------------------------------------------
+
+    def handed(
+        self, local_rank: int, pid: int | None, message: Mapping[str, Any], descriptor: int
+    ) -> None:
+        """A worker has handed over its table."""
+        signum: Any = message.get("signal")
+        known = message.get("type") == MESSAGE and _may_be_sent(signum)
+        if pid is None or not known or not _is_memory(descriptor):
+            logger.debug("worker %d handed over something unreadable", local_rank)
+            os.close(descriptor)
+            return
+        self.ended(local_rank)
+        self._watched[local_rank] = Watched(pid, descriptor, int(signum))
+        self._some.set()
+
+    def ended(self, local_rank: int) -> None:
+        """The worker is gone, and its timers with it."""
+        watched = self._watched.pop(local_rank, None)
+        if watched is not None:
+            os.close(watched.descriptor)
+        if not self._watched:
+            self._some.clear()
+
+    def close(self) -> None:
+        for local_rank in list(self._watched):
+            self.ended(local_rank)
+
+    # --- watching --------------------------------------------------------------------------------
+
+    async def watch(self, workers: Workers) -> None:
+        """For as long as the agent runs."""
+        while True:
+            await self._some.wait()
+            now = time.monotonic()
+            found = {rank: read(seen.descriptor) for rank, seen in self._watched.items()}
+            late = {rank: timer for rank, timers in found.items() if (timer := first(timers, now))}
+            if late and not workers.stopping:
+                await asyncio.gather(*(self._end(*each, workers) for each in late.items()))
+            await asyncio.sleep(pause(_all(found.values()), now))
+
+    async def _end(self, local_rank: int, timer: Timer, workers: Workers) -> None:
+        """Have the stacks written of a worker whose timer has expired, then end it."""
+        watched = self._watched[local_rank]
+        own = os.dup(watched.descriptor)  # the worker may end meanwhile
+        try:
+            stack = await _stack(replace(watched, descriptor=own))
+        finally:
+            os.close(own)
+        if self._watched.get(local_rank) is watched:
+            self.ended(local_rank)
+            workers.kill(local_rank, words(timer), stack)
+
+
+def first(timers: Iterable[Timer], now: float) -> Timer | None:
+    """Of the timers that have expired, the one that did first."""
+    expired = [timer for timer in timers if timer.expires_at <= now]
+    return min(expired, key=lambda timer: timer.expires_at, default=None)
+
+
+def pause(timers: Iterable[Timer], now: float) -> float:
+    """Seconds until the next look."""
+    ahead = [timer.expires_at - now for timer in timers if timer.expires_at > now]
+    return min(LOOK, *ahead) if ahead else LOOK
+
+
+def words(timer: Timer) -> str:
+    """What the worker has failed by."""
+    return f"timer '{timer.scope}' expired after {timer.after:g} s"
+
+
+def _all(found: Iterable[list[Timer]]) -> list[Timer]:
+    return [timer for timers in found for timer in timers]
+
+
+def _may_be_sent(signum: object) -> bool:
+    """A signal for this purpose, and none that would do something else to the worker."""
+    return isinstance(signum, int) and signal.SIGRTMIN <= signum <= signal.SIGRTMAX
+
+
+def _is_memory(descriptor: int) -> bool:
+    """Whether it can be read at any place at once: not a pipe, nor a file on a slow disk."""
+    return os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:")
+
+
+# --- stacks --------------------------------------------------------------------------------------
+
+
+async def _stack(watched: Watched) -> str:
+    """What the worker's threads are doing: as it writes itself, else read from outside."""
+    if is_frozen(watched.pid):
+        return await stack_of(watched.pid) or "it is frozen: no stack could be read"
+    written = await _written_stack(watched)
+    return written or await stack_of(watched.pid) or "no stack could be read"
+
+
+async def _written_stack(watched: Watched) -> str:
+    """What the worker writes when it gets the signal; the thread that gets it stops there."""
+    begin = max(os.fstat(watched.descriptor).st_size, STACKS_AT)
+    try:
+        os.kill(watched.pid, watched.signum)
+    except ProcessLookupError:
+        return ""
+    size, deadline = begin, time.monotonic() + WRITTEN
+    while time.monotonic() < deadline:
+        await asyncio.sleep(SETTLED)
+        before, size = size, os.fstat(watched.descriptor).st_size
+        if size == before > begin:
+            break
+    return os.pread(watched.descriptor, STACK_BYTES, begin).decode(errors="replace")

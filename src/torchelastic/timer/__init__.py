@@ -1,0 +1,28 @@
+"""Countdown timers: a worker that does not come out of a block in time is ended. The API is 0.2's.
+
+from torchelastic.timer import expires
+
+with expires(after=60):  # under `torchelastic run` there is nothing else to do
+    batch = next(batches)
+"""
+
+from torchelastic.timer.countdown import configure, expires
+from torchelastic.timer.local import (
+    LocalTimerClient,
+    LocalTimerServer,
+    MultiprocessingRequestQueue,
+)
+from torchelastic.timer.requests import RequestQueue, TimerClient, TimerRequest
+from torchelastic.timer.server import TimerServer
+
+__all__ = [
+    "LocalTimerClient",
+    "LocalTimerServer",
+    "MultiprocessingRequestQueue",
+    "RequestQueue",
+    "TimerClient",
+    "TimerRequest",
+    "TimerServer",
+    "configure",
+    "expires",
+]

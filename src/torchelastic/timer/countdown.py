@@ -1,0 +1,64 @@
+"""`expires`: the block below it ends in time, or its worker does."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from contextlib import ContextDecorator
+from types import TracebackType
+
+from torchelastic.timer import agent_client
+from torchelastic.timer.requests import TimerClient
+
+_configured: TimerClient | None = None
+
+
+def configure(timer_client: TimerClient) -> None:
+    """Where `expires` takes its timers from, in this process; not needed under the launcher."""
+    global _configured
+    _configured = timer_client
+
+
+class expires(ContextDecorator):
+    """`with expires(after=60):`, or `@expires(after=60)` on a function.
+
+    When the block takes longer than `after` seconds the worker is ended, and `scope` is named as
+    the cause; it is the file and the line by default. Timers may be nested, overlap, and run in any
+    thread.
+    """
+
+    def __init__(
+        self, after: float, scope: str | None = None, client: TimerClient | None = None
+    ) -> None:
+        if not (math.isfinite(after) and after > 0):
+            raise ValueError(f"after={after} is no time: write a number of seconds above 0.")
+        self._after = after
+        self._scope = _caller() if scope is None else scope
+        self._client = client
+        self._release: Callable[[], None] | None = None
+
+    def __enter__(self) -> None:
+        client = self._client or _configured or agent_client.connect()
+        if client is None:
+            raise RuntimeError(agent_client.why_not())
+        self._release = client.start(self._scope, self._after)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        assert self._release is not None, "left without having been entered"
+        self._release()
+
+    def _recreate_cm(self) -> expires:
+        """As a decorator: a timer for every call, since a function may run many times at once."""
+        return expires(self._after, self._scope, self._client)
+
+
+def _caller() -> str:
+    """The file and the line of who makes an `expires`."""
+    frame = sys._getframe(2)
+    return f"{frame.f_code.co_filename}#{frame.f_lineno}"

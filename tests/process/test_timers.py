@@ -1,0 +1,45 @@
+"""Timers under a real agent: whatever a worker hangs in, it is ended, and the scope is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.process.jobs import job
+
+SCRIPT = Path(__file__).with_name("timed.py")
+
+
+def line_of(text: str) -> int:
+    lines = SCRIPT.read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.strip() == text)
+
+
+def test_whatever_a_worker_hangs_in_it_is_ended_and_says_where(tmp_path):
+    """In Python, in another thread, and in C with the GIL: a generation each."""
+    place = f"{SCRIPT}#{line_of('with expires(after=0.3):')}"
+    with job(tmp_path, "--standalone --no-zygote --max-restarts=2") as it:
+        node = it.start(script=[str(SCRIPT), "script"])
+        assert node.wait(60) == 1, node.stderr
+        words = [f"timer '{scope}' expired after 0.3 s" for scope in ("outer", "data", place)]
+        functions = ["in in_python", "in wait_for_data", "in holding_the_gil"]
+        killed = node.events("worker-killed")
+        assert [event["reason"] for event in killed] == words
+        for event, function in zip(killed, functions, strict=True):
+            assert function in event["stack"]
+        failures = [event["failure"] for event in node.events("worker-failed")]
+        assert [(item["message"], item["exitcode"]) for item in failures] == [
+            (word, -9) for word in words
+        ]
+        report = node.stderr.partition("Root Cause")[2]
+        assert f"error     : {words[-1]}" in report
+        assert "in holding_the_gil" in report
+
+
+def test_a_resident_worker_is_replaced_and_the_training_goes_on(tmp_path):
+    with job(tmp_path, "--standalone --nproc-per-node=2") as it:
+        node = it.start(script=[str(SCRIPT), "train"])
+        assert node.wait(60) == 0, node.stderr
+        (killed,) = node.events("worker-killed")
+        assert killed["reason"] == "timer 'slow step' expired after 0.3 s"
+        assert "timed.py" in killed["stack"]
+        assert "trained 6 steps" in node.stdout

@@ -1,0 +1,222 @@
+"""Who has not come out of a block in time: decided from memory, without the worker's help."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from torchelastic.agent import stacks, timers
+from torchelastic.agent.timers import Timers, first, pause, words
+from torchelastic.timer.table import STACKS_AT, Table, Timer, read
+
+SIGNUM = signal.SIGRTMIN + 7
+MESSAGE = {"type": "timers", "signal": int(SIGNUM)}
+
+
+def timer(expires_at, scope="scope", after=60.0):
+    return Timer(1, expires_at, after, scope)
+
+
+@pytest.mark.parametrize(
+    ("found", "scope"),
+    [
+        ([], None),
+        ([timer(101)], None),
+        ([timer(100)], "scope"),
+        ([timer(99, "b"), timer(98, "a"), timer(500, "c")], "a"),
+        ([timer(float("nan"))], None),
+    ],
+)
+def test_the_timer_that_expired_first(found, scope):
+    expired = first(found, now=100)
+    assert (expired and expired.scope) == scope
+
+
+@pytest.mark.parametrize(
+    ("found", "seconds"),
+    [
+        ([], timers.LOOK),
+        ([timer(100.125)], 0.125),
+        ([timer(400), timer(100.125)], 0.125),
+        ([timer(400)], timers.LOOK),
+        ([timer(50)], timers.LOOK),
+    ],
+)
+def test_when_to_look_again(found, seconds):
+    assert pause(found, now=100) == seconds
+
+
+def test_what_a_worker_has_failed_by():
+    assert words(timer(1, "load", 60.0)) == "timer 'load' expired after 60 s"
+    assert words(timer(1, "load", 0.25)) == "timer 'load' expired after 0.25 s"
+
+
+class Workers:
+    """What timers know of the workers of a node."""
+
+    def __init__(self):
+        self.stopping = False
+        self.killed = []
+        self.some = asyncio.Event()
+
+    def kill(self, local_rank, why, stack):
+        self.killed.append((local_rank, why, stack))
+        self.some.set()
+
+
+@pytest.fixture
+def table():
+    made = Table()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def sleeper():
+    """A process to get signals, which it takes no notice of."""
+    code = f"import signal, time; signal.signal({int(SIGNUM)}, signal.SIG_IGN); print(flush=True); "
+    process = subprocess.Popen(
+        [sys.executable, "-c", code + "time.sleep(600)"], stdout=subprocess.PIPE
+    )
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.communicate()
+
+
+async def watched_until_killed(watch, workers):
+    watching = asyncio.create_task(watch.watch(workers))
+    try:
+        await asyncio.wait_for(workers.some.wait(), 30)
+    finally:
+        watching.cancel()
+        watch.close()
+
+
+def test_an_expired_timer_ends_its_worker_and_no_other(table, sleeper, monkeypatch):
+    """The stack is what the worker writes; a stack from before does not count."""
+    os.pwrite(table.descriptor, b"an older stack\n", STACKS_AT)
+    innocent = Table()
+    innocent.set("in time", 600.0, time.monotonic() + 600)
+
+    def write_stacks(pid, signum):
+        assert (pid, signum) == (sleeper.pid, SIGNUM)
+        os.pwrite(table.descriptor, b"in train.py\n", os.fstat(table.descriptor).st_size)
+
+    async def run():
+        watch, workers = Timers(), Workers()
+        watch.handed(0, os.getpid(), MESSAGE, os.dup(innocent.descriptor))
+        watch.handed(1, sleeper.pid, MESSAGE, os.dup(table.descriptor))
+        table.set("long", 600.0, time.monotonic() + 600)
+        table.set("short", 0.05, time.monotonic() + 0.05)
+        monkeypatch.setattr(timers.os, "kill", write_stacks)
+        await watched_until_killed(watch, workers)
+        return workers.killed
+
+    assert asyncio.run(run()) == [(1, "timer 'short' expired after 0.05 s", "in train.py\n")]
+    innocent.close()
+
+
+def test_a_worker_that_writes_no_stack_is_ended_all_the_same(table, sleeper, monkeypatch):
+    monkeypatch.setattr(timers, "WRITTEN", 0.05)
+    monkeypatch.setattr(stacks.shutil, "which", lambda name: None)
+    table.set("x", 1.0, time.monotonic() - 1)
+
+    async def run():
+        watch, workers = Timers(), Workers()
+        watch.handed(0, sleeper.pid, MESSAGE, os.dup(table.descriptor))
+        await watched_until_killed(watch, workers)
+        return workers.killed
+
+    assert asyncio.run(run()) == [(0, "timer 'x' expired after 1 s", "no stack could be read")]
+
+
+def test_a_frozen_worker_is_not_asked_for_its_stack(table, sleeper, monkeypatch):
+    monkeypatch.setattr(timers, "is_frozen", lambda pid: True)
+    monkeypatch.setattr(stacks.shutil, "which", lambda name: None)
+    monkeypatch.setattr(timers.os, "kill", lambda *_: pytest.fail("it was sent a signal"))
+    table.set("x", 1.0, time.monotonic() - 1)
+
+    async def run():
+        watch, workers = Timers(), Workers()
+        watch.handed(0, sleeper.pid, MESSAGE, os.dup(table.descriptor))
+        await watched_until_killed(watch, workers)
+        return workers.killed
+
+    ((_, _, stack),) = asyncio.run(run())
+    assert stack == "it is frozen: no stack could be read"
+
+
+def test_workers_that_are_being_stopped_are_left_to_that(table, sleeper, monkeypatch):
+    looks = []
+    monkeypatch.setattr(timers, "LOOK", 0.001)
+    monkeypatch.setattr(timers, "read", lambda fd: looks.append(fd) or read(fd))
+    table.set("x", 1.0, time.monotonic() - 1)
+
+    async def run():
+        watch, workers = Timers(), Workers()
+        workers.stopping = True
+        watch.handed(0, sleeper.pid, MESSAGE, os.dup(table.descriptor))
+        watching = asyncio.create_task(watch.watch(workers))
+        while len(looks) < 3:
+            await asyncio.sleep(0.001)
+        watching.cancel()
+        watch.close()
+        return workers.killed
+
+    assert asyncio.run(run()) == []
+
+
+def test_one_that_ends_while_its_stack_is_read_is_not_killed_again(table, sleeper, monkeypatch):
+    table.set("x", 1.0, time.monotonic() - 1)
+
+    async def run():
+        watch, workers = Timers(), Workers()
+        ended = asyncio.Event()
+
+        async def stack(watched):
+            watch.ended(0)
+            assert read(watched.descriptor), "its table can be read all the same"
+            ended.set()
+            return ""
+
+        monkeypatch.setattr(timers, "_stack", stack)
+        watch.handed(0, sleeper.pid, MESSAGE, os.dup(table.descriptor))
+        watching = asyncio.create_task(watch.watch(workers))
+        await asyncio.wait_for(ended.wait(), 30)
+        await asyncio.sleep(0)
+        watching.cancel()
+        return workers.killed
+
+    assert asyncio.run(run()) == []
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        {"type": "other", "signal": int(SIGNUM)},
+        {"type": "timers"},
+        {"type": "timers", "signal": "41"},
+        {"type": "timers", "signal": int(signal.SIGKILL)},
+    ],
+)
+def test_junk_is_closed_and_forgotten(table, message):
+    watch = Timers()
+    handed = os.dup(table.descriptor)
+    watch.handed(0, os.getpid(), message, handed)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(handed)
+
+
+def test_a_table_is_memory_and_nothing_that_can_be_waited_for():
+    watch = Timers()
+    read_end, write_end = os.pipe()
+    watch.handed(0, os.getpid(), MESSAGE, read_end)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(read_end)
+    os.close(write_end)
