@@ -104,6 +104,7 @@ class Agent:
         try:
             self._install_signals()
             self._beside.start(self._join(), "join")
+            self._beside.start(self._workers.timers.watch(self._workers), "timers")
             while not self._state.is_terminal:
                 event = await self._next_event()
                 for command in self._handle(event):

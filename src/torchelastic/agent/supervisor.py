@@ -62,10 +62,14 @@ class Supervisor:
         cgroup: Cgroup | None,
         on_exit: Callable[[WorkerExit], None],
         on_message: Callable[[int, dict[str, Any]], None],
+        on_handed: Callable[[int, dict[str, Any], int], None] | None = None,
         python: str | None = None,
         secret: Secret | None = None,
     ) -> None:
-        """`secret` is the job's, handed to every worker."""
+        """`secret` is the job's, handed to every worker.
+
+        A message that comes with a descriptor goes to `on_handed`, which has to close it.
+        """
         #: Children that are no workers and must not be taken for strays of workers. A helper's
         #: owner adds it at once, before anything else is awaited.
         self.exempt: set[int] = set(linux.children())
@@ -77,6 +81,7 @@ class Supervisor:
         self._cgroup = cgroup
         self._on_exit = on_exit
         self._on_message = on_message
+        self._on_handed = on_handed
         self._python = python or default_python()
         self._secret = secret
         self._workers: dict[int, _Worker] = {}
@@ -164,9 +169,8 @@ class Supervisor:
         if worker is None:
             return
         data = json.dumps(message).encode()
-        flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
         try:
-            socket.send_fds(worker.channel, [data], list(fds), flags)
+            channel.transmit(worker.channel, data, fds)
         except ConnectionError:
             return  # it has ended, which is told elsewhere
         except OSError as error:  # it does not read any more; if it hangs, that is noticed
@@ -215,20 +219,28 @@ class Supervisor:
         """
         for _ in range(BURST):
             try:
-                data, _, flags, _ = worker.channel.recvmsg(channel.LIMIT, 0, socket.MSG_DONTWAIT)
+                data, fds, flags = channel.receive(worker.channel, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return False
             except ConnectionError:
-                data, flags = b"", 0
+                data, fds, flags = b"", [], 0
             if not data:
+                _close_all(fds)
                 asyncio.get_running_loop().remove_reader(worker.channel)
                 return False
             message = None if flags & socket.MSG_TRUNC else _parse(data)
-            if message is None:
-                logger.debug("worker %d sent something unreadable", worker.local_rank)
-            else:
-                self._on_message(worker.local_rank, message)
+            self._pass_on(worker.local_rank, message, fds)
         return True
+
+    def _pass_on(self, local_rank: int, message: dict[str, Any] | None, fds: list[int]) -> None:
+        if message is not None and fds and self._on_handed is not None:
+            self._on_handed(local_rank, message, fds[0])
+            return
+        _close_all(fds)  # nobody has asked for it
+        if message is None:
+            logger.debug("worker %d sent something unreadable", local_rank)
+        else:
+            self._on_message(local_rank, message)
 
     def _reap_strays(self) -> None:
         """A worker's orphan that has ended is a zombie of ours until we look."""
@@ -324,6 +336,11 @@ class Supervisor:
 def _asking(signum: int) -> str:
     """How workers were asked to end: by a signal, or, with 0, by an order beforehand."""
     return signal_name(signum) if signum else "they were told to go"
+
+
+def _close_all(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _parse(data: bytes) -> dict[str, Any] | None:
