@@ -81,3 +81,26 @@ def test_programs_that_the_worker_starts_do_not_get_it(monkeypatch):
     assert not os.get_inheritable(writer)
     os.close(reader)
     os.close(writer)
+
+
+def test_nobody_waits_for_who_does_not_read():
+    """`socket.send_fds` would, in Python 3.11: an agent would hang with its worker."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, pytest.raises(BlockingIOError):
+        while True:
+            channel.transmit(ours, b"x" * 4096, [ours.fileno()])
+    # The kernel closes what nobody has received.
+
+
+def test_descriptors_are_received_for_this_process_alone():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        with pytest.raises(BlockingIOError):
+            channel.receive(theirs, socket.MSG_DONTWAIT)
+        channel.transmit(ours, b"take it", [ours.fileno()])
+        data, (descriptor,), _ = channel.receive(theirs)
+        assert data == b"take it"
+        assert not os.get_inheritable(descriptor)
+        os.close(descriptor)
+        channel.transmit(ours, b"alone")
+        assert channel.receive(theirs)[:2] == (b"alone", [])
