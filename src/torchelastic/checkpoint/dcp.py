@@ -178,7 +178,7 @@ def read(storage: Storage, directory: str, like: Any = None, *, rank: int = 0) -
     tensors = {name: _room(found, shards.get(name)) for name, found in names.items()}
     _fill(reader, metadata, tensors)
     shared = tree.restore(planning.from_tensor(tensors[planning.SKELETON]), tensors)
-    own = tensors.get(f"{planning.OWN}.{rank}.skeleton")
+    own = tensors.get(planning.own_skeleton(rank))
     return shared, None if own is None else tree.restore(planning.from_tensor(own), tensors)
 
 

@@ -90,16 +90,26 @@ class Pace:
     #: When the last one was begun, by any clock that only grows; and of which step it is.
     last: float
     step: int
+    #: The last step that was asked about, and the one before: not every step need be.
+    asked: tuple[int, int]
     #: Seconds between two, where they are counted in seconds.
     seconds: float = SHORTEST
 
     @classmethod
     def begin(cls, every: Every, step: int, now: float) -> Pace:
-        return cls(every, now, step, every.seconds or SHORTEST)
+        return cls(every, now, step, (step, step), every.seconds or SHORTEST)
 
-    def is_due(self, step: int, now: float) -> bool:
+    def at(self, step: int) -> Pace:
+        """This step is asked about."""
+        last, _ = self.asked
+        if step == last:
+            return self
+        return replace(self, asked=(step, last if step > last else step - 1))
+
+    def is_due(self, now: float) -> bool:
+        step, before = self.asked
         if self.every.steps is not None:
-            return step % self.every.steps == 0 and step > self.step
+            return step > self.step and step // self.every.steps > before // self.every.steps
         return now - self.last >= self.seconds
 
     def began(self, step: int, now: float) -> Pace:

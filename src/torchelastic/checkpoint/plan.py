@@ -57,19 +57,24 @@ class Planner:
 
     def content(self, shared: Any, own: Any = None, *, rank: int = 0, size: int = 1) -> Content:
         """The part of `shared` that falls to this rank, and all of its `own`."""
-        skeleton, tensors = tree.flatten(shared)
+        skeleton, tensors = tree.flatten(shared, reserved=[SKELETON])
         tensors[SKELETON] = _as_tensor(skeleton)
         owned: dict[str, torch.Tensor] = {}
         if own is not None:
             prefix = f"{OWN}.{rank}"
-            skeleton, owned = tree.flatten(own, prefix)
-            owned[f"{prefix}.skeleton"] = _as_tensor(skeleton)
+            skeleton, owned = tree.flatten(own, prefix, reserved=[own_skeleton(rank)])
+            owned[own_skeleton(rank)] = _as_tensor(skeleton)
         form = (rank, size, *map(_form, tensors.items()), *map(_form, owned.items()))
         if form != self._form:
             self._planned, self._form = _plan(tensors, owned, rank, size), form
         tensors |= owned
         local = {name: _local(tensors[name]) for name in self._planned.slots}
         return Content(**vars(self._planned), tensors=local)
+
+
+def own_skeleton(rank: int) -> str:
+    """The name of the skeleton of what is a rank's own."""
+    return f"{OWN}.{rank}.skeleton"
 
 
 def _form(item: tuple[str, torch.Tensor]) -> tuple[Any, ...]:

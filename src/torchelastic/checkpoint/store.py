@@ -129,7 +129,8 @@ class CheckpointStore(CheckpointManager):
             self._pace = self._pace.learned(self._measured)
         if together and self.every.steps is None:
             return step >= self._next_step
-        return self._pace.is_due(step, time.monotonic())
+        self._pace = self._pace.at(step)
+        return self._pace.is_due(time.monotonic())
 
     def entered(self, generation: int, base: int) -> None:
         """A world begins, from `base` steps; called on the rank that is going to save.

@@ -7,7 +7,8 @@ tools find them. Everything else is the *skeleton*: JSON, so that loading it run
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -18,10 +19,16 @@ from torchelastic.errors import CheckpointError
 _KIND = "!"
 
 
-def flatten(tree: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
-    """The skeleton, and the tensors by name. A tensor that is there twice is stored twice."""
-    tensors: dict[str, torch.Tensor] = {}
-    return _take_apart(tree, prefix, tensors), tensors
+def flatten(
+    tree: Any, prefix: str = "", *, reserved: Collection[str] = ()
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The skeleton, and the tensors by name, of which none is `reserved`.
+
+    A tensor that is there twice is stored twice.
+    """
+    tensors = dict.fromkeys(reserved, torch.empty(0))
+    skeleton = _take_apart(tree, prefix, tensors)
+    return skeleton, {name: one for name, one in tensors.items() if name not in reserved}
 
 
 def restore(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -31,8 +38,9 @@ def restore(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 def _take_apart(node: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(node, torch.Tensor):
-        tensors[path] = node
-        return {_KIND: "tensor", "name": path}
+        name = _free(path, tensors)
+        tensors[name] = node
+        return {_KIND: "tensor", "name": name}
     if isinstance(node, Mapping):
         return _mapping(node, path, tensors)
     if isinstance(node, list | tuple):
@@ -61,6 +69,12 @@ def _value(node: Any, path: str) -> Any:
         f"'{path}' is of type {type(node).__qualname__}, which a checkpoint cannot hold: use "
         "tensors, numbers, strings, bytes, None, and lists, tuples and dicts of these."
     )
+
+
+def _free(path: str, taken: Mapping[str, Any]) -> str:
+    """The path, with a number where another has it: of 1 and "1", or of "a.b" and b within a."""
+    numbered = (f"{path}#{number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain([path], numbered) if name not in taken)
 
 
 def _join(path: str, key: Any) -> str:

@@ -172,6 +172,7 @@ class ElasticLoader(Generic[T]):
             raise ConfigError("What a batch is depends on the world: give batch_size or policy.")
         if not options.get("in_order", True):
             raise ConfigError("Batches are counted in their order: in_order=False cannot be.")
+        shown = batch_size if policy is None else None
         policy = _policy(policy, batch_size)
         if isinstance(dataset, ElasticStream):
             _refuse_sampler(sampler, shuffle)
@@ -196,7 +197,12 @@ class ElasticLoader(Generic[T]):
         )
         # What frameworks look for. torch's own `__setattr__` keeps users from changing them.
         object.__setattr__(self, "sampler", self.feed.progress)
-        object.__setattr__(self, "batch_size", None if batch_size == 1 else batch_size)
+        object.__setattr__(self, "batch_size", shown)
+
+    @property
+    def progress(self) -> Progress:
+        """How far the training is in the data: the sampler, or the stream."""
+        return self.feed.progress
 
     @property
     def weight(self) -> float:

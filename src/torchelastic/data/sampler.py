@@ -46,8 +46,10 @@ class ElasticSampler(Progress, Sampler[int]):
         self.length = data if isinstance(data, int) else len(data)
         self.drop_last = drop_last
         self._order: tuple[tuple[int, int], Order] | None = None
-        #: Whether it was iterated, and not told since what was taken of that.
+        #: Whether samples were given, and it was not told since what was taken of them.
         self._untold = False
+        #: The turn and the epoch of the last iterator.
+        self._iterated: tuple[int, int] | None = None
 
     @property
     def order(self) -> Order:
@@ -74,6 +76,13 @@ class ElasticSampler(Progress, Sampler[int]):
         super().committed()
 
     def __iter__(self) -> Iterator[int]:
+        place = self.turn, self.epoch
+        if self._iterated == place and self.length and not len(self):
+            raise ConfigError(
+                f"Epoch {self.epoch} is over, and no sample of it is left: say "
+                "sampler.set_epoch(epoch) before each epoch, or use torchelastic.data.DataLoader."
+            )
+        self._iterated = place
         self._untold = True
         return self._samples(self.turn)
 
@@ -86,6 +95,7 @@ class ElasticSampler(Progress, Sampler[int]):
                     "The sampler has gone to another place since this iterator was made: make "
                     "another one, or use torchelastic.data.DataLoader, which follows."
                 )
+            self._untold = True
             yield order.at(position, position + 1)[0]
 
     def __len__(self) -> int:

@@ -27,11 +27,11 @@ class StatefulDataLoader(ElasticLoader[T], torchdata.StatefulDataLoader[T]):  # 
     """
 
     def state_dict(self) -> dict[str, Any]:
-        return self.feed.progress.state_dict()
+        return self.progress.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.feed.progress.load_state_dict(state_dict)
+        self.progress.load_state_dict(state_dict)
 
     def committed(self) -> None:
-        """As a part of a TorchState the loader is told of commits like its sampler."""
-        self.feed.progress.committed()
+        """The step is committed, as its sampler or stream is told otherwise."""
+        self.progress.committed()

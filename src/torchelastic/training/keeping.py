@@ -125,15 +125,17 @@ class Keeper:
 
     # --- commit ----------------------------------------------------------------------------------
 
-    def commit(self, step: int) -> None:
-        """So many steps are done: publish the state."""
-        version = (self.generation, step)
-        if version <= self._committed:
+    def check(self, step: int) -> None:
+        """`ValueError` unless this step may be committed."""
+        if (self.generation, step) <= self._committed:
             raise ValueError(
                 f"Step {step} cannot be committed after step {self._committed[1]}: steps are "
                 "committed in order, and each once."
             )
-        self._committed = version
+
+    def commit(self, step: int) -> None:
+        """So many steps are done, which `check` has let pass: publish the state."""
+        self._committed = version = (self.generation, step)
         if faults.planned:
             faults.position(rank=self.rank, step=step, generation=self.generation)
         if self._holder is not None and self._writer is not None:

@@ -362,6 +362,7 @@ class TorchState(State):
             self._commit(self._keeper, self.step + 1 if step is None else step)
 
     def _commit(self, keeper: Keeper, done: int) -> None:
+        keeper.check(done)  # before anything has moved
         for tell in self._listeners:
             tell()
         self.step = done
@@ -539,8 +540,8 @@ def _take_out_shards(solid: Mapping[str, Any]) -> list[str]:
 
 
 def _recorded(stateful: Mapping[str, Any], ledger: Ledger | None) -> list[Progress]:
-    """The parts that know which samples a step has used; none without a ledger."""
-    found = [part for part in stateful.values() if isinstance(part, Progress)]
+    """What knows which samples a step has used; nothing without a ledger."""
+    found = [part for part in _told(stateful) if isinstance(part, Progress)]
     if ledger is not None and not found:
         raise TypeError(
             "A ledger needs a sampler that knows which samples a step has used: pass an "
@@ -550,8 +551,18 @@ def _recorded(stateful: Mapping[str, Any], ledger: Ledger | None) -> list[Progre
 
 
 def _listeners(stateful: Mapping[str, Any]) -> list[Callable[[], object]]:
-    found = (getattr(part, "committed", None) for part in stateful.values())
+    found = (getattr(part, "committed", None) for part in _told(stateful))
     return [method for method in found if callable(method)]
+
+
+def _told(stateful: Mapping[str, Any]) -> list[Any]:
+    """What is told of commits: the parts, and for a loader its sampler; none of them twice."""
+    told = {}
+    for part in stateful.values():
+        known = getattr(part, "progress", None)
+        one = known if isinstance(known, Progress) else part
+        told[id(one)] = one
+    return list(told.values())
 
 
 def _optimizers(part: Any) -> list[Optimizer]:

@@ -97,27 +97,48 @@ def test_the_automatic_interval(measured, seconds):
 
 def test_every_so_many_steps():
     pace = Pace.begin(Every(steps=5), 0, now=0.0)
-    due = [step for step in range(1, 21) if pace.is_due(step, 0.0)]
-    assert due == [5, 10, 15, 20]
-    assert not pace.began(10, 1.0).is_due(10, 2.0), "once for each step"
+    assert due_of(pace, range(1, 21)) == [5, 10, 15, 20]
+    assert not pace.at(10).began(10, 1.0).is_due(2.0), "once for each step"
+    assert pace.at(10).at(10).is_due(0.0), "asked twice"
+
+
+@pytest.mark.parametrize(
+    ("every", "asked", "due"),
+    [
+        (2, range(1, 10, 2), [3, 5, 7, 9]),
+        (7, range(5, 40, 5), [10, 15, 25, 30, 35]),
+        (5, [3, 4, 5, 3, 4, 5, 6], [5, 5]),  # rolled back
+        (3, [100], []),
+    ],
+)
+def test_not_every_step_need_be_asked_about(every, asked, due):
+    assert due_of(Pace.begin(Every(steps=every), asked[0] - 1, now=0.0), asked) == due
+
+
+def due_of(pace, steps):
+    due = []
+    for step in steps:
+        pace = pace.at(step)
+        due += [step] if pace.is_due(0.0) else []
+    return due
 
 
 def test_every_so_many_seconds():
     pace = Pace.begin(Every(seconds=30), 0, now=100.0)
-    assert not pace.is_due(1, 129.9)
-    assert pace.is_due(2, 130.0)
+    assert not pace.is_due(129.9)
+    assert pace.is_due(130.0)
     pace = pace.began(2, 131.0)
-    assert not pace.is_due(3, 160.9)
-    assert pace.is_due(4, 161.0)
+    assert not pace.is_due(160.9)
+    assert pace.is_due(161.0)
 
 
 def test_an_automatic_pace_follows_what_is_measured():
     pace = Pace.begin(Every(auto=True), 0, now=0.0)
-    assert pace.is_due(1, SHORTEST)
+    assert pace.is_due(SHORTEST)
     pace = pace.began(1, SHORTEST).learned(Measured(2.0, 3.0, 10.0, 0))
     assert pace.seconds == pytest.approx(240, rel=0.02)
-    assert not pace.is_due(2, SHORTEST + 200)
-    assert pace.is_due(3, SHORTEST + 250)
+    assert not pace.is_due(SHORTEST + 200)
+    assert pace.is_due(SHORTEST + 250)
 
 
 def test_other_paces_learn_nothing():

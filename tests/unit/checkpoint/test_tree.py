@@ -96,6 +96,16 @@ def test_each_tensor_falls_to_one_rank_and_own_ones_to_their_own():
         assert f"torchelastic.own.{rank}.rng" in content.tensors
 
 
+def test_names_that_would_be_the_same_stay_apart():
+    one, two, three, four, five = (torch.tensor(float(i)) for i in range(5))
+    given = {"a": {"b": one}, "a.b": two, 1: three, "1": four, "torchelastic.skeleton": five}
+    content = plan.Planner().content(given, own={"skeleton": one})
+    found = tree.restore(plan.from_tensor(content.tensors[plan.SKELETON]), content.tensors)
+    assert found == given
+    own = plan.from_tensor(content.tensors[plan.own_skeleton(0)])
+    assert tree.restore(own, content.tensors) == {"skeleton": one}
+
+
 def test_the_same_form_is_planned_once():
     planner = plan.Planner()
 

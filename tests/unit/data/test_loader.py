@@ -182,6 +182,7 @@ def test_what_frameworks_look_for():
     sampler = ElasticSampler(6, rank=0, size=1)
     loader = DataLoader(range(6), 2, sampler=sampler, collate_fn=tuple)
     assert (loader.sampler, loader.batch_size, len(loader)) == (sampler, 2, 3)
+    assert DataLoader(range(5)).batch_size == 1
     assert isinstance(next(iter(loader)), tuple)
     assert DataLoader(range(6), shuffle=True).sampler.shuffle
     assert not DataLoader(range(6)).sampler.shuffle

@@ -108,3 +108,34 @@ def test_a_rank_that_cannot_be_is_refused():
         sampler_of(rank=2, size=2)
     with pytest.raises(ConfigError, match="belong together"):
         ElasticSampler(10, rank=1)
+
+
+def test_an_epoch_is_not_silently_empty():
+    sampler = sampler_of(4, shuffle=False)
+    loader = torch.utils.data.DataLoader(range(4), 2, sampler=sampler)
+    for _ in loader:
+        sampler.took(2)
+        sampler.committed()
+    with pytest.raises(ConfigError, match=r"Epoch 0 is over.*sampler.set_epoch"):
+        list(loader)
+    sampler.set_epoch(1)
+    assert len(list(loader)) == 2
+
+
+def test_who_goes_on_at_the_end_of_an_epoch_finds_nothing_left_once():
+    sampler, other = sampler_of(4), sampler_of(4)
+    sampler.took(4)
+    sampler.committed()
+    other.load_state_dict(sampler.state_dict())
+    assert list(other) == []
+
+
+def test_every_commit_is_told_what_was_taken():
+    sampler = sampler_of(6, shuffle=False)
+    samples = iter(sampler)
+    next(samples)
+    sampler.took(1)
+    sampler.committed()
+    next(samples)
+    with pytest.raises(ConfigError, match=r"nobody has said how many"):
+        sampler.committed()

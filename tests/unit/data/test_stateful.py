@@ -1,12 +1,14 @@
 """The same loader as torchdata's, and torchdata's own with our sampler."""
 
+import json
 import sys
 
 import pytest
+from torch import nn
 
 from tests.unit.data.test_loader import expected, play
 from tests.unit.data.worlds import PlacedSampler, World
-from torchelastic import data
+from torchelastic import TorchState, data
 
 # torchdata 0.11 calls a function that torch has given up.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -52,6 +54,24 @@ def test_its_state_is_good_for_any_world():
     assert one.state_dict() == one.sampler.state_dict()
     other.load_state_dict(one.state_dict())
     assert next(iter(other)).tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("with_sampler", [False, True])
+def test_a_state_with_the_loader_knows_what_each_step_used(tmp_path, with_sampler):
+    pytest.importorskip("torchdata")
+    sampler = data.ElasticSampler(12, shuffle=False)
+    loader = data.StatefulDataLoader(range(12), 4, sampler=sampler)
+    ledger = data.Ledger(tmp_path)
+    parts = {"loader": loader} | ({"sampler": sampler} if with_sampler else {})
+    state = TorchState(model=nn.Linear(1, 1), ledger=ledger, **parts)
+    state.restore()
+    for _ in loader:
+        state.commit()
+    ledger.close()
+    lines = [
+        json.loads(line) for path in tmp_path.iterdir() for line in path.read_text().splitlines()
+    ]
+    assert sorted(number for line in lines for number in line.get("ids", [])) == list(range(12))
 
 
 def test_torchdatas_own_loader_goes_on_where_the_sampler_is():

@@ -335,8 +335,9 @@ def test_steps_are_committed_in_order(shelf):
         state.commit()
     state.restore()
     state.commit(step=5)
-    with pytest.raises(ValueError, match="Step 5 cannot be committed after step 5"):
-        state.commit(step=5)
+    with pytest.raises(ValueError, match="Step 4 cannot be committed after step 5"):
+        state.commit(step=4)
+    assert state.step == 5, "nothing has moved"
     finish(state)
 
 
