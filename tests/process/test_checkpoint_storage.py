@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,12 +11,15 @@ import pytest
 import torch
 
 from tests.support import poll_for
+from torchelastic import faults
 from torchelastic.checkpoint import CheckpointStore
+from torchelastic.checkpoint import store as store_module
 from torchelastic.errors import CheckpointError
 
 PATIENCE = 90.0
 #: Bytes of the state.
 SIZE = 400_000
+WRITERS = ["thread", pytest.param("process", marks=pytest.mark.slow)]
 
 
 def state(value):
@@ -35,6 +39,7 @@ def store(request, tmp_path):
         return opened[-1]
 
     yield make
+    faults.plan("")
     for one in opened:
         one.close()
 
@@ -62,7 +67,7 @@ def saved(store, step):
     store.finish()
 
 
-@pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("writer", WRITERS)
 def test_a_full_disk_costs_one_checkpoint_and_no_training(store, disk, caplog, writer):
     one = store(disk, writer=writer)
     saved(one, 1)
@@ -79,8 +84,9 @@ def test_a_full_disk_costs_one_checkpoint_and_no_training(store, disk, caplog, w
     assert one.load().tree["n"] == 4
 
 
-def test_read_only_storage_costs_no_training(store, disk, caplog):
-    one = store(disk)
+@pytest.mark.parametrize("writer", WRITERS)
+def test_read_only_storage_costs_no_training(store, disk, caplog, writer):
+    one = store(disk, writer=writer)
     saved(one, 1)
     assert mount(disk, "remount,ro").returncode == 0
     for step in (2, 3):
@@ -91,6 +97,50 @@ def test_read_only_storage_costs_no_training(store, disk, caplog):
     assert mount(disk, "remount,rw").returncode == 0
     saved(one, 4)
     assert steps(one) == [4, 1]
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_storage_that_fails_every_third_time(store, monkeypatch, caplog, writer):
+    plan = ";".join(
+        f"raise@place=checkpoint.write,step={step},generation=any" for step in (3, 6, 9)
+    )
+    monkeypatch.setenv("TORCHELASTIC_FAULTS", plan)
+    faults.load()
+    one = store(writer=writer, keep_last=2)
+    good: list[int] = []
+    for step in range(1, 10):
+        faults.position(rank=0, step=step, generation=0)  # for the thread; a process has its own
+        assert one.save(state(step), step)
+        if step % 3 == 0:
+            with pytest.raises(CheckpointError, match=f"step {step} could not be written"):
+                one.finish()
+        else:
+            one.finish()
+            good.append(step)
+        assert one.load().step == good[-1], "the one before stays"
+    assert caplog.text.count("the training goes on, the last good one stays") == 3
+    assert steps(one) == good[-1:-3:-1]
+
+
+@pytest.mark.slow
+def test_slow_storage_costs_checkpoints_and_no_training(store, monkeypatch, caplog):
+    """It hangs until somebody looks after it; steps go on, and the log says what is left out."""
+    monkeypatch.setenv("TORCHELASTIC_FAULTS", "stop@place=checkpoint.write,step=2,generation=any")
+    one = store(writer="process")
+    monkeypatch.setattr(store_module, "LARGE", 1)
+    saved(one, 1)
+    child = one._process._process.pid
+    assert one.save(state(2), 2)
+    poll_for(lambda: status(child) == "T", what="storage that hangs", timeout=PATIENCE)
+    for step in (3, 4):
+        assert not one.save(state(step), step)
+        assert f"No checkpoint of step {step}: the one before is still being" in caplog.text
+    assert one.load().step == 1
+    os.kill(child, signal.SIGCONT)
+    one.finish()
+    assert steps(one) == [2, 1]
+    saved(one, 5)
+    assert steps(one) == [5, 2, 1]
 
 
 @pytest.mark.slow
@@ -147,8 +197,13 @@ def test_the_writer_of_a_killed_training_ends_with_it(store, tmp_path):
 
 
 def alive(pid):
+    return status(pid) not in ("", "Z")
+
+
+def status(pid):
+    """The letter that /proc has for it; none where there is no such process."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
+            return stat.read().rpartition(")")[2].split()[0]
     except FileNotFoundError:
-        return False
+        return ""

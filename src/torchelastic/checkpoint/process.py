@@ -19,6 +19,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from torchelastic import faults
 from torchelastic.checkpoint import restricted
 from torchelastic.checkpoint.catalog import Catalog
 from torchelastic.checkpoint.job import Job, Written, run
@@ -113,6 +114,7 @@ def main(descriptor: int) -> None:
     torch.set_num_threads(1)
     # The marker has checksums of all files: torch's own, of each tensor, would cost as much again.
     torch.serialization.set_crc32_options(False)
+    faults.load()
     connection = socket.socket(fileno=descriptor)
     threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
     try:
@@ -127,6 +129,8 @@ def main(descriptor: int) -> None:
 
 
 def _answer(job: Job, catalog: Catalog, memory: int) -> Written | str:
+    if faults.planned:
+        faults.position(rank=job.rank, step=job.step, generation=job.fence.generation)
     try:
         return run(job, catalog, staged(memory, job.slots))
     except Exception as error:  # whatever it is, the parent tells the user

@@ -309,6 +309,18 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_on_all_ranks(mesh, store, mo
         build(mesh).restore()
 
 
+def test_storage_that_cannot_be_read_is_an_error_on_all_ranks(mesh, store, monkeypatch):
+    """Not on rank 0 alone, for which the others would wait."""
+
+    def fails():
+        raise OSError("no route to it")
+
+    monkeypatch.setattr(keeping_agent, "connect", lambda: None)
+    monkeypatch.setattr(store.catalog, "sound", fails)
+    with pytest.raises(CheckpointError, match=r"cannot be read: .*no route to it"):
+        build(mesh).restore()
+
+
 def test_one_rank_alone_stores_no_shards(mesh, store, monkeypatch):
     """The rest of them would be missing, and nobody would know until they are needed."""
     tensor = next(build(mesh).model.parameters())
