@@ -86,6 +86,8 @@ class Workers:
         self._places: dict[int, tuple[int, int]] = {}
         #: By local rank: the generation it was told to enter, and when, until it tells of its end.
         self._told_to_enter: dict[int, tuple[int, float]] = {}
+        #: By local rank: the generation it has told that it trains in, until it tells that it left.
+        self._inside: dict[int, int] = {}
         self._steps: dict[int, int] = {}
         #: What failing workers said on their channels; all there is where no files are wanted.
         self._last_words_of: dict[int, error_file.ErrorRecord] = {}
@@ -160,6 +162,7 @@ class Workers:
             self._verdicts,
             self.pongs,
             self._told_to_enter,
+            self._inside,
         ):
             known.pop(local_rank, None)
 
@@ -222,13 +225,16 @@ class Workers:
 
     def entering_since(self, local_rank: int) -> float | None:
         """When a worker set out for the world it was last told to enter; None: it is not on its
-        way, because it has entered a step there or has told that it will not."""
+        way, because it has entered a step there or has told that it will not. Infinite: it runs
+        through a step of the world before, and has said that this may take any time."""
         generation, told = self._told_to_enter.get(local_rank, (-1, 0.0))
         shown, _, entered = self.progress(local_rank) or (-1, -1, math.inf)
         if shown >= generation:
             return None
-        # It may have to run through a step of the world before.
-        return told if entered == math.inf else max(told, entered)
+        if entered == math.inf:
+            # Else an evaluation would be taken for a hang, of all workers of the world at once.
+            return math.inf if local_rank in self._inside else told
+        return max(told, entered)
 
     def has_stopped(self, local_rank: int) -> bool:
         """Whether it has since it was told that its world is over."""
@@ -278,6 +284,7 @@ class Workers:
                 self._erred(local_rank, erred)
             case orders.Up() as up:
                 self._steps[local_rank] = up.step
+                self._inside[local_rank] = up.generation
                 self._narrator.training(self._rank(local_rank), up)
             case orders.Stopped(_, step) | orders.Finished(_, step) as stopped:
                 self._steps[local_rank] = step
@@ -294,9 +301,15 @@ class Workers:
             self._supervisor.tell(local_rank, answer, fds)
 
     def _out_of(self, local_rank: int, generation: int) -> None:
-        """Nothing of this generation goes on in the worker: nobody waits for it to enter that."""
-        if generation >= self._told_to_enter.get(local_rank, (-1, 0.0))[0]:
+        """Nothing of this generation goes on in the worker: nobody waits for it to enter that, and
+        if it was told to enter the next one, it sets out now."""
+        if self._inside.get(local_rank, -1) <= generation:
+            self._inside.pop(local_rank, None)
+        entering = self._told_to_enter.get(local_rank, (-1, 0.0))[0]
+        if generation >= entering:
             self._told_to_enter.pop(local_rank, None)
+        else:
+            self._told_to_enter[local_rank] = (entering, time.monotonic())
 
     def _give_slate(self, local_rank: int) -> None:
         """A replacement gets the memory of the worker it stands in for."""

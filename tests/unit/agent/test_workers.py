@@ -1,5 +1,6 @@
 """What is known of workers without asking them: who is on its way into a world."""
 
+import math
 import os
 import time
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from torchelastic.agent.workers import Workers
 from torchelastic.clock import FakeClock
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.worker import orders, slate
-from torchelastic.worker.orders import Enter, Erred, Keeps, PeerLost, Stopped
+from torchelastic.worker.orders import Enter, Erred, Keeps, PeerLost, Stopped, Up
 
 
 @pytest.fixture
@@ -30,7 +31,9 @@ def workers(monkeypatch, told):
         {},
         nursery=SimpleNamespace(zygote=None, pids=set()),
         node_logs=None,
-        narrator=SimpleNamespace(name="n", worker_failed=lambda failure: None),
+        narrator=SimpleNamespace(
+            name="n", worker_failed=lambda failure: None, training=lambda rank, up: None
+        ),
         clock=None,
         tell_event=lambda event: None,
         secret=None,
@@ -87,6 +90,23 @@ def test_a_last_step_of_the_world_before_is_progress(workers, worker):
     assert workers.entering_since(0) > told
     worker.unhurried()  # it has left that world
     assert workers.entering_since(0) <= told
+
+
+def test_an_unhurried_last_step_of_the_world_before_may_take_any_time(workers, worker):
+    """The next world is known, and an evaluation goes on in this one: nobody hangs."""
+    enter(workers, 0)
+    workers._heard(0, orders.to_json(Up(0, 0)))
+    worker.entered(0, 0)
+    enter(workers, 1)
+    told = workers.entering_since(0)
+    worker.unhurried()
+    assert workers.entering_since(0) == math.inf
+    worker.hurried()
+    assert told < workers.entering_since(0) < math.inf
+    worker.unhurried()  # it has left that world, and says so: only now it sets out
+    before = time.monotonic()
+    workers._heard(0, orders.to_json(Stopped(0, 1)))
+    assert before <= workers.entering_since(0) <= time.monotonic()
 
 
 @pytest.mark.parametrize(
