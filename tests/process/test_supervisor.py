@@ -272,6 +272,38 @@ def test_a_worker_may_clean_up_within_the_timeout(made, environ):
     assert made.exits[0].exitcode == 9
 
 
+#: Rank 0 goes when it is asked to on its channel, others when they get a signal.
+ASKED = """
+import time
+from torchelastic.worker import channel
+if rank == "0":
+    link = channel.link()
+    say(rank, "up")
+    link.receive()
+    say("before", os.path.exists(os.path.join(os.environ["DIR"], "signalled")))
+    sys.exit(7)
+signal.signal(15, lambda *_: (say("signalled", 1), sys.exit(8)))
+say(rank, "up")
+while True: signal.pause()
+"""
+
+
+def test_those_that_were_told_go_before_the_others_get_the_signal(made, environ):
+    made.do(made.supervisor.start(spawns(made, environ, SAY + ASKED, 2)))
+    ready(made, "0", "1")
+    made.supervisor.tell(0, {"type": "leave"})
+    made.do(made.supervisor.stop(timeout=60, told=[0]))
+    assert ready(made, "before") == ["False"]
+    assert [(exit.local_rank, exit.exitcode) for exit in made.exits] == [(0, 7), (1, 8)]
+
+
+def test_those_that_were_told_and_do_not_go_are_killed_in_time(made, environ):
+    made.do(made.supervisor.start(spawns(made, environ, SAY + ASKED, 2)))
+    ready(made, "0", "1")
+    made.do(made.supervisor.stop(timeout=0.3, told=[0]))
+    assert not made.supervisor.alive
+
+
 def test_a_frozen_worker_sees_the_signal(made, environ):
     source = SAY + "signal.signal(15, lambda *_: sys.exit(9)); say(rank, 'up'); signal.pause()"
     pids = made.do(made.supervisor.start(spawns(made, environ, source, 1)))

@@ -333,7 +333,7 @@ def test_a_node_of_many_leaves_when_none_of_its_workers_fits():
 
 def test_a_leave_waits_for_the_boundary_then_sends_the_workers_home():
     node = training()
-    commands = node.feed(LeaveRequested(15))
+    commands = node.feed(LeaveRequested(15, 99.0))
     assert reported(commands)["leaving"] == "SIGTERM"
     assert not told(commands)
     node.see(world(phase="pausing", ending="leave"))
@@ -341,7 +341,8 @@ def test_a_leave_waits_for_the_boundary_then_sends_the_workers_home():
     assert told(commands) == [(0, "Through"), (1, "Through")]
     node.say(0, orders.Stopped(0, 9))
     commands = node.say(1, orders.Stopped(0, 9))
-    assert told(commands) == [(0, "Leave"), (1, "Leave")]
+    leave = orders.Leave(15, 99.0)
+    assert [one for one in commands if isinstance(one, Tell)] == [Tell(0, leave), Tell(1, leave)]
     assert commands[-1] == Stop(0)
     node.feed(WorkersGone())
     assert (node.state.is_terminal, node.state.exitcode) == (True, 143)

@@ -15,6 +15,8 @@ from torchelastic.agent.group_state import (
     Start,
     Stop,
     StoreLost,
+    Tell,
+    WorkerCanSave,
     WorkerEnlisted,
     WorkerFailed,
     WorkersGone,
@@ -25,6 +27,7 @@ from torchelastic.agent.group_state import (
 )
 from torchelastic.failure import Failure
 from torchelastic.rendezvous.world import World, WorldNode
+from torchelastic.worker.orders import Leave
 
 
 def world(generation=0, phase="running", nodes="ab", **fields):
@@ -178,6 +181,67 @@ def test_a_leave_is_announced_and_the_signal_passed_on_at_once():
     assert node.feed(LeaveRequested(15)) == []
     node.feed(WorkersGone())
     assert (node.state.phase, node.state.exitcode) == (Phase.ENDED, 143)
+
+
+def saving():
+    """A node that leaves, one worker of which can put the state into storage."""
+    node = running()
+    node.feed(WorkerCanSave(0))
+    return node
+
+
+def test_who_can_store_the_state_is_told_before_anybody_else_and_ends_by_itself():
+    assert saving().feed(LeaveRequested(15, 99.0)) == [
+        Tell(0, Leave(15, 99.0)),
+        Report({"leaving": "SIGTERM"}),
+        Stop(15, told=frozenset({0})),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seen", "saves"),
+    [
+        (world(phase="over", saver="a"), True),
+        (world(phase="over", saver="b"), False),
+        (world(phase="over"), False),
+        (world(1, nodes="bc", saver="a"), True),
+        (world(1, nodes="bc", saver="b"), False),
+        (world(phase="closed", saver="a"), True),
+        (world(), None),
+        (world(-1, phase="over", saver="a"), None),
+    ],
+)
+def test_the_leader_has_said_which_node_stores_the_state(seen, saves):
+    node = saving()
+    node.feed(LeaveRequested(15, 99.0))
+    told = [] if saves is None else [Tell(0, Leave(15, 99.0, saves))]
+    assert node.feed(WorldSeen(seen)) == told
+
+
+def test_a_second_interrupt_is_also_for_who_stores_the_state():
+    node = saving()
+    node.feed(LeaveRequested(2, 99.0))
+    assert node.feed(LeaveRequested(2, 99.0)) == [Stop(9)]
+
+
+def test_workers_that_are_being_stopped_store_nothing():
+    node = saving()
+    node.feed(WorldSeen(world(phase="over")))
+    assert node.feed(LeaveRequested(15, 99.0)) == [Report({"leaving": "SIGTERM"}), Stop(15)]
+    assert node.feed(WorldSeen(world(phase="over", saver="a"))) == []
+
+
+def test_a_worker_that_has_ended_is_not_waited_for():
+    node = saving()
+    node.feed(WorkerSucceeded(0, 0))
+    commands = node.feed(LeaveRequested(15, 99.0))
+    assert commands == [Report({"leaving": "SIGTERM"}), Stop(15)]
+
+
+def test_workers_of_the_next_generation_have_yet_to_say_what_they_can():
+    node = saving()
+    node.feed(WorldSeen(world(phase="over")), WorkersGone(), WorldSeen(world(1)), WorkersUp(1))
+    assert node.feed(LeaveRequested(15)) == [Report({"leaving": "SIGTERM"}), Stop(15)]
 
 
 def test_a_second_interrupt_means_now():

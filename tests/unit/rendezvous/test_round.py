@@ -109,6 +109,27 @@ def test_a_leave_is_not_waited_for():
     assert "b leaves (SIGTERM)" in job.world.reason
 
 
+def test_one_of_those_that_leave_stores_the_state():
+    job = running("1:4", "abc")
+    assert job.world.saver == ""
+    job.say("c", leaving="SIGTERM")
+    assert job.world.saver == "c"
+    job.say("b", leaving="SIGTERM")
+    job.all_gone()
+    assert (job.names, job.world.saver) == (["a"], "c")
+    job.die("b")
+    job.die("c")
+    job.come("d")
+    job.wait(60)
+    assert (job.world.phase, job.world.saver) == ("over", ""), "of what is over last"
+
+
+def test_who_leaves_stores_the_state_though_a_failure_ends_the_generation():
+    job = running("1:4", "abc")
+    job.say("b", failures=(failure("b"),), leaving="SIGTERM")
+    assert (job.world.ending, job.world.saver) == ("failure", "b")
+
+
 def test_count_resizes_makes_membership_changes_spend_the_budget():
     job = running("1:4", "abc", max_restarts=1, count_resizes=True)
     job.die("c")

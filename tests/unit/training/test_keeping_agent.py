@@ -9,11 +9,13 @@ import threading
 
 import pytest
 
+from tests.support import poll_for
 from torchelastic.errors import SnapshotError
 from torchelastic.snapshot.layout import SHARED, Sizes, create
 from torchelastic.snapshot.messages import Granted, Holding, Holdings, Opened, Refused, to_json
 from torchelastic.training import keeping_agent
 from torchelastic.training.keeping_agent import Agent
+from torchelastic.worker import orders
 from torchelastic.worker.channel import Link
 
 HELD = Holding(SHARED, (2, 7), 100, 0, 4)
@@ -76,6 +78,58 @@ def test_an_answer_to_what_nobody_waits_for_is_dropped(ends):
     thread.join()
     assert len(os.listdir("/proc/self/fd")) == before
     os.close(descriptor)
+
+
+@pytest.fixture
+def listening(ends):
+    """An agent that is listened to, and what was heard."""
+    agent, theirs = ends
+    heard = []
+    agent.listen(heard.append)
+    assert orders.from_json(json.loads(theirs.recv(1 << 16))) == orders.CanSave()
+    yield agent, theirs, heard
+    agent._link.wake()
+    for thread in threading.enumerate():
+        if thread.name == "torchelastic-agent":
+            thread.join()
+
+
+def tell(theirs, message, *fds):
+    socket.send_fds(theirs, [json.dumps(message).encode() + b"\n"], fds)
+
+
+def test_the_word_to_leave_is_heard_whenever_it_comes(listening):
+    agent, theirs, heard = listening
+    leave = orders.Leave(15, 1.5)
+    tell(theirs, orders.to_json(leave))
+    poll_for(lambda: heard == [leave], what="it is heard by the thread that listens")
+    descriptor = create(Sizes(64, 64))
+    before = len(os.listdir("/proc/self/fd"))
+    tell(theirs, to_json(Granted(99)), descriptor)  # late: closed, and nothing else
+    thread = answer(theirs, (lambda number: Holdings(number, (HELD,)), []))
+    assert agent.inventory() == Holdings(1, (HELD,))
+    thread.join()
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(descriptor)
+
+
+def test_the_word_to_leave_may_come_before_an_answer(listening):
+    agent, theirs, heard = listening
+    leave = orders.Leave(15, 1.5, saves=True)
+
+    def run():
+        number = 0
+        while not number:  # the slate is asked for, too
+            number = json.loads(theirs.recv(1 << 16)).get("request", 0)
+        tell(theirs, orders.to_json(leave))
+        tell(theirs, to_json(Refused(number, "No room.")))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    with pytest.raises(SnapshotError, match=r"^No room\.$"):
+        agent.room(SHARED, 64, 64)
+    thread.join()
+    assert heard == [leave]
 
 
 def test_patience_ends(ends, monkeypatch):
