@@ -1,0 +1,130 @@
+"""One place has the whole job's story: real agents, whose leader is killed, frozen or at etcd."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.process.jobs import Job, Node, job
+from tests.support import poll_for
+from torchelastic.events.log import read
+from torchelastic.events.record import Record
+
+KEPT = Path(__file__).with_name("kept.py")
+RESIDENT = Path(__file__).with_name("resident.py")
+PATIENCE = 90.0
+
+
+def own(node: Node) -> list[Record]:
+    [path] = (node.directory / "logs").rglob("events.jsonl")
+    return list(read(path))
+
+
+def gathered(node: Node) -> list[Record]:
+    paths = list((node.directory / "logs").rglob("job.jsonl"))
+    return list(read(paths[0])) if paths else []
+
+
+def keys(records: list[Record]) -> set[tuple[str, float, str]]:
+    return {record.key for record in records}
+
+
+def has_all(leader: Node, *nodes: Node) -> bool:
+    """Whether a node has gathered everything that these have written."""
+    return all(keys(own(node)) <= keys(gathered(leader)) for node in nodes)
+
+
+def second_world(made: Job, node: Node) -> int:
+    """The generation of the first world of two nodes."""
+
+    def found() -> list[int]:
+        formed = node.events("world-formed")
+        return [record["generation"] for record in formed if record["size"] == 2]
+
+    return poll_for(found, what=f"a world of two\n{made.said()}", timeout=PATIENCE)[0]
+
+
+def steps_of(made: Job, rank: int) -> int:
+    return len(made.lines(event="step", rank=rank))
+
+
+def test_the_next_leader_has_the_whole_story_of_the_living(tmp_path):
+    with job(tmp_path, "--nnodes=2:3 --no-zygote --lease=30") as it:
+        first, second, third = it.start(), it.start(), it.start()
+        it.world(0, 3)
+        poll_for(lambda: has_all(first, first, second, third), what="the story", timeout=PATIENCE)
+        assert gathered(second) == gathered(third) == []
+        first.kill()
+        [next_one] = poll_for(
+            lambda: [node for node in (second, third) if node.events("became-leader")],
+            what="another leader",
+            timeout=PATIENCE,
+        )
+        # Which generation that is depends on what the next host knew of the last one.
+        it.world(second_world(it, next_one), 2)
+        poll_for(lambda: has_all(next_one, second, third), what="the story", timeout=PATIENCE)
+        story = gathered(next_one)
+        assert {record.type for record in story} >= {"agent-started", "joined", "workers-started"}
+        assert len(keys(story)) == len(story), "nothing is told twice"
+        assert all(record.heard is not None for record in story)
+        it.order("finish")
+        assert [second.wait(), third.wait()] == [0, 0], it.said()
+        assert has_all(next_one, next_one), "its own last words included"
+
+
+def test_events_are_gathered_at_the_leader_where_nodes_meet_at_etcd(some_etcd, tmp_path):
+    where = f"--rdzv-backend=etcd --rdzv-endpoint={some_etcd.endpoint}"
+    run = f"--rdzv-id={secrets.token_hex(4)} --nnodes=2 --no-zygote"
+    with job(tmp_path, f"{where} {run}") as it:
+        nodes = [it.start(), it.start()]
+        it.world(0, 2)
+        [leader] = [node for node in nodes if node.events("became-leader")]
+        poll_for(lambda: has_all(leader, *nodes), what="the story", timeout=PATIENCE)
+        it.order("finish")
+        assert [node.wait() for node in nodes] == [0, 0], it.said()
+
+
+def test_a_job_of_one_node_needs_no_second_file(tmp_path):
+    with job(tmp_path, "--standalone --no-zygote") as it:
+        node = it.start()
+        it.world(0, 1)
+        it.order("finish")
+        assert node.wait() == 0, node.stderr
+        assert own(node)[-1].type == "job-ended"
+        assert gathered(node) == []
+
+
+@pytest.mark.slow
+def test_training_goes_on_while_the_leader_is_frozen(tmp_path):
+    """Its agent, that is: nobody waits for it, and what it has missed it is told later."""
+    with job(tmp_path, "--nnodes=2 --lease=600", script=RESIDENT) as it:
+        words = [str(RESIDENT), str(it._lines), str(it._orders), "steps=1000000", "model=plain"]
+        leader, other = it.start(script=words), it.start(script=words)
+        poll_for(lambda: gathered(leader), what="a beginning", timeout=PATIENCE)
+        os.kill(leader.agent_pid, signal.SIGSTOP)
+        try:
+            for rank in (0, 1):
+                enough = steps_of(it, rank) + 50
+                poll_for(lambda r=rank, n=enough: steps_of(it, r) >= n, what="steps", timeout=60)
+            last = poll_for(lambda: other.events("progress"), what="progress")[-1]
+        finally:
+            os.kill(leader.agent_pid, signal.SIGCONT)
+        seen = (last["node"], last["mono"], "progress")
+        poll_for(lambda: seen in keys(gathered(leader)), what="what was missed", timeout=PATIENCE)
+
+
+@pytest.mark.slow
+def test_a_script_that_keeps_its_state_shows_its_steps_and_what_it_waited_for(tmp_path):
+    with job(tmp_path, "--nnodes=1 --nproc-per-node=2") as it:
+        words = [str(KEPT), str(it._lines), str(it._orders), "steps=7"]
+        node = it.start(script=words)
+        assert node.wait(PATIENCE) == 0, node.stderr
+        last = node.events("progress")[-1]
+        assert (last["ranks"], last["steps"], last["generation"]) == ([0, 1], [7, 7], 0)
+        assert last["stalls"]["restore"] > 0
+        assert last["stalls"]["snapshot"] > 0
+        assert max(last["at"]) <= last["mono"]
