@@ -3,6 +3,9 @@
 A worker asks on its channel, and is answered when it is done, with a memory where there is one.
 Everything that takes time (memory is cleared when it is taken) happens in threads.
 
+An agent that comes to a job under way fetches the shared state as soon as it is in a world: it is
+here, or on its way, when the first of its workers asks for it.
+
 Copies go out in the background: each time a worker has sealed a version of its own piece, and when
 a generation has settled on its base, the freshest goes to every node that is to hold it. Shared
 state is written by every node for itself, so it is fetched by who lacks it, and never sent.
@@ -25,7 +28,7 @@ from torchelastic.rendezvous.embedded import wire
 from torchelastic.rendezvous.world import World
 from torchelastic.snapshot import messages
 from torchelastic.snapshot.carrier import Carrier
-from torchelastic.snapshot.layout import Version, is_void
+from torchelastic.snapshot.layout import SHARED, Version, is_void
 from torchelastic.snapshot.placement import holders
 from torchelastic.snapshot.room import NoRoom
 from torchelastic.snapshot.shelf import Shelf
@@ -38,6 +41,8 @@ TRY_AGAIN, PATIENCE = 1.0, 3
 #: Between two rounds of copies, a pause of so many times what the last one took, and of so many
 #: seconds at most: small pieces of short steps must not keep a core busy.
 PAUSE, LONGEST_PAUSE = 4.0, 0.02
+#: How many neighbours a newcomer asks for the shared state before its workers do.
+AHEAD = 2
 #: Answers a worker, with descriptors that remain the caller's.
 Answerer = Callable[[dict[str, Any], Sequence[int]], None]
 
@@ -71,6 +76,8 @@ class Snapshots:
         self._fetching: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         #: By node and address: who holds our pieces.
         self._holders: dict[tuple[str, str], _Holder] = {}
+        #: Whether it has been in no world yet.
+        self._is_new = True
 
     def open(self, meeting: Meeting) -> None:
         """Be there for other nodes, once this one has joined."""
@@ -172,6 +179,15 @@ class Snapshots:
             else:
                 await self._carrier.fetch(piece, version, peer)
 
+    async def _fetch_ahead(self, carrier: Carrier, peers: Sequence[str]) -> None:
+        """What it cannot have now the workers will ask for again, and be told."""
+        async with self._fetching[SHARED]:
+            for peer in peers:
+                try:
+                    return await carrier.fetch_freshest(SHARED, peer)
+                except (TransferError, NoRoom) as error:
+                    logger.debug("no state from %s ahead of the workers: %s", peer, error)
+
     async def _note_sealed(self) -> None:
         """All that has been heard until now at once: steps may be short, and workers many."""
         sealed, self._sealed = self._sealed, []
@@ -207,6 +223,10 @@ class Snapshots:
                 holder = _Holder(self._carrier, self._shelf, peer, self._noted, self._say_once)
                 self._holders[node, peer] = holder
                 self._start(holder.run())
+        if self._is_new and world.generation > 0:
+            peers = [peer for _, peer in chosen_holders(world, self._node, AHEAD)]
+            self._start(self._fetch_ahead(self._carrier, peers))
+        self._is_new = False
 
     async def _noted(self, piece: str) -> None:
         """A holder has a version: tell the worker which one all of them have."""

@@ -126,8 +126,9 @@ async def agents(*names, **options):
             await agent.close()
 
 
-def in_one_world(*agents):
+def in_one_world(*agents, generation=3):
     seen = world(*[agent.name for agent in agents], **{item.name: item.peer for item in agents})
+    seen = dataclasses.replace(seen, generation=generation)
     for agent in agents:
         agent.snapshots.turn_to(seen)
 
@@ -171,7 +172,7 @@ def test_void_versions_are_dropped_when_a_generation_has_settled():
 def test_own_pieces_are_brought_to_the_next_node_and_shared_ones_to_none():
     async def story():
         async with agents("a", "b", "c") as (a, b, c):
-            in_one_world(a, b, c)
+            in_one_world(a, b, c, generation=0)
             await a.write(SHARED, (0, 1))
             await a.write(own(0), (0, 1))
             await b.holds(own(0), (0, 1), True)
@@ -284,5 +285,54 @@ def test_two_workers_that_lack_the_same_fetch_it_once():
                 made.close()
             said, _ = await b.ask(messages.Fetch(3, SHARED, (0, 2), a.peer))
             assert "does not hold that version" in said.sentence
+
+    run(story())
+
+
+def test_a_newcomer_has_the_shared_state_before_its_workers_ask():
+    async def story():
+        async with agents("a", "b", "c") as (a, b, c):
+            await c.write(SHARED, (2, 7))
+            await c.write(SHARED, (2, 8))
+            in_one_world(a, b, c)
+            # b is next to c; a asks b in vain, or gets what that has just got, and then c.
+            for newcomer in (a, b):
+                await newcomer.holds(SHARED, (2, 8), False)
+            said, made = await b.ask(messages.Fetch(1, SHARED, (2, 8), "nobody:1"))
+            assert isinstance(said, messages.Opened)
+            assert made.freshest().is_whole()
+            made.close()
+
+    run(story())
+
+
+@pytest.mark.parametrize("generation", [0, 4])
+def test_who_was_there_from_the_beginning_fetches_nothing_unasked(generation):
+    """It has written the state itself, or there is none."""
+
+    async def story():
+        async with agents("a", "b") as (a, b):
+            seen = world("a", "b", a=a.peer, b=b.peer)
+            for agent in (a, b):
+                agent.snapshots.turn_to(dataclasses.replace(seen, generation=0))
+            await a.write(SHARED, (0, 1))
+            b.snapshots.turn_to(dataclasses.replace(seen, generation=generation))
+            assert not [task for task in b.snapshots._tasks if "ahead" in repr(task.get_coro())]
+
+    run(story())
+
+
+def test_a_newcomer_that_cannot_have_it_ahead_still_answers_its_workers(monkeypatch):
+    async def story():
+        async with agents("a", "b") as (a, b):
+            await a.write(SHARED, (0, 1))
+            monkeypatch.setattr(room, "limits", lambda: [Limit("its cgroup", 1 << 20, 1 << 20)])
+            b.snapshots.turn_to(world("a", "b", a=a.peer, b=b.peer))
+            said, _ = await b.ask(messages.Fetch(1, SHARED, (0, 1), a.peer))
+            assert "No room" in said.sentence
+            monkeypatch.undo()
+            said, made = await b.ask(messages.Fetch(2, SHARED, (0, 1), a.peer))
+            assert isinstance(said, messages.Opened)
+            made.close()
 
     run(story())
