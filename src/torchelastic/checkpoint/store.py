@@ -177,16 +177,16 @@ class CheckpointStore(CheckpointManager):
             return False
         if (turn := self._take_turn(generation, together)) is None:
             return False
+        plan, slots, number = content.plan, content.slots, self._next_number()
+        job = Job(step, rank, size, plan, slots, turn.fence, number, self._patience)
         # A large one never waits for its turn: its copy begins at once.
         behind = content.bytes >= LARGE and bool(lasting) and not self._at_once
-        addresses = by_address(lasting) if behind else None
-        if (staged := self._copy(content, step, addresses)) is None:
+        staged = self._copy(content, step, by_address(lasting) if behind else None)
+        if staged is None:
+            self._give_up(job)
             return False
         staging, copying = staged
-        plan, slots, sequence = content.plan, content.slots, self._sequence
-        job = Job(step, rank, size, plan, slots, turn.fence, sequence, self._patience)
         self._put(job, turn, staging, copying, self._way(content.bytes))
-        self._sequence = sequence + 1 if sequence is not None else None
         self._copying = copying
         if not behind:
             self._copy_rest()
@@ -282,6 +282,13 @@ class CheckpointStore(CheckpointManager):
         pace_of_steps = (time.monotonic() - pace.last) / (step - pace.step)
         return step + max(1, round(pace.seconds / max(pace_of_steps, 1e-6)))
 
+    def _next_number(self) -> int | None:
+        """Of a checkpoint that others write with us, whatever becomes of our part."""
+        number = self._sequence
+        if number is not None:
+            self._sequence = number + 1
+        return number
+
     def _take_turn(self, generation: int | None, together: bool) -> Turn | None:
         """This world's; with others, the same for all, and the number of the checkpoint with it."""
         if generation is None:
@@ -340,6 +347,14 @@ class CheckpointStore(CheckpointManager):
             self._note(job, write(job, staging.descriptor))
 
         self._runner.put(Task(job.step, task, staging.release))
+
+    def _give_up(self, job: Job) -> None:
+        """Leave word for rank 0, in the thread: storage may be slow."""
+        from torchelastic.checkpoint.job import give_up
+
+        if job.size > 1:
+            why = "it has no memory to copy its part to"
+            self._runner.put(Task(job.step, lambda: give_up(job, self.catalog, why)))
 
     def _finish_copy(self, job: Job, copying: Copying) -> None:
         """In the thread; raises if there is nothing that could be written."""

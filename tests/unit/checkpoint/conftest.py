@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from torchelastic import checkpoint, faults
-from torchelastic.checkpoint import FileSystemCheckpointManager, set_checkpoint_manager
+from torchelastic.checkpoint import (
+    CheckpointStore,
+    FileSystemCheckpointManager,
+    set_checkpoint_manager,
+)
 
 
 class Number:
@@ -33,3 +38,51 @@ def manager(tmp_path):
     checkpoint.background._runner.wait()
     checkpoint.background._runner.failures.clear()
     checkpoint.background._used = None
+
+
+# --- of stores ------------------------------------------------------------------------------------
+
+
+def state(value):
+    return {"model": {"w": torch.full((4, 3), float(value)), "b": torch.tensor(value)}, "n": value}
+
+
+@pytest.fixture
+def open_store():
+    opened = []
+
+    def make(url, **options):
+        opened.append(CheckpointStore(url, **options))
+        return opened[-1]
+
+    yield make
+    faults.plan("")
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture
+def used(open_store, tmp_path):
+    store = open_store(tmp_path)
+    set_checkpoint_manager(store)
+    yield store
+    set_checkpoint_manager(None)
+    checkpoint.background._used = None
+
+
+def saved(store, *steps, **options):
+    for step in steps:
+        assert store.save(state(step), step, **options)
+        store.finish()
+
+
+def steps(store):
+    return [found.step for found in store.list_checkpoints()]
+
+
+def after(event, function):
+    def wait(*arguments):
+        assert event.wait(30)
+        return function(*arguments)
+
+    return wait

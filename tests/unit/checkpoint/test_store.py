@@ -14,17 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.support import poll_for
+from tests.unit.checkpoint.conftest import Number, after, saved, state, steps
 from torchelastic import checkpoint, faults
-from torchelastic.checkpoint import CheckpointStore, restricted, set_checkpoint_manager
+from torchelastic.checkpoint import CheckpointStore, restricted
 from torchelastic.checkpoint import store as store_module
 from torchelastic.checkpoint.catalog import Catalog
 from torchelastic.checkpoint.storage import LocalStorage
 from torchelastic.errors import CheckpointError, ConfigError
-from torchelastic.snapshot import room
-
-
-def state(value):
-    return {"model": {"w": torch.full((4, 3), float(value)), "b": torch.tensor(value)}, "n": value}
 
 
 @pytest.fixture(params=["path", "file", "memory"])
@@ -35,30 +31,6 @@ def url(request, tmp_path):
         fsspec.filesystem("memory").store.clear()
     else:
         yield f"file://{tmp_path}/c" if request.param == "file" else str(tmp_path / "c")
-
-
-@pytest.fixture
-def open_store():
-    opened = []
-
-    def make(url, **options):
-        opened.append(CheckpointStore(url, **options))
-        return opened[-1]
-
-    yield make
-    faults.plan("")
-    for store in opened:
-        store.close()
-
-
-def saved(store, *steps, **options):
-    for step in steps:
-        assert store.save(state(step), step, **options)
-        store.finish()
-
-
-def steps(store):
-    return [found.step for found in store.list_checkpoints()]
 
 
 def test_what_is_saved_is_loaded(open_store, url):
@@ -99,14 +71,6 @@ def test_saving_waits_for_no_storage_and_keeps_what_was_then(open_store, tmp_pat
     go.set()
     store.finish()
     assert store.load().tree["model"]["w"].eq(1).all()
-
-
-def after(event, function):
-    def wait(*arguments):
-        assert event.wait(30)
-        return function(*arguments)
-
-    return wait
 
 
 def test_a_large_state_does_not_wait_for_slow_storage(open_store, tmp_path, monkeypatch, caplog):
@@ -367,26 +331,6 @@ def test_failures_make_it_shorter(open_store, tmp_path, monkeypatch):
 # --- what the loop calls --------------------------------------------------------------------------
 
 
-class Number:
-    def __init__(self, value=0):
-        self.value = value
-
-    def save(self, stream):
-        stream.write(str(self.value).encode())
-
-    def load(self, stream):
-        self.value = int(stream.read())
-
-
-@pytest.fixture
-def used(open_store, tmp_path):
-    store = open_store(tmp_path)
-    set_checkpoint_manager(store)
-    yield store
-    set_checkpoint_manager(None)
-    checkpoint.background._used = None
-
-
 def test_before_leaving_it_is_stored_and_waited_for(used):
     checkpoint.save_before_leaving(Number(5), 5, 0, grace=30)
     assert steps(used) == [5]
@@ -484,109 +428,3 @@ def test_storage_that_fails_every_third_time(open_store, tmp_path, caplog):
     assert steps(store) == good[-1:-3:-1]
     assert caplog.text.count("could not be written") == 12 - len(good)
     assert list(tmp_path.glob(".new-*")) == []
-
-
-# --- a copy behind the training -------------------------------------------------------------------
-
-
-@pytest.fixture
-def behind(open_store, tmp_path, monkeypatch):
-    """A store that takes any state for a large one, and what was saved of `lasting` tensors."""
-    monkeypatch.setattr(store_module, "LARGE", 1)
-    return open_store(tmp_path, writer="thread")
-
-
-def held(store, monkeypatch):
-    """Have the thread wait before it copies anything."""
-    go = threading.Event()
-    monkeypatch.setattr(store, "_finish_copy", after(go, store._finish_copy))
-    return go
-
-
-def large(value):
-    return torch.full((1 << 15,), float(value))
-
-
-def test_what_is_lasting_is_copied_when_it_is_about_to_be_written(behind, monkeypatch):
-    """Nobody has copied it by then: who waits does it."""
-    go, weight = held(behind, monkeypatch), large(1)
-    assert behind.save({"w": weight}, 1, lasting=[weight])
-    behind.before_write()
-    weight.fill_(2)
-    behind.before_write()  # once is enough
-    go.set()
-    behind.finish()
-    assert behind.load().tree["w"].eq(1).all()
-
-
-def test_what_is_not_lasting_is_copied_before_save_returns(behind, monkeypatch):
-    go, weight, other = held(behind, monkeypatch), large(1), large(1)
-    assert behind.save({"w": weight, "b": other}, 1, lasting=[weight])
-    other.fill_(2)
-    behind.before_write()
-    go.set()
-    behind.finish()
-    assert behind.load().tree["b"].eq(1).all()
-
-
-def test_a_state_that_is_written_to_meanwhile_is_not_stored(behind, monkeypatch, caplog):
-    """From then on all is copied before save returns."""
-    saved(behind, 1)
-    go, weight = held(behind, monkeypatch), large(1)
-    assert behind.save({"w": weight}, 2, lasting=[weight])
-    weight.fill_(2)
-    go.set()
-    with pytest.raises(CheckpointError, match="step 2 could not be written: parameters"):
-        behind.finish()
-    assert behind.load().step == 1
-    assert behind.save({"w": weight}, 3, lasting=[weight])
-    weight.fill_(3)
-    behind.finish()
-    assert behind.load().tree["w"].eq(2).all()
-
-
-def test_what_training_waits_for_counts_as_the_cost(behind, monkeypatch):
-    """The automatic interval follows it."""
-    go, weight = held(behind, monkeypatch), large(1)
-    assert behind.save({"w": weight}, 1, lasting=[weight])
-    before = behind._blocked
-    behind.before_write()
-    go.set()
-    behind.finish()
-    assert behind._blocked > before
-    assert behind._measured.blocked == behind._blocked
-
-
-def test_no_memory_is_no_checkpoint_and_no_end_of_training(open_store, tmp_path, caplog):
-    store = open_store(tmp_path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "limits", lambda: [room.Limit("its cgroup", 100, 100)])
-        assert not store.save(state(1), 1)
-    assert "No checkpoint of step 1. No room for copies to write checkpoints from" in caplog.text
-    saved(store, 2)
-    assert steps(store) == [2]
-
-
-def test_optimizers_wait_until_checkpoints_have_their_copy(used, monkeypatch):
-    """And nothing else has to be done for it."""
-    from torchelastic import TorchState
-
-    monkeypatch.setattr(store_module, "LARGE", 1)
-    go = held(used, monkeypatch)
-    model = torch.nn.Linear(300, 300)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    trained = TorchState(model=model, optimizer=optimizer)
-    model(torch.ones(1, 300)).sum().backward()
-    optimizer.step()
-    weight, average = (
-        model.weight.detach().clone(),
-        optimizer.state[model.weight]["exp_avg"].clone(),
-    )
-    checkpoint.save(trained, 1)
-    model(torch.ones(1, 300)).sum().backward()
-    optimizer.step()
-    go.set()
-    checkpoint.finish()
-    assert checkpoint.load_latest(trained) == 1
-    assert torch.equal(model.weight, weight)
-    assert torch.equal(optimizer.state[model.weight]["exp_avg"], average)

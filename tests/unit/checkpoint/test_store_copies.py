@@ -1,0 +1,161 @@
+"""The copy that a checkpoint is written from: made behind the training, and never of two steps."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from tests.unit.checkpoint.conftest import after, saved, state, steps
+from torchelastic import checkpoint
+from torchelastic.checkpoint import store as store_module
+from torchelastic.errors import CheckpointError
+from torchelastic.snapshot import room
+
+
+@pytest.fixture
+def behind(open_store, tmp_path, monkeypatch):
+    """A store that takes any state for a large one, and what was saved of `lasting` tensors."""
+    monkeypatch.setattr(store_module, "LARGE", 1)
+    return open_store(tmp_path, writer="thread")
+
+
+def held(store, monkeypatch):
+    """Have the thread wait before it copies anything."""
+    go = threading.Event()
+    monkeypatch.setattr(store, "_finish_copy", after(go, store._finish_copy))
+    return go
+
+
+def large(value):
+    return torch.full((1 << 15,), float(value))
+
+
+def test_what_is_lasting_is_copied_when_it_is_about_to_be_written(behind, monkeypatch):
+    """Nobody has copied it by then: who waits does it."""
+    go, weight = held(behind, monkeypatch), large(1)
+    assert behind.save({"w": weight}, 1, lasting=[weight])
+    behind.before_write()
+    weight.fill_(2)
+    behind.before_write()  # once is enough
+    go.set()
+    behind.finish()
+    assert behind.load().tree["w"].eq(1).all()
+
+
+def test_what_is_not_lasting_is_copied_before_save_returns(behind, monkeypatch):
+    go, weight, other = held(behind, monkeypatch), large(1), large(1)
+    assert behind.save({"w": weight, "b": other}, 1, lasting=[weight])
+    other.fill_(2)
+    behind.before_write()
+    go.set()
+    behind.finish()
+    assert behind.load().tree["b"].eq(1).all()
+
+
+def test_a_state_that_is_written_to_meanwhile_is_not_stored(behind, monkeypatch, caplog):
+    """From then on all is copied before save returns."""
+    saved(behind, 1)
+    go, weight = held(behind, monkeypatch), large(1)
+    assert behind.save({"w": weight}, 2, lasting=[weight])
+    weight.fill_(2)
+    go.set()
+    with pytest.raises(CheckpointError, match="step 2 could not be written: parameters"):
+        behind.finish()
+    assert behind.load().step == 1
+    assert behind.save({"w": weight}, 3, lasting=[weight])
+    weight.fill_(3)
+    behind.finish()
+    assert behind.load().tree["w"].eq(2).all()
+
+
+def test_what_training_waits_for_counts_as_the_cost(behind, monkeypatch):
+    """The automatic interval follows it."""
+    go, weight = held(behind, monkeypatch), large(1)
+    assert behind.save({"w": weight}, 1, lasting=[weight])
+    before = behind._blocked
+    behind.before_write()
+    go.set()
+    behind.finish()
+    assert behind._blocked > before
+    assert behind._measured.blocked == behind._blocked
+
+
+def test_no_memory_is_no_checkpoint_and_no_end_of_training(open_store, tmp_path, caplog):
+    store = open_store(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "limits", lambda: [room.Limit("its cgroup", 100, 100)])
+        assert not store.save(state(1), 1)
+    assert "No checkpoint of step 1. No room for copies to write checkpoints from" in caplog.text
+    saved(store, 2)
+    assert steps(store) == [2]
+
+
+def test_optimizers_wait_until_checkpoints_have_their_copy(used, monkeypatch):
+    """And nothing else has to be done for it."""
+    from torchelastic import TorchState
+
+    monkeypatch.setattr(store_module, "LARGE", 1)
+    go = held(used, monkeypatch)
+    model = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    trained = TorchState(model=model, optimizer=optimizer)
+    model(torch.ones(1, 300)).sum().backward()
+    optimizer.step()
+    weight, average = (
+        model.weight.detach().clone(),
+        optimizer.state[model.weight]["exp_avg"].clone(),
+    )
+    checkpoint.save(trained, 1)
+    model(torch.ones(1, 300)).sum().backward()
+    optimizer.step()
+    go.set()
+    checkpoint.finish()
+    assert checkpoint.load_latest(trained) == 1
+    assert torch.equal(model.weight, weight)
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"], average)
+
+
+# --- one rank of several --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_of_two(monkeypatch):
+    """This process takes part as rank 1 of 2; what is agreed on is what it says itself."""
+    from torchelastic.checkpoint import agreement
+
+    monkeypatch.setattr(agreement, "world", lambda: (1, 2))
+    monkeypatch.setattr(agreement, "largest", lambda *numbers: list(numbers))
+    monkeypatch.setattr(agreement, "of_rank_0", lambda _: {"token": "abcdef", "sequence": 7})
+
+
+def test_a_rank_without_memory_leaves_word_and_keeps_count(
+    open_store, tmp_path, one_of_two, monkeypatch
+):
+    """Rank 0 does not wait for it, and the next checkpoint has one name on all ranks."""
+    store = open_store(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "limits", lambda: [room.Limit("its cgroup", 100, 100)])
+        assert not store.save(state(1), 1, together=True)
+    store.finish()
+    (draft,) = tmp_path.glob(".new-*")
+    assert draft.name == ".new-000007-step1-abcdef"
+    assert "no memory" in (draft / "failed-1").read_text()
+    assert store.save(state(2), 2, together=True)
+    store.finish()
+    (part,) = tmp_path.glob(".new-*/part-1")
+    assert part.parent.name == ".new-000008-step2-abcdef"
+
+
+def test_a_rank_whose_copy_was_disturbed_leaves_word(open_store, tmp_path, one_of_two, monkeypatch):
+    monkeypatch.setattr(store_module, "LARGE", 1)
+    store = open_store(tmp_path, writer="thread")
+    go, weight = held(store, monkeypatch), large(1)
+    assert store.save({}, 1, own={"w": weight}, together=True, lasting=[weight])
+    weight.fill_(2)
+    go.set()
+    with pytest.raises(CheckpointError, match="step 1 could not be written"):
+        store.finish()
+    (word,) = tmp_path.glob(".new-*/failed-1")
+    assert "were written to before optimizer.step" in word.read_text()
