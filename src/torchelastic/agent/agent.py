@@ -42,7 +42,8 @@ from torchelastic.errors import (
     RendezvousLost,
     SpawnError,
 )
-from torchelastic.events.log import GATHERED_FILE, EventLog, sink_for
+from torchelastic.events.handlers import sink_for
+from torchelastic.events.log import GATHERED_FILE, EventLog
 from torchelastic.rendezvous.credentials import load_secret
 from torchelastic.rendezvous.world import World
 from torchelastic.worker import orders
@@ -89,6 +90,7 @@ class Agent:
         self._clock = clock or SystemClock()
         self._node = secrets.token_hex(6)
         self._secret = load_secret(config)
+        self._sink = sink_for(config.event_log_handler)
         self._state: GroupState | CrewState = GroupState(
             node=self._node, nproc=config.nproc_per_node
         )
@@ -138,7 +140,7 @@ class Agent:
             job=config.run_id,
             node=self._node,
             clock=self._clock,
-            sink=sink_for(config.event_log_handler),
+            sink=self._sink,
         )
         gathered = GatheredLog(path.with_name(GATHERED_FILE))
         self._gathering = Gathering(gathered, self._clock)
@@ -206,6 +208,8 @@ class Agent:
         await self._nursery.close()
         self._logs.close(success=self._state.exitcode == 0)
         self._events.close()
+        if self._sink is not None:
+            self._sink.close()
         self._registration.close(self._state.exitcode)
 
     def _outcome(self) -> Outcome:

@@ -495,7 +495,8 @@ _LOG_FLAGS = (
         convert=values.text,
         default="null",
         torchrun=True,
-        help="Where torchrun's events go besides the event log: null or console.",
+        help="Where events go besides the event log: null, console, a registered name, or "
+        "PACKAGE.MODULE:NAME of a handler of your own.",
     ),
 )
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -170,22 +169,6 @@ def find_logs(where: Path) -> list[Path]:
         return [where]
     names = (GATHERED_FILE, EVENTS_FILE)
     return [path for name in names for deep in ("", "*/") for path in where.glob(deep + name)]
-
-
-def sink_for(handler: str) -> Sink | None:
-    """Where else events go (`--event-log-handler`): nowhere, or as lines to stderr."""
-    if handler in ("null", "dynamic_rendezvous"):  # torch's second name for nowhere
-        return None
-    if handler == "console":
-        return _to_stderr
-    raise ConfigError(f"--event-log-handler does not know '{handler}': write null or console.")
-
-
-def _to_stderr(line: str) -> None:
-    try:
-        print(line, file=sys.stderr, flush=True)
-    except OSError as error:
-        log.debug("stderr takes no events: %s", error)
 
 
 def _rotated(path: Path) -> Path:

@@ -1,0 +1,140 @@
+"""Where events go besides their file: `--event-log-handler NAME`.
+
+    null, console            ours, and torch's
+    a registered name        an entry point of the group `torchelastic.event_handlers`
+    package.module:name      whatever has that name there
+
+A handler is a `logging.Handler`, as in torch, a class of them that is made without arguments, or a
+function that takes an event as a line of JSON. It runs in a thread of its own: a slow one delays
+nobody, one that is stuck costs the events it does not take.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torchelastic.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+#: The group of entry points under which packages register handlers.
+GROUP = "torchelastic.event_handlers"
+#: Events that may wait for a handler, and how long it has for them in the end, in seconds.
+WAITING, LAST = 10_000, 2.0
+
+Handler = Callable[[str], None]
+
+
+class ByLogging:
+    """A `logging.Handler` as ours: each event is the message of a log record, as in torch."""
+
+    def __init__(self, name: str, handler: logging.Handler) -> None:
+        self._name = f"torchelastic-events-{name}"
+        self._handler = handler
+
+    def __call__(self, line: str) -> None:
+        record = logging.LogRecord(self._name, logging.INFO, "", 0, line, None, None)
+        self._handler.handle(record)
+
+    def flush(self) -> None:
+        self._handler.flush()
+
+
+class Sink:
+    """Hands lines on to a handler, in a thread. Never waits, never raises."""
+
+    def __init__(self, name: str, handler: Handler, *, waiting: int = WAITING) -> None:
+        #: Lines that the handler was too slow for, or has failed to take.
+        self.lost = 0
+        self._name = name
+        self._handler = handler
+        self._lines: queue.Queue[str | None] = queue.Queue(waiting)
+        self._thread = threading.Thread(target=self._run, name="torchelastic-events", daemon=True)
+        self._thread.start()
+
+    def __call__(self, line: str) -> None:
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self._lose("takes none: it is stuck, or too slow")
+
+    def close(self, patience: float = LAST) -> None:
+        """Let the handler take what is left, for so many seconds at most."""
+        try:
+            self._lines.put(None, timeout=patience)
+        except queue.Full:
+            return  # it is stuck, which was told
+        self._thread.join(patience)
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            self._try(partial(self._handler, line))
+        if isinstance(self._handler, ByLogging):
+            self._try(self._handler.flush)
+
+    def _try(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # somebody else's code: it must not end the agent
+            self._lose(f"has failed: {error!r}")
+
+    def _lose(self, why: str) -> None:
+        self.lost += 1
+        if self.lost == 1:
+            log.warning("Events are lost: --event-log-handler %s %s.", self._name, why)
+
+
+def sink_for(name: str) -> Sink | None:
+    """The sink for a handler's name; None: nowhere. Raises `ConfigError` where there is none."""
+    if name in ("null", "dynamic_rendezvous"):  # torch's second name for nowhere
+        return None
+    return Sink(name, _to_stderr if name == "console" else _as_handler(name, _find(name)))
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _find(name: str) -> Any:
+    """What is registered under a name, or has it as `package.module:name`."""
+    # Imported here: most jobs need none of it.
+    from importlib.metadata import EntryPoint, entry_points
+
+    found = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if name in found:
+        entry = found[name]
+    elif ":" in name:
+        entry = EntryPoint(name=name, value=name, group=GROUP)
+    else:
+        known = ", ".join(["null", "console", *sorted(found)])
+        raise ConfigError(
+            f"--event-log-handler does not know '{name}': write one of {known}, or "
+            "PACKAGE.MODULE:NAME for a handler of your own."
+        )
+    try:
+        return entry.load()
+    except Exception as error:  # an import runs anything
+        raise ConfigError(
+            f"--event-log-handler {name} cannot be imported ({error!r}): correct the name, or have "
+            "the module's directory in PYTHONPATH."
+        ) from error
+
+
+def _as_handler(name: str, found: Any) -> Handler:
+    if isinstance(found, type) and issubclass(found, logging.Handler):
+        found = found()
+    if isinstance(found, logging.Handler):
+        return ByLogging(name, found)
+    if callable(found) and not isinstance(found, type):
+        handler: Handler = found
+        return handler
+    raise ConfigError(
+        f"--event-log-handler {name} is {found!r}, which takes no events: name a logging.Handler "
+        "or a function that takes one line."
+    )

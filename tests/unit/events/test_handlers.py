@@ -1,0 +1,132 @@
+"""Where events go besides their file: by name, and without anybody waiting for it."""
+
+import logging
+import threading
+
+import pytest
+
+from tests.support import poll_for
+from torchelastic.errors import ConfigError
+from torchelastic.events import handlers
+from torchelastic.events.handlers import Sink, sink_for
+
+_taken = []
+_seen = []
+
+
+def take(line):
+    """A handler of one's own."""
+    _taken.append(line)
+
+
+class Kept(logging.Handler):
+    """A handler as torch has them."""
+
+    def emit(self, record):
+        _seen.append((record.name, record.levelname, record.getMessage()))
+
+    def flush(self):
+        _seen.append("flushed")
+
+
+INSTANCE = Kept()
+NUMBER = 17
+
+
+@pytest.fixture(autouse=True)
+def nothing_yet():
+    _taken.clear()
+    _seen.clear()
+
+
+@pytest.mark.parametrize("name", ["null", "dynamic_rendezvous"])
+def test_nowhere(name):
+    assert sink_for(name) is None
+
+
+def test_the_console_is_stderr(capsys):
+    sink = sink_for("console")
+    sink('{"v":1}')
+    sink.close()
+    assert capsys.readouterr().err == '{"v":1}\n'
+
+
+def test_a_function_of_a_module():
+    sink = sink_for(f"{__name__}:take")
+    sink("a")
+    sink("b")
+    sink.close()
+    assert _taken == ["a", "b"]
+
+
+@pytest.mark.parametrize("attribute", ["Kept", "INSTANCE"])
+def test_a_logging_handler_gets_records_as_torchs_do(attribute):
+    name = f"{__name__}:{attribute}"
+    sink = sink_for(name)
+    sink("100 %s")
+    sink.close()
+    assert _seen == [(f"torchelastic-events-{name}", "INFO", "100 %s"), "flushed"]
+
+
+def test_a_package_registers_a_name(tmp_path, monkeypatch):
+    installed = tmp_path / "kafka-0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: kafka\nVersion: 0\n")
+    (installed / "entry_points.txt").write_text(f"[{handlers.GROUP}]\nkafka = {__name__}:take\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sink = sink_for("kafka")
+    sink("a")
+    sink.close()
+    assert _taken == ["a"]
+    with pytest.raises(ConfigError, match="write one of null, console, kafka, or PACKAGE"):
+        sink_for("kafak")
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("nowhere", "does not know 'nowhere': write one of null, console, or PACKAGE"),
+        ("no.such.module:take", "cannot be imported .* in PYTHONPATH"),
+        (f"{__name__}:missing", "cannot be imported"),
+        (f"{__name__}:NUMBER", "is 17, which takes no events"),
+        ("collections:OrderedDict", "which takes no events"),
+    ],
+)
+def test_what_is_no_handler_is_refused(name, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        sink_for(name)
+
+
+def test_a_handler_that_is_stuck_costs_events_and_nothing_else(caplog):
+    stuck, entered = threading.Event(), threading.Event()
+
+    def handler(line):
+        entered.set()
+        stuck.wait()
+
+    sink = Sink("slow", handler, waiting=2)
+    sink("in the handler")
+    assert entered.wait(30)
+    for number in range(5):
+        sink(f"waiting {number}")
+    assert sink.lost == 3
+    sink.close(patience=0.001)
+    assert caplog.text.count("--event-log-handler slow takes none") == 1
+    stuck.set()
+    sink.close()
+
+
+def test_a_handler_that_fails_is_asked_again_and_told_once(caplog):
+    taken = []
+
+    def handler(line):
+        taken.append(line)
+        raise OSError("disk full")
+
+    sink = Sink("broken", handler)
+    sink("a")
+    sink("b")
+    poll_for(lambda: sink.lost == 2, what="both")
+    sink.close()
+    assert taken == ["a", "b"]
+    assert caplog.text.count("has failed: OSError('disk full')") == 1
