@@ -54,6 +54,8 @@ class AgentEntry:
     started: float
     ended: float | None = None
     exitcode: int | None = None
+    #: Where the logs of its workers lie, as far as there are any.
+    logs: Path | None = None
 
     @property
     def alive(self) -> bool:
@@ -71,7 +73,8 @@ class AgentEntry:
             return self.started
 
     def to_json(self) -> dict[str, object]:
-        return dataclasses.asdict(self) | {"events": str(self.events)}
+        logs = None if self.logs is None else str(self.logs)
+        return dataclasses.asdict(self) | {"events": str(self.events), "logs": logs}
 
     @classmethod
     def read(cls, path: Path) -> AgentEntry | None:
@@ -79,6 +82,7 @@ class AgentEntry:
         try:
             data = json.loads(path.read_bytes())
             data["events"] = Path(data["events"])
+            data["logs"] = Path(data["logs"]) if data.get("logs") else None
             data["command"] = tuple(data["command"])
             return cls(**data)
         except (OSError, ValueError, TypeError, KeyError):
@@ -164,6 +168,7 @@ def register(
     endpoint: str,
     command: Sequence[str],
     events: Path,
+    logs: Path | None = None,
 ) -> Registration:
     """List this agent among the jobs of this machine, and forget the oldest ended ones."""
     entry = AgentEntry(
@@ -176,6 +181,7 @@ def register(
         command=tuple(command),
         events=events,
         started=time.time(),
+        logs=logs,
     )
     directory = directory_for(job, node)
     registration = Registration(directory, entry)

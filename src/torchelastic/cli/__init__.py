@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from torchelastic.errors import EXIT_OK, EXIT_USAGE
+
+#: Each is a module here with a `main`.
+_COMMANDS = ("run", "status", "top", "events", "logs", "trace", "rendezvous")
 
 _HELP = """\
 usage: torchelastic COMMAND ...
@@ -21,6 +25,10 @@ Elastic, fault-tolerant PyTorch training.
 Commands:
   run               run a script in every worker of an elastic job
   status            show the jobs of this machine
+  top               watch a job
+  events            what happened in a job, line by line
+  logs              what its workers wrote
+  trace             a job as a trace for Perfetto
   rendezvous serve  serve the place where nodes meet, as a process of its own
 
 `torchelastic COMMAND --help` says more. `torchelastic --version` names the version.
@@ -30,18 +38,8 @@ Commands:
 def main(argv: Sequence[str] | None = None) -> int:
     """The `torchelastic` program; returns the exit code."""
     command, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
-    if command == "run":
-        from torchelastic.cli import run
-
-        return run.main(rest)
-    if command == "status":
-        from torchelastic.cli import status
-
-        return status.main(rest)
-    if command == "rendezvous":
-        from torchelastic.cli import rendezvous
-
-        return rendezvous.main(rest)
+    if command in _COMMANDS:
+        return int(import_module(f"torchelastic.cli.{command}").main(rest))
     if command in ("-h", "--help", "help"):
         print(_HELP, end="")
         return EXIT_OK
@@ -57,4 +55,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _unknown(command: str) -> str:
     if command.endswith(".py"):
         return f"There is no command '{command}': write torchelastic run {command}."
-    return f"There is no command '{command}': write run, status or rendezvous."
+    *others, last = _COMMANDS
+    return f"There is no command '{command}': write {', '.join(others)} or {last}."

@@ -50,6 +50,10 @@ class Follower:
         """Whole lines without their ends, file by file."""
         return [(path, line) for path in paths for line in self._lines(path)]
 
+    def unfinished(self) -> list[tuple[Path, bytes]]:
+        """Last lines that have no end, and will not get one."""
+        return [(path, opened.rest) for path, opened in self._open.items() if opened.rest]
+
     def close(self) -> None:
         for opened in self._open.values():
             opened.file.close()

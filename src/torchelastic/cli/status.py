@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from torchelastic.errors import EXIT_OK, EXIT_USAGE, TorchElasticError
 
 _DESCRIPTION = """\
-Show the jobs of this machine: nodes, generation, workers, and what changed last and why.
+Show the jobs of this machine: nodes, generation, workers, step, goodput, what the last failure
+cost, and what changed last and why.
 """
 
 
@@ -19,10 +20,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("job", nargs="?", metavar="JOB", help="a job id, or how one begins")
     parser.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse_args(argv)
-    from torchelastic.cli import status_text  # the events are slow to import: not for --help
+    from torchelastic.cli import status_text, terminal  # slow to import: not for --help
 
     try:
-        print(status_text.answer(args.job, as_data=args.json))
+        terminal.show(status_text.answer(args.job, as_data=args.json))
     except TorchElasticError as error:
         print(f"torchelastic status: {error}", file=sys.stderr)
         return EXIT_USAGE

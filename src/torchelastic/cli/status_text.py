@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import json
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchelastic import jobs
-from torchelastic.errors import ConfigError
-from torchelastic.events import log, view
-from torchelastic.events.view import Change, JobView, NodeView
+from torchelastic.cli.story import files_of, matching
+from torchelastic.cli.terminal import one_line, plain
+from torchelastic.events import log, view, words
+from torchelastic.events.recoveries import Recovery
+from torchelastic.events.view import Change, JobFold, JobView, NodeView
 from torchelastic.failure import Failure
 from torchelastic.jobs import JobEntry
 
@@ -23,13 +24,18 @@ _NODES_SHOWN = 8
 _NODES_IN_DETAILS = 100
 #: Ended jobs that the overview names.
 _RECENT_SHOWN = 10
-#: Lines of history that the details show.
+#: Lines of history, and recoveries, that the details show.
 _HISTORY_SHOWN = 15
+_RECOVERIES_SHOWN = 5
 
 
 def answer(wanted: str | None, *, as_data: bool) -> str:
     """The text, or the JSON, about one job or all; raises `ConfigError` for an unknown one."""
-    found = [(entry, _view(entry)) for entry in _chosen(wanted)]
+    entries = jobs.list_jobs()
+    if wanted is not None:
+        entries = matching(wanted, entries)
+    in_full = as_data or wanted is not None
+    found = [(entry, picture(entry, steps=in_full or entry.alive)) for entry in entries]
     if as_data:
         return json.dumps([as_json(entry, seen) for entry, seen in found], indent=2)
     if wanted:
@@ -37,23 +43,12 @@ def answer(wanted: str | None, *, as_data: bool) -> str:
     return overview(found, time.time())
 
 
-def _chosen(wanted: str | None) -> list[JobEntry]:
-    entries = jobs.list_jobs()
-    if wanted is None:
-        return entries
-    exact = [entry for entry in entries if entry.job == wanted]
-    found = exact or [entry for entry in entries if entry.job.startswith(wanted)]
-    if not found:
-        raise ConfigError(
-            f"This machine knows no job '{wanted}': `torchelastic status` lists those it knows."
-        )
-    return found
-
-
-def _view(entry: JobEntry) -> JobView:
-    """Merge the logs of the job's agents; all are of this machine, so one clock orders them."""
-    logs = [log.read(agent.events) for agent in entry.agents]
-    seen = view.fold(heapq.merge(*logs, key=lambda record: record.mono))
+def picture(entry: JobEntry, *, steps: bool = True) -> JobView:
+    """What the logs on this machine say about a job."""
+    fold = JobFold()
+    for record in log.read_files(files_of(entry), steps=steps):
+        fold.feed(record)
+    seen = fold.view(now=time.time() if entry.alive else None)
     dead = {agent.node for agent in entry.agents if not agent.alive}
     return dataclasses.replace(view.without(seen, dead), job=entry.job)
 
@@ -63,9 +58,8 @@ def _view(entry: JobEntry) -> JobView:
 
 def as_json(entry: JobEntry, seen: JobView) -> dict[str, Any]:
     """Everything that is known, as plain data."""
-    data = dataclasses.asdict(seen)
+    data = seen.to_json()
     data["alive"] = entry.alive
-    data["nodes"] = list(data["nodes"].values())
     data["agents"] = [agent.to_json() | {"alive": agent.alive} for agent in entry.agents]
     return data
 
@@ -93,19 +87,21 @@ def details(entry: JobEntry, seen: JobView, now: float) -> str:
     lines = _headline(entry, seen, now)
     lines += _facts(
         {
-            "command": " ".join(last.command),
-            "meets at": last.endpoint,
+            "command": one_line(" ".join(last.command)),
+            "meets at": one_line(last.endpoint),
             "nodes wanted": _wanted(seen),
             "last event": _ago(now - max(agent.last_seen for agent in entry.agents)),
-            "events": "\n".join(str(agent.events) for agent in entry.agents),
+            "events": "\n".join(one_line(str(agent.events)) for agent in entry.agents),
         }
     )
+    if seen.goodput is not None and seen.generation is not None:
+        lines += ["", *_goodput(seen)]
     lines += ["", "  nodes", *_nodes(entry, seen, most=_NODES_IN_DETAILS)]
+    if seen.recoveries:
+        lines += ["", "  recoveries", *_recoveries(seen.recoveries[-_RECOVERIES_SHOWN:])]
     if seen.history:
         lines += ["", "  what happened", *_history(seen.history[-_HISTORY_SHOWN:])]
-    if seen.cause is not None:
-        lines += ["", "  first failure", *_failure(Failure.from_json(dict(seen.cause)))]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_causes(seen)])
 
 
 def _summary(entry: JobEntry, seen: JobView, now: float) -> list[str]:
@@ -115,37 +111,104 @@ def _summary(entry: JobEntry, seen: JobView, now: float) -> list[str]:
         change = seen.last_change
         text = f"{_ago(now - change.wall)}: {_sentence(change)}"
         lines += _wrapped(text, "  ", "  ")
+    if seen.last_recovery is not None:
+        last = seen.last_recovery
+        text = f"last recovery, {_ago(now - last.wall)}, cost {words.cost(last)}; {_root(last)}"
+        lines += _wrapped(text, "  ", "  ")
     return lines
 
 
 def _headline(entry: JobEntry, seen: JobView, now: float) -> list[str]:
     began = entry.agents[0].started
     if entry.alive:
-        state = f"{seen.phase} for {_duration(now - began)}"
+        state = f"{seen.phase} for {words.span(now - began)}"
     elif seen.phase == "ended":
         state = f"ended {_ago(now - entry.last_seen)}, exit code {seen.exitcode}"
     else:
         state = f"killed {_ago(now - entry.last_seen)}"
     room = _WIDTH - len(state) - 1
-    return [f"{_cut(seen.job, room - 1):<{room}} {state}", *_world_line(seen)]
+    head = f"{_cut(one_line(seen.job), room - 1):<{room}} {state}"
+    return [head, *_world_line(seen), *_pace_line(seen)]
 
 
 def _world_line(seen: JobView) -> list[str]:
     if seen.generation is None:
         return []
     members = len(seen.members()) + seen.unnamed
-    restarts = f", {_counted(seen.restarts_used, 'restart')} used" if seen.restarts_used else ""
-    where = f" on {_counted(members, 'node')}" if members else ""
-    return [f"  generation {seen.generation}: {_counted(seen.size, 'worker')}{where}{restarts}"]
+    restarts = (
+        f", {words.counted(seen.restarts_used, 'restart')} used" if seen.restarts_used else ""
+    )
+    where = f" on {words.counted(members, 'node')}" if members else ""
+    return [
+        f"  generation {seen.generation}: {words.counted(seen.size, 'worker')}{where}{restarts}"
+    ]
+
+
+def _pace_line(seen: JobView) -> list[str]:
+    """`step 1200, 12.5 steps/s, goodput 93.1%`."""
+    if seen.generation is None:
+        return []
+    told = [f"step {seen.step}"] if seen.step is not None else []
+    told += [words.rate(seen.rate)] if seen.rate is not None else []
+    if seen.goodput is not None and seen.goodput.ratio is not None:
+        told.append(f"goodput {seen.goodput.ratio:.1%}")
+    return [f"  {', '.join(told)}"] if told else []
+
+
+def _goodput(seen: JobView) -> list[str]:
+    """The whole of it, nodes and stragglers."""
+    assert seen.goodput is not None
+    lines = _wrapped(words.goodput(seen.goodput), "  ", "    ")
+    active, available = seen.goodput.active_nodes, seen.goodput.available_nodes
+    if active is not None and available is not None and (seen.max_nodes or 1) > 1:
+        text = f"of {seen.max_nodes} nodes, {active:.1%} were in a world and {available:.1%} there"
+        lines += _wrapped(f"{text}, over the whole time", "  ", "    ")
+    for slow in seen.stragglers:
+        lines += _wrapped(one_line(slow.text), "  ", "    ")
+    return lines
+
+
+def _recoveries(recoveries: Sequence[Recovery]) -> list[str]:
+    lines = []
+    for recovery in recoveries:
+        head = f"    {_clock_time(recovery.wall)}  "
+        text = f"generation {recovery.generation}, {recovery.kind}: {words.cost(recovery)}"
+        lines += _wrapped(text, head, " " * len(head))
+        lines += _wrapped(_root(recovery), " " * len(head), " " * len(head))
+    return lines
+
+
+def _root(recovery: Recovery) -> str:
+    """What a recovery was from."""
+    if recovery.failure is not None:
+        return f"cause: {words.first_line(_cause(recovery.failure).sentence())}"
+    return f"cause: {_first_line(recovery.why)}" if recovery.why else "cause: not known"
+
+
+def _cause(data: Mapping[str, Any]) -> Failure:
+    """A failure as it was told, by an agent of whatever version."""
+    unknown = {"generation": -1, "node": "?", "rank": -1, "local_rank": -1, "pid": 0}
+    told = unknown | {"exitcode": 1, "message": "not told", "traceback": ""} | dict(data)
+    texts = {name: str(told[name]) for name in ("node", "message", "traceback")}
+    return Failure.from_json(told | texts)
+
+
+def _causes(seen: JobView) -> list[str]:
+    if seen.cause is not None:
+        return ["", "  first failure", *_failure(_cause(seen.cause))]
+    last = seen.last_recovery
+    if last is not None and last.failure is not None:
+        return ["", "  last failure", *_failure(_cause(last.failure))]
+    return []
 
 
 def _nodes(entry: JobEntry, seen: JobView, *, most: int) -> list[str]:
     pids = {agent.node: agent.pid for agent in entry.agents}
-    nodes = list(seen.nodes.values())
+    nodes = [dataclasses.replace(node, name=one_line(node.name)) for node in seen.nodes.values()]
     width = min(40, max((len(node.name) for node in nodes), default=0))
     lines = [_node(node, width, pids.get(node.agent or "")) for node in nodes[:most]]
     more = max(0, len(nodes) - most) + seen.unnamed
-    return [*lines, f"    and {_counted(more, 'more node')}"] if more > 0 else lines
+    return [*lines, f"    and {words.counted(more, 'more node')}"] if more > 0 else lines
 
 
 def _node(node: NodeView, width: int, pid: int | None) -> str:
@@ -173,16 +236,16 @@ def _recent(recent: Sequence[tuple[JobEntry, JobView]], now: float) -> list[str]
 
 def _recent_row(entry: JobEntry, seen: JobView, now: float) -> tuple[str, ...]:
     ended = seen.phase == "ended"
-    took = _duration(entry.last_seen - entry.agents[0].started)
+    took = words.span(entry.last_seen - entry.agents[0].started)
     why = seen.last_change.why if ended and seen.last_change else ""
     if not ended and seen.generation is not None:
         why = f"in generation {seen.generation}"
     return (
-        _cut(entry.job, 40),
+        _cut(one_line(entry.job), 40),
         _ago(now - entry.last_seen),
         f"exit {seen.exitcode}" if ended else "killed",
         f"after {took}",
-        _first_line(why),
+        one_line(_first_line(why)),
     )
 
 
@@ -209,7 +272,7 @@ def _history(changes: Sequence[Change]) -> list[str]:
 
 def _failure(failure: Failure) -> list[str]:
     lines = _wrapped(failure.sentence(), "    ", "    ")
-    return lines + [f"    {line}" for line in failure.traceback.rstrip().splitlines()]
+    return lines + [f"    {plain(line)}" for line in failure.traceback.rstrip().splitlines()]
 
 
 def _wanted(seen: JobView) -> str:
@@ -228,16 +291,16 @@ def _first_line(text: str) -> str:
 
 def _wrapped(text: str, first: str, others: str) -> list[str]:
     return textwrap.wrap(
-        text, _WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False
+        one_line(text),
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=others,
+        break_on_hyphens=False,
     )
 
 
 def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _clock_time(wall: float, now: Callable[[], float] = time.time) -> str:
@@ -248,17 +311,4 @@ def _clock_time(wall: float, now: Callable[[], float] = time.time) -> str:
 
 
 def _ago(seconds: float) -> str:
-    return "just now" if seconds < 2 else f"{_duration(seconds)} ago"
-
-
-def _duration(seconds: float) -> str:
-    """Two units at most: `3 s`, `4 min`, `2 h 5 min`, `3 d 4 h`."""
-    if seconds < 60:
-        return f"{max(0, int(seconds))} s"
-    if seconds < 3600:
-        return f"{int(seconds // 60)} min"
-    hours, minutes = divmod(int(seconds // 60), 60)
-    if hours < 24:
-        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
-    days, hours = divmod(hours, 24)
-    return f"{days} d {hours} h" if hours else f"{days} d"
+    return "just now" if seconds < 2 else f"{words.span(seconds)} ago"

@@ -23,8 +23,12 @@ class Story:
 
     @property
     def alive(self) -> bool:
-        """Whether more is to come. Of a job at a place nobody knows."""
-        return self.entry is not None and self.entry.alive
+        """Whether an agent of this machine still writes more of it."""
+        if self.entry is not None:
+            return self.entry.alive
+        files = {path.resolve() for path in self.files()}
+        agents = [agent for entry in jobs.list_jobs() for agent in entry.agents]
+        return any(agent.alive and agent.events.resolve() in files for agent in agents)
 
     def again(self) -> Story:
         """The same job as it is now: agents come and go."""

@@ -41,6 +41,11 @@ def listed(items: Sequence[Any]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 node`, `2 nodes`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def seconds(duration: float) -> str:
     """`12 ms`, `1.25 s`, `34 s`: as exact as it is of use; longer ones in two units.
 
@@ -69,7 +74,7 @@ def span(duration: float) -> str:
 
 def rate(steps_per_second: float) -> str:
     """`12.5 steps/s`, or `34 s/step` where that says more."""
-    if steps_per_second >= 1:
+    if steps_per_second >= 0.9995:
         return f"{steps_per_second:.3g} steps/s"
     return f"{1 / steps_per_second:.3g} s/step" if steps_per_second > 0 else "0 steps/s"
 
@@ -104,17 +109,13 @@ def cost(recovery: Recovery) -> str:
 # --- the sentences -------------------------------------------------------------------------------
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _because(what: str, why: str) -> str:
     return f"{what}: {why}" if why else what
 
 
 def _formed(event: events.WorldFormed) -> str:
     nodes = event.count or len(event.nodes)
-    who = f"{_counted(event.size, 'worker')} on {_counted(nodes, 'node')} ({listed(event.nodes)})"
+    who = f"{counted(event.size, 'worker')} on {counted(nodes, 'node')} ({listed(event.nodes)})"
     spares = f", spare: {listed(event.spares)}" if event.spares else ""
     return _because(f"a world of {who}{spares}", event.reason)
 

@@ -1,5 +1,6 @@
 """The commands from outside: exit codes, one line on stderr, what reaches the agent."""
 
+import contextlib
 import sys
 import types
 
@@ -85,7 +86,16 @@ def test_the_other_commands_name_themselves(started, capsys):
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]], ids=" ".join)
 def test_help_lists_the_commands(capsys, argv):
     assert cli.main(argv) == 0
-    assert "run " in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert all(f"\n  {command} " in text for command in cli._COMMANDS)
+
+
+@pytest.mark.parametrize("command", cli._COMMANDS)
+def test_every_command_has_help(capsys, command):
+    argv = [command, "serve", "--help"] if command == "rendezvous" else [command, "--help"]
+    with contextlib.suppress(SystemExit):  # argparse's way
+        assert cli.main(argv) == 0
+    assert "usage: " in capsys.readouterr().out
 
 
 def test_version(capsys):
@@ -93,11 +103,14 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"torchelastic {__version__}\n"
 
 
+RNU = "There is no command 'rnu': write run, status, top, events, logs, trace or rendezvous."
+
+
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
         ("train.py", "There is no command 'train.py': write torchelastic run train.py."),
-        ("rnu", "There is no command 'rnu': write run, status or rendezvous."),
+        ("rnu", RNU),
     ],
 )
 def test_an_unknown_command_is_refused(capsys, command, sentence):

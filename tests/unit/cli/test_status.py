@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from torchelastic import jobs
-from torchelastic.cli import status, status_text
+from torchelastic.cli import status
 from torchelastic.clock import FakeClock
 from torchelastic.errors import EXIT_OK, EXIT_USAGE
 from torchelastic.events import types as events
+from torchelastic.events import words
 from torchelastic.events.log import EventLog
 from torchelastic.failure import Failure
 
@@ -76,7 +77,8 @@ def show(capsys):
         assert status.main(argv) == EXIT_OK
         text = capsys.readouterr().out
         for line in text.splitlines():
-            assert len(line) <= 100 or "events.jsonl" in line, "a path is to be copied whole"
+            whole = "--json" in argv or "events.jsonl" in line  # a path is to be copied whole
+            assert whole or len(line) <= 100
         return text
 
     return run
@@ -94,10 +96,11 @@ def test_a_live_job(show):
     assert lines[0].startswith("imagenet  ")
     assert lines[0].endswith("  running for 0 s")
     assert lines[1] == "  generation 1: 2 workers on 1 node, 1 restart used"
-    assert lines[2] == (
+    assert lines[2].startswith("  goodput ")
+    assert lines[3] == (
         f"    node-a  running    leader, hosts the rendezvous, agent pid {os.getpid()}"
     )
-    assert lines[3] == (
+    assert lines[4] == (
         "  just now: generation 1 began: node-b failed; a node failure spends no restart"
     )
 
@@ -192,7 +195,7 @@ def test_big_jobs_fit(show):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"),
+    ("seconds", "text"),
     [
         (-1, "0 s"),
         (59.9, "59 s"),
@@ -204,5 +207,80 @@ def test_big_jobs_fit(show):
         (100000, "1 d 3 h"),
     ],
 )
-def test_durations(seconds, words):
-    assert status_text._duration(seconds) == words
+def test_durations(seconds, text):
+    assert words.span(seconds) == text
+
+
+def trained(job: str) -> Agent:
+    """Ten steps, a killed worker, and the way back, a second for each event."""
+    agent = Agent(job).world(0, "node-a").tell(events.Training(0, 0, 0), 0)
+    for step in range(1, 11):
+        agent.tell(events.Progress([0, 1], [step] * 2, [agent.clock.now() + 1] * 2), 0)
+    agent.tell(events.WorkerFailed(CAUSE.to_json()), 0)
+    agent.tell(events.GenerationOver("failure", CAUSE.sentence()), 0)
+    agent.world(1, "node-a").tell(events.Training(0, 10, 0, 0.25, 0.5), 1)
+    for step in range(11, 14):
+        agent.tell(events.Progress([0, 1], [step] * 2, [agent.clock.now() + 1] * 2), 1)
+    return agent
+
+
+def test_a_job_that_trains_shows_its_step_its_rate_and_what_the_last_failure_cost(show):
+    trained("job").log.close()
+    text = show()
+    assert "  step 13, 1 steps/s, goodput " in text
+    assert (
+        "  last recovery, just now, cost 4.0 s: detect 1.0 s, agree 1.0 s, rebuild 500 ms," in text
+    )
+    assert "cause: rank 9 on node-b (local rank 1, pid 4242) at step 7: RuntimeError" in text
+
+
+def test_details_show_where_the_time_went_and_the_recoveries(show):
+    trained("job").log.close()
+    text = show("job")
+    assert "\n  goodput " in text
+    assert "training 13 s" in text
+    assert "  of 4 nodes, " in text
+    assert "\n  recoveries\n" in text
+    assert "generation 0, failure: 4.0 s: detect 1.0 s" in text
+    assert "\n  last failure\n" in text
+
+
+def test_json_has_the_same_picture(show):
+    trained("job").log.close()
+    (job,) = json.loads(show("--json"))
+    assert (job["step"], job["rate"]) == (13, pytest.approx(1.0))
+    assert [rank["step"] for rank in job["ranks"]] == [13, 13]
+    (recovery,) = job["recoveries"]
+    assert recovery["failure"]["rank"] == 9
+    assert (recovery["rebuild"], recovery["transfer"]) == (pytest.approx(0.5), 0.5)
+    parts = job["goodput"]["parts"]
+    assert sum(parts.values()) + job["goodput"]["productive"] == pytest.approx(
+        job["goodput"]["total"]
+    )
+    assert [world["generation"] for world in job["worlds"]] == [0, 1]
+
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07\r\nroot:x:0\u202e\x9b31m"
+
+
+def test_no_name_or_message_reaches_the_terminal_as_more_than_text(show):
+    agent = Agent(f"job{HOSTILE}", f"node{HOSTILE}").world(0, f"node{HOSTILE}", reason=HOSTILE)
+    cause = Failure(
+        **CAUSE.to_json() | {"message": HOSTILE, "node": HOSTILE, "traceback": f"T\n{HOSTILE}"}
+    )
+    agent.tell(events.WorkerFailed(cause.to_json()), 0)
+    agent.tell(events.GenerationOver("failure", HOSTILE), 0).world(1, HOSTILE)
+    agent.tell(events.Straggler(0, 1.0, 0.5, 3.0, HOSTILE), 1)
+    for text in (show(), show("job"), show("--json")):
+        assert not set(text) & {"\x1b", "\x07", "\r", "\u202e", "\x9b"}
+    agent.end(1, HOSTILE, cause)
+    for text in (show(), show("job")):
+        assert not set(text) & {"\x1b", "\x07", "\r", "\u202e", "\x9b"}
+        named = [line for line in text.splitlines() if line.startswith("root:")]
+        assert named == [], "a name cannot begin a line of its own"
+
+
+def test_a_failure_of_another_version_does_no_harm(show):
+    agent = Agent("job").world(0, "node-a").tell(events.WorkerFailed({"message": 3}), 0)
+    agent.tell(events.GenerationOver("failure", "boom"), 0).log.close()
+    assert "cause: rank -1 on ?" in show()

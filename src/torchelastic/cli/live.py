@@ -1,0 +1,79 @@
+"""The picture of a job that goes on, kept current from its logs as they grow."""
+
+from __future__ import annotations
+
+import copy
+import time
+
+from torchelastic.cli.following import Follower
+from torchelastic.cli.story import Story
+from torchelastic.events import view
+from torchelastic.events.record import Record
+from torchelastic.events.view import JobFold, JobView
+
+#: Lines of several agents arrive out of order; records this many seconds old are in order.
+_SETTLED = 5.0
+
+
+class LivePicture:
+    """Ask it again and again: each time it reads what is new, no more. `close` it."""
+
+    def __init__(self, story: Story) -> None:
+        self._story = story
+        self._follower = Follower()
+        self._follower.skip(story.files())
+        records = story.records()
+        self._known = {record.key for record in records}
+        #: What will not be preceded any more is folded; the rest waits, to be put in order.
+        self._fold = JobFold()
+        self._recent: list[Record] = []
+        #: By node: from its clock to that of the story.
+        self._shifts = {record.node: record.time - record.mono for record in records}
+        self._take(records)
+
+    @property
+    def alive(self) -> bool:
+        return self._story.alive
+
+    def close(self) -> None:
+        self._follower.close()
+
+    def look(self, now: float | None = None) -> JobView:
+        """The picture, with what has been written since the last look."""
+        self._story = self._story.again()
+        alive = self._story.alive
+        self._take(self._news())
+        fold = copy.deepcopy(self._fold)
+        for record in self._recent:
+            fold.feed(record)
+        seen = fold.view(now=(time.time() if now is None else now) if alive else None)
+        entry = self._story.entry
+        dead = {agent.node for agent in entry.agents if not agent.alive} if entry else set()
+        return view.without(seen, dead)
+
+    def _news(self) -> list[Record]:
+        found: list[Record] = []
+        for _, line in self._follower.new_lines(self._story.files()):
+            record = Record.parse(line)
+            if record is None or record.key in self._known:
+                continue
+            if self._story.job not in (None, record.job):
+                continue
+            self._known.add(record.key)
+            found.append(self._on_one_clock(record))
+        return found
+
+    def _on_one_clock(self, record: Record) -> Record:
+        """An agent's own line comes before the leader's copy of it; later ones are duplicates."""
+        if record.heard is not None and record.node not in self._shifts:
+            self._shifts[record.node] = record.heard - record.mono
+        shift = self._shifts.get(record.node, 0.0)
+        return record.heard_at(record.mono + shift) if shift else record
+
+    def _take(self, records: list[Record]) -> None:
+        self._recent = sorted([*self._recent, *records], key=lambda record: record.time)
+        newest = self._recent[-1].time if self._recent else 0.0
+        count = sum(record.time <= newest - _SETTLED for record in self._recent)
+        for record in self._recent[:count]:
+            self._fold.feed(record)
+        del self._recent[:count]

@@ -1,0 +1,50 @@
+"""`torchelastic logs`: what a job's workers wrote, by rank."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from torchelastic.errors import EXIT_OK, EXIT_USAGE, TorchElasticError
+
+_DESCRIPTION = """\
+Show what a job's workers wrote, from the files that --redirects and --tee make of it.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The `logs` command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="torchelastic logs", description=_DESCRIPTION)
+    parser.add_argument(
+        "job",
+        nargs="?",
+        metavar="JOB",
+        help="a job id or how one begins, or the --log-dir of a run (default: the job that runs)",
+    )
+    parser.add_argument("--job", dest="id", metavar="ID", help="which job of a directory is meant")
+    parser.add_argument("--rank", metavar="RANKS", help="as in 0,2-3 (default: all)")
+    parser.add_argument("--generation", type=int, metavar="N", help="(default: the last one)")
+    parser.add_argument("--follow", "-f", action="store_true", help="go on until the job has ended")
+    parser.add_argument("--lines", "-n", type=int, metavar="N", help="the last N of each file")
+    parser.add_argument("--raw", action="store_true", help="every byte, without prefixes")
+    args = parser.parse_args(argv)
+    from torchelastic.cli import logs_text  # the events are slow to import: not for --help
+
+    try:
+        return logs_text.show_logs(
+            args.job,
+            args.id,
+            logs_text.Wanted(
+                ranks=logs_text.parse_ranks(args.rank),
+                generation=args.generation,
+                lines=args.lines,
+                raw=args.raw,
+            ),
+            follow=args.follow,
+        )
+    except TorchElasticError as error:
+        print(f"torchelastic logs: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_OK

@@ -1,0 +1,47 @@
+"""`torchelastic top`: a job as it goes, on the whole screen."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from torchelastic.errors import EXIT_OK, EXIT_USAGE, ConfigError, TorchElasticError
+
+_DESCRIPTION = """\
+Watch a job: its nodes and ranks, how far and how fast they are, what happened last, and what
+failures have cost. Ends with the job, or with Ctrl-C.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The `top` command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="torchelastic top", description=_DESCRIPTION)
+    parser.add_argument(
+        "job",
+        nargs="?",
+        metavar="JOB",
+        help="a job id or how one begins, or the --log-dir of a run (default: the job that runs)",
+    )
+    parser.add_argument("--job", dest="id", metavar="ID", help="which job of a directory is meant")
+    parser.add_argument("--once", action="store_true", help="show it once, and end")
+    args = parser.parse_args(argv)
+    try:
+        _check_rich()
+        from torchelastic.cli.top_screen import watch
+
+        return watch(args.job, args.id, once=args.once)
+    except TorchElasticError as error:
+        print(f"torchelastic top: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_OK
+
+
+def _check_rich() -> None:
+    if find_spec("rich") is None:
+        raise ConfigError(
+            "This needs the package rich: pip install 'torchelastic[top]'. `torchelastic status "
+            "JOB` shows much of it, once."
+        )

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from tests.unit.cli.test_status import CAUSE, HOSTILE, Agent, trained
+from torchelastic.cli import top
+from torchelastic.errors import EXIT_OK, EXIT_USAGE
+from torchelastic.events import types as events
+
+needs_rich = pytest.mark.skipif(
+    importlib.util.find_spec("rich") is None, reason="needs the extra 'top'"
+)
+
+
+@pytest.fixture(autouse=True)
+def runtime_dir(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "160")
+    return tmp_path
+
+
+def test_without_rich_a_sentence_says_what_to_do(monkeypatch, capsys):
+    monkeypatch.setattr(top, "find_spec", lambda name: None)
+    assert top.main([]) == EXIT_USAGE
+    assert "pip install 'torchelastic[top]'" in capsys.readouterr().err
+
+
+@needs_rich
+def test_the_screen_shows_the_job(capsys):
+    trained("job").tell(events.Straggler(1, 2.0, 1.0, 7.0, "rank 1 is slow"), 1).log.close()
+    assert top.main(["job", "--once"]) == EXIT_OK
+    text = capsys.readouterr().out
+    for told in (
+        "generation 1: 2 workers on 1 node ",
+        "step 13",
+        "goodput 6",
+        "node-a  running",
+        "rank 1 is slow",
+        "failure   4.0 s: detect 1.0 s",
+        "generation 1 began",
+    ):
+        assert told in text
+
+
+@needs_rich
+def test_a_job_that_has_just_started(capsys):
+    Agent("job").log.close()
+    assert top.main(["job", "--once"]) == EXIT_OK
+    assert "starting" in capsys.readouterr().out
+
+
+@needs_rich
+def test_names_are_neither_markup_nor_control_sequences(capsys):
+    name = f"[red]n[/red]{HOSTILE}"
+    agent = Agent("job", name).world(0, name, reason=f"[link=http://x]{HOSTILE}")
+    agent.tell(events.WorkerFailed(CAUSE.to_json() | {"message": HOSTILE}), 0)
+    agent.tell(events.GenerationOver("failure", HOSTILE), 0).log.close()
+    assert top.main(["job", "--once"]) == EXIT_OK
+    text = capsys.readouterr().out
+    assert "[red]n[/red]" in text
+    assert not set(text) & {"\x07", "\r", "\u202e", "\x9b"}
+    assert "\x1b]" not in text
+    assert "\x1b[2J" not in text
+
+
+@needs_rich
+def test_big_jobs_fit(capsys):
+    agent = Agent("job").world(0, *(f"node-{number}" for number in range(300)))
+    ranks = list(range(600))
+    agent.tell(events.Progress(ranks, [5] * 600, [1.0] * 600), 0).log.close()
+    assert top.main(["job", "--once"]) == EXIT_OK
+    text = capsys.readouterr().out
+    assert "and 293 more" in text
+    assert "and 584 more" in text
+    assert len(text.splitlines()) < 60
