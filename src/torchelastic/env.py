@@ -36,6 +36,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("TORCHELASTIC_RESTART_COUNT", "worker", "the generation: 0 in the first world"),
     Variable("TORCHELASTIC_MAX_RESTARTS", "worker", "the restart budget of the job"),
     Variable("TORCHELASTIC_RUN_ID", "worker", "the job id"),
+    Variable("TORCHELASTIC_START", "worker", "tells this start of the job from an earlier one"),
     Variable("TORCHELASTIC_USE_AGENT_STORE", "worker", "True: workers are clients of the store"),
     Variable("TORCHELASTIC_ERROR_FILE", "worker", "where a failing worker writes its error.json"),
     Variable("TORCHELASTIC_SIGNALS_TO_HANDLE", "worker", "signals the agent handles"),

@@ -53,6 +53,7 @@ def worker_env(
         TORCHELASTIC_RESTART_COUNT=str(world.generation),
         TORCHELASTIC_MAX_RESTARTS=str(config.max_restarts),
         TORCHELASTIC_RUN_ID=config.run_id,
+        TORCHELASTIC_START=world.start,
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     if config.virtual_local_rank:

@@ -41,6 +41,18 @@ class Fenced(CheckpointError):
     """A later world or another job writes here now: what this one has is void."""
 
 
+def _fenced(found: Fence, mine: Fence, place: str) -> Fenced:
+    if fence.is_same_start(found, mine) and found.generation == mine.generation:
+        return Fenced(
+            f"another process of this world saves to {place} too: call save on rank 0 only, or on "
+            "all ranks with together=True"
+        )
+    return Fenced(
+        f"generation {found.generation} of job '{found.run}' writes to {place} now, what "
+        f"generation {mine.generation} has is void"
+    )
+
+
 def name_of(sequence: int, step: int | None, token: str) -> str:
     return f"{sequence:06d}-{token}" if step is None else f"{sequence:06d}-step{step}-{token}"
 
@@ -126,7 +138,7 @@ class Catalog:
 
         What looks like one and is none is told once, in a sentence, and passed over.
         """
-        worlds = fence.from_json(self.storage.get(FENCE)).worlds
+        worlds = self._fence().worlds
         for record in self._committed():
             if fence.is_void(record.sequence, record.step, worlds):
                 self._tell(record.name, "is void: its steps were done again by a later world")
@@ -168,9 +180,11 @@ class Catalog:
                 return f"the bytes of '{name}' are not those that were written"
         return None
 
-    def sound(self) -> Iterator[Record]:
-        """`records`, without those that are corrupt."""
+    def sound(self, beyond: int = -1) -> Iterator[Record]:
+        """`records` of steps beyond this one, without those that are corrupt."""
         for record in self.records():
+            if (record.step or 0) <= beyond:
+                return  # those before it are of earlier steps, and every byte would be read
             if (problem := self.corruption(record)) is None:
                 yield record
             else:
@@ -183,12 +197,34 @@ class Catalog:
 
     # --- a new one -------------------------------------------------------------------------------
 
+    def _fence(self) -> Fence:
+        try:
+            return fence.from_json(self.storage.get(FENCE))
+        except ValueError as error:
+            # Which checkpoints are void is known from nowhere else.
+            raise CheckpointError(
+                f"{self.storage.place}/{FENCE} cannot be read ({error}): remove the newest "
+                "checkpoints there if their steps were done again since, and then this file."
+            ) from error
+
     def take(self, mine: Fence, base: int | None) -> None:
         """Fence off whoever wrote here before; the world begins from step `base`."""
         with self.storage.lock(_LOCK):
-            found = fence.from_json(self.storage.get(FENCE))
+            found = self._fence()
+            if fence.is_late(found, mine):
+                raise _fenced(found, mine, self.storage.place)
             after = fence.taken(found, mine, sequence=self._last_sequence(), base=base)
             self.storage.put(FENCE, fence.to_json(after))
+            self._point_to_newest()
+
+    def _point_to_newest(self) -> None:
+        """What `latest` names may be void now."""
+        newest = next(self.records(), None)
+        present = self._latest()
+        if newest is None and present:
+            self.storage.remove_file(LATEST)
+        elif newest is not None and newest.name != present:
+            self.storage.put(LATEST, f"{newest.name}\n".encode())
 
     def begin(self, name: str) -> Draft:
         return Draft(self.storage, name)
@@ -209,21 +245,20 @@ class Catalog:
         return Record(draft.name, content)
 
     def _check_fence(self, mine: Fence) -> None:
-        found = fence.from_json(self.storage.get(FENCE))
+        found = self._fence()
         verdict = fence.judge(found, mine)
         if verdict is Verdict.VOID:
-            raise Fenced(
-                f"generation {found.generation} of job '{found.run}' writes to "
-                f"{self.storage.place} now, what generation {mine.generation} has is void"
-            )
+            raise _fenced(found, mine, self.storage.place)
         if verdict is Verdict.RETAKE:
             after = fence.taken(found, mine, sequence=-1, base=None)
             self.storage.put(FENCE, fence.to_json(after))
 
     def _point_to(self, name: str) -> None:
-        present = (self.storage.get(LATEST) or b"").decode(errors="replace").strip()
-        if (sequence_of(present) or -1) <= (sequence_of(name) or 0):
+        if (sequence_of(self._latest()) or -1) <= (sequence_of(name) or 0):
             self.storage.put(LATEST, f"{name}\n".encode())
+
+    def _latest(self) -> str:
+        return (self.storage.get(LATEST) or b"").decode(errors="replace").strip()
 
     # --- what is too many ------------------------------------------------------------------------
 
@@ -234,13 +269,21 @@ class Catalog:
         """
         try:
             self._clear_leftovers(mine)
-            valid = list(self.records()) if self.keep_last is not None else []
-            for record in retention.removable(
-                valid, keep_last=self.keep_last, keep_every=self.keep_every
-            ):
-                self.remove(record.name)
+            if self.keep_last is not None:
+                self._remove_too_many(self.keep_last)
         except OSError as error:
             log.warning("What is not kept at %s stays: %s", self.storage.place, error)
+
+    def _remove_too_many(self, keep_last: int) -> None:
+        valid = list(self.records())
+        for record in retention.removable(valid, keep_last=keep_last, keep_every=self.keep_every):
+            self.remove(record.name)
+        # What is torn or void is of no use any more once enough good ones came after it.
+        if len(valid) >= keep_last:
+            good = {record.name for record in valid}
+            for record in self._committed():
+                if record.sequence < valid[keep_last - 1].sequence and record.name not in good:
+                    self.remove(record.name)
 
     def remove(self, name: str) -> None:
         """By way of another name, where there are renames: half removed it is no checkpoint."""
@@ -264,5 +307,6 @@ class Catalog:
         found = _NAME.fullmatch(name)
         if self.storage.renames or found is None or mine is None or found[3] == mine.token:
             return False
-        # The fence is ours, so its writer can never commit it.
-        return self.storage.get(f"{name}/{marker.NAME}") is None
+        # While the fence is ours its writer can never commit it.
+        unmarked = self.storage.get(f"{name}/{marker.NAME}") is None
+        return unmarked and self._fence().token == mine.token

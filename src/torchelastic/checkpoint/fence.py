@@ -27,7 +27,9 @@ class Fence:
     """The one who writes now, and what came to nothing before."""
 
     token: str = ""
+    #: The job, and which start of it, where that is known.
     run: str = ""
+    start: str = ""
     generation: int = -1
     worlds: tuple[World, ...] = ()
 
@@ -40,16 +42,25 @@ class Verdict(enum.Enum):
 
 
 def judge(fence: Fence, mine: Fence) -> Verdict:
-    """Whether the writer `mine` may still commit.
-
-    Generations are compared within one run only; a run that is started anew counts from 0 again,
-    but then nobody of the old one is left who would ask.
-    """
+    """Whether the writer `mine` may still commit."""
     if fence.token == mine.token:
         return Verdict.MINE
-    if fence.run == mine.run and fence.generation < mine.generation:
+    if is_same_start(fence, mine) and fence.generation < mine.generation:
         return Verdict.RETAKE
     return Verdict.VOID
+
+
+def is_late(fence: Fence, mine: Fence) -> bool:
+    """Whether a later world has taken it already, so that `mine` must not.
+
+    Where starts are not known it may also be a job that was started anew: its turn has come.
+    """
+    return bool(mine.start) and is_same_start(fence, mine) and fence.generation > mine.generation
+
+
+def is_same_start(fence: Fence, mine: Fence) -> bool:
+    """Whether generations can be compared: a job that is started anew counts from 0 again."""
+    return (fence.run, fence.start) == (mine.run, mine.start)
 
 
 def taken(fence: Fence, mine: Fence, *, sequence: int, base: int | None) -> Fence:
@@ -71,10 +82,13 @@ def to_json(fence: Fence) -> bytes:
 
 
 def from_json(data: bytes | None) -> Fence:
-    """What is no fence stands for none: it only ever makes a writer take it anew."""
-    try:
-        found = json.loads(data or b"{}")
-        worlds = tuple(World(int(w["sequence"]), int(w["base"])) for w in found["worlds"])
-        return Fence(str(found["token"]), str(found["run"]), int(found["generation"]), worlds)
-    except (ValueError, KeyError, TypeError):
+    """The fence there is, if any; `ValueError` where it cannot be read."""
+    if data is None:
         return Fence()
+    try:
+        found = json.loads(data)
+        worlds = tuple(World(int(w["sequence"]), int(w["base"])) for w in found["worlds"])
+        names = (str(found.get(name, "")) for name in ("token", "run", "start"))
+        return Fence(*names, int(found["generation"]), worlds)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no fence: {data!r:.80}") from error

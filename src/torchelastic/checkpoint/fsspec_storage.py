@@ -89,7 +89,12 @@ class FsspecStorage:
             return None
 
     def put(self, path: str, content: bytes) -> None:
-        self._fs.pipe_file(self._at(path), content)
+        target = self._at(path)
+        try:
+            self._fs.pipe_file(target, content)
+        except FileNotFoundError:  # of a system that has directories, and this is the first file
+            self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+            self._fs.pipe_file(target, content)
 
     def lock(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()

@@ -20,8 +20,9 @@ from torchelastic.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-#: How often rank 0 looks for what the others have written, in seconds.
+#: How often rank 0 looks for what the others have written, in seconds: at first, and at last.
 _LOOK = 0.05
+_LOOK_SELDOM = 2.0
 _PART = "part-"
 _FAILED = "failed-"
 
@@ -114,6 +115,7 @@ def _leave_word(job: Job, draft: Draft, why: str) -> None:
 def _parts_of_others(job: Job, draft: Draft) -> Iterator[dcp.Part]:
     missing = set(range(1, job.size))
     deadline = time.monotonic() + job.patience
+    look = _LOOK
     while missing:
         there = draft.storage.sizes(draft.directory)
         for rank in sorted(missing):
@@ -129,4 +131,5 @@ def _parts_of_others(job: Job, draft: Draft) -> Iterator[dcp.Part]:
                 f"no word of ranks {sorted(missing)[:5]} after {job.patience:.0f} s"
             )
         if missing:
-            time.sleep(_LOOK)
+            time.sleep(look)
+            look = min(look * 1.2, _LOOK_SELDOM)

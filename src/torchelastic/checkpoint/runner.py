@@ -7,9 +7,13 @@ training is in storage `finish` says, by an exception if it is not.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import sys
 import threading
+import time
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,10 +32,17 @@ class Task:
     over: Callable[[], None] = lambda: None
 
 
+#: A program that ends with an error waits no longer for what is being written, in seconds.
+PATIENCE_AFTER_AN_ERROR = 10.0
+
+_runners: weakref.WeakSet[Runner] = weakref.WeakSet()
+
+
 class Runner:
-    """Runs tasks in a thread that ends when there is nothing to do."""
+    """Runs tasks in a thread that ends when there is nothing to do. The program waits for it."""
 
     def __init__(self) -> None:
+        _runners.add(self)
         self._lock = threading.Lock()
         self._waiting: Task | None = None
         self._thread: threading.Thread | None = None
@@ -66,10 +77,14 @@ class Runner:
                 step,
             )
 
-    def wait(self) -> None:
-        """Until nothing is left to do."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Until nothing is left to do, or so many seconds have passed."""
+        deadline = None if seconds is None else time.monotonic() + seconds
         while (thread := self._thread) is not None:
-            thread.join()
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return
+            thread.join(left)
 
     def finish(self) -> None:
         """`wait`, and raise if the last one failed; once."""
@@ -108,6 +123,14 @@ class Runner:
             log.error("%s%s; the training goes on, the last good one stays.", str(told), again)
             return told
         return None
+
+
+@atexit.register
+def _finish_before_the_end() -> None:
+    """A thread that is in the middle of torch's code when the interpreter goes away crashes it."""
+    failing = hasattr(sys, "last_type")
+    for runner in list(_runners):
+        runner.wait(PATIENCE_AFTER_AN_ERROR if failing else None)
 
 
 def _words(error: Exception) -> str:

@@ -11,12 +11,16 @@ import fcntl
 import io
 import logging
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol
+from urllib.parse import unquote
+
+from torchelastic.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -82,10 +86,13 @@ class Storage(Protocol):
 def open_storage(url: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Storage:
     """A path or a `file://` URL is a directory here; every other URL needs fsspec."""
     text = os.fspath(url)
-    if text.startswith("file://"):
-        return LocalStorage(text.removeprefix("file://"))
+    scheme, _, path = text.partition("://")
+    if scheme in ("file", "local") and path:
+        return LocalStorage(unquote(path))
+    if re.match(r"\w+:/[^/]", text):
+        raise ConfigError(f"Is {text} a URL? Then write {text.replace(':/', '://', 1)}.")
     if "://" not in text:
-        return LocalStorage(text)
+        return LocalStorage(Path(text).expanduser())
     from torchelastic.checkpoint.fsspec_storage import FsspecStorage
 
     return FsspecStorage(text, options or {})

@@ -13,6 +13,7 @@ be `lasting` is copied later still, until `before_write`.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -87,6 +88,13 @@ class CheckpointStore(CheckpointManager):
         if writer not in ("auto", "thread", "process"):
             raise ConfigError(f"writer is {writer!r}: it is 'auto', 'thread' or 'process'.")
         self.url, self._options = os.fspath(url), dict(storage_options or {})
+        #: Whether another process can be told of them.
+        self._is_portable = _is_plain(self._options)
+        if writer == "process" and not self._is_portable:
+            raise ConfigError(
+                "storage_options has objects, which a process of its own cannot be given: use "
+                "plain values, or writer='thread'."
+            )
         self._keeping = {"keep_last": keep_last, "keep_every": keep_every}
         self.catalog = Catalog(open_storage(url, self._options), **self._keeping)
         self.every = interval.parse(every)
@@ -321,6 +329,7 @@ class CheckpointStore(CheckpointManager):
     def _way(self, size: int) -> Callable[[Job, int], Written]:
         """How what is in a memory is written: by this process, or by another."""
         process = self._writer == "process" or (self._writer == "auto" and size >= LARGE)
+        process = process and self._is_portable
         if process and not self.catalog.storage.is_private:
             from torchelastic.checkpoint.process import WriterProcess
 
@@ -401,8 +410,8 @@ class CheckpointStore(CheckpointManager):
 
     # --- loading ---------------------------------------------------------------------------------
 
-    def load(self, like: Any = None, *, together: bool = False) -> Loaded | None:
-        """Read the newest that is whole; None where there is none.
+    def load(self, like: Any = None, *, together: bool = False, beyond: int = -1) -> Loaded | None:
+        """Read the newest that is whole; None where there is none of a step `beyond` this one.
 
         Torn, corrupt and void ones are told and passed over. Where `like`, a tree as given to
         `save`, has DTensors, this rank's shards are read; everything else is read in full. (`like`
@@ -412,23 +421,23 @@ class CheckpointStore(CheckpointManager):
         from torchelastic.checkpoint import agreement
 
         if not together:
-            found, rank = self._newest(), 0
+            found, rank = self._newest(beyond), 0
         else:
             rank = agreement.world()[0]
-            found = self._newest_of_rank_0(rank)
+            found = self._newest_of_rank_0(rank, beyond)
         return None if found is None else self._read(*found, like, rank)
 
-    def _newest(self) -> tuple[str, int] | None:
-        record = next(self.catalog.sound(), None)
+    def _newest(self, beyond: int) -> tuple[str, int] | None:
+        record = next(self.catalog.sound(beyond), None)
         return None if record is None else (record.name, record.step or 0)
 
-    def _newest_of_rank_0(self, rank: int) -> tuple[str, int] | None:
+    def _newest_of_rank_0(self, rank: int, beyond: int) -> tuple[str, int] | None:
         from torchelastic.checkpoint import agreement
 
         told: dict[str, Any] = {}
         if rank == 0:
             try:
-                told = {"found": self._newest()}
+                told = {"found": self._newest(beyond)}
             except Exception as error:  # of any storage; the others wait for an answer
                 told = {"error": repr(error)}
         told = agreement.of_rank_0(told)
@@ -477,7 +486,16 @@ class FileSystemCheckpointManager(CheckpointStore):
 
 
 def _new_fence(generation: int) -> Fence:
-    return Fence(secrets.token_hex(3), env.get("TORCHELASTIC_RUN_ID"), generation)
+    run, start = env.get("TORCHELASTIC_RUN_ID"), env.get("TORCHELASTIC_START")
+    return Fence(secrets.token_hex(3), run, start, generation)
+
+
+def _is_plain(options: Mapping[str, Any]) -> bool:
+    try:
+        json.dumps(options)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _check_keep(name: str, value: int | None) -> None:

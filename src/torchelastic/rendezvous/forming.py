@@ -57,6 +57,7 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
     world = replace(
         last,
         generation=_number(last, state),
+        start=last.start or chosen[0].node,
         phase="running",
         host=state.host,
         term=state.term,

@@ -36,6 +36,20 @@ Json = dict[str, Any]
 T = TypeVar("T", bound="Member | World")
 
 
+class Base(NamedTuple):
+    """What a generation of scripts that keep their state has begun from: what older ones did beyond
+    that is void. Nodes outside its world learn it from the leader."""
+
+    generation: int
+    #: The version: the generation that wrote it, and its step.
+    written: int
+    step: int
+
+    @classmethod
+    def from_json(cls, data: Sequence[int] | None) -> Base | None:
+        return None if data is None else cls(*data)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Member:
     """What an agent says of its node. Only that agent writes it."""
@@ -65,6 +79,8 @@ class Member:
     done: int = -1
     #: The highest step a worker here has reported.
     step: int = -1
+    #: What the newest generation began from whose workers here have restored what is kept.
+    base: Base | None = None
     #: What went wrong here in the current generation, first thing first.
     failures: tuple[Failure, ...] = ()
     #: Announced departure; the signal or reason, empty while staying.
@@ -103,6 +119,8 @@ class Member:
         for name in ("standing", "doubts"):
             if name in made:
                 made[name] = tuple(made[name])
+        if "base" in made:
+            made["base"] = Base.from_json(made["base"])
         return _made(cls, made)
 
 
@@ -170,6 +188,9 @@ class World:
     """
 
     generation: int
+    #: The first node of the first world: tells one start of a job from the next, whose generations
+    #: begin anew.
+    start: str = ""
     #: `waiting` for nodes; `agreeing` (taken up, and not to be begun before a majority has it);
     #: `running`; `pausing` (resident workers are asked for their step); `over`
     #: (workers are being stopped); `closed` (job ended).
@@ -195,6 +216,8 @@ class World:
     #: The node, if any leaves, that puts the state of the generation that was over last into
     #: storage before it goes: one of those that leave, not all at once.
     saver: str = ""
+    #: What the newest generation began from that a member has told of.
+    base: Base | None = None
     #: Why the world is as it is, in a sentence.
     reason: str = ""
     #: What the job has spent on restarts, up to and including this generation.
@@ -388,6 +411,7 @@ _FROM_JSON: dict[str, Callable[[Any], Any]] = {
     "nodes": lambda items: tuple(WorldNode.from_json(item) for item in items),
     "handing_over": tuple,
     "ledger": lambda data: RestartLedger(**_known(RestartLedger, data)),
+    "base": Base.from_json,
     "cause": Failure.from_json,
     "consequences": _failures,
     "spares": tuple,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from types import MappingProxyType
@@ -16,8 +16,16 @@ from torch.optim import Optimizer
 from torchelastic import checkpoint
 from torchelastic.checkpoint.tree import flatten
 from torchelastic.data.ledger import Ledger
-from torchelastic.data.progress import Progress
-from torchelastic.training import ddp, keeping_agent, parts, private, session, shared, transfer
+from torchelastic.training import (
+    ddp,
+    keeping_agent,
+    listening,
+    parts,
+    private,
+    session,
+    shared,
+    transfer,
+)
 from torchelastic.training.buffers import Buffers
 from torchelastic.training.keeping import Keeper
 from torchelastic.training.keeping_dtensor import (
@@ -116,11 +124,11 @@ class TorchState(State):
         #: Of a script's worker that has an agent.
         self._departure: Departure | None = None
         #: Parts that are to be told of every committed step.
-        self._listeners: list[Callable[[], object]] = _listeners(self._stateful)
+        self._listeners = listening.listeners(self._stateful)
         #: Whether its optimizers wait until checkpoints have their copy.
         self._is_guarded = False
         self._ledger = ledger
-        self._recorded = _recorded(self._stateful, ledger)
+        self._recorded = listening.recorded(self._stateful, ledger)
         solid = self._solid()
         #: The names of tensors that are sharded over ranks.
         self._sharded = _take_out_shards(solid)
@@ -537,32 +545,6 @@ def _take_out_shards(solid: Mapping[str, Any]) -> list[str]:
         "state": [optimizer["state"] for optimizer in solid["optimizer"]],
     }
     return list(take_out(lasting))
-
-
-def _recorded(stateful: Mapping[str, Any], ledger: Ledger | None) -> list[Progress]:
-    """What knows which samples a step has used; nothing without a ledger."""
-    found = [part for part in _told(stateful) if isinstance(part, Progress)]
-    if ledger is not None and not found:
-        raise TypeError(
-            "A ledger needs a sampler that knows which samples a step has used: pass an "
-            "ElasticSampler or an ElasticStream as sampler."
-        )
-    return found if ledger is not None else []
-
-
-def _listeners(stateful: Mapping[str, Any]) -> list[Callable[[], object]]:
-    found = (getattr(part, "committed", None) for part in _told(stateful))
-    return [method for method in found if callable(method)]
-
-
-def _told(stateful: Mapping[str, Any]) -> list[Any]:
-    """What is told of commits: the parts, and for a loader its sampler; none of them twice."""
-    told = {}
-    for part in stateful.values():
-        known = getattr(part, "progress", None)
-        one = known if isinstance(known, Progress) else part
-        told[id(one)] = one
-    return list(told.values())
 
 
 def _optimizers(part: Any) -> list[Optimizer]:

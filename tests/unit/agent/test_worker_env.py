@@ -26,7 +26,7 @@ NODES = tuple(
         [("a", 1, "actor", 0, 0), ("b", 3, "learner", 1, 0), ("c", 2, "actor", 4, 1)]
     )
 )
-WHOLE = World(generation=7, phase="running", store="[fe80::1]:4321").with_nodes(NODES)
+WHOLE = World(generation=7, start="a", phase="running", store="[fe80::1]:4321").with_nodes(NODES)
 #: As node `c` may hold it: without the others.
 WORLD = replace(WHOLE, nodes=NODES[2:])
 
@@ -51,6 +51,7 @@ def test_a_worker_of_an_unequal_world():
         "TORCHELASTIC_RESTART_COUNT": "7",
         "TORCHELASTIC_MAX_RESTARTS": "5",
         "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_START": "a",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 

@@ -67,7 +67,7 @@ def test_whether_there_is_time(left, expected, step, saved, save):
 
 # --- the fence ------------------------------------------------------------------------------------
 
-MINE = Fence("mine", "job", 3)
+MINE = Fence("mine", "job", "", 3)
 
 
 @pytest.mark.parametrize(
@@ -75,21 +75,38 @@ MINE = Fence("mine", "job", 3)
     [
         (MINE, Verdict.MINE),
         (Fence(), Verdict.VOID),
-        (Fence("other", "job", 4), Verdict.VOID),
-        (Fence("other", "job", 3), Verdict.VOID),
+        (Fence("other", "job", "", 4), Verdict.VOID),
+        (Fence("other", "job", "", 3), Verdict.VOID),
         # One that is over came late.
-        (Fence("other", "job", 2), Verdict.RETAKE),
+        (Fence("other", "job", "", 2), Verdict.RETAKE),
         # Another job, whose generations say nothing of ours.
-        (Fence("other", "another", 2), Verdict.VOID),
+        (Fence("other", "another", "", 2), Verdict.VOID),
+        # The job was started anew, and counts from 0 again.
+        (Fence("other", "job", "later", 0), Verdict.VOID),
     ],
 )
 def test_who_may_write(found, verdict):
     assert fence.judge(found, MINE) is verdict
 
 
+@pytest.mark.parametrize(
+    ("found", "mine", "late"),
+    [
+        (Fence("a", "job", "s", 4), Fence("b", "job", "s", 3), True),
+        (Fence("a", "job", "s", 3), Fence("b", "job", "s", 3), False),
+        (Fence("a", "job", "s", 2), Fence("b", "job", "s", 3), False),
+        (Fence("a", "job", "s", 4), Fence("b", "job", "t", 0), False),
+        (Fence("a", "job", "", 4), Fence("b", "job", "", 0), False),
+        (Fence(), Fence("b", "job", "s", 0), False),
+    ],
+)
+def test_a_world_that_is_over_comes_too_late(found, mine, late):
+    assert fence.is_late(found, mine) is late
+
+
 def test_a_world_voids_what_is_beyond_its_base():
-    first = fence.taken(Fence(), Fence("a", "job", 0), sequence=-1, base=0)
-    second = fence.taken(first, Fence("b", "job", 1), sequence=4, base=120)
+    first = fence.taken(Fence(), Fence("a", "job", "", 0), sequence=-1, base=0)
+    second = fence.taken(first, Fence("b", "job", "", 1), sequence=4, base=120)
     assert second.worlds == (World(-1, 0), World(4, 120))
     assert not fence.is_void(4, 120, second.worlds)
     assert fence.is_void(4, 121, second.worlds)
@@ -98,24 +115,29 @@ def test_a_world_voids_what_is_beyond_its_base():
 
 
 def test_what_a_later_world_says_again_is_forgotten():
-    worlds = Fence("a", "job", 1, (World(3, 50), World(5, 90)))
+    worlds = Fence("a", "job", "", 1, (World(3, 50), World(5, 90)))
     assert fence.taken(worlds, MINE, sequence=8, base=70).worlds == (World(3, 50), World(8, 70))
     assert fence.taken(worlds, MINE, sequence=8, base=0).worlds == (World(8, 0),)
 
 
 def test_a_world_that_says_no_base_voids_nothing():
-    worlds = Fence("a", "job", 1, (World(3, 50),))
+    worlds = Fence("a", "job", "", 1, (World(3, 50),))
     assert fence.taken(worlds, MINE, sequence=8, base=None).worlds == (World(3, 50),)
 
 
 def test_a_fence_is_read_back():
-    whole = Fence("a", "job", 1, (World(3, 50),))
+    whole = Fence("a", "job", "", 1, (World(3, 50),))
     assert fence.from_json(fence.to_json(whole)) == whole
 
 
-@pytest.mark.parametrize("junk", [None, b"", b"[]", b"{", b'{"token": 1}', b"\xff"])
+def test_where_there_is_none():
+    assert fence.from_json(None) == Fence()
+
+
+@pytest.mark.parametrize("junk", [b"", b"[]", b"{", b'{"token": 1}', b"\xff"])
 def test_junk_is_no_fence(junk):
-    assert fence.from_json(junk) == Fence()
+    with pytest.raises(ValueError, match="no fence"):
+        fence.from_json(junk)
 
 
 # --- the marker -----------------------------------------------------------------------------------

@@ -20,6 +20,17 @@ def test_complete_at_once_when_max_is_there():
     assert job.world.reason == "the job starts"
 
 
+def test_a_start_keeps_its_name_whoever_is_lost():
+    job = Job("1:2")
+    job.come("a")
+    job.come("b")
+    first = job.world.start
+    assert first == job.world.nodes[0].node
+    job.die("a")
+    job.all_gone()
+    assert (job.world.generation, job.world.start) == (1, first)
+
+
 def test_between_min_and_max_each_arrival_prolongs_the_settle_time():
     job = Job("1:4", settle=1.0)
     job.come("a")

@@ -1,0 +1,157 @@
+"""The catalog: whose turn it is, which checkpoints count, and which are removed."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchelastic.checkpoint.catalog import Catalog, Fenced, name_of
+from torchelastic.checkpoint.fence import Fence
+from torchelastic.checkpoint.marker import Marker
+from torchelastic.checkpoint.storage import LocalStorage, open_storage
+from torchelastic.errors import CheckpointError, ConfigError
+
+
+@pytest.fixture(params=["local", "memory"])
+def storage(request, tmp_path):
+    if request.param == "local":
+        yield LocalStorage(tmp_path)
+        return
+    fsspec = pytest.importorskip("fsspec")
+    yield open_storage(f"memory://{tmp_path.name}")
+    fsspec.filesystem("memory").store.clear()
+
+
+@pytest.fixture
+def catalog(storage):
+    return Catalog(storage, keep_last=1)
+
+
+def of_generation(number, start="s"):
+    return Fence(f"{number:06x}", "job", start, number)
+
+
+def write(catalog, mine, step):
+    draft = catalog.begin(name_of(catalog.next_sequence(), step, mine.token))
+    stream = draft.writer("file")
+    stream.write(b"content")
+    draft.close_file("file", stream)
+    return catalog.commit(draft, Marker(step, mine.generation, draft.files), mine)
+
+
+def steps(catalog):
+    return [record.step for record in catalog.records()]
+
+
+def names(catalog):
+    return [record.name for record in catalog._committed()]
+
+
+def test_a_world_that_is_over_cannot_take_its_turn_any_more(storage):
+    catalog, third, fourth = Catalog(storage), of_generation(3), of_generation(4)
+    catalog.take(third, base=0)
+    write(catalog, third, 100)
+    write(catalog, third, 120)
+    catalog.take(fourth, base=100)
+    with pytest.raises(Fenced, match="generation 4 of job 'job' writes"):
+        catalog.take(third, base=0)
+    with pytest.raises(Fenced, match="what generation 3 has is void"):
+        write(catalog, third, 130)
+    assert steps(catalog) == [100]
+
+
+def test_a_job_that_is_started_anew_counts_from_0_again(catalog):
+    catalog.take(of_generation(4, "first"), base=0)
+    again = of_generation(0, "second")
+    catalog.take(again, base=0)
+    write(catalog, again, 10)
+    assert steps(catalog) == [10]
+
+
+def test_two_ranks_that_both_save_are_told_so(catalog):
+    catalog.take(of_generation(0), base=None)
+    other = Fence("other", "job", "s", 0)
+    with pytest.raises(Fenced, match="call save on rank 0 only, or on all ranks with together"):
+        write(catalog, other, 10)
+
+
+def test_void_ones_are_removed_once_there_is_a_newer_good_one(catalog):
+    base = 0
+    for number in range(6):
+        mine = of_generation(number)
+        catalog.take(mine, base)
+        write(catalog, mine, base + 10)
+        write(catalog, mine, base + 20)
+        base += 15
+        assert len(names(catalog)) <= 2
+    assert steps(catalog) == [95]
+
+
+def test_void_ones_stay_while_nothing_good_came_after(catalog):
+    first = of_generation(0)
+    catalog.take(first, base=0)
+    write(catalog, first, 100)
+    catalog.take(of_generation(1), base=50)
+    catalog.tidy()
+    assert len(names(catalog)) == 1
+    assert steps(catalog) == []
+
+
+def test_latest_names_none_that_is_void(storage):
+    catalog, first = Catalog(storage), of_generation(0)
+    catalog.take(first, base=0)
+    kept = write(catalog, first, 10)
+    write(catalog, first, 20)
+    catalog.take(of_generation(1), base=15)
+    assert storage.get("latest") == f"{kept.name}\n".encode()
+    catalog.take(of_generation(2), base=5)
+    assert storage.get("latest") is None
+
+
+def test_without_its_fence_nobody_knows_what_is_void(catalog, storage):
+    first = of_generation(0)
+    catalog.take(first, base=0)
+    write(catalog, first, 10)
+    storage.put("fence.json", b'{"token"')
+    with pytest.raises(CheckpointError, match=r"fence.json cannot be read .* remove"):
+        steps(catalog)
+
+
+def test_who_has_lost_the_fence_removes_nobodys_draft(tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    catalog = Catalog(open_storage(f"memory://{tmp_path.name}"), keep_last=1)
+    old, new = of_generation(0), of_generation(1)
+    catalog.take(old, base=0)
+    catalog.take(new, base=0)
+    draft = catalog.begin(name_of(0, 10, new.token))
+    draft.close_file("file", draft.writer("file"))
+    catalog.tidy(old)
+    assert "file" in catalog.storage.sizes(draft.directory)
+    fsspec.filesystem("memory").store.clear()
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("/a/b", "/a/b"),
+        ("file:///a%20b", "/a b"),
+        ("local:///a/b", "/a/b"),
+        ("~/b", "{home}/b"),
+    ],
+)
+def test_paths_and_urls_of_this_machine(url, path, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_storage(url).place == path.format(home=tmp_path)
+
+
+def test_half_a_url_is_no_path():
+    with pytest.raises(ConfigError, match=r"Is s3:/bucket/x a URL. Then write s3://bucket/x"):
+        open_storage("s3:/bucket/x")
+
+
+def test_a_file_system_with_directories_makes_them(tmp_path):
+    pytest.importorskip("fsspec")
+    from torchelastic.checkpoint.fsspec_storage import FsspecStorage
+
+    storage = FsspecStorage(f"file://{tmp_path}/not/there", {})
+    storage.put("fence.json", b"{}")
+    assert storage.get("fence.json") == b"{}"
