@@ -38,7 +38,7 @@ class Extent:
     tens: int
 
 
-WHOLE = Extent("126m", many=20, few=5, pairs=16, tens=6)
+WHOLE = Extent("126m", many=20, few=5, pairs=40, tens=2)
 QUICK = Extent("10m", many=5, few=2, pairs=4, tens=2)
 
 

@@ -2,7 +2,8 @@
 
     --measure blocked   snapshots with nothing to hide behind, beside a copy of the same tensors
     --measure overhead  steps with a snapshot beside steps without, in turn
-    --measure restore   from the memory of its own node, in a worker that was killed and restarted
+    --measure restore   from the memory of its own node, in a worker that was killed and restarted,
+                        beside a copy of the same bytes in another such worker
     --measure peer      from the memory of another node, in a worker that has just come
 
 Runs under `torchelastic run`, which holds the memory. Every line it writes is one measurement.
@@ -10,7 +11,6 @@ Runs under `torchelastic run`, which holds the memory. Every line it writes is o
 
 import argparse
 import ctypes
-import mmap
 import os
 import signal
 import statistics
@@ -26,7 +26,7 @@ import workload
 from workload import StepLog
 
 import torchelastic
-from torchelastic.snapshot.layout import Memory
+from torchelastic.snapshot.layout import SHARED, Memory
 from torchelastic.tensor_bytes import address_of
 from torchelastic.training.keeping_agent import Agent
 
@@ -40,7 +40,8 @@ SETTLING = 10
 class Kept:
     """A state that is kept, and how long its training waits for it."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, arguments: argparse.Namespace, *, copies_to: StepLog | None = None) -> None:
+        """With a log to write that to, a plain copy is made before the state is restored."""
         self.arguments = arguments
         self.model, self.optimizer = workload.build(arguments.size)
         # Hooks run in the order of their registration: ours lie around that of the state.
@@ -48,6 +49,8 @@ class Kept:
         self.state = torchelastic.TorchState(model=self.model, optimizer=self.optimizer)
         if dist.is_initialized():
             dist.barrier()
+        if copies_to is not None:
+            copy_before_restoring(self.model, copies_to)
         began = time.perf_counter()
         self.start = self.state.restore()
         self.restored = time.perf_counter() - began
@@ -82,9 +85,14 @@ class Kept:
         while (memory := self.memory) is None:  # that commit was too early
             time.sleep(0.1)
             self.state.commit()
-        while (held := memory.freshest()) is None or held.version[1] != self.state.step:
+        while not self.is_sealed():
             time.sleep(0.005)
         return memory
+
+    def is_sealed(self) -> bool:
+        """Whether nothing is left to be done for the last snapshot."""
+        held = self.memory.freshest() if self.memory is not None else None
+        return held is not None and held.version[1] == self.state.step
 
     def tensors(self) -> list[torch.Tensor]:
         """Parameters and optimizer state, which are what is copied of it."""
@@ -195,7 +203,8 @@ def steps(kept: Kept, count: int, log: StepLog | None = None) -> float:
 
     def run() -> None:
         if log is not None:
-            log.write("in a step", **kept.commit_before(kept.step))
+            blocked = kept.commit_before(kept.step)
+            log.write("in a step", **blocked, sealed=int(kept.is_sealed()))
         for _ in range(count - (log is not None)):
             kept.step()
 
@@ -239,36 +248,39 @@ def long_enough(kept: Kept, wanted: float) -> argparse.Namespace:
 
 
 def measure_restore(arguments: argparse.Namespace, log: StepLog) -> None:
-    """One generation: what restoring took, and what copying takes. Then this worker dies."""
-    kept = Kept(arguments)
+    """One generation: what restoring took, or in every other one what a copy takes in its place.
+    Then this worker dies."""
     generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    if generation:
-        log.write("own memory", seconds=kept.restored, step=kept.start)
-    else:
+    restores = generation % 2 == 1
+    kept = Kept(arguments, copies_to=log if generation and not restores else None)
+    if not generation:
         kept.step()
+    if restores:
+        log.write("own memory", seconds=kept.restored, step=kept.start)
     held = kept.commit().freshest()
-    if generation and held is not None:
+    if restores and held is not None:
         for _ in range(2):  # the first one maps its pages
             seconds = copy(kept.tensors(), held.data, out=False)
         log.write("memcpy", seconds=seconds)
-        log.write("memcpy by a new worker", seconds=copy_to_a_newcomer(kept))
-    if generation < arguments.repetitions:
+    if generation < 2 * arguments.repetitions:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def copy_to_a_newcomer(kept: Kept) -> float:
-    """Seconds to copy in as a restarted worker has to: a mapping and momenta it never touched."""
-    tensors = kept.tensors()
-    size = sum(each.nbytes for each in tensors)
-    descriptor = os.memfd_create("copy")
-    os.ftruncate(descriptor, size)
-    with mmap.mmap(descriptor, size) as filled:
-        filled.write(bytes(size))
-    parameters = len(list(kept.model.parameters()))
-    fresh = [*tensors[:parameters], *map(torch.empty_like, tensors[parameters:])]
-    mapped = mmap.mmap(descriptor, size)
-    os.close(descriptor)
-    return copy(fresh, memoryview(mapped), out=False)
+def copy_before_restoring(model: torch.nn.Module, log: StepLog) -> None:
+    """Copy the state out of the agent's memory as soon as that is there, in a worker that has
+    touched what one that restores has: its parameters, but neither that memory nor its momentum."""
+    plain = Agent.open
+
+    def open_and_copy(agent: Agent, piece: str, *rest: Any) -> Memory:
+        memory = plain(agent, piece, *rest)
+        if piece == SHARED and (held := memory.freshest()) is not None:
+            parameters = [each.detach() for each in model.parameters()]
+            began = time.perf_counter()
+            copy([*parameters, *map(torch.empty_like, parameters)], held.data, out=False)
+            log.write("memcpy by a new worker", seconds=time.perf_counter() - began)
+        return memory
+
+    Agent.open = open_and_copy
 
 
 def measure_peer(arguments: argparse.Namespace, log: StepLog) -> None:
@@ -277,7 +289,7 @@ def measure_peer(arguments: argparse.Namespace, log: StepLog) -> None:
     opened = time_what_agents_do()
     kept = Kept(arguments)
     guest = int(os.environ.get("BENCHMARK_GUEST", "0"))
-    facts = {"step": kept.start, "guest": guest, "transfer": sum(opened)}
+    facts = {"step": kept.start, "guest": guest, "opened": sum(opened)}
     log.write("restored", seconds=kept.restored, **facts)
     if not kept.start:
         kept.step()

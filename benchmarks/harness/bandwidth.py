@@ -6,6 +6,7 @@ import mmap
 import os
 import socket
 import time
+from collections.abc import Sequence
 
 from benchmarks.harness.summary import summarize
 
@@ -18,18 +19,22 @@ def socket_bandwidth(size: int = 200 * MEGABYTE) -> float:
     return size / summarize([copy_seconds(size) for _ in range(COPIES)]).median
 
 
-def copy_seconds(size: int, *, fresh: bool = False) -> float:
+def copy_seconds(size: int, *, new: float = 0.0) -> float:
     """Seconds to copy `size` bytes of one process into memory of another.
 
-    If that memory is `fresh`, its pages have yet to be made.
+    Of that memory a part is `new`: its pages have yet to be made.
     """
+    fresh = int(new * size)
+    rooms: list[bytearray | mmap.mmap] = [bytearray(size - fresh)]
+    if fresh:
+        rooms.append(mmap.mmap(-1, fresh))
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
         child = os.fork()
         if not child:
             _send(address, size)
         try:
-            return _receive(server, mmap.mmap(-1, size) if fresh else bytearray(size))
+            return _receive(server, rooms)
         finally:
             os.waitpid(child, 0)
 
@@ -46,14 +51,20 @@ def _send(address: tuple[str, int], size: int) -> None:
         os._exit(status)
 
 
-def _receive(server: socket.socket, into: bytearray | mmap.mmap) -> float:
+def _receive(server: socket.socket, rooms: Sequence[bytearray | mmap.mmap]) -> float:
     connection, _ = server.accept()
-    with connection, memoryview(into) as left:
+    with connection:
         began = time.monotonic()
+        for room in rooms:
+            _fill(connection, room)
+        return time.monotonic() - began
+
+
+def _fill(connection: socket.socket, room: bytearray | mmap.mmap) -> None:
+    with memoryview(room) as left:
         got = 0
-        while got < len(into):
+        while got < len(room):
             count = connection.recv_into(left[got:])
             if not count:
                 raise ConnectionError("the copy ended early")
             got += count
-        return time.monotonic() - began

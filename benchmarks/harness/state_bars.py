@@ -27,6 +27,16 @@ def in_copies(ours: Summary, copy: Summary, most: float, name: str) -> Bar:
     return Bar(f"at most {most:g} times {name}", None if found is None else found <= most)
 
 
+def every(pairs: Sequence[tuple[float, float]], steps: int) -> list[tuple[float, float]]:
+    """Pairs of so many steps, by pairs of one with a snapshot and one without: what a snapshot
+    costs lies within its step.
+
+    >>> every([(1.5, 1.0)], 10)
+    [(10.5, 10.0)]
+    """
+    return [(first + (steps - 1) * second, steps * second) for first, second in pairs]
+
+
 def overhead(
     pairs: Sequence[tuple[float, float]], most: float, *, copies: float, free: float
 ) -> Bar:

@@ -107,22 +107,33 @@ def _overheads(results: StateResults) -> list[Row]:
             continue
         inside = results.summary(row, rows.IN_A_STEP)
         copy = Summary((results.settings[row]["copy"],))
-        found += [_overhead(results, row, name) for name in results.pairs if name.startswith(row)]
+        for name in [name for name in results.pairs if name.startswith(row)]:
+            found.append(_overhead(results, row, name))
+            if row == rows.OVERHEAD and name.endswith("every step") and _within_steps(results, row):
+                found.append(_overhead(results, row, name, every=10))
         title = f"blocked per snapshot{_where(row)}, in those steps"
         found.append(_line(title, inside, copy, "one-thread copy", None))
     return found
 
 
-def _overhead(results: StateResults, row: str, name: str) -> Row:
-    settings, pairs = results.settings[row], results.pairs[name]
+def _within_steps(results: StateResults, row: str) -> bool:
+    """Whether every snapshot was sealed when its step ended."""
+    return all(results.details(row, rows.IN_A_STEP, "sealed").times)
+
+
+def _overhead(results: StateResults, row: str, name: str, every: int = 1) -> Row:
+    """Of single steps what it would be at every tenth follows, too: a tenth."""
+    settings, pairs = results.settings[row], bars.every(results.pairs[name], every)
     copies = settings["step"] / settings["copy"]
     interval = ratio_interval(pairs)
     with_it, without = (Summary(tuple(each)) for each in zip(*pairs, strict=True))
     bar = None
     if row == rows.OVERHEAD and "A/A" not in name:
-        most = bars.EVERY_TEN if "10" in name else bars.EVERY_STEP
+        most = bars.EVERY_TEN if "10" in name or every == 10 else bars.EVERY_STEP
         bar = bars.overhead(pairs, most, copies=copies, free=settings["free"])
     what = name.removeprefix(f"{row}, ")
+    if every > 1:
+        what = f"every {every} steps, by those of single steps"
     return (
         f"overhead of a snapshot {what}{_where(row)}, steps of {copies:.0f} copies",
         milliseconds(with_it),
@@ -200,15 +211,20 @@ def _peer(results: StateResults) -> list[Row]:
     ours = results.summary(rows.PEER, rows.FROM_PEER)
     if not ours.times:
         return []
-    transfer = results.details(rows.PEER, rows.FROM_PEER, "transfer")
-    title = f"restore from a peer's memory, {_rate(results, ours)}"
-    of_it = f"of it, until the agent has the bytes, {_rate(results, transfer)}"
+    carried = results.summary(rows.PEER, rows.CARRIED)
+    pairs = zip(carried.times, ours.times, strict=False)
+    both = Summary(tuple(sum(each) for each in pairs))
     found = []
     for name in (rows.SOCKET, rows.SOCKET_FRESH):
         socket = results.summary(rows.PEER, name)
         named = f"{name}, {_rate(results, socket)}"
-        found.append(_line(title, ours, socket, named, bars.bandwidth_share(ours, socket)))
-        found.append(_line(of_it, transfer, socket, named, None))
+        for title, took, is_judged in (
+            ("restore from a peer's memory", ours, True),
+            ("from the memory of an agent to that of another", carried, False),
+            ("one after the other, without a head start", both, True),
+        ):
+            bar = bars.bandwidth_share(took, socket) if is_judged else None
+            found.append(_line(f"{title}, {_rate(results, took)}", took, socket, named, bar))
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import bandwidth
+from benchmarks.harness import bandwidth, carried
 from benchmarks.harness.job import Job, JobFailed, Place
 from benchmarks.harness.launchers import OURS
 from benchmarks.harness.scenarios import Repetition
@@ -23,7 +23,8 @@ SNAPSHOT, HIDDEN, BACK_TO_BACK, COPY = "snapshot", "hidden", "back to back", "co
 IN_A_STEP = "in a step"
 OWN_MEMORY, MEMCPY = "own memory", "memcpy"
 MEMCPY_FRESH = "memcpy by a new worker"
-FROM_PEER, SOCKET, SOCKET_FRESH = "memory of a peer", "plain socket", "plain socket to new memory"
+FROM_PEER, CARRIED = "memory of a peer", "agent to agent"
+SOCKET, SOCKET_FRESH = "plain socket", "plain socket to memory of which half is new"
 OURS_SAVED, TORCH_SAVE = "torchelastic", "torch.save"
 DCP_SAVED = (
     "DCP async",
@@ -64,7 +65,7 @@ def overhead(
                 known = results.settings.setdefault(row, {})
                 known |= {key: line[key] for key in SETTINGS if key in line}
             case "in a step":
-                results.take(row, IN_A_STEP, line, "commit", "wait")
+                results.take(row, IN_A_STEP, line, "commit", "wait", "sealed")
             case "pair":
                 pairs = results.pairs.setdefault(f"{row}, {line['name']}", [])
                 pairs.append((line["first"], line["second"]))
@@ -102,10 +103,11 @@ def peer(results: StateResults, size: str, repetitions: int) -> None:
             if line["event"] == "restored" and line["guest"]:
                 if not line["step"]:
                     raise JobFailed(f"a guest found no state\n{job.output()}")
-                results.take(PEER, FROM_PEER, line, "transfer")
+                results.take(PEER, FROM_PEER, line, "opened")
     for _ in range(repetitions):
-        for name, fresh in ((SOCKET, False), (SOCKET_FRESH, True)):
-            seconds = bandwidth.copy_seconds(results.bytes, fresh=fresh)
+        results.add(PEER, CARRIED, Repetition(carried.seconds(results.bytes)))
+        for name, new in ((SOCKET, 0.0), (SOCKET_FRESH, 0.5)):
+            seconds = bandwidth.copy_seconds(results.bytes, new=new)
             results.add(PEER, name, Repetition(seconds))
 
 

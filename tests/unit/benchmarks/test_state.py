@@ -33,7 +33,7 @@ def results():
     add(rows.BLOCKED, rows.COPY, 0.1)
     for row in (rows.OVERHEAD, rows.ONE_CORE):
         made.settings[row] = {"copy": 0.1, "step": 2.2, "batch": 64, "free": 1.0}
-        add(row, rows.IN_A_STEP, 0.002, commit=0.001, wait=0.001)
+        add(row, rows.IN_A_STEP, 0.002, commit=0.001, wait=0.001, sealed=1)
         made.pairs[f"{row}, every step"] = [(1.10, 1.0), (1.101, 1.0)]
         made.pairs[f"{row}, every step, A/A"] = [(1.0, 1.0), (1.01, 1.0)]
     made.pairs["overhead, every 10 steps"] = [(1.001, 1.0), (1.002, 1.001)]
@@ -45,7 +45,8 @@ def results():
     add(rows.RESTORE, rows.OWN_MEMORY, 0.11)
     for who in (rows.MEMCPY, rows.MEMCPY_FRESH, *rows.LOADED):
         add(rows.RESTORE, who, 0.1)
-    add(rows.PEER, rows.FROM_PEER, 1.0, transfer=0.8)
+    add(rows.PEER, rows.FROM_PEER, 0.8, opened=0.1)
+    add(rows.PEER, rows.CARRIED, 0.2)
     add(rows.PEER, rows.SOCKET, 0.5)
     add(rows.PEER, rows.SOCKET_FRESH, 0.7)
     return made
@@ -117,15 +118,28 @@ def test_the_report_has_every_row_and_its_verdict():
     assert "**missed**" in line("overhead of a snapshot every step, steps")
     assert line("overhead of a snapshot every step, A/A").endswith("reported |")
     assert line("overhead of a snapshot every step, no free core").endswith("reported |")
-    assert line("overhead of a snapshot every 10 steps").endswith("up to 1%: met |")
+    assert line("overhead of a snapshot every 10 steps, steps").endswith("up to 1%: met |")
     assert "at least 10 times less: met" in line("blocked per checkpoint, behind forward and")
     assert "at least 10 times less: **missed**" in line("blocked per checkpoint, nothing to hide")
     assert text.count("not more than the best of DCP's: met") == 1
     assert text.count("not more than the best of DCP's: **missed**") == 1
     assert line("restore from own memory").endswith("at most 1.3 times it: met |")
-    assert "1.00 GB/s" in line("restore from a peer's memory")
-    assert "**missed**" in line("restore from a peer's memory")
-    assert "plain socket to new memory, 1.43 GB/s" in text
+    assert "1.25 GB/s" in line("restore from a peer's memory")
+    assert "of its bandwidth: met" in line("restore from a peer's memory")
+    assert line("from the memory of an agent").endswith("reported |")
+    assert "1.00 GB/s" in line("one after the other")
+    assert "**missed**" in line("one after the other")
+    assert "plain socket to memory of which half is new, 1.43 GB/s" in text
+
+
+def test_what_every_tenth_step_costs_follows_from_one_that_holds_all_of_it():
+    made = results()
+    made.pairs["overhead, every step"] = [(1.05, 1.0), (1.06, 1.0), (1.055, 1.0)]
+    beginning = "overhead of a snapshot every 10 steps, by those of single steps"
+    assert f"{beginning}, steps of 22 copies" in render(made)
+    assert bars.overhead(bars.every([(1.05, 1.0)] * 3, 10), 0.01, copies=22, free=1.0).met
+    made.add(rows.OVERHEAD, rows.IN_A_STEP, Repetition(1, details={"sealed": 0}))
+    assert beginning not in render(made)
 
 
 def test_a_row_that_failed_is_named():

@@ -1,0 +1,83 @@
+"""How fast a snapshot comes from the memory of one agent into that of another, over loopback.
+
+An agent that comes to a job has it before its workers ask, so their wait does not tell. Here two
+processes have what agents have for it, and nothing else to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from torchelastic.rendezvous.embedded import bind_endpoint, wire
+from torchelastic.rendezvous.embedded.reception import Reception
+from torchelastic.rendezvous.secret import ANONYMOUS
+from torchelastic.snapshot.carrier import Carrier
+from torchelastic.snapshot.layout import SHARED, Version
+from torchelastic.snapshot.shelf import Shelf
+
+_JOB = "benchmark"
+_VERSION: Version = (0, 1)
+
+
+def seconds(size: int) -> float:
+    """Until so many bytes, which a forked process holds, are held by this one."""
+    told, tell = os.pipe()
+    wait, stop = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(stop)
+        _hold(size, tell, wait)
+    os.close(wait)
+    try:
+        return asyncio.run(_fetch(f"127.0.0.1:{int(os.read(told, 16))}"))
+    finally:
+        for descriptor in (told, tell, stop):
+            os.close(descriptor)
+        os.waitpid(child, 0)
+
+
+def _hold(size: int, tell: int, wait: int) -> None:
+    """The child: never returns. Ends when the other end of `wait` is closed."""
+    status = 1
+    try:
+        asyncio.run(_serve(size, tell, wait))
+        status = 0
+    finally:
+        os._exit(status)
+
+
+async def _serve(size: int, tell: int, wait: int) -> None:
+    async with _node("holder") as (shelf, carrier):
+        room = shelf.make_room(SHARED, size, 100).memory.begin(_VERSION)
+        for begin in range(0, size, 1 << 20):
+            part = room[begin : begin + (1 << 20)]
+            part[:] = b"." * len(part)
+        shelf.make_room(SHARED, size, 100).memory.seal(_VERSION, b"{}", size, 0)
+        reception = Reception(_JOB)
+        reception.serve(wire.SNAPSHOT, carrier.admit)
+        port = await reception.listen(bind_endpoint("127.0.0.1", 0))
+        os.write(tell, str(port).encode())
+        await asyncio.to_thread(os.read, wait, 1)
+        await reception.close()
+
+
+async def _fetch(peer: str) -> float:
+    async with _node("newcomer") as (_, carrier):
+        began = time.monotonic()
+        await carrier.fetch(SHARED, _VERSION, peer)
+        return time.monotonic() - began
+
+
+@asynccontextmanager
+async def _node(name: str) -> AsyncIterator[tuple[Shelf, Carrier]]:
+    shelf = Shelf()
+    carrier = Carrier(shelf, name, _JOB, ANONYMOUS)
+    try:
+        yield shelf, carrier
+    finally:
+        await carrier.close()
+        shelf.close()
