@@ -85,20 +85,33 @@ def wait() -> None:
     _runner.wait()
 
 
-def load_latest(state: Saved) -> int | None:
-    """Load the latest checkpoint into `state` and say its step; None where there is none.
+def newest_step() -> int | None:
+    """The step of the latest checkpoint, as far as sizes tell; None where there is none. Raises
+    whatever the storage raises."""
+    manager = get_checkpoint_manager()
+    if isinstance(manager, CheckpointStore):
+        record = next(manager.catalog.records(), None)
+        return (record.step or 0) if record is not None else None
+    checkpoint = manager.get_latest_checkpoint() if manager is not None else None
+    return _step_of(checkpoint) if checkpoint is not None else None
+
+
+def load_latest(state: Saved, *, beyond: int = -1) -> int | None:
+    """Load the latest checkpoint into `state` and say its step; None where there is none, or none
+    of a later step than `beyond`.
 
     For a worker that has nothing but its first state, in a world where nobody has more.
     """
     manager = get_checkpoint_manager()
     if isinstance(manager, CheckpointStore):
-        loaded = _load_from_store(manager, state)
+        loaded = _load_from_store(manager, state, beyond=beyond)
         return loaded.step if loaded is not None else None
     checkpoint = manager.get_latest_checkpoint() if manager is not None else None
     if checkpoint is None:
         return None
     try:
-        step = _step_of(checkpoint)
+        if (step := _step_of(checkpoint)) <= beyond:
+            return None
         with checkpoint.open_input_stream(STATE_KEY) as stream:
             state.load(stream)
     except Exception as error:
@@ -107,13 +120,15 @@ def load_latest(state: Saved) -> int | None:
     return step
 
 
-def load_together(state: Saved) -> tuple[int, bytes | None] | None:
+def load_together(state: Saved, *, beyond: int = -1) -> tuple[int, bytes | None] | None:
     """`load_latest` of a state that is sharded over the ranks, on all of them.
 
     Also says what was this rank's own, if the world that wrote it had such a rank.
     """
     store = store_for_shards()
-    loaded = _load_from_store(store, state, together=True) if store is not None else None
+    if store is None:
+        return None
+    loaded = _load_from_store(store, state, together=True, beyond=beyond)
     if loaded is None:
         return None
     return loaded.step, loaded.own["own"] if loaded.own is not None else None
@@ -196,10 +211,11 @@ def _lasting_of(state: Saved) -> Collection[torch.Tensor]:
 
 
 def _load_from_store(
-    store: CheckpointStore, state: Saved, *, together: bool = False
+    store: CheckpointStore, state: Saved, *, together: bool = False, beyond: int = -1
 ) -> Loaded | None:
     put = getattr(state, "_load_stored", None)
-    loaded = store.load(like=getattr(state, "_shards_of", None), together=together)
+    like = getattr(state, "_shards_of", None)
+    loaded = store.load(like=like, together=together, beyond=beyond)
     if loaded is None:
         return None
     try:

@@ -1,10 +1,14 @@
 """Run + keep: a script's state, kept in memory of its agent's and taken from there after a restart.
 
-    restore   all ranks tell what their nodes hold; `keeping_plan` says what to go on from
-              each rank finds and checks its pieces of it, and says whether it could; of tensors
-              that are sharded it takes its parts out of all ranks' pieces (`keeping_reshard`)
-              all could: everybody loads.  One could not: everybody tries the next
-              nothing in any memory: the latest checkpoint, read by rank 0 and sent to all
+    restore   all ranks tell what their nodes hold, and rank 0 what is in storage; `keeping_plan`
+              says what to try, by step
+              each rank looks for its pieces (`keeping_search`), and says what became of that; of
+              tensors that are sharded it takes its parts out of all ranks' pieces
+              (`keeping_reshard`)
+              all have theirs: everybody loads.  Of what is not sharded one is enough: it is sent.
+              It is there, but was not to be had: an error, and the next generation tries again
+              It is of no use to anybody: everybody tries the next
+              a checkpoint is read by rank 0 and sent to all
               something, but nobody can use it, and no checkpoint: an error, not step 0
     commit    `keeping_writer`
 
@@ -14,9 +18,9 @@ A worker without an agent keeps nothing: it counts its steps, and checkpoints ar
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,51 +31,39 @@ from torchelastic import checkpoint, env, faults, stalls
 from torchelastic.checkpoint.background import store_for_shards
 from torchelastic.checkpoint.manager import Saved
 from torchelastic.errors import CheckpointError, SnapshotError
-from torchelastic.snapshot.layout import SHARED, Held, Memory, Version, own
+from torchelastic.snapshot.layout import SHARED, Version
 from torchelastic.snapshot.messages import Holding, Holdings, Settled
 from torchelastic.training import keeping_exchange as exchange
-from torchelastic.training import keeping_reshard, private, transfer
+from torchelastic.training import private, transfer
 from torchelastic.training.buffers import Buffers
 from torchelastic.training.keeping_agent import Holder
-from torchelastic.training.keeping_dtensor import Sharded
 from torchelastic.training.keeping_plan import (
     Node,
     Nodes,
+    Said,
+    Storage,
+    Verdict,
+    absence,
+    agreed,
     bases,
+    checkers,
+    choices,
+    finders,
+    holding,
     lacking,
-    source,
     without_shards,
 )
-from torchelastic.training.keeping_reshard import Assembly
-from torchelastic.training.keeping_shards import Piece, Shards
-from torchelastic.training.keeping_tree import Stored, Tree
+from torchelastic.training.keeping_search import Found, Searcher
+from torchelastic.training.keeping_shards import Shards
+from torchelastic.training.keeping_tree import Tree
 from torchelastic.training.keeping_writer import Place, Standing, Writer
 
 log = logging.getLogger(__name__)
 
-#: Up to this many bytes the checksum of a snapshot is looked at before it is loaded. Of more it
-#: would take longer than to load them: it is looked at meanwhile, and before the next commit.
-CHECKED_FIRST = 32 << 20
+#: How long the newest checkpoint is looked for while there are snapshots in memory to go on from.
+STORAGE_PATIENCE = 10.0
 #: Where a training begins that nothing is known of.
 NOTHING: Version = (-1, 0)
-
-
-@dataclass
-class _Found:
-    """The pieces of a version, found whole. The memories stay open until they are loaded."""
-
-    shared: Stored
-    own: private.Private | None
-    memories: list[Memory]
-    #: What has yet to be checked.
-    unchecked: Held | None
-    #: The tensors that are sharded, and where their parts are.
-    targets: Sharded
-    shards: Assembly | None = None
-
-    def close(self) -> None:
-        for memory in self.memories:
-            memory.close()
 
 
 class Keeper:
@@ -102,8 +94,10 @@ class Keeper:
         self._first = False
         self._writer: Writer | None = None
         self._committed: Version = NOTHING
-        #: What was loaded, as long as it is not known to be whole.
-        self._doubt: tuple[_Found, Future[bool]] | None = None
+        #: Whether what all went on from is yet to be checked; and, if this rank does it, where that
+        #: was found.
+        self._doubted = False
+        self._unchecked: Found | None = None
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_write)
         if holder is None:
@@ -173,18 +167,19 @@ class Keeper:
         return writer.may_begin(Standing(least))
 
     def _resolve_doubt(self, writer: Writer) -> None:
-        """Nothing is committed that was made from a damaged snapshot."""
-        if self._doubt is None:
+        """Collective, once: nothing is committed by anybody that was made from a damaged snapshot,
+        be it on another node."""
+        if not self._doubted:
             return
-        (found, checked), self._doubt = self._doubt, None
-        whole, held = checked.result(), found.unchecked
-        if not whole and held is not None:
-            writer.drop(held)
-        found.close()
-        if not whole:
+        self._doubted = False
+        found, self._unchecked = self._unchecked, None
+        whole = found is None or writer.is_whole(found.held)
+        if found is not None:
+            found.close()
+        if not exchange.all_of_them(whole):
             raise SnapshotError(
-                "The snapshot that this worker went on from is damaged. It is dropped: the next "
-                "generation goes on from another one."
+                "The snapshot that the ranks went on from is damaged on a node. It is dropped "
+                "there: the next generation goes on from another one."
             )
 
     # --- restore ---------------------------------------------------------------------------------
@@ -193,27 +188,37 @@ class Keeper:
         """Bring all ranks to the freshest state there is; its step, None if there is none."""
         checkpoint.before_write()
         with stalls.Counted("restore"):
-            base, found = self._restore()
-        self._begin(base or NOTHING, found)
+            base = self._restore()
+        self._begin(base or NOTHING)
         return base[1] if base is not None else None
 
-    def _restore(self) -> tuple[Version | None, _Found | None]:
-        """The version that was loaded, and what is yet to be done with where it was found."""
+    def _restore(self) -> Version | None:
+        """Collective: the version that was loaded; None if there is none."""
+        self._end_writing()
+        if self._shards.any:
+            self._prepare_shards()
+        here, nodes, stored = self._tell_each_other()
+        self._first = nodes[here].first == self.rank
+        searcher = Searcher(self._holder, self._tree, self._shards, self.rank, here, nodes)
+        versions = bases(nodes, self.size, sharded=self._shards.any)
+        for choice in choices(versions, stored):
+            if not isinstance(choice, Storage):
+                if self._from_memory(choice, nodes, searcher):
+                    return choice
+            elif (step := self._from_checkpoint(choice.beyond)) is not None:
+                return (NOTHING[0], step)
+        _refuse_to_begin_anew(versions, without_shards(nodes))
+        return None
+
+    def _end_writing(self) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        if self._shards.any:
-            self._prepare_shards()
-        here, nodes = self._tell_each_other()
-        self._first = nodes[here].first == self.rank
-        choices = bases(nodes, self.size)
-        found, base = self._from_memory(here, nodes, choices)
-        base = base or self._from_checkpoint()
-        if base is None:
-            _refuse_to_begin_anew(choices, without_shards(nodes))
-        return base, found
+        if self._unchecked is not None:
+            self._unchecked.close()
+        self._doubted, self._unchecked = False, None
 
-    def _begin(self, base: Version, found: _Found | None) -> None:
+    def _begin(self, base: Version) -> None:
         """All ranks go on from here."""
         self._committed = max(self._committed, (self.generation, base[1]))
         if self.rank == 0:
@@ -224,18 +229,17 @@ class Keeper:
         self._holder.progress((self.generation, base[1]), self.rank)
         place = Place(self.rank, self.size, self.generation, self._first, base)
         self._writer = Writer(self._holder, place, self._before_seal)
-        if found is not None and found.unchecked is not None:
-            self._doubt = found, self._writer.check(found.unchecked)
-        elif found is not None:
-            found.close()
+        if self._unchecked is not None:
+            self._writer.check(self._unchecked.held)
 
     def _prepare_shards(self) -> None:
         store_for_shards()
         self._shards.reshard()
         self._voters = exchange.quick_group()
 
-    def _tell_each_other(self) -> tuple[str, Nodes]:
-        """Collective: the name of this node, and what all of them hold."""
+    def _tell_each_other(self) -> tuple[str, Nodes, int | None]:
+        """Collective: the name of this node, what all of them hold, and the step of the newest
+        checkpoint as far as rank 0 knows."""
         holdings = self._inventory()
         # With --virtual-local-rank all are 0, and say the same.
         speaks = env.get("LOCAL_RANK", "0") == "0"
@@ -243,8 +247,9 @@ class Keeper:
             [held.piece, *held.version, held.bytes, held.rank, held.size]
             for held in holdings.holdings
         ]
-        said = exchange.gather([holdings.node, holdings.peer, told if speaks else []])
-        return holdings.node, nodes_of(said)
+        stored = newest_stored() if self.rank == 0 else None
+        said = exchange.gather([holdings.node, holdings.peer, told if speaks else [], stored])
+        return holdings.node, nodes_of(said), said[0][3]
 
     def _inventory(self) -> Holdings:
         # An agent that does not answer is an error: without what it holds all would go back.
@@ -252,85 +257,46 @@ class Keeper:
             return self._holder.inventory()
         return Holdings(0, (), node=f"rank {self.rank}")
 
-    def _from_memory(
-        self, here: str, nodes: Nodes, choices: Sequence[Version]
-    ) -> tuple[_Found | None, Version | None]:
-        for version in choices:
-            found = self._find(here, nodes, version)
-            if self._shards.any:
-                found = self._find_shards(found, here, nodes, version)
-            if exchange.all_of_them(found is not None) and found is not None:
-                self._load(found, version, lacking(nodes, version, self.size))
-                return found, version
-            if found is not None:
-                found.close()
-        return None, None
+    # --- from memory -----------------------------------------------------------------------------
 
-    def _find(self, here: str, nodes: Nodes, version: Version) -> _Found | None:
-        """This rank's pieces of a version, checked; None, and the log says why, if it cannot."""
-        memories: list[Memory] = []
-        try:
-            shared = self._held(here, nodes, SHARED, version, memories)
-            if shared is None:
-                raise SnapshotError("no node that has it can be reached")
-            stored = self._tree.read(shared.skeleton, shared.data)
-            targets = self._shards.targets(stored.sharded(), self._tree.sharded())
-            mine = self._held(here, nodes, own(self.rank), version, memories)
-            left = private.unpack(bytes(mine.data)) if mine is not None else None
-            # One worker of a node looks for all: if it fails, all of them begin anew.
-            later = self._first and len(shared.data) > CHECKED_FIRST
-            return _Found(stored, left, memories, shared if later else None, targets)
-        except SnapshotError as error:
-            log.warning("The snapshot of step %d cannot be used here: %s", version[1], error)
-            for memory in memories:
-                memory.close()
-            return None
+    def _from_memory(self, version: Version, nodes: Nodes, searcher: Searcher) -> bool:
+        """Collective: load a version, if all ranks can come to have it; false if nobody can."""
+        found, mine = searcher.search(version)
+        said = [Said.from_json(one) for one in exchange.gather(mine.to_json())]
+        verdict = agreed(said, holding(nodes, SHARED, version), sharded=self._shards.any)
+        if verdict is Verdict.LOAD:
+            self._load(found, said)
+            self._load_own(version, nodes, searcher)
+            log.info("Going on from step %d, found in memory.", version[1])
+            return True
+        if found is not None:
+            found.close()
+        if verdict is Verdict.TRY_AGAIN:
+            raise SnapshotError(absence(version, said))
+        return False
 
-    def _find_shards(
-        self, found: _Found | None, here: str, nodes: Nodes, version: Version
-    ) -> _Found | None:
-        """Collective: find this rank's parts of what is sharded; None if it cannot."""
-        memories: list[Memory] = found.memories if found is not None else []
-
-        def opened(piece: str) -> Piece:
-            held = self._held(here, nodes, piece, version, memories)
-            if held is None:
-                raise SnapshotError("no node that has it can be reached")
-            return Piece.read(self._tree.form, held.skeleton, held.data)
-
-        targets = found.targets if found is not None else None
-        shards = keeping_reshard.find(targets, self.rank, nodes, version, opened)
-        if found is not None and shards is not None:
-            found.shards = shards
-            return found
-        for memory in memories:
-            memory.close()
-        return None
-
-    def _held(
-        self, here: str, nodes: Nodes, piece: str, version: Version, memories: list[Memory]
-    ) -> Held | None:
-        """A piece, wherever it is; None if nobody has it."""
-        name = source(nodes, here, piece, version)
-        if name is None or self._holder is None:
-            return None
-        memory = self._holder.open(piece, version, "" if name == here else nodes[name].peer)
-        memories.append(memory)
-        held = memory.find(version)
-        later = piece == SHARED and held is not None and len(held.data) > CHECKED_FIRST
-        if held is None or not (later or held.is_whole()):
-            raise SnapshotError(f"the memory of '{piece}' is damaged")
-        return held
-
-    def _load(self, found: _Found, version: Version, lost: Sequence[int]) -> None:
-        if found.shards is not None:
-            found.shards.copy()
-            found.shards = None
-        self._tree.load(found.shared, found.targets)
+    def _load(self, found: Found | None, said: Sequence[Said]) -> None:
+        """Collective: from memory on ranks that have found it, and from those on all others."""
+        if found is not None:
+            if found.shards is not None:
+                found.shards.copy()
+                found.shards = None
+            self._tree.load(found.shared, found.targets)
+        finding, checking = finders(said), checkers(said)
+        if len(finding) < self.size:
+            self._share(finding)
         self._buffers.find()
-        if found.own is not None:
-            private.restore(found.own, self._buffers)
-        log.info("Going on from step %d, found in memory.", version[1])
+        self._doubted = bool(checking)
+        if found is not None and self.rank in checking:
+            self._unchecked = found
+        elif found is not None:
+            found.close()
+
+    def _load_own(self, version: Version, nodes: Nodes, searcher: Searcher) -> None:
+        own = searcher.own(version)
+        if own is not None:
+            private.restore(own, self._buffers)
+        lost = lacking(nodes, version, self.size)
         if lost and self.rank == 0:
             log.warning(
                 "What ranks %s had of their own at step %d is lost: their random states are those "
@@ -339,32 +305,37 @@ class Keeper:
                 version[1],
             )
 
-    def _from_checkpoint(self) -> Version | None:
-        """Rank 0 reads it and sends it: storage need not be shared, nor be read by all. But of
-        what is sharded each rank reads its part."""
+    # --- from storage ----------------------------------------------------------------------------
+
+    def _from_checkpoint(self, beyond: int) -> int | None:
+        """Collective: the step of the newest, if it is beyond this one.
+
+        Rank 0 reads it and sends it: storage need not be shared, nor be read by all. But of what is
+        sharded each rank reads its part.
+        """
         if self._shards.any:
-            return self._shards_from_checkpoint()
+            return self._shards_from_checkpoint(beyond)
         step: int | None = None
         wrong = ""
         if self.rank == 0 and checkpoint.get_checkpoint_manager() is not None:
             try:
-                step = checkpoint.load_latest(self._state)
+                step = checkpoint.load_latest(self._state, beyond=beyond)
             except CheckpointError as error:
                 wrong = str(error)
+            except Exception as error:  # of any storage; the others wait for an answer
+                wrong = f"The checkpoints cannot be read: {error!r}."
         step, wrong = exchange.gather([step, wrong])[0]
         if wrong:
             raise CheckpointError(wrong)
-        if step is None:
-            return None
-        if self.size > 1:
-            self._share()
-        return (NOTHING[0], step)
+        if step is not None and self.size > 1:
+            self._share([0])
+        return step
 
-    def _shards_from_checkpoint(self) -> Version | None:
+    def _shards_from_checkpoint(self, beyond: int) -> int | None:
         step: int | None = None
         wrong = ""
         try:
-            loaded = checkpoint.load_together(self._state)
+            loaded = checkpoint.load_together(self._state, beyond=beyond)
         except CheckpointError as error:
             wrong = str(error)
         else:
@@ -374,16 +345,42 @@ class Keeper:
                 private.restore(private.unpack(left), self._buffers)
         if sentences := [one for one in exchange.gather(wrong) if one]:
             raise CheckpointError(sentences[0])
-        return None if step is None else (NOTHING[0], step)
+        return step
 
-    def _share(self) -> None:
-        """Collective: give rank 0's state to all."""
+    def _share(self, holders: Sequence[int]) -> None:
+        """Collective: give the state of these ranks, which is the same, to all others."""
         world: Any = SimpleNamespace(rank=self.rank, size=self.size, received=0)
-        own_tree = self._tree.whole()
-        tree = own_tree if self.rank == 0 else None
-        received = transfer.share(world, tree, holders=[0], into=own_tree if self.rank else None)
-        if self.rank != 0:
+        mine, has_it = self._tree.whole(), self.rank in holders
+        received = transfer.share(
+            world, mine if has_it else None, holders=holders, into=None if has_it else mine
+        )
+        if not has_it:
             self._tree.put(received)
+
+
+def newest_stored() -> int | None:
+    """The step of the newest checkpoint; None if there is none. It is looked for as long as memory
+    may be waited for: storage that hangs must not keep anybody from going on."""
+    if checkpoint.get_checkpoint_manager() is None:
+        return None
+    asked: Future[int | None] = Future()
+
+    def look() -> None:
+        try:
+            asked.set_result(checkpoint.newest_step())
+        except Exception as error:  # of any storage
+            asked.set_exception(error)
+
+    threading.Thread(target=look, name="torchelastic-storage", daemon=True).start()
+    try:
+        return asked.result(STORAGE_PATIENCE)
+    except Exception as error:
+        log.warning(
+            "Storage does not say what it has (%r): a snapshot in memory is taken for fresher than "
+            "any checkpoint.",
+            error,
+        )
+        return None
 
 
 def _refuse_to_begin_anew(unusable: Sequence[Version], lost: Sequence[Version]) -> None:
@@ -405,7 +402,7 @@ def _refuse_to_begin_anew(unusable: Sequence[Version], lost: Sequence[Version]) 
 def nodes_of(said: Sequence[Any]) -> dict[str, Node]:
     """The nodes of a world, by what each rank says: its node, the agent's address, what is held."""
     found: dict[str, Node] = {}
-    for rank, (name, peer, told) in enumerate(said):
+    for rank, (name, peer, told, _) in enumerate(said):
         holdings = tuple(
             Holding(piece, (generation, step), size, writer, world)
             for piece, generation, step, size, writer, world in told

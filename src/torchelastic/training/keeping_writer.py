@@ -139,6 +139,8 @@ class Writer:
         #: The version of the shards that was begun last, and when.
         self._latest: tuple[Version, float] | None = None
         self._late = False
+        #: Whether what this generation began with is whole, if that is asked.
+        self._checked: Future[bool] | None = None
         #: Copy within the commit: in this job parameters are written to outside optimizer.step.
         self._at_once = False
 
@@ -200,15 +202,18 @@ class Writer:
 
     # --- around a snapshot -----------------------------------------------------------------------
 
-    def check(self, held: Held) -> Future[bool]:
-        """Whether a snapshot has the checksum it was sealed with, found out by the thread."""
-        return self._pool.submit(held.is_whole)
+    def check(self, held: Held) -> None:
+        """Find out, in the thread, whether a snapshot has the checksum it was sealed with."""
+        self._checked = self._pool.submit(held.is_whole)
 
-    def drop(self, held: Held) -> None:
-        """Forget a snapshot of the shared state, if it is in this node's own memory."""
+    def is_whole(self, held: Held) -> bool:
+        """What `check` has found out. A damaged one is dropped, if it is in this node's memory."""
+        if self._checked is None or self._checked.result():
+            return True
         memory = self._shared.memory(len(held.data), len(held.skeleton))
         if memory is not None:
             memory.drop(held.version)
+        return False
 
     def before_write(self) -> None:
         """Parameters are about to change: wait until they are copied."""

@@ -20,7 +20,11 @@ from torchelastic.worker.orders import Leave
 class Shelf:
     """Memories as an agent has them: they outlive whoever writes to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "here", peers: dict[str, Shelf] | None = None) -> None:
+        """`peers` are all nodes that can fetch from each other, by name."""
+        self.name, self.peers = name, peers if peers is not None else {}
+        #: Sentences of refusals, one for each piece that is asked for.
+        self.refusals: list[str] = []
         self.descriptors: dict[str, int] = {}
         self.told: list[Sealed | Settled] = []
         self.steps: list[int] = []
@@ -37,7 +41,8 @@ class Shelf:
             for piece, memory in self.memories()
             for one in memory.holdings()
         )
-        return Holdings(1, held, node="here")
+        peer = self.name if self.name in self.peers else ""
+        return Holdings(1, held, peer=peer, node=self.name)
 
     def memories(self) -> Iterator[tuple[str, Memory]]:
         for piece, descriptor in self.descriptors.items():
@@ -59,8 +64,10 @@ class Shelf:
         return Memory(self.descriptors[piece])
 
     def open(self, piece: str, version: Version, peer: str) -> Memory:
-        assert not peer, "there is no other node"
-        return Memory(self.descriptors[piece], writable=False)
+        if self.refusals:
+            raise SnapshotError(self.refusals.pop(0))
+        holder = self.peers[peer] if peer else self
+        return Memory(holder.descriptors[piece], writable=False)
 
     def tell(self, message: Sealed | Settled) -> None:
         self.told.append(message)

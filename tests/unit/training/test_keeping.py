@@ -24,7 +24,13 @@ from torchelastic.data import DataLoader, ElasticSampler, Ledger
 from torchelastic.errors import CheckpointError, SnapshotError
 from torchelastic.snapshot.layout import SHARED, own
 from torchelastic.snapshot.messages import Settled
-from torchelastic.training import keeping, keeping_agent, keeping_exchange, keeping_writer, session
+from torchelastic.training import (
+    keeping,
+    keeping_agent,
+    keeping_search,
+    keeping_writer,
+    session,
+)
 from torchelastic.training.torch_state import TorchState
 
 
@@ -143,13 +149,16 @@ def test_a_damaged_snapshot_is_passed_over(shelf, caplog):
     shelf.damage(SHARED, (0, 5))
     assert build().restore() == 4
     assert "The snapshot of step 5 cannot be used here" in caplog.text
-    shelf.damage(own(0), (0, 4))
+    shelf.damage(own(0), (0, 4))  # which is no reason to go back further
+    assert build().restore() == 4
+    assert "What this rank had of its own at step 4 is lost" in caplog.text
+    shelf.damage(SHARED, (0, 4))
     with pytest.raises(SnapshotError, match="snapshots up to step 5"):
         build().restore()
 
 
 def test_a_large_one_is_checked_behind_and_nothing_is_committed_from_it(shelf, monkeypatch):
-    monkeypatch.setattr(keeping, "CHECKED_FIRST", 0)
+    monkeypatch.setattr(keeping_search, "CHECKED_FIRST", 0)
     state = build()
     state.restore()
     train(state, 5)
@@ -167,20 +176,6 @@ def test_a_large_one_is_checked_behind_and_nothing_is_committed_from_it(shelf, m
     train(state, 6)
     finish(state)
     assert shelf.versions(SHARED)[0] == (2, 6)
-
-
-def test_all_fall_back_when_another_rank_cannot(shelf, monkeypatch):
-    """Nothing was overwritten by then."""
-    state = build()
-    state.restore()
-    train(state, 3)
-    finish(state)
-    monkeypatch.setattr(keeping_exchange, "all_of_them", lambda well: False)
-    again = build(seed=11)
-    before = [one.clone() for one in again.module.parameters()]
-    with pytest.raises(SnapshotError, match="not all ranks can use one"):
-        again.restore()
-    assert all(map(torch.equal, again.module.parameters(), before))
 
 
 def test_another_model_is_not_loaded_over_this_one(shelf, caplog):
@@ -374,6 +369,61 @@ def test_the_checkpoint_is_for_when_no_memory_is_left(shelf, stored, monkeypatch
     assert again.restore() == 2
     assert all(map(torch.equal, again.module.parameters(), parameters))
     train(again, 3)
+
+
+def test_a_checkpoint_that_is_fresher_than_memory_is_taken_and_not_void(shelf, tmp_path):
+    """The room was refused amid a generation: memory stays behind, training goes on."""
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1, every=5, writer="thread")
+    set_checkpoint_manager(store)
+    state = build()
+    state.restore()
+    train(state, 3)
+    state._keeper._writer.finish()
+    state._keeper._writer._shared.refuse()
+    for done in (5, 10):
+        train(state, done)
+        finish_checkpoints()
+    train(state, 12)
+    finish(state)
+    assert shelf.versions(SHARED) == [(0, 3), (0, 2)]
+    assert build().restore() == 10
+    store._turn.ensure()
+    assert [one.step for one in store.catalog.records()] == [10]
+    set_checkpoint_manager(None)
+    store.close()
+
+
+def test_a_corrupt_checkpoint_does_not_beat_memory(shelf, tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", every=5, writer="thread")
+    set_checkpoint_manager(store)
+    state = build()
+    state.restore()
+    train(state, 3)
+    state._keeper._writer.finish()
+    state._keeper._writer._shared.refuse()
+    train(state, 5)
+    finish_checkpoints()
+    finish(state)
+    (data,) = (tmp_path / "checkpoints").glob("*/*.distcp")
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    assert build().restore() == 3
+    set_checkpoint_manager(None)
+    store.close()
+
+
+def test_storage_that_hangs_keeps_nobody_from_memory(shelf, stored, monkeypatch, caplog):
+    monkeypatch.setattr(keeping, "STORAGE_PATIENCE", 0.01)
+    state = build()
+    state.restore()
+    train(state, 3)
+    finish(state)
+    goes_on = threading.Event()
+    monkeypatch.setattr(stored.catalog, "records", lambda: goes_on.wait(30) and iter(()))
+    assert build().restore() == 3
+    assert "Storage does not say what it has" in caplog.text
+    goes_on.set()
 
 
 def test_commit_takes_the_checkpoints_that_are_due(shelf, tmp_path):

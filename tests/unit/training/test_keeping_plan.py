@@ -10,7 +10,15 @@ from torchelastic.snapshot.layout import SHARED, own, shard
 from torchelastic.snapshot.messages import Holding
 from torchelastic.training.keeping_plan import (
     Node,
+    Outcome,
+    Said,
+    Storage,
+    Verdict,
+    agreed,
     bases,
+    checkers,
+    choices,
+    finders,
     is_reachable,
     lacking,
     source,
@@ -49,12 +57,13 @@ TABLE = [
     ("rank 1's are gone", ("s4 s5 r0.4 r0.5", ""), [(0, 5), (0, 4)]),
     ("rank 1's replica is behind", ("s4 s5 r0.4 r0.5 r1.2", ""), [(0, 5), (0, 4)]),
     ("rank 1's replica is here", ("s4 s5 r0.4 r0.5 r1.4 r1.5", ""), [(0, 5), (0, 4)]),
-    ("generation before step", ("s9 r0.9 r1.9", "1.s7 1.r0.7 1.r1.7"), [(1, 7), (0, 9)]),
+    ("generation before step", ("s9 r0.9 r1.9", "1.s7 1.r0.7 1.r1.7"), [(1, 7)]),
     ("whole but of long ago", ("s2 r0.2 r1.2", "5.s80"), [(5, 80), (0, 2)]),
     ("all shards", ("s5 p0.5 r0.5", "s5 p1.5 r1.5"), [(0, 5)]),
     ("rank 1's shards are a version behind", ("s5 s4 p0.5 p0.4", "s5 s4 p1.4"), [(0, 4)]),
     ("shards of the lost node are here", ("s5 p0.5 p1.5 r0.5 r1.5", ""), [(0, 5)]),
     ("shards of the lost node are gone", ("s5 p0.5 r0.5", ""), []),
+    ("that step was not done again", ("s4 s5", "2.s6"), [(2, 6), (0, 5), (0, 4)]),
     ("whole but three versions behind", ("s5 s4", "s3 r0.3 r1.3"), [(0, 5), (0, 4), (0, 3)]),
 ]  # fmt: skip
 
@@ -66,11 +75,64 @@ def test_bases_in_the_order_they_are_tried(held, expected):
     assert bases(nodes(*held), 2) == expected
 
 
-def test_what_no_other_node_can_fetch_is_no_base():
-    assert bases(nodes("s5 r0.5", "s4 r1.4", peers=False), 2) == []
-    assert bases(nodes("s4 s5", "s4", peers=False), 2) == [(0, 4)]
-    assert bases(nodes("s5 r0.5", peers=False), 1) == [(0, 5)]
+def test_what_no_other_node_can_fetch_is_no_base_of_shards():
+    assert bases(nodes("s5 r0.5", "s4 r1.4", peers=False), 2, sharded=True) == []
+    assert bases(nodes("s4 s5", "s4", peers=False), 2, sharded=True) == [(0, 4)]
+    assert bases(nodes("s5 r0.5", peers=False), 1, sharded=True) == [(0, 5)]
     assert not is_reachable({}, SHARED, (0, 1))
+
+
+def test_what_one_rank_has_it_can_send_to_the_others():
+    assert bases(nodes("s5 r0.5", "s4 r1.4", peers=False), 2) == [(0, 5), (0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("versions", "stored", "expected"),
+    [
+        ([], None, [Storage()]),
+        ([], 7, [Storage()]),
+        ([(0, 3), (0, 2)], None, [(0, 3), (0, 2), Storage()]),
+        # The room was refused at step 3, and training went on: what is stored is fresher.
+        ([(0, 3), (0, 2)], 30, [Storage(3), (0, 3), (0, 2), Storage()]),
+        ([(4, 90), (4, 89)], 80, [(4, 90), (4, 89), Storage()]),
+        ([(4, 90), (4, 89)], 90, [(4, 90), Storage(89), (4, 89), Storage()]),
+        # The step before is preferred for its random states, not for want of the step.
+        ([(0, 4), (0, 5), (0, 3)], 5, [(0, 4), (0, 5), Storage(3), (0, 3), Storage()]),
+        ([(0, 4), (0, 5), (0, 3)], 6, [Storage(5), (0, 4), (0, 5), (0, 3), Storage()]),
+        ([(0, 1)], 0, [(0, 1), Storage()]),
+    ],
+)
+def test_memory_and_storage_are_tried_by_step(versions, stored, expected):
+    assert choices(versions, stored) == expected
+
+
+F, A, U = Outcome.FOUND, Outcome.ABSENT, Outcome.UNUSABLE
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "holding", "replicated", "sharded"),
+    [
+        ([F, F], "n0 n1", Verdict.LOAD, Verdict.LOAD),
+        ([F, A], "n0", Verdict.LOAD, Verdict.TRY_AGAIN),  # no room on a small node
+        ([F, U], "n0 n1", Verdict.LOAD, Verdict.PASS_OVER),  # damaged on one node
+        ([A, A], "n0", Verdict.TRY_AGAIN, Verdict.TRY_AGAIN),
+        ([U, A], "n0", Verdict.PASS_OVER, Verdict.TRY_AGAIN),  # the only one is damaged
+        ([U, A], "n0 n1", Verdict.TRY_AGAIN, Verdict.TRY_AGAIN),
+        ([U, U], "n0 n1", Verdict.PASS_OVER, Verdict.PASS_OVER),
+        ([U, U], "n0", Verdict.PASS_OVER, Verdict.PASS_OVER),
+    ],
+)
+def test_what_all_ranks_do_once_they_have_looked(outcomes, holding, replicated, sharded):
+    said = [Said(one, f"n{rank}") for rank, one in enumerate(outcomes)]
+    assert agreed(said, holding.split(), sharded=False) is replicated
+    assert agreed(said, holding.split(), sharded=True) is sharded
+
+
+def test_one_rank_of_a_node_checks_for_all_of_them():
+    said = [Said(A, "n0"), Said(F, "n0", True), Said(F, "n0", True), Said(F, "n1", True)]
+    assert finders(said) == [1, 2, 3]
+    assert checkers(said) == [1, 3]
+    assert checkers([Said(F, "n0"), Said(F, "n1")]) == []
 
 
 @pytest.mark.parametrize(
@@ -96,6 +158,11 @@ def test_those_who_lack_it_do_not_all_ask_the_same():
     world = nodes("s5", "", "s5", "", "", "s4")
     lack = ["n1", "n3", "n4", "n5"]
     assert [source(world, name, SHARED, (0, 5)) for name in lack] == ["n0", "n2", "n0", "n2"]
+
+
+def test_who_has_tried_one_in_vain_asks_another():
+    world = nodes("s5", "", "s5")
+    assert [source(world, "n1", SHARED, (0, 5), tried) for tried in range(3)] == ["n0", "n2", "n0"]
 
 
 def test_what_nobody_has_is_found_nowhere():

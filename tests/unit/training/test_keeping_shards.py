@@ -312,7 +312,7 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_on_all_ranks(mesh, store, mo
 def test_storage_that_cannot_be_read_is_an_error_on_all_ranks(mesh, store, monkeypatch):
     """Not on rank 0 alone, for which the others would wait."""
 
-    def fails():
+    def fails(*_):
         raise OSError("no route to it")
 
     monkeypatch.setattr(keeping_agent, "connect", lambda: None)

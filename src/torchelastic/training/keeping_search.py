@@ -1,0 +1,162 @@
+"""Looks for this rank's pieces of a version, wherever they are, and says what became of that.
+
+What is damaged or of another training is told apart from what could not be had just now: an agent
+that is busy, a connection that broke, a node without room. The latter is tried again, elsewhere
+where there is another holder, and nobody concludes from it that there is nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from torchelastic.errors import SnapshotError
+from torchelastic.snapshot.layout import SHARED, Held, Memory, Version, own
+from torchelastic.training import keeping_reshard, private
+from torchelastic.training.keeping_agent import FETCH_PATIENCE, Holder
+from torchelastic.training.keeping_dtensor import Sharded
+from torchelastic.training.keeping_plan import Nodes, Outcome, Said, source
+from torchelastic.training.keeping_reshard import Assembly
+from torchelastic.training.keeping_shards import Piece, Shards
+from torchelastic.training.keeping_tree import Stored, Tree
+
+log = logging.getLogger(__name__)
+
+#: Up to this many bytes the checksum of a snapshot is looked at before it is loaded. Of more it
+#: would take longer than to load them: it is looked at meanwhile, and before the next commit.
+CHECKED_FIRST = 32 << 20
+#: How often a piece is asked for before it counts as absent, and seconds in between.
+TRIES, PAUSE = 3, 0.5
+
+
+class Absent(SnapshotError):
+    """A piece could not be had now."""
+
+
+@dataclass
+class Found:
+    """What is needed of a version, found. The memories stay open until it is loaded."""
+
+    shared: Stored
+    held: Held
+    memories: list[Memory]
+    #: The tensors that are sharded, and where their parts are.
+    targets: Sharded
+    shards: Assembly | None = None
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether its bytes have yet to be checked."""
+        return len(self.held.data) > CHECKED_FIRST
+
+    def close(self) -> None:
+        for memory in self.memories:
+            memory.close()
+
+
+class Searcher:
+    """For one rank, in one world."""
+
+    def __init__(
+        self, holder: Holder | None, tree: Tree, shards: Shards, rank: int, here: str, nodes: Nodes
+    ) -> None:
+        self._holder, self._tree, self._shards = holder, tree, shards
+        self._rank, self._here, self._nodes = rank, here, nodes
+
+    def search(self, version: Version) -> tuple[Found | None, Said]:
+        """This rank's pieces of a version, and what it says of that. Collective if there are
+        shards."""
+        memories: list[Memory] = []
+        found: Found | None = None
+        wrong: SnapshotError | None = None
+        try:
+            found = self._shared(version, memories)
+        except SnapshotError as error:
+            wrong = error
+        if self._shards.any:
+            lacking = self._add_shards(found, version, memories)
+            wrong = wrong or lacking
+        if wrong is None and found is not None:
+            return found, Said(Outcome.FOUND, self._here, found.is_doubted)
+        log.warning("The snapshot of step %d cannot be used here: %s", version[1], wrong)
+        for memory in memories:
+            memory.close()
+        outcome = Outcome.ABSENT if isinstance(wrong, Absent) else Outcome.UNUSABLE
+        return None, Said(outcome, self._here, sentence=str(wrong))
+
+    def own(self, version: Version) -> private.Private | None:
+        """What this rank alone had at that version; None, and the log says why, if it is lost: that
+        is no reason to give up what all have."""
+        memories: list[Memory] = []
+        try:
+            if source(self._nodes, self._here, own(self._rank), version) is None:
+                return None
+            held = self._held(own(self._rank), version, memories)
+            return private.unpack(bytes(held.data))
+        except SnapshotError as error:
+            log.warning(
+                "What this rank had of its own at step %d is lost (%s): its random states are "
+                "those the script has made.",
+                version[1],
+                error,
+            )
+            return None
+        finally:
+            for memory in memories:
+                memory.close()
+
+    def _shared(self, version: Version, memories: list[Memory]) -> Found:
+        held = self._held(SHARED, version, memories)
+        stored = self._tree.read(held.skeleton, held.data)
+        targets = self._shards.targets(stored.sharded(), self._tree.sharded())
+        return Found(stored, held, memories, targets)
+
+    def _add_shards(
+        self, found: Found | None, version: Version, memories: list[Memory]
+    ) -> SnapshotError | None:
+        """Collective: find this rank's parts of what is sharded, or say what is wrong."""
+        absent: list[Absent] = []
+
+        def opened(piece: str) -> Piece:
+            try:
+                held = self._held(piece, version, memories)
+            except Absent as error:
+                absent.append(error)
+                raise
+            return Piece.read(self._tree.form, held.skeleton, held.data)
+
+        targets = found.targets if found is not None else None
+        shards = keeping_reshard.find(targets, self._rank, self._nodes, version, opened)
+        if found is not None:
+            found.shards = shards
+        if absent:
+            return absent[0]
+        return None if shards is not None else SnapshotError("not all shards of it can be used")
+
+    def _held(self, piece: str, version: Version, memories: list[Memory]) -> Held:
+        """A piece, wherever it is: checked, if it is not large and shared."""
+        memory = self._opened(piece, version)
+        memories.append(memory)
+        held = memory.find(version)
+        later = piece == SHARED and held is not None and len(held.data) > CHECKED_FIRST
+        if held is None or not (later or held.is_whole()):
+            raise SnapshotError(f"the memory of '{piece}' is damaged")
+        return held
+
+    def _opened(self, piece: str, version: Version) -> Memory:
+        began, wrong = time.monotonic(), SnapshotError("no node that has it can be reached")
+        for tried in range(TRIES):
+            name = source(self._nodes, self._here, piece, version, tried)
+            if name is None or self._holder is None:
+                break
+            if tried:
+                time.sleep(PAUSE)
+            try:
+                peer = "" if name == self._here else self._nodes[name].peer
+                return self._holder.open(piece, version, peer)
+            except SnapshotError as error:
+                wrong = error
+            if time.monotonic() > began + FETCH_PATIENCE:
+                break
+        raise Absent(str(wrong))

@@ -1,0 +1,61 @@
+"""Several ranks in this process, a thread each, whose collectives are a barrier and a list."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.unit.training.keep_support import Shelf
+from torchelastic.training import keeping_agent, keeping_exchange, transfer
+
+PATIENCE = 60.0
+
+
+class Ranks:
+    """A world with a node for each rank; the nodes outlive it."""
+
+    def __init__(self, nodes: Sequence[Shelf], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.nodes, self.size = nodes, len(nodes)
+        self._here = threading.local()
+        self._slots: list[Any] = [None] * self.size
+        self._barrier = threading.Barrier(self.size)
+        monkeypatch.setattr(keeping_agent, "connect", lambda: nodes[self._here.rank])
+        monkeypatch.setattr(keeping_exchange, "place", lambda: (self._here.rank, self.size))
+        monkeypatch.setattr(keeping_exchange, "gather", self._gather)
+        monkeypatch.setattr(keeping_exchange, "least", lambda number, *_: min(self._all(number)))
+        monkeypatch.setattr(transfer, "share", self._share)
+
+    def run(self, work: Callable[[int], Any]) -> list[Any]:
+        """What comes of it on each rank: what it returns, or the error that it ends with."""
+        self._barrier.reset()
+        with ThreadPoolExecutor(self.size, "rank") as pool:
+            return list(pool.map(self._perform, [work] * self.size, range(self.size)))
+
+    def _perform(self, work: Callable[[int], Any], rank: int) -> Any:
+        self._here.rank = rank
+        try:
+            return work(rank)
+        except Exception as error:
+            return error
+
+    def _all(self, value: Any) -> list[Any]:
+        self._slots[self._here.rank] = value
+        self._barrier.wait(PATIENCE)
+        found = list(self._slots)
+        self._barrier.wait(PATIENCE)
+        return found
+
+    def _gather(self, said: Any) -> list[Any]:
+        return self._all(json.loads(json.dumps(said)))
+
+    def _share(self, world: Any, tree: Any, *, holders: Sequence[int], into: Any = None) -> Any:
+        trees = self._all(tree)
+        received = None if world.rank in holders else copy.deepcopy(trees[holders[0]])
+        self._all(None)  # nobody goes on before all have their copy
+        return received
