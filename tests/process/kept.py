@@ -2,9 +2,10 @@
 
     kept.py LINES ORDERS [key=value ...]
 
-Keys: steps; pause, seconds in each step; hold, a step before which it waits for the order `go`, and
-with replicas=1 for its copy on another node; checkpoints, a directory for one after every third
-step; took, the seconds that the last one is said to have taken; bare=1, no DDP around the model.
+Keys: steps; pause, seconds in each step; hold, steps before which it waits for the order `go`, or
+for one with the step's number, `go-4`, and with replicas=1 for its copy on another node;
+checkpoints, a directory for one after every third step; took, the seconds that the last one is said
+to have taken; bare=1, no DDP around the model.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def wait_for_go() -> None:
         checkpoint.wait()
         checkpoint.get_checkpoint_manager().seconds = float(KEYS["took"])
     write("holding", step=kept.step)
-    while not (ORDERS / "go").exists():
+    while not (ORDERS / "go").exists() and not (ORDERS / f"go-{kept.step}").exists():
         time.sleep(0.005)
 
 
@@ -110,7 +111,7 @@ kept = torchelastic.TorchState(model=wrapped, optimizer=optimizer, sampler=data)
 start = kept.restore()
 write("start", step=start, pid=os.getpid())
 for step in range(start, STEPS):
-    if str(step) == KEYS.get("hold"):
+    if str(step) in KEYS.get("hold", "").split(","):
         wait_for_go()
     loss = wrapped(data.next()).square().mean() * (1 + random.random())
     optimizer.zero_grad()

@@ -45,13 +45,15 @@ from torchelastic.errors import (
 from torchelastic.events.handlers import sink_for
 from torchelastic.events.log import GATHERED_FILE, EventLog
 from torchelastic.rendezvous.credentials import load_secret
-from torchelastic.rendezvous.world import World
+from torchelastic.rendezvous.world import Base, World
 from torchelastic.worker import orders
 
 logger = logging.getLogger(__name__)
 
 #: How long the host of the rendezvous stays for others to hear that the job is closed.
 HOST_STAYS = 5.0
+#: So many nodes of a world tell the leader what its workers have gone on from.
+TELLERS = 3
 #: How long a node that ends tries to tell the leader so, and a leader hears others.
 LAST_TOLD = 1.0
 
@@ -162,6 +164,7 @@ class Agent:
             replicas=config.snapshot_replicas,
             bandwidth=config.snapshot_bandwidth,
             say=self._narrator.say,
+            on_settled=self._settled,
         )
         self._sampling = Sampling(self._narrator.progress, self._clock)
         self._workers = Workers(
@@ -243,11 +246,19 @@ class Agent:
         if not self._state.leaving:
             self._narrator.world_seen(world)
         self._queue.put_nowait(group_state.WorldSeen(world))
+        self._snapshots.hear_of(world)
         if world.phase == "running":
             self._snapshots.turn_to(world)
             self._sampling.turn_to(world.generation, world.count)
             self._telling.turn_to(world.count)
             self._beside.start(self._renew_store(world), "renew-store")
+
+    def _settled(self, base: Base) -> None:
+        """Tell the leader what the workers here have gone on from; a few nodes are enough."""
+        world = self._state.world
+        place = world.place(self._node) if world is not None else None
+        if place is not None and place < TELLERS:
+            self._presence.update(base=base)
 
     def _lease_lost(self) -> None:
         if not self._state.leaving:

@@ -20,12 +20,13 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torchelastic.agent.meeting import Meeting
 from torchelastic.errors import TransferError
 from torchelastic.rendezvous.embedded import wire
-from torchelastic.rendezvous.world import World
+from torchelastic.rendezvous.world import Base, World
 from torchelastic.snapshot import messages
 from torchelastic.snapshot.carrier import Carrier
 from torchelastic.snapshot.layout import SHARED, Version, is_void
@@ -58,13 +59,22 @@ class Snapshots:
         replicas: int,
         bandwidth: float,
         say: Callable[[str], None],
+        on_settled: Callable[[Base], None] = lambda base: None,
     ) -> None:
-        """`bandwidth` in bytes per second, 0: any. `say` tells the user what matters, once."""
+        """`bandwidth` in bytes per second, 0: any. `say` tells the user what matters, once.
+
+        `on_settled` hears what a generation has begun from, of the workers here, once each.
+        """
         self._node = node
         self._job = job
         self._replicas = replicas
         self._bandwidth = bandwidth
         self._say = say
+        self._on_settled = on_settled
+        #: The newest generation of which it is known what it began from.
+        self._settled_in = -1
+        #: Held while what is void is dropped: nobody is told of it any more.
+        self._settling = asyncio.Lock()
         self._said: set[str] = set()
         self._shelf = Shelf(replicated=replicas > 0)
         self._meeting: Meeting | None = None
@@ -114,8 +124,20 @@ class Snapshots:
                 self._sealed.append((piece, version))
                 if len(self._sealed) == 1:
                     self._start(self._note_sealed())
-            case messages.Settled(base, generation):
-                self._start(self._settled(base, generation))
+            case messages.Settled(base, generation) if generation > self._settled_in:
+                begun = Base(generation, *base)
+                self._on_settled(begun)
+                self._settle(begun, outside=False)
+
+    def hear_of(self, world: World) -> None:
+        """The leader has told of a world: what it, or one before, began from may be known now."""
+        outside = world.place(self._node) is None
+        if world.base is not None and (outside or world.base.generation > self._settled_in):
+            self._settle(world.base, outside=outside)
+
+    def _settle(self, base: Base, *, outside: bool) -> None:
+        self._settled_in = max(self._settled_in, base.generation)
+        self._start(self._settled(base, outside=outside))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name="snapshots")
@@ -153,7 +175,8 @@ class Snapshots:
                 await self._fetch(piece, version, peer)
                 return messages.Opened(number), await self._opened(piece, version)
             case messages.Inventory():
-                held = await asyncio.to_thread(self._shelf.holdings)
+                async with self._settling:
+                    held = await asyncio.to_thread(self._shelf.holdings)
                 peer = self._meeting.peer if self._meeting is not None else ""
                 return messages.Holdings(number, held, peer, self._node), None
 
@@ -195,10 +218,13 @@ class Snapshots:
         for holder in self._holders.values():
             holder.wake()
 
-    async def _settled(self, base: Version, generation: int) -> None:
-        await asyncio.to_thread(self._shelf.settle, base, generation)
+    async def _settled(self, base: Base, *, outside: bool) -> None:
+        version = (base.written, base.step)
+        async with self._settling:
+            settle = partial(self._shelf.settle, version, base.generation, outside=outside)
+            await asyncio.to_thread(settle)
         for holder in self._holders.values():
-            holder.settle(base, generation)
+            holder.settle(version, base.generation)
             holder.wake()
 
     def _say_once(self, sentence: str) -> None:

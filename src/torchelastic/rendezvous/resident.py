@@ -30,6 +30,23 @@ from torchelastic.rendezvous.round_state import (
 
 def decide(rules: RoundRules, state: RoundState, now: float) -> Decision:
     """What the state calls for, whichever kind of workers the job has."""
+    decision = _decide(rules, state, now)
+    if decision.world is not None:
+        return replace(decision, world=replace(decision.world, base=state.base))
+    if _is_base_news(state):
+        return Decision(replace(the_world(state), base=state.base))
+    return decision
+
+
+def _is_base_news(state: RoundState) -> bool:
+    """Whether there are nodes outside the world, which hear only from us what it began from."""
+    world = state.world
+    if world is None or world.phase != "running" or world.base == state.base:
+        return False
+    return any(world.place(node) is None for node in state.members)
+
+
+def _decide(rules: RoundRules, state: RoundState, now: float) -> Decision:
     world = state.world
     if world is None or not world.nodes:
         return script.decide(rules, state, now)

@@ -11,7 +11,7 @@ from torchelastic.failure import Failure
 from torchelastic.rendezvous import succession
 from torchelastic.rendezvous.restart_policy import AT_ONCE, Kind
 from torchelastic.rendezvous.succession import Roll
-from torchelastic.rendezvous.world import Member, World
+from torchelastic.rendezvous.world import Base, Member, World
 
 #: How many nodes a reason names; it is sent to all of them.
 NAMES_SHOWN = 8
@@ -76,6 +76,8 @@ class RoundState:
     #: Members of the world that went without a word.
     lost: tuple[str, ...] = ()
     step: int = -1
+    #: The newest that a member has told of.
+    base: Base | None = None
     #: When the world took its phase, on the leader's clock.
     since: float = 0.0
     #: When it was last published.
@@ -118,6 +120,7 @@ class Draft:
         self._left = set(state.left)
         self._finished = state.finished
         self._step = state.step
+        self._base = state.base
 
     def finish(self) -> RoundState:
         """The state as it is now."""
@@ -130,6 +133,7 @@ class Draft:
             left=frozenset(self._left),
             finished=self._finished,
             step=self._step,
+            base=self._base,
         )
 
     def see(self, member: Member, created: int, now: float) -> None:
@@ -140,6 +144,8 @@ class Draft:
             before = None
         seen_at = before.seen_at if before else now
         self._left.discard(member.node)
+        if member.base is not None and (self._base is None or self._base < member.base):
+            self._base = member.base
         self.members[member.node] = Present(member=member, created=created, seen_at=seen_at)
         self._note_report(member)
 
@@ -203,7 +209,9 @@ def _is_missed(world: World, member: Member) -> bool:
 
 def taken_over(world: World, now: float) -> RoundState:
     """What a new leader knows of a world: not how long it has lived; neither briefly nor long."""
-    return RoundState(world=world, since=now, said_at=now, running_since=now - AT_ONCE - 1)
+    return RoundState(
+        world=world, base=world.base, since=now, said_at=now, running_since=now - AT_ONCE - 1
+    )
 
 
 def hosted(

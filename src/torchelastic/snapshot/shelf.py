@@ -260,11 +260,24 @@ class Shelf:
             if (held := kept.memory.freshest()) is not None and held.version[0] < generation
         ]
 
-    def settle(self, base: Version, generation: int) -> None:
-        """Drop the versions that are void: see `layout.is_void`."""
+    def settle(self, base: Version, generation: int, *, outside: bool = False) -> None:
+        """Drop the versions that are void: see `layout.is_void`.
+
+        A node `outside` that generation's world, on which nobody writes, also gives back the memory
+        of all that is older than the base: nobody will ask for it.
+        """
         with self._lock:
             for kept in self._kept:
                 kept.memory.settle(base, generation)
+            if outside:
+                self._drop(self._older_than(base))
+
+    def _older_than(self, base: Version) -> list[Kept]:
+        """What has nothing as fresh, but for what is being brought here."""
+        idle = [kept for kept in self._kept if not kept.writing.locked()]
+        return [
+            kept for kept in idle if (held := kept.memory.freshest()) is None or held.version < base
+        ]
 
     def _drop(self, kept: Iterable[Kept]) -> None:
         for item in kept:

@@ -14,7 +14,7 @@ from torchelastic.rendezvous.embedded import bind_endpoint
 from torchelastic.rendezvous.embedded.reception import Reception
 from torchelastic.rendezvous.restart_policy import RestartLedger
 from torchelastic.rendezvous.secret import ANONYMOUS
-from torchelastic.rendezvous.world import World, WorldNode
+from torchelastic.rendezvous.world import Base, World, WorldNode
 from torchelastic.snapshot import layout, messages, room
 from torchelastic.snapshot.layout import SHARED, Memory, own
 from torchelastic.snapshot.room import Limit
@@ -60,8 +60,14 @@ class Agent:
     def __init__(self, name, replicas=1):
         self.name = name
         self.said = []
+        self.settled = []
         self.snapshots = Snapshots(
-            name, "job", replicas=replicas, bandwidth=0.0, say=self.said.append
+            name,
+            "job",
+            replicas=replicas,
+            bandwidth=0.0,
+            say=self.said.append,
+            on_settled=self.settled.append,
         )
         self.reception = Reception("job")
         self.memories = {}
@@ -165,6 +171,45 @@ def test_void_versions_are_dropped_when_a_generation_has_settled():
             a.tell(messages.Settled((0, 10), 1))
             while await a.held() != [(SHARED, (0, 10), False)]:
                 await asyncio.sleep(0.005)
+
+    run(story())
+
+
+def test_a_node_outside_the_world_hears_from_the_leader_what_is_void():
+    async def story():
+        async with agents("a") as (a,):
+            await a.write(SHARED, (2, 10))
+            await a.write(SHARED, (2, 11))
+            without = dataclasses.replace(world("b", "c"), base=Base(3, 2, 10))
+            a.snapshots.hear_of(without)
+            assert await a.held() == [(SHARED, (2, 10), False)], "at once: nobody is told of it"
+            a.snapshots.hear_of(dataclasses.replace(without, generation=4, base=Base(4, 3, 20)))
+            assert await a.held() == []
+
+    run(story())
+
+
+def test_a_node_that_comes_back_offers_nothing_void():
+    """The world it is in is the next one after that in which the base was chosen without it."""
+
+    async def story():
+        async with agents("a") as (a,):
+            await a.write(SHARED, (1, 10))
+            await a.write(SHARED, (1, 11))
+            a.snapshots.hear_of(dataclasses.replace(world("a", "b"), base=Base(2, 1, 10)))
+            assert await a.held() == [(SHARED, (1, 10), False)]
+
+    run(story())
+
+
+def test_what_workers_have_gone_on_from_is_told_once():
+    async def story():
+        async with agents("a") as (a,):
+            for _ in range(2):
+                a.tell(messages.Settled((2, 10), 3))
+            a.snapshots.hear_of(dataclasses.replace(world("a", "b"), base=Base(3, 2, 10)))
+            a.tell(messages.Settled((3, 12), 4))
+            assert a.settled == [Base(3, 2, 10), Base(4, 3, 12)]
 
     run(story())
 

@@ -10,6 +10,8 @@ from tests.unit.rendezvous.round_support import Job, failure, running
 from torchelastic.config import WorldSizes
 from torchelastic.errors import EXIT_FAILED, EXIT_NOT_ENOUGH_NODES
 from torchelastic.rendezvous.forming import SAY_EVERY
+from torchelastic.rendezvous.round_state import taken_over
+from torchelastic.rendezvous.world import Base
 
 # --- worker failure ------------------------------------------------------------------------------
 
@@ -122,6 +124,40 @@ def test_one_of_those_that_leave_stores_the_state():
     job.come("d")
     job.wait(60)
     assert (job.world.phase, job.world.saver) == ("over", ""), "of what is over last"
+
+
+def test_what_a_generation_began_from_is_told_with_the_next_world():
+    job = running("1:4", "abc")
+    published = len(job.worlds)
+    job.say("a", base=Base(0, -1, 0))
+    assert len(job.worlds) == published, "all who hold anything know it"
+    job.die("c")
+    assert (job.world.phase, job.world.base) == ("over", Base(0, -1, 0))
+    job.all_gone()
+    assert (job.world.phase, job.world.base) == ("running", Base(0, -1, 0))
+    job.say("b", base=Base(1, 0, 7))
+    job.say("a", base=Base(0, -1, 0))
+    job.die("b")
+    job.all_gone()
+    assert (job.names, job.world.base) == (["a"], Base(1, 0, 7)), "whoever has told it"
+
+
+def test_nodes_outside_the_world_hear_at_once_what_it_began_from():
+    job = running("1:2", "ab")
+    job.come("c")
+    published = len(job.worlds)
+    job.say("a", base=Base(0, -1, 0))
+    job.say("b", base=Base(0, -1, 0))
+    assert len(job.worlds) == published + 1
+    assert (job.world.phase, job.world.generation) == ("running", 0)
+    assert (job.world.base, job.kinds[-1]) == (Base(0, -1, 0), None)
+
+
+def test_a_new_leader_knows_what_was_published():
+    job = running("1:2", "ab")
+    job.come("c")
+    job.say("a", base=Base(0, -1, 0))
+    assert taken_over(job.world, 0.0).base == Base(0, -1, 0)
 
 
 def test_who_leaves_stores_the_state_though_a_failure_ends_the_generation():

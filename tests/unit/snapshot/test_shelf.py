@@ -97,6 +97,51 @@ def test_void_versions_are_dropped(shelf):
     assert held(shelf) == [(SHARED, (0, 10), False)]
 
 
+def memories():
+    return [name for name in map(_target, os.listdir("/proc/self/fd")) if "snapshot" in name]
+
+
+def _target(descriptor):
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except FileNotFoundError:  # the one that the directory was listed by
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("base", "left"),
+    [
+        ((0, 12), []),
+        ((0, 11), [own(1)]),
+        ((0, 10), [SHARED, own(1)]),
+        ((1, 2), []),
+        ((0, 8), []),  # all of it is void
+    ],
+)
+def test_a_node_outside_the_world_gives_back_what_is_void_or_older_than_the_base(shelf, base, left):
+    write(shelf, SHARED, (0, 9))
+    write(shelf, SHARED, (0, 10))
+    write(shelf, own(1), (0, 10), origin="b")
+    write(shelf, own(1), (0, 11), origin="b")
+    shelf.settle(base, 2, outside=True)
+    assert list(dict.fromkeys(piece for piece, _, _ in held(shelf))) == left
+    assert bool(memories()) is bool(left)
+
+
+def test_what_is_being_brought_stays(shelf):
+    kept = write(shelf, own(1), (0, 10), origin="b")
+    with kept.writing:
+        shelf.settle((1, 2), 2, outside=True)
+    assert held(shelf) == [(own(1), (0, 10), True)]
+
+
+def test_in_the_world_memory_stays_for_those_who_write_to_it(shelf):
+    kept = write(shelf, SHARED, (0, 11))
+    shelf.settle((0, 10), 1)
+    assert held(shelf) == []
+    assert shelf.make_room(SHARED, 1000, 100) is kept
+
+
 def test_what_is_held_can_be_opened_also_after_the_shelf_is_gone(shelf):
     write(shelf, own(0), (0, 5))
     assert shelf.open(own(0), (0, 4)) is None

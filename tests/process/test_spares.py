@@ -1,0 +1,63 @@
+"""A node that waits outside the world holds no memory for what nobody will go back to."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from tests.process.jobs import job
+from tests.support import poll_for
+
+KEPT = Path(__file__).with_name("kept.py")
+FIRST, SECOND, STEPS = 4, 6, 8
+PATIENCE = 90.0
+
+
+def memories(pid: int) -> int:
+    """How many a process holds open."""
+    found = 0
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            found += "torchelastic-snapshot" in os.readlink(f"/proc/{pid}/fd/{descriptor}")
+        except FileNotFoundError:  # closed since it was listed
+            continue
+    return found
+
+
+def test_a_spare_gives_back_what_it_held_when_it_was_in_the_world(tmp_path):
+    """Three nodes train, one is killed, and two are a size that nobody wants: one waits."""
+    flags = "--nnodes=1:3 --world-sizes=1,3 --nproc-per-node=1 --max-restarts=10"
+    with job(tmp_path / "job", flags) as one:
+        lines, orders = one.directory / "lines", one.directory / "orders"
+        keys = [f"steps={STEPS}", f"hold={FIRST},{SECOND}"]
+        for _ in range(3):
+            one.start(script=[str(KEPT), str(lines), str(orders), *keys])
+
+        def holding(step: int, size: int, generation: int = 0) -> list[dict[str, int]]:
+            """Wait until all ranks of a world of this size wait before a step."""
+            said = lambda: [  # noqa: E731
+                line
+                for line in one.lines(event="holding", step=step, world_size=size)
+                if line["generation"] >= generation
+            ]
+            what = f"{size} ranks that wait at step {step}"
+            return poll_for(lambda: len(said()) >= size and said(), what=what, timeout=PATIENCE)
+
+        three = holding(FIRST, size=3)[-1]["generation"]
+        first, spare, third = one.nodes
+        poll_for(lambda: memories(spare.agent_pid), what="it holds its pieces", timeout=PATIENCE)
+        third.kill()
+        alone = holding(FIRST, size=1, generation=three + 1)[-1]["generation"]
+        (orders / f"go-{FIRST}").touch()
+        holding(SECOND, size=1)
+        # What that world began from the spare still has. The next one begins from a later step.
+        (worker,) = one.lines(event="start", generation=alone)
+        os.kill(worker["pid"], signal.SIGKILL)
+        holding(SECOND, size=1, generation=alone + 1)
+        poll_for(
+            lambda: not memories(spare.agent_pid), what="the spare holds nothing", timeout=PATIENCE
+        )
+        (orders / f"go-{SECOND}").touch()
+        assert first.wait(PATIENCE) == 0, one.said()
+    assert [end["step"] for end in one.lines(event="end")] == [STEPS]
