@@ -209,9 +209,11 @@ class CheckpointStore(CheckpointManager):
             self._stood(time.monotonic() - began)
 
     def _copy_rest(self) -> None:
-        if self._copying is not None:
-            self._copying.run()
-            self._copying = None
+        copying = self._copying
+        if copying is not None:
+            copying.run()
+            if self._copying is copying:  # no other thread has begun another one
+                self._copying = None
 
     def _stood(self, seconds: float) -> None:
         """The training thread has waited for this checkpoint."""
@@ -404,7 +406,7 @@ class CheckpointStore(CheckpointManager):
                 "The next checkpoint is due in %.0f s: one costs %.3f s, and failures are taken to "
                 "be %.0f s apart.",
                 interval.automatic(self._measured),
-                self._blocked,
+                self._measured.cost,
                 interval.between_failures(elapsed, failures),
             )
 

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from torchelastic.checkpoint.interval import (
+    HIDDEN,
     PRIOR,
     SHORTEST,
     Every,
@@ -85,10 +86,13 @@ def test_failures_are_counted_from_a_prior():
     ("measured", "seconds"),
     [
         (Measured(0.0, 0.0, 0, 0), SHORTEST),
-        (Measured(0.1, 1.0, 0, 0), best_interval(0.1, PRIOR)),
+        (Measured(0.1, 0.0, 0, 0), best_interval(0.1, PRIOR)),
+        # What is hidden costs something, too.
+        (Measured(0.0, 5.0, 0, 0), best_interval(5 * HIDDEN, PRIOR)),
+        (Measured(0.1, 1.0, 0, 0), best_interval(0.1 + HIDDEN, PRIOR)),
         # Storage that needs longer than pays sets the pace.
-        (Measured(0.1, 500.0, 0, 0), 500.0),
-        (Measured(0.1, 1.0, 3600, 9), best_interval(0.1, (3600 + PRIOR) / 10)),
+        (Measured(0.1, 5000.0, 0, 0), 5000.0),
+        (Measured(0.1, 0.0, 3600, 9), best_interval(0.1, (3600 + PRIOR) / 10)),
     ],
 )
 def test_the_automatic_interval(measured, seconds):
