@@ -1,0 +1,49 @@
+"""Nothing is lost and nothing used twice, whatever is killed, frozen, leaves and joins.
+
+A schedule of faults made from a seed (`chaos_schedule`) is done to a real job (`chaos_driver`),
+whose workers keep a record of their own (`chaos_worker`). Afterwards the ledger, that record and
+the parameters of the model must all say that each sample was used once an epoch (`chaos_record`).
+A failure names the seed and the faults; CHAOS_SEED=7 repeats them, or tries others.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.process.chaos_driver import started
+from tests.process.chaos_record import proven
+from tests.process.chaos_schedule import KINDS, schedule
+from tests.process.jobs import job
+
+SEED = int(os.environ.get("CHAOS_SEED", "1"))
+SAMPLES = 96
+FLAGS = "--nnodes=2:4 --settle=0.2 --lease=2 --progress-timeout=2"
+#: Without joins, which take longest: a node that starts has to import torch.
+FEW = {"kill": 3, "kill-entering": 1, "kill-node": 1}
+
+
+def run(directory, mode: str, kinds: dict[str, int]) -> None:
+    with job(directory / "job", FLAGS) as made:
+        chaos = started(made, mode, samples=SAMPLES)
+        try:
+            for fault in schedule(SEED, mode, kinds):
+                chaos.strike(fault)
+            chaos.finish()
+            wrong = proven([chaos.record], [chaos.ledger], samples=SAMPLES, mode=mode)
+            assert not wrong, chaos.told("\n".join(wrong))
+        except AssertionError as error:
+            raise AssertionError(f"mode {mode}, seed {SEED}: {error}") from None
+
+
+@pytest.mark.parametrize("mode", ["script", "train"])
+def test_a_few_faults(tmp_path, mode):
+    run(tmp_path, mode, FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", ["script", "train"])
+def test_fifty_faults(tmp_path, mode):
+    run(tmp_path, mode, KINDS)

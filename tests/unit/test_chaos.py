@@ -1,0 +1,161 @@
+"""The chaos test is itself a test subject: its schedule keeps its word, its judge sees all."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from tests.process.chaos_record import compare, judge
+from tests.process.chaos_schedule import KINDS, LOSING, MOST_NODES, NEED_THREE, NODES, schedule
+from torchelastic.data.verdict import Line
+
+SAMPLES = 8
+
+
+@pytest.mark.parametrize("mode", ["script", "train"])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_schedule_has_all_faults_and_keeps_enough_nodes(seed, mode):
+    faults = schedule(seed, mode)
+    assert faults == schedule(seed, mode)
+    assert len(faults) >= 50
+    assert {kind: sum(fault.kind == kind for fault in faults) for kind in KINDS} == KINDS
+    steps = [fault.at_step for fault in faults]
+    assert steps == sorted(set(steps))
+    nodes = NODES
+    for fault in faults:
+        assert nodes >= 3 or fault.kind not in NEED_THREE
+        nodes += (fault.kind == "join") - (fault.kind in LOSING)
+        assert 2 <= nodes <= MOST_NODES
+
+
+def test_seeds_and_modes_have_schedules_of_their_own():
+    assert schedule(1, "train") != schedule(2, "train")
+    assert schedule(1, "train") != schedule(1, "script")
+
+
+# --- the judge ------------------------------------------------------------------------------------
+
+
+def history() -> list[dict]:
+    """Two ranks and an epoch of four steps; step 2 is done again, by one rank, in generation 1."""
+    lines: list[dict] = []
+    for generation, size, steps in ((0, 2, (0, 1, 2)), (1, 1, (2, 3))):
+        for step in steps:
+            for rank in range(size):
+                who = {"generation": generation, "step": step, "rank": rank, "size": size}
+                share = 2 // size
+                begin = 2 * step + rank * share
+                items = [[sample, generation, sample] for sample in range(begin, begin + share)]
+                lines += [{"event": "item", "pid": 7, "item": item} for item in items]
+                before = f"after {step - 1}"
+                lines.append({"event": "used", "pid": 7, "items": items, "before": before, **who})
+                # Rank 1 was killed in step 2 of generation 0: nobody has finished that one there.
+                if (generation, step) != (0, 2):
+                    at = len(lines)
+                    done = {"event": "done", "hash": f"after {step}", "at": at, "pid": 7}
+                    lines.append({**done, **who})
+    lines.append({"event": "end", "pid": 7, "step": 4, "epoch": 1, "counts": [1.0] * SAMPLES})
+    return lines
+
+
+def verdict(lines) -> list[str]:
+    return judge(lines, samples=SAMPLES, mode="train")
+
+
+def find(lines, event, **wanted):
+    """The only such line."""
+    wanted |= {"event": event}
+    (found,) = [line for line in lines if all(line.get(key) == wanted[key] for key in wanted)]
+    return found
+
+
+def test_a_history_in_which_a_step_is_redone_is_in_order():
+    assert verdict(history()) == []
+
+
+def skip_a_sample(lines):
+    find(lines, "used", generation=1, step=2)["items"].pop()
+
+
+def use_twice(lines):
+    find(lines, "used", generation=1, step=3)["items"][0] = [0, 1, 0]
+    lines.append({"event": "item", "pid": 7, "item": [0, 1, 0]})
+
+
+def use_what_was_not_handed_out(lines):
+    find(lines, "used", generation=1, step=3)["items"][0] = [6, 1, 99]
+
+
+def use_the_same_item_again(lines):
+    find(lines, "used", generation=1, step=3)["items"][0] = [0, 0, 0]
+
+
+def leave_a_rank_out(lines):
+    lines.remove(find(lines, "used", generation=0, step=1, rank=1))
+
+
+def differ(lines):
+    find(lines, "done", generation=0, step=1, rank=1)["hash"] = "odd"
+
+
+def begin_with_something_else(lines):
+    find(lines, "used", generation=1, step=2)["before"] = "after 0"
+
+
+def leave_a_step_out(lines):
+    for event in ("used", "done"):
+        lines.remove(find(lines, event, generation=1, step=2))
+
+
+def finish_in_the_old_world_later(lines):
+    find(lines, "done", generation=0, step=1, rank=0)["at"] = 1000
+
+
+def go_back_too_far(lines):
+    """To step 1, which both ranks had finished."""
+    for event in ("used", "done"):
+        made = copy.deepcopy(find(lines, event, generation=0, step=1, rank=0))
+        made |= {"generation": 1, "size": 1, "at": 20}
+        if event == "used":
+            made["items"] += find(lines, "used", generation=0, step=1, rank=1)["items"]
+        lines.append(made)
+
+
+def count_wrong(lines):
+    find(lines, "end")["counts"][3] = 2.0
+
+
+def never_end(lines):
+    lines.remove(find(lines, "end"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (skip_a_sample, "samples [5] are missing"),
+        (use_twice, "sample 0 was used in steps [0, 3]"),
+        (use_what_was_not_handed_out, "which its dataset has not handed out"),
+        (use_the_same_item_again, "one item of sample 0 was used in rank 0 in step 0"),
+        (leave_a_rank_out, "step 1 of generation 0: ranks [0] of 2 have used samples"),
+        (differ, "step 1 of generation 0: parameters differ by rank"),
+        (begin_with_something_else, "step 2 of generation 1 does not begin with what step 1"),
+        (leave_a_step_out, "nobody has finished step 2"),
+        (finish_in_the_old_world_later, "was finished before step 1 of generation 0"),
+        (go_back_too_far, "generation 1 begins with step 1, but all ranks have finished step 1"),
+        (count_wrong, "has counted {3: 2.0}"),
+        (never_end, "nobody has come to the end"),
+    ],
+)
+def test_what_is_wrong_is_named(spoil, said):
+    lines = history()
+    spoil(lines)
+    found = verdict(lines)
+    assert any(said in sentence for sentence in found), found
+
+
+def test_the_ledger_is_held_against_the_record():
+    line = Line(generation=0, step=1, rank=1, epoch=0, ids=(1,))
+    assert compare(history(), [line]) == []
+    wrong = Line(generation=0, step=1, rank=1, epoch=0, ids=(2,))
+    assert "used [2] by the ledger" in compare(history(), [wrong])[0]
