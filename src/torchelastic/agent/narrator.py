@@ -13,6 +13,8 @@ from torchelastic.agent.supervisor import WorkerExit
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import EXIT_FAILED
 from torchelastic.events import types as events
+from torchelastic.events import words
+from torchelastic.events.goodput import GoodputFold
 from torchelastic.events.log import EventLog
 from torchelastic.failure import Failure
 from torchelastic.rendezvous.restart_policy import Kind
@@ -51,6 +53,8 @@ class Narrator:
         self.name = ""
         #: The last generation whose beginning was told.
         self._told = -1
+        self._goodput = GoodputFold()
+        log.listen(self._goodput.feed)
 
     def started(self, command: list[str], pid: int) -> None:
         config = self._config
@@ -232,14 +236,16 @@ class Narrator:
 
     def ended(self, exitcode: int | None, reason: str, world: World | None) -> None:
         cause = world.cause if world is not None else None
-        if exitcode == EXIT_FAILED and world is not None:
-            if self._prints_failure:
-                print(report.job_failed(world, name=self._entry), file=sys.stderr, flush=True)
-        elif exitcode and world is not None:
-            logger.error("ended with exit code %d: %s", exitcode, reason)
         ended = events.JobEnded(
             exitcode=exitcode if exitcode is not None else EXIT_FAILED,
             reason=reason,
             cause=cause.to_json() if cause is not None else None,
         )
         self._log.emit(ended, generation=world.generation if world is not None else None)
+        if self._told >= 0:
+            logger.info("%s", words.goodput(self._goodput.at()))
+        if exitcode == EXIT_FAILED and world is not None:
+            if self._prints_failure:
+                print(report.job_failed(world, name=self._entry), file=sys.stderr, flush=True)
+        elif exitcode and world is not None:
+            logger.error("ended with exit code %d: %s", exitcode, reason)

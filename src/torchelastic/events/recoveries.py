@@ -109,9 +109,9 @@ class Recoveries:
             case events.WorkerFailed(failure=failure) if not self._ended:
                 hung = failure.get("rank") in self._saw.killed
                 self._saw.failure(record, str(failure.get("message", "")), failure, guessed=hung)
-            case events.WorkerFailed(failure=failure) if self._now is not None:
-                # The first failure is often told just after the generation's end.
-                self._set(failure=self._now.failure or failure)
+            case events.WorkerFailed(failure=failure):
+                # Peers often tell of a broken connection before the worker is done dying.
+                self._saw.told.append(failure)
             case events.WorldChanging(reason=why):
                 self._saw.change = why
             case events.GenerationOver(kind=kind, reason=why) if not self._ended:
@@ -135,7 +135,7 @@ class Recoveries:
             wall=record.wall,
             kind=kind,
             why=why,
-            failure=self._saw.told,
+            failure=self._saw.cause(why),
         )
         self._known.append(self._now)
 
@@ -145,6 +145,9 @@ class Recoveries:
                 kind = "resize" if self._saw.change and self._saw.at is None else "unknown"
                 self._end(record, kind, self._saw.change or self._saw.why or formed.reason)
             waited = record.time - self._waits if self._waits is not None else 0.0
+            if (cause := self._saw.cause(formed.reason)) is not None:
+                # The leader knows better now than when it ended the generation.
+                self._set(failure=cause, why=formed.reason)
             self._set(
                 detect=self._saw.unnoticed(self._over, self._goodput.due),
                 wait=waited,
@@ -188,7 +191,7 @@ class _Seen:
     why: str = ""
     #: Nobody saw the moment it happened: a node went silent, a worker hung.
     guessed: bool = False
-    told: Mapping[str, Any] | None = None
+    told: list[Mapping[str, Any]] = field(default_factory=list)
     #: Who joins or leaves, where that is what ends it.
     change: str = ""
     #: Ranks that an agent has killed because they hung.
@@ -203,9 +206,17 @@ class _Seen:
         guessed: bool = False,
     ) -> None:
         """The first one counts."""
-        self.told = self.told or told
+        if told is not None:
+            self.told.append(told)
         if self.at is None:
             self.at, self.why, self.guessed = record.time, why, guessed
+
+    def cause(self, reason: str) -> Mapping[str, Any] | None:
+        """The failure that the leader names in its reason; the first one if it names none."""
+        for failure in self.told:
+            if reason.startswith(f"rank {failure.get('rank')} on {failure.get('node')} ("):
+                return failure
+        return self.told[0] if self.told else None
 
     def unnoticed(self, over: float, due: float | None) -> float:
         """Seconds from the failure to the end of the generation.

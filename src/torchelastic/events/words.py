@@ -113,6 +113,10 @@ def _because(what: str, why: str) -> str:
     return f"{what}: {why}" if why else what
 
 
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed(ranks)}"
+
+
 def _formed(event: events.WorldFormed) -> str:
     nodes = event.count or len(event.nodes)
     who = f"{counted(event.size, 'worker')} on {counted(nodes, 'node')} ({listed(event.nodes)})"
@@ -136,9 +140,9 @@ def _failed(event: events.WorkerFailed) -> str:
 def _progress(event: events.Progress) -> str:
     steps = [step for step in event.steps if step >= 0]
     if not steps:
-        return f"ranks {listed(event.ranks)} have entered no step yet"
+        return f"{_ranks(event.ranks)} in no step yet"
     low, high = min(steps), max(steps)
-    return f"ranks {listed(event.ranks)} at step {high if low == high else f'{low} to {high}'}"
+    return f"{_ranks(event.ranks)} at step {high if low == high else f'{low} to {high}'}"
 
 
 def _training(event: events.Training) -> str:
@@ -169,7 +173,7 @@ _WORDS: dict[type[events.Event], Callable[[Any], str]] = {
     events.GenerationOver: lambda e: _because(f"the generation is over ({e.kind})", e.reason),
     events.WorldChanging: lambda e: _because("the generation ends at the next step", e.reason),
     events.Waiting: lambda e: _because("waits for nodes", e.reason),
-    events.WorkersStarted: lambda e: f"ranks {listed(e.ranks)} run, after {seconds(e.seconds)}",
+    events.WorkersStarted: lambda e: f"{_ranks(e.ranks)} started in {seconds(e.seconds)}",
     events.StandbyStarted: lambda e: (
         f"worker {e.local_rank} starts (pid {e.worker_pid}), to enter a later world"
     ),

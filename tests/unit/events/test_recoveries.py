@@ -30,7 +30,9 @@ def test_no_change_has_no_recovery():
 
 def test_the_cost_of_a_killed_worker_is_split():
     story = ten_steps().fails(11.5, 0).over(11.6, 0, reason="rank 2 was killed")
-    story.world(11.8, 1).trains(12.8, 1, step=10, built=0.3, fetched=0.25)
+    story.world(11.8, 1, reason="rank 2 was killed; again").trains(
+        12.8, 1, step=10, built=0.3, fetched=0.25
+    )
     (one,) = recoveries(story.steps(13.8, 1, 11))
     # 0.6 s of the step in flight were lost.
     assert split(one) == [0.1, 0.0, 0.2, 0.75, 0.25, 0.6]
@@ -38,7 +40,7 @@ def test_the_cost_of_a_killed_worker_is_split():
     assert (one.generation, one.kind, one.why, one.wall) == (
         0,
         "failure",
-        "rank 2 was killed",
+        "rank 2 was killed; again",
         1011.6,
     )
     assert one.failure == failure().to_json()
@@ -97,11 +99,21 @@ def test_a_resize_is_no_failure_and_takes_no_time_to_detect():
 def test_a_change_whose_leader_was_not_heard():
     story = ten_steps().fails(11.5, 0).world(12, 1, reason="rank 2 failed")
     (one,) = recoveries(story)
-    assert (one.kind, one.is_failure, one.why) == ("unknown", True, "killed by SIGKILL")
+    assert (one.kind, one.is_failure, one.why) == ("unknown", True, "rank 2 failed")
+
+
+def test_the_failure_is_the_one_that_the_leader_names_in_the_end():
+    """A peer tells of a broken connection before the worker that was killed is done dying."""
+    story = ten_steps().fails(11.4, 0, rank=0, message="lost a peer").over(11.5, 0, reason="peer")
+    (one,) = recoveries(story.fails(11.6, 0))
+    assert (one.failure["rank"], one.why) == (0, "peer")
+    named = f"{failure().sentence()}; 1 of 3 restarts used"
+    (one,) = recoveries(story.world(12, 1, reason=named))
+    assert (one.failure["rank"], one.why) == (2, named)
 
 
 def test_a_failure_told_just_after_the_end_of_its_generation():
-    story = ten_steps().over(11.5, 0).fails(11.6, 0)
+    story = ten_steps().over(11.5, 0).fails(11.6, 0).world(12, 1)
     (one,) = recoveries(story)
     assert one.failure == failure().to_json()
 

@@ -69,7 +69,12 @@ def bars(entries, pid: int | None = None) -> list[tuple[str, float, float]]:
 def killed() -> Story:
     story = Story().world(1, 0).workers_start(1, 0).trains(2, 0, step=0)
     story.steps(3, 0, 1).steps(6, 0, 7).fails(6.5, 0).over(6.75, 0, reason="rank 2 was killed")
-    return story.world(7, 1).trains(7.5, 1, step=7, fetched=0.25).steps(8.5, 1, 8).end(9)
+    return (
+        story.world(7, 1, reason="rank 2 was killed")
+        .trains(7.5, 1, step=7, fetched=0.25)
+        .steps(8.5, 1, 8)
+        .end(9)
+    )
 
 
 def test_a_job_is_drawn():

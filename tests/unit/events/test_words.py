@@ -50,9 +50,10 @@ def said(event: events.Event | None, **fields) -> str:
         (events.WorkerExited(3, 1, 42, 2), "rank 3 (pid 42) has ended: exit code 2"),
         (events.WorkerFailed(failure().to_json()), "rank 2 failed at step 7: killed by SIGKILL"),
         (events.WorkerFailed({}), "rank None failed"),
-        (events.Progress([0, 1], [-1, -1], [0, 0]), "ranks 0, 1 have entered no step yet"),
+        (events.Progress([0, 1], [-1, -1], [0, 0]), "ranks 0, 1 in no step yet"),
         (events.Progress([0, 1], [4, 4], [0, 0]), "ranks 0, 1 at step 4"),
         (events.Progress([0, 1], [4, 5], [0, 0]), "ranks 0, 1 at step 4 to 5"),
+        (events.Progress([3], [4], [0]), "rank 3 at step 4"),
         (events.Training(2, 8, 0), "rank 2 trains from step 8"),
         (
             events.Training(2, 8, 99, 0.25, 0.5),

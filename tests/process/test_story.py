@@ -1,0 +1,94 @@
+"""A real job, a real kill, and what the commands then say of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.process.jobs import job
+from tests.support import poll_for
+from tests.unit.events.test_trace import check_nesting
+
+SCRIPT = Path(__file__).with_name("resident.py")
+FLAGS = "--nnodes=1 --nproc-per-node=2 --rdzv-id=told --redirects=3"
+
+
+@pytest.fixture(autouse=True)
+def runtime_dir(tmp_path, monkeypatch) -> None:
+    runtime = tmp_path / "runtime"
+    runtime.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+
+
+def torchelastic(*argv: str) -> str:
+    """What a command prints."""
+    command = [sys.executable, "-m", "torchelastic", *argv]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def status() -> dict:
+    (told,) = json.loads(torchelastic("status", "--json", "told"))
+    return told
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_worker_is_seen_in_every_command(tmp_path):
+    with job(tmp_path / "job", FLAGS, script=SCRIPT) as made:
+        script = [str(SCRIPT), str(made._lines), str(made._orders), "steps=40", "slow=0.02"]
+        node = made.start(script=script)
+        begun = poll_for(
+            lambda: [line for line in made.lines(event="step") if line["step"] >= 3],
+            what="steps",
+            timeout=100,
+        )
+        os.kill(begun[0]["pid"], signal.SIGKILL)
+        assert node.wait(100) == 0, made.said()
+        ended = status()
+        check_status(ended)
+        assert "goodput " in node.stderr
+        check_events(torchelastic("events", "told"))
+        check_trace(tmp_path, node.directory / "logs")
+        shown = torchelastic("status", "told")
+        assert "  recoveries\n" in shown
+        assert "killed by SIGKILL" in shown
+
+
+def check_status(told: dict) -> None:
+    assert (told["phase"], told["exitcode"], told["alive"]) == ("ended", 0, False)
+    failures = [one for one in told["recoveries"] if one["kind"] == "failure"]
+    assert len(failures) == 1, told["recoveries"]
+    (failure,) = failures
+    assert failure["failure"]["exitcode"] == -signal.SIGKILL
+    assert failure["done"]
+    parts = ("detect", "wait", "agree", "rebuild", "transfer", "redo")
+    assert all(failure[part] >= 0 for part in parts)
+    assert failure["cost"] == pytest.approx(sum(failure[part] for part in parts))
+    goodput = told["goodput"]
+    assert goodput["disruptions"] == 1
+    assert goodput["steps_known"]
+    assert 0 < goodput["ratio"] < 1
+    assert goodput["productive"] + sum(goodput["parts"].values()) == pytest.approx(goodput["total"])
+    assert [world["generation"] for world in told["worlds"]][:2] == [0, 1]
+
+
+def check_events(text: str) -> None:
+    for said in ("a world of 2 workers", "killed by SIGKILL", "trains from step", "exit code 0"):
+        assert said in text
+
+
+def check_trace(tmp_path: Path, logs: Path) -> None:
+    path = tmp_path / "trace.json"
+    torchelastic("trace", str(logs), "-o", str(path))
+    entries = json.loads(path.read_text())["traceEvents"]
+    check_nesting(entries)
+    names = {entry["name"] for entry in entries}
+    assert {"generation 0", "generation 1", "failure"} <= names
+    assert any(name.startswith("step") for name in names)
