@@ -48,6 +48,7 @@ PURE = {
     "torchrun/parameters.py",
     "agent/group_state.py",
     "agent/crew.py",
+    "agent/scraping.py",
     "agent/heard.py",
     "checkpoint/interval.py",
     "checkpoint/retention.py",
@@ -73,6 +74,7 @@ PURE = {
     "events/step_time.py",
     "events/trace.py",
     "events/view.py",
+    "metrics/job_metrics.py",
     "events/words.py",
     "cli/rendezvous_rules.py",
 }

@@ -205,6 +205,10 @@ class LaunchConfig:
     duplicate_stderr_filters: tuple[str, ...] = ()
     log_line_prefix_template: str | None = None
     event_log_handler: str = "null"
+    #: `host:port` where the agent tells its metrics over HTTP; empty: nowhere.
+    metrics_address: str = ""
+    #: The file with what a scraper has to show; needed where other machines can reach the address.
+    metrics_token_file: str | None = None
 
     signals_to_handle: tuple[str, ...] = DEFAULT_SIGNALS
     #: Seconds between SIGTERM and SIGKILL, on every path.

@@ -25,6 +25,7 @@ from torchelastic.agent.gathered_log import GatheredLog
 from torchelastic.agent.gathering import Gathering
 from torchelastic.agent.group_state import GroupState
 from torchelastic.agent.guard import GUARD_LOST_SIGNAL
+from torchelastic.agent.metrics_endpoint import MetricsEndpoint
 from torchelastic.agent.narrator import Narrator
 from torchelastic.agent.nursery import Nursery
 from torchelastic.agent.presence import Presence
@@ -93,6 +94,7 @@ class Agent:
         self._node = secrets.token_hex(6)
         self._secret = load_secret(config)
         self._sink = sink_for(config.event_log_handler)
+        self._metrics = MetricsEndpoint.wanted(config)
         self._state: GroupState | CrewState = GroupState(
             node=self._node, nproc=config.nproc_per_node
         )
@@ -109,6 +111,9 @@ class Agent:
             self._install_signals()
             self._beside.start(self._join(), "join")
             self._beside.start(self._workers.timers.watch(self._workers), "timers")
+            if self._metrics is not None:
+                opening = self._metrics.open(self._beside.start, self._narrator.say)
+                self._beside.start(opening, "metrics")
             while not self._state.is_terminal:
                 event = await self._next_event()
                 for command in self._handle(event):
@@ -144,6 +149,8 @@ class Agent:
             clock=self._clock,
             sink=self._sink,
         )
+        if self._metrics is not None:
+            self._metrics.follow(self._events)
         gathered = GatheredLog(path.with_name(GATHERED_FILE))
         self._gathering = Gathering(gathered, self._clock)
         self._telling = Telling(
@@ -201,6 +208,8 @@ class Agent:
         await self._snapshots.close()
         await self._presence.last_words(LAST_WORDS)
         await self._beside.cancel()
+        if self._metrics is not None:
+            await self._metrics.close()
         closed = self._state.world is not None and self._state.world.phase == "closed"
         self._narrator.ended(self._state.exitcode, self._state.reason, self._state.world)
         await self._telling.last_words(LAST_TOLD)

@@ -498,6 +498,25 @@ _LOG_FLAGS = (
         help="Where events go besides the event log: null, console, a registered name, or "
         "PACKAGE.MODULE:NAME of a handler of your own.",
     ),
+    Flag(
+        name="--metrics-address",
+        group=LOGS,
+        metavar="[HOST:]PORT",
+        convert=values.listening,
+        default="",
+        default_words="none",
+        help="Tell Prometheus how the job does at this address; on this machine only without HOST.",
+    ),
+    Flag(
+        name="--metrics-token-file",
+        group=LOGS,
+        metavar="FILE",
+        convert=values.optional_text,
+        default="",
+        default_words="none",
+        help="File with the bearer token that a scraper has to show; needed with any HOST but "
+        "loopback.",
+    ),
 )
 
 _COMPATIBILITY_FLAGS = (

@@ -37,6 +37,8 @@ _SAME_NAME = (
     "duplicate_stdout_filters",
     "duplicate_stderr_filters",
     "event_log_handler",
+    "metrics_address",
+    "metrics_token_file",
     "signals_to_handle",
     "shutdown_timeout",
     "monitor_interval",

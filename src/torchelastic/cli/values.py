@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable
 from typing import TypeVar
 
-from torchelastic.config import parse_endpoints
+from torchelastic.config import format_endpoint, parse_endpoint, parse_endpoints
 from torchelastic.errors import ConfigError
 
 T = TypeVar("T")
@@ -110,6 +110,22 @@ def endpoint(given: str) -> str:
     """Checked, but kept as given: the default port depends on the rendezvous."""
     if given:
         parse_endpoints(given)
+    return given
+
+
+def listening(given: str) -> str:
+    """Where to listen: a port is one of this machine alone.
+
+    >>> listening("9400"), listening("node1:9400"), listening("")
+    ('127.0.0.1:9400', 'node1:9400', '')
+    """
+    if re.fullmatch(r"[0-9]{1,5}", given):
+        given = f"127.0.0.1:{given}"
+    if given:
+        name, number = parse_endpoint(given, -1)
+        if number < 0:
+            raise ConfigError(f"'{given}' has no port: write PORT or HOST:PORT.")
+        return format_endpoint(name, number)
     return given
 
 

@@ -6,6 +6,7 @@ metrics.configure(metrics.ConsoleMetricHandler())
 metrics.put_metric("tokens_per_second", 5300)
 """
 
+from torchelastic.metrics.open_telemetry import OpenTelemetryMetricHandler
 from torchelastic.metrics.streams import (
     ConsoleMetricHandler,
     MetricData,
@@ -18,6 +19,7 @@ from torchelastic.metrics.streams import (
     publish_metric,
     put_metric,
 )
+from torchelastic.metrics.tensor_board import TensorBoardMetricHandler
 from torchelastic.metrics.timing import get_elapsed_time_ms, prof, profile
 
 __all__ = [
@@ -26,6 +28,8 @@ __all__ = [
     "MetricHandler",
     "MetricStream",
     "NullMetricHandler",
+    "OpenTelemetryMetricHandler",
+    "TensorBoardMetricHandler",
     "configure",
     "getStream",
     "get_elapsed_time_ms",

@@ -94,3 +94,9 @@ def test_values(convert, text, value):
 def test_bad_values_are_refused_with_what_to_write(convert, text, sentence):
     with pytest.raises(ConfigError, match=sentence):
         convert(text)
+
+
+@pytest.mark.parametrize("given", ["node1", "[::1]", "node1:99999", "a:b:c", ":9400"])
+def test_a_place_to_listen_has_a_port(given):
+    with pytest.raises(ConfigError, match=r"has no port|is no endpoint"):
+        values.listening(given)

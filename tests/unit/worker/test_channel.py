@@ -86,10 +86,13 @@ def test_programs_that_the_worker_starts_do_not_get_it(monkeypatch):
 def test_nobody_waits_for_who_does_not_read():
     """`socket.send_fds` would, in Python 3.11: an agent would hang with its worker."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs, pytest.raises(BlockingIOError):
+
+    def fill():
         while True:
             channel.transmit(ours, b"x" * 4096, [ours.fileno()])
-    # The kernel closes what nobody has received.
+
+    with ours, theirs, pytest.raises(BlockingIOError):
+        fill()  # the kernel closes what nobody has received
 
 
 def test_descriptors_are_received_for_this_process_alone():

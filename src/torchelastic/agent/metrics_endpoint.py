@@ -1,0 +1,182 @@
+"""`--metrics-address`: the agent tells a scraper how the job does, over HTTP, and nothing else.
+
+Whoever scrapes must not matter to the job. So connections are taken one by one with a pause in
+between, few are open at a time and none for long, the oldest gives way to the newest, and the page
+is made in a thread, at most once a second, however often it is asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from torchelastic.agent import scraping
+from torchelastic.config import LaunchConfig, format_endpoint, parse_endpoint
+from torchelastic.errors import ConfigError
+from torchelastic.events.log import EventLog
+from torchelastic.events.record import Record
+from torchelastic.metrics import prometheus
+from torchelastic.metrics.job_metrics import JobMetrics
+from torchelastic.rendezvous.embedded.endpoint import loopback_addresses
+from torchelastic.rendezvous.secret import LONGEST, Secret
+
+logger = logging.getLogger(__name__)
+
+#: Connections at a time, and that the kernel keeps for us.
+MOST, BACKLOG = 8, 8
+#: Seconds: between two connections, for one of them, and for which a page is good.
+GAP, PATIENCE, FRESH = 0.02, 5.0, 1.0
+#: After the kernel has no descriptors left.
+TRY_AGAIN = 1.0
+
+Background = Callable[[Coroutine[Any, Any, Any], str], object]
+
+
+class MetricsEndpoint:
+    """Made before the agent does anything, so that what is wrong is refused; then opened."""
+
+    def __init__(self, config: LaunchConfig) -> None:
+        prometheus.check_installed()
+        self._host, self._port = parse_endpoint(config.metrics_address)
+        self._token = _load_token(config)
+        self._metrics: JobMetrics | None = JobMetrics()
+        self._listeners: list[socket.socket] = []
+        self._talks: dict[asyncio.Task[None], None] = {}
+        self._pages: dict[str, tuple[float, bytes]] = {}
+        self._rendering = asyncio.Lock()
+
+    @classmethod
+    def wanted(cls, config: LaunchConfig) -> MetricsEndpoint | None:
+        """None where nobody has asked for it. Raises `ConfigError` where it cannot be."""
+        return cls(config) if config.metrics_address else None
+
+    def follow(self, log: EventLog) -> None:
+        """Count what happens from now on."""
+        log.listen(self._happened)
+
+    def _happened(self, record: Record) -> None:
+        if self._metrics is None:
+            return
+        try:
+            self._metrics.feed(record)
+        except Exception:  # a mistake in the counting must not end the job that is counted
+            logger.exception("The metrics are wrong from now on, and are told no more.")
+            self._metrics = None
+
+    async def open(self, background: Background, say: Callable[[str], None]) -> None:
+        """Listen. A port that is taken costs the metrics, never the job."""
+        try:
+            self._listeners = await self._listen()
+        except OSError as error:
+            where = format_endpoint(self._host, self._port)
+            say(f"no metrics at {where}: {error.strerror or error}")
+            return
+        for listener in self._listeners:
+            background(self._accept(listener), "metrics")
+        host, port = self._listeners[0].getsockname()[:2]
+        say(f"metrics at http://{format_endpoint(host, port)}{scraping.PATH}")
+
+    async def close(self) -> None:
+        for talk in list(self._talks):
+            talk.cancel()
+        await asyncio.gather(*self._talks, return_exceptions=True)
+        for listener in self._listeners:
+            listener.close()
+
+    async def _listen(self) -> list[socket.socket]:
+        addresses = loopback_addresses(self._host)[:1] or (self._host,)
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(addresses[0], self._port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = found[0]
+        listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+        return [listener]
+
+    # --- scrapers --------------------------------------------------------------------------------
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                logger.debug("a scraper cannot be taken: %s", error)
+                await asyncio.sleep(TRY_AGAIN)
+                continue
+            if len(self._talks) >= MOST:
+                next(iter(self._talks)).cancel()  # the oldest: it has had the most time
+            talk = asyncio.create_task(self._talk(connection), name="scraper")
+            self._talks[talk] = None
+            talk.add_done_callback(lambda done: self._talks.pop(done))
+            await asyncio.sleep(GAP)
+
+    async def _talk(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                await asyncio.wait_for(self._answer(connection), PATIENCE)
+            except (OSError, asyncio.TimeoutError) as error:
+                logger.debug("a scraper is gone: %r", error)
+            except Exception:  # told here: nobody waits for this task
+                logger.exception("A scraper could not be answered.")
+
+    async def _answer(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        head = bytearray()
+        while b"\r\n\r\n" not in head and len(head) < scraping.LONGEST:
+            data = await loop.sock_recv(connection, scraping.LONGEST)
+            if not data:
+                return
+            head += data
+        request = scraping.parse(bytes(head).partition(b"\r\n\r\n")[0])
+        await loop.sock_sendall(connection, await self._response(request))
+        connection.shutdown(socket.SHUT_WR)
+
+    async def _response(self, request: scraping.Request | None) -> bytes:
+        status = scraping.status_for(request, self._token)
+        if status != 200 or request is None:
+            return scraping.response(status)
+        return await self._page(prometheus.chosen(request.accept))
+
+    async def _page(self, chosen: str) -> bytes:
+        async with self._rendering:
+            made, page = self._pages.get(chosen, (float("-inf"), b""))
+            if time.monotonic() - made > FRESH:
+                families = self._metrics.families(time.time()) if self._metrics else []
+                content_type, body = await asyncio.to_thread(prometheus.render, families, chosen)
+                page = scraping.response(200, body, content_type)
+                self._pages[chosen] = (time.monotonic(), page)
+            return page
+
+
+def _load_token(config: LaunchConfig) -> bytes | None:
+    """What a scraper has to show; None: nothing, since only this machine can reach us."""
+    path = config.metrics_token_file
+    if path is None:
+        if not loopback_addresses(parse_endpoint(config.metrics_address)[0]):
+            raise ConfigError(
+                f"--metrics-address {config.metrics_address} can be reached from other machines: "
+                "give --metrics-token-file, a file with what scrapers have to show, or a loopback "
+                "address."
+            )
+        return None
+    try:
+        with open(path, "rb") as file:
+            # A little more than allowed: a whole disk named by mistake is not read.
+            return Secret(file.read(2 * LONGEST)).reveal()
+    except OSError as error:
+        raise ConfigError(
+            f"--metrics-token-file {path} cannot be read ({os.strerror(error.errno or 0)})."
+        ) from None
+    except ConfigError as error:
+        raise ConfigError(f"--metrics-token-file {path}: {error}") from None

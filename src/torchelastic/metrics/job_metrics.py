@@ -1,0 +1,209 @@
+"""A job in numbers: what `/metrics` of an agent tells. Pure: records in, values out.
+
+The picture is that of `events.view`, which everybody shows; only what must never go down or be
+forgotten is counted here. An agent tells of its own node, and of the job what it sees of it: why
+generations end is the leader's to say.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from torchelastic.events import types as events
+from torchelastic.events.goodput import DISRUPTIONS
+from torchelastic.events.record import Record
+from torchelastic.events.view import JobFold, JobPhase, JobView
+
+#: Upper bounds in seconds, for the time that a rendezvous or a recovery takes.
+BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+Labels = tuple[tuple[str, str], ...]
+
+
+class Histogram:
+    """How often a time was how long."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS) + 1)
+        self.sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(BOUNDS, seconds)] += 1
+        self.sum += seconds
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper bound -> how many were no longer, the last one of all."""
+        total, found = 0, []
+        for bound, count in zip((*map(str, BOUNDS), "+Inf"), self.counts, strict=True):
+            total += count
+            found.append((bound, float(total)))
+        return found
+
+
+@dataclass(frozen=True)
+class Family:
+    """One metric: its name without our prefix, and its values by labels."""
+
+    name: str
+    kind: Literal["gauge", "counter", "histogram", "info"]
+    help: str
+    values: Mapping[Labels, float] = field(default_factory=dict)
+    #: Of a histogram, in place of values.
+    buckets: tuple[tuple[str, float], ...] = ()
+    sum: float = 0.0
+
+
+class JobMetrics:
+    """Takes the records of an agent one by one."""
+
+    def __init__(self) -> None:
+        self._fold = JobFold()
+        self._over: Counter[str] = Counter()
+        self._failures = 0
+        self._killed = 0
+        self._rendezvous = Histogram()
+        self._recovery = Histogram()
+        self._generation = -1
+        #: Since when there is no world.
+        self._without: float | None = None
+        #: When the first failure was seen that training has not recovered from, and where.
+        self._hurt: tuple[int, float] | None = None
+
+    def feed(self, record: Record) -> None:
+        """Take one more record."""
+        self._fold.feed(record)
+        generation = record.generation if record.generation is not None else -1
+        match record.event:
+            case events.AgentStarted():
+                self._lack(record)
+            case events.WorldFormed() if generation > self._generation:
+                self._formed(record, generation)
+            case events.GenerationOver(kind=kind):
+                self._over[kind] += 1
+                self._lack(record)
+                if kind in DISRUPTIONS:
+                    self._hurts(record)
+            case events.WorkersStopped() | events.Waiting():
+                self._lack(record)
+            case events.NodeLost():
+                self._hurts(record)
+            case events.WorkerFailed():
+                self._failures += 1
+                self._hurts(record)
+            case events.WorkerKilled():
+                self._killed += 1
+            case events.Training() | events.WorkersStarted():
+                self._runs(record, generation)
+
+    def _lack(self, record: Record) -> None:
+        if self._without is None:
+            self._without = record.time
+
+    def _formed(self, record: Record, generation: int) -> None:
+        self._generation = generation
+        if self._without is not None:
+            self._rendezvous.observe(max(0.0, record.time - self._without))
+            self._without = None
+
+    def _hurts(self, record: Record) -> None:
+        if self._hurt is None and self._generation >= 0:
+            self._hurt = (self._generation, record.time)
+
+    def _runs(self, record: Record, generation: int) -> None:
+        if self._hurt is not None and generation > self._hurt[0]:
+            self._recovery.observe(max(0.0, record.time - self._hurt[1]))
+            self._hurt = None
+
+    # --- values ----------------------------------------------------------------------------------
+
+    def families(self, now: float | None = None) -> list[Family]:
+        """Everything, at `now` by the wall clock."""
+        view = self._fold.view(now)
+        return [*_of_world(view), *self._counted(), *_of_training(view), *_of_time(view)]
+
+    def _counted(self) -> Iterator[Family]:
+        yield Family(
+            "generations_over",
+            "counter",
+            "Generations that have ended, by cause. Counted by the leader.",
+            {(("cause", kind),): float(count) for kind, count in sorted(self._over.items())},
+        )
+        yield _one(
+            "worker_failures", "counter", "Workers of this node that have failed.", self._failures
+        )
+        yield _one(
+            "workers_killed", "counter", "Workers of this node killed for hanging.", self._killed
+        )
+        yield _times("rendezvous_seconds", "From the end of a world to the next.", self._rendezvous)
+        yield _times(
+            "recovery_seconds", "From a failure seen to workers that run again.", self._recovery
+        )
+
+
+def _of_world(view: JobView) -> Iterator[Family]:
+    yield Family("job", "info", "The job of this agent.", {(("run_id", view.job),): 1.0})
+    phases = {phase: float(view.phase == phase) for phase in get_args(JobPhase)}
+    yield _by("phase", "phase", "What the job is doing: 1 for one of these.", phases)
+    world = view.worlds[-1] if view.worlds else None
+    gauges: dict[str, tuple[str, float | None]] = {
+        "generation": ("The world's number.", view.generation),
+        "world_size": ("Workers in the world.", view.size),
+        "world_nodes": ("Nodes in the world.", world.count if world is not None else 0),
+        "min_nodes": ("Fewest nodes the job runs with.", view.min_nodes),
+        "max_nodes": ("Most nodes the job runs with.", view.max_nodes),
+        "restarts_used": ("Restarts taken from the budget.", view.restarts_used),
+    }
+    for name, (words, value) in gauges.items():
+        if value is not None:
+            yield _one(name, "gauge", words, value)
+
+
+def _of_training(view: JobView) -> Iterator[Family]:
+    steps = ((rank.rank, rank.step) for rank in view.ranks)
+    yield _by_rank("step", "The last step that a worker of this node has entered.", steps)
+    rates = ((rank.rank, rank.rate) for rank in view.ranks)
+    yield _by_rank("steps_per_second", "Steps of a worker of this node, lately.", rates)
+    costs = ((slow.rank, slow.cost) for slow in view.stragglers)
+    yield _by_rank("straggler_cost_seconds", "What a worker slower than others has cost.", costs)
+
+
+def _of_time(view: JobView) -> Iterator[Family]:
+    recovery = view.last_recovery
+    if recovery is not None:
+        names = ("detect", "wait", "agree", "rebuild", "transfer", "redo")
+        parts = {name: getattr(recovery, name) for name in names}
+        yield _by(
+            "part", "last_recovery_seconds", "Parts of what the last failure has cost.", parts
+        )
+    if view.goodput is not None:
+        if view.goodput.ratio is not None:
+            words = "Productive by total time, as this agent sees it."
+            yield _one("goodput_ratio", "gauge", words, view.goodput.ratio)
+        spent = {str(part): micros / 1e6 for part, micros in view.goodput.micros.items()}
+        yield _by(
+            "part", "time_seconds", "Where the job's time went, as this agent sees it.", spent
+        )
+
+
+def _one(name: str, kind: Literal["gauge", "counter"], help: str, value: float) -> Family:
+    return Family(name, kind, help, {(): float(value)})
+
+
+def _by_rank(name: str, help: str, values: Iterable[tuple[int, float | None]]) -> Family:
+    return _by("rank", name, help, {str(rank): value for rank, value in values})
+
+
+def _by(label: str, name: str, help: str, values: Mapping[str, float | None]) -> Family:
+    """A gauge for each that has a value."""
+    known: dict[Labels, float] = {
+        ((label, key),): float(value) for key, value in values.items() if value is not None
+    }
+    return Family(name, "gauge", help, known)
+
+
+def _times(name: str, help: str, times: Histogram) -> Family:
+    return Family(name, "histogram", help, buckets=tuple(times.buckets()), sum=times.sum)

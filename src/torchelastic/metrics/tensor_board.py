@@ -1,0 +1,53 @@
+"""Metrics into TensorBoard (extra `tensorboard`)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from torchelastic.metrics.streams import MetricData, MetricHandler
+
+
+class TensorBoardMetricHandler(MetricHandler):
+    """Writes every value as a scalar `group/name`, below `log_dir`.
+
+    `step` says at which step a value arose; without it the values of a name are numbered. A process
+    that was restarted writes into the same directory: with `purge_step`, the step it goes on from,
+    what an earlier one wrote of that step and later ones, which are done again, is not shown.
+    The writer has a thread for the file, so a value costs microseconds. Have one rank write.
+    """
+
+    def __init__(
+        self,
+        log_dir: str,
+        step: Callable[[], int] | None = None,
+        purge_step: int | None = None,
+    ) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ModuleNotFoundError(
+                "TensorBoardMetricHandler needs TensorBoard: pip install "
+                "'torchelastic[tensorboard]'.",
+                name="tensorboard",
+            ) from None
+        writer: Any = SummaryWriter
+        self._writer = writer(log_dir, purge_step=purge_step)
+        self._step = step
+        self._next: defaultdict[str, int] = defaultdict(lambda: purge_step or 0)
+
+    def emit(self, metric_data: MetricData) -> None:
+        when, group, name, value = metric_data
+        tag = f"{group}/{name}"
+        self._writer.add_scalar(tag, value, self._step_of(tag), when)
+
+    def _step_of(self, tag: str) -> int:
+        if self._step is not None:
+            return self._step()
+        self._next[tag] += 1
+        return self._next[tag] - 1
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        self._writer.close()

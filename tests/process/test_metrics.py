@@ -1,0 +1,47 @@
+"""`--metrics-address` of a real agent: a scraper sees a failure and what it cost."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+
+import pytest
+
+from tests.process.jobs import job
+from tests.support import poll_for
+
+pytest.importorskip("prometheus_client")
+
+
+def test_a_scraper_sees_a_failure_and_the_recovery_from_it(tmp_path):
+    with job(tmp_path, "--standalone --no-zygote --metrics-address=0") as it:
+        node = it.start()
+        it.world(0, 1)
+        said = re.compile(r"metrics at (http://127\.0\.0\.1:\d+/metrics)")
+        url = poll_for(lambda: said.search(node.stderr), what="where to ask")[1]
+        assert scrape(url)["torchelastic_world_size"] == 1
+        it.order("exit 3", generation=0)
+        it.world(1, 1)
+        poll_for(lambda: scrape(url).get("torchelastic_recovery_seconds_count"), what="a recovery")
+        values = scrape(url)
+        assert values["torchelastic_generation"] == 1
+        assert values['torchelastic_generations_over_total{cause="failure"}'] == 1
+        assert values["torchelastic_worker_failures_total"] == 1
+        assert 0 < values["torchelastic_recovery_seconds_sum"] < 60
+        it.order("finish")
+        assert node.wait() == 0, node.stderr
+
+
+def scrape(url: str) -> dict[str, float]:
+    with urllib.request.urlopen(url, timeout=30) as page:
+        lines = page.read().decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
+
+
+def test_what_cannot_be_told_is_refused_before_anything_starts(tmp_path):
+    with job(tmp_path, "--standalone --no-zygote --metrics-address=0.0.0.0:0") as it:
+        node = it.start()
+        assert node.wait() == 2
+        assert "give --metrics-token-file" in node.stderr
+        assert it.lines() == []

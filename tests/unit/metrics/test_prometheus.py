@@ -1,0 +1,73 @@
+"""A job's numbers as Prometheus reads them."""
+
+import subprocess
+import sys
+
+import pytest
+
+from torchelastic.errors import ConfigError
+from torchelastic.metrics import prometheus
+from torchelastic.metrics.job_metrics import Family
+
+pytest.importorskip("prometheus_client")
+from prometheus_client.openmetrics import parser as newer
+from prometheus_client.parser import text_string_to_metric_families
+
+HOSTILE = 'a"b\\c\nevil{x="1"} 7'
+
+FAMILIES = [
+    Family("job", "info", "The job.", {(("run_id", HOSTILE),): 1.0}),
+    Family("generation", "gauge", "Its number.", {(): 3.0}),
+    Family("step", "gauge", "By rank.", {(("rank", "0"),): 5.0, (("rank", "1"),): 6.0}),
+    Family("straggler_cost_seconds", "gauge", "None."),
+    Family("failures", "counter", "So far.", {(): 2.0}),
+    Family("seconds", "histogram", "How long.", buckets=(("1.0", 1.0), ("+Inf", 4.0)), sum=9.5),
+]
+
+
+@pytest.mark.parametrize(
+    ("accept", "parse"),
+    [
+        ("", text_string_to_metric_families),
+        ("text/plain;version=0.0.4", text_string_to_metric_families),
+        (
+            "application/openmetrics-text;version=1.0.0,text/plain;q=0.5",
+            newer.text_string_to_metric_families,
+        ),
+        ("application/openmetrics-text; version=evil; escaping=\0", None),
+    ],
+)
+def test_a_scraper_reads_what_it_asked_for(accept, parse):
+    content_type, page = prometheus.render(FAMILIES, prometheus.chosen(accept))
+    assert content_type.startswith(
+        "application/openmetrics-text" if "openmetrics" in accept else "text/plain"
+    )
+    if parse is None:
+        return
+    found = {
+        (sample.name, *sample.labels.items()): sample.value
+        for family in parse(page.decode())
+        for sample in family.samples
+    }
+    assert found[("torchelastic_job_info", ("run_id", HOSTILE))] == 1
+    assert found[("torchelastic_generation",)] == 3
+    assert found[("torchelastic_step", ("rank", "1"))] == 6
+    assert found[("torchelastic_failures_total",)] == 2
+    assert found[("torchelastic_seconds_bucket", ("le", "1.0"))] == 1
+    assert found[("torchelastic_seconds_count",)] == 4
+    assert found[("torchelastic_seconds_sum",)] == 9.5
+    assert not any("evil" in name for name, *_ in found)
+
+
+def test_without_the_library_there_is_a_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ConfigError, match=r"pip install 'torchelastic\[prometheus\]'"):
+        prometheus.check_installed()
+
+
+def test_nothing_is_imported_that_nobody_has_asked_for():
+    code = (
+        "import sys, torchelastic.metrics, torchelastic.metrics.prometheus as p; "
+        "sys.exit('prometheus_client' in sys.modules or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
