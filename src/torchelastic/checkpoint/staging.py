@@ -158,7 +158,7 @@ class Staging:
         if self._memory is None or len(self._memory) < size:
             self.close()
             # Else the kernel would kill who writes to it.
-            room.check(size, "copies to write checkpoints from", "take none")
+            room.check(size, "copies to write checkpoints from", "let training wait for them")
             self.descriptor = os.memfd_create("torchelastic-checkpoint", os.MFD_CLOEXEC)
             os.ftruncate(self.descriptor, max(size, mmap.PAGESIZE))
             self._memory = _map(self.descriptor)

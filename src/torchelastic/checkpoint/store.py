@@ -191,11 +191,10 @@ class CheckpointStore(CheckpointManager):
         behind = content.bytes >= LARGE and bool(lasting) and not self._at_once
         staged = self._copy(content, step, by_address(lasting) if behind else None)
         if staged is None:
-            self._give_up(job)
-            return False
-        staging, copying = staged
-        self._put(job, turn, staging, copying, self._way(content.bytes))
-        self._copying = copying
+            self._write_at_once(job, turn, content)
+        else:
+            self._put(job, turn, *staged, self._way(content.bytes))
+            self._copying = staged[1]
         if not behind:
             self._copy_rest()
         self._began(step, began)
@@ -266,12 +265,12 @@ class CheckpointStore(CheckpointManager):
         try:
             slots, size = content.slots, content.room
             return staging, staging.copy(content.tensors, slots, size, lasting)
-        except NoRoom as error:
-            log.error("No checkpoint of step %d. %s", step, error)
-        except (OSError, MemoryError) as error:
-            log.error("No checkpoint of step %d: no memory to copy the state to (%s).", step, error)
-        staging.release()
-        return None
+        except (NoRoom, OSError, MemoryError) as error:
+            staging.release()
+            log.warning(
+                "Training waits until the checkpoint of step %d is written: %s", step, error
+            )
+            return None
 
     def _free_memory(self, step: int) -> Staging:
         from torchelastic.checkpoint.staging import Staging
@@ -353,19 +352,25 @@ class CheckpointStore(CheckpointManager):
     ) -> None:
         def task() -> None:
             self._finish_copy(job, copying)
-            if job.rank == 0:
-                turn.ensure()
-            self._note(job, write(job, staging.descriptor))
+            self._write(job, turn, lambda job: write(job, staging.descriptor))
 
         self._runner.put(Task(job.step, task, staging.release))
 
-    def _give_up(self, job: Job) -> None:
-        """Leave word for rank 0, in the thread: storage may be slow."""
-        from torchelastic.checkpoint.job import give_up
+    def _write_at_once(self, job: Job, turn: Turn, content: Content) -> None:
+        """From where it lies, while the training waits: better than no checkpoint at all."""
+        from torchelastic.checkpoint.job import run
 
-        if job.size > 1:
-            why = "it has no memory to copy its part to"
-            self._runner.put(Task(job.step, lambda: give_up(job, self.catalog, why)))
+        def write(job: Job) -> Written:
+            return run(job, self.catalog, content.tensors)
+
+        self._runner.put(Task(job.step, lambda: self._write(job, turn, write)))
+        self._runner.wait()
+
+    def _write(self, job: Job, turn: Turn, write: Callable[[Job], Written]) -> None:
+        """In the thread."""
+        if job.rank == 0:
+            turn.ensure()
+        self._note(job, write(job))
 
     def _finish_copy(self, job: Job, copying: Copying) -> None:
         """In the thread; raises if there is nothing that could be written."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.checkpoint.conftest import after, saved, state, steps
-from torchelastic import checkpoint
+from torchelastic import checkpoint, faults
 from torchelastic.checkpoint import store as store_module
 from torchelastic.errors import CheckpointError
 from torchelastic.snapshot import room
@@ -82,14 +82,51 @@ def test_what_training_waits_for_counts_as_the_cost(behind, monkeypatch):
     assert behind._measured.blocked == behind._blocked
 
 
-def test_no_memory_is_no_checkpoint_and_no_end_of_training(open_store, tmp_path, caplog):
-    store = open_store(tmp_path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "limits", lambda: [room.Limit("its cgroup", 100, 100)])
-        assert not store.save(state(1), 1)
-    assert "No checkpoint of step 1. No room for copies to write checkpoints from" in caplog.text
-    saved(store, 2)
-    assert steps(store) == [2]
+@pytest.fixture
+def no_memory(monkeypatch):
+    monkeypatch.setattr(room, "limits", lambda: [room.Limit("its cgroup", 100, 100)])
+
+
+def test_without_memory_for_a_copy_training_waits_until_it_is_written(behind, no_memory, caplog):
+    """From where it lies: better than no checkpoint at all."""
+    weight = large(1)
+    assert behind.save({"w": weight}, 1, lasting=[weight])
+    assert steps(behind) == [1]
+    weight.fill_(2)
+    assert behind.load().tree["w"].eq(1).all()
+    assert "Training waits until the checkpoint of step 1 is written: No room for" in caplog.text
+    assert behind._stagings[0].descriptor == -1
+
+
+def test_without_memory_storage_that_fails_is_told_and_training_goes_on(behind, no_memory, caplog):
+    faults.plan("raise@place=checkpoint.write,generation=any")
+    assert behind.save(state(1), 1)
+    assert "The checkpoint of step 1 could not be written" in caplog.text
+    with pytest.raises(CheckpointError, match="step 1 could not be written"):
+        behind.finish()
+    saved(behind, 2)
+    assert steps(behind) == [2]
+
+
+def test_a_state_that_is_loaded_is_copied_first(used, monkeypatch):
+    """What is read back must not get into the checkpoint that is being written."""
+    from torchelastic import TorchState
+
+    model = torch.nn.Linear(300, 300)
+    trained = TorchState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    torch.nn.init.ones_(model.weight)
+    checkpoint.save(trained, 1)
+    checkpoint.finish()
+    monkeypatch.setattr(store_module, "LARGE", 1)
+    go = held(used, monkeypatch)
+    torch.nn.init.zeros_(model.weight)
+    checkpoint.save(trained, 2)
+    assert checkpoint.load_latest(trained) == 1
+    assert model.weight.eq(1).all()
+    go.set()
+    checkpoint.finish()
+    assert checkpoint.load_latest(trained) == 2
+    assert model.weight.eq(0).all()
 
 
 def test_optimizers_wait_until_checkpoints_have_their_copy(used, monkeypatch):
@@ -130,22 +167,19 @@ def one_of_two(monkeypatch):
     monkeypatch.setattr(agreement, "of_rank_0", lambda _: {"token": "abcdef", "sequence": 7})
 
 
-def test_a_rank_without_memory_leaves_word_and_keeps_count(
+def test_a_rank_without_memory_writes_its_part_and_keeps_count(
     open_store, tmp_path, one_of_two, monkeypatch
 ):
-    """Rank 0 does not wait for it, and the next checkpoint has one name on all ranks."""
+    """The next checkpoint has one name on all ranks."""
     store = open_store(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(room, "limits", lambda: [room.Limit("its cgroup", 100, 100)])
-        assert not store.save(state(1), 1, together=True)
-    store.finish()
-    (draft,) = tmp_path.glob(".new-*")
-    assert draft.name == ".new-000007-step1-abcdef"
-    assert "no memory" in (draft / "failed-1").read_text()
+        assert store.save(state(1), 1, together=True)
     assert store.save(state(2), 2, together=True)
     store.finish()
-    (part,) = tmp_path.glob(".new-*/part-1")
-    assert part.parent.name == ".new-000008-step2-abcdef"
+    parts = sorted(tmp_path.glob(".new-*/part-1"))
+    names = [path.parent.name for path in parts]
+    assert names == [".new-000007-step1-abcdef", ".new-000008-step2-abcdef"]
 
 
 def test_a_rank_whose_copy_was_disturbed_leaves_word(open_store, tmp_path, one_of_two, monkeypatch):
