@@ -1,14 +1,19 @@
-"""Ranks as processes forked from one that has imported torch: a test with four takes a second."""
+"""Ranks as processes forked from one that has imported torch: a test with four takes a second.
+
+The test is their agent, too: it sees the end of one, and tells the others (`when_lost`). gloo alone
+does not: a rank that is sending when its peer is lost may wait for the group's whole time-out.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -36,13 +41,13 @@ def prepare() -> None:
 def ranks(work: Callable[..., Any], numbers: list[int], *args: Any) -> Iterator[dict[int, Any]]:
     """Run `work(number, port, *args)` in one process for each; what they return, by number.
 
-    None for one that was killed. `port` is that of a store. They end together: the connections of
-    one that has ended are not there for others to finish reading.
+    None for one that was killed, which the others are told. `port` is that of a store. They end
+    together: the connections of one that has ended are not there for others to finish reading.
     """
     store = _store()
     started = {number: _start(work, number, store.port, *args) for number in numbers}
     try:
-        yield {number: _answer(answers) for number, (_, answers) in started.items()}
+        yield _gather({answers: number for number, (_, answers) in started.items()})
     finally:
         for process, answers in started.values():
             answers.close()
@@ -63,18 +68,48 @@ def _start(work: Callable[..., Any], number: int, *args: Any) -> tuple[Any, Conn
     return process, answers
 
 
-def _answer(answers: Connection) -> Any:
-    try:
-        return answers.recv()
-    except EOFError:
-        return None
+def _gather(waiting: dict[Connection, int]) -> dict[int, Any]:
+    """The answers, as they come."""
+    found: dict[int, Any] = {}
+    while waiting:
+        for connection in wait(list(waiting)):
+            assert isinstance(connection, Connection)
+            number = waiting.pop(connection)
+            try:
+                found[number] = connection.recv()
+            except EOFError:
+                found[number] = None
+                for other in waiting:
+                    other.send(number)
+    return found
 
 
 def _run(work: Callable[..., Any], answer: Connection, *args: Any) -> None:
     torch.set_num_threads(1)
+    threading.Thread(target=_hear, args=(answer,), daemon=True).start()
     answer.send(work(*args))
-    answer.poll(PATIENCE.total_seconds())  # until the test has all answers, and kills us
+    # Until the test has all answers, and kills us.
+    threading.Event().wait(PATIENCE.total_seconds())
     os._exit(0)
+
+
+#: In a rank: who is told of those that were killed.
+_listeners: list[Callable[[int], None]] = []
+
+
+def when_lost(tell: Callable[[int], None]) -> None:
+    """In a rank: have this called, in a thread, with the number of each one that is killed."""
+    _listeners.append(tell)
+
+
+def _hear(answer: Connection) -> None:
+    while True:
+        try:
+            lost = answer.recv()
+        except (EOFError, OSError):  # the test is over
+            return
+        for tell in _listeners:
+            tell(lost)
 
 
 def build(port: int, rank: int, size: int, generation: int = 0) -> Group:

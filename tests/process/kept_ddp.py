@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import threading
 import warnings
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.process.forked import build
+from tests.process.forked import build, when_lost
 from torchelastic.training import ddp as kept
 
 
@@ -64,13 +65,23 @@ class Worker:
         self.model = Model(bool(unused))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.ddp: Any = None
+        self.group: Any = None
         self.step = 0
         #: How many each step has launched.
         self.collectives: list[int] = []
+        #: Those that were killed, and the world that this worker is in.
+        self._lost: set[int] = set()
+        self._world: World | None = None
+        self._telling = threading.Lock()
+        when_lost(self._tell_lost)
 
     def enter(self, generation: int, world: World, interrupted: bool) -> None:
         rank, size = world.members.index(self.number), len(world.members)
+        self.group = None
         self.group = build(self.port, rank, size, generation)
+        with self._telling:
+            self._world = world
+            self._abort_if_lost()
         if self.run.plain:
             self._catch_up()
             self.ddp = nn.parallel.DistributedDataParallel(self.model, **self.run.options)
@@ -81,6 +92,25 @@ class Worker:
             kept.swap(self.ddp, interrupted=interrupted)
         self._catch_up()
         kept.agree(self.ddp, source=0)
+
+    def leave(self, *, lost: bool) -> None:
+        with self._telling:
+            self._world = None
+        if self.group is None:
+            return  # somebody was lost before all had met
+        if lost:
+            self.group.abort("a peer is lost")
+        self.group.leave()
+
+    def _tell_lost(self, number: int) -> None:
+        """In a thread, as an agent's word comes to a worker."""
+        with self._telling:
+            self._lost.add(number)
+            self._abort_if_lost()
+
+    def _abort_if_lost(self) -> None:
+        if self._world is not None and self._lost.intersection(self._world.members):
+            self.group.abort("a peer is lost")
 
     def _catch_up(self) -> None:
         step = torch.tensor(self.step)
@@ -127,14 +157,13 @@ def train(number: int, port: int, run: Run) -> tuple[str, list[int]]:
     for generation, world in enumerate(run.worlds):
         if number not in world.members:
             continue
-        worker.enter(generation, world, interrupted)
-        interrupted = False
         try:
+            worker.enter(generation, world, interrupted)
+            interrupted = False
             worker.train(world)
         except RuntimeError:
             if world.dies is None:
                 raise
             interrupted = True
-            worker.group.abort("a peer is lost")
-        worker.group.leave()
+        worker.leave(lost=interrupted)
     return worker.digest(), worker.collectives

@@ -31,9 +31,9 @@ from torchelastic.rendezvous.round_state import (
 def decide(rules: RoundRules, state: RoundState, now: float) -> Decision:
     """What the state calls for, whichever kind of workers the job has."""
     decision = _decide(rules, state, now)
-    if decision.world is not None:
+    if decision.world is not None and decision.world.base != state.base:
         return replace(decision, world=replace(decision.world, base=state.base))
-    if _is_base_news(state):
+    if decision.world is None and _is_base_news(state):
         return Decision(replace(the_world(state), base=state.base))
     return decision
 
