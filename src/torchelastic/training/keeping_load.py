@@ -2,7 +2,7 @@
 
 Hardly any of that is copying. A worker that has just been started has touched neither the pages of
 the memory it maps nor those of tensors that are made for what its optimizer had, and to be given a
-page takes longer than to fill it. So new tensors get large pages, and threads wait side by side.
+page takes longer than to fill it. So threads wait for pages side by side.
 """
 
 from __future__ import annotations
@@ -16,32 +16,14 @@ import torch
 
 from torchelastic import env
 from torchelastic.tensor_bytes import PIECE, copy_in
-from torchelastic.training.parts import Spec
 
 #: More than these wait for memory itself.
 MOST_THREADS = 8
-#: `MADV_HUGEPAGE`, and what such a page has.
-_HUGEPAGE, _HUGE = 14, 2 << 20
-
-_libc = ctypes.CDLL(None)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 #: A tensor without gaps, and the address of its bytes.
 Source = tuple[torch.Tensor, int]
 #: To where, from where, and how many bytes.
 Move = tuple[int, int, int]
-
-
-def empty(spec: Spec) -> torch.Tensor:
-    """A tensor to be filled, in large pages wherever it has all of one."""
-    made = spec.empty()
-    if made.device.type == "cpu":
-        begin = -(-made.data_ptr() // _HUGE) * _HUGE
-        end = (made.data_ptr() + made.nbytes) // _HUGE * _HUGE
-        if begin < end:
-            # A hint: a kernel that has none gives small ones, and nothing else is different.
-            _libc.madvise(begin, end - begin, _HUGEPAGE)
-    return made
 
 
 def load(sources: Sequence[Source]) -> None:

@@ -203,7 +203,7 @@ class Stored:
 
 def _room(spec: Spec, own: torch.Tensor | None) -> torch.Tensor:
     """In the tensor that is there, if its bytes fit: optimizers and DDP refer to it."""
-    return own.detach() if own is not None and spec.describes(own) else keeping_load.empty(spec)
+    return own.detach() if own is not None and spec.describes(own) else spec.empty()
 
 
 # --- bytes ----------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 import threading
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 
 from torchelastic.tensor_bytes import PIECE
 from torchelastic.training import keeping_load
-from torchelastic.training.parts import Spec
 
 
 @pytest.fixture(params=[1, 2, 5])
@@ -53,34 +50,3 @@ def test_shares_are_of_equal_size_and_hold_everything():
 def test_workers_of_a_node_share_its_cores(cores, workers, threads, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(workers))
     assert keeping_load.threads_of(set(range(cores))) == threads
-
-
-@pytest.mark.parametrize("elements", [0, 1, 1000, 3 << 20])
-def test_a_new_tensor_is_as_its_spec_says(elements):
-    spec = Spec.of("", torch.empty(elements, 2, dtype=torch.bfloat16))
-    made = keeping_load.empty(spec)
-    assert spec.describes(made)
-    made.zero_()
-
-
-def test_a_new_tensor_asks_for_large_pages():
-    made = keeping_load.empty(Spec.of("", torch.empty(8 << 20, dtype=torch.uint8)))
-    # Whether there are any is the machine's choice; that they were asked for is a flag, `hg`.
-    if not os.path.exists("/sys/kernel/mm/transparent_hugepage"):
-        pytest.skip("this kernel has no large pages")
-    inside = made.data_ptr() + (4 << 20)
-    assert "hg" in flags_at(inside)
-    assert "hg" not in flags_at(torch.empty(64 * mmap.PAGESIZE, dtype=torch.uint8).data_ptr())
-
-
-def flags_at(address: int) -> list[str]:
-    found = False
-    with open("/proc/self/smaps", encoding="utf-8") as lines:
-        for line in lines:
-            head = line.split()[0]
-            if "-" in head and not head.endswith(":"):
-                begin, end = (int(number, 16) for number in head.split("-"))
-                found = begin <= address < end
-            elif found and head == "VmFlags:":
-                return line.split()[1:]
-    raise AssertionError("no such memory")
