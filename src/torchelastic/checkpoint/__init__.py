@@ -33,6 +33,7 @@ from torchelastic.checkpoint.background import (
     save_before_leaving,
     save_together,
     wait,
+    warn_if_never_due,
 )
 from torchelastic.checkpoint.file_system_checkpoint import FileSystemCheckpoint
 from torchelastic.checkpoint.manager import (
@@ -67,6 +68,7 @@ __all__ = [
     "save_together",
     "set_checkpoint_manager",
     "wait",
+    "warn_if_never_due",
 ]
 
 

@@ -146,6 +146,16 @@ def is_paced() -> bool:
     return isinstance(manager, CheckpointStore) and manager.every is not None
 
 
+def warn_if_never_due() -> None:
+    """In a script: a manager that nothing ever asks for a checkpoint is a mistake."""
+    if (manager := get_checkpoint_manager()) is not None and not is_paced():
+        log.warning(
+            "%r writes no checkpoints by itself, since it is not said how often: give a "
+            "CheckpointStore every=, or save yourself.",
+            manager,
+        )
+
+
 def is_due(step: int, *, together: bool = False) -> bool:
     """Whether the manager itself asks for a checkpoint of this step; `together` as in a store."""
     manager = get_checkpoint_manager()

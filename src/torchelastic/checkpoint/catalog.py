@@ -19,11 +19,11 @@ import re
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchelastic.checkpoint import fence, marker, retention
 from torchelastic.checkpoint.fence import Fence, Verdict
-from torchelastic.checkpoint.marker import File, Marker
+from torchelastic.checkpoint.marker import File, History, Marker
 from torchelastic.checkpoint.storage import Storage, Summed, crc_of
 from torchelastic.errors import CheckpointError
 
@@ -165,6 +165,17 @@ class Catalog:
                 return None
             self._markers[name] = found
         return self._markers[name]
+
+    def history(self, mine: Fence) -> History:
+        """What this start of the job has seen before the world `mine`, as far as it is known."""
+        newest = next(self._committed(), None)
+        if newest is None or newest.marker.start != mine.start:
+            return History()
+        ended = mine.generation - (newest.marker.generation or 0)
+        if ended < 0:  # a job that was started anew, and nobody has named the start
+            return History()
+        seen = newest.marker.history
+        return replace(seen, ended=seen.ended + ended)
 
     def problem(self, record: Record) -> str | None:
         return marker.torn(record.marker, self.storage.sizes(record.name))

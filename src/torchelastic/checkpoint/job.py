@@ -14,7 +14,7 @@ from torchelastic import faults
 from torchelastic.checkpoint import dcp, restricted
 from torchelastic.checkpoint.catalog import Catalog, Draft, name_of
 from torchelastic.checkpoint.fence import Fence
-from torchelastic.checkpoint.marker import Marker
+from torchelastic.checkpoint.marker import History, Marker
 from torchelastic.checkpoint.staging import Slots
 from torchelastic.errors import CheckpointError
 
@@ -41,6 +41,7 @@ class Job:
     sequence: int | None = None
     #: Rank 0 waits so many seconds for the others.
     patience: float = 600.0
+    history: History = History()
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ def _commit(job: Job, catalog: Catalog, draft: Draft, tensors: Mapping[str, torc
         files = dcp.complete(draft, parts)
         for rank in range(1, job.size):
             draft.storage.remove_file(draft.path(f"{_PART}{rank}"))
-        marker = Marker(job.step, job.fence.generation, files)
+        fence = job.fence
+        marker = Marker(job.step, fence.generation, files, fence.start, job.history)
         catalog.commit(draft, marker, job.fence)
         return marker.size
     except BaseException as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 NAME = "commit.json"
 FORMAT = "torchelastic checkpoint 1"
@@ -19,6 +19,15 @@ class File:
 
 
 @dataclass(frozen=True)
+class History:
+    """What a start of a job has seen when a checkpoint is written."""
+
+    #: Seconds that it has been watched for, and the worlds that came to an end in them.
+    seconds: float = 0.0
+    ended: int = 0
+
+
+@dataclass(frozen=True)
 class Marker:
     """What a checkpoint says of itself."""
 
@@ -26,6 +35,9 @@ class Marker:
     step: int | None = None
     generation: int | None = None
     files: Mapping[str, File] = field(default_factory=dict)
+    #: Which start of the job wrote it, and what that has seen by then.
+    start: str = ""
+    history: History = History()
 
     @property
     def size(self) -> int:
@@ -40,6 +52,8 @@ def to_json(marker: Marker) -> bytes:
             "step": marker.step,
             "generation": marker.generation,
             "files": files,
+            "start": marker.start,
+            "history": asdict(marker.history),
         },
         indent=1,
     ).encode()
@@ -52,7 +66,9 @@ def from_json(data: bytes) -> Marker | None:
         if found["format"] != FORMAT:
             return None
         files = {name: File(int(size), int(crc)) for name, (size, crc) in found["files"].items()}
-        return Marker(_number(found["step"]), _number(found["generation"]), files)
+        history = History(**found.get("history", {}))
+        numbers = _number(found["step"]), _number(found["generation"])
+        return Marker(*numbers, files, str(found.get("start", "")), history)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 

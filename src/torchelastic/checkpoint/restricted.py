@@ -37,7 +37,7 @@ _NAMES = {
     f"{_OURS}.dcp": {"Part"},
     f"{_OURS}.fence": {"Fence", "World"},
     f"{_OURS}.job": {"Job", "Written"},
-    f"{_OURS}.marker": {"File"},
+    f"{_OURS}.marker": {"File", "History"},
     f"{_OURS}.staging": {"Slot"},
 }
 

@@ -114,7 +114,7 @@ class CheckpointStore(CheckpointManager):
         self._next_step = 0
         #: Of the last one; put here by the thread that writes, taken up by the one that trains.
         self._measured: Measured | None = None
-        self._since, self._worlds, self._blocked = time.monotonic(), 0, 0.0
+        self._blocked = 0.0
         #: Seconds the last one took until it was in storage, and its step; None before the first.
         self.seconds: float | None = None
         self.saved_step: int | None = None
@@ -146,7 +146,6 @@ class CheckpointStore(CheckpointManager):
         Whoever wrote here for an earlier world writes nothing more, and what it has stored of
         later steps is void.
         """
-        self._worlds += 1
         if self.saved_step is not None and self.saved_step > base:
             self.saved_step = None  # void
         self._turn, self._sequence = Turn(self.catalog, _new_fence(generation), base), None
@@ -370,7 +369,8 @@ class CheckpointStore(CheckpointManager):
         """In the thread."""
         if job.rank == 0:
             turn.ensure()
-        self._note(job, write(job))
+        telling = replace(job, history=turn.history())
+        self._note(telling, write(telling))
 
     def _finish_copy(self, job: Job, copying: Copying) -> None:
         """In the thread; raises if there is nothing that could be written."""
@@ -393,8 +393,8 @@ class CheckpointStore(CheckpointManager):
     def _note(self, job: Job, written: Written) -> None:
         """It is written: how long that took tells when the next is due. Rank 0 tells the user."""
         self.seconds = written.seconds
-        elapsed, failures = time.monotonic() - self._since, max(self._worlds - 1, 0)
-        self._measured = Measured(self._blocked, written.seconds, elapsed, failures)
+        seen = job.history
+        self._measured = Measured(self._blocked, written.seconds, seen.seconds, seen.ended)
         if job.rank != 0:
             return
         self.saved_step = job.step
@@ -412,7 +412,7 @@ class CheckpointStore(CheckpointManager):
                 "be %.0f s apart.",
                 interval.automatic(self._measured),
                 self._measured.cost,
-                interval.between_failures(elapsed, failures),
+                interval.between_failures(seen.seconds, seen.ended),
             )
 
     # --- loading ---------------------------------------------------------------------------------
@@ -485,11 +485,15 @@ class FileSystemCheckpointManager(CheckpointStore):
     """0.1's name of a store in a directory, which is made if it is not there."""
 
     def __init__(
-        self, checkpoint_dir: str | os.PathLike[str], *, keep_last: int | None = None
+        self,
+        checkpoint_dir: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        every: int | str | None = None,
     ) -> None:
         self.directory = Path(checkpoint_dir)
         self.directory.mkdir(parents=True, exist_ok=True)
-        super().__init__(checkpoint_dir, keep_last=keep_last)
+        super().__init__(checkpoint_dir, keep_last=keep_last, every=every)
 
 
 def _new_fence(generation: int) -> Fence:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from dataclasses import replace
 
 from torchelastic.checkpoint.catalog import Catalog
 from torchelastic.checkpoint.fence import Fence
+from torchelastic.checkpoint.marker import History
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +21,13 @@ class Turn:
         self.fence = fence
         self._catalog, self._base = catalog, base
         self._taken = False
+        self._began, self._before = time.monotonic(), History()
         self._thread: threading.Thread | None = None
+
+    def history(self) -> History:
+        """What this start of the job has seen until now."""
+        here = time.monotonic() - self._began
+        return replace(self._before, seconds=self._before.seconds + here)
 
     def begin(self) -> None:
         self._thread = threading.Thread(target=self._try, name="torchelastic-fence", daemon=True)
@@ -29,12 +38,15 @@ class Turn:
         if self._thread is not None:
             self._thread.join()
         if not self._taken:
-            self._catalog.take(self.fence, self._base)
-            self._taken = True
+            self._take()
+
+    def _take(self) -> None:
+        self._catalog.take(self.fence, self._base)
+        self._before = self._catalog.history(self.fence)
+        self._taken = True
 
     def _try(self) -> None:
         try:
-            self._catalog.take(self.fence, self._base)
-            self._taken = True
+            self._take()
         except Exception as error:  # of any storage; the first checkpoint tries again, and tells
             log.warning("Nothing can be written to %s yet: %s", self._catalog.storage.place, error)

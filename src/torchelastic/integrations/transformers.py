@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +22,8 @@ from typing import Any
 
 from torchelastic.integrations import frameworks
 from torchelastic.training.torch_state import TorchState
+
+log = logging.getLogger(__name__)
 
 _callbacks = frameworks.find("transformers.trainer_callback")
 _TrainerCallback: Any = _callbacks.TrainerCallback
@@ -101,6 +104,7 @@ class _Progress:
         self._trainer = trainer
         self._loaded: Mapping[str, Any] | None = None
         self._hyperparameters: list[dict[str, Any]] = []
+        self._not_kept: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -109,8 +113,21 @@ class _Progress:
             "trainer": self._trainer_state(),
             "scheduler": scheduler.state_dict() if scheduler is not None else None,
             "scaler": scaler.state_dict() if scaler is not None else None,
-            "callbacks": json.dumps({name: one.state() for name, one in self._others()}),
+            "callbacks": json.dumps(dict(self._callbacks())),
         }
+
+    def _callbacks(self) -> Iterator[tuple[str, Any]]:
+        """What callbacks remember. What cannot be kept is no reason to refuse the training."""
+        for name, one in self._others():
+            state = one.state()
+            try:
+                json.dumps(state)
+            except TypeError as error:
+                if name not in self._not_kept:
+                    self._not_kept.add(name)
+                    log.warning("The state of %s is not kept: %s.", name, error)
+            else:
+                yield name, state
 
     def _trainer_state(self) -> str:
         """As the Trainer writes it, without the log: that grows, and is written at every step."""

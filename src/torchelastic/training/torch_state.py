@@ -351,6 +351,8 @@ class TorchState(State):
             )
             if agent is not None:
                 self._departure = Departure(agent, tree, self._stored_of, self._keeper)
+            if self._keeper.rank == 0:
+                checkpoint.warn_if_never_due()
         step = self._keeper.restore()
         if self._departure is not None:
             self._departure.prepare()

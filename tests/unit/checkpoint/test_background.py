@@ -262,3 +262,13 @@ def test_another_manager_comes_after_what_was_begun(manager, tmp_path):
     checkpoint.finish()
     assert steps(manager) == [1]
     assert steps(second) == [2]
+
+
+def test_a_manager_that_nothing_asks_for_checkpoints_is_told_of(manager, tmp_path, caplog):
+    checkpoint.warn_if_never_due()
+    assert "it is not said how often" in caplog.text
+    caplog.clear()
+    for other in (None, checkpoint.FileSystemCheckpointManager(tmp_path, every=5)):
+        set_checkpoint_manager(other)
+        checkpoint.warn_if_never_due()
+    assert caplog.text == ""

@@ -6,7 +6,7 @@ import pytest
 
 from torchelastic.checkpoint.catalog import Catalog, Fenced, name_of
 from torchelastic.checkpoint.fence import Fence
-from torchelastic.checkpoint.marker import Marker
+from torchelastic.checkpoint.marker import History, Marker
 from torchelastic.checkpoint.storage import LocalStorage, open_storage
 from torchelastic.errors import CheckpointError, ConfigError
 
@@ -94,6 +94,23 @@ def test_void_ones_stay_while_nothing_good_came_after(catalog):
     catalog.tidy()
     assert len(names(catalog)) == 1
     assert steps(catalog) == []
+
+
+@pytest.mark.parametrize(
+    ("mine", "history"),
+    [
+        (of_generation(3), History(60.0, 1)),
+        (of_generation(5), History(60.0, 3)),
+        (of_generation(0, "another"), History()),
+        (of_generation(5, ""), History()),
+    ],
+)
+def test_a_start_remembers_what_it_has_seen(catalog, mine, history):
+    writer = of_generation(3)
+    catalog.take(writer, base=0)
+    draft = catalog.begin(name_of(0, 10, writer.token))
+    catalog.commit(draft, Marker(10, 3, {}, "s", History(60.0, 1)), writer)
+    assert catalog.history(mine) == history
 
 
 def test_latest_names_none_that_is_void(storage):

@@ -316,9 +316,9 @@ def test_the_automatic_interval_is_told(open_store, tmp_path, caplog):
 
 def test_failures_make_it_shorter(open_store, tmp_path, monkeypatch):
     monkeypatch.setattr(store_module.interval, "SHORTEST", 0.0)
-    store = open_store(tmp_path, every="auto")
     intervals = []
     for generation in range(3):
+        store = open_store(tmp_path, every="auto")  # of a new process, as in a script
         store.entered(generation, generation)
         saved(store, generation + 1, generation=generation)
         store._measured = replace(store._measured, blocked=1.0, written=0.0)
