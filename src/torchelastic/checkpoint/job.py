@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
@@ -41,7 +41,7 @@ class Job:
     sequence: int | None = None
     #: Rank 0 waits so many seconds for the others.
     patience: float = 600.0
-    history: History = History()
+    history: History = field(default_factory=History)
 
 
 @dataclass(frozen=True)
