@@ -62,7 +62,7 @@ class EventLog:
         self._torn = False
 
     def listen(self, listener: Listener) -> None:
-        """Hand every record on, before it is written. The listener must not raise, nor wait."""
+        """Hand every record on, before it is written. The listener must not wait."""
         self._listeners.append(listener)
 
     def emit(self, event: Event, *, generation: int | None = None) -> None:
@@ -81,8 +81,8 @@ class EventLog:
 
     def append(self, record: Record) -> None:
         """Write one line, whoever's it is."""
-        for listener in self._listeners:
-            listener(record)
+        for listener in tuple(self._listeners):
+            self._hand_on(listener, record)
         text = record.line()
         if self._sink is not None:
             self._sink(text)
@@ -92,6 +92,13 @@ class EventLog:
             self.dropped += 1
             if self.dropped == 1:
                 log.warning("Events are lost: %s cannot be written (%s).", self.path, error)
+
+    def _hand_on(self, listener: Listener, record: Record) -> None:
+        try:
+            listener(record)
+        except Exception:  # a mistake of one who only listens must not end the job
+            self._listeners.remove(listener)
+            log.exception("Somebody who listens to events has failed, and hears no more.")
 
     def close(self) -> None:
         if self._fd is not None:

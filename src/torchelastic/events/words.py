@@ -47,15 +47,17 @@ def counted(number: int, noun: str) -> str:
 
 
 def seconds(duration: float) -> str:
-    """`12 ms`, `1.25 s`, `34 s`: as exact as it is of use; longer ones in two units.
+    """`12 ms`, `3.1 s`, `34 s`, `1 min 37 s`: as exact as it is of use.
 
-    >>> seconds(0.0123), seconds(3.14159), seconds(8000)
-    ('12 ms', '3.1 s', '2 h 13 min')
+    >>> seconds(0.0123), seconds(3.14159), seconds(97), seconds(8000)
+    ('12 ms', '3.1 s', '1 min 37 s', '2 h 13 min')
     """
     if duration < 0.9995:
         return f"{max(0.0, duration) * 1000:.0f} ms"
     if duration < 9.95:
         return f"{duration:.1f} s"
+    if 60 <= duration < 600 and int(duration) % 60:
+        return f"{span(duration)} {int(duration) % 60} s"
     return span(duration)
 
 

@@ -104,6 +104,21 @@ def test_a_listener_is_handed_what_is_written(tmp_path):
     assert (heard[0].event, heard[0].mono, heard[0].generation) == (written.event, 12.5, 3)
 
 
+def test_a_listener_that_fails_costs_nothing_but_itself(tmp_path, caplog):
+    log, heard = open_log(tmp_path / "events.jsonl"), []
+
+    def fails(record: Record) -> None:
+        raise ValueError("my mistake")
+
+    log.listen(fails)
+    log.listen(heard.append)
+    log.emit(Note("one"))
+    log.emit(Note("two"))
+    log.close()
+    assert (texts(log.path), len(heard)) == (["one", "two"], 2)
+    assert caplog.text.count("has failed, and hears no more") == 1
+
+
 def test_a_record_of_another_agent_is_written_as_it_came_with_the_time_it_was_heard(tmp_path):
     log = open_log(tmp_path / "job.jsonl")
     line = {"v": 1, "type": "new", "job": "j", "node": "n", "wall": 1, "mono": 1}
