@@ -13,10 +13,21 @@ STACK, STACK_BYTES = 2.0, 1 << 16
 
 def is_frozen(pid: int | None) -> bool:
     """Whether a process is stopped by a signal or a debugger."""
+    return _state(Path(f"/proc/{pid}")) in ("T", "t")
+
+
+def is_busy(pid: int) -> bool:
+    """Whether a thread of a process runs, would run if there were a processor, or reads a disk."""
     with suppress(OSError):
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        return stat.rpartition(")")[2].split()[0] in "Tt"
+        return any(_state(task) in ("R", "D") for task in Path(f"/proc/{pid}/task").iterdir())
     return False
+
+
+def _state(process: Path) -> str:
+    """The kernel's letter for what a process or a thread does; empty where it is gone."""
+    with suppress(OSError):
+        return (process / "stat").read_text().rpartition(")")[2].split()[0]
+    return ""
 
 
 async def stack_of(pid: int | None) -> str:

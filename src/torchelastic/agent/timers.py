@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from torchelastic.agent.stacks import STACK_BYTES, is_frozen, stack_of
+from torchelastic.agent.stacks import STACK_BYTES, is_busy, is_frozen, stack_of
 from torchelastic.timer.table import MESSAGE, STACKS_AT, Timer, read
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between two looks: how late a timer can be seen that is shorter than this.
 LOOK = 0.25
-#: How long a worker has to write its stacks, and how long what it has written must not change.
-WRITTEN, SETTLED = 1.0, 0.02
+#: Seconds that a worker has to write its stacks, and between two looks at what is written. After so
+#: many looks at the same, all is, even if the worker is busy.
+WRITTEN, LOOK_AGAIN, SAME = 5.0, 0.02, 25
 
 
 @dataclass(frozen=True)
@@ -151,10 +152,11 @@ async def _written_stack(watched: Watched) -> str:
         os.kill(watched.pid, watched.signum)
     except ProcessLookupError:
         return ""
-    size, deadline = begin, time.monotonic() + WRITTEN
-    while time.monotonic() < deadline:
-        await asyncio.sleep(SETTLED)
+    size, same, deadline = begin, 0, time.monotonic() + WRITTEN
+    while same < SAME and time.monotonic() < deadline:
+        await asyncio.sleep(LOOK_AGAIN)
         before, size = size, os.fstat(watched.descriptor).st_size
-        if size == before > begin:
-            break
+        same = same + 1 if size == before > begin else 0
+        if same and not is_busy(watched.pid):
+            break  # who has written stands still: it does not wait for a processor to go on
     return os.pread(watched.descriptor, STACK_BYTES, begin).decode(errors="replace")

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.support import poll_for
 from torchelastic.agent import stacks, timers
 from torchelastic.agent.timers import Timers, first, pause, words
 from torchelastic.timer.table import STACKS_AT, Table, Timer, read
@@ -220,3 +221,41 @@ def test_a_table_is_memory_and_nothing_that_can_be_waited_for():
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(read_end)
     os.close(write_end)
+
+
+def test_a_stack_is_read_when_all_of_it_is_written(table, sleeper, monkeypatch):
+    """A worker that waits for a processor in the middle of writing is waited for."""
+    busy = iter([True, True, False])
+    looks = []
+
+    def is_busy(pid):
+        looks.append(pid)
+        if len(looks) == 2:
+            os.pwrite(table.descriptor, b"second line\n", os.fstat(table.descriptor).st_size)
+        return next(busy)
+
+    monkeypatch.setattr(timers, "is_busy", is_busy)
+    monkeypatch.setattr(
+        timers.os, "kill", lambda *_: os.pwrite(table.descriptor, b"first line\n", STACKS_AT)
+    )
+    watched = timers.Watched(sleeper.pid, table.descriptor, int(SIGNUM))
+    assert asyncio.run(timers._stack(watched)) == "first line\nsecond line\n"
+
+
+def test_one_that_is_always_busy_is_not_waited_for_in_vain(table, monkeypatch):
+    monkeypatch.setattr(timers, "is_busy", lambda pid: True)
+    monkeypatch.setattr(timers, "LOOK_AGAIN", 0.0001)
+    monkeypatch.setattr(
+        timers.os, "kill", lambda *_: os.pwrite(table.descriptor, b"a line\n", STACKS_AT)
+    )
+    watched = timers.Watched(os.getpid(), table.descriptor, int(SIGNUM))
+    assert asyncio.run(timers._stack(watched)) == "a line\n"
+
+
+def test_who_is_busy(sleeper):
+    def sleeps():
+        return not stacks.is_busy(sleeper.pid)
+
+    poll_for(sleeps, what="it sleeps")
+    assert stacks.is_busy(os.getpid())
+    assert not stacks.is_busy(2**22 + 1), "no such process"
