@@ -31,7 +31,7 @@ from torchelastic.rendezvous.embedded.wire import Message, by_kind
 logger = logging.getLogger(__name__)
 
 #: Seconds between two writes, and portions written at a time.
-PAUSE, PORTIONS = 0.05, 32
+PAUSE, PORTIONS = 0.1, 64
 #: Agents that are listened to.
 MOST_GUESTS = 8192
 #: Nothing is known of an agent.

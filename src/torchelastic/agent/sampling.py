@@ -20,7 +20,7 @@ SHORTEST, LONGEST = 1.0, 60.0
 #: They become one more whenever a generation is so many seconds older, up to so many; and so many
 #: times as long for each so many nodes.
 AGE, LATER = 600.0, 15.0
-NODES = 64
+NODES = 32
 
 #: Is told of a generation's progress.
 Tell = Callable[[int, Progress], None]
