@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import NoneType, UnionType
+from functools import partial
+from types import UnionType
 from typing import Any, ClassVar, Literal
 
 #: Version of the line format. Readers skip lines of a version they do not know.
@@ -378,9 +379,9 @@ def from_fields(name: str, data: Json) -> Event | None:
     cls = EVENTS.get(name)
     if cls is None:
         return None
-    hints = _hints(cls)
-    given = {key: value for key, value in data.items() if key in hints}
-    if not all(_fits(value, hints[key]) for key, value in given.items()):
+    checks = _checks(cls)
+    given = {key: value for key, value in data.items() if key in checks}
+    if not all(checks[key](value) for key, value in given.items()):
         return None
     try:
         return cls(**given)
@@ -392,35 +393,52 @@ def _field_names(cls: type[Event]) -> list[str]:
     return [item.name for item in dataclasses.fields(typing.cast(Any, cls))]
 
 
-_HINTS: dict[type[Event], dict[str, Any]] = {}
+Check = Callable[[Any], bool]
+
+_CHECKS: dict[type[Event], dict[str, Check]] = {}
 
 
-def _hints(cls: type[Event]) -> dict[str, Any]:
-    """Field name -> type. Kept: to work it out costs more than to read the line."""
-    if cls not in _HINTS:
+def _checks(cls: type[Event]) -> dict[str, Check]:
+    """Field name -> whether a value fits it. Kept: to work it out costs more than to read lines."""
+    if cls not in _CHECKS:
         resolved = typing.get_type_hints(cls)
-        _HINTS[cls] = {name: resolved[name] for name in _field_names(cls)}
-    return _HINTS[cls]
+        _CHECKS[cls] = {name: _check_of(resolved[name]) for name in _field_names(cls)}
+    return _CHECKS[cls]
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _check_of(hint: Any) -> Check:
     """Whether a value read from JSON is what a field is declared to hold."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
-        return value in args
+        return lambda value: value in args
     if origin in (UnionType, typing.Union):
-        return any(_fits(value, arg) for arg in args)
+        choices = [_check_of(arg) for arg in args]
+        return lambda value: any(choice(value) for choice in choices)
     if origin is Sequence:
-        return isinstance(value, list | tuple) and all(_fits(item, args[0]) for item in value)
+        return partial(_is_list, _check_of(args[0]))
     if origin is Mapping:
-        return isinstance(value, dict) and all(_fits(item, args[1]) for item in value.values())
-    if hint is Any:
-        return True
-    if hint is NoneType:
-        return value is None
+        return partial(_is_object, _check_of(args[1]))
     if hint is float:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return number and math.isfinite(value)  # JSON has no others; Python's reader takes them
+        return _is_number
     if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)
+        return _is_int
+    if hint is Any:
+        return lambda value: True
+    return lambda value: isinstance(value, hint)
+
+
+def _is_list(item: Check, value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(item, value))
+
+
+def _is_object(item: Check, value: Any) -> bool:
+    return isinstance(value, dict) and all(map(item, value.values()))
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    """JSON has no others than finite ones; Python's reader takes them."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -97,7 +97,9 @@ def test_an_event_of_a_later_version_is_shown_as_it_is():
         (0.9996, "1.0 s"),
         (3.14, "3.1 s"),
         (9.96, "9 s"),
-        (61, "1 min"),
+        (61, "1 min 1 s"),
+        (120, "2 min"),
+        (8000, "2 h 13 min"),
     ],
 )
 def test_durations_are_as_exact_as_it_is_of_use(duration, text):
