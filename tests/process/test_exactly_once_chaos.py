@@ -37,6 +37,7 @@ def run(directory, mode: str, kinds: dict[str, int]) -> None:
             raise AssertionError(f"mode {mode}, seed {SEED}: {error}") from None
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("mode", ["script", "train"])
 def test_a_few_faults(tmp_path, mode):
     run(tmp_path, mode, FEW)
