@@ -64,6 +64,14 @@ def _slots(lasting: Mapping[str, Any]) -> Iterator[tuple[str, dict[Any, Any], An
                 yield f"state/{number}/{parameter}/{key}", entries, key
 
 
+#: What to do about placements that cannot be kept.
+_ADVICE = {
+    "_StridedShard": "FSDP2 and tensor parallelism split the same dimension of it; have them split "
+    "different ones, or use one of them",
+    "Partial": "redistribute it by Shard or Replicate first",
+}
+
+
 def _refuse_placements(name: str, tensor: Any) -> None:
     """A rank must have a box of it. Summands are none, and neither is every strided shard, as FSDP2
     on top of tensor parallelism in the same dimension makes them."""
@@ -73,9 +81,10 @@ def _refuse_placements(name: str, tensor: Any) -> None:
 
     for placement in tensor.placements:
         if type(placement) not in (Shard, Replicate):
+            kind = type(placement).__name__
             raise TypeError(
-                f"{name} is a DTensor with a placement that cannot be kept, {placement}: only "
-                "Shard and Replicate can."
+                f"{name} is a DTensor that cannot be kept, since a rank need not have one block of "
+                f"what is placed by {kind}: {_ADVICE.get(kind, 'place it by Shard or Replicate')}."
             )
 
 

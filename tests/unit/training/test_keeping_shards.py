@@ -219,16 +219,12 @@ def test_what_was_whole_is_not_taken_for_sharded(mesh, shelf, monkeypatch, caplo
 
 
 def test_what_is_refused(mesh, shelf):
-    from torch.distributed.tensor import DTensor, Partial, Shard
+    from torch.distributed.tensor import DTensor, Shard
 
     with pytest.raises(TypeError, match=r"torchelastic\.train keeps what is the same on all"):
         build(mesh)._begins_at()
     with pytest.raises(TypeError, match="of which one cannot write all"):
         build(mesh).save(io.BytesIO())
-    summands = nn.Linear(2, 2)
-    summands.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Partial()]))
-    with pytest.raises(TypeError, match="parameters/0/weight is a DTensor with a placement that"):
-        TorchState(model=summands)
     state = build(mesh)
     state.restore()
     step(state)
@@ -237,6 +233,26 @@ def test_what_is_refused(mesh, shelf):
     with pytest.raises(TypeError, match="state/0/0/row is optimizer state that is sharded in ano"):
         state.commit()
     finish(state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "advice"),
+    [
+        ("Partial", "redistribute it by Shard or Replicate first"),
+        ("_StridedShard", "FSDP2 and tensor parallelism split the same dimension of it"),
+    ],
+)
+def test_placements_without_blocks_are_refused_when_the_state_is_made(kind, advice, mesh):
+    from torch.distributed.tensor import DTensor, placement_types
+
+    strided = {"dim": 0, "split_factor": 2} if kind == "_StridedShard" else {}
+    placement = getattr(placement_types, kind)(**strided)
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [placement]))
+    with pytest.raises(TypeError) as refused:
+        TorchState(model=model)
+    assert str(refused.value).startswith("parameters/0/weight is a DTensor that cannot be kept")
+    assert f"placed by {kind}: {advice}" in str(refused.value)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
