@@ -38,8 +38,6 @@ from torchelastic.worker.slate import Slate
 #: How long an agent may take to answer, and to bring a snapshot from another node.
 PATIENCE, FETCH_PATIENCE = 30.0, 600.0
 
-_SLATE = orders.to_json(orders.Slate())
-
 
 class Holder(Protocol):
     """What a keeper asks of an agent."""
@@ -117,9 +115,11 @@ class Agent:
 
     def _overhear(self, message: Mapping[str, Any], descriptor: int | None) -> None:
         """What answers no question of ours, or comes too late for that."""
-        if descriptor is not None:
-            os.close(descriptor)
         order = orders.from_json(message)
+        if descriptor is not None:
+            if isinstance(order, orders.Slate) and self._slate is None:
+                self._slate = Slate(descriptor)
+            os.close(descriptor)
         if isinstance(order, orders.Leave) and self._on_leave is not None:
             self._on_leave(order)
 
@@ -149,8 +149,6 @@ class Agent:
             if received is None:
                 break
             message, descriptor = received
-            if message == _SLATE and descriptor is not None and self._slate is None:
-                self._slate = Slate(descriptor)
             answer = from_json(message)
             if isinstance(answer, Answer) and answer.request == number:
                 return answer, descriptor

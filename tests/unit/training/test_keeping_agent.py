@@ -15,7 +15,7 @@ from torchelastic.snapshot.layout import SHARED, Sizes, create
 from torchelastic.snapshot.messages import Granted, Holding, Holdings, Opened, Refused, to_json
 from torchelastic.training import keeping_agent
 from torchelastic.training.keeping_agent import Agent
-from torchelastic.worker import orders
+from torchelastic.worker import orders, slate
 from torchelastic.worker.channel import Link
 
 HELD = Holding(SHARED, (2, 7), 100, 0, 4)
@@ -157,3 +157,18 @@ def test_one_state_of_a_process_is_kept(ends, monkeypatch):
     assert keeping_agent.connect() is not None
     with pytest.raises(RuntimeError, match="one TorchState of all"):
         keeping_agent.connect()
+
+
+def test_the_slate_that_comes_before_an_answer_shows_the_steps(ends):
+    agent, theirs = ends
+    agent.progress((1, 4), rank=2)  # nowhere to show it yet
+    descriptor = slate.create()
+    socket.send_fds(theirs, [json.dumps(orders.to_json(orders.Slate())).encode()], [descriptor])
+    thread = answer(theirs, (lambda number: Holdings(number, (), "host:1", "n0"), []))
+    agent.inventory()
+    thread.join()
+    agent.progress((1, 5), rank=2)
+    shown = slate.read(descriptor)
+    assert (shown.generation, shown.step, shown.rank) == (1, 5, 2)
+    agent._slate.close()
+    os.close(descriptor)
