@@ -141,6 +141,7 @@ class Agent:
             endpoint=config.rdzv_endpoint,
             command=[self._entry.target, *self._entry.args],
             events=path,
+            logs=self._run_dir,
         )
         self._events = EventLog(
             path,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 import threading
 
@@ -8,6 +9,7 @@ import pytest
 
 from tests.support import poll_for
 from tests.unit.cli.test_status import HOSTILE, Agent
+from torchelastic import jobs
 from torchelastic.cli import logs
 from torchelastic.cli.logs_text import parse_ranks
 from torchelastic.errors import EXIT_OK, EXIT_USAGE, ConfigError
@@ -135,3 +137,21 @@ def test_lists_of_ranks(text, ranks):
 def test_what_is_no_list_of_ranks_is_refused(text):
     with pytest.raises(ConfigError, match="no list of ranks"):
         parse_ranks(text)
+
+
+def test_logs_may_lie_apart_from_the_events(show, tmp_path):
+    agent = Agent("job").world(0, "node-a").tell(events.WorkersStarted([0, 1], [8, 9], 0.1), 0)
+    place = tmp_path / "elsewhere"
+    jobs.register(
+        "job",
+        "id-node-a",
+        pid=os.getpid(),
+        name="node-a",
+        endpoint="",
+        command=[],
+        events=agent.log.path,
+        logs=place,
+    )
+    (place / "attempt_0" / "1").mkdir(parents=True)
+    (place / "attempt_0" / "1" / "stdout.log").write_text("there\n")
+    assert show("job", "--rank", "1") == ["there"]
