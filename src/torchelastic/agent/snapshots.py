@@ -20,6 +20,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,8 @@ TRY_AGAIN, PATIENCE = 1.0, 3
 #: Between two rounds of copies, a pause of so many times what the last one took, and of so many
 #: seconds at most: small pieces of short steps must not keep a core busy.
 PAUSE, LONGEST_PAUSE = 4.0, 0.02
+#: Memories that are made at a time: the kernel clears their pages, one core each.
+ROOMS = 2
 #: How many neighbours a newcomer asks for the shared state before its workers do.
 AHEAD = 2
 #: Answers a worker, with descriptors that remain the caller's.
@@ -77,6 +80,9 @@ class Snapshots:
         self._settling = asyncio.Lock()
         self._said: set[str] = set()
         self._shelf = Shelf(replicated=replicas > 0)
+        # Apart: to take all pages of a memory takes seconds, and addresses are looked up by the
+        # threads that everybody uses.
+        self._rooms = ThreadPoolExecutor(ROOMS, "snapshot-room")
         self._meeting: Meeting | None = None
         self._carrier: Carrier | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -106,6 +112,7 @@ class Snapshots:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._carrier is not None:
             await self._carrier.close()
+        await asyncio.to_thread(self._rooms.shutdown, cancel_futures=True)
         await asyncio.to_thread(self._shelf.close)
 
     # --- what workers say ------------------------------------------------------------------------
@@ -167,7 +174,8 @@ class Snapshots:
         number = request.request
         match request:
             case messages.Room(_, piece, size, skeleton):
-                made = await asyncio.to_thread(self._room, piece, size, skeleton)
+                grant = partial(self._shelf.grant, piece, size, skeleton)
+                made = await asyncio.get_running_loop().run_in_executor(self._rooms, grant)
                 return messages.Granted(number), made
             case messages.Open(_, piece, version):
                 return messages.Opened(number), await self._opened(piece, version)
@@ -179,9 +187,6 @@ class Snapshots:
                     held = await asyncio.to_thread(self._shelf.holdings)
                 peer = self._meeting.peer if self._meeting is not None else ""
                 return messages.Holdings(number, held, peer, self._node), None
-
-    def _room(self, piece: str, size: int, skeleton: int) -> int:
-        return os.dup(self._shelf.make_room(piece, size, skeleton).descriptor)
 
     async def _opened(self, piece: str, version: Version) -> int:
         descriptor = await asyncio.to_thread(self._shelf.open, piece, version)

@@ -283,7 +283,9 @@ def _fetch(called: Pipe, shelf: Shelf, wanted: Header) -> None:
         raise WireError("Another snapshot has come than was asked for.")
     # Of all its pages only those of this version are needed now, and writing them takes them.
     kept = shelf.make_room(header.piece, header.room, header.skeleton_room, take=False)
-    with kept.writing:
+    with shelf.bringing(kept) as may:
+        if not may:
+            raise TransferError(f"'{header.piece}' is just being brought by another connection.")
         if wanted.kind == pipe.WANT:
             # What is asked for is the base: whatever this memory has beyond it is void.
             kept.memory.settle(header.version, header.version[0] + 1)
@@ -330,22 +332,24 @@ def _serve_give(guest: Pipe, shelf: Shelf, header: Header) -> None:
     except NoRoom as error:
         guest.reply(pipe.NO, str(error))
         return
-    freshest = kept.memory.freshest()
-    if kept.memory.find(header.version) is not None:
+    freshest = kept.freshest()
+    if kept.find(header.version) is not None:
         guest.reply(pipe.HAVE)
     elif freshest is not None and freshest.version > header.version:
         # Void, if what is given now is what a generation has settled on: that is dropped soon.
         guest.reply(pipe.NO, f"This node still holds something fresher of '{header.piece}'.")
-    elif not kept.writing.acquire(blocking=False):
-        guest.reply(pipe.NO, "Another connection is just bringing that piece.")
     else:
-        try:
-            guest.reply(pipe.GO)
-            whole = _take(guest, kept, header, partial(_is_whole, guest, kept, header))
-        finally:
-            kept.writing.release()
-        answer = (pipe.HAVE, "") if whole else (pipe.NO, "It was overwritten on its way.")
-        guest.reply(*answer)
+        with shelf.bringing(kept) as may:
+            guest.reply(*_taken_in(guest, kept, header, may))
+
+
+def _taken_in(guest: Pipe, kept: Kept, header: Header, may: bool) -> tuple[int, str]:
+    """Take what is given; the answer to that."""
+    if not may:
+        return pipe.NO, "Another connection is just bringing that piece."
+    guest.reply(pipe.GO)
+    whole = _take(guest, kept, header, partial(_is_whole, guest, kept, header))
+    return (pipe.HAVE, "") if whole else (pipe.NO, "It was overwritten on its way.")
 
 
 def _take(by: Pipe, kept: Kept, header: Header, receive: Callable[[], bool]) -> bool:

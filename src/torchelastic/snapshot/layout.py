@@ -26,7 +26,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torchelastic import faults
@@ -59,6 +59,8 @@ _HEADER = mmap.PAGESIZE
 #: `MADV_POPULATE_WRITE`, which Python's mmap has no name for, and how much of it at a time.
 _POPULATE_WRITE = 23
 _WARMED = 4 << 20
+#: Pages are taken so many bytes at a time.
+_TAKEN = 64 << 20
 
 _TORN, _SEALED = b"\0", b"\1"
 _FREE, _IN_USE = b"\0", b"\1"
@@ -175,9 +177,11 @@ def checksum(data: memoryview | bytes, before: int = 0) -> int:
     return zlib.crc32(data, before)
 
 
-def create(sizes: Sizes, *, take: bool = True) -> int:
-    """A new memory, its pages taken at once unless told otherwise (`take_pages` does it later); the
-    descriptor is the caller's.
+def create(
+    sizes: Sizes, *, take: bool = True, taken: Callable[[int], None] = lambda size: None
+) -> int:
+    """A new memory, its pages taken at once unless told otherwise (`take_pages` does it later, or
+    here); the descriptor is the caller's.
 
     Not in /dev/shm, which is 64 MB in an ordinary pod. Nobody can change its size any more: a
     shorter one would kill whoever reads it.
@@ -187,7 +191,7 @@ def create(sizes: Sizes, *, take: bool = True) -> int:
     try:
         os.ftruncate(descriptor, sizes.total)
         if take:
-            take_pages(descriptor, sizes)
+            take_pages(descriptor, sizes, taken)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
         head = _SIZES.pack(_MAGIC, sizes.buffers, sizes.bytes, sizes.skeleton)
@@ -198,10 +202,15 @@ def create(sizes: Sizes, *, take: bool = True) -> int:
     return descriptor
 
 
-def take_pages(descriptor: int, sizes: Sizes) -> None:
+def take_pages(
+    descriptor: int, sizes: Sizes, taken: Callable[[int], None] = lambda size: None
+) -> None:
     """Have all pages of a memory now, when it can still be refused, rather than as it is written:
-    then the kernel would kill whoever writes."""
-    os.posix_fallocate(descriptor, 0, sizes.total)
+    then the kernel would kill whoever writes. `taken` is told of every few of them."""
+    for begin in range(0, sizes.total, _TAKEN):
+        length = min(_TAKEN, sizes.total - begin)
+        os.posix_fallocate(descriptor, begin, length)
+        taken(length)
 
 
 def sizes_of(descriptor: int) -> Sizes:
@@ -337,7 +346,7 @@ class Memory:
     # --- what readers note -----------------------------------------------------------------------
 
     def pin(self, held: Held) -> None:
-        """Have this overwritten last: it is being read. One reader pins, until it unpins."""
+        """Have this overwritten last: it is being read. `unpin` does not count how often."""
         self._store(self._record_at(held.index) + _PINNED, _IN_USE)
 
     def unpin(self, held: Held) -> None:
@@ -375,7 +384,8 @@ class Memory:
     def still_holds(self, held: Held) -> bool:
         """Whether it has not been overwritten, nor begun to be, since it was found."""
         now = self._read(held.index)
-        return now is not None and now.number == held.number
+        # A number is used again once a version was dropped.
+        return now is not None and (now.number, now.version) == (held.number, held.version)
 
     def _sealed(self) -> Iterator[Held]:
         for index in range(self.sizes.buffers):

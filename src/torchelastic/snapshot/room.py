@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 #: Part of every limit that is left alone: training needs more at times than it has now.
 RESERVE = 0.05
@@ -35,9 +35,13 @@ class NoRoom(Exception):
     """Not so much memory may be taken; the sentence says why and what to do."""
 
 
-def check(needed: int, what: str, otherwise: str = "go on without snapshots") -> None:
-    """Raise `NoRoom` if taking so many bytes would come too close to a limit of this process."""
-    sentence = refusal(needed, limits(), what, otherwise)
+def check(
+    needed: int, what: str, otherwise: str = "go on without snapshots", *, promised: int = 0
+) -> None:
+    """Raise `NoRoom` if taking so many bytes would come too close to a limit of this process, when
+    all that is `promised` to others is taken."""
+    then = [replace(limit, used=limit.used + promised) for limit in limits()]
+    sentence = refusal(needed, then, what, otherwise)
     if sentence is not None:
         raise NoRoom(sentence)
 

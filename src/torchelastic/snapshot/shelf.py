@@ -1,7 +1,12 @@
 """What a node holds: the memories of its own pieces, and replicas of other nodes'.
 
 The memories are the agent's. They outlive the workers that write to them and the generations, and
-are gone when the agent ends. May be used from any thread.
+are gone when the agent ends. May be used from any thread: none waits here for pages to be taken,
+nor for bytes on their way.
+
+A version that is void is not shown any more; it is torn by who writes to that memory next, and by
+nobody else, who might tear what has just been sealed in its place. A memory that a version is being
+brought to stays until that is done: its descriptor's number would be another file's.
 
 A piece keeps its memory as long as what is to be written fits. Where it does not, or where a later
 generation has other pieces, the old memory stays until the new generation has committed often
@@ -18,7 +23,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torchelastic.snapshot import layout, room
-from torchelastic.snapshot.layout import Held, Memory, Sizes, Version, buffers_for, create, rank_of
+from torchelastic.snapshot.layout import (
+    Held,
+    Memory,
+    Sizes,
+    Version,
+    buffers_for,
+    create,
+    is_void,
+    rank_of,
+)
 from torchelastic.snapshot.messages import Holding
 
 #: Versions that a node commits in a generation until all others have committed one: one worker may
@@ -43,20 +57,32 @@ class Kept:
     memory: Memory = field(repr=False)
     #: Whether all its pages are taken.
     is_taken: bool = True
-    #: Held by whoever brings a version of it from another node.
+    #: Held by whoever brings a version of it from another node (`Shelf.bringing`).
     writing: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    #: Versions that are still in it, and void.
+    void: set[Version] = field(default_factory=set, repr=False)
+    #: By buffer, how many read it.
+    readers: Counter[int] = field(default_factory=Counter, repr=False)
 
-    @classmethod
-    def make(cls, piece: str, origin: str, sizes: Sizes, *, take: bool) -> Kept:
-        """`NoRoom` if there is none, also if the pages are not taken yet."""
-        room.check(sizes.total, f"snapshots of '{piece}'")
-        descriptor = create(sizes, take=take)
-        return cls(piece, origin, sizes, descriptor, Memory(descriptor), take)
+    def holdings(self) -> list[Held]:
+        """What it holds that is not void, the freshest first."""
+        return [held for held in self.memory.holdings() if held.version not in self.void]
 
-    def take_pages(self) -> None:
-        if not self.is_taken:
-            layout.take_pages(self.descriptor, self.sizes)
-            self.is_taken = True
+    def freshest(self) -> Held | None:
+        return next(iter(self.holdings()), None)
+
+    def find(self, version: Version) -> Held | None:
+        return next((held for held in self.holdings() if held.version == version), None)
+
+    def settle(self, base: Version, generation: int) -> None:
+        versions = {held.version for held in self.memory.holdings()}
+        self.void = {one for one in versions if one in self.void or is_void(one, base, generation)}
+
+    def tear_void(self) -> None:
+        """For who is about to write: only then is nobody else."""
+        for version in self.void:
+            self.memory.drop(version)
+        self.void = set()
 
     def fits(self, wanted: Sizes) -> bool:
         has = self.sizes
@@ -71,6 +97,13 @@ class Kept:
         os.close(self.descriptor)
 
 
+@dataclass
+class _Left:
+    """Of a memory in the making, the bytes whose pages are yet to be taken."""
+
+    bytes: int
+
+
 class Shelf:
     """The memories of one node."""
 
@@ -81,6 +114,11 @@ class Shelf:
         self.awaits_replicas = False
         self._lock = threading.Lock()
         self._kept: list[Kept] = []
+        #: Pieces, with their origins, whose memory is being made; and those who wait for that.
+        self._in_making: set[tuple[str, str]] = set()
+        self._is_made = threading.Condition(self._lock)
+        #: Bytes of pages that are yet to be taken, of memories in the making.
+        self._promised = 0
         #: Of a generation, how often its freshest own piece was sealed here.
         self._sealed: Counter[tuple[int, str]] = Counter()
         #: The latest version of each, so that one that is told of twice counts once.
@@ -101,29 +139,98 @@ class Shelf:
                 self._make_way()
         return self._place(piece, origin, Sizes(size, skeleton), take=True)
 
+    def grant(self, piece: str, size: int, skeleton: int) -> int:
+        """`make_room`, for another process: a descriptor, the caller's to close."""
+        while True:
+            kept = self.make_room(piece, size, skeleton)
+            with self._lock:
+                if kept in self._kept:  # else it was let go of in between
+                    return os.dup(kept.descriptor)
+
+    @contextmanager
+    def bringing(self, kept: Kept) -> Iterator[bool]:
+        """Whether a version may be brought to this memory now. It stays as long as this lasts."""
+        with self._lock:
+            may = kept in self._kept and kept.writing.acquire(blocking=False)
+            if may:
+                kept.tear_void()
+        try:
+            yield may
+        finally:
+            if may:
+                kept.writing.release()
+
     def _place(self, piece: str, origin: str, wanted: Sizes, *, take: bool) -> Kept:
         rank_of(piece)  # a bad name is refused here
+        with self._making(piece, origin):
+            with self._lock:
+                kept = self._fitting(piece, origin, wanted)
+                if kept is None:
+                    self._drop(self._empty(piece, origin))
+                    room.check(wanted.total, f"snapshots of '{piece}'", promised=self._promised)
+                    self._promised += wanted.total
+            if kept is None:
+                return self._make(piece, origin, wanted, take=take)
+            if take and not kept.is_taken:
+                self._take_pages(kept)
+            return kept
+
+    @contextmanager
+    def _making(self, piece: str, origin: str) -> Iterator[None]:
+        """One at a time for each piece, and without keeping anybody else waiting."""
         with self._lock:
-            for kept in self._of(piece, origin):
-                if kept.fits(wanted):
-                    if take:
-                        kept.take_pages()
-                    # The one that is written to is the last: those before it only wait to go.
-                    self._kept.remove(kept)
-                    self._kept.append(kept)
-                    return kept
-            self._drop(self._empty(piece, origin))
-            made = Kept.make(piece, origin, wanted, take=take)
+            while (piece, origin) in self._in_making:
+                self._is_made.wait()
+            self._in_making.add((piece, origin))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._in_making.remove((piece, origin))
+                self._is_made.notify_all()
+
+    def _fitting(self, piece: str, origin: str, wanted: Sizes) -> Kept | None:
+        for kept in self._of(piece, origin):
+            if kept.fits(wanted):
+                # The one that is written to is the last: those before it only wait to go.
+                self._kept.remove(kept)
+                self._kept.append(kept)
+                return kept
+        return None
+
+    def _make(self, piece: str, origin: str, sizes: Sizes, *, take: bool) -> Kept:
+        left = _Left(sizes.total)
+        try:
+            descriptor = create(sizes, take=take, taken=lambda size: self._taken(left, size))
+        finally:
+            self._taken(left, left.bytes)
+        made = Kept(piece, origin, sizes, descriptor, Memory(descriptor), take)
+        with self._lock:
             self._kept.append(made)
-            return made
+        return made
+
+    def _taken(self, left: _Left, size: int) -> None:
+        with self._lock:
+            self._promised -= size
+            left.bytes -= size
+
+    def _take_pages(self, kept: Kept) -> None:
+        with self._lock:
+            if kept not in self._kept:
+                return
+            descriptor = os.dup(kept.descriptor)
+        try:
+            layout.take_pages(descriptor, kept.sizes)
+            kept.is_taken = True
+        finally:
+            os.close(descriptor)
 
     def _make_way(self) -> None:
         """Of too many replicas, drop those of which nothing has come: each is a file, too."""
         replicas = [kept for kept in self._kept if kept.origin]
         if len(replicas) < MOST_REPLICAS:
             return
-        idle = [kept for kept in replicas if not kept.writing.locked()]
-        self._drop([kept for kept in idle if kept.memory.freshest() is None])
+        self._drop([kept for kept in replicas if kept.freshest() is None])
         if sum(bool(kept.origin) for kept in self._kept) >= MOST_REPLICAS:
             raise room.NoRoom(
                 f"No room for more copies of other nodes' snapshots: {MOST_REPLICAS} are held; "
@@ -134,7 +241,7 @@ class Shelf:
         return [kept for kept in self._kept if (kept.piece, kept.origin) == (piece, origin)]
 
     def _empty(self, piece: str, origin: str) -> list[Kept]:
-        return [kept for kept in self._of(piece, origin) if kept.memory.freshest() is None]
+        return [kept for kept in self._of(piece, origin) if kept.freshest() is None]
 
     # --- looking ---------------------------------------------------------------------------------
 
@@ -151,7 +258,7 @@ class Shelf:
                     replica=bool(kept.origin),
                 )
                 for kept in self._kept
-                for held in kept.memory.holdings()
+                for held in kept.holdings()
             )
 
     def open(self, piece: str, version: Version) -> int | None:
@@ -168,26 +275,33 @@ class Shelf:
             found = self._find(piece, version)
             if found is None:
                 raise KeyError(piece)
-            descriptor = os.dup(found[0].descriptor)
+            kept, held = found
+            descriptor = os.dup(kept.descriptor)
+            kept.readers[held.index] += 1
+            kept.memory.pin(held)
         memory = Memory(descriptor)
-        held = memory.find(found[1].version)
         try:
-            if held is None:
+            found_there = memory.find(held.version)
+            if found_there is None:  # overwritten just now
                 raise KeyError(piece)
-            memory.pin(held)
-            yield memory, descriptor, held
+            yield memory, descriptor, found_there
         finally:
-            if held is not None:
-                memory.unpin(held)
+            self._end_reading(kept, memory, held)
             memory.close()
             os.close(descriptor)
+
+    def _end_reading(self, kept: Kept, memory: Memory, held: Held) -> None:
+        with self._lock:
+            kept.readers[held.index] -= 1
+            if not kept.readers[held.index]:
+                memory.unpin(held)
 
     def _find(self, piece: str, version: Version | None) -> tuple[Kept, Held] | None:
         """Own memories before replicas, the freshest of all if no version is given."""
         found = [
             (kept, held)
             for kept in self._kept
-            for held in kept.memory.holdings()
+            for held in kept.holdings()
             if kept.piece == piece and version in (None, held.version)
             if version is not None or not kept.origin
         ]
@@ -261,29 +375,31 @@ class Shelf:
         ]
 
     def settle(self, base: Version, generation: int, *, outside: bool = False) -> None:
-        """Drop the versions that are void: see `layout.is_void`.
+        """Forget the versions that are void: see `layout.is_void`.
 
         A node `outside` that generation's world, on which nobody writes, also gives back the memory
         of all that is older than the base: nobody will ask for it.
         """
         with self._lock:
             for kept in self._kept:
-                kept.memory.settle(base, generation)
+                kept.settle(base, generation)
             if outside:
                 self._drop(self._older_than(base))
 
     def _older_than(self, base: Version) -> list[Kept]:
-        """What has nothing as fresh, but for what is being brought here."""
-        idle = [kept for kept in self._kept if not kept.writing.locked()]
+        """What has nothing as fresh."""
         return [
-            kept for kept in idle if (held := kept.memory.freshest()) is None or held.version < base
+            kept for kept in self._kept if (held := kept.freshest()) is None or held.version < base
         ]
 
     def _drop(self, kept: Iterable[Kept]) -> None:
+        """But for what is being brought here."""
         for item in kept:
-            self._kept.remove(item)
-            item.close()
+            if not item.writing.locked():
+                self._kept.remove(item)
+                item.close()
 
     def close(self) -> None:
+        """Nobody brings anything any more."""
         with self._lock:
             self._drop(list(self._kept))

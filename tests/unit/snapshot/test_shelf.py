@@ -1,6 +1,9 @@
 """What a node holds, and when it lets go of it."""
 
+import errno
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -237,3 +240,123 @@ def test_a_version_that_is_told_of_twice_counts_once(shelf):
     for _ in range(3):
         shelf.sealed([(own(0), (1, 6))])
     assert (own(1), (0, 5), False) in held(shelf)
+
+
+# --- at the same time -----------------------------------------------------------------------------
+
+
+def test_a_memory_keeps_its_descriptor_while_something_is_brought_to_it(shelf, tmp_path):
+    """Let go of, its number would be that of the next file, which the bytes would go to."""
+    kept = write(shelf, own(7), (0, 5), origin="b")
+    with shelf.bringing(kept) as may:
+        assert may
+        for step in (6, 7, 8):
+            write(shelf, own(0), (1, step))
+        with open(tmp_path / "log", "wb") as log:
+            assert log.fileno() != kept.descriptor
+        assert (own(7), (0, 5), True) in held(shelf)
+    write(shelf, own(0), (1, 9))
+    assert (own(7), (0, 5), True) not in held(shelf)
+
+
+def test_so_it_does_when_a_larger_one_is_asked_for_meanwhile(shelf):
+    kept = shelf.make_room_for_replica(own(7), "b", 1000, 100)
+    with shelf.bringing(kept):
+        assert shelf.make_room_for_replica(own(7), "b", 8000, 100) is not kept
+        kept.memory.begin((0, 1))
+        os.pwrite(kept.descriptor, b"here", kept.memory.begun_at)
+        kept.memory.seal((0, 1), b"{}", 4, layout.checksum(b"here"))
+    assert held(shelf) == [(own(7), (0, 1), True)]
+
+
+def test_nothing_is_brought_twice_at_a_time_nor_to_what_was_let_go_of(shelf):
+    kept = shelf.make_room_for_replica(own(7), "b", 1000, 100)
+    with shelf.bringing(kept), shelf.bringing(kept) as second:
+        assert not second
+    shelf.make_room_for_replica(own(7), "b", 8000, 100)
+    with shelf.bringing(kept) as gone:
+        assert not gone
+
+
+def test_what_a_worker_seals_while_the_agent_settles_stays(shelf):
+    """The worker is ahead of the agent: it has torn what is void, and put the next in its place."""
+    kept = shelf.make_room(SHARED, 1000, 100)
+    worker = layout.Memory(kept.descriptor)
+
+    def seal(version):
+        worker.begin(version)[:1] = b"x"
+        worker.seal(version, b"{}", 1, layout.checksum(b"x"))
+
+    seal((0, 10))
+    seal((0, 11))
+    look = kept.memory.holdings
+
+    def holdings():
+        found = look()
+        kept.memory.holdings = look
+        worker.settle((0, 10), 1)
+        seal((1, 11))
+        return found
+
+    kept.memory.holdings = holdings
+    shelf.settle((0, 10), 1)
+    assert held(shelf) == [(SHARED, (1, 11), False), (SHARED, (0, 10), False)]
+    worker.close()
+
+
+def test_what_is_void_is_torn_by_who_writes_there_next(shelf):
+    kept = write(shelf, own(1), (0, 11), origin="b")
+    shelf.settle((0, 10), 1)
+    assert held(shelf) == []
+    assert kept.memory.find((0, 11)) is not None
+    with shelf.bringing(kept):
+        assert kept.memory.find((0, 11)) is None
+        kept.memory.begin((0, 10))
+
+
+def test_it_stays_pinned_until_the_last_of_two_readers_has_ended(shelf):
+    kept = write(shelf, own(0), (0, 1))
+    first = shelf.reading(own(0), (0, 1))
+    with shelf.reading(own(0), (0, 1)) as (memory, _, found):
+        with first:
+            pass
+        for step in (2, 3, 4, 5):
+            write(shelf, own(0), (0, step))
+        assert memory.still_holds(found)
+    write(shelf, own(0), (0, 6))
+    assert kept.memory.find((0, 1)) is None
+
+
+def test_nobody_waits_while_pages_are_taken_and_they_count_as_taken(shelf, monkeypatch):
+    begun, goes_on, take = threading.Event(), threading.Event(), os.posix_fallocate
+
+    def slow(descriptor, begin, length):
+        begun.set()
+        assert goes_on.wait(30)
+        take(descriptor, begin, length)
+
+    write(shelf, own(0), (0, 1))
+    monkeypatch.setattr(layout.os, "posix_fallocate", slow)
+    monkeypatch.setattr(room, "limits", lambda: [Limit("its cgroup", 8 << 20, 1 << 20)])
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(shelf.make_room, SHARED, 2 << 20, 100)
+        assert begun.wait(30)
+        second = pool.submit(shelf.make_room, SHARED, 2 << 20, 100)
+        assert held(shelf) == [(own(0), (0, 1), False)]
+        with pytest.raises(NoRoom, match=r"and 2\.6 MiB of the 8\.0 MiB"):
+            shelf.make_room(shard(1), 2 << 20, 100)
+        goes_on.set()
+        assert first.result() is second.result()
+    assert shelf.make_room(shard(1), 2 << 20, 100)
+    assert shelf._promised == 0
+
+
+def test_pages_that_cannot_be_taken_are_not_promised_any_more(shelf, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(layout.os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="no space"):
+        shelf.make_room(SHARED, 1000, 100)
+    assert shelf._promised == 0
+    assert memories() == []
