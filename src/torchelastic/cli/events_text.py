@@ -39,7 +39,7 @@ class Printer:
             if self._as_data:
                 sys.stdout.write(f"{record.line()}\n")
             elif self._everything or record.type not in _NOISE:
-                terminal.show(self._line(record))
+                terminal.show(self._line(record), flush=False)
         sys.stdout.flush()
 
     def _name(self, record: Record) -> str:

@@ -184,7 +184,7 @@ class LogView:
             file = self._files[path]
             # A carriage return ends a line: so a progress bar does not write over its prefix.
             for part in line.decode("utf-8", "replace").rstrip("\r").split("\r"):
-                terminal.show(f"{file.prefix() if many else ''}{part}")
+                terminal.show(f"{file.prefix() if many else ''}{part}", flush=False)
         sys.stdout.flush()
 
 

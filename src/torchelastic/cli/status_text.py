@@ -128,7 +128,7 @@ def _headline(entry: JobEntry, seen: JobView, now: float) -> list[str]:
         state = f"killed {_ago(now - entry.last_seen)}"
     room = _WIDTH - len(state) - 1
     head = f"{_cut(one_line(seen.job), room - 1):<{room}} {state}"
-    return [head, *_world_line(seen), *_pace_line(seen)]
+    return [head, *_world_line(seen), *_pace_line(seen, now if entry.alive else None)]
 
 
 def _world_line(seen: JobView) -> list[str]:
@@ -144,12 +144,11 @@ def _world_line(seen: JobView) -> list[str]:
     ]
 
 
-def _pace_line(seen: JobView) -> list[str]:
+def _pace_line(seen: JobView, now: float | None) -> list[str]:
     """`step 1200, 12.5 steps/s, goodput 93.1%`."""
     if seen.generation is None:
         return []
-    told = [f"step {seen.step}"] if seen.step is not None else []
-    told += [words.rate(seen.rate)] if seen.rate is not None else []
+    told = [pace] if (pace := words.pace(seen, now)) else []
     if seen.goodput is not None and seen.goodput.ratio is not None:
         told.append(f"goodput {seen.goodput.ratio:.1%}")
     return [f"  {', '.join(told)}"] if told else []

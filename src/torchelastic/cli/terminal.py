@@ -36,13 +36,14 @@ def one_line(text: str) -> str:
     return plain(" ".join(text.split("\n")).replace("\t", " "))
 
 
-def show(text: str, *, stream: TextIO | None = None) -> None:
+def show(text: str, *, stream: TextIO | None = None, flush: bool = True) -> None:
     """Print lines that may hold users' texts, also where the terminal lacks some characters."""
     stream = sys.stdout if stream is None else stream
     encoding = getattr(stream, "encoding", None) or "utf-8"
     safe = plain(text).encode(encoding, errors="backslashreplace").decode(encoding)
     stream.write(f"{safe}\n")
-    stream.flush()
+    if flush:
+        stream.flush()
 
 
 def nobody_reads() -> None:

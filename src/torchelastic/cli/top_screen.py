@@ -89,10 +89,7 @@ def _head(seen: JobView, now: float) -> Text:
         members = len(seen.members()) + seen.unnamed
         size = f"{words.counted(seen.size, 'worker')} on {words.counted(members, 'node')}"
         head.append(f"  generation {seen.generation}: {size}")
-    if seen.step is not None:
-        head.append(f"  step {seen.step}", "bold")
-    if seen.rate is not None:
-        head.append(f"  {words.rate(seen.rate)}")
+    head.append(f"  {words.pace(seen, now if seen.phase == 'running' else None)}", "bold")
     return head
 
 

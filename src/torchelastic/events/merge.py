@@ -9,6 +9,7 @@ are none, by the machines' wall clocks: for people, good enough.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from statistics import median
 
 from torchelastic.events.record import Record
@@ -77,7 +78,7 @@ def _shift(records: Log, told: dict[Key, Record]) -> float:
     if own and records[0].heard is None:
         return median(other.time - other.mono for other in own[:_ENOUGH])
     here = median(record.wall - record.time for record in records[:_ENOUGH])
-    there = median(record.wall - record.time for record in list(told.values())[:_ENOUGH])
+    there = median(record.wall - record.time for record in islice(told.values(), _ENOUGH))
     return 0.0 if abs(here - there) < _SAME_MACHINE else here - there
 
 

@@ -55,6 +55,8 @@ class Ranks:
     def __init__(self) -> None:
         self._generation = -1
         self._paces: dict[int, _Pace] = {}
+        #: Wall clock of the last step that was entered, by the clock of whoever entered it.
+        self.stepped: float | None = None
         self.stragglers: dict[int, events.Straggler] = {}
 
     def feed(self, record: Record) -> None:
@@ -62,6 +64,7 @@ class Ranks:
         if isinstance(record.event, events.WorldFormed) and generation > self._generation:
             self._generation = generation
             self._paces.clear()
+            self.stepped = None
             self.stragglers.clear()
         if generation == self._generation:
             self._take(record)
@@ -72,14 +75,18 @@ class Ranks:
                 for rank in ranks:
                     self._pace(rank, record)
             case events.Training(rank=rank, step=step):
-                self._pace(rank, record).entered(step, record.mono)
+                self._entered(record, rank, step, record.mono)
             case events.Progress(ranks=ranks, steps=steps, at=times):
                 for rank, step, at in zip(ranks, steps, times, strict=False):
-                    pace = self._pace(rank, record)
-                    if step >= 0:
-                        pace.entered(step, at)
+                    self._entered(record, rank, step, at)
             case events.Straggler(rank=rank) as slow:
                 self.stragglers[rank] = slow
+
+    def _entered(self, record: Record, rank: int, step: int, at: float) -> None:
+        pace = self._pace(rank, record)
+        if step >= 0:
+            pace.entered(step, at)
+            self.stepped = max(self.stepped or 0.0, record.wall - (record.mono - at))
 
     def _pace(self, rank: int, record: Record) -> _Pace:
         return self._paces.setdefault(rank, _Pace(record.node))

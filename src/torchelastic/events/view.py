@@ -98,6 +98,8 @@ class JobView:
     #: The furthest step a worker has entered, and steps per second; None where nobody tells.
     step: int | None = None
     rate: float | None = None
+    #: Wall clock of the last step that was entered.
+    stepped: float | None = None
     ranks: tuple[RankView, ...] = ()
     stragglers: tuple[events.Straggler, ...] = ()
     #: The oldest first.
@@ -185,6 +187,7 @@ class JobFold:
             history=tuple(self._history),
             step=self._ranks.step,
             rate=self._ranks.rate,
+            stepped=self._ranks.stepped,
             ranks=self._ranks.views(self._names),
             stragglers=tuple(self._ranks.stragglers.values()),
             worlds=tuple(self._worlds),

@@ -10,12 +10,15 @@ from torchelastic.events import types as events
 from torchelastic.events.goodput import PARTS, Goodput
 from torchelastic.events.record import Record
 from torchelastic.events.recoveries import Recovery
+from torchelastic.events.view import JobView
 from torchelastic.failure import signal_name
 
 #: Names and ranks that a sentence lists.
 _LISTED = 8
 #: Longer texts are cut where they have to fit in a line.
 _LINE = 200
+#: A step has taken too long after so many seconds, and so many times what steps take.
+_LONG, _TOO_LONG = 10.0, 5.0
 
 
 def sentence(record: Record) -> str:
@@ -81,15 +84,27 @@ def rate(steps_per_second: float) -> str:
     return f"{1 / steps_per_second:.3g} s/step" if steps_per_second > 0 else "0 steps/s"
 
 
+def pace(seen: JobView, now: float | None) -> str:
+    """`step 1200, 12.5 steps/s`; with `now`, how long it has been in a step that takes too long."""
+    if seen.step is None:
+        return ""
+    told = f"step {seen.step}"
+    lasts = now - seen.stepped if now is not None and seen.stepped is not None else 0.0
+    if lasts > max(_LONG, _TOO_LONG / seen.rate if seen.rate else 0.0):
+        return f"{told}, for {span(lasts)} now"
+    return f"{told}, {rate(seen.rate)}" if seen.rate is not None else told
+
+
 def goodput(found: Goodput) -> str:
-    """`goodput 87.2 % of 12 min: training 10 min; start-up 40 s, redone steps 2.1 s`."""
+    """`goodput 87.2% of 12 min, with 1 disruption: training 10 min; start-up 40 s, …`."""
     if found.ratio is None:
         return "goodput: no time has passed yet"
     rest = sorted(found.parts.items(), key=lambda item: -item[1])
     told = [f"{PARTS[part]} {seconds(spent)}" for part, spent in rest if spent >= 0.001]
     of = "" if found.steps_known else ", taking all the time that workers ran for training"
     parts = f"; {', '.join(told)}" if told else ""
-    head = f"goodput {found.ratio:.1%} of {seconds(found.total)}{of}"
+    times = f", with {counted(found.disruptions, 'disruption')}" if found.disruptions else ""
+    head = f"goodput {found.ratio:.1%} of {seconds(found.total)}{times}{of}"
     return f"{head}: training {seconds(found.productive)}{parts}"
 
 

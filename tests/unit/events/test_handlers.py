@@ -47,7 +47,7 @@ def test_nowhere(name):
 def test_the_console_is_stderr(capsys):
     sink = sink_for("console")
     sink('{"v":1}')
-    sink.close()
+    sink.close(30)
     assert capsys.readouterr().err == '{"v":1}\n'
 
 
@@ -55,7 +55,7 @@ def test_a_function_of_a_module():
     sink = sink_for(f"{__name__}:take")
     sink("a")
     sink("b")
-    sink.close()
+    sink.close(30)
     assert _taken == ["a", "b"]
 
 
@@ -64,7 +64,7 @@ def test_a_logging_handler_gets_records_as_torchs_do(attribute):
     name = f"{__name__}:{attribute}"
     sink = sink_for(name)
     sink("100 %s")
-    sink.close()
+    sink.close(30)
     assert _seen == [(f"torchelastic-events-{name}", "INFO", "100 %s"), "flushed"]
 
 
@@ -76,7 +76,7 @@ def test_a_package_registers_a_name(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     sink = sink_for("kafka")
     sink("a")
-    sink.close()
+    sink.close(30)
     assert _taken == ["a"]
     with pytest.raises(ConfigError, match="write one of null, console, kafka, or PACKAGE"):
         sink_for("kafak")
@@ -113,7 +113,7 @@ def test_a_handler_that_is_stuck_costs_events_and_nothing_else(caplog):
     sink.close(patience=0.001)
     assert caplog.text.count("--event-log-handler slow takes none") == 1
     stuck.set()
-    sink.close()
+    sink.close(30)
 
 
 def test_a_handler_that_fails_is_asked_again_and_told_once(caplog):
@@ -127,6 +127,6 @@ def test_a_handler_that_fails_is_asked_again_and_told_once(caplog):
     sink("a")
     sink("b")
     poll_for(lambda: sink.lost == 2, what="both")
-    sink.close()
+    sink.close(30)
     assert taken == ["a", "b"]
     assert caplog.text.count("has failed: OSError('disk full')") == 1

@@ -11,6 +11,7 @@ from torchelastic.events import words
 from torchelastic.events.goodput import Goodput, goodput
 from torchelastic.events.record import Record
 from torchelastic.events.recoveries import Recovery
+from torchelastic.events.view import JobView
 
 
 def said(event: events.Event | None, **fields) -> str:
@@ -113,6 +114,23 @@ def test_rates(rate, text):
     assert words.rate(rate) == text
 
 
+@pytest.mark.parametrize(
+    ("view", "now", "text"),
+    [
+        (JobView(), 0.0, ""),
+        (JobView(step=3), 0.0, "step 3"),
+        (JobView(step=3, rate=2.0, stepped=100.0), 101.0, "step 3, 2 steps/s"),
+        (JobView(step=3, rate=2.0, stepped=100.0), 109.0, "step 3, 2 steps/s"),
+        (JobView(step=3, rate=2.0, stepped=100.0), 400.0, "step 3, for 5 min now"),
+        (JobView(step=3, rate=2.0, stepped=100.0), None, "step 3, 2 steps/s"),
+        (JobView(step=3, rate=0.01, stepped=100.0), 400.0, "step 3, 100 s/step"),
+        (JobView(step=3, rate=0.01, stepped=100.0), 1400.0, "step 3, for 21 min now"),
+    ],
+)
+def test_how_far_a_job_is_and_whether_it_stands_still(view, now, text):
+    assert words.pace(view, now) == text
+
+
 def test_goodput_in_a_line():
     assert words.goodput(goodput(undisturbed().records)) == (
         "goodput 62.5% of 16 s: training 10 s; start-up 4.2 s, other 1.0 s, rendezvous 500 ms, "
@@ -129,7 +147,8 @@ def test_goodput_of_a_script_says_what_was_counted():
 
 
 def test_goodput_has_every_part_in_words():
-    found = Goodput(micros=dict.fromkeys(words.PARTS, 1_000_000))
+    found = Goodput(micros=dict.fromkeys(words.PARTS, 1_000_000), disruptions=2)
+    assert words.goodput(found).startswith("goodput 11.1% of 9.0 s, with 2 disruptions: ")
     assert all(name in words.goodput(found) for name in words.PARTS.values())
 
 
