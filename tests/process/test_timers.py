@@ -19,7 +19,7 @@ def test_whatever_a_worker_hangs_in_it_is_ended_and_says_where(tmp_path):
     place = f"{SCRIPT}#{line_of('with expires(after=0.3):')}"
     with job(tmp_path, "--standalone --no-zygote --max-restarts=2") as it:
         node = it.start(script=[str(SCRIPT), "script"])
-        assert node.wait(60) == 1, node.stderr
+        assert node.wait(100) == 1, node.stderr
         words = [f"timer '{scope}' expired after 0.3 s" for scope in ("outer", "data", place)]
         functions = ["in in_python", "in wait_for_data", "in holding_the_gil"]
         killed = node.events("worker-killed")
@@ -38,8 +38,7 @@ def test_whatever_a_worker_hangs_in_it_is_ended_and_says_where(tmp_path):
 def test_a_resident_worker_is_replaced_and_the_training_goes_on(tmp_path):
     with job(tmp_path, "--standalone --nproc-per-node=2") as it:
         node = it.start(script=[str(SCRIPT), "train"])
-        assert node.wait(60) == 0, node.stderr
-        (killed,) = node.events("worker-killed")
-        assert killed["reason"] == "timer 'slow step' expired after 0.3 s"
-        assert "timed.py" in killed["stack"]
+        assert node.wait(100) == 0, node.stderr
+        stacks = {event["reason"]: event["stack"] for event in node.events("worker-killed")}
+        assert "timed.py" in stacks["timer 'slow step' expired after 0.3 s"]
         assert "trained 6 steps" in node.stdout

@@ -19,6 +19,12 @@ pytest.importorskip("prometheus_client")
 GET = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
+@pytest.fixture(autouse=True)
+def all_the_time_they_need(monkeypatch):
+    """A busy machine must not look like a slow scraper."""
+    monkeypatch.setattr(metrics_endpoint, "PATIENCE", 600.0)
+
+
 class Running:
     """An endpoint that is open, in the loop of a test."""
 
