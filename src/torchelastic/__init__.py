@@ -24,10 +24,12 @@ Layout, from top to bottom; nothing imports from a layer above its own:
     training/             the loop of a resident worker: state, process group, rolling back
     multiprocessing/      starting processes, and the error files they leave
     worker/               what runs inside a worker
+    timer/                blocks that must end in time
     rendezvous/           how the nodes agree on a world; the store they agree through
     checkpoint/           states in storage
     data/                 samples shared out in worlds of any size, each once an epoch
     events/               what happened and why, as JSON lines
+    metrics/              the same in numbers, and numbers of the user's
     config, env, errors, clock, failure, faults
 
 The public names are loaded when they are first used: importing the package imports neither torch
