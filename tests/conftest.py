@@ -6,12 +6,17 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.etcd import etcd, etcd_on_path, some_etcd
 from tests.leaks import Leaks, Snapshot
 
 __all__ = ["etcd", "etcd_on_path", "some_etcd"]
+
+# How long an example takes is the machine's affair, and no failure.
+hypothesis.settings.register_profile("torchelastic", deadline=None)
+hypothesis.settings.load_profile("torchelastic")
 
 #: Directories whose tests use real processes and sockets.
 _REAL = ("process", "contract", "frameworks")

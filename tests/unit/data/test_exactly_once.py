@@ -188,7 +188,7 @@ def sampled(length, policy):
     return make
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(length=st.integers(1, 40), policy=POLICIES, way=st.sampled_from(Way), data=st.data())
 def test_every_sample_is_used_once_whatever_happens(length, policy, way, data):
     job = trained(sampled(length, policy), way, data.draw)
@@ -197,7 +197,7 @@ def test_every_sample_is_used_once_whatever_happens(length, policy, way, data):
     assert own_verdict(job, range(length))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     counts=st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any),
     window=st.integers(1, 8),

@@ -44,7 +44,7 @@ def expected(length, steps_of):
     ),
     events=st.lists(EVENTS, max_size=15),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_each_sample_is_used_once_an_epoch_in_the_same_order_in_any_history(length, policy, events):
     world = World(sampled(length, policy=policy), 2)
     play(world, [*events, ("step",), ("step",)])

@@ -86,7 +86,7 @@ def test_equal_batches_are_the_scheduler_itself(name):
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(batches=BATCHES)
 def test_the_rate_depends_on_the_samples_alone(name, batches):
     made = optimizer()
@@ -99,7 +99,7 @@ def test_the_rate_depends_on_the_samples_alone(name, batches):
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(sizes=st.lists(st.integers(1, 7), min_size=1, max_size=12), data=st.data())
 def test_the_factor_of_one_world_leaves_nothing_in_the_next(name, sizes, data):
     """Bitwise, and though everything is loaded into new objects somewhere on the way."""

@@ -1,7 +1,7 @@
 """Whose is what: tables, and the law that nothing is taken twice or never."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.data.batch_policy import BatchPolicy
@@ -67,7 +67,6 @@ policies = st.one_of(
     policy=policies,
     worlds=st.lists(st.tuples(st.integers(1, 7), st.integers(0, 4)), max_size=6),
 )
-@settings(deadline=None)
 def test_in_any_sequence_of_worlds_each_position_is_taken_once(length, policy, worlds):
     """`worlds` are sizes, and how many steps each of them commits."""
     taken, position = [], 0

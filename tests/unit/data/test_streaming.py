@@ -56,7 +56,7 @@ def whole(lengths, epochs, window=4):
     ),
     events=st.lists(EVENTS, max_size=12),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_each_record_is_used_once_an_epoch_in_the_same_order_in_any_history(
     lengths, window, policy, events
 ):
@@ -71,7 +71,7 @@ def test_each_record_is_used_once_an_epoch_in_the_same_order_in_any_history(
     window=st.integers(1, 12),
     epoch=st.integers(0, 2),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_all_records_are_there_and_one_can_go_on_behind_any(lengths, window, epoch):
     stream = ElasticStream(reader(lengths), len(lengths), window=window)
     records = list(records_from(stream, 7, Position(epoch)))
