@@ -155,7 +155,7 @@ class Keeper:
 
     def _publish(self, writer: Writer, version: Version) -> None:
         self._shards.reshard()
-        flat = self._tree.flatten() if self._first else None
+        flat = self._tree.flatten() if writer.keeps_shared else None
         shards = None
         if self._shards.any:
             shards = self._shards.flatten(self._tree.form, self._tree.sharded())

@@ -37,6 +37,13 @@ from torchelastic.worker.slate import Slate
 
 #: How long an agent may take to answer, and to bring a snapshot from another node.
 PATIENCE, FETCH_PATIENCE = 30.0, 600.0
+#: Bytes of room that it finds in a second at least: the pages of all workers of a node are taken
+#: one after the other.
+ROOM_PACE = 50e6
+
+
+class Unanswered(SnapshotError):
+    """The agent is busy, for all that is known: what was asked for may come yet."""
 
 
 class Holder(Protocol):
@@ -78,8 +85,10 @@ class Agent:
         return answer
 
     def room(self, piece: str, size: int, skeleton: int) -> Memory:
-        """Memory to write a piece to; `SnapshotError` says why there is none."""
-        return self._memory(Room(next(self._numbers), piece, size, skeleton), PATIENCE)
+        """Memory to write a piece to; `SnapshotError` says why there is none, `Unanswered` that it
+        may be asked for again."""
+        patience = PATIENCE + size / ROOM_PACE
+        return self._memory(Room(next(self._numbers), piece, size, skeleton), patience)
 
     def open(self, piece: str, version: Version, peer: str) -> Memory:
         """Memory that holds a piece; `peer` is where another node has it, empty if this one has."""
@@ -153,7 +162,7 @@ class Agent:
             if isinstance(answer, Answer) and answer.request == number:
                 return answer, descriptor
             self._overhear(message, descriptor)
-        raise SnapshotError("The agent has not answered in time.")
+        raise Unanswered("The agent has not answered in time.")
 
 
 def _words(answer: Answer) -> str:

@@ -29,7 +29,7 @@ from torchelastic.errors import SnapshotError
 from torchelastic.snapshot.layout import SHARED, Held, Memory, Version, checksum, own, shard
 from torchelastic.snapshot.messages import Sealed
 from torchelastic.tensor_bytes import SMALL, address_of, copy_out
-from torchelastic.training.keeping_agent import Holder
+from torchelastic.training.keeping_agent import Holder, Unanswered
 from torchelastic.training.keeping_tree import Flat, Layout, Staging
 
 log = logging.getLogger(__name__)
@@ -91,10 +91,9 @@ class _Job:
     copied: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
-    def of(cls, room: _Room, version: Version, flat: Flat) -> _Job:
+    def of(cls, room: _Room, version: Version, flat: Flat, layout: Layout) -> _Job:
         """Copies at once what is small, and what others than optimizers write."""
         lasting, passing = flat.lasting, flat.passing
-        layout = Layout.of([one.nbytes for one in lasting], [one.nbytes for one in passing])
         small = [*zip(lasting, layout.lasting, strict=True)]
         large = [(one, at) for one, at in small if one.nbytes >= SMALL]
         small = [(one, at) for one, at in small if one.nbytes < SMALL]
@@ -144,10 +143,15 @@ class Writer:
         #: Copy within the commit: in this job parameters are written to outside optimizer.step.
         self._at_once = False
 
+    @property
+    def keeps_shared(self) -> bool:
+        """Whether shared state is written by this rank, as far as it is known."""
+        return self._place.first and not self._shared.is_refused
+
     def publish(
         self, version: Version, flat: Flat | None, private: bytes, shards: Flat | None = None
     ) -> None:
-        """Begin a snapshot; `flat` is None on a rank that writes no shared state."""
+        """Begin a snapshot; `flat` is None on a rank that does not keep shared state."""
         self.finish()
         self._publish_own(version, private)
         # Before the shared piece: where that is found, so are the shards of whoever wrote it.
@@ -250,9 +254,11 @@ class Writer:
             self._seal(self._own, memory, version, OWN_SKELETON, len(private), summed)
 
     def _publish(self, room: _Room, version: Version, flat: Flat) -> None:
-        job = _Job.of(room, version, flat)
-        memory = room.memory(job.layout.size, len(job.skeleton))
+        sizes = [one.nbytes for one in flat.lasting], [one.nbytes for one in flat.passing]
+        layout = Layout.of(*sizes)
+        memory = room.memory(layout.size, len(flat.skeleton))
         if memory is not None:
+            job = _Job.of(room, version, flat, layout)
             self._copying.append(job)
             self._sealing.append((job, self._pool.submit(self._write, memory, job)))
 
@@ -326,6 +332,8 @@ class _Room:
         self.staging = Staging()
         self._memory: Memory | None = None
         self._asked: Future[Memory] | None = None
+        #: Whether the agent did not answer the last time.
+        self._is_late = False
         self.is_refused = False
         #: The memory whose other buffer needs no warming any more.
         self._warmed: Memory | None = None
@@ -337,11 +345,12 @@ class _Room:
         if self._asked is None:
             wanted = _roomy(size), _roomy(skeleton)
             self._asked = self._pool.submit(self._holder.room, self.piece, *wanted)
-            wait([self._asked], FIRST_WAIT)
+            if not self._is_late:
+                wait([self._asked], FIRST_WAIT)
         if not self._asked.done():
             return None
-        self._take(self._asked)
-        self._asked = None
+        asked, self._asked = self._asked, None
+        self._take(asked)
         return self._memory if self._fits(size, skeleton) else None
 
     def holds(self, version: Version) -> bool:
@@ -381,6 +390,10 @@ class _Room:
         self.close()
         try:
             self._memory = asked.result()
+        except Unanswered:
+            self._is_late = True
+            log.warning("There is no memory for '%s' yet: it is asked for again.", self.piece)
+            return
         except SnapshotError as error:
             self.refuse()
             log.warning("Training goes on without snapshots of '%s': %s", self.piece, error)

@@ -31,6 +31,7 @@ from torchelastic.training import (
     keeping_writer,
     session,
 )
+from torchelastic.training.keeping_tree import Staging
 from torchelastic.training.torch_state import TorchState
 
 
@@ -199,6 +200,43 @@ def test_a_refusal_is_told_once_and_training_goes_on(shelf, caplog):
         f"Training goes on without snapshots of '{piece}': {shelf.refusal}"
         for piece in (own(0), SHARED)
     ]
+
+
+def test_what_is_not_kept_is_not_copied_either(shelf, monkeypatch):
+    copied, copy = [], Staging.copy
+    monkeypatch.setattr(Staging, "copy", lambda *of: (copied.append(of), copy(*of)))
+    monkeypatch.setattr(keeping_writer, "FIRST_WAIT", 0.01)
+    shelf.answering.clear()
+    state = build()
+    state.restore()
+    train(state, 2)
+    assert copied == []  # there is no memory yet
+    shelf.refusal = "The node has no room for it."
+    shelf.answering.set()
+    writer = state._keeper._writer
+    poll_for(lambda: train(state, state.step + 1) or not writer.keeps_shared, what="the refusal")
+    monkeypatch.setattr(state._keeper._tree, "flatten", lambda: pytest.fail("it is refused"))
+    train(state, state.step + 2)
+    finish(state)
+    assert copied == []
+
+
+def test_an_answer_that_comes_too_late_is_no_refusal(shelf, monkeypatch, caplog):
+    room, late = shelf.room, [True, True]
+
+    def busy(*wanted):
+        if late:
+            late.pop()
+            raise keeping_agent.Unanswered("The agent has not answered in time.")
+        return room(*wanted)
+
+    monkeypatch.setattr(shelf, "room", busy)
+    state = build()
+    state.restore()
+    train(state, 3)
+    poll_for(lambda: train(state, state.step + 1) or shelf.versions(SHARED), what="a snapshot")
+    finish(state)
+    assert caplog.text.count("it is asked for again") == 2
 
 
 def test_an_agent_that_does_not_answer_holds_up_nobody(shelf, monkeypatch):

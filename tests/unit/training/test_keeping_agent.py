@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import threading
+import time
 
 import pytest
 
@@ -78,6 +79,16 @@ def test_an_answer_to_what_nobody_waits_for_is_dropped(ends):
     thread.join()
     assert len(os.listdir("/proc/self/fd")) == before
     os.close(descriptor)
+
+
+def test_it_is_waited_for_longer_the_more_is_asked_for(ends, monkeypatch):
+    agent, _ = ends
+    monkeypatch.setattr(keeping_agent, "PATIENCE", 0.0)
+    monkeypatch.setattr(keeping_agent, "ROOM_PACE", 1e4)
+    began = time.monotonic()
+    with pytest.raises(keeping_agent.Unanswered):
+        agent.room(SHARED, 1000, 64)
+    assert time.monotonic() - began >= 0.1
 
 
 @pytest.fixture
