@@ -14,7 +14,8 @@ pytest.importorskip("prometheus_client")
 
 
 def test_a_scraper_sees_a_failure_and_the_recovery_from_it(tmp_path):
-    with job(tmp_path, "--standalone --no-zygote --metrics-address=0") as it:
+    flags = "--standalone --no-zygote --metrics-address=0 --event-log-handler=console"
+    with job(tmp_path, flags) as it:
         node = it.start()
         it.world(0, 1)
         said = re.compile(r"metrics at (http://127\.0\.0\.1:\d+/metrics)")
@@ -29,6 +30,7 @@ def test_a_scraper_sees_a_failure_and_the_recovery_from_it(tmp_path):
         assert values["torchelastic_recovery_seconds_sum"] > 0
         it.order("finish")
         assert node.wait() == 0, node.stderr
+        assert '"type":"job-ended"' in node.stderr, "and the events go where they were wanted"
 
 
 def recovered(values: dict[str, float]) -> dict[str, float]:
