@@ -159,4 +159,6 @@ async def _written_stack(watched: Watched) -> str:
         same = same + 1 if size == before > begin else 0
         if same and not is_busy(watched.pid):
             break  # who has written stands still: it does not wait for a processor to go on
+    # Of too much, the end: the main thread, the oldest, is written last.
+    begin = max(begin, size - STACK_BYTES)
     return os.pread(watched.descriptor, STACK_BYTES, begin).decode(errors="replace")

@@ -259,3 +259,14 @@ def test_who_is_busy(sleeper):
     poll_for(sleeps, what="it sleeps")
     assert stacks.is_busy(os.getpid())
     assert not stacks.is_busy(2**22 + 1), "no such process"
+
+
+def test_of_a_long_stack_the_end_is_shown(table, sleeper, monkeypatch):
+    monkeypatch.setattr(timers, "STACK_BYTES", 12)
+    monkeypatch.setattr(
+        timers.os,
+        "kill",
+        lambda *_: os.pwrite(table.descriptor, b"x" * 99 + b"main thread\n", STACKS_AT),
+    )
+    watched = timers.Watched(sleeper.pid, table.descriptor, int(SIGNUM))
+    assert asyncio.run(timers._stack(watched)) == "main thread\n"
