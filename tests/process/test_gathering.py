@@ -73,10 +73,29 @@ def test_events_are_gathered_at_the_leader_where_nodes_meet_at_etcd(some_etcd, t
     with job(tmp_path, f"{where} {run}") as it:
         nodes = [it.start(), it.start()]
         it.world(0, 2)
-        [leader] = [node for node in nodes if node.events("became-leader")]
-        poll_for(lambda: has_all(leader, *nodes), what="the story", timeout=PATIENCE)
+        poll_for(
+            lambda: any(has_all(node, *nodes) for node in nodes if node.events("became-leader")),
+            what="the story",
+            timeout=PATIENCE,
+        )
         it.order("finish")
         assert [node.wait() for node in nodes] == [0, 0], it.said()
+
+
+def test_a_full_disk_costs_the_story_and_not_the_job(tmp_path):
+    with job(tmp_path, "--nnodes=2 --no-zygote") as it:
+        leader = it.start()
+        [log] = poll_for(
+            lambda: list((leader.directory / "logs").rglob("events.jsonl")), what="its log"
+        )
+        log.with_name("job.jsonl").symlink_to("/dev/full")  # before there is a world to tell of
+        other = it.start()
+        it.world(0, 2)
+        told = "Gathered events are lost"
+        poll_for(lambda: told in leader.stderr, what="a word of that", timeout=PATIENCE)
+        it.order("finish")
+        assert [leader.wait(), other.wait()] == [0, 0], it.said()
+        assert leader.stderr.count(told) == 1
 
 
 def test_a_job_of_one_node_needs_no_second_file(tmp_path):
