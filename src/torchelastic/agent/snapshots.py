@@ -254,10 +254,18 @@ class Snapshots:
                 holder = _Holder(self._carrier, self._shelf, peer, self._noted, self._say_once)
                 self._holders[node, peer] = holder
                 self._start(holder.run())
+        if len(world.nodes) == world.count:  # else a node that is not known may be there
+            self._start(self._adopt({item.node for item in world.nodes}))
         if self._is_new and world.generation > 0:
             peers = [peer for _, peer in chosen_holders(world, self._node, AHEAD)]
             self._start(self._fetch_ahead(self._carrier, peers))
         self._is_new = False
+
+    async def _adopt(self, alive: set[str]) -> None:
+        """What was brought here by nodes that are lost is brought to others from now on."""
+        if await asyncio.to_thread(self._shelf.adopt, alive):
+            for holder in self._holders.values():
+                holder.wake()
 
     async def _noted(self, piece: str) -> None:
         """A holder has a version: tell the worker which one all of them have."""

@@ -11,6 +11,9 @@
     GO: they are here        ->
                              <-   HAVE: they were not overwritten until now; or NO
 
+WAIT may come before any first reply, again and again: other guests are served first. Who wants
+something waits for it; who gives comes again later.
+
 What is given is summed by who takes it: nobody waits for that, and nobody else would look for
 hours. What is wanted is waited for, and summed by the worker, who would have to anyhow: here it is
 made sure only that it is the version that was asked for, and nothing that was written over it.
@@ -27,7 +30,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from torchelastic.errors import ConfigError, RendezvousError, TransferError, WireError
 from torchelastic.rendezvous.embedded import wire
@@ -36,7 +39,7 @@ from torchelastic.rendezvous.embedded.link import Link
 from torchelastic.rendezvous.secret import Credentials
 from torchelastic.snapshot import pipe
 from torchelastic.snapshot.bandwidth import Bucket
-from torchelastic.snapshot.layout import Held, Memory, Version
+from torchelastic.snapshot.layout import SHARED, Held, Memory, Version
 from torchelastic.snapshot.pipe import Header, Pipe
 from torchelastic.snapshot.room import NoRoom
 from torchelastic.snapshot.shelf import Kept, Shelf
@@ -49,8 +52,11 @@ T = TypeVar("T")
 ANSWERS = 5.0
 #: Transfers at a time, each way; others wait.
 OUTGOING, INCOMING = 4, 4
-#: Connections of others that are held open.
-MOST_GUESTS = 64
+#: How often a guest that waits for its turn is told so, in seconds: more often than a connection on
+#: which nothing moves is given up.
+WAITING = 5.0
+#: Connections of others that are held open. Those at rest make way: who is closed calls again.
+MOST_GUESTS = 256
 _BROKEN = (OSError, EOFError, RendezvousError)
 
 
@@ -72,6 +78,9 @@ class Carrier:
         self._incoming = ThreadPoolExecutor(INCOMING, "snapshot-in")
         self._pipes: set[Pipe] = set()
         self._guests: set[Pipe] = set()
+        #: Those of them that say nothing, the one for longest first.
+        self._resting: dict[Pipe, None] = {}
+        self._turns = asyncio.Semaphore(INCOMING)
         #: By address, a connection that nobody uses just now.
         self._idle: dict[str, Pipe] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -81,7 +90,7 @@ class Carrier:
         """End all transfers and connections."""
         self._closing = True
         loop = asyncio.get_running_loop()
-        for guest in self._guests:
+        for guest in self._resting:
             loop.remove_reader(guest)
         for each in self._pipes:
             each.hang_up()
@@ -133,12 +142,11 @@ class Carrier:
         except (*_BROKEN, pipe.Closed) as error:
             self._end(called)
             raise TransferError(f"The agent at {peer} is lost ({_words(error)}).") from error
-        except NoRoom:
-            self._end(called)
+        except asyncio.CancelledError:
+            called.hang_up()  # the thread may still be at it
             raise
         except BaseException:
-            # Cancelled, perhaps: the thread may still be at it.
-            called.hang_up()
+            self._end(called)
             raise
         self._rest(called, peer)
         return done
@@ -169,6 +177,7 @@ class Carrier:
     def _end(self, ended: Pipe) -> None:
         self._pipes.discard(ended)
         self._guests.discard(ended)
+        self._resting.pop(ended, None)
         for peer in [peer for peer, idle in self._idle.items() if idle is ended]:
             del self._idle[peer]
         ended.close()
@@ -182,6 +191,8 @@ class Carrier:
 
     def admit(self, link: Link, hello: wire.Hello) -> None:
         """Take a connection from the reception."""
+        if len(self._guests) >= MOST_GUESTS:
+            self._send_one_away()
         if self._closing or len(self._guests) >= MOST_GUESTS:
             link.send(wire.Refusal("This agent takes no more connections for snapshots now."))
             link.close()
@@ -195,26 +206,53 @@ class Carrier:
         self._guests.add(guest)
         self._listen(guest)
 
+    def _send_one_away(self) -> None:
+        for guest in list(self._resting)[:1]:
+            asyncio.get_running_loop().remove_reader(guest)
+            self._end(guest)
+
     def _listen(self, guest: Pipe) -> None:
         """Wait, without a thread, until the guest says something."""
+        self._resting[guest] = None
         asyncio.get_running_loop().add_reader(guest, self._heard, guest)
 
     def _heard(self, guest: Pipe) -> None:
         asyncio.get_running_loop().remove_reader(guest)
+        del self._resting[guest]
         task = asyncio.create_task(self._answer(guest), name="snapshot guest")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, guest: Pipe) -> None:
-        loop = asyncio.get_running_loop()
         try:
-            await loop.run_in_executor(self._incoming, _serve, guest, self._shelf)
+            await self._serve(guest)
         except (*_BROKEN, pipe.Closed) as error:
             logger.debug("a connection for snapshots has ended: %s", _words(error))
             self._end(guest)
+        except BaseException:
+            self._end(guest)
+            raise
         else:
             if not self._closing:
                 self._listen(guest)
+
+    async def _serve(self, guest: Pipe) -> None:
+        """Do what a guest asks for, when it is its turn; until then it hears that it is not."""
+        turn = asyncio.ensure_future(self._turns.acquire())
+        try:
+            while not turn.done():
+                await asyncio.wait({turn}, timeout=WAITING)
+                if not turn.done():
+                    guest.reply(pipe.WAIT)
+            await asyncio.get_running_loop().run_in_executor(
+                self._incoming, _serve, guest, self._shelf
+            )
+        finally:
+            turn.add_done_callback(self._end_turn)
+
+    def _end_turn(self, turn: asyncio.Future[Literal[True]]) -> None:
+        if not turn.cancelled():
+            self._turns.release()
 
 
 class _Refused(Exception):
@@ -236,7 +274,7 @@ def _give(
         with reading as (memory, descriptor, held):
             header = _header(pipe.GIVE, piece, node, memory, held)
             called.send(header.pack())
-            if _agreed(called) == pipe.GO:
+            if _agreed(called, waits=False) == pipe.GO:
                 _send(called, memory, descriptor, held, wait)
                 _agreed(called)
             return held.version
@@ -257,11 +295,21 @@ def _header(kind: int, piece: str, origin: str, memory: Memory, held: Held) -> H
         used=len(held.data),
         skeleton=len(held.skeleton),
         checksum=held.checksum,
+        before=max((one for one in _versions(memory) if one < held.version), default=pipe.NONE),
     )
 
 
-def _agreed(called: Pipe) -> int:
+def _versions(memory: Memory) -> list[Version]:
+    return [held.version for held in memory.holdings()]
+
+
+def _agreed(called: Pipe, *, waits: bool = True) -> int:
     kind, sentence = called.receive_reply()
+    while kind == pipe.WAIT:
+        if not waits:
+            # Others of this node, that somebody waits for, need the thread.
+            raise TransferError("The other node is busy with others: it is called again.")
+        kind, sentence = called.receive_reply()
     if kind == pipe.NO:
         raise _Refused(sentence)
     return kind
@@ -325,6 +373,9 @@ def _serve_want(guest: Pipe, shelf: Shelf, wanted: Header) -> None:
 
 
 def _serve_give(guest: Pipe, shelf: Shelf, header: Header) -> None:
+    if header.piece == SHARED:
+        # Whoever takes it for its workers' freshest state must have asked for it.
+        raise WireError("Shared state is fetched, and never given.")
     try:
         kept = shelf.make_room_for_replica(
             header.piece, header.origin or "?", header.room, header.skeleton_room
@@ -347,9 +398,19 @@ def _taken_in(guest: Pipe, kept: Kept, header: Header, may: bool) -> tuple[int, 
     """Take what is given; the answer to that."""
     if not may:
         return pipe.NO, "Another connection is just bringing that piece."
+    _drop_between(kept.memory, header)
     guest.reply(pipe.GO)
     whole = _take(guest, kept, header, partial(_is_whole, guest, kept, header))
     return (pipe.HAVE, "") if whole else (pipe.NO, "It was overwritten on its way.")
+
+
+def _drop_between(memory: Memory, header: Header) -> None:
+    """What some rank could not keep all have dropped. It goes here too, where what is given would
+    else take the place of the version before: the last one that all have."""
+    if header.before != pipe.NONE:
+        for version in _versions(memory):
+            if header.before < version < header.version:
+                memory.drop(version)
 
 
 def _take(by: Pipe, kept: Kept, header: Header, receive: Callable[[], bool]) -> bool:

@@ -37,15 +37,17 @@ MOST_SKELETON = 1 << 30
 
 _MAGIC = b"TESN"
 #: magic, kind, piece, origin, generation, step, rank, size, room, skeleton room, bytes, skeleton,
-#: checksum.
-_HEADER = struct.Struct(">4sB24s32sqqqqQQQQI")
+#: checksum; generation and step of the version before.
+_HEADER = struct.Struct(">4sB24s32sqqqqQQQQIqq")
+#: No version.
+NONE: Version = (-1, -1)
 #: kind, bytes of the sentence.
 _REPLY = struct.Struct(">BH")
 
 #: Kinds of headers: take this; give me that; here it is; give me the freshest that you have.
 GIVE, WANT, FOUND, FRESHEST = 1, 2, 3, 4
-#: Kinds of replies: go on; I have it; no.
-GO, HAVE, NO = 1, 2, 3
+#: Kinds of replies: go on; I have it; no; others come first, another reply follows.
+GO, HAVE, NO, WAIT = 1, 2, 3, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,8 @@ class Header:
     used: int = 0
     skeleton: int = 0
     checksum: int = 0
+    #: The next older version that the sender holds: what lies between, it has dropped.
+    before: Version = NONE
 
     def pack(self) -> bytes:
         return _HEADER.pack(
@@ -80,6 +84,7 @@ class Header:
             self.used,
             self.skeleton,
             self.checksum,
+            *self.before,
         )
 
     @classmethod
@@ -91,7 +96,7 @@ class Header:
             rank_of(named)
         except ValueError as error:
             raise WireError(f"A header names no piece: {error}.") from None
-        rank, size, room, skeleton_room, used, skeleton, summed = rest
+        rank, size, room, skeleton_room, used, skeleton, summed, *before = rest
         if (
             magic != _MAGIC
             or kind not in (GIVE, WANT, FOUND, FRESHEST)
@@ -111,6 +116,7 @@ class Header:
             used=used,
             skeleton=skeleton,
             checksum=summed,
+            before=(before[0], before[1]),
         )
 
 
@@ -233,7 +239,7 @@ class Pipe:
     def receive_reply(self) -> tuple[int, str]:
         kind, length = _REPLY.unpack(self.receive(_REPLY.size))
         sentence = self.receive(length).decode(errors="replace")
-        if kind not in (GO, HAVE, NO):
+        if kind not in (GO, HAVE, NO, WAIT):
             raise WireError("A reply does not make sense.")
         return kind, sentence
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -391,6 +391,15 @@ class Shelf:
         return [
             kept for kept in self._kept if (held := kept.freshest()) is None or held.version < base
         ]
+
+    def adopt(self, alive: Collection[str]) -> bool:
+        """Make our own what is a replica of a node that is not among these: nobody else brings it
+        to others any more, and it may be the last one. Says whether there is any."""
+        with self._lock:
+            orphans = [kept for kept in self._kept if kept.origin and kept.origin not in alive]
+            for kept in orphans:
+                kept.origin = ""
+            return bool(orphans)
 
     def _drop(self, kept: Iterable[Kept]) -> None:
         """But for what is being brought here."""

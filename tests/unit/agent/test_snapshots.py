@@ -381,3 +381,29 @@ def test_a_newcomer_that_cannot_have_it_ahead_still_answers_its_workers(monkeypa
             made.close()
 
     run(story())
+
+
+def test_who_holds_the_last_copy_of_a_lost_node_brings_it_to_others():
+    async def story():
+        async with agents("a", "b", "c") as (a, b, c):
+            in_one_world(a, b, c, generation=0)
+            await a.write(own(0), (0, 1))
+            await b.holds(own(0), (0, 1), True)
+            in_one_world(b, c, generation=1)
+            await c.holds(own(0), (0, 1), True)
+            await b.holds(own(0), (0, 1), False)
+
+    run(story())
+
+
+def test_copies_of_nodes_that_are_only_not_known_stay_copies():
+    async def story():
+        async with agents("a", "b", "c") as (a, b, c):
+            in_one_world(a, b, c, generation=0)
+            await a.write(own(0), (0, 1))
+            await b.holds(own(0), (0, 1), True)
+            whole = world("a", "b", "c", a=a.peer, b=b.peer, c=c.peer)
+            b.snapshots.turn_to(part(whole, "b", "c"))
+            assert not [task for task in b.snapshots._tasks if "adopt" in repr(task.get_coro())]
+
+    run(story())

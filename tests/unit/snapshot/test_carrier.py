@@ -22,8 +22,8 @@ from torchelastic.rendezvous.embedded.dial import Endpoint, knock
 from torchelastic.rendezvous.embedded.reception import Reception
 from torchelastic.rendezvous.secret import ANONYMOUS, Credentials, Secret
 from torchelastic.snapshot import carrier, layout, pipe, room
-from torchelastic.snapshot.carrier import MOST_GUESTS, Carrier
-from torchelastic.snapshot.layout import SHARED, own
+from torchelastic.snapshot.carrier import Carrier
+from torchelastic.snapshot.layout import SHARED, own, shard
 from torchelastic.snapshot.pipe import Header
 from torchelastic.snapshot.room import Limit, NoRoom
 from torchelastic.snapshot.shelf import Shelf
@@ -150,6 +150,22 @@ def test_an_older_version_is_taken_once_the_fresher_one_is_void():
             b.shelf.settle((0, 10), 1)
             assert await a.carrier.give(own(1), b.peer) == (0, 10)
             assert b.held() == [(own(1), (0, 10), True)]
+
+    run(story())
+
+
+def test_the_copy_of_a_dropped_version_makes_way_before_that_of_a_good_one():
+    """One rank has not kept step 2, so all have dropped it: until step 3 is whole, 1 is needed."""
+
+    async def story():
+        async with node("a") as a, node("b") as b:
+            for step in (1, 2):
+                kept = a.write(shard(1), (0, step))
+                await a.carrier.give(shard(1), b.peer)
+            kept.memory.drop((0, 2))
+            a.write(shard(1), (0, 3))
+            await a.carrier.give(shard(1), b.peer)
+            assert b.held() == [(shard(1), (0, 3), True), (shard(1), (0, 1), True)]
 
     run(story())
 
@@ -359,18 +375,143 @@ def test_connections_to_nodes_that_are_gone_are_closed():
     run(story())
 
 
-def test_only_so_many_connections_are_taken():
+def hold_serving(monkeypatch):
+    """What guests ask for is done when the event that is returned is set."""
+    goes_on, serve = threading.Event(), carrier._serve
+
+    def held(guest, shelf):
+        assert goes_on.wait(30)
+        serve(guest, shelf)
+
+    monkeypatch.setattr(carrier, "_serve", held)
+    return goes_on
+
+
+def test_guests_at_rest_make_way_and_others_are_not_sent_away(monkeypatch):
+    monkeypatch.setattr(carrier, "MOST_GUESTS", 2)
+
+    async def story():
+        async with node("a") as a, node("b") as b, node("c") as c, node("d") as d, node("e") as e:
+            a.write(SHARED, (0, 1))
+            for other in (b, c, d):
+                await other.carrier.fetch(SHARED, (0, 1), a.peer)
+            assert len(a.carrier._guests) == 2
+            goes_on = hold_serving(monkeypatch)
+            a.write(SHARED, (0, 2))
+            fetching = [
+                asyncio.create_task(one.carrier.fetch(SHARED, (0, 2), a.peer)) for one in (b, c)
+            ]
+            while a.carrier._resting or len(a.carrier._guests) < 2:
+                await asyncio.sleep(0.005)
+            with pytest.raises(TransferError, match="no more connections"):
+                await e.carrier.fetch(SHARED, (0, 2), a.peer)
+            goes_on.set()
+            await asyncio.gather(*fetching)
+            await d.carrier.fetch(SHARED, (0, 2), a.peer)
+
+    run(story())
+
+
+def test_who_waits_for_its_turn_hears_of_it_and_does_not_give_up(monkeypatch):
+    """One survivor serves a few at a time, and each may take longer than silence is borne."""
+    monkeypatch.setattr(carrier, "WAITING", 0.01)
+    heard, receive = threading.Event(), pipe.Pipe.receive_reply
+
+    def receive_reply(self):
+        kind, sentence = receive(self)
+        if kind == pipe.WAIT:
+            heard.set()
+        return kind, sentence
+
+    monkeypatch.setattr(pipe.Pipe, "receive_reply", receive_reply)
+
+    async def story():
+        async with contextlib.AsyncExitStack() as stack:
+            a = await stack.enter_async_context(node("a"))
+            a.write(SHARED, (0, 1))
+            others = [
+                await stack.enter_async_context(node(f"b{number}"))
+                for number in range(carrier.INCOMING + 2)
+            ]
+            goes_on = hold_serving(monkeypatch)
+            fetching = [
+                asyncio.create_task(one.carrier.fetch(SHARED, (0, 1), a.peer)) for one in others
+            ]
+            assert await asyncio.to_thread(heard.wait, 30)
+            goes_on.set()
+            await asyncio.gather(*fetching)
+            for one in others:
+                one.assert_holds(SHARED, (0, 1))
+
+    run(story())
+
+
+def test_who_gives_to_a_busy_node_comes_again(monkeypatch):
+    monkeypatch.setattr(carrier, "WAITING", 0.01)
+
     async def story():
         async with node("a") as a, node("b") as b:
-            place = Endpoint.at(a.peer, JOB, SECRET)
-            links = [
-                (await knock(place, purpose=wire.SNAPSHOT, timeout=5))[0]
-                for _ in range(MOST_GUESTS)
-            ]
-            with pytest.raises(TransferError, match="no more connections"):
+            a.write(own(1), (0, 1))
+            for _ in range(carrier.INCOMING):
+                await b.carrier._turns.acquire()
+            with pytest.raises(TransferError, match="is busy"):
+                await a.carrier.give(own(1), b.peer)
+            for _ in range(carrier.INCOMING):
+                b.carrier._turns.release()
+            while b.carrier._guests:
+                await asyncio.sleep(0.005)
+            assert await a.carrier.give(own(1), b.peer) == (0, 1)
+
+    run(story())
+
+
+@pytest.mark.parametrize("name", ["_serve", "_fetch"])
+def test_what_nobody_expected_ends_the_connection(monkeypatch, name):
+    def fails(*_):
+        raise RuntimeError("not foreseen")
+
+    async def story():
+        async with node("a") as a, node("b") as b:
+            unseen = []
+            asyncio.get_running_loop().set_exception_handler(lambda _, seen: unseen.append(seen))
+            monkeypatch.setattr(carrier, name, fails)
+            with pytest.raises((TransferError, RuntimeError)):
                 await b.carrier.fetch(SHARED, (0, 1), a.peer)
-            for link in links:
-                link.abort()
+            while a.carrier._guests:
+                await asyncio.sleep(0.005)
+            assert not b.carrier._pipes
+
+    run(story())
+
+
+def test_bytes_go_nowhere_else_when_their_memory_is_wanted_otherwise(monkeypatch, tmp_path):
+    """The sender stops amid a version, this node commits on, and files are opened and closed."""
+    begun, goes_on, send_file = threading.Event(), threading.Event(), pipe.Pipe.send_file
+
+    def send_half(self, descriptor, at, size, wait):
+        send_file(self, descriptor, at, size // 2, wait)
+        begun.set()
+        assert goes_on.wait(30)
+        send_file(self, descriptor, at + size // 2, size - size // 2, wait)
+
+    async def story():
+        async with node("a") as a, node("b") as b:
+            a.write(own(1), (0, 5))
+            await a.carrier.give(own(1), b.peer)
+            a.write(own(1), (1, 6))
+            monkeypatch.setattr(pipe.Pipe, "send_file", send_half)
+            giving = asyncio.create_task(a.carrier.give(own(1), b.peer))
+            assert await asyncio.to_thread(begun.wait, 30)
+            for step in (6, 7, 8):
+                b.write(own(0), (1, step), size=1000)
+                b.shelf.sealed([(own(0), (1, step))])
+            files = [open(tmp_path / str(number), "wb") for number in range(8)]  # noqa: SIM115
+            goes_on.set()
+            assert await giving == (1, 6)
+            for file in files:
+                file.close()
+            assert {file.stat().st_size for file in tmp_path.iterdir()} == {0}
+            b.assert_holds(own(1), (1, 6))
 
     run(story())
 
@@ -396,6 +537,7 @@ HUGE = Header(
         Header(kind=pipe.WANT, piece=SHARED, version=(0, 1), rank=5, size=2).pack(),
         Header(kind=pipe.GIVE, piece=SHARED, version=(0, 1), room=1 << 60).pack(),
         HUGE,
+        Header(kind=pipe.GIVE, piece=SHARED, version=(9, 9), room=9, used=9, origin="x").pack(),
         GOOD[:50],
     ],
 )
@@ -464,6 +606,7 @@ def test_no_thread_is_left():
             used=12345,
             skeleton=77,
             checksum=0xFFFFFFFF,
+            before=(1, 1),
         ),
     ],
 )

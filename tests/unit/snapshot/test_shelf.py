@@ -360,3 +360,19 @@ def test_pages_that_cannot_be_taken_are_not_promised_any_more(shelf, monkeypatch
         shelf.make_room(SHARED, 1000, 100)
     assert shelf._promised == 0
     assert memories() == []
+
+
+def test_replicas_of_nodes_that_are_lost_become_our_own(shelf):
+    write(shelf, own(0), (0, 5))
+    write(shelf, own(2), (0, 5), origin="b")
+    write(shelf, own(3), (0, 5), origin="c")
+    assert not shelf.adopt({"a", "b", "c"})
+    assert shelf.adopt({"a", "c"})
+    assert held(shelf) == [
+        (own(0), (0, 5), False),
+        (own(2), (0, 5), False),
+        (own(3), (0, 5), True),
+    ]
+    assert shelf.fresher_than({}) == [own(0), own(2)]
+    write(shelf, own(2), (1, 6))  # the rank is on this node now
+    assert shelf.fresher_than({own(0): (0, 5), own(2): (0, 5)}) == [own(2)]
