@@ -138,6 +138,8 @@ class _World:
     over_at: int | None = None
     kind: str | None = None
     failed: bool = False
+    #: It is among the disruptions.
+    mourned: bool = False
     #: By node: microseconds of stalls per worker so far, by part.
     stalls: dict[str, dict[Part, int]] = field(default_factory=dict)
     #: What of them the cursor has passed.
@@ -273,13 +275,13 @@ class GoodputFold:
     def _end_world(self, kind: str | None) -> None:
         """A generation is over. What its last lines say may still come, until the next begins."""
         world = self._world
-        before = world.disrupted
         if self._phase in ("entering", "training"):
-            world.over_at, world.kind, before = self._now, kind, False
+            world.over_at, world.kind = self._now, kind
             self._phase = "over"
         elif self._phase == "over" and world.kind is None:
             world.kind = kind
-        if self._phase == "over" and world.disrupted and not before:
+        if self._phase == "over" and world.disrupted and not world.mourned:
+            world.mourned = True
             self._disruptions += 1
 
     def _ended(self, node: str) -> None:

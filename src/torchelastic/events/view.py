@@ -161,6 +161,8 @@ class JobFold:
         self._nodes: dict[str, NodeView] = {}
         #: The names of nodes by the ids of their agents.
         self._names: dict[str, str] = {}
+        #: The ids of agents that were heard and are not known to be gone.
+        self._agents: set[str] = set()
         self._history: deque[Change] = deque(maxlen=HISTORY)
         self._worlds: deque[WorldView] = deque(maxlen=WORLDS)
         self._goodput = GoodputFold()
@@ -212,6 +214,7 @@ class JobFold:
                 self._tell(record, f"{other} joined")
             case events.NodeLost(name=other, reason=why):
                 self._set(other, state="lost")
+                self._agents.discard(self._nodes[other].agent or "")
                 self._tell(record, f"{other} was lost", why)
             case events.NodeLeaving(name=other, reason=why):
                 self._set(other, state="leaving")
@@ -328,8 +331,8 @@ class JobFold:
     def _job_ended(self, record: Record, name: str, ended: events.JobEnded) -> None:
         self._set(name, state="ended", exitcode=ended.exitcode)
         self._change(cause=ended.cause or self._view.cause, exitcode=ended.exitcode)
-        heard = [node for node in self._nodes.values() if node.agent is not None]
-        if all(node.state in ("ended", "lost") for node in heard):
+        self._agents.discard(record.node)
+        if not self._agents:
             self._change(phase="ended", ended=record.wall)
             self._world_over(record, "", ended.reason)
         self._tell(record, f"{name} ended with exit code {ended.exitcode}", ended.reason)
@@ -337,6 +340,7 @@ class JobFold:
     # --- small changes ---------------------------------------------------------------------------
 
     def _seen(self, record: Record) -> None:
+        self._agents.add(record.node)
         name = self._names.setdefault(record.node, record.node)
         present = self._nodes.get(name) or NodeView(name=name, state="starting")
         self._nodes[name] = replace(present, agent=record.node, last_seen=record.wall)

@@ -170,6 +170,12 @@ def test_a_leader_that_was_never_heard_of_is_not_needed():
     assert (found.disruptions, found.total) == (1, 6.0)
 
 
+def test_a_disruption_is_counted_once_in_whatever_order_it_is_told():
+    story = Story().world(0, 0).trains(0, 0, step=0).steps(1, 0, 1)
+    story.tell(2, events.WorkersStopped(0.1), by="b", generation=0).fails(2.1, 0).over(2.2, 0)
+    assert goodput(story.over(2.3, 0).world(3, 1).records).disruptions == 1
+
+
 def test_the_time_between_two_runs_is_waiting():
     story = undisturbed()
     story.tell(30, events.AgentStarted(1, "a:1", ["t.py"], 1, 2, 1))
