@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchelastic.agent.gathering import ANSWERS, Begin, Gathering, Heard, Lines
+from torchelastic.agent.gathering import ANSWERS, NOTHING, Begin, Gathering, Heard, Lines
 from torchelastic.agent.heard import SPREAD, Offset, linger, portion
 from torchelastic.agent.meeting import Meeting
 from torchelastic.clock import Clock
@@ -41,6 +41,9 @@ SETTLING = 1.0
 LOOK_AGAIN, TRY_AGAIN = 60.0, 2.0
 #: Seconds the leader has to answer a call, and to take lines: those of all may come at once.
 CALL, PATIENCE = 5.0, 60.0
+#: How often the clocks are looked at before anything is told: what is told first is told once, and
+#: with the time that is known by then.
+GREETINGS = 4
 _UNHEARD = (OSError, EOFError, asyncio.TimeoutError, NoAnswer, RendezvousError, ConfigError)
 
 
@@ -233,10 +236,12 @@ class Telling:
         return link
 
     async def _tell(self, ear: Ear, *, leads: bool) -> None:
-        offset, sent = Offset(), self._clock.now()
-        heard = await ear.begin()
-        offset.note(sent, heard.at)
-        upto = heard.upto
+        offset, upto = Offset(), NOTHING
+        for _ in range(GREETINGS):
+            sent = self._clock.now()
+            heard = await ear.begin()
+            offset.note(sent, heard.at)
+            upto = heard.upto
         while not ear.ended.done():
             self._news.clear()
             upto = await self._tell_rest(ear, offset, upto, leads=leads)
