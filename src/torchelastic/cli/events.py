@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
-from torchelastic.errors import EXIT_OK, EXIT_USAGE, TorchElasticError
+from torchelastic.cli import terminal
+from torchelastic.errors import EXIT_OK, TorchElasticError
 
 _DESCRIPTION = """\
 Show what happened in a job, in the order of time, from the logs of all its agents that are here.
@@ -34,7 +34,6 @@ def main(argv: Sequence[str]) -> int:
             args.job, args.id, follow=args.follow, as_data=args.json, everything=args.all
         )
     except TorchElasticError as error:
-        print(f"torchelastic events: {error}", file=sys.stderr)
-        return EXIT_USAGE
+        return terminal.refuse("events", error)
     except KeyboardInterrupt:
         return EXIT_OK

@@ -22,7 +22,7 @@ class LivePicture:
         self._story = story
         self._follower = Follower()
         self._follower.skip(story.files())
-        records = story.records()
+        records = story.records(thin=True)
         self._known = {record.key for record in records}
         #: What will not be preceded any more is folded; the rest waits, to be put in order.
         self._fold = JobFold()

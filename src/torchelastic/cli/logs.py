@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
-from torchelastic.errors import EXIT_OK, EXIT_USAGE, TorchElasticError
+from torchelastic.cli import terminal
+from torchelastic.errors import EXIT_OK, TorchElasticError
 
 _DESCRIPTION = """\
 Show what a job's workers wrote, from the files that --redirects and --tee make of it.
@@ -44,7 +44,6 @@ def main(argv: Sequence[str]) -> int:
             follow=args.follow,
         )
     except TorchElasticError as error:
-        print(f"torchelastic logs: {error}", file=sys.stderr)
-        return EXIT_USAGE
+        return terminal.refuse("logs", error)
     except KeyboardInterrupt:
         return EXIT_OK

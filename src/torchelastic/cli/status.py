@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
-from torchelastic.errors import EXIT_OK, EXIT_USAGE, TorchElasticError
+from torchelastic.cli import terminal
+from torchelastic.errors import EXIT_OK, TorchElasticError
 
 _DESCRIPTION = """\
 Show the jobs of this machine: nodes, generation, workers, step, goodput, what the last failure
@@ -20,11 +20,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("job", nargs="?", metavar="JOB", help="a job id, or how one begins")
     parser.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse_args(argv)
-    from torchelastic.cli import status_text, terminal  # slow to import: not for --help
+    from torchelastic.cli import status_text  # the events are slow to import: not for --help
 
     try:
         terminal.show(status_text.answer(args.job, as_data=args.json))
     except TorchElasticError as error:
-        print(f"torchelastic status: {error}", file=sys.stderr)
-        return EXIT_USAGE
+        return terminal.refuse("status", error)
     return EXIT_OK

@@ -46,7 +46,7 @@ def answer(wanted: str | None, *, as_data: bool) -> str:
 def picture(entry: JobEntry, *, steps: bool = True) -> JobView:
     """What the logs on this machine say about a job."""
     fold = JobFold()
-    for record in log.read_files(files_of(entry), steps=steps):
+    for record in log.read_files(files_of(entry), steps=steps, thin=True):
         fold.feed(record)
     seen = fold.view(now=time.time() if entry.alive else None)
     dead = {agent.node for agent in entry.agents if not agent.alive}

@@ -43,11 +43,11 @@ class Story:
             return log.find_logs(self.where)
         return files_of(self.entry) if self.entry is not None else []
 
-    def records(self) -> list[Record]:
-        """All that is told so far, in the order of time."""
+    def records(self, *, thin: bool = False) -> list[Record]:
+        """All that is told so far, in the order of time; `thin`: fewer steps of a long story."""
         if self.where is not None:
             return list(log.read_job(self.where, job=self.job))
-        return log.read_files(self.files())
+        return log.read_files(self.files(), thin=thin)
 
 
 def files_of(entry: JobEntry) -> list[Path]:

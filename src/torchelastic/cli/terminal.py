@@ -11,6 +11,8 @@ import re
 import sys
 from typing import TextIO
 
+from torchelastic.errors import EXIT_USAGE
+
 #: Control characters but the end of a line and the tab; marks that turn the direction of writing
 #: or end a line; halves of characters.
 _UNPRINTABLE = re.compile(
@@ -44,6 +46,12 @@ def show(text: str, *, stream: TextIO | None = None, flush: bool = True) -> None
     stream.write(f"{safe}\n")
     if flush:
         stream.flush()
+
+
+def refuse(command: str, error: Exception) -> int:
+    """Say what is wrong; returns the exit code."""
+    show(f"torchelastic {command}: {one_line(str(error))}", stream=sys.stderr)
+    return EXIT_USAGE
 
 
 def nobody_reads() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from torchelastic.errors import EXIT_OK, EXIT_USAGE, ConfigError, TorchElasticError
+from torchelastic.cli import terminal
+from torchelastic.errors import EXIT_OK, ConfigError, TorchElasticError
 
 _DESCRIPTION = """\
 Watch a job: its nodes and ranks, how far and how fast they are, what happened last, and what
@@ -33,8 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
         return watch(args.job, args.id, once=args.once)
     except TorchElasticError as error:
-        print(f"torchelastic top: {error}", file=sys.stderr)
-        return EXIT_USAGE
+        return terminal.refuse("top", error)
     except KeyboardInterrupt:
         return EXIT_OK
 

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchelastic.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, TorchElasticError
+from torchelastic.cli import terminal
+from torchelastic.errors import EXIT_FAILED, EXIT_OK, TorchElasticError
 
 _DESCRIPTION = """\
 Write a job's story as a trace: one track per rank, the generations, steps and recoveries.
@@ -36,8 +37,7 @@ def main(argv: Sequence[str]) -> int:
         records = choose(args.job, args.id).records()
         count = write(args.output, trace(records))
     except TorchElasticError as error:
-        print(f"torchelastic trace: {error}", file=sys.stderr)
-        return EXIT_USAGE
+        return terminal.refuse("trace", error)
     except OSError as error:
         print(f"torchelastic trace: {args.output} cannot be written: {error}", file=sys.stderr)
         return EXIT_FAILED

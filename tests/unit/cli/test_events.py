@@ -135,3 +135,12 @@ def test_a_trace_that_cannot_be_written_is_told(tmp_path, capsys):
     assert trace.main(["job", "-o", str(tmp_path / "no" / "trace.json")]) == EXIT_FAILED
     assert "cannot be written" in capsys.readouterr().err
     assert trace.main(["nope"]) == EXIT_USAGE
+
+
+def test_an_error_that_names_jobs_is_text_too(capsys):
+    Agent(f"one{HOSTILE}").log.close()
+    Agent(f"two{HOSTILE}").log.close()
+    assert command.main([]) == EXIT_USAGE
+    text = capsys.readouterr().err
+    assert not set(text) & {"\x1b", "\x07", "\r", "\u202e", "\x9b"}
+    assert text.count("\n") == 1

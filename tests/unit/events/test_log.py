@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from torchelastic.clock import FakeClock
-from torchelastic.events.log import EventLog, Record, read
+from torchelastic.events import log as events_log
+from torchelastic.events.log import EventLog, Record, read, read_files
 from torchelastic.events.types import Joined, Note, Progress, WorldFormed
 
 
@@ -210,3 +211,26 @@ def test_a_second_sink_sees_every_line(tmp_path):
     log.emit(Note("seen"))
     log.close()
     assert lines == log.path.read_text().splitlines()
+
+
+def test_of_a_long_log_not_every_step_is_read_for_a_picture(tmp_path, monkeypatch):
+    path = tmp_path / "job.jsonl"
+    for node in range(4):
+        log = EventLog(path, job="job", node=f"n{node}", clock=FakeClock(float(node)))
+        log.emit(Note(str(node)))
+        for step in range(200):
+            log.emit(Progress([node], [step], [float(step)]), generation=0)
+        log.close()
+    size = path.stat().st_size
+    monkeypatch.setattr(events_log, "_LATEST", 2000)
+    monkeypatch.setattr(events_log, "MUCH", size // 7)
+    found = read_files([path], thin=True)
+    kept = [record for record in found if record.type == "progress"]
+    assert len(found) - len(kept) == 4, "what is no progress is read in full"
+    assert 20 < len(kept) < 400
+    assert {record.node for record in kept} == {"n0", "n1", "n2", "n3"}
+    last = max(record.event.steps[0] for record in kept if record.node == "n3")
+    assert last == 199, "the latest is"
+    assert len(read_files([path])) == 804
+    monkeypatch.setattr(events_log, "MUCH", size + 1)
+    assert len(read_files([path], thin=True)) == 804
