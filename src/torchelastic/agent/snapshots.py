@@ -125,7 +125,13 @@ class Snapshots:
             logger.debug("a worker sent something unreadable: %s", error)
             return
         match said:
-            case messages.Room() | messages.Inventory() | messages.Open() | messages.Fetch():
+            case (
+                messages.Room()
+                | messages.Inventory()
+                | messages.Open()
+                | messages.Fetch()
+                | messages.Drop()
+            ):
                 self._start(self._answer(said, answer))
             case messages.Sealed(piece, version):
                 self._sealed.append((piece, version))
@@ -182,6 +188,9 @@ class Snapshots:
             case messages.Fetch(_, piece, version, peer):
                 await self._fetch(piece, version, peer)
                 return messages.Opened(number), await self._opened(piece, version)
+            case messages.Drop(_, piece, version):
+                await asyncio.to_thread(self._shelf.drop_damaged, piece, version)
+                return messages.Dropped(number), None
             case messages.Inventory():
                 async with self._settling:
                     held = await asyncio.to_thread(self._shelf.holdings)

@@ -7,6 +7,7 @@ in lower case. What a worker asks has a number, and so has the answer to it:
     worker  Inventory(2)             agent  Holdings(2, ...)
     worker  Open(3, piece, version)  agent  Opened(3) with a memory, or Refused
     worker  Fetch(4, ..., peer)      agent  the same, once it has a copy from another agent
+    worker  Drop(5, piece, version)  agent  Dropped(5)
     worker  Sealed(...), Settled(...): no answer; what is not heard does no harm
 
 The memory comes as a descriptor (`layout.Memory`). The one of `Granted` is to be written to, the
@@ -78,6 +79,15 @@ class Fetch:
 
 
 @dataclass(frozen=True)
+class Drop:
+    """A version of a piece is damaged here: look, and do not offer it any more."""
+
+    request: Count
+    piece: str
+    version: Version
+
+
+@dataclass(frozen=True)
 class Sealed:
     """There is a new version. May get lost: the agent finds it as well by looking."""
 
@@ -111,6 +121,13 @@ class Opened:
 
 
 @dataclass(frozen=True)
+class Dropped:
+    """What is damaged of that version is not held any more."""
+
+    request: Count
+
+
+@dataclass(frozen=True)
 class Refused:
     """It cannot be had; the sentence says why and what to do."""
 
@@ -128,9 +145,9 @@ class Holdings:
     node: str = ""
 
 
-Request = Room | Inventory | Open | Fetch
+Request = Room | Inventory | Open | Fetch | Drop
 Question = Request | Sealed | Settled
-Answer = Granted | Opened | Refused | Holdings
+Answer = Granted | Opened | Dropped | Refused | Holdings
 
 _codec: Codec[Question | Answer] = Codec(*get_args(Question | Answer), prefix=PREFIX)
 to_json, from_json = _codec.to_json, _codec.from_json

@@ -401,6 +401,19 @@ class Shelf:
                 kept.origin = ""
             return bool(orphans)
 
+    def drop_damaged(self, piece: str, version: Version) -> None:
+        """Forget a version wherever its bytes are not what was sealed; they are all looked at."""
+        with self._lock:
+            found = [
+                (kept, os.dup(kept.descriptor))
+                for kept in self._kept
+                if kept.piece == piece and kept.find(version) is not None
+            ]
+        for kept, descriptor in found:
+            if not _is_whole(descriptor, version):
+                with self._lock:
+                    kept.void.add(version)
+
     def _drop(self, kept: Iterable[Kept]) -> None:
         """But for what is being brought here."""
         for item in kept:
@@ -412,3 +425,15 @@ class Shelf:
         """Nobody brings anything any more."""
         with self._lock:
             self._drop(list(self._kept))
+
+
+def _is_whole(descriptor: int, version: Version) -> bool:
+    """Whether a memory has this version whole; closes the descriptor."""
+    try:
+        memory = Memory(descriptor, writable=False)
+    finally:
+        os.close(descriptor)
+    held = memory.find(version)
+    whole = held is not None and held.is_whole()
+    memory.close()
+    return whole

@@ -18,6 +18,8 @@ from torchelastic.errors import ChannelLost, SnapshotError
 from torchelastic.snapshot.layout import Memory, Version
 from torchelastic.snapshot.messages import (
     Answer,
+    Drop,
+    Dropped,
     Fetch,
     Granted,
     Holdings,
@@ -54,6 +56,8 @@ class Holder(Protocol):
     def room(self, piece: str, size: int, skeleton: int) -> Memory: ...
 
     def open(self, piece: str, version: Version, peer: str) -> Memory: ...
+
+    def drop(self, piece: str, version: Version) -> None: ...
 
     def tell(self, message: Sealed | Settled) -> None: ...
 
@@ -96,6 +100,15 @@ class Agent:
         if peer:
             return self._memory(Fetch(number, piece, version, peer), FETCH_PATIENCE)
         return self._memory(Open(number, piece, version), PATIENCE)
+
+    def drop(self, piece: str, version: Version) -> None:
+        """Have it look at a version that is damaged, and offer it no more: when this returns, it
+        does not. `SnapshotError` if it does not answer."""
+        answer, descriptor = self._ask(Drop(next(self._numbers), piece, version), FETCH_PATIENCE)
+        if descriptor is not None:
+            os.close(descriptor)
+        if not isinstance(answer, Dropped):
+            raise SnapshotError(_words(answer))
 
     def tell(self, message: Sealed | Settled) -> None:
         """Without waiting; it may get lost."""

@@ -211,12 +211,16 @@ class Writer:
         self._checked = self._pool.submit(held.is_whole)
 
     def is_whole(self, held: Held) -> bool:
-        """What `check` has found out. A damaged one is dropped, if it is in this node's memory."""
+        """What `check` has found out. A damaged one is dropped by the agent, before anybody can
+        begin with it again."""
         if self._checked is None or self._checked.result():
             return True
-        memory = self._shared.memory(len(held.data), len(held.skeleton))
-        if memory is not None:
-            memory.drop(held.version)
+        try:
+            self._holder.drop(SHARED, held.version)
+        except SnapshotError as error:
+            log.error(
+                "A damaged snapshot of step %d may be found again: %s", held.version[1], error
+            )
         return False
 
     def before_write(self) -> None:

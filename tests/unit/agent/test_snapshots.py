@@ -163,6 +163,22 @@ def test_what_a_worker_asks_for_is_answered():
     run(story())
 
 
+def test_a_damaged_version_is_not_offered_again_and_a_sound_one_is():
+    async def story():
+        async with agents("a") as (a,):
+            await a.write(SHARED, (0, 1))
+            await a.write(SHARED, (0, 2))
+            at = a.memories[SHARED].sizes.buffer_at(a.memories[SHARED].find((0, 2)).index)
+            a.memories[SHARED]._map[at] ^= 1
+            for version in ((0, 1), (0, 2), (0, 3)):
+                assert await a.ask(messages.Drop(5, SHARED, version)) == (messages.Dropped(5), None)
+            assert await a.held() == [(SHARED, (0, 1), False)]
+            said, _ = await a.ask(messages.Open(6, SHARED, (0, 2)))
+            assert "does not hold" in said.sentence
+
+    run(story())
+
+
 def test_void_versions_are_dropped_when_a_generation_has_settled():
     async def story():
         async with agents("a") as (a,):

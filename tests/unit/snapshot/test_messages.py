@@ -13,10 +13,12 @@ ALL = [
     messages.Inventory(2),
     messages.Open(3, "own:1", (0, 5)),
     messages.Fetch(4, "own:1", (0, 5), "10.0.0.2:29400"),
+    messages.Drop(5, "shared", (0, 5)),
     messages.Sealed("shared", (1, 7)),
     messages.Settled((1, 7), 2),
     messages.Granted(1),
     messages.Opened(3),
+    messages.Dropped(5),
     messages.Refused(4, "No."),
     messages.Holdings(2, (HOLDING,), "10.0.0.1:29400", "node-a"),
 ]

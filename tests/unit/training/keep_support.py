@@ -69,6 +69,11 @@ class Shelf:
         holder = self.peers[peer] if peer else self
         return Memory(holder.descriptors[piece], writable=False)
 
+    def drop(self, piece: str, version: Version) -> None:
+        memory = Memory(self.descriptors[piece])
+        memory.drop(version)
+        memory.close()
+
     def tell(self, message: Sealed | Settled) -> None:
         self.told.append(message)
 

@@ -13,7 +13,15 @@ import pytest
 from tests.support import poll_for
 from torchelastic.errors import SnapshotError
 from torchelastic.snapshot.layout import SHARED, Sizes, create
-from torchelastic.snapshot.messages import Granted, Holding, Holdings, Opened, Refused, to_json
+from torchelastic.snapshot.messages import (
+    Dropped,
+    Granted,
+    Holding,
+    Holdings,
+    Opened,
+    Refused,
+    to_json,
+)
 from torchelastic.training import keeping_agent
 from torchelastic.training.keeping_agent import Agent
 from torchelastic.worker import orders, slate
@@ -79,6 +87,17 @@ def test_an_answer_to_what_nobody_waits_for_is_dropped(ends):
     thread.join()
     assert len(os.listdir("/proc/self/fd")) == before
     os.close(descriptor)
+
+
+def test_what_is_damaged_is_dropped_when_the_agent_says_so(ends):
+    agent, theirs = ends
+    thread = answer(theirs, (Dropped, []))
+    agent.drop(SHARED, (2, 7))
+    thread.join()
+    thread = answer(theirs, (lambda number: Refused(number, "No."), []))
+    with pytest.raises(SnapshotError, match=r"^No\.$"):
+        agent.drop(SHARED, (2, 7))
+    thread.join()
 
 
 def test_it_is_waited_for_longer_the_more_is_asked_for(ends, monkeypatch):
