@@ -38,7 +38,7 @@ def gather(said: Any) -> list[Any]:
     padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device)
     texts = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(texts, padded)
-    return [json.loads(bytes(one.cpu().tolist())) for one in texts]
+    return [json.loads(one.cpu().numpy().tobytes()) for one in texts]
 
 
 def all_of_them(well: bool) -> bool:
