@@ -117,6 +117,17 @@ def test_a_version_that_was_overwritten_is_noticed():
         assert not made.still_holds(held)
 
 
+def test_a_number_that_is_used_again_is_not_taken_for_the_version_that_had_it():
+    with memory() as (made, _):
+        publish(made, (0, 10))
+        publish(made, (0, 11))
+        held = made.freshest()
+        made.settle((0, 10), 1)
+        publish(made, (1, 11))
+        assert made.freshest().number == held.number
+        assert not made.still_holds(held)
+
+
 def test_what_does_not_fit_is_refused_and_the_rest_stays():
     with memory() as (made, _):
         publish(made, (0, 1))
