@@ -64,6 +64,7 @@ class _Trace:
     zero: float | None = None
     now: float = 0.0
     nodes: dict[str, int] = field(default_factory=dict)
+    named: set[str] = field(default_factory=set)
     tracks: dict[tuple[int, int], _Track] = field(default_factory=dict)
     #: The world under way: its generation, when it began, what is told of it.
     world: tuple[int, float, Entry] | None = None
@@ -84,6 +85,9 @@ class _Trace:
 
     def rest(self) -> Iterator[Entry]:
         """What was under way when the story ended, and what is known at its end only."""
+        for node, number in self.nodes.items():
+            if node not in self.named:  # it never had another name than its agent's id
+                yield from _named("process", number, 0, f"node {node}")
         yield from self._end_world(self.now, "")
         for track in self.tracks.values():
             yield from self._step(track, track.step + 1, self.now)
@@ -96,12 +100,10 @@ class _Trace:
     # --- who -------------------------------------------------------------------------------------
 
     def _node(self, record: Record) -> Iterator[Entry]:
-        known = record.node in self.nodes
         number = self.nodes.setdefault(record.node, _JOB + 1 + len(self.nodes))
         if isinstance(record.event, events.Joined):
+            self.named.add(record.node)
             yield from _named("process", number, 0, f"node {record.event.name}")
-        elif not known:
-            yield from _named("process", number, 0, f"node {record.node}")
 
     def _track(self, record: Record, rank: int) -> Iterator[Entry]:
         """Begin the track of a rank, if it is new, or of another generation."""
