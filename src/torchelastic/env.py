@@ -66,6 +66,16 @@ VARIABLES: tuple[Variable, ...] = (
         "TORCHELASTIC_ETCD_PASSWORD_FILE", "agent", "etcd_password_file where --rdzv-conf has none"
     ),
     Variable("TORCHELASTIC_ETCD_BINARY_PATH", "agent", "the etcd that EtcdServer starts"),
+    Variable(
+        "TORCHELASTIC_ENABLE_FILE_TIMER",
+        "agent",
+        "1: torch's FileTimerClient works; at the path in TORCHELASTIC_TIMER_FILE if that is set",
+    ),
+    Variable(
+        "TORCHELASTIC_TIMER_FILE",
+        "worker",
+        "with TORCHELASTIC_ENABLE_FILE_TIMER, the pipe that torch's FileTimerClient wants",
+    ),
     Variable("PYTHON_EXEC", "agent", "the Python that runs scripts"),
     Variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "agent", "default of --shutdown-timeout"),
     Variable(

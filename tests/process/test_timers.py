@@ -14,22 +14,23 @@ def line_of(text: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if line.strip() == text)
 
 
-def test_whatever_a_worker_hangs_in_it_is_ended_and_says_where(tmp_path):
-    """In Python, in another thread, and in C with the GIL: a generation each."""
+def test_whatever_a_worker_hangs_in_it_is_ended_and_says_where(tmp_path, monkeypatch):
+    """In Python, in another thread, by torch's timers, in C with the GIL: a generation each."""
+    monkeypatch.setenv("TORCHELASTIC_ENABLE_FILE_TIMER", "1")
     place = f"{SCRIPT}#{line_of('with expires(after=0.3):')}"
-    with job(tmp_path, "--standalone --no-zygote --max-restarts=2") as it:
+    with job(tmp_path, "--standalone --no-zygote --max-restarts=3") as it:
         node = it.start(script=[str(SCRIPT), "script"])
         assert node.wait(100) == 1, node.stderr
+        killed = {event["reason"]: event["stack"] for event in node.events("worker-killed")}
         words = [f"timer '{scope}' expired after 0.3 s" for scope in ("outer", "data", place)]
-        functions = ["in in_python", "in wait_for_data", "in holding_the_gil"]
-        killed = node.events("worker-killed")
-        assert [event["reason"] for event in killed] == words
-        for event, function in zip(killed, functions, strict=True):
-            assert function in event["stack"]
+        for word, function in zip(
+            words, ("in_python", "wait_for_data", "holding_the_gil"), strict=True
+        ):
+            assert f"in {function}" in killed[word]
         failures = [event["failure"] for event in node.events("worker-failed")]
-        assert [(item["message"], item["exitcode"]) for item in failures] == [
-            (word, -9) for word in words
-        ]
+        assert {item["exitcode"] for item in failures} == {-9}
+        assert [item["message"] for item in failures] == list(killed)
+        assert failures[2]["message"].startswith("timer 'torch's' expired after ")
         report = node.stderr.partition("Root Cause")[2]
         assert f"error     : {words[-1]}" in report
         assert "in holding_the_gil" in report

@@ -21,6 +21,7 @@ from typing import Any
 from torchelastic import env, jobs
 from torchelastic.agent import crew, group_state, logs
 from torchelastic.agent.crew import CrewState
+from torchelastic.agent.file_timers import FileTimers
 from torchelastic.agent.gathered_log import GatheredLog
 from torchelastic.agent.gathering import Gathering
 from torchelastic.agent.group_state import GroupState
@@ -165,6 +166,9 @@ class Agent:
             prints_failure=self._prints_failure,
         )
         self._env = node_env(env.snapshot(), config)
+        file_timers = FileTimers.wanted(self._env, registry_dir)
+        if file_timers is not None:
+            self._env[file_timers.VARIABLE] = str(file_timers.path)
         self._nursery = Nursery(config, self._entry, self._env)
         self._snapshots = Snapshots(
             self._node,
@@ -188,6 +192,8 @@ class Agent:
             snapshots=self._snapshots,
             sampling=self._sampling,
         )
+        if file_timers is not None:
+            self._workers.timers.take_also(file_timers)
         self._presence = Presence(
             config,
             self._node,

@@ -1,7 +1,7 @@
 """The timers of this node's workers: who has not come out of a block in time is ended.
 
 The agent reads every worker's table (`timer/table.py`), a quarter of a second apart, or when the
-next timer expires if that is sooner; it does not look at all before a worker has handed it one.
+next timer expires if that is sooner; it does not look at all before a worker has its first timer.
 Once it has decided, the worker writes its stacks, and is killed: nothing spares it any more.
 """
 
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from torchelastic.agent.file_timers import FileTimers
 from torchelastic.agent.stacks import STACK_BYTES, is_busy, is_frozen, stack_of
 from torchelastic.timer.table import MESSAGE, STACKS_AT, Timer, read
 
@@ -43,10 +44,12 @@ class Watched:
 
 
 class Timers:
-    """Watches the tables that workers hand over."""
+    """Watches the tables that workers hand over, and what they ask torch's timers for."""
 
     def __init__(self) -> None:
         self._watched: dict[int, Watched] = {}
+        self._file: FileTimers | None = None
+        #: From the first timer on.
         self._some = asyncio.Event()
 
     # --- what workers say ------------------------------------------------------------------------
@@ -65,17 +68,23 @@ class Timers:
         self._watched[local_rank] = Watched(pid, descriptor, int(signum))
         self._some.set()
 
+    def take_also(self, file: FileTimers) -> None:
+        """Torch's timers, too, which are closed with these."""
+        self._file = file
+        file.listen(self._some.set)
+
     def ended(self, local_rank: int) -> None:
         """The worker is gone, and its timers with it."""
         watched = self._watched.pop(local_rank, None)
         if watched is not None:
             os.close(watched.descriptor)
-        if not self._watched:
-            self._some.clear()
 
     def close(self) -> None:
         for local_rank in list(self._watched):
             self.ended(local_rank)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     # --- watching --------------------------------------------------------------------------------
 
@@ -84,22 +93,36 @@ class Timers:
         while True:
             await self._some.wait()
             now = time.monotonic()
-            found = {rank: read(seen.descriptor) for rank, seen in self._watched.items()}
+            found = self._look({rank: workers.pid(rank) or 0 for rank in workers.alive})
             late = {rank: timer for rank, timers in found.items() if (timer := first(timers, now))}
             if late and not workers.stopping:
                 await asyncio.gather(*(self._end(*each, workers) for each in late.items()))
             await asyncio.sleep(pause(_all(found.values()), now))
 
+    def _look(self, pids: Mapping[int, int]) -> dict[int, list[Timer]]:
+        """The timers of each worker, by its local rank."""
+        found = {rank: read(seen.descriptor) for rank, seen in self._watched.items()}
+        if self._file is not None:
+            self._file.keep(pids.values())
+            for rank, pid in pids.items():
+                found.setdefault(rank, []).extend(self._file.of(pid))
+        return found
+
     async def _end(self, local_rank: int, timer: Timer, workers: Workers) -> None:
         """Have the stacks written of a worker whose timer has expired, then end it."""
-        watched = self._watched[local_rank]
-        own = os.dup(watched.descriptor)  # the worker may end meanwhile
-        try:
-            stack = await _stack(replace(watched, descriptor=own))
-        finally:
-            os.close(own)
-        if self._watched.get(local_rank) is watched:
+        pid, watched = workers.pid(local_rank), self._watched.get(local_rank)
+        if watched is None:
+            stack = await stack_of(pid) or "no stack could be read"
+        else:
+            own = os.dup(watched.descriptor)  # the worker may end meanwhile
+            try:
+                stack = await _stack(replace(watched, descriptor=own))
+            finally:
+                os.close(own)
+        if pid is not None and workers.pid(local_rank) == pid:
             self.ended(local_rank)
+            if self._file is not None:
+                self._file.forget(pid)
             workers.kill(local_rank, words(timer), stack)
 
 

@@ -114,6 +114,9 @@ def _parse(row: int, data: bytes) -> Timer | None:
         return None
     after, length = _REST.unpack_from(data, _REST_AT)
     text = data[_SCOPE_AT : _SCOPE_AT + min(length, _SCOPE_BYTES)].decode(errors="ignore")
-    # It is shown on a terminal: no escape sequences, no second line.
-    scope = "".join(letter if letter.isprintable() else "?" for letter in text)
-    return Timer(row, expires_at, after, scope)
+    return Timer(row, expires_at, after, printable(text))
+
+
+def printable(scope: str) -> str:
+    """As it may be shown on a terminal: no escape sequences, no second line."""
+    return "".join(letter if letter.isprintable() else "?" for letter in scope)

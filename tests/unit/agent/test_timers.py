@@ -1,6 +1,7 @@
 """Who has not come out of a block in time: decided from memory, without the worker's help."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 from tests.support import poll_for
 from torchelastic.agent import stacks, timers
+from torchelastic.agent.file_timers import FileTimers
 from torchelastic.agent.timers import Timers, first, pause, words
 from torchelastic.timer.table import STACKS_AT, Table, Timer, read
 
@@ -59,10 +61,18 @@ def test_what_a_worker_has_failed_by():
 class Workers:
     """What timers know of the workers of a node."""
 
-    def __init__(self):
+    def __init__(self, *pids):
         self.stopping = False
         self.killed = []
         self.some = asyncio.Event()
+        self.pids = dict(enumerate(pids))
+
+    @property
+    def alive(self):
+        return tuple(self.pids)
+
+    def pid(self, local_rank):
+        return self.pids.get(local_rank)
 
     def kill(self, local_rank, why, stack):
         self.killed.append((local_rank, why, stack))
@@ -109,7 +119,7 @@ def test_an_expired_timer_ends_its_worker_and_no_other(table, sleeper, monkeypat
         os.pwrite(table.descriptor, b"in train.py\n", os.fstat(table.descriptor).st_size)
 
     async def run():
-        watch, workers = Timers(), Workers()
+        watch, workers = Timers(), Workers(os.getpid(), sleeper.pid)
         watch.handed(0, os.getpid(), MESSAGE, os.dup(innocent.descriptor))
         watch.handed(1, sleeper.pid, MESSAGE, os.dup(table.descriptor))
         table.set("long", 600.0, time.monotonic() + 600)
@@ -128,7 +138,7 @@ def test_a_worker_that_writes_no_stack_is_ended_all_the_same(table, sleeper, mon
     table.set("x", 1.0, time.monotonic() - 1)
 
     async def run():
-        watch, workers = Timers(), Workers()
+        watch, workers = Timers(), Workers(sleeper.pid)
         watch.handed(0, sleeper.pid, MESSAGE, os.dup(table.descriptor))
         await watched_until_killed(watch, workers)
         return workers.killed
@@ -143,7 +153,7 @@ def test_a_frozen_worker_is_not_asked_for_its_stack(table, sleeper, monkeypatch)
     table.set("x", 1.0, time.monotonic() - 1)
 
     async def run():
-        watch, workers = Timers(), Workers()
+        watch, workers = Timers(), Workers(sleeper.pid)
         watch.handed(0, sleeper.pid, MESSAGE, os.dup(table.descriptor))
         await watched_until_killed(watch, workers)
         return workers.killed
@@ -159,7 +169,7 @@ def test_workers_that_are_being_stopped_are_left_to_that(table, sleeper, monkeyp
     table.set("x", 1.0, time.monotonic() - 1)
 
     async def run():
-        watch, workers = Timers(), Workers()
+        watch, workers = Timers(), Workers(sleeper.pid)
         workers.stopping = True
         watch.handed(0, sleeper.pid, MESSAGE, os.dup(table.descriptor))
         watching = asyncio.create_task(watch.watch(workers))
@@ -176,11 +186,12 @@ def test_one_that_ends_while_its_stack_is_read_is_not_killed_again(table, sleepe
     table.set("x", 1.0, time.monotonic() - 1)
 
     async def run():
-        watch, workers = Timers(), Workers()
+        watch, workers = Timers(), Workers(sleeper.pid)
         ended = asyncio.Event()
 
         async def stack(watched):
             watch.ended(0)
+            workers.pids.clear()
             assert read(watched.descriptor), "its table can be read all the same"
             ended.set()
             return ""
@@ -194,6 +205,25 @@ def test_one_that_ends_while_its_stack_is_read_is_not_killed_again(table, sleepe
         return workers.killed
 
     assert asyncio.run(run()) == []
+
+
+def test_torchs_timers_end_their_worker_too(tmp_path, sleeper, monkeypatch):
+    monkeypatch.setattr(stacks.shutil, "which", lambda name: None)
+
+    async def run():
+        watch, workers = Timers(), Workers(os.getpid(), sleeper.pid)
+        watch.take_also(FileTimers(tmp_path / "pipe"))
+        ask = {"pid": sleeper.pid, "scope_id": "torch", "signal": 9}
+        with open(tmp_path / "pipe", "w") as pipe:
+            print(json.dumps(ask | {"expiration_time": time.time() + 0.05}), file=pipe)
+        await watched_until_killed(watch, workers)
+        return workers.killed
+
+    ((local_rank, why, stack),) = asyncio.run(run())
+    assert local_rank == 1
+    assert why.startswith("timer 'torch' expired after ")
+    assert stack == "no stack could be read"
+    assert not (tmp_path / "pipe").exists()
 
 
 @pytest.mark.parametrize(
