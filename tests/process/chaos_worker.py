@@ -139,6 +139,9 @@ def one_step(wrapped: nn.Module, who: dict[str, int]) -> None:
 
 # --- orders ---------------------------------------------------------------------------------------
 
+#: Whether this process freezes itself in the step that it takes.
+freezes = False
+
 
 def number_in(name: str, otherwise: int) -> int:
     try:
@@ -176,7 +179,17 @@ def obey(name: str, rank: int, size: int) -> None:
         return
     if fault == "kill@here":
         os.kill(os.getpid(), signal.SIGKILL)
+    global freezes
+    freezes = fault.startswith("stop")
     faults.plan(f"{fault},generation=any")
+
+
+def thaw() -> None:
+    """Who has been frozen is not frozen again in the next step."""
+    global freezes
+    if freezes:
+        freezes = False
+        faults.plan("")
 
 
 def local_rank() -> int:
@@ -226,6 +239,7 @@ def script() -> None:
             obey("fault", rank, size)
             faults.at("step.begin")
             one_step(wrapped, who)
+            thaw()
             kept.commit()
             write("committed", **who)
             faults.at("step.end")
