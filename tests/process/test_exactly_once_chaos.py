@@ -19,7 +19,9 @@ from tests.process.jobs import job
 
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
 SAMPLES = 96
-FLAGS = "--nnodes=2:4 --settle=0.2 --lease=2 --progress-timeout=2"
+#: Workers are started hundreds of times: what all of them import is imported once a node.
+PRELOAD = "torchelastic.data,torchelastic.p2p,torchelastic.training.torch_state"
+FLAGS = f"--nnodes=2:4 --settle=0.2 --lease=2 --progress-timeout=2 --preload={PRELOAD}"
 #: Without joins, which take longest: a node that starts has to import torch.
 FEW = {"kill": 3, "kill-entering": 1, "kill-node": 1}
 
