@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def poll_for(probe: Callable[[], T], *, what: str, timeout: float = 30.0) -> T:
+def poll_for(probe: Callable[[], T], *, what: str, timeout: float = 60.0) -> T:
     """Call `probe` until it returns something true; fail, naming `what`, after `timeout` s."""
     deadline = time.monotonic() + timeout
     while True:

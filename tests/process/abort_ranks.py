@@ -23,6 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import poll_for
+from torchelastic.training import group as groups
 from torchelastic.training import group_park, group_threads
 from torchelastic.training.group import GenerationOver, Group, PeerLostError
 
@@ -111,6 +112,7 @@ def lose_a_builder(rank: int, port: int) -> Freed | None:
 
 
 def leave_and_go_on(group: Group, error: BaseException, after: float, port: int) -> Freed:
+    groups.QUIET_WITHIN = 10.0  # others may keep gloo's threads from running, here
     quiet = group.leave()
     try:
         group.connect()

@@ -85,31 +85,31 @@ def _gather(waiting: dict[Connection, int]) -> dict[int, Any]:
 
 
 def _run(work: Callable[..., Any], answer: Connection, *args: Any) -> None:
+    global _test
     torch.set_num_threads(1)
-    threading.Thread(target=_hear, args=(answer,), daemon=True).start()
+    _test = answer
     answer.send(work(*args))
     # Until the test has all answers, and kills us.
     threading.Event().wait(PATIENCE.total_seconds())
     os._exit(0)
 
 
-#: In a rank: who is told of those that were killed.
-_listeners: list[Callable[[int], None]] = []
+#: In a rank: its connection to the test.
+_test: Connection | None = None
 
 
 def when_lost(tell: Callable[[int], None]) -> None:
     """In a rank: have this called, in a thread, with the number of each one that is killed."""
-    _listeners.append(tell)
+    threading.Thread(target=_hear, args=(_test, tell), daemon=True).start()
 
 
-def _hear(answer: Connection) -> None:
+def _hear(test: Connection, tell: Callable[[int], None]) -> None:
     while True:
         try:
-            lost = answer.recv()
+            lost = test.recv()
         except (EOFError, OSError):  # the test is over
             return
-        for tell in _listeners:
-            tell(lost)
+        tell(lost)
 
 
 def build(port: int, rank: int, size: int, generation: int = 0) -> Group:

@@ -67,7 +67,7 @@ class Node:
                     found.append(record)
         return found
 
-    def wait(self, timeout: float = 30.0) -> int:
+    def wait(self, timeout: float = 60.0) -> int:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:

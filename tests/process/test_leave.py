@@ -105,6 +105,7 @@ def begins(text: str) -> list[int]:
     return [int(step) for step in re.findall(r"begin at (\d+) ", text)]
 
 
+@pytest.mark.slow
 def test_resident_workers_of_all_nodes_store_it_once(stored, tmp_path):
     flags = "--nnodes=2 --nproc-per-node=1"
     with job(tmp_path / "first", flags) as first:

@@ -100,7 +100,7 @@ def start_two(job):
 )
 def test_a_restart_within_the_lease_is_not_noticed(served, jobs, tmp_path, signum):
     server = served(f"--state-file={tmp_path}/state")
-    job = jobs(server.port, "--nnodes=1:2 --lease=20")
+    job = jobs(server.port, "--nnodes=1:2 --settle=60 --lease=20")
     before = start_two(job)
 
     for _ in range(2):
@@ -121,7 +121,7 @@ def test_a_restart_within_the_lease_is_not_noticed(served, jobs, tmp_path, signu
 @pytest.mark.slow
 def test_the_generation_outlives_all_nodes(served, jobs, tmp_path):
     server = served(f"--state-file={tmp_path}/state")
-    first = jobs(server.port, "--nnodes=1:2")
+    first = jobs(server.port, "--nnodes=1:2 --settle=60")
     start_two(first)
     for node in first.nodes:
         node.kill()

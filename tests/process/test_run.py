@@ -21,9 +21,11 @@ def test_one_node_runs_to_the_end(tmp_path):
         env = workers[1]["env"]
         run_id = env.pop("TORCHELASTIC_RUN_ID")
         assert run_id not in ("", "none")
+        assert env.pop("TORCHELASTIC_START")
         assert env.pop("MASTER_PORT").isdigit()
         assert env.pop("TORCHELASTIC_ERROR_FILE").endswith("/attempt_0/1/error.json")
         assert env.pop("TORCHELASTIC_CHANNEL_FD").isdigit()
+        assert env.pop("TORCHELASTIC_START") != ""
         assert env == {
             "RANK": "1",
             "LOCAL_RANK": "1",
@@ -136,7 +138,7 @@ def test_node_kill_then_scale_up_then_leave(tmp_path):
 
 @pytest.mark.slow
 def test_scale_up_and_down_at_once(tmp_path):
-    with job(tmp_path, "--nnodes=1:3") as it:
+    with job(tmp_path, "--nnodes=2:3") as it:
         first, second = it.start(), it.start()
         it.world(0, 2)
         third = it.start()
@@ -158,7 +160,7 @@ def test_a_spare_steps_in_the_moment_a_member_fails(tmp_path):
         poll_for(lambda: first.events("node-joined")[2:], what="the spare is known")
         poll_for(lambda: spare.events("zygote-ready"), what="the spare is warm")
         second.kill()
-        it.world(1, 2, timeout=10)
+        it.world(1, 2)
         it.order("finish")
         assert [first.wait(), spare.wait()] == [0, 0], it.said()
 
@@ -206,7 +208,8 @@ def test_two_jobs_on_one_machine_do_not_meet(tmp_path):
 
 
 def test_a_frozen_agent_is_given_up_and_stops_its_workers_when_it_wakes(tmp_path):
-    with job(tmp_path, "--nnodes=1:2 --lease=1 --no-zygote") as it:
+    # Both begin together, however long the second takes to come: that is what --settle is for.
+    with job(tmp_path, "--nnodes=1:2 --settle=60 --lease=2 --no-zygote") as it:
         first, second = it.start(), it.start()
         workers = it.world(0, 2)
         os.kill(second.agent_pid, signal.SIGSTOP)
@@ -265,16 +268,17 @@ def test_a_stubborn_worker_is_killed_after_the_shutdown_timeout_on_restarts_too(
         it.order("ignore-term", generation=0, rank=0)
         poll_for(lambda: it.lines(event="ignoring"), what="SIGTERM is ignored")
         it.order("exit 1", generation=0, rank=1)
-        it.world(1, 2, timeout=10)
+        it.world(1, 2)
         assert not alive(workers[0]["pid"])
         stopped = node.events("workers-stopped")[0]["seconds"]
-        assert 0.5 <= stopped < 5.0
+        assert 0.5 <= stopped < 25.0, "it has 30 seconds where nothing is said"
         it.order("finish")
         assert node.wait() == 0, node.stderr
 
 
 def test_the_end_of_the_host_and_a_wrong_job_id_are_told_in_a_sentence(tmp_path):
-    with job(tmp_path, "--nnodes=1:2 --lease=1 --wait-for-nodes=4 --no-zygote") as it:
+    flags = "--nnodes=1:2 --settle=60 --lease=2 --wait-for-nodes=4 --no-zygote"
+    with job(tmp_path, flags) as it:
         host, other = it.start(), it.start()
         it.world(0, 2)
         stranger = it.start("--rdzv-id=another")
@@ -362,6 +366,6 @@ def test_twenty_generations_leak_nothing(tmp_path):
                 before = held()
             os.kill(workers[generation % 2]["pid"], signal.SIGKILL)
         it.world(20, 2)
-        poll_for(lambda: held() == before, what=f"{held()} to be {before} again", timeout=10)
+        poll_for(lambda: held() == before, what=f"{held()} to be {before} again")
         it.order("finish")
         assert node.wait() == 0, node.stderr

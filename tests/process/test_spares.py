@@ -6,6 +6,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.process.jobs import job
 from tests.support import poll_for
 
@@ -25,6 +27,7 @@ def memories(pid: int) -> int:
     return found
 
 
+@pytest.mark.slow
 def test_a_spare_gives_back_what_it_held_when_it_was_in_the_world(tmp_path):
     """Three nodes train, one is killed, and two are a size that nobody wants: one waits."""
     flags = "--nnodes=1:3 --world-sizes=1,3 --nproc-per-node=1 --max-restarts=10"

@@ -18,6 +18,9 @@ from tests.support import poll_for
 
 SCRIPT = Path(__file__).with_name("resident.py")
 
+#: Several workers import torch at the same time, and are replaced, on however few cores.
+pytestmark = pytest.mark.timeout(300)
+
 #: Every place of a step, and of the way into a world.
 PLACES = (
     "step.begin",
@@ -171,7 +174,7 @@ def test_a_lost_node_is_no_reason_to_stop(tmp_path):
 
 
 def test_a_frozen_worker_is_killed_and_replaced(tmp_path):
-    flags = "--nnodes=1 --nproc-per-node=2 --progress-timeout=1"
+    flags = "--nnodes=1 --nproc-per-node=2 --progress-timeout=3"
     with training(tmp_path, flags, steps=100000, slow=0.01) as made:
         node = start(made)
         poll_for(lambda: stepped(made, 5), what="steps")
@@ -191,7 +194,7 @@ def test_a_frozen_worker_is_killed_and_replaced(tmp_path):
 @pytest.mark.parametrize("place", ["group.build", "sync.begin"])
 @pytest.mark.slow
 def test_who_freezes_on_the_way_into_a_world_is_killed(tmp_path, monkeypatch, place):
-    flags = "--nnodes=1 --nproc-per-node=2 --progress-timeout=1"
+    flags = "--nnodes=1 --nproc-per-node=2 --progress-timeout=3"
     with training(tmp_path, flags, monkeypatch, f"stop@rank=1,place={place}", steps=4) as made:
         node = start(made)
         assert node.wait(60) == 0, made.said()
@@ -204,7 +207,7 @@ def test_who_freezes_on_the_way_into_a_world_is_killed(tmp_path, monkeypatch, pl
 @pytest.mark.slow
 def test_a_worker_that_hangs_says_where(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))  # no py-spy
-    flags = "--nnodes=1 --nproc-per-node=2 --progress-timeout=1"
+    flags = "--nnodes=1 --nproc-per-node=2 --progress-timeout=3"
     faults = "sleep=600@rank=1,step=2,place=step.begin"
     with training(tmp_path, flags, monkeypatch, faults, steps=4) as made:
         node = start(made)
