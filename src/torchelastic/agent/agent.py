@@ -266,7 +266,7 @@ class Agent:
         if world.phase == "running":
             self._snapshots.turn_to(world)
             self._sampling.turn_to(world.generation, world.count)
-            self._telling.turn_to(world.count)
+            self._telling.turn_to(world.count, world.host)
             self._beside.start(self._renew_store(world), "renew-store")
 
     def _settled(self, base: Base) -> None:

@@ -4,7 +4,8 @@ What happens is written to this node's own log first and is told later, some of 
 leader may be slow, frozen, gone or another one, and nobody here waits for it. What is recent is
 kept in memory; a leader that lacks more is told it from the file.
 
-    a world begins, or the connection ends  ->  look who leads  ->  another one: begin again there
+    a world begins, and its host is another one; or the connection ends
+        ->  look who leads  ->  another one: begin again there
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ logger = logging.getLogger(__name__)
 
 #: Records kept in memory, and read from the file at a time.
 RECENT = 256
-#: Seconds after the beginning of a world in which everybody has better things to do.
-SETTLING = 1.0
+#: Seconds after the beginning of a world, and more for each node, in which everybody has better
+#: things to do.
+SETTLING, SETTLING_MORE = 1.0, 0.002
 #: Seconds after which a node looks again who leads, though nothing has happened; and after a
 #: leader could not be told.
 LOOK_AGAIN, TRY_AGAIN = 60.0, 2.0
@@ -141,10 +143,14 @@ class Telling:
         meeting.serve(wire.EVENTS, self._gathering.admit)
         self._looking = self._start(self._look())
 
-    def turn_to(self, nodes: int) -> None:
-        """A world of so many nodes begins."""
+    def turn_to(self, nodes: int, host: str = "") -> None:
+        """A world of so many nodes begins; `host` has the store and leads, where that is known.
+
+        Then nobody needs to ask who leads: thousands would, of who has a world to form.
+        """
         self._nodes = max(nodes, 1)
-        self._turned.set()
+        if not (host and host == self._leader[0] and self._is_talking):
+            self._turned.set()
 
     async def last_words(self, seconds: float) -> None:
         """This node goes: tell what is left, within some seconds."""
@@ -180,7 +186,8 @@ class Telling:
             limit if self._nodes else None, self._turned.wait(), self._hurry.wait(), *talk
         )
         self._turned.clear()
-        await _first_of(SETTLING + random.uniform(0, SPREAD * self._nodes), self._hurry.wait())
+        pause = SETTLING + self._nodes * random.uniform(SETTLING_MORE, SETTLING_MORE + SPREAD)
+        await _first_of(pause, self._hurry.wait())
 
     @property
     def _is_talking(self) -> bool:

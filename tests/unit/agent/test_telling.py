@@ -50,8 +50,10 @@ class Store:
     def __init__(self):
         self.values = {}
         self.lost = False
+        self.asked = 0
 
     async def get(self, prefix):
+        self.asked += 1
         if self.lost:
             raise RendezvousLost("gone")
         found = {key: value for key, value in self.values.items() if key.startswith(prefix)}
@@ -242,6 +244,22 @@ async def test_a_leader_that_does_not_answer_is_waited_for_by_nobody(tmp_path, m
         a.reception.serve(wire.EVENTS, a.gathering.admit)
         b.telling._talk.cancel()  # as when its patience ends
         await until(lambda: len(a.has()) == 5000)
+
+
+@in_loop
+async def test_nobody_asks_who_leads_where_the_world_says_it(tmp_path):
+    async with nodes(tmp_path, "a", "b") as (store, a, b):
+        b.say("1")
+        begin(a, b)
+        await until(a.has)
+        asked = store.asked
+        b.telling.turn_to(2, "a")
+        b.say("2")
+        await until(lambda: len(a.has()) == 2)
+        assert store.asked == asked
+        store.values[LEADER_KEY] = {"node": "b"}
+        b.telling.turn_to(2, "b")
+        await until(lambda: len(b.has()) == 2)
 
 
 @in_loop
