@@ -79,10 +79,11 @@ class Searcher:
             wrong = wrong or lacking
         if wrong is None and found is not None:
             return found, Said(Outcome.FOUND, self._here, found.is_doubted)
-        log.warning("The snapshot of step %d cannot be used here: %s", version[1], wrong)
         for memory in memories:
             memory.close()
         outcome = Outcome.ABSENT if isinstance(wrong, Absent) else Outcome.UNUSABLE
+        what = "could not be had" if outcome is Outcome.ABSENT else "cannot be used"
+        log.warning("The snapshot of step %d %s here: %s", version[1], what, wrong)
         return None, Said(outcome, self._here, sentence=str(wrong))
 
     def own(self, version: Version) -> private.Private | None:
