@@ -126,3 +126,21 @@ def test_a_rank_that_is_killed_while_it_writes_costs_one_checkpoint(tmp_path, mo
     # Steps that are committed again are stored again.
     assert stored(path) == ([6, 2] if begun == 4 else [6, 4, 2])
     assert list(path.glob(".new-*")) == []
+
+
+def test_before_the_only_node_leaves_its_shards_are_stored(tmp_path):
+    """At the next commit, by all ranks together; a world of another size goes on from there."""
+    path = tmp_path / "checkpoints"
+    flags = "--nnodes=1 --nproc-per-node=2 --shutdown-timeout=50"
+    with job(tmp_path / "first", flags) as one:
+        node = one.start(script=script(one, steps=100_000, tell=1, checkpoints=path))
+        poll_for(lambda: one.lines(event="step", step=3), what="step 3", timeout=PATIENCE)
+        node.process.terminate()
+        assert node.wait(PATIENCE) == 143, one.said()
+        bits = {line["step"]: line["fingerprint"] for line in one.lines(event="step")}
+    latest = stored(path)[0]
+    assert latest == max(bits), "no step that was done is lost, whether one was due or not"
+    with job(tmp_path / "second", "--nnodes=1 --nproc-per-node=1 --max-restarts=0") as other:
+        node = other.start(script=script(other, steps=latest + 1, checkpoints=path))
+        assert goes_on(other, 0, 1) == (latest, bits[latest])
+        assert node.wait(PATIENCE) == 0, node.stderr

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from torchelastic.checkpoint.background import (
     before_write,
+    can_be_saved,
     entered,
     finish,
     is_due,
@@ -55,6 +56,7 @@ __all__ = [
     "FileSystemCheckpoint",
     "FileSystemCheckpointManager",
     "before_write",
+    "can_be_saved",
     "entered",
     "finish",
     "get_checkpoint_manager",

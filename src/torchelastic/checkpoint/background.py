@@ -162,6 +162,21 @@ def is_due(step: int, *, together: bool = False) -> bool:
     return isinstance(manager, CheckpointStore) and manager.is_due(step, together=together)
 
 
+def can_be_saved(step: int, grace: float | None) -> bool:
+    """Before a worker leaves, in `grace` seconds: whether this step can be put into storage until
+    then, and is not there already."""
+    manager = get_checkpoint_manager()
+    store = manager if isinstance(manager, CheckpointStore) else None
+    decision = leaving.decide(
+        grace=grace,
+        expected=store.seconds if store is not None else None,
+        step=step,
+        saved=store.saved_step if store is not None else None,
+    )
+    log.info("Leaving: %s.", decision.why)
+    return decision.save
+
+
 def save_before_leaving(
     state: Saved, step: int, generation: int | None = None, grace: float | None = None
 ) -> None:
@@ -176,15 +191,7 @@ def save_before_leaving(
     with suppress(CheckpointError):  # the log has it
         finish()
     left = None if grace is None else grace - (time.monotonic() - began)
-    store = manager if isinstance(manager, CheckpointStore) else None
-    decision = leaving.decide(
-        grace=left,
-        expected=store.seconds if store is not None else None,
-        step=step,
-        saved=store.saved_step if store is not None else None,
-    )
-    log.info("Leaving: %s.", decision.why)
-    if decision.save:
+    if can_be_saved(step, left):
         save(state, step, generation)
         with suppress(CheckpointError):
             finish()

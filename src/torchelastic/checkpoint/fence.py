@@ -88,7 +88,7 @@ def from_json(data: bytes | None) -> Fence:
     try:
         found = json.loads(data)
         worlds = tuple(World(int(w["sequence"]), int(w["base"])) for w in found["worlds"])
-        names = (str(found.get(name, "")) for name in ("token", "run", "start"))
-        return Fence(*names, int(found["generation"]), worlds)
+        token, run, start = (str(found.get(name, "")) for name in ("token", "run", "start"))
+        return Fence(token, run, start, int(found["generation"]), worlds)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"no fence: {data!r:.80}") from error

@@ -18,7 +18,9 @@ A worker without an agent keeps nothing: it counts its steps, and checkpoints ar
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -57,11 +59,15 @@ from torchelastic.training.keeping_search import Found, Searcher
 from torchelastic.training.keeping_shards import Shards
 from torchelastic.training.keeping_tree import Tree
 from torchelastic.training.keeping_writer import Place, Standing, Writer
+from torchelastic.worker.orders import Leave
 
 log = logging.getLogger(__name__)
 
 #: How long the newest checkpoint is looked for while there are snapshots in memory to go on from.
 STORAGE_PATIENCE = 10.0
+#: What a rank of sharded state that is to leave takes off its vote, and how many seconds the others
+#: wait for their own word.
+LEAVES, WORD = 10, 5.0
 #: Where a training begins that nothing is known of.
 NOTHING: Version = (-1, 0)
 
@@ -92,6 +98,10 @@ class Keeper:
         self.rank, self.size = exchange.place()
         self.generation = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._first = False
+        #: Of sharded state: the word to leave, if it has come; whether any rank has it.
+        self._leave: Leave | None = None
+        self._word = threading.Event()
+        self._someone_leaves = self._is_one_node = self._listens = False
         self._writer: Writer | None = None
         self._committed: Version = NOTHING
         #: Whether what all went on from is yet to be checked; and, if this rank does it, where that
@@ -136,7 +146,10 @@ class Keeper:
             with stalls.Counted("snapshot"):
                 self._keep(self._writer, version)
             self._holder.progress(version, self.rank)
-        self._save_if_due(step)
+        if self._someone_leaves:
+            self._save_before_leaving(step)
+        else:
+            self._save_if_due(step)
 
     def _save_if_due(self, step: int) -> None:
         """Of what is the same on all ranks rank 0 takes checkpoints, of shards all together."""
@@ -144,9 +157,37 @@ class Keeper:
             if self.rank == 0 and checkpoint.is_due(step):
                 checkpoint.save(self._state, step, self.generation)
         elif checkpoint.is_due(step, together=True):
-            self._shards.reshard()
-            own = private.pack(self._private())
-            checkpoint.save_together(self._state, step, self.generation, own)
+            self._save_together(step)
+
+    def _save_together(self, step: int) -> None:
+        self._shards.reshard()
+        own = private.pack(self._private())
+        checkpoint.save_together(self._state, step, self.generation, own)
+
+    def _save_before_leaving(self, step: int) -> None:
+        """Collective: all ranks leave after this commit, and all have a part of the state."""
+        self._word.wait(WORD)  # which has come to another rank already
+        order, grace = self._leave, None
+        if order is not None and order.deadline is not None:
+            grace = order.deadline - time.monotonic()
+        if exchange.all_of_them(checkpoint.can_be_saved(step, grace)):
+            checkpoint.wait()
+            self._save_together(step)
+            checkpoint.wait()
+            exchange.all_of_them(True)  # rank 0 has made one checkpoint of all parts, or given up
+        if order is not None:
+            os.kill(os.getpid(), order.signum)
+
+    def _listen(self, holder: Holder) -> None:
+        """For the word to leave. Where there are other nodes they do not wait for those that go."""
+        if not self._listens:
+            self._listens = True
+            holder.listen(self._told_to_leave)
+
+    def _told_to_leave(self, order: Leave) -> None:
+        """By the agent, in any thread."""
+        self._leave = order
+        self._word.set()
 
     def _keep(self, writer: Writer, version: Version) -> None:
         self._resolve_doubt(writer)
@@ -163,7 +204,11 @@ class Keeper:
 
     def _all_may_begin(self, writer: Writer) -> bool:
         """Collective: whether a version of the shards is begun; all ranks come to the same."""
-        least = exchange.least(writer.standing(), self._voters)
+        standing = writer.standing()
+        least = exchange.least(standing - LEAVES * (self._leave is not None), self._voters)
+        self._someone_leaves = least < min(Standing)
+        if self._someone_leaves:  # which hides what the others stand at
+            least = exchange.least(standing, self._voters)
         return writer.may_begin(Standing(least))
 
     def _resolve_doubt(self, writer: Writer) -> None:
@@ -199,6 +244,7 @@ class Keeper:
             self._prepare_shards()
         here, nodes, stored = self._tell_each_other()
         self._first = nodes[here].first == self.rank
+        self._is_one_node = len(nodes) == 1
         searcher = Searcher(self._holder, self._tree, self._shards, self.rank, here, nodes)
         versions = bases(nodes, self.size, sharded=self._shards.any)
         for choice in choices(versions, stored):
@@ -231,6 +277,8 @@ class Keeper:
         self._writer = Writer(self._holder, place, self._before_seal)
         if self._unchecked is not None:
             self._writer.check(self._unchecked.held)
+        if self._shards.any and self._is_one_node and store_for_shards() is not None:
+            self._listen(self._holder)
 
     def _prepare_shards(self) -> None:
         store_for_shards()

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import io
+import signal
+import time
 
 import pytest
 import torch
@@ -17,10 +19,12 @@ from torchelastic import checkpoint
 from torchelastic.errors import CheckpointError, SnapshotError
 from torchelastic.snapshot.layout import SHARED, Memory, shard
 from torchelastic.snapshot.messages import Sealed
-from torchelastic.training import keeping_agent, keeping_writer
+from torchelastic.training import keeping, keeping_agent, keeping_writer
+from torchelastic.training import keeping_exchange as exchange
 from torchelastic.training.keeping_shards import Piece
 from torchelastic.training.keeping_writer import Standing
 from torchelastic.training.torch_state import TorchState
+from torchelastic.worker.orders import Leave
 
 
 class Replicating(Shelf):
@@ -323,6 +327,55 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_on_all_ranks(mesh, store, mo
     store.finish()
     with pytest.raises(CheckpointError, match="no checkpoint that a TorchState has written"):
         build(mesh).restore()
+
+
+@pytest.fixture
+def signals(monkeypatch):
+    """What a worker that leaves sends to itself."""
+    sent = []
+    monkeypatch.setattr(keeping.os, "kill", lambda pid, signum: sent.append(signum))
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("grace", "seconds", "stored"),
+    [(None, None, [1]), (60.0, 1.0, [1]), (60.0, 50.0, [])],
+    ids=["nobody says how long", "long enough", "too short"],
+)
+def test_who_is_to_leave_does_after_a_commit_that_is_stored(
+    grace, seconds, stored, mesh, shelf, store, signals
+):
+    """Step 1, of which no checkpoint is due."""
+    state = build(mesh)
+    state.restore()
+    (told,) = shelf.on_leave
+    deadline = None if grace is None else time.monotonic() + grace
+    told(Leave(signal.SIGTERM, deadline))
+    store.seconds = seconds
+    step(state)
+    assert signals == []
+    state.commit()
+    assert signals == [signal.SIGTERM]
+    assert [found.step for found in store.list_checkpoints()] == stored
+    finish(state)
+
+
+def test_who_has_not_heard_of_it_takes_part_and_goes_on(mesh, shelf, store, signals, monkeypatch):
+    """Another rank has voted that it leaves; then all vote once more."""
+    monkeypatch.setattr(keeping, "WORD", 0.0)
+    state = build(mesh)
+    state.restore()
+    votes = iter([min(Standing) - 1])
+    vote = exchange.least
+    monkeypatch.setattr(exchange, "least", lambda mine, *group: next(votes, vote(mine, *group)))
+    for _ in range(3):
+        step(state)
+        wait_until_sealed(state)
+        state.commit()
+    store.finish()
+    assert signals == []
+    assert [found.step for found in store.list_checkpoints()] == [2, 1]
+    finish(state)
 
 
 def test_storage_that_cannot_be_read_is_an_error_on_all_ranks(mesh, store, monkeypatch):
