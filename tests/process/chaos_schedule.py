@@ -1,7 +1,7 @@
 """A schedule of faults, made from a seed. Pure: the same seed gives the same faults.
 
-Nodes are lost only while there are three, so that most of those who trained last are left, and two
-workers are killed at once only then, so that somebody has the state.
+Nodes are lost only while there are as many as at the start, so that most of those who trained last
+are left; and only then two workers are killed at once, so that one of three is left.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ KINDS = {
     "freeze-node": 3,
 }
 LOSING = ("kill-node", "leave")
-NEED_THREE = (*LOSING, "freeze-node", "kill-entering")
+#: What needs as many nodes as there were at the start.
+NEED_ENOUGH = (*LOSING, "freeze-node", "kill-entering")
 
 #: Where in a step a worker is killed, in the order in which it passes them. `first`: a place that
 #: only the first worker of a node passes, which writes what is shared.
@@ -91,13 +92,15 @@ class Fault:
         return f"{self.number}: {self.kind}{where}, target {self.target}, from step {self.at_step}"
 
 
-def schedule(seed: int, mode: str, kinds: Mapping[str, int] = KINDS) -> list[Fault]:
+def schedule(
+    seed: int, mode: str, kinds: Mapping[str, int] = KINDS, nodes: int = NODES
+) -> list[Fault]:
     """So many faults of each kind, in an order that keeps enough nodes."""
     chance = random.Random(seed)
-    deck, nodes, step, starting = Counter(kinds), NODES, 1, 0
+    deck, step, starting, enough = Counter(kinds), 1, 0, nodes
     made: list[Fault] = []
     while deck.total():
-        kind = chance.choice(_allowed(deck, nodes, starting))
+        kind = chance.choice(_allowed(deck, nodes, enough, starting))
         deck[kind] -= 1
         nodes += (kind == "join") - (kind in LOSING)
         starting = STARTING if kind == "join" else starting - 1
@@ -107,12 +110,11 @@ def schedule(seed: int, mode: str, kinds: Mapping[str, int] = KINDS) -> list[Fau
     return made
 
 
-def _allowed(deck: Counter[str], nodes: int, starting: int) -> list[str]:
+def _allowed(deck: Counter[str], nodes: int, enough: int, starting: int) -> list[str]:
     """What may be done next: each kind as often as it is left."""
-    full = nodes == MOST_NODES
-    may = [kind for kind in deck.elements() if kind != "join" or not full]
-    may = [kind for kind in may if kind not in NEED_THREE or nodes >= NODES]
-    return [kind for kind in may if kind not in NEED_THREE or starting <= 0] or may
+    may = [kind for kind in deck.elements() if kind != "join" or nodes < MOST_NODES]
+    may = [kind for kind in may if kind not in NEED_ENOUGH or nodes >= enough]
+    return [kind for kind in may if kind not in NEED_ENOUGH or starting <= 0] or may
 
 
 def _place(chance: random.Random, kind: str, mode: str) -> str:

@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from tests.process.chaos_record import compare, judge
-from tests.process.chaos_schedule import KINDS, LOSING, MOST_NODES, NEED_THREE, NODES, schedule
+from tests.process.chaos_schedule import KINDS, LOSING, MOST_NODES, NEED_ENOUGH, NODES, schedule
 from torchelastic.data.verdict import Line
 
 SAMPLES = 8
@@ -24,7 +24,7 @@ def test_a_schedule_has_all_faults_and_keeps_enough_nodes(seed, mode):
     assert steps == sorted(set(steps))
     nodes = NODES
     for fault in faults:
-        assert nodes >= 3 or fault.kind not in NEED_THREE
+        assert nodes >= 3 or fault.kind not in NEED_ENOUGH
         nodes += (fault.kind == "join") - (fault.kind in LOSING)
         assert 2 <= nodes <= MOST_NODES
 
