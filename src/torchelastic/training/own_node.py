@@ -227,7 +227,7 @@ class OwnNode:
         """Send an order, and descriptors that are closed here."""
         data = json.dumps(orders.to_json(order)).encode()
         try:
-            socket.send_fds(self._channel, [data], list(descriptors), socket.MSG_NOSIGNAL)
+            channel.transmit(self._channel, data, descriptors)
         except OSError as error:
             logger.debug("the worker does not listen any more: %s", error)
         finally:
