@@ -318,6 +318,8 @@ class _Holder:
         self._in_vain = 0
         #: By piece, what the node has.
         self.given: dict[str, Version] = {}
+        #: The base of the newest generation that has settled, and which one that is.
+        self._settled: tuple[Version, int] = ((-1, -1), -1)
 
     def wake(self) -> None:
         """There may be something to bring."""
@@ -325,6 +327,7 @@ class _Holder:
 
     def settle(self, base: Version, generation: int) -> None:
         """What is void is nothing that the node has: see whether it has the base."""
+        self._settled = base, generation
         self.given = {
             piece: version
             for piece, version in self.given.items()
@@ -351,7 +354,7 @@ class _Holder:
 
     async def _bring(self, piece: str) -> None:
         try:
-            self.given[piece] = await self._carrier.give(piece, self._peer)
+            version = await self._carrier.give(piece, self._peer)
         except TransferError as error:
             logger.debug("no copy of %s at %s: %s", piece, self._peer, error)
             self._in_vain += 1
@@ -362,4 +365,8 @@ class _Holder:
             self._news.set()
         else:
             self._in_vain = 0
+            if is_void(version, *self._settled):  # since it was on its way: bring the base
+                self._news.set()
+                return
+            self.given[piece] = version
             await self._noted(piece)

@@ -292,6 +292,40 @@ def test_a_holder_of_something_void_is_brought_the_base(monkeypatch):
     run(story())
 
 
+def test_what_becomes_void_on_its_way_is_followed_by_the_base():
+    """The node has it before we know: until then the generation may have settled."""
+
+    async def story():
+        async with agents("a") as (a,):
+            await a.write(own(0), (0, 10))
+            await a.write(own(0), (0, 11))
+            given, arrived = [], asyncio.Event()
+
+            async def give(piece, peer):
+                with a.snapshots._shelf.reading(piece, None) as (_, _, held):
+                    given.append(held.version)
+                await arrived.wait()
+                return given[-1]
+
+            carrier, a.snapshots._carrier = (
+                a.snapshots._carrier,
+                SimpleNamespace(give=give, forget=lambda peers: None),
+            )
+            a.snapshots.turn_to(world("a", "b"))
+            a.tell(messages.Sealed(own(0), (0, 11)))
+            while given != [(0, 11)]:
+                await asyncio.sleep(0.005)
+            a.tell(messages.Settled((0, 10), 1))
+            while (own(0), (0, 11), False) in await a.held():
+                await asyncio.sleep(0.005)
+            arrived.set()
+            while given != [(0, 11), (0, 10)]:
+                await asyncio.sleep(0.005)
+            a.snapshots._carrier = carrier
+
+    run(story())
+
+
 def test_a_node_that_takes_no_copy_is_tried_again_and_told_of_once(monkeypatch):
     monkeypatch.setattr(module, "TRY_AGAIN", 0.01)
     enough = room.limits
