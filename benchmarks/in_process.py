@@ -10,11 +10,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.harness import bandwidth, contestants, in_process_faults, processes, runs, steady
+from benchmarks.harness import bandwidth, contestants, in_process_faults, runs, steady
 from benchmarks.harness.contestants import (
     NVRX,
     OURS_IN_PROCESS,
@@ -168,16 +169,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main() -> int:
     arguments = parse(None)
     contestants.install()
-    runs.end_in_order()
-    processes.become_subreaper()
-    run = Run(arguments)
-    whole = runs.perform_all(run, arguments.rows)
-    rendered = render(run.results)
-    print(rendered)
+    save = partial(runs.save, directory=arguments.results, name="in-process")
     some = arguments.quick or arguments.only or arguments.repetitions or arguments.rows != ROWS
-    if whole and (not some or arguments.save) and not arguments.no_save:
-        runs.save(run.results, rendered, arguments.results, "in-process")
-    return 0 if whole else 130
+    return runs.carry_out(arguments, Run, render, save, everything=not some)
 
 
 if __name__ == "__main__":

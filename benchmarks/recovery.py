@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.harness import cold_start, footprint, plot, processes, report, runs, scenarios
+from benchmarks.harness import cold_start, footprint, plot, report, runs, scenarios
 from benchmarks.harness.job import JobFailed
 from benchmarks.harness.launchers import (
     FAST,
@@ -115,9 +116,9 @@ class Run:
             self._progress.tell("idle", launcher.name, 0, found.agent_cpu_percent)
 
 
-def save(results: Results, directory: Path, picture: Path) -> None:
+def save(results: Results, rendered: str, directory: Path, picture: Path) -> None:
     """The report, the raw numbers and the picture."""
-    runs.save(results, report.render(results), directory, "recovery")
+    runs.save(results, rendered, directory, "recovery")
     if plot.draw(results, picture):
         print(f"saved: {picture}", file=sys.stderr)
 
@@ -138,15 +139,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse(None)
-    runs.end_in_order()
-    processes.become_subreaper()
-    run = Run(arguments)
-    whole = runs.perform_all(run, arguments.rows)
-    print(report.render(run.results))
-    everything = whole and arguments.rows == ROWS and arguments.only is None
-    if (everything or arguments.save) and not arguments.no_save:
-        save(run.results, arguments.results, arguments.plot)
-    return 0 if whole else 130
+    keep = partial(save, directory=arguments.results, picture=arguments.plot)
+    everything = arguments.rows == ROWS and arguments.only is None
+    return runs.carry_out(arguments, Run, report.render, keep, everything=everything)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -160,16 +161,10 @@ def save(results: Results, rendered: str, directory: Path, picture: Path) -> Non
 
 def main() -> int:
     arguments = parse(None)
-    runs.end_in_order()
-    processes.become_subreaper()
-    run = Run(arguments)
-    whole = runs.perform_all(run, arguments.rows)
-    rendered = render(run.results)
-    print(rendered)
+    keep = partial(save, directory=arguments.results, picture=arguments.plot)
     some = arguments.only or arguments.repetitions or arguments.agents or arguments.rows != ROWS
-    if whole and (not (arguments.quick or some) or arguments.save) and not arguments.no_save:
-        save(run.results, rendered, arguments.results, arguments.plot)
-    return 0 if whole else 130
+    everything = not (arguments.quick or some)
+    return runs.carry_out(arguments, Run, render, keep, everything=everything)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.harness import processes, runs, state_rows
+from benchmarks.harness import runs, state_rows
 from benchmarks.harness.job import JobFailed
 from benchmarks.harness.results import about_this_run
 from benchmarks.harness.state_report import render
@@ -89,16 +90,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse(None)
-    runs.end_in_order()
-    processes.become_subreaper()
-    run = Run(arguments)
-    whole = runs.perform_all(run, arguments.rows)
-    rendered = render(run.results)
-    print(rendered)
-    some = arguments.quick or arguments.rows != ROWS
-    if whole and (not some or arguments.save) and not arguments.no_save:
-        runs.save(run.results, rendered, arguments.results, "state")
-    return 0 if whole else 130
+    save = partial(runs.save, directory=arguments.results, name="state")
+    everything = not arguments.quick and arguments.rows == ROWS
+    return runs.carry_out(arguments, Run, render, save, everything=everything)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
+from benchmarks.harness import processes
 from benchmarks.harness.results import Results
 
 
@@ -65,6 +66,8 @@ class Progress:
 class Run(Protocol):
     """A benchmark that performs rows."""
 
+    results: Any
+
     def perform(self, row: str) -> None: ...
 
     def finish(self) -> None: ...
@@ -81,6 +84,29 @@ def perform_all(run: Run, rows: Iterable[str]) -> bool:
     finally:
         run.finish()
     return True
+
+
+def carry_out(
+    arguments: argparse.Namespace,
+    begin: Callable[[argparse.Namespace], Run],
+    render: Callable[[Any], str],
+    save: Callable[[Any, str], None],
+    *,
+    everything: bool,
+) -> int:
+    """Perform the rows that were asked for and print the report; its exit code.
+
+    Saved is a run of `everything`, or one of which it was asked for, if it was not interrupted.
+    """
+    end_in_order()
+    processes.become_subreaper()
+    run = begin(arguments)
+    whole = perform_all(run, arguments.rows)
+    rendered = render(run.results)
+    print(rendered)
+    if whole and (everything or arguments.save) and not arguments.no_save:
+        save(run.results, rendered)
+    return 0 if whole else 130
 
 
 def save(results: Results, rendered: str, directory: Path, name: str) -> None:
