@@ -464,6 +464,8 @@ def test_storage_that_hangs_keeps_nobody_from_memory(shelf, stored, monkeypatch,
     assert build().restore() == 3
     assert "Storage does not say what it has" in caplog.text
     goes_on.set()
+    names = {"torchelastic-storage", "torchelastic-fence"}
+    poll_for(lambda: names.isdisjoint(one.name for one in threading.enumerate()), what="their end")
 
 
 def test_commit_takes_the_checkpoints_that_are_due(shelf, tmp_path):
