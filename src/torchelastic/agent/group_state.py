@@ -398,12 +398,10 @@ def _leave_while_idle(state: GroupState, event: LeaveRequested) -> Step:
 
 
 def _leave_while_busy(state: GroupState, event: LeaveRequested) -> Step:
-    """Announce it and pass the signal on; end when the workers are gone.
-
-    At once, unless a worker can put the state into storage. That one is told, before anybody could
-    make its peers end, and lives until it is done: a signal would end it, or wait with it for a
-    collective that never ends.
-    """
+    """Announce it and pass the signal on at once, or when those who can store the state have; end
+    when the workers are gone."""
+    # They are told, before anybody could make their peers end. A signal would end them, or wait
+    # with them for a collective that never ends.
     savers = state.savers & state.running
     state = replace(
         state,

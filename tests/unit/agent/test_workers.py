@@ -7,13 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.unit.worker import entering
 from torchelastic.agent import workers as module
 from torchelastic.agent.sampling import Sampling
 from torchelastic.agent.workers import Workers
 from torchelastic.clock import FakeClock
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.worker import orders, slate
-from torchelastic.worker.orders import Enter, Erred, Keeps, PeerLost, Stopped, Up
+from torchelastic.worker.orders import Erred, Keeps, PeerLost, Stopped, Up
 
 
 @pytest.fixture
@@ -54,19 +55,7 @@ def worker(workers):
 
 
 def enter(workers, generation):
-    workers.tell(
-        0,
-        Enter(
-            generation=generation,
-            rank=0,
-            size=1,
-            store="host:1",
-            local_rank=0,
-            local_size=1,
-            node_rank=0,
-            nodes=1,
-        ),
-    )
+    workers.tell(0, entering.enter(generation))
 
 
 def test_nobody_is_on_the_way_who_was_told_nothing(workers):

@@ -8,11 +8,12 @@ import threading
 import pytest
 
 from tests.support import poll_for
+from tests.unit.worker.entering import enter
 from torchelastic.errors import ChannelLost, JobClosed
 from torchelastic.training.control import Control
 from torchelastic.training.gate import Verdict
 from torchelastic.worker import channel, orders, slate
-from torchelastic.worker.orders import Ask, Closed, Enter, Entered, Over, Ping, Pong, Stopped
+from torchelastic.worker.orders import Ask, Closed, Entered, Over, Ping, Pong, Stopped
 
 
 class Group:
@@ -56,19 +57,6 @@ def say(agent, order, *descriptors):
 
 def hear(agent):
     return orders.from_json(json.loads(agent.recv(channel.LIMIT)))
-
-
-def enter(generation):
-    return Enter(
-        generation=generation,
-        rank=0,
-        size=1,
-        store="127.0.0.1:1",
-        local_rank=0,
-        local_size=1,
-        node_rank=0,
-        nodes=1,
-    )
 
 
 def test_orders_and_reports(agent, control):
@@ -185,7 +173,7 @@ def test_it_writes_the_stacks_of_all_threads_where_it_is_told(agent, control):
 def test_an_agent_that_takes_nothing_is_an_error_after_a_while(ends):
     link = channel.Link(ends[1].dup())
     for _ in range(10_000):
-        if not link._sent(b"x" * 1000):
+        if not link._sent(b"x" * 1000, ()):
             break
     with pytest.raises(ChannelLost, match="has taken no message for"):
         link.tell({}, patience=0.01)

@@ -2,24 +2,11 @@
 
 import pytest
 
+from tests.unit.worker.entering import enter
 from torchelastic.errors import ChannelLost, JobClosed
 from torchelastic.training.gate import Verdict
 from torchelastic.training.inbox import Inbox
-from torchelastic.worker.orders import Ask, Closed, Enter, Entered, Leave, Over, Through
-
-
-def enter(generation, after=None):
-    return Enter(
-        generation=generation,
-        rank=0,
-        size=1,
-        store="127.0.0.1:1",
-        local_rank=0,
-        local_size=1,
-        node_rank=0,
-        nodes=1,
-        after=after,
-    )
+from torchelastic.worker.orders import Ask, Closed, Entered, Leave, Over, Through
 
 
 @pytest.fixture
