@@ -30,7 +30,8 @@ SCRIPT = Path(__file__).with_name("chaos_worker.py")
 #: be left that has the state.
 WHOLE = ("kill-node", "leave", "freeze-node")
 LEAST = {"join": 1, "kill": 2, "freeze": 2, "kill-entering": 3}
-PATIENCE = 90.0
+#: Seconds for whatever is waited for, on a machine that does much else.
+PATIENCE = 180.0
 #: Seconds from one step to the next while the world is not yet such as a fault needs.
 PACE = 0.2
 #: Seconds between two looks at what a step leads to.

@@ -33,8 +33,7 @@ LOSING = ("kill-node", "leave")
 #: What needs as many nodes as there were at the start.
 NEED_ENOUGH = (*LOSING, "freeze-node", "kill-entering")
 
-#: Where in a step a worker is killed, in the order in which it passes them. `first`: a place that
-#: only the first worker of a node passes, which writes what is shared.
+#: Where in a step a worker is killed, in the order in which it passes them.
 PLACES = {
     "train": (
         "here",
@@ -61,6 +60,7 @@ PLACES = {
         "step.end",
     ),
 }
+#: Where one is killed on its way into a world.
 ENTERING = {
     "train": ("group.build", "sync.begin", "sync.end"),
     "script": ("sync.begin", "sync.end"),
@@ -84,7 +84,7 @@ class Fault:
 
     @property
     def is_of_first(self) -> bool:
-        """Whether only the first worker of a node passes the place."""
+        """Whether only the first worker of a node passes the place: it writes what is shared."""
         return self.place in ("snapshot.begun,n=2", "snapshot.copy", "snapshot.sealing,n=2")
 
     def __str__(self) -> str:

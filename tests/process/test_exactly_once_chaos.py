@@ -21,7 +21,7 @@ SEED = int(os.environ.get("CHAOS_SEED", "1"))
 SAMPLES = 96
 #: Workers are started hundreds of times: what all of them import is imported once a node.
 PRELOAD = "torchelastic.data,torchelastic.p2p,torchelastic.training.torch_state"
-FLAGS = f"--nnodes=2:4 --settle=0.2 --lease=2 --progress-timeout=2 --preload={PRELOAD}"
+FLAGS = f"--nnodes=2:4 --settle=0.2 --progress-timeout=4 --preload={PRELOAD}"
 #: What two nodes can do without starting another one, which has to import torch.
 FEW = {"kill": 4, "kill-entering": 1}
 
@@ -39,7 +39,7 @@ def run(directory, mode: str, kinds: dict[str, int], nodes: int = NODES) -> None
             raise AssertionError(f"mode {mode}, seed {SEED}: {error}") from None
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("mode", ["script", "train"])
 def test_a_few_faults(tmp_path, mode):
     run(tmp_path, mode, FEW, nodes=2)

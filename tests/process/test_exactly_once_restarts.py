@@ -12,7 +12,7 @@ from tests.process.chaos_record import proven
 from tests.process.jobs import job
 from torchelastic.checkpoint import FileSystemCheckpointManager
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 SAMPLES = 96
 #: Steps from one checkpoint to the next.
