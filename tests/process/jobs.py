@@ -97,7 +97,11 @@ class Job:
         self._orders.mkdir()
 
     def start(self, flags: str = "", *, script: list[str] | None = None) -> Node:
-        """Start another node; the first one hosts, so the others come when it does."""
+        """Start another node; the first one hosts, so the others come when it does.
+
+        Of a job of 1 to n nodes the first may begin alone, on a busy machine. If all n are started
+        `--settle=60` keeps it from that, and costs nothing.
+        """
         if self.nodes:
             poll_for(lambda: self.nodes[0].events("agent-started"), what="the first agent")
             if "is_host=false" not in str(self.nodes[0].process.args):

@@ -176,7 +176,7 @@ def test_a_lease_ends_by_our_own_clock_while_etcd_is_away_and_can_be_opened_anew
             connected(proxy.port, run_id, settings=SHORT) as store,
             connected(etcd.port, run_id) as other,
         ):
-            await store.open_lease(0.5)
+            await store.open_lease(1.1)
             await store.put("member/1", {}, leased=True)
             await proxy.shut()
             await within(PATIENCE, store.lease_lost.wait())

@@ -462,7 +462,7 @@ def test_a_frozen_host_costs_the_lease_and_then_the_store():
             store = await EmbeddedStore.connect(
                 [Endpoint("127.0.0.1", proxy.port, JOB)], timeout=10
             )
-            await store.open_lease(0.3)
+            await store.open_lease(1.0)
             await store.put("a", {}, leased=True)
             proxy.answers.clear()
             asking = asyncio.create_task(store.get(""))

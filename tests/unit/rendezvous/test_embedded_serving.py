@@ -125,7 +125,7 @@ def test_a_restart_is_not_noticed(tmp_path):
 def test_who_does_not_come_back_after_a_restart_is_given_up(tmp_path):
     async def story():
         async with served(tmp_path / "state") as place, place.client() as watcher:
-            async with place.client(lease=0.5) as store:
+            async with place.client(lease=3.0) as store:
                 await store.put("member/a", {}, leased=True)
                 await place.service.close()
                 store.lose("the node is dead")
@@ -194,7 +194,7 @@ def test_what_cannot_be_written_is_not_said(tmp_path, monkeypatch):
             asyncio.get_running_loop().set_exception_handler(lambda *_: None)
             monkeypatch.setattr(os, "fdatasync", full)
             writing = asyncio.ensure_future(store.put("world", {"generation": 2}))
-            await asyncio.wait_for(failed.wait(), 5.0)
+            await asyncio.wait_for(failed.wait(), 30.0)
             assert not writing.done()
             assert "No space left" in str(place.service.failure)
             writing.cancel()
