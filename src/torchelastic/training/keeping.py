@@ -221,10 +221,12 @@ class Keeper:
         whole = found is None or writer.is_whole(found.held)
         if found is not None:
             found.close()
-        if not exchange.all_of_them(whole):
+        said = exchange.gather(whole)
+        if damaged := [str(rank) for rank, well in enumerate(said) if not well]:
             raise SnapshotError(
-                "The snapshot that the ranks went on from is damaged on a node. It is dropped "
-                "there: the next generation goes on from another one."
+                "The snapshot that all ranks went on from is damaged on the node of rank "
+                f"{', '.join(damaged)}. It is dropped there: the next generation goes on from "
+                "another one."
             )
 
     # --- restore ---------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ def test_nobody_commits_what_came_of_a_damaged_snapshot(world, nodes, monkeypatc
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     for ended in trained(world, 6):
         assert isinstance(ended, SnapshotError)
-        assert "is damaged on a node" in str(ended)
+        assert "is damaged on the node of rank 0" in str(ended)
     assert [node.versions(own(rank))[0] for rank, node in enumerate(nodes)] == [(0, 5), (0, 5)]
     assert nodes[0].versions(SHARED) == [(0, 4)]
     assert nodes[1].versions(SHARED) == [(0, 5), (0, 4)]
