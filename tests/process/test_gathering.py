@@ -114,12 +114,16 @@ def test_training_goes_on_while_the_leader_is_frozen(tmp_path):
     with job(tmp_path, "--nnodes=2 --lease=600", script=RESIDENT) as it:
         words = [str(RESIDENT), str(it._lines), str(it._orders), "steps=1000000", "model=plain"]
         leader, other = it.start(script=words), it.start(script=words)
+        for rank in (0, 1):
+            poll_for(lambda r=rank: steps_of(it, r) > 5, what="training", timeout=PATIENCE)
         poll_for(lambda: gathered(leader), what="a beginning", timeout=PATIENCE)
         os.kill(leader.agent_pid, signal.SIGSTOP)
         try:
             for rank in (0, 1):
-                enough = steps_of(it, rank) + 50
-                poll_for(lambda r=rank, n=enough: steps_of(it, r) >= n, what="steps", timeout=60)
+                enough = steps_of(it, rank) + 20
+                poll_for(
+                    lambda r=rank, n=enough: steps_of(it, r) >= n, what="steps", timeout=PATIENCE
+                )
             last = poll_for(lambda: other.events("progress"), what="progress")[-1]
         finally:
             os.kill(leader.agent_pid, signal.SIGCONT)
