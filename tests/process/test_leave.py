@@ -16,6 +16,9 @@ KEPT, COUNTING = (Path(__file__).with_name(name) for name in ("kept.py", "counti
 HELD, STEPS = 8, 10
 PATIENCE = 90.0
 
+#: Several workers import torch at the same time, on however few cores.
+pytestmark = pytest.mark.timeout(300)
+
 
 @pytest.fixture
 def stored(tmp_path):

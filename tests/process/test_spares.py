@@ -15,6 +15,9 @@ KEPT = Path(__file__).with_name("kept.py")
 FIRST, SECOND, STEPS = 4, 6, 8
 PATIENCE = 90.0
 
+#: Several workers import torch at the same time, on however few cores.
+pytestmark = pytest.mark.timeout(300)
+
 
 def memories(pid: int) -> int:
     """How many a process holds open."""
