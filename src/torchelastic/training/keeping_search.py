@@ -30,6 +30,10 @@ CHECKED_FIRST = 32 << 20
 TRIES, PAUSE = 3, 0.5
 
 
+#: What has become of a search, and why.
+Wrong = tuple[Outcome, str]
+
+
 class Absent(SnapshotError):
     """A piece could not be had now."""
 
@@ -69,11 +73,11 @@ class Searcher:
         shards."""
         memories: list[Memory] = []
         found: Found | None = None
-        wrong: SnapshotError | None = None
+        wrong: Wrong | None = None
         try:
             found = self._shared(version, memories)
         except SnapshotError as error:
-            wrong = error
+            wrong = _wrong(error)
         if self._shards.any:
             lacking = self._add_shards(found, version, memories)
             wrong = wrong or lacking
@@ -81,10 +85,10 @@ class Searcher:
             return found, Said(Outcome.FOUND, self._here, found.is_doubted)
         for memory in memories:
             memory.close()
-        outcome = Outcome.ABSENT if isinstance(wrong, Absent) else Outcome.UNUSABLE
+        outcome, sentence = wrong or (Outcome.ABSENT, "")
         what = "could not be had" if outcome is Outcome.ABSENT else "cannot be used"
-        log.warning("The snapshot of step %d %s here: %s", version[1], what, wrong)
-        return None, Said(outcome, self._here, sentence=str(wrong))
+        log.warning("The snapshot of step %d %s here: %s", version[1], what, sentence)
+        return None, Said(outcome, self._here, sentence=sentence)
 
     def own(self, version: Version) -> private.Private | None:
         """What this rank alone had at that version; None, and the log says why, if it is lost: that
@@ -100,7 +104,7 @@ class Searcher:
                 "What this rank had of its own at step %d is lost (%s): its random states are "
                 "those the script has made.",
                 version[1],
-                error,
+                str(error),
             )
             return None
         finally:
@@ -115,15 +119,15 @@ class Searcher:
 
     def _add_shards(
         self, found: Found | None, version: Version, memories: list[Memory]
-    ) -> SnapshotError | None:
+    ) -> Wrong | None:
         """Collective: find this rank's parts of what is sharded, or say what is wrong."""
-        absent: list[Absent] = []
+        absent: list[Wrong] = []
 
         def opened(piece: str) -> Piece:
             try:
                 held = self._held(piece, version, memories)
             except Absent as error:
-                absent.append(error)
+                absent.append(_wrong(error))
                 raise
             return Piece.read(self._tree.form, held.skeleton, held.data)
 
@@ -133,7 +137,9 @@ class Searcher:
             found.shards = shards
         if absent:
             return absent[0]
-        return None if shards is not None else SnapshotError("not all shards of it can be used")
+        if shards is None:
+            return Outcome.UNUSABLE, "not all shards of it can be used"
+        return None
 
     def _held(self, piece: str, version: Version, memories: list[Memory]) -> Held:
         """A piece, wherever it is: checked, if it is not large and shared."""
@@ -146,7 +152,7 @@ class Searcher:
         return held
 
     def _opened(self, piece: str, version: Version) -> Memory:
-        began, wrong = time.monotonic(), SnapshotError("no node that has it can be reached")
+        began, wrong = time.monotonic(), "no node that has it can be reached"
         for tried in range(TRIES):
             name = source(self._nodes, self._here, piece, version, tried)
             if name is None or self._holder is None:
@@ -157,7 +163,13 @@ class Searcher:
                 peer = "" if name == self._here else self._nodes[name].peer
                 return self._holder.open(piece, version, peer)
             except SnapshotError as error:
-                wrong = error
+                wrong = str(error)
             if time.monotonic() > began + FETCH_PATIENCE:
                 break
-        raise Absent(str(wrong))
+        raise Absent(wrong)
+
+
+def _wrong(error: SnapshotError) -> Wrong:
+    """Of the error only this is kept: its traceback would hold the memories it is about."""
+    outcome = Outcome.ABSENT if isinstance(error, Absent) else Outcome.UNUSABLE
+    return outcome, str(error)

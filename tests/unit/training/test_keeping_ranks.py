@@ -22,9 +22,10 @@ def nodes(monkeypatch):
     monkeypatch.setattr(keeping_search, "PAUSE", 0.0)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     peers = {}
-    peers.update({name: Shelf(name, peers) for name in ("a", "b")})
-    yield list(peers.values())
-    for shelf in peers.values():
+    made = [Shelf(name, peers) for name in ("a", "b")]
+    peers.update({shelf.name: shelf for shelf in made})
+    yield made
+    for shelf in made:
         shelf.close()
 
 
