@@ -40,7 +40,7 @@ PARTS: dict[Part, str] = {
     "rendezvous": "rendezvous",
     "restore": "restoring state",
     "redone": "redone steps",
-    "checkpoint": "checkpoint stalls",
+    "checkpoint": "saving state",
     "data": "data stalls",
     "waiting": "waiting for nodes",
     "other": "other",
