@@ -24,17 +24,14 @@ def copy_seconds(size: int, *, new: float = 0.0) -> float:
 
     Of that memory a part is `new`: its pages have yet to be made.
     """
-    fresh = int(new * size)
-    rooms: list[bytearray | mmap.mmap] = [bytearray(size - fresh)]
-    if fresh:
-        rooms.append(mmap.mmap(-1, fresh))
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
         child = os.fork()
         if not child:
             _send(address, size)
         try:
-            return _receive(server, rooms)
+            # Made after the fork: pages that are shared with a child are copied at the first write.
+            return _receive(server, _rooms(size, int(new * size)))
         finally:
             os.waitpid(child, 0)
 
@@ -49,6 +46,11 @@ def _send(address: tuple[str, int], size: int) -> None:
         status = 0
     finally:
         os._exit(status)
+
+
+def _rooms(size: int, fresh: int) -> list[bytearray | mmap.mmap]:
+    known = bytearray(size - fresh)
+    return [known, mmap.mmap(-1, fresh)] if fresh else [known]
 
 
 def _receive(server: socket.socket, rooms: Sequence[bytearray | mmap.mmap]) -> float:
