@@ -37,7 +37,7 @@ def render(families: Iterable[Family], chosen: str) -> tuple[str, bytes]:
     from prometheus_client.exposition import choose_encoder
     from prometheus_client.registry import Collector
 
-    class Once(Collector):
+    class Once(Collector):  # type: ignore[misc, unused-ignore]
         def collect(self) -> Iterator[Metric]:
             return map(_translated, families)
 
