@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from torchelastic.cli import terminal
@@ -15,14 +14,7 @@ Show what happened in a job, in the order of time, from the logs of all its agen
 
 def main(argv: Sequence[str]) -> int:
     """The `events` command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="torchelastic events", description=_DESCRIPTION)
-    parser.add_argument(
-        "job",
-        nargs="?",
-        metavar="JOB",
-        help="a job id or how one begins, or the --log-dir of a run (default: the job that runs)",
-    )
-    parser.add_argument("--job", dest="id", metavar="ID", help="which job of a directory is meant")
+    parser = terminal.parser_for_a_job("events", _DESCRIPTION)
     parser.add_argument("--follow", "-f", action="store_true", help="go on until the job has ended")
     parser.add_argument("--json", action="store_true", help="for programs: the lines themselves")
     parser.add_argument("--all", action="store_true", help="how far workers are, too")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from torchelastic.cli import terminal
@@ -15,14 +14,7 @@ Show what a job's workers wrote, from the files that --redirects and --tee make 
 
 def main(argv: Sequence[str]) -> int:
     """The `logs` command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="torchelastic logs", description=_DESCRIPTION)
-    parser.add_argument(
-        "job",
-        nargs="?",
-        metavar="JOB",
-        help="a job id or how one begins, or the --log-dir of a run (default: the job that runs)",
-    )
-    parser.add_argument("--job", dest="id", metavar="ID", help="which job of a directory is meant")
+    parser = terminal.parser_for_a_job("logs", _DESCRIPTION)
     parser.add_argument("--rank", metavar="RANKS", help="as in 0,2-3 (default: all)")
     parser.add_argument("--generation", type=int, metavar="N", help="(default: the last one)")
     parser.add_argument("--follow", "-f", action="store_true", help="go on until the job has ended")

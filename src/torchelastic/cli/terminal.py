@@ -6,6 +6,7 @@ retitle the window or turn the direction of writing. They are shown, not obeyed.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
@@ -46,6 +47,19 @@ def show(text: str, *, stream: TextIO | None = None, flush: bool = True) -> None
     stream.write(f"{safe}\n")
     if flush:
         stream.flush()
+
+
+def parser_for_a_job(command: str, description: str) -> argparse.ArgumentParser:
+    """A command's, with the job that it is about as `job` and `id`."""
+    parser = argparse.ArgumentParser(prog=f"torchelastic {command}", description=description)
+    parser.add_argument(
+        "job",
+        nargs="?",
+        metavar="JOB",
+        help="a job id or how one begins, or the --log-dir of a run (default: the job that runs)",
+    )
+    parser.add_argument("--job", dest="id", metavar="ID", help="which job of a directory is meant")
+    return parser
 
 
 def refuse(command: str, error: Exception) -> int:

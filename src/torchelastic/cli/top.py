@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from importlib.util import find_spec
 
@@ -17,14 +16,7 @@ failures have cost. Ends with the job, or with Ctrl-C.
 
 def main(argv: Sequence[str]) -> int:
     """The `top` command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="torchelastic top", description=_DESCRIPTION)
-    parser.add_argument(
-        "job",
-        nargs="?",
-        metavar="JOB",
-        help="a job id or how one begins, or the --log-dir of a run (default: the job that runs)",
-    )
-    parser.add_argument("--job", dest="id", metavar="ID", help="which job of a directory is meant")
+    parser = terminal.parser_for_a_job("top", _DESCRIPTION)
     parser.add_argument("--once", action="store_true", help="show it once, and end")
     args = parser.parse_args(argv)
     try:
