@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torchelastic.cli.flags import Flag
+from torchelastic.cli.flag import Flag
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import os
 import textwrap
 from collections.abc import Iterator
 
-from torchelastic.cli.flags import FLAGS, GROUPS, Flag
+from torchelastic.cli.flag import GROUPS, Flag
+from torchelastic.cli.flags import FLAGS
 from torchelastic.cli.flavours import Flavour
 
 _INDENT = 24

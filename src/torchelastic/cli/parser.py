@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchelastic.cli.flags import FLAGS, HELP, Flag
+from torchelastic.cli.flag import HELP, Flag
+from torchelastic.cli.flags import FLAGS
 from torchelastic.cli.flavours import Flavour
 from torchelastic.errors import ConfigError
 

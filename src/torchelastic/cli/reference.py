@@ -13,7 +13,8 @@ from types import ModuleType
 
 from torchelastic import env
 from torchelastic.agent import crew, group_state
-from torchelastic.cli.flags import FLAGS, GROUPS, Flag
+from torchelastic.cli.flag import GROUPS, Flag
+from torchelastic.cli.flags import FLAGS
 from torchelastic.cli.flavours import DISTRIBUTED_LAUNCH, DISTRIBUTED_RUN, FLAVOURS, RUN
 from torchelastic.cli.help import default_words, spellings
 from torchelastic.rendezvous import resident

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from torchelastic.cli.flags import FLAGS, GROUPS
+from torchelastic.cli.flag import GROUPS
+from torchelastic.cli.flags import FLAGS
 from torchelastic.cli.flavours import DISTRIBUTED_LAUNCH, FLAVOURS, RUN
 from torchelastic.cli.help import help_text
 from torchelastic.cli.reference import PAGES

@@ -2,7 +2,8 @@
 
 import pytest
 
-from torchelastic.cli.flags import FLAGS, GROUPS
+from torchelastic.cli.flag import GROUPS
+from torchelastic.cli.flags import FLAGS
 from torchelastic.cli.flavours import DISTRIBUTED_LAUNCH, DISTRIBUTED_RUN, FLAVOURS, RUN
 from torchelastic.cli.parser import parse
 from torchelastic.config import Std
