@@ -71,6 +71,7 @@ PURE = {
     "events/ranks.py",
     "events/record.py",
     "events/recoveries.py",
+    "events/series.py",
     "events/step_time.py",
     "events/trace.py",
     "events/view.py",

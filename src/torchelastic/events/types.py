@@ -280,6 +280,8 @@ class Progress(Event):
     at: Sequence[float]
     #: Seconds of its workers in this generation: `data`, `checkpoint`, `snapshot`, `restore`.
     stalls: Mapping[str, float] = field(default_factory=dict)
+    #: What the script reported last, by name: the lowest rank's; null: not a finite number.
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torchelastic.events.goodput import Goodput, GoodputFold
 from torchelastic.events.ranks import Ranks, RankView
 from torchelastic.events.record import Record
 from torchelastic.events.recoveries import Recoveries, Recovery
+from torchelastic.events.series import Curves, Point
 
 NodeState = Literal[
     "starting", "joined", "running", "spare", "rejoining", "leaving", "lost", "ended", "died"
@@ -106,6 +107,10 @@ class JobView:
     worlds: tuple[WorldView, ...] = ()
     recoveries: tuple[Recovery, ...] = ()
     goodput: Goodput | None = None
+    #: Steps per second over the whole job: few points, however long it is.
+    rates: tuple[Point, ...] = ()
+    #: What the script has reported, by name, likewise.
+    metrics: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)
 
     @property
     def last_change(self) -> Change | None:
@@ -168,6 +173,7 @@ class JobFold:
         self._goodput = GoodputFold()
         self._recoveries = Recoveries(self._goodput)
         self._ranks = Ranks()
+        self._curves = Curves()
         self._last: Record | None = None
 
     def feed(self, record: Record) -> None:
@@ -176,6 +182,7 @@ class JobFold:
         self._recoveries.feed(record)
         self._goodput.feed(record)
         self._ranks.feed(record)
+        self._curves.feed(record, self._ranks)
         self._seen(record)
         self._take(record, self._names[record.node])
 
@@ -195,6 +202,8 @@ class JobFold:
             worlds=tuple(self._worlds),
             recoveries=self._recoveries.views(),
             goodput=self._goodput.at(until) if until is not None else None,
+            rates=self._curves.rates,
+            metrics=self._curves.metrics,
         )
 
     # --- records ---------------------------------------------------------------------------------
