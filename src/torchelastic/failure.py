@@ -1,11 +1,17 @@
-"""A worker failure as a recorded fact: it crosses processes and machines as JSON."""
+"""A failure as a recorded fact: it crosses processes and machines as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import signal
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+#: What of a worker's last lines travels with its failure, which every node is told of.
+MOST_LINES, MOST_LOG, MOST_LINE = 20, 4000, 500
+#: Characters of a hint, and of the words for a collective.
+MOST_HINT = 500
 
 
 def signal_name(number: int) -> str:
@@ -18,10 +24,11 @@ def signal_name(number: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """One worker that ended otherwise than by success."""
+    """One worker that ended otherwise than by success; or, without a rank, a node that is gone."""
 
     generation: int
     node: str
+    #: -1: of a node, or of a worker that has no rank yet.
     rank: int
     local_rank: int
     pid: int
@@ -41,11 +48,26 @@ class Failure:
     error_file: str = ""
     #: Wall clock of the failing node, for people and for `error.json`; never compared.
     wall_time: float = 0.0
+    #: What the agent has found out beyond what the worker said: `out of memory: …`.
+    hint: str = ""
+    #: The last lines it wrote, where they went through the agent's hands or to its files.
+    log_lines: tuple[str, ...] = ()
+    #: The last collective it entered, in words; empty where that is not known.
+    collective: str = ""
+    #: How many collectives it had entered in its generation; -1: not known.
+    entered: int = -1
+    #: It was waiting for others in a collective when it failed.
+    waited: bool = False
 
     @property
     def told(self) -> bool:
         """Whether the worker itself said what went wrong."""
         return bool(self.traceback)
+
+    @property
+    def is_node(self) -> bool:
+        """Whether it is a whole node that failed."""
+        return self.rank < 0 and self.local_rank < 0
 
     def exit_words(self) -> str:
         """`exit code 3` or `SIGKILL`."""
@@ -57,6 +79,8 @@ class Failure:
         """`rank 3 on node-b (local rank 1, pid 42) at step 17: RuntimeError: boom`, in one line."""
         step = f" at step {self.step}" if self.step is not None else ""
         first_line = self.message.strip().partition("\n")[0]
+        if self.is_node:
+            return f"{self.node} failed: {first_line}"
         return (
             f"rank {self.rank} on {self.node} (local rank {self.local_rank}, pid {self.pid})"
             f"{step}: {first_line}"
@@ -68,9 +92,109 @@ class Failure:
         return (self.exitcode, self.message, frames[-1].strip() if frames else "")
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | {"log_lines": list(self.log_lines)}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Failure:
-        known = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{key: value for key, value in data.items() if key in known})
+    def from_json(cls, data: Mapping[str, Any]) -> Failure:
+        """As `to_json` made it, here or by another version; raises `TypeError` for anything else.
+
+        What is too long is cut: it is kept in memory and sent on to every node.
+        """
+        made = {key: value for key, value in data.items() if key in _CHECKS}
+        for key, value in made.items():
+            if not _CHECKS[key](value):
+                raise TypeError(f"A failure's {key} cannot be {type(value).__name__}.")
+        return cls(**made | _cut(made))
+
+    @classmethod
+    def as_told(cls, data: Mapping[str, Any]) -> Failure:
+        """For people, of whatever version told it: what makes no sense is left out."""
+        sensible = {
+            key: value for key, value in data.items() if key in _CHECKS and _CHECKS[key](value)
+        }
+        return cls(**_NOT_TOLD | sensible | _cut(sensible))
+
+
+def node_failure(node: str, generation: int, message: str) -> Failure:
+    """A node is gone without a word, its agent and all its workers with it."""
+    return Failure(
+        generation=generation,
+        node=node,
+        rank=-1,
+        local_rank=-1,
+        pid=0,
+        exitcode=1,
+        message=message,
+    )
+
+
+def last_lines(text: str) -> tuple[str, ...]:
+    """The last lines of a text, as many as may travel with a failure.
+
+    >>> last_lines("one\\ntwo\\n")
+    ('one', 'two')
+    """
+    lines = [line.rstrip()[:MOST_LINE] for line in text.splitlines()]
+    return _bounded([line for line in lines if line])
+
+
+def _bounded(lines: Sequence[str]) -> tuple[str, ...]:
+    """The last ones that are not too many, nor too long together."""
+    kept: list[str] = []
+    room = MOST_LOG
+    for line in reversed(lines[-MOST_LINES:]):
+        room -= len(line) + 1
+        if room < 0:
+            break
+        kept.append(line)
+    return tuple(reversed(kept))
+
+
+def _cut(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given of the texts that have a bound, within it."""
+    made: dict[str, Any] = {
+        name: data[name][:MOST_HINT] for name in ("hint", "collective") if name in data
+    }
+    if "log_lines" in data:
+        made["log_lines"] = _bounded([line[:MOST_LINE] for line in data["log_lines"]])
+    return made
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_time(value: Any) -> bool:
+    """One that a calendar has: neither infinite nor of the year 10,000."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 <= value < 2.5e11
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_lines(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(line, str) for line in value)
+
+
+#: What a value read from JSON must be, by the type its field is declared to have.
+_BY_TYPE: dict[str, Callable[[Any], bool]] = {
+    "int": _is_int,
+    "int | None": lambda value: value is None or _is_int(value),
+    "float": _is_time,
+    "str": _is_text,
+    "bool": lambda value: isinstance(value, bool),
+    "tuple[str, ...]": _is_lines,
+}
+_CHECKS = {field.name: _BY_TYPE[str(field.type)] for field in dataclasses.fields(Failure)}
+#: What is shown where nothing was told.
+_NOT_TOLD: dict[str, Any] = {
+    "generation": -1,
+    "node": "?",
+    "rank": -1,
+    "local_rank": -1,
+    "pid": 0,
+    "exitcode": 1,
+    "message": "not told",
+}

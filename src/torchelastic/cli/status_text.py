@@ -6,7 +6,7 @@ import dataclasses
 import json
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchelastic import jobs
@@ -180,25 +180,15 @@ def _recoveries(recoveries: Sequence[Recovery]) -> list[str]:
 def _root(recovery: Recovery) -> str:
     """What a recovery was from."""
     if recovery.failure is not None:
-        return f"cause: {words.first_line(_cause(recovery.failure).sentence())}"
+        return f"cause: {words.first_line(Failure.as_told(recovery.failure).sentence())}"
     return f"cause: {_first_line(recovery.why)}" if recovery.why else "cause: not known"
 
 
-def _cause(data: Mapping[str, Any]) -> Failure:
-    """A failure as it was told, by an agent of whatever version."""
-    unknown = {"generation": -1, "node": "?", "rank": -1, "local_rank": -1, "pid": 0}
-    told = unknown | {"exitcode": 1, "message": "not told", "traceback": ""} | dict(data)
-    texts = {name: str(told[name]) for name in ("node", "message", "traceback")}
-    return Failure.from_json(told | texts)
-
-
 def _causes(seen: JobView) -> list[str]:
-    if seen.cause is not None:
-        return ["", "  first failure", *_failure(_cause(seen.cause))]
-    last = seen.last_recovery
-    if last is not None and last.failure is not None:
-        return ["", "  last failure", *_failure(_cause(last.failure))]
-    return []
+    if seen.failure is None:
+        return []
+    title = "first failure" if seen.exitcode else "last failure"
+    return ["", f"  {title}", *_failure(seen.failure.cause)]
 
 
 def _nodes(entry: JobEntry, seen: JobView, *, most: int) -> list[str]:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from torchelastic.events import types as events
+from torchelastic.events.failures import Failures, FailureView
 from torchelastic.events.goodput import Goodput, GoodputFold
 from torchelastic.events.ranks import Ranks, RankView
 from torchelastic.events.record import Record
@@ -93,8 +94,8 @@ class JobView:
     #: When the last agent that was heard ended.
     ended: float | None = None
     exitcode: int | None = None
-    #: The first failure that ended the job.
-    cause: Mapping[str, Any] | None = None
+    #: The last failure, also if the job went on after it.
+    failure: FailureView | None = None
     history: tuple[Change, ...] = ()
     #: The furthest step a worker has entered, and steps per second; None where nobody tells.
     step: int | None = None
@@ -173,6 +174,7 @@ class JobFold:
         self._goodput = GoodputFold()
         self._recoveries = Recoveries(self._goodput)
         self._ranks = Ranks()
+        self._failures = Failures()
         self._curves = Curves()
         self._last: Record | None = None
 
@@ -182,6 +184,7 @@ class JobFold:
         self._recoveries.feed(record)
         self._goodput.feed(record)
         self._ranks.feed(record)
+        self._failures.feed(record)
         self._curves.feed(record, self._ranks)
         self._seen(record)
         self._take(record, self._names[record.node])
@@ -201,6 +204,7 @@ class JobFold:
             stragglers=tuple(self._ranks.stragglers.values()),
             worlds=tuple(self._worlds),
             recoveries=self._recoveries.views(),
+            failure=self._failures.view(),
             goodput=self._goodput.at(until) if until is not None else None,
             rates=self._curves.rates,
             metrics=self._curves.metrics,
@@ -339,7 +343,7 @@ class JobFold:
 
     def _job_ended(self, record: Record, name: str, ended: events.JobEnded) -> None:
         self._set(name, state="ended", exitcode=ended.exitcode)
-        self._change(cause=ended.cause or self._view.cause, exitcode=ended.exitcode)
+        self._change(exitcode=ended.exitcode)
         self._agents.discard(record.node)
         if not self._agents:
             self._change(phase="ended", ended=record.wall)

@@ -283,4 +283,4 @@ def test_no_name_or_message_reaches_the_terminal_as_more_than_text(show):
 def test_a_failure_of_another_version_does_no_harm(show):
     agent = Agent("job").world(0, "node-a").tell(events.WorkerFailed({"message": 3}), 0)
     agent.tell(events.GenerationOver("failure", "boom"), 0).log.close()
-    assert "cause: rank -1 on ?" in show()
+    assert "cause: ? failed: not told" in show()

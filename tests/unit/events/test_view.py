@@ -154,7 +154,8 @@ def test_a_job_has_ended_when_all_agents_of_this_machine_have():
     assert (story.view().phase, story.view().ended) == ("running", None)
     story.tell(events.JobEnded(1, "failed", {"rank": 3}), by="id-a")
     view = story.view()
-    assert (view.phase, view.exitcode, view.cause) == ("ended", 1, {"rank": 3})
+    assert (view.phase, view.exitcode) == ("ended", 1)
+    assert view.failure.cause.rank == 3
     assert view.ended == story.records[-1].wall
     assert view.nodes["b"].exitcode == 143
 

@@ -1,0 +1,112 @@
+"""The last failure of a job: what came first, and what fell because of it. Pure.
+
+Who failed first is judged by the leader, who has heard everybody; its verdict is in its events, and
+in what every agent says at the end. Until it has spoken, the first failure that was seen stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchelastic.events import types as events
+from torchelastic.events.record import Record
+from torchelastic.failure import Failure, node_failure
+
+#: Consequences that are kept.
+KEPT = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureView:
+    """A failure of the job, from which it may have recovered."""
+
+    #: The generation that ended by it.
+    generation: int
+    #: Wall clock of the first word of it.
+    wall: float
+    #: What failed and how, in a line.
+    sentence: str
+    cause: Failure
+    #: In the order in which they became known.
+    consequences: tuple[Failure, ...] = ()
+    #: Where the ranks were and who was missing, if the failure is a hang.
+    hang: Mapping[str, Any] | None = None
+
+
+@dataclass
+class _Case:
+    """What was seen of one failure of the job."""
+
+    generation: int
+    wall: float
+    seen: list[Failure] = field(default_factory=list)
+    #: What the leader says of it.
+    cause: Failure | None = None
+    consequences: tuple[Failure, ...] = ()
+
+    def view(self) -> FailureView:
+        cause = self.cause or self.seen[0]
+        others = self.consequences or tuple(one for one in self.seen if not _same(one, cause))
+        return FailureView(
+            generation=self.generation,
+            wall=self.wall,
+            sentence=cause.sentence(),
+            cause=self._in_full(cause),
+            consequences=tuple(self._in_full(one) for one in others[:KEPT]),
+        )
+
+    def _in_full(self, failure: Failure) -> Failure:
+        """As its own agent told it: what the leader sends to every node is cut short."""
+        return next((one for one in self.seen if _same(one, failure)), failure)
+
+
+class Failures:
+    """Takes a job's records one by one."""
+
+    def __init__(self) -> None:
+        self._generation = -1
+        self._last: _Case | None = None
+
+    def feed(self, record: Record) -> None:
+        """Take one more record."""
+        generation = record.generation if record.generation is not None else -1
+        match record.event:
+            case events.WorldFormed():
+                self._generation = max(self._generation, generation)
+            case events.WorkerFailed(failure=told):
+                self._seen(record, Failure.as_told({"generation": generation, **told}))
+            case events.NodeLost(name=name, reason=why) if self._generation >= 0:
+                self._seen(record, node_failure(name, self._generation, why))
+            case events.JobEnded(cause=told) if told is not None:
+                self._judged(record, Failure.as_told(told), ())
+
+    def view(self) -> FailureView | None:
+        """The last one, if there was any."""
+        return self._last.view() if self._last is not None else None
+
+    def _seen(self, record: Record, failure: Failure) -> None:
+        if failure.stopped:
+            return  # by its own agent: it tells of nothing that went wrong
+        case = self._case(record, failure.generation)
+        if case is not None and len(case.seen) <= KEPT:
+            case.seen.append(failure)
+
+    def _judged(self, record: Record, cause: Failure, others: Sequence[Failure]) -> None:
+        case = self._case(record, cause.generation)
+        if case is not None:
+            case.cause = cause
+            case.consequences = tuple(others) or case.consequences
+
+    def _case(self, record: Record, generation: int) -> _Case | None:
+        """That of a generation; None for one older than the last, which nobody asks for."""
+        if self._last is None or self._last.generation < generation:
+            self._last = _Case(generation, record.wall)
+        return self._last if self._last.generation == generation else None
+
+
+def _same(one: Failure, other: Failure) -> bool:
+    """Whether both tell of the same end of the same worker, or node."""
+    theirs = (other.generation, other.node, other.rank, other.local_rank, other.pid)
+    return (one.generation, one.node, one.rank, one.local_rank, one.pid) == theirs
