@@ -66,6 +66,7 @@ PURE = {
     "data/progress.py",
     "data/verdict.py",
     "events/goodput.py",
+    "events/hangs.py",
     "events/merge.py",
     "events/node_time.py",
     "events/ranks.py",

@@ -301,6 +301,30 @@ class Straggler(Event):
 
 
 @dataclass(frozen=True)
+    #: The name of its node, and the last step that was looked at.
+    name: str = ""
+    step: int = -1
+    #: Seconds of this generation that all have waited for any such worker.
+    lost: float = 0.0
+    #: It keeps up again.
+    over: bool = False
+
+
+@dataclass(frozen=True)
+class Hang(Event):
+    """Workers stand still: what every rank of the world was doing, before any of them is ended."""
+
+    type: ClassVar[str] = "hang"
+    #: Who is missing from what the others wait in, for people.
+    text: str
+    #: The ranks that the others wait for, as far as that is known.
+    missing: Sequence[int]
+    #: What each does: as in `torchelastic stacks --json`, `stack` being a place in `stacks`.
+    ranks: Sequence[Json]
+    #: What their threads were doing: equal ones are here once.
+    stacks: Sequence[str] = ()
+    #: Names of nodes that have not told in time what theirs are doing.
+    unheard: Sequence[str] = ()
 class WorkerKilled(Event):
     """The agent kills a worker that hangs."""
 
@@ -371,6 +395,7 @@ EVENTS: dict[str, type[Event]] = {
         WorkerKilled,
         WorkerExited,
         WorkerFailed,
+        Hang,
         WorkersStopped,
     )
 }

@@ -197,6 +197,7 @@ _WORDS: dict[type[events.Event], Callable[[Any], str]] = {
     events.Training: _training,
     events.Progress: _progress,
     events.Straggler: lambda e: e.text,
+    events.Hang: lambda e: e.text,
     events.WorkerKilled: lambda e: _because(f"rank {e.rank} is killed", e.reason),
     events.WorkerExited: _exited,
     events.WorkerFailed: _failed,

@@ -16,6 +16,7 @@ def test_the_names_are_part_of_the_format_and_stay():
         "agent-started",
         "became-leader",
         "generation-over",
+        "hang",
         "job-ended",
         "joined",
         "lease-lost",

@@ -1,0 +1,325 @@
+"""Who is missing from the collective that the others wait in. Pure: what ranks do in, words out.
+
+A worker in `torchelastic.train` shows which collectives it has launched, by number and group, and
+which of them it waits for. Of any other the stack tells in which collective it is, without number.
+
+    numbers known     who has not launched what another waits for is missing from it
+    stacks only       who is in no collective, while others are, is missing from theirs
+    other names       the ranks do different things: a bug of the script
+    nobody missing    all wait for each other: the network, or a peer that is gone
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from torchelastic.events import types as events
+
+#: The group that all ranks are in, as torch counts groups.
+WORLD = "0"
+#: Characters of one rank's stack, and of all stacks of an event: a line must stay below the
+#: megabyte that is told to the leader.
+STACK, STACKS = 8_000, 400_000
+#: Ranks that an event lists: those missing come first.
+RANKS = 1024
+_LEFT_OUT = "left out: there are too many different stacks"
+
+
+class Collective(NamedTuple):
+    """An operation of a group, by its number there; 0 where that is not known."""
+
+    name: str
+    number: int = 0
+    group: str = WORLD
+
+    def __str__(self) -> str:
+        number = f" #{self.number}" if self.number else ""
+        return f"{self.name}{number}{'' if self.group == WORLD else f' of group {self.group}'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doing:
+    """What one rank does."""
+
+    rank: int
+    node: str
+    step: int | None = None
+    #: What its training thread waits for.
+    waits: Collective | None = None
+    #: The last one it has launched in each group that it is in; empty: nobody counts them.
+    launched: tuple[Collective, ...] = ()
+    #: Stopped by a signal or a debugger: whatever it was in, it keeps the others waiting.
+    frozen: bool = False
+    stack: str = ""
+
+    @property
+    def in_collective(self) -> Collective | None:
+        """What it waits in, as it says or as its stack shows."""
+        if self.frozen:
+            return None
+        return self.waits if self.waits or self.launched else collective_in(self.stack)
+
+    @property
+    def last(self) -> Collective | None:
+        """What it waits in, or else has launched last."""
+        return self.in_collective or (self.launched[0] if self.launched else None)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Doing:
+        """Raises `ValueError` for what is none."""
+        try:
+            return cls(
+                rank=int(data["rank"]),
+                node=str(data["node"]),
+                step=None if data["step"] is None else int(data["step"]),
+                waits=None if data["waits"] is None else _collective(data["waits"]),
+                launched=tuple(_collective(one) for one in data["launched"]),
+                frozen=bool(data["frozen"]),
+                stack=str(data["stack"]),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"What a rank does cannot be read: {error!r}.") from None
+
+
+def _collective(data: Sequence[Any]) -> Collective:
+    name, number, group = data
+    return Collective(str(name), int(number), str(group))
+
+
+class Judgement(NamedTuple):
+    """What is wrong, for people, and who is missing."""
+
+    text: str
+    missing: tuple[int, ...] = ()
+
+
+def judge(doings: Iterable[Doing], unheard: Sequence[str] = ()) -> Judgement:
+    """Who keeps the others waiting, among ranks of one world that stand still."""
+    ranks = sorted(doings, key=lambda one: one.rank)
+    waiting = {one.rank: at for one in ranks if (at := one.in_collective) is not None}
+    found = _judge(ranks, waiting)
+    if not unheard:
+        return found
+    silent = f"{', '.join(unheard)} did not answer"
+    if not found.missing and waiting and len(waiting) == len(ranks):
+        return Judgement(f"{_who_waits(waiting)}; {silent}: what its ranks do is not known")
+    return found._replace(text=f"{found.text}; {silent}")
+
+
+def _judge(ranks: Sequence[Doing], waiting: Mapping[int, Collective]) -> Judgement:
+    if not waiting:
+        return Judgement(f"no rank waits for another: {_each(ranks)}")
+    if differing := _mismatch(ranks, waiting):
+        return differing
+    waited = sorted(set(waiting.values()), key=lambda at: (at.group, at.number, at.name))
+    idle = [one for one in ranks if one.rank not in waiting]
+    for at in waited:
+        if missing := [one for one in idle if _is_missing(one, at)]:
+            return _missing(missing, at, waiting)
+    for at in waited:
+        elsewhere = [one for one in ranks if waiting.get(one.rank, at).group != at.group]
+        if missing := [one for one in elsewhere if _is_missing(one, at)]:
+            return _missing(missing, at, waiting)
+    if idle:
+        text = f"{_who_waits(waiting)}, though none is missing there; {_each(idle)}"
+        return Judgement(text, tuple(one.rank for one in idle))
+    return Judgement(
+        f"{_who_waits(waiting)}, and none is missing: look at the network between the nodes"
+    )
+
+
+def _missing(
+    missing: Sequence[Doing], at: Collective, waiting: Mapping[int, Collective]
+) -> Judgement:
+    inside = sorted(rank for rank, where in waiting.items() if where == at)
+    is_or_are, wait = _verbs(missing, "is", "are"), _verbs(inside, "waits", "wait")
+    text = f"{_named(missing)} {is_or_are} missing from {at}, in which {listed(inside)} {wait}"
+    return Judgement(text, tuple(one.rank for one in missing))
+
+
+def _is_missing(one: Doing, at: Collective) -> bool:
+    if one.frozen or not one.launched or not at.number:
+        return True
+    launched = [last for last in one.launched if last.group == at.group]
+    if not launched:
+        return at.group == WORLD  # who has never launched anything in another is not in it
+    return launched[0].number < at.number
+
+
+def _mismatch(ranks: Sequence[Doing], waiting: Mapping[int, Collective]) -> Judgement | None:
+    """Ranks that do different things where all have to do the same."""
+    names: dict[tuple[str, int], dict[str, list[int]]] = {}
+    for one in ranks:
+        for at in {*one.launched, *([one.in_collective] if one.in_collective else [])}:
+            if at.number or len(waiting) == len(ranks):
+                same = names.setdefault((at.group, at.number), {})
+                same.setdefault(at.name, []).append(one.rank)
+    for (group, number), by_name in sorted(names.items()):
+        inside = any((at.group, at.number) == (group, number) for at in waiting.values())
+        if len(by_name) > 1 and inside:
+            told = "; ".join(
+                f"{listed(who)} in {Collective(name, number, group)}"
+                for name, who in sorted(by_name.items(), key=lambda item: item[1])
+            )
+            return Judgement(
+                f"the ranks call different collectives ({told}): a bug of the script, in which all "
+                "ranks have to call the same ones in the same order"
+            )
+    return None
+
+
+def _who_waits(waiting: Mapping[int, Collective]) -> str:
+    by_collective: dict[Collective, list[int]] = {}
+    for rank, at in sorted(waiting.items()):
+        by_collective.setdefault(at, []).append(rank)
+    told = [
+        f"{listed(who)} {_verbs(who, 'waits', 'wait')} in {at}" for at, who in by_collective.items()
+    ]
+    return ", ".join(told[:4]) + (f" and {len(told) - 4} more" if len(told) > 4 else "")
+
+
+def _each(ranks: Sequence[Doing]) -> str:
+    does = _verbs(ranks, "does", "do")
+    if all(one.frozen for one in ranks):
+        return f"{_named(ranks)} {does} nothing"
+    return f"{_named(ranks)} {does} something of {_verbs(ranks, 'its', 'their')} own"
+
+
+def _verbs(ranks: Sequence[object], one: str, several: str) -> str:
+    return one if len(ranks) == 1 else several
+
+
+def _named(ranks: Sequence[Doing]) -> str:
+    """`rank 3 (frozen)`, `ranks 3-5`."""
+    well = [one.rank for one in ranks if not one.frozen]
+    frozen = [one.rank for one in ranks if one.frozen]
+    told = [listed(well)] if well else []
+    return " and ".join([*told, f"{listed(frozen)} (frozen)"] if frozen else told)
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0-6, 9`.
+
+    >>> listed([3]), listed([9, 0, 1, 2])
+    ('rank 3', 'ranks 0-2, 9')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    told = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    single = len(runs) == 1 and len(runs[0]) == 1
+    return f"{'rank' if single else 'ranks'} {', '.join(told)}" if runs else "no rank"
+
+
+# --- what stacks tell ----------------------------------------------------------------------------
+
+_FRAME = re.compile(r'File "(?P<file>.*)", line \d+ in (?P<name>\S+)')
+_BLOCK = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\n", re.MULTILINE)
+_C10D = "torch/distributed/distributed_c10d.py"
+#: Around every collective there.
+_LOGGER = "torch/distributed/c10d_logger.py"
+#: Where a collective is waited for in C++, launched by what the script does not call itself.
+_UNSEEN = {
+    "torch/autograd/graph.py": "backward",
+    "torch/nn/parallel/distributed.py": "the forward of DDP",
+}
+
+
+def tidy(dump: str, limit: int = STACK) -> str:
+    """What `faulthandler` writes, such that equal stacks of two processes are equal texts.
+
+    The main thread, which is written last, comes first; the thread that answers the agent is left
+    out. Of too much, the frames furthest from what is being done are cut.
+    """
+    parts = _BLOCK.split(dump)[1:]
+    if not parts:
+        return dump.strip()[:limit]
+    *others, main = [part.strip("\n") for part in parts]
+    kept = [f"main thread, most recent call first:\n{main}"]
+    kept += [f"another thread:\n{one}" for one in others if not _answers_the_agent(one)]
+    return "\n".join(kept)[:limit]
+
+
+def _answers_the_agent(block: str) -> bool:
+    return "torchelastic/training/control.py" in block
+
+
+def collective_in(stack: str) -> Collective | None:
+    """The collective of torch.distributed that a main thread is in, as far as its frames tell."""
+    main = stack.partition("another thread:")[0]
+    frames = [(found["file"], found["name"]) for found in _FRAME.finditer(main)]
+    inside = takewhile(lambda frame: frame[0].endswith((_C10D, _LOGGER)), frames)
+    called = [name for file, name in inside if file.endswith(_C10D)]
+    if called:
+        return Collective(called[-1])  # the outermost: all_gather_object, not the all_gather in it
+    for file, what in _UNSEEN.items():
+        if frames and frames[0][0].endswith(file):
+            return Collective(what)
+    return None
+
+
+# --- the event -----------------------------------------------------------------------------------
+
+
+def event_of(doings: Iterable[Doing], unheard: Sequence[str] = ()) -> events.Hang:
+    """The event that tells of it, of bounded size."""
+    ranks = sorted(doings, key=lambda one: one.rank)
+    found = judge(ranks, unheard)
+    missing = set(found.missing)
+    chosen = sorted(ranks, key=lambda one: one.rank not in missing)[:RANKS]
+    stacks: dict[str, int] = {}
+    rows = []
+    room = STACKS
+    for one in chosen:
+        stack = one.stack[:STACK]
+        if stack not in stacks and len(stack) > room:
+            stack = _LEFT_OUT
+        if stack not in stacks:
+            stacks[stack] = len(stacks)
+            room -= len(stack)
+        rows.append({**_row(one, one.rank in missing), "stack": stacks[stack]})
+    rows.sort(key=lambda row: int(row["rank"]))
+    return events.Hang(
+        text=found.text,
+        missing=list(found.missing),
+        ranks=rows,
+        stacks=list(stacks),
+        unheard=list(unheard),
+    )
+
+
+def _row(one: Doing, missing: bool) -> dict[str, Any]:
+    return {
+        "rank": one.rank,
+        "node": one.node,
+        "step": one.step,
+        "collective": str(one.last) if one.last is not None else "",
+        "waiting": one.in_collective is not None,
+        "missing": missing,
+    }
+
+
+def part(event: events.Hang) -> dict[str, Any]:
+    """What a view of the job shows of it: the stacks with their ranks."""
+
+    def stack_of(row: events.Json) -> str:
+        place = row.get("stack")
+        if isinstance(place, int) and 0 <= place < len(event.stacks):
+            return event.stacks[place]
+        return ""
+
+    return {
+        "text": event.text,
+        "missing": list(event.missing),
+        "ranks": [{**row, "stack": stack_of(row)} for row in event.ranks],
+    }
