@@ -48,6 +48,7 @@ def _progress(ones: Sequence[Shown]) -> Progress:
         steps=[one.step for one in ones],
         at=[round(one.at, 6) for one in ones],
         stalls={kind: total for kind, total in zip(stalls.KINDS, sums, strict=True) if total},
+        own=[round(one.own, 6) for one in ones],
     )
 
 

@@ -280,13 +280,16 @@ class Progress(Event):
     at: Sequence[float]
     #: Seconds of its workers in this generation: `data`, `checkpoint`, `snapshot`, `restore`.
     stalls: Mapping[str, float] = field(default_factory=dict)
+    #: Seconds of each worker's steps in this generation, without what it waited for others.
+    own: Sequence[float] = ()
     #: What the script reported last, by name: the lowest rank's; null: not a finite number.
     metrics: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Straggler(Event):
-    """A worker is slower than the others, which wait for it."""
+    """A worker is slower than the others, which wait for it; said again when it costs much more,
+    and once more when that is over. By the leader."""
 
     type: ClassVar[str] = "straggler"
     rank: int
@@ -294,13 +297,10 @@ class Straggler(Event):
     seconds_per_step: float
     #: The median of all ranks.
     usual: float
-    #: Seconds lost by it so far.
+    #: Seconds of this generation that the others have waited for it.
     cost: float
     #: For people.
     text: str
-
-
-@dataclass(frozen=True)
     #: The name of its node, and the last step that was looked at.
     name: str = ""
     step: int = -1
@@ -325,6 +325,9 @@ class Hang(Event):
     stacks: Sequence[str] = ()
     #: Names of nodes that have not told in time what theirs are doing.
     unheard: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class WorkerKilled(Event):
     """The agent kills a worker that hangs."""
 
@@ -392,10 +395,10 @@ EVENTS: dict[str, type[Event]] = {
         Training,
         Progress,
         Straggler,
+        Hang,
         WorkerKilled,
         WorkerExited,
         WorkerFailed,
-        Hang,
         WorkersStopped,
     )
 }

@@ -58,6 +58,7 @@ from torchelastic.training.keeping_plan import (
 from torchelastic.training.keeping_search import Found, Searcher
 from torchelastic.training.keeping_shards import Shards
 from torchelastic.training.keeping_tree import Tree
+from torchelastic.training.keeping_waits import BackwardWaits
 from torchelastic.training.keeping_writer import Place, Standing, Writer
 from torchelastic.worker.orders import Leave
 
@@ -85,11 +86,12 @@ class Keeper:
         *,
         shards: Shards,
         before_seal: Callable[[float], bool] | None = None,
+        waits: BackwardWaits | None = None,
     ) -> None:
         """`before_seal` is called in a thread before a snapshot counts, with seconds to wait at
-        most; false if they were not enough."""
+        most; false if they were not enough. `waits` counts what is waited for other ranks."""
         faults.load()
-        self._before_seal = before_seal
+        self._before_seal, self._waits = before_seal, waits
         self._state, self._tree, self._buffers, self._holder = state, tree, buffers, holder
         self._private = private.Reader(buffers).read
         self._shards = shards
@@ -114,6 +116,8 @@ class Keeper:
             log.info("No agent holds memory for this process: commit() only counts steps.")
 
     def _before_write(self, *_: object) -> None:
+        if self._waits is not None:
+            self._waits.before_write()
         if self._writer is not None:
             self._writer.before_write()
 
@@ -140,6 +144,8 @@ class Keeper:
     def commit(self, step: int) -> None:
         """So many steps are done, which `check` has let pass: publish the state."""
         self._committed = version = (self.generation, step)
+        if self._waits is not None:
+            self._waits.committed()
         if faults.planned:
             faults.position(rank=self.rank, step=step, generation=self.generation)
         if self._holder is not None and self._writer is not None:

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torchelastic import checkpoint, faults
+from torchelastic import checkpoint, faults, stalls
 from torchelastic.errors import (
     EXIT_SIGNAL_BASE,
     ChannelLost,
@@ -279,7 +279,8 @@ class Loop:
 
     def _may_enter(self, gate: Gate, step: int) -> bool:
         """Wait for the word at a gate that was shut; False: the last step was run."""
-        verdict = self._control.wait_at(gate, step)
+        with stalls.Counted(stalls.PEERS):
+            verdict = self._control.wait_at(gate, step)
         if verdict is Verdict.OVER:
             raise GenerationOver(f"Generation {gate.generation} is over: {self._control.reason}.")
         return verdict is Verdict.GO

@@ -38,6 +38,7 @@ from torchelastic.training.keeping_dtensor import (
 from torchelastic.training.keeping_leave import Departure
 from torchelastic.training.keeping_shards import Shards
 from torchelastic.training.keeping_tree import Tree
+from torchelastic.training.keeping_waits import BackwardWaits
 from torchelastic.training.private import Private, Publisher
 from torchelastic.training.session import Session
 from torchelastic.training.small import Hyperparameters, Saver, Value, saver_of
@@ -348,6 +349,7 @@ class TorchState(State):
                 agent,
                 shards=self._shards,
                 before_seal=self._ledger.flush if self._ledger is not None else None,
+                waits=BackwardWaits(self._models) if agent is not None else None,
             )
             if agent is not None:
                 self._departure = Departure(agent, tree, self._stored_of, self._keeper)

@@ -12,6 +12,7 @@ decide races between the thread of gloo that finishes an operation and the one t
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchelastic import faults
+from torchelastic import faults, stalls
 from torchelastic.training import group_threads
 
 
@@ -54,6 +55,8 @@ class Waits:
         #: The first operation that failed by itself.
         self.failure: PeerLostError | None = None
         self._calls = 0
+        #: The thread that trains: what it waits is counted.
+        self.trainer = threading.get_ident()
         #: Those that gloo is not known to be done with, whoever waits for them.
         self.under_way: dict[int, Operation] = {}
 
@@ -218,7 +221,11 @@ class Operation:
         if gate is made:
             self._have_it_told()
         seconds = timeout.total_seconds() if timeout else -1
-        if not gate.acquire(timeout=seconds):
+        began = time.monotonic()
+        is_done = gate.acquire(timeout=seconds)
+        if threading.get_ident() == self._waits.trainer:
+            stalls.add(stalls.PEERS, time.monotonic() - began)
+        if not is_done:
             raise PeerLostError(f"A collective was not done within {seconds:g} s.")
         gate.release()
 

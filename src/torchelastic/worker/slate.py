@@ -26,11 +26,15 @@ _PROGRESS = struct.Struct("=qqd")
 _ENTERED = struct.Struct("=qqdd")
 #: Behind that, once for a generation: the rank, and what had been stalled until then.
 _RANK = struct.Struct("=q")
-_STALLED = struct.Struct(f"={len(stalls.KINDS)}d")
+_STALLED = struct.Struct(f"={len(stalls.COUNTED)}d")
 _RANK_AT = _ENTERED.size
 _BEFORE = slice(_RANK_AT + _RANK.size, _RANK_AT + _RANK.size + _STALLED.size)
 #: With every step: what has been stalled in all.
 _SINCE = slice(_BEFORE.stop, _BEFORE.stop + _STALLED.size)
+#: Once for a generation: when its first step was entered, less what had been apart until then.
+_BEGAN = struct.Struct("=d")
+_BEGAN_AT = _SINCE.stop
+_READ = _BEGAN_AT + _BEGAN.size
 #: number, generation, step, bytes.
 _SLOT = struct.Struct("=qqqq")
 _NUMBER = struct.Struct("=q")
@@ -66,16 +70,20 @@ class Shown:
     at: float
     #: Seconds of this generation, by kind (`stalls.KINDS`).
     stalled: tuple[float, ...]
+    #: Seconds of its steps in this generation, without those that it has waited for others.
+    own: float = 0.0
 
 
 def read(descriptor: int) -> Shown:
     """For an agent, as `read_progress`."""
-    header = os.pread(descriptor, _SINCE.stop, 0)
+    header = os.pread(descriptor, _READ, 0)
     generation, step, _, at = _ENTERED.unpack_from(header, 0)
     (rank,) = _RANK.unpack_from(header, _RANK_AT)
+    (began,) = _BEGAN.unpack_from(header, _BEGAN_AT)
     before, since = _STALLED.unpack(header[_BEFORE]), _STALLED.unpack(header[_SINCE])
     stalled = tuple(late - early for early, late in zip(before, since, strict=True))
-    return Shown(generation, rank, step, at, stalled)
+    own = max(0.0, at - stalls.apart(since) - began)
+    return Shown(generation, rank, step, at, stalled[: len(stalls.KINDS)], own)
 
 
 @dataclass
@@ -103,6 +111,8 @@ class Slate:
         self.rank = -1
         #: The last generation this process has entered a step of.
         self._generation: int | None = None
+        #: When it became unhurried, less what had been apart until then.
+        self._aside: float | None = None
 
     def _map(self) -> mmap.mmap:
         return mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size)
@@ -115,28 +125,34 @@ class Slate:
 
     def entered(self, generation: int, step: int) -> None:
         """The worker enters a step now."""
-        if generation != self._generation:
-            self._enter(generation)
         memory, now = self._memory, time.monotonic()
+        if generation != self._generation:
+            self._enter(generation, now)
         memory[_SINCE] = stalls.seconds
         _ENTERED.pack_into(memory, 0, generation, step, now, now)
 
-    def _enter(self, generation: int) -> None:
+    def _enter(self, generation: int, now: float) -> None:
         """What was stalled before the last step of the generation before counts for that one."""
         nothing = bytes(_STALLED.size)
         self._memory[_BEFORE] = self._memory[_SINCE] if self._generation is not None else nothing
         _RANK.pack_into(self._memory, _RANK_AT, self.rank)
-        self._generation = generation
+        _BEGAN.pack_into(self._memory, _BEGAN_AT, now - stalls.apart(stalls.seconds))
+        self._generation, self._aside = generation, None
 
     def unhurried(self) -> None:
         """What follows may take any time: nobody expects progress before the next `entered`."""
         generation, step, _ = _PROGRESS.unpack_from(self._memory, 0)
         _PROGRESS.pack_into(self._memory, 0, generation, step, math.inf)
+        self._aside = time.monotonic() - stalls.apart(stalls.seconds)
 
     def hurried(self) -> None:
         """It does not any more."""
+        now = time.monotonic()
         generation, step, _ = _PROGRESS.unpack_from(self._memory, 0)
-        _PROGRESS.pack_into(self._memory, 0, generation, step, time.monotonic())
+        _PROGRESS.pack_into(self._memory, 0, generation, step, now)
+        if self._aside is not None:
+            stalls.add(stalls.ASIDE, now - stalls.apart(stalls.seconds) - self._aside)
+            self._aside = None
 
     # --- private state ---------------------------------------------------------------------------
 

@@ -10,8 +10,10 @@ from torchelastic.worker.slate import Shown
 NOTHING = (0.0, 0.0, 0.0, 0.0)
 
 
-def shown(rank: int, step: int, *, generation: int = 0, at: float = 1.0, stalled=NOTHING) -> Shown:
-    return Shown(generation, rank, step, at, stalled)
+def shown(
+    rank: int, step: int, *, generation: int = 0, at: float = 1.0, stalled=NOTHING, own: float = 0.0
+) -> Shown:
+    return Shown(generation, rank, step, at, stalled, own)
 
 
 @pytest.mark.parametrize(
@@ -35,12 +37,14 @@ def test_the_longer_it_lasts_and_the_more_tell_the_rarer(age, nodes, expected):
 def test_workers_are_told_of_together_by_rank_with_the_sum_of_their_stalls():
     told = progress_of(
         [
-            shown(3, 7, at=2.0, stalled=(1.0, 0.0, 0.0, 0.5)),
-            shown(2, 8, at=2.5, stalled=(0.25, 0.0, 0.0, 0.0)),
+            shown(3, 7, at=2.0, stalled=(1.0, 0.0, 0.0, 0.5), own=1.5),
+            shown(2, 8, at=2.5, stalled=(0.25, 0.0, 0.0, 0.0), own=0.5),
         ]
     )
     stalls = {"data": 1.25, "restore": 0.5}
-    assert told == {0: Progress(ranks=[2, 3], steps=[8, 7], at=[2.5, 2.0], stalls=stalls)}
+    assert told == {
+        0: Progress(ranks=[2, 3], steps=[8, 7], at=[2.5, 2.0], stalls=stalls, own=[0.5, 1.5])
+    }
 
 
 def test_workers_in_different_generations_are_told_of_apart():

@@ -87,7 +87,7 @@ def test_a_torn_slot_is_none_until_the_next_worker_has_written_it(descriptor, sl
 
 @pytest.fixture
 def stalled(monkeypatch):
-    seconds = array("d", [0.0] * len(stalls.KINDS))
+    seconds = array("d", [0.0] * len(stalls.COUNTED))
     monkeypatch.setattr(stalls, "seconds", seconds)
     return seconds
 
@@ -149,3 +149,67 @@ def test_a_slate_that_grows_shows_what_it_showed(descriptor, slate, stalled):
     assert slates.read(descriptor) == before
     slate.entered(4, 9)
     assert slates.read(descriptor).step == 9
+
+
+class Hands:
+    """A clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.at = 1000.0
+
+    def monotonic(self) -> float:
+        return self.at
+
+
+@pytest.fixture
+def hands(monkeypatch):
+    made = Hands()
+    monkeypatch.setattr(slates, "time", made)
+    return made
+
+
+def own(descriptor: int) -> float:
+    return round(slates.read(descriptor).own, 9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("data", 3.0), ("checkpoint", 1.0), ("snapshot", 1.0), ("peers", 1.0), ("aside", 1.0)],
+)
+def test_the_own_time_of_a_step_is_without_what_was_waited_for(
+    descriptor, slate, stalled, hands, kind, expected
+):
+    stalls.add(kind, 40.0)  # before the first step, it counts for none
+    slate.entered(0, 7)
+    assert own(descriptor) == 0.0
+    hands.at += 3.0
+    stalls.add(kind, 2.0)
+    slate.entered(0, 8)
+    assert own(descriptor) == expected
+
+
+def test_the_own_time_is_that_of_the_generation(descriptor, slate, stalled, hands):
+    slate.entered(0, 7)
+    hands.at += 3.0
+    slate.entered(0, 8)
+    slate.unhurried()
+    hands.at += 60.0
+    slate.entered(1, 8)
+    assert own(descriptor) == 0.0
+    hands.at += 0.5
+    slate.entered(1, 9)
+    assert own(descriptor) == 0.5
+
+
+def test_an_evaluation_is_nobodys_own_time_nor_is_a_wait_in_it_counted_twice(
+    descriptor, slate, stalled, hands
+):
+    slate.entered(0, 7)
+    hands.at += 1.0
+    slate.unhurried()
+    hands.at += 30.0
+    stalls.add("peers", 10.0)
+    slate.hurried()
+    hands.at += 1.0
+    slate.entered(0, 8)
+    assert own(descriptor) == 2.0

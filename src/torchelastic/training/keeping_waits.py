@@ -1,0 +1,54 @@
+"""How long a script waits for other workers, as far as that is seen from outside.
+
+A script's collectives are torch's own: nobody tells us who waits in them, or for how long. But most
+of the waiting is in one place. Gradients are ready when the backward has come to the first layer;
+what passes from then until the optimizer is asked to take its step is, in the main, waiting for
+those of the others. So the last moment is noted at which a gradient became ready, of two parameters
+of each model: the first, which is usually the last to have one, and the last, for models that list
+their layers in another order.
+
+What is waited elsewhere, in a forward or between two steps, counts as the worker's own. All ranks
+then seem to take as long as each other, and nobody is called slow who is not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import torch
+
+from torchelastic import stalls
+
+
+class BackwardWaits:
+    """Costs a call for each gradient that is noted, and no system call."""
+
+    def __init__(self, models: Iterable[torch.nn.Module]) -> None:
+        #: When the last gradient became ready since the last step of an optimizer; 0: none has.
+        self._ready_at = 0.0
+        for parameter in _noted(models):
+            parameter.register_post_accumulate_grad_hook(self._ready)
+
+    def _ready(self, _: torch.Tensor) -> None:
+        self._ready_at = time.monotonic()
+
+    def before_write(self) -> None:
+        """An optimizer is about to take its step: what was to be waited for has come."""
+        if self._ready_at:
+            stalls.add(stalls.PEERS, time.monotonic() - self._ready_at)
+            self._ready_at = 0.0
+
+    def committed(self) -> None:
+        """The step is done; a gradient that no optimizer has taken up tells nothing of the next."""
+        self._ready_at = 0.0
+
+
+def _noted(models: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    """Each parameter once, though models may share some."""
+    found: dict[int, torch.Tensor] = {}
+    for model in models:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in (*trained[:1], *trained[-1:]):
+            found[id(parameter)] = parameter
+    return list(found.values())
