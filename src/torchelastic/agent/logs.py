@@ -15,7 +15,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Template
 from typing import Literal
@@ -108,8 +108,28 @@ class NodeLogs:
         }
 
     def open(self, generation: int, ranks: Mapping[int, int]) -> GenerationLogs:
-        """Make what a generation's workers write to; `ranks` maps local ranks to global ones."""
-        made = GenerationLogs(self._config, self._attempt_dir(generation), self._consoles)
+        """Make what a generation's workers write to; `ranks` maps local ranks to global ones.
+
+        A disk on which no file can be made costs the files of this generation, never the job.
+        """
+        directory = self._attempt_dir(generation)
+        try:
+            return self._made(self._config, directory, ranks)
+        except OSError as error:
+            if directory is None:
+                raise
+            log.warning(
+                "Generation %d has no log files: %s cannot be made (%s).",
+                generation,
+                error.filename or directory,
+                error.strerror,
+            )
+        return self._made(replace(self._config, log_dir=os.devnull), None, ranks)
+
+    def _made(
+        self, config: LaunchConfig, directory: Path | None, ranks: Mapping[int, int]
+    ) -> GenerationLogs:
+        made = GenerationLogs(config, directory, self._consoles)
         try:
             made.make(ranks)
         except OSError:

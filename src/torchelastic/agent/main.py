@@ -53,11 +53,13 @@ def _run_agent(config: LaunchConfig, entry: Entry, outcome: Path | None) -> int:
     from torchelastic.agent.agent import Agent
     from torchelastic.agent.narrator import set_up_log
 
-    set_up_log()
+    words = set_up_log()
     try:
         ended = asyncio.run(Agent(config, entry, prints_failure=outcome is None).run())
     except TorchElasticError as error:
         return _fail(error, outcome)
+    finally:
+        words.drain()
     if outcome is not None:
         outcome.write_text(json.dumps(ended.to_json()))
     return ended.exitcode

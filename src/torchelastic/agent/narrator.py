@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping
 
 from torchelastic import env
 from torchelastic.agent import report
 from torchelastic.agent.meeting import Meeting
+from torchelastic.agent.own_words import OwnWords, show
 from torchelastic.agent.supervisor import WorkerExit
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import EXIT_FAILED
@@ -24,9 +24,10 @@ from torchelastic.worker import orders
 logger = logging.getLogger("torchelastic")
 
 
-def set_up_log(name: str = "") -> None:
+def set_up_log(name: str = "") -> OwnWords:
     """The agent's own words go to stderr, marked with the node's name once it has one."""
-    handler = logging.StreamHandler(sys.stderr)
+    known = [handler for handler in logger.handlers if isinstance(handler, OwnWords)]
+    handler = known[0] if known else OwnWords()
     mark = f"torchelastic {name}".rstrip()
     handler.setFormatter(logging.Formatter(f"[{mark}] %(message)s"))
     logger.handlers[:] = [handler]
@@ -36,6 +37,7 @@ def set_up_log(name: str = "") -> None:
     logger.setLevel(level if isinstance(level, int) else logging.INFO)
     if not isinstance(level, int):
         logger.warning("LOGLEVEL=%s is no level of logging: using INFO", wanted)
+    return handler
 
 
 class Narrator:
@@ -246,6 +248,6 @@ class Narrator:
             logger.info("%s", words.goodput(self._goodput.at()))
         if exitcode == EXIT_FAILED and world is not None:
             if self._prints_failure:
-                print(report.job_failed(world, name=self._entry), file=sys.stderr, flush=True)
+                show(report.job_failed(world, name=self._entry))
         elif exitcode and world is not None:
             logger.error("ended with exit code %d: %s", exitcode, reason)

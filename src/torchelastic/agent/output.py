@@ -1,33 +1,20 @@
-"""One of the agent's own output streams, written to without ever waiting for its reader.
+"""One of the agent's own output streams, on which it shows its workers' output.
 
-The agent keeps leases alive and watches workers from one loop: a terminal stopped by Ctrl-S or a
-pipe nobody reads must not hold it up. `O_NONBLOCK` on the inherited descriptor would be shared
-with the shell and with every worker that inherits it (their `print` would fail), so:
-
-* a pipe or a terminal is opened once more, through /proc, with the flag on our own opening only
-  (where that fails, it is asked before each write whether it would wait);
-* a socket is sent to with the flag on each call;
-* a regular file never makes anybody wait and is written to as it is.
+Nothing waits for the reader (`outlet` says how): what it has no room for is queued here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import select
-import socket
-import stat
 from collections.abc import Callable
+
+from torchelastic.agent.outlet import Outlet
 
 log = logging.getLogger(__name__)
 
 #: Bytes taken in advance of the reader; beyond it `room` is False.
 QUEUE = 256 * 1024
-#: A pipe that is writable at all takes this much at once.
-_PIPE_BUF = select.PIPE_BUF
-#: A terminal that is writable has little room, but its buffer grows in pieces no smaller than this.
-_TERMINAL_ROOM = 128
 
 
 class Console:
@@ -41,11 +28,9 @@ class Console:
         self._flushed = asyncio.Event()
         self._flushed.set()
         self.closed = False
-        self._close_fd: Callable[[], None] = _nothing
-        self._watched = fd
-        self._send: Callable[[bytes], int]
+        self._outlet: Outlet | None = None
         try:
-            self._choose_writer(fd)
+            self._outlet = Outlet(fd)
         except OSError:
             self.closed = True  # started without this stream: there is nobody to show it to
 
@@ -75,14 +60,15 @@ class Console:
         self._stop_waiting()
         self._queue.clear()
         self.closed = True
-        self._close_fd()
-        self._close_fd = _nothing
+        if self._outlet is not None:
+            self._outlet.close()
         self._tell()
 
     def _flush(self) -> None:
+        assert self._outlet is not None, "closed from the beginning"
         try:
             while self._queue:
-                sent = self._send(bytes(self._queue[:QUEUE]))
+                sent = self._outlet.send(bytes(self._queue[:QUEUE]))
                 del self._queue[:sent]
         except BlockingIOError:
             self._wait()
@@ -97,12 +83,13 @@ class Console:
     def _wait(self) -> None:
         self._flushed.clear()
         if self._waiting is None:
+            assert self._outlet is not None
             self._waiting = asyncio.get_running_loop()
-            self._waiting.add_writer(self._watched, self._flush)
+            self._waiting.add_writer(self._outlet.watched, self._flush)
 
     def _stop_waiting(self) -> None:
-        if self._waiting is not None:
-            self._waiting.remove_writer(self._watched)
+        if self._waiting is not None and self._outlet is not None:
+            self._waiting.remove_writer(self._outlet.watched)
             self._waiting = None
 
     def _tell(self) -> None:
@@ -112,46 +99,3 @@ class Console:
             callbacks, self._on_room = self._on_room, []
             for callback in callbacks:
                 callback()
-
-    def _choose_writer(self, fd: int) -> None:
-        mode = os.fstat(fd).st_mode
-        if stat.S_ISSOCK(mode):
-            self._write_to_socket(fd)
-        elif stat.S_ISFIFO(mode) or os.isatty(fd):
-            self._write_to_own_opening(fd)
-        else:
-            self._send = lambda data: os.write(fd, data)
-
-    def _write_to_socket(self, fd: int) -> None:
-        peer = socket.socket(fileno=os.dup(fd))
-        self._watched, self._close_fd = peer.fileno(), peer.close
-        self._send = lambda data: peer.send(data, socket.MSG_DONTWAIT)
-
-    def _write_to_own_opening(self, fd: int) -> None:
-        own = self._reopened(fd)
-        if own is None:
-            most = _TERMINAL_ROOM if os.isatty(fd) else _PIPE_BUF
-            self._send = lambda data: _write_if_writable(fd, data[:most])
-            return
-        self._watched, self._close_fd = own, lambda: os.close(own)
-        self._send = lambda data: os.write(own, data)
-
-    @staticmethod
-    def _reopened(fd: int) -> int | None:
-        """The same pipe or terminal, non-blocking for us alone; None where it is not to be had."""
-        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-        try:
-            return os.open(f"/proc/self/fd/{fd}", flags)
-        except OSError:
-            return None  # no /proc, or a terminal of another user (su)
-
-
-def _write_if_writable(fd: int, data: bytes) -> int:
-    """Look before a small write. Somebody else's write in between can still make ours wait."""
-    if not select.select([], [fd], [], 0)[1]:
-        raise BlockingIOError
-    return os.write(fd, data)
-
-
-def _nothing() -> None:
-    """There is no descriptor of our own to close."""

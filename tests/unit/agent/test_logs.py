@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from torchelastic.agent.logs import NodeLogs, line_prefix, make_run_dir, route
+from torchelastic.agent.logs import NodeLogs, WorkerStreams, line_prefix, make_run_dir, route
+from torchelastic.agent.outlet import Outlet
 from torchelastic.agent.output import Console
 from torchelastic.agent.tee import CHUNK, Backlog, Lines
 from torchelastic.config import LaunchConfig, Std
@@ -401,7 +402,7 @@ def test_a_log_file_cut_short_by_somebody_does_not_stop_the_showing(tmp_path):
 @pytest.mark.parametrize("kind", ["pipe", "socket", "terminal"])
 def test_every_kind_of_console_shows_all(kind, reopen, monkeypatch):
     if not reopen:
-        monkeypatch.setattr(Console, "_reopened", staticmethod(lambda fd: None))
+        monkeypatch.setattr(Outlet, "_reopened", staticmethod(lambda fd: None))
     read_end, write_end = make_console(kind)
     data = b"".join(b"%06d\n" % number for number in range(20_000))
     console = Console(write_end)
@@ -446,3 +447,24 @@ def test_a_console_that_was_never_open_shows_nothing():
     console.write(b"to nobody")
     assert console.closed
     assert console.room
+
+
+def test_a_generation_whose_files_cannot_be_made_has_none(tmp_path, caplog):
+    config = config_for(tmp_path / "logs", redirects={0: ALL}, tee={1: OUT})
+    run_dir = make_run_dir(config)
+    (run_dir / "attempt_3").write_text("")  # as good as a disk without room for a directory
+
+    async def open_both() -> None:
+        logs = NodeLogs(config, run_dir)
+        without = logs.open(3, {0: 0, 1: 1})
+        assert without.streams[0] == WorkerStreams(None, None, "")
+        assert without.streams[1].stdout is not None, "and is shown as before"
+        without.close()
+        after = logs.open(4, {0: 0, 1: 1})
+        assert after.streams[0].error_file == str(run_dir / "attempt_4" / "0" / "error.json")
+        after.close()
+        logs.close(True)
+
+    asyncio.run(open_both())
+    [warned] = caplog.messages
+    assert warned.startswith("Generation 3 has no log files: ")

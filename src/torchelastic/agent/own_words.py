@@ -1,0 +1,114 @@
+"""What the agent itself says to people, on stderr, without ever waiting for them to read it.
+
+A line is written at once. Where that would wait, because a terminal was stopped by Ctrl-S or nobody
+reads a pipe, it is left to a thread, with all that is said after it.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import sys
+import threading
+from collections import deque
+
+from torchelastic.agent.outlet import Outlet
+
+#: Bytes that wait for a reader; what is said beyond that is lost.
+MOST = 256 * 1024
+#: Seconds the reader has for the last words, when the agent ends.
+PATIENCE = 2.0
+
+
+class OwnWords(logging.Handler):
+    """Lines for people. To be closed in the end, which waits a little for whoever is slow."""
+
+    def __init__(self, fd: int = 2) -> None:
+        super().__init__()
+        self._guard = threading.Lock()
+        #: Said, not written yet; its size; and how many lines had no room.
+        self._behind: deque[bytes] = deque()
+        self._weight = 0
+        self._lost = 0
+        self._writer: threading.Thread | None = None
+        try:
+            self._outlet: Outlet | None = Outlet(fd)
+        except OSError:
+            self._outlet = None  # started without stderr: there is nobody to tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.say(self.format(record))
+
+    def say(self, text: str) -> None:
+        """Some lines as they are."""
+        if self._outlet is None:
+            return
+        data = text.encode(errors="backslashreplace") + b"\n"
+        with self._guard:
+            if not self._behind:
+                data = self._written(self._outlet, data)
+            if data:
+                self._leave(self._outlet, data)
+
+    def drain(self, patience: float = PATIENCE) -> None:
+        """Give whoever reads so many seconds for the rest."""
+        writer = self._writer
+        if writer is not None:
+            writer.join(patience)
+
+    def _written(self, outlet: Outlet, data: bytes) -> bytes:
+        """Write what can be written now; returns the rest."""
+        try:
+            while data:
+                data = data[outlet.send(data) :]
+        except BlockingIOError:
+            return data
+        except OSError:
+            return b""  # nobody reads any more, or the disk is full: there is no one to tell it to
+        return b""
+
+    def _leave(self, outlet: Outlet, data: bytes) -> None:
+        """For the thread, which is there only while somebody is slow."""
+        if self._weight + len(data) > MOST:
+            self._lost += 1
+            return
+        self._behind.append(data)
+        self._weight += len(data)
+        if self._writer is None:
+            self._writer = threading.Thread(
+                target=self._catch_up, args=(outlet,), name="torchelastic-words", daemon=True
+            )
+            self._writer.start()
+
+    def _catch_up(self, outlet: Outlet) -> None:
+        while True:
+            select.select([], [outlet.watched], [])  # however long that takes
+            with self._guard:
+                if not self._next(outlet):
+                    self._writer = None
+                    return
+
+    def _next(self, outlet: Outlet) -> bool:
+        """Write what there is room for; whether there is more."""
+        while self._behind:
+            data = self._behind.popleft()
+            self._weight -= len(data)
+            if rest := self._written(outlet, data):
+                self._behind.appendleft(rest)
+                self._weight += len(rest)
+                return True
+        if self._lost:
+            said, self._lost = f"({self._lost} lines are left out: nobody read them.)\n", 0
+            self._behind.append(said.encode())
+            self._weight += len(said)
+            return True
+        return False
+
+
+def show(text: str) -> None:
+    """Say something that is no line of a log, in its turn."""
+    for handler in logging.getLogger("torchelastic").handlers:
+        if isinstance(handler, OwnWords):
+            handler.say(text)
+            return
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,96 @@
+"""What the agent says must not hold it up, whoever does not read it."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from torchelastic.agent import own_words
+from torchelastic.agent.own_words import OwnWords
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """The smallest there is: a page."""
+    ends = os.pipe()
+    fcntl.fcntl(ends[1], fcntl.F_SETPIPE_SZ, 4096)
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def read_until(read_end: int, last: bytes) -> bytes:
+    data = b""
+    while not data.endswith(last):
+        data += os.read(read_end, 4096)
+    return data
+
+
+def test_a_line_is_there_at_once_and_needs_no_thread(pipe):
+    read_end, write_end = pipe
+    words = OwnWords(write_end)
+    words.setFormatter(logging.Formatter("[agent] %(message)s"))
+    words.handle(logging.LogRecord("x", logging.INFO, "", 0, "it %s", ("begins",), None))
+    assert os.read(read_end, 100) == b"[agent] it begins\n"
+    assert words._writer is None
+
+
+def test_a_reader_that_waits_gets_everything_in_its_order(pipe):
+    read_end, write_end = pipe
+    words = OwnWords(write_end)
+    lines = [f"{number}: " + "x" * 100 for number in range(1000)]
+    for line in lines:
+        words.say(line)
+    wanted = "".join(line + "\n" for line in lines).encode()
+    assert read_until(read_end, b"999: " + b"x" * 100 + b"\n") == wanted
+    words.drain(60)
+    assert words._writer is None
+    words.say("and at once again")
+    assert os.read(read_end, 100) == b"and at once again\n"
+
+
+def test_what_nobody_reads_is_bounded_and_its_end_is_not_waited_for(pipe, monkeypatch):
+    read_end, write_end = pipe
+    monkeypatch.setattr(own_words, "MOST", 10_000)
+    words = OwnWords(write_end)
+    for _ in range(100):
+        words.say("x" * 999)
+    words.drain(0.01)
+    data = read_until(read_end, b"nobody read them.)\n")
+    shown = data.count(b"\n") - 1
+    assert data.endswith(b"(%d lines are left out: nobody read them.)\n" % (100 - shown))
+    words.drain(60)
+
+
+def test_a_reader_that_goes_away_costs_nothing(pipe):
+    read_end, write_end = pipe
+    words = OwnWords(write_end)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, read_end)
+    os.close(nothing)
+    words.say("to nobody")
+    assert words._writer is None
+
+
+def test_without_stderr_nothing_is_said():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    os.close(write_end)
+    OwnWords(write_end).say("to nobody")
+
+
+def test_a_report_comes_after_what_was_said_before_it(pipe):
+    read_end, write_end = pipe
+    words = OwnWords(write_end)
+    logger = logging.getLogger("torchelastic")
+    logger.addHandler(words)
+    try:
+        logger.error("first")
+        own_words.show("then")
+    finally:
+        logger.removeHandler(words)
+    assert os.read(read_end, 100) == b"first\nthen\n"
