@@ -12,6 +12,8 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from torchelastic.events.appended import AppendedFile
+
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 64 * 1024 * 1024
@@ -41,15 +43,13 @@ class GatheredLog:
         #: Writes that did not go through.
         self.dropped = 0
         self._max_bytes, self._kept_bytes = max_bytes, kept_bytes
-        self._fd: int | None = None
-        self._size = 0
-        self._torn = False
+        self._file = AppendedFile(path)
 
     def write(self, lines: bytes) -> None:
         """Append whole lines."""
         try:
-            self._append(lines)
-            if self._size > self._max_bytes:
+            self._file.append(lines)
+            if self._file.size > self._max_bytes:
                 self._rotate()
         except OSError as error:
             self.dropped += 1
@@ -59,22 +59,7 @@ class GatheredLog:
                 )
 
     def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-    def _append(self, lines: bytes) -> None:
-        if self._fd is None:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            self._fd = os.open(self.path, flags, 0o644)
-            self._size = os.fstat(self._fd).st_size
-        # The rest of a line that a full disk cut short must not be glued to the next one.
-        data = b"\n" + lines if self._torn else lines
-        written = os.write(self._fd, data)
-        self._size += written
-        self._torn = written < len(data)
-        if self._torn:
-            raise OSError(f"{written} of {len(data)} bytes were written")
+        self._file.close()
 
     def _rotate(self) -> None:
         self.close()

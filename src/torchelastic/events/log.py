@@ -17,9 +17,10 @@ from pathlib import Path
 
 from torchelastic.clock import Clock
 from torchelastic.errors import ConfigError
+from torchelastic.events.appended import AppendedFile
 from torchelastic.events.merge import last_run, merged
 from torchelastic.events.record import Record
-from torchelastic.events.types import Event
+from torchelastic.events.types import Event, Note
 
 log = logging.getLogger(__name__)
 
@@ -52,17 +53,16 @@ class EventLog:
         max_bytes: int = MAX_BYTES,
     ) -> None:
         self.path = path
-        #: Events that could not be written.
+        #: Events that could not be written: all of them, and those since the last that could.
         self.dropped = 0
+        self._missing = 0
         self._job = job
         self._node = node
         self._clock = clock
         self._sink = sink
         self._listeners: list[Listener] = []
         self._max_bytes = max_bytes
-        self._fd: int | None = None
-        self._size = 0
-        self._torn = False
+        self._file = AppendedFile(path)
 
     def listen(self, listener: Listener) -> None:
         """Hand every record on, before it is written. The listener must not wait."""
@@ -92,9 +92,21 @@ class EventLog:
         try:
             self._append(text.encode() + b"\n")
         except OSError as error:
-            self.dropped += 1
-            if self.dropped == 1:
-                log.warning("Events are lost: %s cannot be written (%s).", self.path, error)
+            self._lose(error)
+        else:
+            self._note_what_is_missing()
+
+    def _lose(self, error: OSError) -> None:
+        self.dropped += 1
+        self._missing += 1
+        if self.dropped == 1:  # a disk that is full for a week is told of once
+            log.warning("Events are lost: %s cannot be written (%s).", self.path, error)
+
+    def _note_what_is_missing(self) -> None:
+        """There is room again: whoever reads the log must not take it for the whole story."""
+        if self._missing:
+            lost, self._missing = self._missing, 0
+            self.emit(Note(text=f"{lost} of the events before this could not be written"))
 
     def _hand_on(self, listener: Listener, record: Record) -> None:
         try:
@@ -104,29 +116,12 @@ class EventLog:
             log.exception("Somebody who listens to events has failed, and hears no more.")
 
     def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        self._file.close()
 
     def _append(self, line: bytes) -> None:
-        """One `write` per line: a reader sees whole lines, whoever else appends to the file."""
-        fd = self._open()
-        data = b"\n" + line if self._torn else line
-        written = os.write(fd, data)
-        self._size += written
-        # The rest of a line that a full disk cut short must not be glued to the next one.
-        self._torn = written < len(data)
-        if self._torn:
-            raise OSError(f"{written} of {len(data)} bytes were written")
-        if self._size > self._max_bytes:
+        self._file.append(line)
+        if self._file.size > self._max_bytes:
             self._rotate()
-
-    def _open(self) -> int:
-        if self._fd is None:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            self._fd = os.open(self.path, flags, 0o644)
-            self._size = os.fstat(self._fd).st_size
-        return self._fd
 
     def _rotate(self) -> None:
         self.close()

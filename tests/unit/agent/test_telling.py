@@ -210,7 +210,7 @@ async def test_what_is_no_longer_in_memory_is_told_from_the_file(tmp_path, monke
 @in_loop
 async def test_a_full_disk_here_does_not_keep_the_leader_from_hearing(tmp_path):
     async with nodes(tmp_path, "a", "b") as (_, a, b):
-        b.log.path = tmp_path / "no" / "such" / "directory"
+        b.log._file.path = tmp_path / "no" / "such" / "directory"
         b.say("I have no disk")
         begin(a, b)
         await until(a.has)

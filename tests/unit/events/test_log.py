@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 from pathlib import Path
 
@@ -201,8 +202,37 @@ def test_a_line_cut_short_by_a_full_disk_spoils_no_other(tmp_path, file_size_lim
     file_size_limit(1 << 20)
     log.emit(Note("two"))
     log.close()
-    assert texts(log.path) == ["one", "two"]
+    noted = "2 of the events before this could not be written"
+    assert texts(log.path) == ["one", "two", noted]
     assert log.dropped == 2
+
+
+@pytest.mark.parametrize("away", ["removed", "renamed", "cut"])
+def test_a_log_that_somebody_takes_away_is_begun_again(tmp_path, away):
+    log = open_log(tmp_path / "events.jsonl")
+    log.emit(Note("one"))
+    if away == "removed":
+        log.path.unlink()
+    elif away == "renamed":
+        log.path.rename(tmp_path / "elsewhere")
+    else:
+        os.truncate(log.path, 0)
+    log.emit(Note("two"))
+    log.close()
+    assert texts(log.path) == ["two"]
+    assert log.dropped == 0
+
+
+def test_a_directory_that_comes_back_has_the_rest(tmp_path):
+    log = open_log(tmp_path / "run" / "events.jsonl")
+    log.path.parent.mkdir()
+    log.emit(Note("one"))
+    shutil.rmtree(log.path.parent)
+    log.emit(Note("two"))
+    log.path.parent.mkdir()
+    log.emit(Note("three"))
+    log.close()
+    assert texts(log.path) == ["three", "1 of the events before this could not be written"]
 
 
 def test_a_second_sink_sees_every_line(tmp_path):
