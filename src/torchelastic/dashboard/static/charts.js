@@ -1,0 +1,93 @@
+// Lines over time: the step rate, and each metric the script reports. Pure.
+
+import { h } from "./tree.js";
+import { number, oneLine, rate } from "./words.js";
+
+const HEIGHT = 64;
+const PAD = 6;
+
+/** What is drawn below the lanes: { name, points: [[wall, step, value]], text, zero }. */
+export function seriesOf(view) {
+  const all = [{ name: "step rate", points: view.rates, text: rate, zero: true }];
+  for (const [name, points] of Object.entries(view.metrics)) {
+    all.push({ name: oneLine(name, 40), points, text: number, zero: false });
+  }
+  return all.filter((series) => series.points.length > 0);
+}
+
+/** The points of a series in a span of time, and one before and after it. */
+export function within(points, [from, until]) {
+  const first = points.findIndex(([wall]) => wall >= from);
+  if (first < 0) return points.slice(-1);
+  const beyond = points.findIndex(([wall]) => wall > until);
+  return points.slice(Math.max(0, first - 1), beyond < 0 ? undefined : beyond + 1);
+}
+
+/** Lowest and highest value; a flat line is in the middle. */
+export function bounds(points, zero) {
+  const values = points.map((point) => point[2]).filter(Number.isFinite);
+  if (!values.length) return null;
+  const low = zero ? Math.min(0, ...values) : Math.min(...values);
+  const high = Math.max(...values);
+  return high > low ? [low, high] : [low - Math.abs(low || 1) / 2, high + Math.abs(high || 1) / 2];
+}
+
+/** A line through the points; it breaks where a world ended in between, and at what is no number. */
+export function linePath(points, breaks, x, y) {
+  let path = "";
+  let last = null;
+  for (const [wall, , value] of points) {
+    if (!Number.isFinite(value)) {
+      last = null;
+      continue;
+    }
+    const joins = last !== null && !breaks.some((moment) => moment > last && moment <= wall);
+    path += `${joins ? "L" : "M"}${x(wall).toFixed(1)} ${y(value).toFixed(1)}`;
+    if (!joins) path += "h0.01"; // a point without a neighbour is a dot
+    last = wall;
+  }
+  return path;
+}
+
+/** One chart of the timeline, `top` pixels from above. */
+export function chart(series, frame, top) {
+  const points = within(series.points, frame.domain);
+  const found = bounds(points, series.zero);
+  if (!found) return { height: 0, nodes: [] };
+  const [low, high] = found;
+  const y = (value) => top + PAD + (HEIGHT - 2 * PAD) * (1 - (value - low) / (high - low));
+  const last = points.findLast((point) => Number.isFinite(point[2]));
+  const nodes = h(
+    "g",
+    { key: series.name, role: "img", "aria-label": alternative(series, low, high, last) },
+    h("rect", { class: "plot", x: frame.left, y: top, width: frame.right - frame.left, height: HEIGHT }),
+    h("text", { class: "lane-name", x: 0, y: top + 14 }, clip(series.name, frame.letters)),
+    h("text", { class: "value", x: 0, y: top + 31 }, clip(series.text(last?.[2]), frame.letters)),
+    h("text", { class: "bound", x: frame.right, y: top + 11 }, number(high)),
+    h("text", { class: "bound", x: frame.right, y: top + HEIGHT - 3 }, number(low)),
+    h("path", { class: "line", d: linePath(points, frame.breaks, frame.x, y) }),
+  );
+  return { height: HEIGHT, nodes: [nodes] };
+}
+
+function alternative(series, low, high, last) {
+  return `${series.name}: ${series.text(last?.[2])} at last, between ${number(low)} and ${number(high)}`;
+}
+
+/** As many characters as there is room for. */
+export function clip(text, letters) {
+  return text.length > letters ? `${text.slice(0, Math.max(1, letters - 1))}…` : text;
+}
+
+/** Some of the points of all series, as rows of a table: the moments of the first series. */
+export function rows(all, most = 20) {
+  const base = all[0]?.points ?? [];
+  const every = Math.max(1, Math.ceil(base.length / most));
+  const picked = base.filter((_, place) => (base.length - 1 - place) % every === 0);
+  return picked.map(([wall, step]) => [wall, step, ...all.map((series) => series.text(valueAt(series.points, wall)))]);
+}
+
+function valueAt(points, wall) {
+  const before = points.findLast(([at]) => at <= wall);
+  return before ? before[2] : null;
+}

@@ -1,0 +1,79 @@
+// Pictures of the job as the server sends them, and whether they come.
+
+// Seconds: between attempts, and without a word after which the connection counts as lost.
+const RETRY = 1;
+const LONGEST_RETRY = 10;
+const SILENCE = 20;
+
+/**
+ * Calls `onPicture(picture)` for each, and `onState("open" | "lost" | "unreadable")`.
+ *
+ * The browser tries again by itself, but not after an answer other than 200, nor when the other
+ * side is silent; and every tab with an open stream takes one of its few connections to a server,
+ * so a hidden one lets go of it.
+ */
+export class Connection {
+  constructor(url, onPicture, onState) {
+    this.url = url;
+    this.onPicture = onPicture;
+    this.onState = onState;
+    this.retry = RETRY;
+    this.heard = performance.now();
+    /** Of a job that goes on a picture comes every few seconds. */
+    this.live = false;
+    this.source = null;
+    this.timer = null;
+    document.addEventListener("visibilitychange", () => (document.hidden ? this.close() : this.open()));
+    setInterval(() => this.watch(), 1000);
+    this.open();
+  }
+
+  open() {
+    this.close();
+    this.heard = performance.now();
+    this.source = new EventSource(this.url);
+    this.source.addEventListener("picture", (event) => this.take(event.data));
+    this.source.addEventListener("open", () => (this.heard = performance.now()));
+    this.source.addEventListener("error", () => this.lost());
+  }
+
+  close() {
+    clearTimeout(this.timer);
+    this.source?.close();
+    this.source = null;
+  }
+
+  take(data) {
+    this.heard = performance.now();
+    this.retry = RETRY;
+    let picture;
+    try {
+      picture = JSON.parse(data);
+    } catch {
+      this.onState("unreadable");
+      return;
+    }
+    this.live = picture.live;
+    this.onState("open");
+    this.onPicture(picture);
+  }
+
+  lost() {
+    this.onState("lost");
+    if (this.source?.readyState === EventSource.CLOSED) this.again();
+  }
+
+  again() {
+    this.close();
+    this.timer = setTimeout(() => this.open(), this.retry * 1000);
+    this.retry = Math.min(LONGEST_RETRY, this.retry * 2);
+  }
+
+  watch() {
+    const silent = performance.now() - this.heard > SILENCE * 1000;
+    if (this.live && silent && this.source?.readyState === EventSource.OPEN) {
+      this.onState("lost");
+      this.again();
+    }
+  }
+}

@@ -1,0 +1,168 @@
+// The four answers at the top: is it training, what did the last failure cost, who failed first and
+// why, how much of the time went into training. Pure.
+
+import { h } from "./tree.js";
+import { PARTS, isWorker, lastFailure, partsOf } from "./picture.js";
+import { ago, clock, count, counted, oneLine, percent, rate, seconds, span } from "./words.js";
+
+// A step has taken too long after so many seconds, and so many times what steps take.
+const LONG = 10;
+const TOO_LONG = 5;
+
+/** The state of the job: a word, its tone (good, busy, warn, bad, still), and a sentence. */
+export function phase(view, now) {
+  const [word, tone, text] = ENDS[view.phase]?.(view) ?? BUSY[view.phase] ?? running(view, now);
+  return { word, tone, text };
+}
+
+const BUSY = {
+  starting: ["Starting", "busy", "the first world has not been formed"],
+  waiting: ["Waiting for nodes", "warn", "too few nodes are there"],
+  restarting: ["Recovering", "warn", "the next world is being formed"],
+};
+
+const ENDS = {
+  died: () => ["Killed", "bad", "its agents are gone without a last word"],
+  ended: (view) => {
+    const why = oneLine(view.history.at(-1)?.why ?? "", 160);
+    if (view.exitcode === 0) return ["Finished", "still", why];
+    const stopped = view.exitcode === 143 || view.exitcode === 130;
+    const code = `exit code ${view.exitcode}`;
+    return [stopped ? "Stopped" : "Failed", stopped ? "still" : "bad", why ? `${code}: ${why}` : code];
+  },
+};
+
+function running(view, now) {
+  if (view.step === null) {
+    return view.goodput?.steps_known === false
+      ? ["Running", "good", "this script does not tell its steps"]
+      : ["Starting", "busy", "the workers have not entered a step"];
+  }
+  const since = now - (view.stepped ?? now);
+  if (since > Math.max(LONG, TOO_LONG / (view.rate || 1))) {
+    return ["Standing still", "warn", `no step for ${span(since)}`];
+  }
+  return ["Training", "good", ""];
+}
+
+/** Name of the job, and where it runs. */
+export function names(picture) {
+  const { view, node } = picture;
+  const job = oneLine(view.job, 120) || "a job";
+  const facts = [
+    view.generation === null ? null : `generation ${view.generation}`,
+    view.size ? `${counted(view.size, "worker")} on ${counted(members(view), "node")}` : null,
+    wanted(view),
+    view.restarts_used ? `${counted(view.restarts_used, "restart")} used` : null,
+    node ? `as ${oneLine(node, 60)} sees it` : null,
+  ];
+  return [h("h1", { class: "user" }, job), h("p", { class: "facts" }, facts.filter(Boolean).join(" · "))];
+}
+
+function members(view) {
+  return view.nodes.filter((node) => node.state === "running" || node.state === "ended").length + view.unnamed;
+}
+
+function wanted(view) {
+  if (view.min_nodes === null || view.min_nodes === view.max_nodes) return null;
+  return `${count(view.min_nodes)} to ${count(view.max_nodes)} nodes wanted`;
+}
+
+/** The four answers. */
+export function answers(picture) {
+  const { view, now } = picture;
+  return h(
+    "section",
+    { key: "answers", class: "answers", "aria-label": "The job at a glance" },
+    training(view, now, picture.live),
+    lastCost(view, now),
+    firstFailure(view, now),
+    goodput(view),
+  );
+}
+
+function answer(key, question, big, tone, ...small) {
+  return h(
+    "div",
+    { key, class: `answer ${tone}` },
+    h("h2", null, question),
+    h("p", { class: "big user" }, tone ? h("span", { class: `sign ${tone}`, "aria-hidden": "true" }) : null, big),
+    small.filter(Boolean).map((text) => h("p", { class: "small user" }, text)),
+  );
+}
+
+function training(view, now, live) {
+  const { word, tone, text } = phase(view, now);
+  const pace = [
+    view.step === null ? null : `step ${count(view.step)}`,
+    view.rate === null || !live ? null : rate(view.rate),
+  ];
+  return answer("training", "Is it training?", word, tone, h("b", null, pace.filter(Boolean).join(" · ")), text, since(view, now));
+}
+
+/** Since when the job is what it is. */
+function since(view, now) {
+  if (view.ended !== null && view.started !== null) {
+    return [`ended ${clock(view.ended, now)}, `, ago(view.ended, now), `, after ${span(view.ended - view.started)}`];
+  }
+  const world = view.worlds.at(-1);
+  if (world && world.ended === null) return `in this world for ${span(now - world.began)}, since ${clock(world.began, now)}`;
+  return view.started === null ? null : `since ${clock(view.started, now)}, for ${span(now - view.started)}`;
+}
+
+function lastCost(view, now) {
+  const question = "What did the last failure cost?";
+  const last = view.recoveries.findLast((one) => one.is_failure);
+  if (!last) return answer("cost", question, "Nothing", "", "no failure so far");
+  const parts = partsOf(last).filter(([, , value]) => value >= 0.0005);
+  const most = parts.toSorted((one, other) => other[2] - one[2])[0];
+  const text = most ? `most of it: ${most[1]} ${seconds(most[2])}` : null;
+  return answer(
+    "cost",
+    question,
+    last.done ? seconds(last.cost) : `${seconds(last.cost)} so far`,
+    "",
+    text,
+    h("a", { href: "#recoveries" }, `${clock(last.wall, now)}, ${ago(last.wall, now)}`),
+  );
+}
+
+function firstFailure(view, now) {
+  const question = "Who failed first, and why?";
+  const failure = lastFailure(view);
+  if (!failure) return answer("who", question, "Nobody", "", "no failure so far");
+  const cause = failure.cause;
+  const why = oneLine(cause?.message || failure.sentence, 160);
+  return answer(
+    "who",
+    question,
+    culprit(cause),
+    "",
+    why,
+    cause?.hint ? oneLine(cause.hint, 160) : null,
+    h("a", { href: "#failure" }, `${clock(failure.wall, now)}, ${ago(failure.wall, now)}`),
+  );
+}
+
+/** A worker, or the node that was lost with all of its own. */
+function culprit(cause) {
+  if (!cause) return "Not known";
+  const node = oneLine(cause.node, 40);
+  return isWorker(cause) ? `Rank ${cause.rank} on ${node}` : `Node ${node}`;
+}
+
+function goodput(view) {
+  const found = view.goodput;
+  const question = "How much went into training?";
+  if (!found || found.ratio === null) return answer("goodput", question, "–", "");
+  const losses = Object.entries(found.parts).toSorted((one, other) => other[1] - one[1]);
+  const [part, most] = losses[0] ?? ["", 0];
+  return answer(
+    "goodput",
+    question,
+    percent(found.ratio),
+    "",
+    `${seconds(found.productive)} of ${seconds(found.total)}`,
+    most > 0 ? h("a", { href: "#goodput" }, `most of the rest: ${PARTS[part] ?? part} ${seconds(most)}`) : null,
+  );
+}

@@ -1,0 +1,104 @@
+// Which node was in which world: lanes, and where they are drawn. Pure.
+
+/** More nodes than this, and those that were in the same worlds share a lane. */
+const APART = 10;
+/** More lanes are not drawn. */
+const MOST = 60;
+/** Pixels. */
+const TALL = 18;
+const FLAT = 8;
+const NEAR = 9;
+
+/**
+ * One lane per node, or per group of nodes that were in the same worlds:
+ * { names, worlds: indices into `worlds` }, in the order in which they came.
+ */
+export function lanesOf(worlds) {
+  const inWorlds = new Map();
+  worlds.forEach((world, place) => {
+    for (const name of world.nodes) {
+      if (!inWorlds.has(name)) inWorlds.set(name, []);
+      inWorlds.get(name).push(place);
+    }
+  });
+  const lanes = inWorlds.size > APART ? grouped(inWorlds) : alone(inWorlds);
+  const unnamed = worlds.flatMap((world, place) => (world.count > world.nodes.length ? [place] : []));
+  const beyond = Math.max(0, ...worlds.map((world) => world.count - world.nodes.length));
+  if (unnamed.length) lanes.push({ names: [], beyond, worlds: unnamed });
+  return lanes.length > MOST ? [...lanes.slice(0, MOST - 1), rest(lanes.slice(MOST - 1))] : lanes;
+}
+
+function alone(inWorlds) {
+  return [...inWorlds].map(([name, places]) => ({ names: [name], worlds: places }));
+}
+
+function grouped(inWorlds) {
+  const lanes = new Map();
+  for (const [name, places] of inWorlds) {
+    const key = places.join();
+    if (lanes.has(key)) lanes.get(key).names.push(name);
+    else lanes.set(key, { names: [name], worlds: places });
+  }
+  // The big groups first: what is left are those who came and went.
+  return [...lanes.values()].toSorted((one, other) => other.names.length - one.names.length);
+}
+
+function rest(lanes) {
+  const worlds = [...new Set(lanes.flatMap((lane) => lane.worlds))].toSorted((a, b) => a - b);
+  return { names: lanes.flatMap((lane) => lane.names), worlds, mixed: true };
+}
+
+/** What a lane is called. */
+export function laneName(lane) {
+  if (lane.names.length === 0) return `${lane.beyond} more nodes`;
+  if (lane.names.length === 1) return lane.names[0];
+  return lane.mixed ? `${lane.names.length} others` : `${lane.names.length} nodes`;
+}
+
+export function laneHeight(lanes) {
+  return lanes.length > 24 ? FLAT : TALL;
+}
+
+/** From seconds to pixels between `left` and `right`. */
+export function scale([from, until], left, right) {
+  const factor = (right - left) / Math.max(until - from, 1e-9);
+  return (wall) => Math.min(right, Math.max(left, left + (wall - from) * factor));
+}
+
+/** A lane's worlds as one path: of the even generations, or of the odd ones. */
+export function lanePath(lane, worlds, odd, x, y, height, now) {
+  const boxes = [];
+  for (const place of lane.worlds) {
+    const world = worlds[place];
+    if (world.generation % 2 !== Number(odd)) continue;
+    const [from, until] = [x(world.began), x(world.ended ?? now)];
+    if (until <= from && world.ended !== null && x(world.ended + 1e6) === from) continue;
+    boxes.push(`M${from.toFixed(1)} ${y}h${Math.max(until - from - 0.8, 0.6).toFixed(1)}v${height}H${from.toFixed(1)}z`);
+  }
+  return boxes.join("");
+}
+
+/** Recoveries that are drawn at one place are one mark: [{ x, all }], a failure counts more. */
+export function marks(recoveries, x, [from, until]) {
+  const found = [];
+  for (const one of recoveries) {
+    if (one.wall < from || one.wall > until) continue;
+    const at = x(one.wall);
+    if (found.length && at - found.at(-1).x < NEAR) found.at(-1).all.push(one);
+    else found.push({ x: at, all: [one] });
+  }
+  return found;
+}
+
+const STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800];
+
+/** Moments for the axis: round ones by the local clock, no more than fit. */
+export function ticks([from, until], width, room = 84) {
+  const least = ((until - from) * room) / Math.max(width, 1);
+  const step = STEPS.find((one) => one >= least) ?? Math.ceil(least / 604800) * 604800;
+  const shift = new Date(from * 1000).getTimezoneOffset() * 60;
+  const first = Math.ceil((from - shift) / step) * step + shift;
+  const found = [];
+  for (let at = first; at <= until; at += step) found.push(at);
+  return { step, at: found };
+}

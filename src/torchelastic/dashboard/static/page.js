@@ -1,0 +1,127 @@
+// The page: takes pictures of the job, describes them, and makes the document what they say.
+
+import { Connection } from "./connection.js";
+import { failure } from "./failure.js";
+import { goodput } from "./goodput.js";
+import { answers, names, phase } from "./headline.js";
+import { log } from "./log.js";
+import { nodes } from "./nodes.js";
+import { complete, hasFailed } from "./picture.js";
+import { recoveries } from "./recoveries.js";
+import { timeline } from "./timeline.js";
+import { h, patch } from "./tree.js";
+import { clock, count, oneLine, span } from "./words.js";
+
+/** How many more rows a button shows. */
+const MORE = 24;
+
+const main = document.getElementById("main");
+/** What the reader has chosen, and what was heard last. */
+const state = { range: "all", open: new Set(), more: new Map(), width: 0, connection: "connecting", picture: null, at: 0 };
+let drawing = false;
+
+/** The sections, in the order they are read; a failure that ended the job comes first. */
+function sections(picture) {
+  const cause = failure(picture, state);
+  const first = hasFailed(picture.view);
+  return [
+    answers(picture),
+    first ? cause : null,
+    timeline(picture, state),
+    h("div", { key: "pair", class: "pair" }, recoveries(picture, state), goodput(picture)),
+    first ? null : cause,
+    nodes(picture, state),
+    log(picture),
+  ];
+}
+
+/** What the line at the top says of the connection: its tone and its words. */
+function connectionWords(picture) {
+  const { connection } = state;
+  if (!picture) return ["busy", connection === "lost" ? "No connection: trying again" : "Connecting"];
+  if (connection === "unreadable") return ["bad", "A picture came that cannot be read: is this page of another version?"];
+  if (!picture.live) return ["still", `The job is over; as of ${clock(picture.now, picture.now)}`];
+  const since = (performance.now() - state.at) / 1000;
+  if (connection !== "open") return ["bad", `Connection lost ${span(since)} ago: trying again. This is how it was at ${clock(picture.now, picture.now)}`];
+  return ["good", "Live"];
+}
+
+/** The last picture, with the time that has passed since; while nobody tells, it stands still. */
+function current() {
+  const { picture } = state;
+  if (!picture) return null;
+  const passed = picture.live && state.connection === "open" ? (performance.now() - state.at) / 1000 : 0;
+  return { ...picture, now: picture.now + passed };
+}
+
+function draw() {
+  drawing = false;
+  const picture = current();
+  const [tone, words] = connectionWords(state.picture);
+  const line = document.getElementById("connection");
+  line.className = `connection ${tone}`;
+  patch(line, [h("span", { class: `sign ${tone}`, "aria-hidden": "true" }), words]);
+  document.documentElement.dataset.connection = state.picture && state.picture.live ? state.connection : "";
+  if (!picture) return;
+  document.getElementById("before")?.remove();
+  document.title = title(picture);
+  patch(document.getElementById("names"), names(picture));
+  patch(main, sections(picture));
+}
+
+function title({ view, now }) {
+  const step = view.step === null ? "" : ` · step ${count(view.step)}`;
+  return `${phase(view, now).word}${step} · ${oneLine(view.job, 60)}`;
+}
+
+/** Once for all that changes before the next frame; not at all while nobody looks. */
+function redraw() {
+  if (drawing || document.hidden) return;
+  drawing = true;
+  requestAnimationFrame(draw);
+}
+
+main.addEventListener("change", (event) => {
+  if (event.target.name === "range") {
+    state.range = event.target.value;
+    redraw();
+  }
+});
+
+main.addEventListener("click", (event) => {
+  const key = event.target.closest("button")?.dataset.more;
+  if (key) {
+    state.more.set(key, (state.more.get(key) ?? 0) + MORE);
+    redraw();
+  }
+});
+
+// What is inside is described when it is opened: a `toggle` does not bubble.
+main.addEventListener("toggle", (event) => {
+  const key = event.target.dataset.open;
+  if (!key) return;
+  if (event.target.open) state.open.add(key);
+  else state.open.delete(key);
+  redraw();
+}, true);
+
+new ResizeObserver(([entry]) => {
+  state.width = Math.floor(entry.contentRect.width);
+  redraw();
+}).observe(main);
+
+document.addEventListener("visibilitychange", redraw);
+setInterval(redraw, 1000);
+
+new Connection(
+  "events",
+  (picture) => {
+    state.picture = complete(picture);
+    state.at = performance.now();
+    redraw();
+  },
+  (connection) => {
+    state.connection = connection;
+    redraw();
+  },
+);

@@ -1,0 +1,103 @@
+// A description of elements, and the one place that changes the document.
+//
+// Sections are pure functions from data to a description; `patch` makes an element's children what
+// a description says, by changing no more than what differs: what is open, scrolled, focused or
+// selected stays so. Text is only ever put into text nodes: there is no markup to inject into.
+
+const SVG = "http://www.w3.org/2000/svg";
+/** What an element was last made to be. */
+const made = new WeakMap();
+
+/** An element: `h("p", { class: "quiet" }, "text", h("b", null, "more"))`. */
+export function h(tag, attributes, ...children) {
+  const given = attributes ?? {};
+  return { tag, attributes: given, key: given.key, children: children.flat(Infinity).filter(isSomething) };
+}
+
+/** Make the children of an element what these descriptions say. */
+export function patch(parent, wanted) {
+  const free = new Free(parent);
+  const nodes = joined(wanted).map((one) => free.take(one) ?? create(one, parent));
+  // Those that go, go first: what stays need not be moved then, and moving would lose its focus.
+  const staying = new Set(nodes);
+  for (const child of [...parent.childNodes]) if (!staying.has(child)) child.remove();
+  nodes.forEach((node, place) => {
+    if (parent.childNodes[place] !== node) parent.insertBefore(node, parent.childNodes[place] ?? null);
+  });
+}
+
+function isSomething(child) {
+  return child !== null && child !== undefined && child !== false && child !== "";
+}
+
+/** Texts beside each other are one text node. */
+function joined(children) {
+  const all = [];
+  for (const child of children.flat(Infinity).filter(isSomething)) {
+    if (typeof child === "object") all.push(child);
+    else if (typeof all.at(-1) === "string") all[all.length - 1] += String(child);
+    else all.push(String(child));
+  }
+  return all;
+}
+
+/** The children an element has, to be used again: by key, else the next one of the same kind. */
+class Free {
+  constructor(parent) {
+    this.keyed = new Map();
+    this.others = new Map();
+    for (const child of parent.childNodes) {
+      const key = made.get(child)?.key;
+      if (key !== undefined) this.keyed.set(key, child);
+      else if (this.others.has(kind(child))) this.others.get(kind(child)).push(child);
+      else this.others.set(kind(child), [child]);
+    }
+    // Taken from the end.
+    for (const list of this.others.values()) list.reverse();
+  }
+
+  take(wanted) {
+    if (typeof wanted === "string") return this.text(wanted);
+    const found =
+      wanted.key === undefined ? this.others.get(wanted.tag)?.pop() : this.keyed.get(wanted.key);
+    if (!found || kind(found) !== wanted.tag) return null;
+    this.keyed.delete(wanted.key);
+    update(found, wanted);
+    return found;
+  }
+
+  text(wanted) {
+    const found = this.others.get("#text")?.pop() ?? null;
+    if (found && found.nodeValue !== wanted) found.nodeValue = wanted;
+    return found;
+  }
+}
+
+function kind(node) {
+  return node.nodeType === Node.ELEMENT_NODE ? node.localName : node.nodeName;
+}
+
+function create(wanted, parent) {
+  if (typeof wanted === "string") return document.createTextNode(wanted);
+  const space = wanted.tag === "svg" ? SVG : parent.namespaceURI;
+  const element = document.createElementNS(space, wanted.tag);
+  update(element, wanted);
+  return element;
+}
+
+function update(element, wanted) {
+  const before = made.get(element);
+  if (before === wanted) return;
+  made.set(element, wanted);
+  const names = new Set([...Object.keys(before?.attributes ?? {}), ...Object.keys(wanted.attributes)]);
+  for (const name of names) {
+    if (name !== "key") setAttribute(element, name, before?.attributes[name], wanted.attributes[name]);
+  }
+  patch(element, wanted.children);
+}
+
+function setAttribute(element, name, before, value) {
+  if (before === value) return;
+  if (value === null || value === undefined || value === false) element.removeAttribute(name);
+  else element.setAttribute(name, value === true ? "" : value);
+}
