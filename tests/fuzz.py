@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from torchelastic.agent.gathering import Begin, Heard, Lines
 from torchelastic.rendezvous.embedded import wire
 from torchelastic.rendezvous.embedded.ballots import Canvass, Reign
 from torchelastic.rendezvous.embedded.ring import Beat, Parting
@@ -42,6 +43,7 @@ def greetings(job: str) -> list[wire.Message]:
         wire.Hello(wire.PROTOCOL, wire.VERSION, job, TOKEN, wire.RING, -5, new_nonce()),
         wire.Hello(wire.PROTOCOL, wire.VERSION, job, None, wire.SUCCESSION, 10**9, new_nonce()),
         wire.Hello(wire.PROTOCOL, wire.VERSION, job, None, wire.SNAPSHOT, 0, new_nonce()),
+        wire.Hello(wire.PROTOCOL, wire.VERSION, job, None, wire.EVENTS, 0, new_nonce()),
         wire.Hello(wire.PROTOCOL, wire.VERSION + 1, job, None),
         wire.Hello(wire.PROTOCOL, wire.VERSION, "another job", None, "juggling", 0, new_nonce()),
         wire.Hello("http", wire.VERSION, job, None),
@@ -73,6 +75,11 @@ def between_agents() -> list[wire.Message]:
     """What agents say to each other about the host of the store and about themselves. A node with
     the secret is believed: only broken ones may be sent to a job that is to go on."""
     return [Beat("fuzz"), Parting(), Canvass(0, "fuzz", 0, False), Reign(0, "fuzz", 0, [])]
+
+
+def tellings() -> list[wire.Message]:
+    """What an agent tells of its events, out of turn and without any lines."""
+    return [Begin("fuzz"), Lines(1.0), Lines(-1e308), Heard(5.0, 5.0)]
 
 
 def headers() -> list[bytes]:

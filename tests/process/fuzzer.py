@@ -16,14 +16,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tests.fuzz import Fuzzer, between_agents, greetings, requests
+from tests.fuzz import Fuzzer, between_agents, greetings, requests, tellings
 from torchelastic.rendezvous.embedded import wire
 from torchelastic.rendezvous.secret import Secret, new_nonce
 
 #: Connections that are left open, and say nothing more.
 IDLE = 50
 PATIENCE = 10.0
-PURPOSES = (wire.STORE, wire.RING, wire.SUCCESSION, wire.SNAPSHOT)
+PURPOSES = (wire.STORE, wire.RING, wire.SUCCESSION, wire.SNAPSHOT, wire.EVENTS)
 
 
 class Attacker:
@@ -57,6 +57,8 @@ class Attacker:
                 self._say(connection, partial(self._fuzzer.message, self._requests), limit)
             elif purpose == wire.SNAPSHOT:
                 self._say(connection, self._fuzzer.header, limit)
+            elif purpose == wire.EVENTS:
+                self._say(connection, partial(self._fuzzer.message, tellings()), limit)
             else:
                 self._say(connection, partial(self._fuzzer.broken, self._between_agents), limit)
         if self._fuzzer.chance(0.1):

@@ -16,8 +16,12 @@ import pytest
 
 from tests.process.jobs import Job, Node, job
 from tests.support import poll_for
+from torchelastic.agent.gathered_log import GatheredLog
+from torchelastic.agent.gathering import NOTHING, Gathering
+from torchelastic.agent.telling import DistantEar
+from torchelastic.clock import SystemClock
 from torchelastic.rendezvous.embedded import EmbeddedServer, EmbeddedStore, bind_endpoint, wire
-from torchelastic.rendezvous.embedded.dial import Endpoint
+from torchelastic.rendezvous.embedded.dial import Endpoint, knock
 from torchelastic.rendezvous.embedded.reception import Reception
 from torchelastic.rendezvous.secret import Credentials, Secret
 from torchelastic.snapshot import layout
@@ -137,6 +141,37 @@ def test_snapshots_travel_beside_those_who_talk_nonsense(caplog, secret_file):
             for carrier, shelf in zip(carriers, shelves, strict=True):
                 await carrier.close()
                 shelf.close()
+
+    asyncio.run(story())
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == []
+
+
+def test_events_are_gathered_beside_those_who_talk_nonsense(caplog, secret_file, tmp_path):
+    """Also on connections that were admitted, and with none of their nonsense among the lines."""
+    shown = Credentials(Secret(KEY))
+    path = tmp_path / "job.jsonl"
+
+    async def tell(port: int, fuzzer: subprocess.Popen[str]) -> int:
+        place = Endpoint("127.0.0.1", port, JOB, shown)
+        link, answer = await knock(place, purpose=wire.EVENTS, timeout=60)
+        assert isinstance(answer, wire.Welcome)
+        ear, rounds = DistantEar(link, "node"), 0
+        assert (await ear.begin()).upto == NOTHING
+        while fuzzer.poll() is None:
+            rounds += 1
+            assert (await ear.take(b"line %d\n" % rounds, rounds)).upto == rounds
+        link.abort()
+        return rounds
+
+    async def story() -> None:
+        async with hosting(shown.secret) as reception:
+            gathering = Gathering(GatheredLog(path), SystemClock())
+            reception.serve(wire.EVENTS, gathering.admit)
+            with attack(reception.port, JOB, FEW, 3, str(secret_file)) as fuzzer:
+                rounds = await asyncio.wait_for(tell(reception.port, fuzzer), 240)
+            assert fuzzer.returncode == 0
+            await gathering.close()
+        assert path.read_text() == "".join(f"line {number + 1}\n" for number in range(rounds))
 
     asyncio.run(story())
     assert [record.message for record in caplog.records if record.name == "asyncio"] == []

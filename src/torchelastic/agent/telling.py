@@ -293,7 +293,12 @@ def _later_than(upto: float, path: Path) -> Iterator[Record]:
 
 
 def _some(records: Iterator[Record]) -> list[Record]:
-    return list(islice(records, RECENT))
+    """The next of them; none where the file cannot be read any further: what is recent is told."""
+    try:
+        return list(islice(records, RECENT))
+    except OSError as error:
+        logger.debug("what is in the file only is not told: %s", error)
+        return []
 
 
 def _ended(task: asyncio.Task[None]) -> None:

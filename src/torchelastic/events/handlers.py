@@ -71,6 +71,8 @@ class Sink:
         except queue.Full:
             return  # it is stuck, which was told
         self._thread.join(patience)
+        if self._thread.is_alive() or not self._lines.empty():
+            self._lose("has not taken the last ones: it is stuck, too slow, or has ended")
 
     def _run(self) -> None:
         while (line := self._lines.get()) is not None:

@@ -208,6 +208,20 @@ async def test_what_is_no_longer_in_memory_is_told_from_the_file(tmp_path, monke
 
 
 @in_loop
+async def test_a_file_that_cannot_be_read_costs_what_is_there_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(telling, "RECENT", 4)
+    async with nodes(tmp_path, "a", "b") as (_, a, b):
+        for number in range(50):
+            b.say(str(number))
+        b.log.close()
+        b.log.path.unlink()
+        b.log.path.mkdir()  # as a disk that fails
+        begin(a, b)
+        await until(lambda: len(a.has()) == 4)
+        assert a.has() == [("b", str(number)) for number in range(46, 50)]
+
+
+@in_loop
 async def test_a_full_disk_here_does_not_keep_the_leader_from_hearing(tmp_path):
     async with nodes(tmp_path, "a", "b") as (_, a, b):
         b.log._file.path = tmp_path / "no" / "such" / "directory"
