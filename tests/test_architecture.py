@@ -16,10 +16,22 @@ LAYERS = (
     ("integrations",),
     ("p2p", "coordinator", "state", "train_loop", "worker_stats", "fault_injection"),
     ("agent", "training", "multiprocessing", "launcher", "torchrun"),
-    ("worker", "timer"),
+    ("worker", "timer", "metrics"),
     ("rendezvous", "snapshot", "checkpoint", "data", "utils"),
-    ("events", "jobs", "metrics", "event_logger"),
-    ("config", "env", "errors", "clock", "codec", "failure", "faults", "stalls", "tensor_bytes"),
+    ("events", "jobs", "event_logger"),
+    (
+        "config",
+        "env",
+        "errors",
+        "clock",
+        "codec",
+        "failure",
+        "faults",
+        "http1",
+        "http1_socket",
+        "stalls",
+        "tensor_bytes",
+    ),
 )
 DEPTH = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
 

@@ -245,7 +245,7 @@ class Agent:
         await self._presence.join()
         self._workers.reached_at(self._presence.meeting.addr)
         self._snapshots.open(self._presence.meeting)
-        self._beside.start(self._sampling.run(self._workers.shown), "sampling")
+        self._beside.start(self._sampling.run(self._workers.look), "sampling")
         if self._config.max_nodes > 1:  # else its own log is the whole story
             self._telling.open(self._presence.meeting)
         self._narrator.joined(self._presence.member.name, self._presence.meeting)

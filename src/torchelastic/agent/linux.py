@@ -175,3 +175,8 @@ def write_command_line(argv: Sequence[str]) -> bool:
         return False
     finally:
         os.close(memory)
+
+
+def is_memory(descriptor: int) -> bool:
+    """Whether it can be read at any place at once: not a pipe, nor a file on a slow disk."""
+    return os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:")

@@ -1,16 +1,18 @@
 """How far the workers have got, told about once a second while it changes.
 
-Workers write it to their slates, which costs them no system call; the agent looks there. How often
-depends on how long the generation has lasted and how many nodes tell: a log that is read in a year
-must not be full of steps that went well.
+Workers write it to their slates, and what the script reports to their boards, which costs them no
+system call; the agent looks there. How often depends on how long the generation has lasted and how
+many nodes tell: a log that is read in a year must not be full of steps that went well.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torchelastic import stalls
+from torchelastic.agent.boards import Reported
 from torchelastic.clock import Clock
 from torchelastic.events.types import Progress
 from torchelastic.worker.slate import Shown
@@ -32,16 +34,44 @@ def interval(age: float, nodes: int) -> float:
     return min(later * max(1.0, nodes / NODES), LONGEST)
 
 
-def progress_of(shown: Iterable[Shown]) -> dict[int, Progress]:
-    """By generation: what the slates of a node's workers say together."""
+def progress_of(shown: Iterable[Shown], reported: Sequence[Reported] = ()) -> dict[int, Progress]:
+    """By generation: what the slates and boards of a node's workers say together."""
+    ones = list(shown)
+    stepping = {(one.generation, one.rank) for one in ones}
+    others = [one for one in reported if (one.generation, one.rank) not in stepping]
     by_generation: dict[int, list[Shown]] = {}
-    for one in sorted(shown, key=lambda one: one.rank):
+    for one in sorted((*ones, *map(_without_steps, others)), key=lambda one: one.rank):
         if one.generation >= 0:
             by_generation.setdefault(one.generation, []).append(one)
-    return {generation: _progress(ones) for generation, ones in by_generation.items()}
+    return {
+        generation: _progress(ones, metrics_of(generation, reported))
+        for generation, ones in by_generation.items()
+    }
 
 
-def _progress(ones: Sequence[Shown]) -> Progress:
+def metrics_of(generation: int, reported: Iterable[Reported]) -> dict[str, float | None]:
+    """What is new of the metrics that workers of this generation report: of each, what the worker
+    with the lowest rank says, so that it is always the same one. JSON has finite numbers only."""
+    metrics: dict[str, float | None] = {}
+    known: set[str] = set()
+    for one in sorted(reported, key=lambda one: one.rank):
+        if one.generation == generation:
+            news = one.fresh - known
+            metrics |= {name: _finite(value) for name, value in one.metrics.items() if name in news}
+            known |= set(one.metrics)
+    return metrics
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _without_steps(one: Reported) -> Shown:
+    """What a slate would show of a worker that has none: it tells no steps."""
+    return Shown(one.generation, one.rank, -1, 0.0, (0.0,) * len(stalls.KINDS))
+
+
+def _progress(ones: Sequence[Shown], metrics: Mapping[str, float | None]) -> Progress:
     sums = [round(sum(parts), 6) for parts in zip(*(one.stalled for one in ones), strict=True)]
     return Progress(
         ranks=[one.rank for one in ones],
@@ -49,11 +79,12 @@ def _progress(ones: Sequence[Shown]) -> Progress:
         at=[round(one.at, 6) for one in ones],
         stalls={kind: total for kind, total in zip(stalls.KINDS, sums, strict=True) if total},
         own=[round(one.own, 6) for one in ones],
+        metrics=metrics,
     )
 
 
 class Sampling:
-    """Looks at the slates of one node."""
+    """Looks at the slates and boards of one node."""
 
     def __init__(self, tell: Tell, clock: Clock) -> None:
         self._tell = tell
@@ -69,18 +100,19 @@ class Sampling:
         if generation > self._generation:
             self._generation, self._nodes, self._began = generation, nodes, self._clock.now()
 
-    def look(self, shown: Iterable[Shown]) -> None:
+    def look(self, shown: Iterable[Shown], reported: Sequence[Reported] = ()) -> None:
         """Tell what is new. Also called when workers come to rest: the last word of each
         generation counts, and the slate is written anew in the next."""
         seen = set(shown)
         news = {one.generation for one in seen - self._told}
-        for generation, progress in progress_of(seen).items():
+        news |= {one.generation for one in reported if metrics_of(one.generation, reported)}
+        for generation, progress in progress_of(seen, reported).items():
             if generation in news:
                 self._tell(generation, progress)
         self._told = seen
 
-    async def run(self, read: Callable[[], Iterable[Shown]]) -> None:
-        """For as long as the agent runs."""
+    async def run(self, look: Callable[[], None]) -> None:
+        """Have somebody look at this node's workers for as long as the agent runs."""
         while True:
             await asyncio.sleep(interval(self._clock.now() - self._began, self._nodes))
-            self.look(read())
+            look()

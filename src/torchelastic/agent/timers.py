@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from torchelastic.agent import linux
 from torchelastic.agent.file_timers import FileTimers
 from torchelastic.agent.stacks import STACK_BYTES, is_busy, is_frozen, stack_of
 from torchelastic.timer.table import MESSAGE, STACKS_AT, Timer, read
@@ -60,7 +61,7 @@ class Timers:
         """A worker has handed over its table."""
         signum: Any = message.get("signal")
         known = message.get("type") == MESSAGE and _may_be_sent(signum)
-        if pid is None or not known or not _is_memory(descriptor):
+        if pid is None or not known or not linux.is_memory(descriptor):
             logger.debug("worker %d handed over something unreadable", local_rank)
             os.close(descriptor)
             return
@@ -150,11 +151,6 @@ def _all(found: Iterable[list[Timer]]) -> list[Timer]:
 def _may_be_sent(signum: object) -> bool:
     """A signal for this purpose, and none that would do something else to the worker."""
     return isinstance(signum, int) and signal.SIGRTMIN <= signum <= signal.SIGRTMAX
-
-
-def _is_memory(descriptor: int) -> bool:
-    """Whether it can be read at any place at once: not a pipe, nor a file on a slow disk."""
-    return os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:")
 
 
 # --- stacks --------------------------------------------------------------------------------------

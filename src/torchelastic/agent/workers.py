@@ -14,7 +14,8 @@ from functools import partial
 from signal import SIGTERM
 from typing import Any
 
-from torchelastic.agent import crew, group_state, logs, numa, report
+from torchelastic.agent import crew, group_state, linux, logs, numa, report
+from torchelastic.agent.boards import Boards
 from torchelastic.agent.cgroup import Cgroup
 from torchelastic.agent.narrator import Narrator
 from torchelastic.agent.nursery import Nursery
@@ -28,6 +29,7 @@ from torchelastic.config import Entry, LaunchConfig
 from torchelastic.errors import SpawnError
 from torchelastic.failure import Failure
 from torchelastic.rendezvous.interfaces import interface_of
+from torchelastic.metrics import board
 from torchelastic.rendezvous.secret import Secret
 from torchelastic.rendezvous.world import World
 from torchelastic.snapshot import messages
@@ -79,6 +81,8 @@ class Workers:
         #: Of those workers that use timers.
         self.timers = Timers()
         #: From the order to stop them on: their ends are no failures then.
+        #: Of those that report metrics.
+        self._boards = Boards()
         self.stopping = False
         #: Local ranks that have stopped since they were told that their world is over.
         self._stopped: set[int] = set()
@@ -245,9 +249,11 @@ class Workers:
         descriptor = self._slates.get(local_rank)
         return slate.read_progress(descriptor) if descriptor is not None else None
 
-    def shown(self) -> list[slate.Shown]:
-        """What the slates of all workers show."""
-        return [slate.read(descriptor) for descriptor in self._slates.values()]
+    def look(self) -> None:
+        """Have told what the slates and boards of all workers show that is new."""
+        shown = {local: slate.read(descriptor) for local, descriptor in self._slates.items()}
+        stepped = {local: (one.generation, one.rank) for local, one in shown.items()}
+        self._sampling.look(shown.values(), self._boards.look(stepped))
 
     def _heard(self, local_rank: int, message: dict[str, Any]) -> None:
         if message.get("type") == "failure":
@@ -259,7 +265,10 @@ class Workers:
             self._reported(local_rank, message)
 
     def _handed(self, local_rank: int, message: dict[str, Any], descriptor: int) -> None:
-        """What comes with a descriptor, which can only be a table of timers."""
+        """What comes with a descriptor: a board of metrics, or a table of timers."""
+        if message.get("type") == board.MESSAGE and linux.is_memory(descriptor):
+            self._boards.handed(local_rank, self._places[local_rank], descriptor)
+            return
         self.timers.handed(local_rank, self.pid(local_rank), message, descriptor)
 
     def _reported(self, local_rank: int, message: dict[str, Any]) -> None:
@@ -270,7 +279,7 @@ class Workers:
             return
         if isinstance(report, orders.Stopped | orders.Finished | orders.Erred | orders.PeerLost):
             self._out_of(local_rank, report.generation)
-            self._sampling.look(self.shown())
+            self.look()
         match report:
             case orders.Enlisted() as enlisted:
                 self._give_slate(local_rank)
@@ -325,7 +334,8 @@ class Workers:
     def _exited(self, exit: WorkerExit) -> None:
         generation, rank = self._places[exit.local_rank]
         self.timers.ended(exit.local_rank)
-        self._sampling.look(self.shown())
+        self.look()
+        self._boards.ended(exit.local_rank)
         self._narrator.worker_exited(rank, exit, generation)
         if exit.exitcode == 0:
             if self._entry.kind == "function":
@@ -429,3 +439,4 @@ class Workers:
             opened.close()
         for descriptor in self._slates.values():
             os.close(descriptor)
+        self._boards.close()

@@ -7,6 +7,8 @@ import warnings
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
+from torchelastic.metrics.reporting import report
+
 DEFAULT_GROUP = "torchelastic"
 
 
@@ -49,6 +51,12 @@ class MetricStream:
         self.handler = handler
 
     def add_value(self, metric_name: str, metric_value: float) -> None:
+        """Hand a value to the handler, and show it with the job."""
+        report(metric_name, metric_value)
+        self.send(metric_name, metric_value)
+
+    def send(self, metric_name: str, metric_value: float) -> None:
+        """Hand a value to the handler alone."""
         self.handler.emit(MetricData(time.time(), self.group_name, metric_name, metric_value))
 
 
@@ -70,6 +78,7 @@ def getStream(group: str) -> MetricStream:  # 0.1's name
 
 
 def put_metric(metric_name: str, metric_value: float, metric_group: str = DEFAULT_GROUP) -> None:
+    """A value for the group's handler; in a worker, the last one of each name is the job's, too."""
     getStream(metric_group).add_value(metric_name, metric_value)
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from torchelastic.errors import ConfigError
+from torchelastic.metrics.reporting import report
 from torchelastic.training import session
 from torchelastic.training.group import PeerLostError
 from torchelastic.training.state import State
@@ -174,15 +175,18 @@ class CoordinatorP2P(Coordinator):
         self.stop_training = True
 
     def monitor_progress(self, state: State, worker_stats: WorkerStats | None) -> None:
-        """Every `MONITOR_PROGRESS_FREQ` steps, compare the rates that the workers tell.
+        """Show the rate with the job; every `MONITOR_PROGRESS_FREQ` steps, compare the workers'.
 
         That is a collective: of all workers or none a train_step must return statistics.
         """
         if worker_stats is None:
             return
+        rate = worker_stats.get_progress_rate()
+        if rate is not None:
+            report("progress_rate", rate)
         self._steps_seen += 1
         if self._steps_seen % MONITOR_PROGRESS_FREQ == 0:
-            self._compare(worker_stats.get_progress_rate())
+            self._compare(rate)
 
     def _compare(self, rate: float | None) -> None:
         rates = _gather(float("nan") if rate is None else rate)

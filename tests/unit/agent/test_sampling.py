@@ -2,6 +2,7 @@
 
 import pytest
 
+from torchelastic.agent.boards import Reported
 from torchelastic.agent.sampling import Sampling, interval, progress_of
 from torchelastic.clock import FakeClock
 from torchelastic.events.types import Progress
@@ -83,3 +84,62 @@ def test_the_last_word_of_a_generation_is_not_told_again_in_the_next(sampling, t
     sampling.look([shown(0, 5), shown(1, 5, generation=1)])
     sampling.look([shown(0, 6, generation=1), shown(1, 6, generation=1)])
     assert told == [(0, [5, 5]), (1, [5]), (1, [6, 6])]
+
+
+# --- what the script reports ---------------------------------------------------------------------
+
+
+def reported(generation: int, rank: int, metrics: dict[str, float], fresh: str = "all"):
+    """`fresh` are names between commas."""
+    news = metrics if fresh == "all" else fresh.split(",")
+    return Reported(generation, rank, metrics, frozenset(news))
+
+
+@pytest.mark.parametrize(
+    ("seen", "told", "expected"),
+    [
+        ([], [], {}),
+        # Of several workers, the lowest rank's.
+        (
+            [shown(0, 5), shown(1, 5)],
+            [reported(0, 1, {"loss": 3.0, "lr": 0.1}), reported(0, 0, {"loss": 2.0})],
+            {0: ([0, 1], [5, 5], {"loss": 2.0, "lr": 0.1})},
+        ),
+        # Not another one's, because that one is quicker to say something new.
+        (
+            [shown(0, 5), shown(1, 5)],
+            [
+                reported(0, 1, {"loss": 3.0, "lr": 0.1}),
+                reported(0, 0, {"loss": 2.0, "epoch": 1.0}, fresh="epoch"),
+            ],
+            {0: ([0, 1], [5, 5], {"lr": 0.1, "epoch": 1.0})},
+        ),
+        # A script that tells no steps.
+        ([], [reported(2, 3, {"loss": 1.0})], {2: ([3], [-1], {"loss": 1.0})}),
+        # One that tells them from its next world on.
+        (
+            [shown(0, 5)],
+            [reported(1, 0, {"loss": 1.0})],
+            {0: ([0], [5], {}), 1: ([0], [-1], {"loss": 1.0})},
+        ),
+        # A worker that is in no world yet.
+        ([], [reported(-1, 4, {"loss": 1.0})], {}),
+        # JSON has no others than finite numbers.
+        (
+            [],
+            [reported(0, 0, {"a": float("nan"), "b": float("inf"), "c": 1.0})],
+            {0: ([0], [-1], {"a": None, "b": None, "c": 1.0})},
+        ),
+    ],
+)
+def test_what_workers_report_goes_with_their_progress(seen, told, expected):
+    found = progress_of(seen, told)
+    got = {key: (list(one.ranks), list(one.steps), one.metrics) for key, one in found.items()}
+    assert got == expected
+
+
+def test_what_was_reported_is_news_where_no_step_is(sampling, told):
+    sampling.look([shown(0, 5)])
+    sampling.look([shown(0, 5)], [reported(0, 0, {"loss": 1.0})])
+    sampling.look([shown(0, 5)], [reported(0, 0, {"loss": 1.0}, fresh="")])
+    assert told == [(0, [5]), (0, [5])]
