@@ -20,6 +20,8 @@ DEFAULT_STATIC_PORT = 29500
 DEFAULT_ETCD_PORT = 2379
 #: The endpoint of an etcd that the only node of a job is to start for itself.
 OWN_ETCD = "localhost:0"
+#: The page of a job is where it usually is, or at a free port.
+PAGE_ANYWHERE = "auto"
 #: Three names of one rendezvous: it speaks etcd's v3 API whichever is used.
 ETCD_BACKENDS = ("etcd", "etcd-v2", "etcd-v3")
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
@@ -209,6 +211,10 @@ class LaunchConfig:
     metrics_address: str = ""
     #: The file with what a scraper has to show; needed where other machines can reach the address.
     metrics_token_file: str | None = None
+    #: `host:port` of a page that shows the job, or `auto`; empty: there is none.
+    dashboard: str = ""
+    #: What a browser has to show there; None: made up where other machines can reach it.
+    dashboard_token_file: str | None = None
 
     signals_to_handle: tuple[str, ...] = DEFAULT_SIGNALS
     #: Seconds between SIGTERM and SIGKILL, on every path.

@@ -29,6 +29,7 @@ from torchelastic.agent.guard import GUARD_LOST_SIGNAL
 from torchelastic.agent.metrics_endpoint import MetricsEndpoint
 from torchelastic.agent.narrator import Narrator
 from torchelastic.agent.nursery import Nursery
+from torchelastic.agent.page import Page
 from torchelastic.agent.presence import Presence
 from torchelastic.agent.sampling import Sampling
 from torchelastic.agent.side_tasks import SideTasks
@@ -96,6 +97,7 @@ class Agent:
         self._secret = load_secret(config)
         self._sink = sink_for(config.event_log_handler)
         self._metrics = MetricsEndpoint.wanted(config)
+        self._page = Page.wanted(config)
         self._state: GroupState | CrewState = GroupState(
             node=self._node, nproc=config.nproc_per_node
         )
@@ -115,6 +117,8 @@ class Agent:
             if self._metrics is not None:
                 opening = self._metrics.open(self._beside.start, self._narrator.say)
                 self._beside.start(opening, "metrics")
+            if self._page is not None:
+                self._beside.start(self._page.watch(self._narrator.say), "page")
             while not self._state.is_terminal:
                 event = await self._next_event()
                 for command in self._handle(event):
@@ -205,6 +209,8 @@ class Agent:
         )
         self._vigil = Vigil(self._workers, config.progress_timeout)
         self._narrator.started([self._entry.target, *self._entry.args], os.getpid())
+        if self._page is not None:
+            self._nursery.pids.add(self._page.start(self._env, self._node))
 
     async def _close(self) -> None:
         """Leave nothing behind: no worker, no task, no file that only we needed."""
@@ -230,6 +236,9 @@ class Agent:
         if self._sink is not None:
             self._sink.close()
         self._registration.close(self._state.exitcode)
+        if self._page is not None:
+            await self._page.close()
+            logger.info("%s shows this job again", self._page.again(self._run_dir))
 
     def _outcome(self) -> Outcome:
         state = self._state

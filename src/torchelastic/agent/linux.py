@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -39,6 +40,13 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
 def outlive_parent() -> None:
     """Undo `die_with_parent`."""
     _prctl(_PR_SET_PDEATHSIG, 0)
+
+
+def give_way() -> None:
+    """Let everybody else on this machine go first: to the processors, and when memory is short."""
+    os.nice(19)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
 
 
 def children(pid: int | None = None) -> list[int]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from torchelastic import http1, http1_socket
 from torchelastic.agent import scraping
 from torchelastic.config import LaunchConfig, format_endpoint, parse_endpoint
 from torchelastic.errors import ConfigError
@@ -22,8 +22,8 @@ from torchelastic.events.log import EventLog
 from torchelastic.events.record import Record
 from torchelastic.metrics import prometheus
 from torchelastic.metrics.job_metrics import JobMetrics
+from torchelastic.rendezvous.credentials import read_secret
 from torchelastic.rendezvous.embedded.endpoint import loopback_addresses
-from torchelastic.rendezvous.secret import LONGEST, Secret
 
 logger = logging.getLogger(__name__)
 
@@ -90,18 +90,7 @@ class MetricsEndpoint:
 
     async def _listen(self) -> list[socket.socket]:
         addresses = loopback_addresses(self._host)[:1] or (self._host,)
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(addresses[0], self._port, type=socket.SOCK_STREAM)
-        family, _, _, _, address = found[0]
-        listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(BACKLOG)
-        except BaseException:
-            listener.close()
-            raise
-        return [listener]
+        return [await http1_socket.listen(addresses[0], self._port, BACKLOG)]
 
     # --- scrapers --------------------------------------------------------------------------------
 
@@ -131,22 +120,18 @@ class MetricsEndpoint:
                 logger.exception("A scraper could not be answered.")
 
     async def _answer(self, connection: socket.socket) -> None:
+        head = await http1_socket.receive_head(connection)
+        if head is None:
+            return
         loop = asyncio.get_running_loop()
-        head = bytearray()
-        while b"\r\n\r\n" not in head and len(head) < scraping.LONGEST:
-            data = await loop.sock_recv(connection, scraping.LONGEST)
-            if not data:
-                return
-            head += data
-        request = scraping.parse(bytes(head).partition(b"\r\n\r\n")[0])
-        await loop.sock_sendall(connection, await self._response(request))
+        await loop.sock_sendall(connection, await self._response(http1.parse(head)))
         connection.shutdown(socket.SHUT_WR)
 
-    async def _response(self, request: scraping.Request | None) -> bytes:
+    async def _response(self, request: http1.Request | None) -> bytes:
         status = scraping.status_for(request, self._token)
         if status != 200 or request is None:
-            return scraping.response(status)
-        return await self._page(prometheus.chosen(request.accept))
+            return scraping.refusal(status)
+        return await self._page(prometheus.chosen(request.get("accept")))
 
     async def _page(self, chosen: str) -> bytes:
         async with self._rendering:
@@ -154,7 +139,7 @@ class MetricsEndpoint:
             if time.monotonic() - made > FRESH:
                 families = self._metrics.families(time.time()) if self._metrics else []
                 content_type, body = await asyncio.to_thread(prometheus.render, families, chosen)
-                page = scraping.response(200, body, content_type)
+                page = http1.response(200, body, content_type)
                 self._pages[chosen] = (time.monotonic(), page)
             return page
 
@@ -170,13 +155,4 @@ def _load_token(config: LaunchConfig) -> bytes | None:
                 "address."
             )
         return None
-    try:
-        with open(path, "rb") as file:
-            # A little more than allowed: a whole disk named by mistake is not read.
-            return Secret(file.read(2 * LONGEST)).reveal()
-    except OSError as error:
-        raise ConfigError(
-            f"--metrics-token-file {path} cannot be read ({os.strerror(error.errno or 0)})."
-        ) from None
-    except ConfigError as error:
-        raise ConfigError(f"--metrics-token-file {path}: {error}") from None
+    return read_secret(path, "--metrics-token-file").reveal()

@@ -15,7 +15,7 @@ from importlib import import_module
 from torchelastic.errors import EXIT_OK, EXIT_USAGE
 
 #: Each is a module here with a `main`.
-_COMMANDS = ("run", "status", "top", "events", "logs", "trace", "rendezvous")
+_COMMANDS = ("run", "status", "top", "dashboard", "events", "logs", "trace", "rendezvous")
 
 _HELP = """\
 usage: torchelastic COMMAND ...
@@ -26,6 +26,7 @@ Commands:
   run               run a script in every worker of an elastic job
   status            show the jobs of this machine
   top               watch a job
+  dashboard         show a job in the browser
   events            what happened in a job, line by line
   logs              what its workers wrote
   trace             a job as a trace for Perfetto

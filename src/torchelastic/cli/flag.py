@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,10 @@ class Flag:
     #: What stands for the value in the help; empty for a switch, which takes none.
     metavar: str = ""
     convert: Callable[[str], Any] = parse_truth
+    #: The value of a flag that is written without one; empty: it needs one. The next word is its
+    #: value only where that looks like one: it may as well be the script.
+    alone: str = ""
+    looks: re.Pattern[str] = re.compile("")
     #: As text, read by `convert` like any other value.
     default: str = "0"
     #: The default in words, where its text would say nothing.

@@ -14,6 +14,7 @@ from torchelastic.cli.flag import (
 )
 from torchelastic.config import (
     DEFAULT_SIGNALS,
+    PAGE_ANYWHERE,
     Grow,
     Std,
     WorldSizes,
@@ -465,6 +466,27 @@ _LOG_FLAGS = (
         default_words="none",
         help="File with the bearer token that a scraper has to show; needed with any HOST but "
         "loopback.",
+    ),
+    Flag(
+        name="--dashboard",
+        group=LOGS,
+        metavar="[[HOST:]PORT]",
+        convert=values.page,
+        default="",
+        default_words="none",
+        alone=PAGE_ANYWHERE,
+        looks=values.ADDRESS,
+        help="Show the job on a page in the browser; on this machine only without HOST, at port "
+        "29480 or a free one without PORT (also: auto).",
+    ),
+    Flag(
+        name="--dashboard-token-file",
+        group=LOGS,
+        metavar="FILE",
+        convert=values.optional_text,
+        default="",
+        default_words="made up for any HOST but loopback",
+        help="File with the token that a browser has to show to see the page.",
     ),
 )
 

@@ -39,6 +39,8 @@ _SAME_NAME = (
     "event_log_handler",
     "metrics_address",
     "metrics_token_file",
+    "dashboard",
+    "dashboard_token_file",
     "signals_to_handle",
     "shutdown_timeout",
     "monitor_interval",

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import deque
 
 from torchelastic.cli.following import Follower
 from torchelastic.cli.story import Story
+from torchelastic.events import types as events
 from torchelastic.events import view
 from torchelastic.events.record import Record
 from torchelastic.events.view import JobFold, JobView
 
 #: Lines of several agents arrive out of order; records this many seconds old are in order.
 _SETTLED = 5.0
+#: The last events that are kept as they are.
+_LATEST = 50
+#: Not among them: there are too many of these.
+_NOISE = ("progress",)
 
 
 class LivePicture:
@@ -27,6 +33,9 @@ class LivePicture:
         #: What will not be preceded any more is folded; the rest waits, to be put in order.
         self._fold = JobFold()
         self._recent: list[Record] = []
+        self._settled: deque[Record] = deque(maxlen=_LATEST)
+        #: The names of nodes by the ids of their agents.
+        self._names: dict[str, str] = {}
         #: By node: from its clock to that of the story.
         self._shifts = {record.node: record.time - record.mono for record in records}
         self._take(records)
@@ -40,16 +49,31 @@ class LivePicture:
 
     def look(self, now: float | None = None) -> JobView:
         """The picture, with what has been written since the last look."""
+        self.read()
+        return self.view(now)
+
+    def read(self) -> bool:
+        """Take in what has been written; whether that is anything."""
         self._story = self._story.again()
-        alive = self._story.alive
-        self._take(self._news())
+        news = self._news()
+        self._take(news)
+        return bool(news)
+
+    def view(self, now: float | None = None) -> JobView:
+        """The picture, with what has been read."""
         fold = copy.deepcopy(self._fold)
         for record in self._recent:
             fold.feed(record)
+        alive = self._story.alive
         seen = fold.view(now=(time.time() if now is None else now) if alive else None)
         entry = self._story.entry
         dead = {agent.node for agent in entry.agents if not agent.alive} if entry else set()
         return view.without(seen, dead)
+
+    def latest(self) -> list[tuple[str, Record]]:
+        """The last events that were read, the oldest first, with the names of their nodes."""
+        records = [*self._settled, *(one for one in self._recent if one.type not in _NOISE)]
+        return [(self._names.get(one.node, one.node), one) for one in records[-_LATEST:]]
 
     def _news(self) -> list[Record]:
         found: list[Record] = []
@@ -71,9 +95,14 @@ class LivePicture:
         return record.heard_at(record.mono + shift) if shift else record
 
     def _take(self, records: list[Record]) -> None:
+        for record in records:
+            if isinstance(record.event, events.Joined):
+                self._names[record.node] = record.event.name
         self._recent = sorted([*self._recent, *records], key=lambda record: record.time)
         newest = self._recent[-1].time if self._recent else 0.0
         count = sum(record.time <= newest - _SETTLED for record in self._recent)
         for record in self._recent[:count]:
             self._fold.feed(record)
+            if record.type not in _NOISE:
+                self._settled.append(record)
         del self._recent[:count]

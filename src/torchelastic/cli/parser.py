@@ -123,6 +123,8 @@ def _value(flag: Flag, spelling: str, attached: str | None, words: deque[str]) -
         return "1"
     if attached is not None:
         return attached
+    if flag.alone and not (words and flag.looks.fullmatch(words[0])):
+        return flag.alone
     if not words or _looks_like_flag(words[0]):
         raise ConfigError(f"{spelling} needs a value: write {spelling}={flag.metavar}.")
     return words.popleft()

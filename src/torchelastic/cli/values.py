@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable
 from typing import TypeVar
 
-from torchelastic.config import format_endpoint, parse_endpoint, parse_endpoints
+from torchelastic.config import PAGE_ANYWHERE, format_endpoint, parse_endpoint, parse_endpoints
 from torchelastic.errors import ConfigError
 
 T = TypeVar("T")
@@ -20,6 +20,8 @@ T = TypeVar("T")
 #: Values of `--nproc-per-node` that stand for a number of devices.
 DEVICE_WORDS = ("auto", "cpu", "gpu", "xpu")
 _THOUSANDS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9}
+#: What looks like `[HOST:]PORT`, right or wrong, and like no script.
+ADDRESS = re.compile(r"([^\s/]+:)?[0-9]+")
 _CANNOT_BE_HANDLED = ("SIGKILL", "SIGSTOP")
 
 
@@ -127,6 +129,11 @@ def listening(given: str) -> str:
             raise ConfigError(f"'{given}' has no port: write PORT or HOST:PORT.")
         return format_endpoint(name, number)
     return given
+
+
+def page(given: str) -> str:
+    """Where the page of a job is to be: somewhere, or as in `listening`."""
+    return given if given == PAGE_ANYWHERE else listening(given)
 
 
 def host(given: str) -> str:

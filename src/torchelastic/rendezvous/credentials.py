@@ -23,25 +23,37 @@ VARIABLE = "TORCHELASTIC_SECRET"
 
 def load(config: LaunchConfig) -> Credentials:
     """The credentials of this node; says what is unwise about them."""
+    shown = load_quietly(config)
+    for doubt in doubts(config, shown.secret):
+        log.warning("%s", doubt)
+    return shown
+
+
+def load_quietly(config: LaunchConfig) -> Credentials:
+    """The same, without a word."""
     secret = load_secret(config)
-    if config.rdzv_secret_file:
-        _warn_if_open(config.rdzv_secret_file)
-    elif secret is None and _is_open(config):
-        log.warning(
-            "This job has no secret: whoever can reach %s. Give every node the same "
-            "--rdzv-secret-file or %s.",
-            _danger(config),
-            VARIABLE,
-        )
     if not config.rdzv_tls_cert:
         return Credentials(secret)
     return Credentials(secret, _tls(config, server=True), _tls(config, server=False))
 
 
+def doubts(config: LaunchConfig, secret: Secret | None) -> list[str]:
+    """What is unwise about a job's secret, a sentence each."""
+    path = config.rdzv_secret_file
+    if path and os.stat(path).st_mode & (stat.S_IROTH | stat.S_IWOTH):
+        return [f"Every user of this machine has access to the secret: chmod 600 {path}."]
+    if secret is None and _is_open(config):
+        return [
+            f"This job has no secret: whoever can reach {_danger(config)}. Give every node the "
+            f"same --rdzv-secret-file or {VARIABLE}."
+        ]
+    return []
+
+
 def load_secret(config: LaunchConfig) -> Secret | None:
     """The job's secret: of the file if one is named, else of the environment; None: it has none."""
     if config.rdzv_secret_file:
-        return _read(config.rdzv_secret_file)
+        return read_secret(config.rdzv_secret_file, "--rdzv-secret-file")
     text = env.get(VARIABLE)
     if not text:
         return None
@@ -51,23 +63,18 @@ def load_secret(config: LaunchConfig) -> Secret | None:
         raise ConfigError(f"{VARIABLE}: {error}") from None
 
 
-def _read(path: str) -> Secret:
+def read_secret(path: str, flag: str) -> Secret:
+    """The secret in a file that a flag names."""
     try:
         with open(path, "rb") as file:
             # A little more than allowed: a whole disk named by mistake is not read.
             return Secret(file.read(2 * LONGEST))
     except OSError as error:
         raise ConfigError(
-            f"--rdzv-secret-file {path} cannot be read ({error.strerror}): name a file that has "
-            "the job's secret."
+            f"{flag} {path} cannot be read ({error.strerror}): name a file that has the secret."
         ) from None
     except ConfigError as error:
-        raise ConfigError(f"--rdzv-secret-file {path}: {error}") from None
-
-
-def _warn_if_open(path: str) -> None:
-    if os.stat(path).st_mode & (stat.S_IROTH | stat.S_IWOTH):
-        log.warning("Every user of this machine has access to the secret: chmod 600 %s.", path)
+        raise ConfigError(f"{flag} {path}: {error}") from None
 
 
 def _is_open(config: LaunchConfig) -> bool:

@@ -103,7 +103,10 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"torchelastic {__version__}\n"
 
 
-RNU = "There is no command 'rnu': write run, status, top, events, logs, trace or rendezvous."
+RNU = (
+    "There is no command 'rnu': write run, status, top, dashboard, events, logs, trace or "
+    "rendezvous."
+)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,42 @@
+"""`python -m torchelastic.dashboard JOB NODE ADDRESS [TOKEN_FILE]`: the page of an agent's.
+
+Its first line on standard output, a JSON object, says where the page is, or why it is not. It ends
+when its standard input does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+
+from torchelastic.cli.story import choose
+from torchelastic.dashboard import serving
+from torchelastic.dashboard.pictures import Pictures
+from torchelastic.errors import EXIT_FAILED, TorchElasticError
+
+
+def main() -> int:
+    job, node, address, *files = sys.argv[1:]
+    logging.basicConfig(format="[torchelastic dashboard] %(message)s", level=logging.WARNING)
+    try:
+        token = serving.load_token(next(iter(files), None), "--dashboard-token-file")
+        pictures = Pictures(choose(job), node)
+        return asyncio.run(serving.serve(pictures, address, token, _found, until=0))
+    except (TorchElasticError, OSError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        _tell({"error": reason})
+        return EXIT_FAILED
+
+
+def _found(url: str) -> None:
+    _tell({"url": url})
+
+
+def _tell(said: dict[str, str]) -> None:
+    print(json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

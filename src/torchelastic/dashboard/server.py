@@ -1,0 +1,235 @@
+"""The page's server. It only reads, and whoever looks does not matter to it for long.
+
+A picture is made in a thread, once for all, and only while somebody looks. Each reader is sent the
+latest one when it is done with the last: who is slow skips pictures, and none is kept for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from dataclasses import dataclass
+from typing import Protocol
+
+from torchelastic import http1, http1_socket
+from torchelastic.dashboard import answers, files
+from torchelastic.dashboard.answers import Reply
+from torchelastic.dashboard.door import Door
+from torchelastic.dashboard.pictures import PACKED_HEAD, STILL_HERE, Picture, packed
+
+logger = logging.getLogger(__name__)
+
+#: Connections at a time, and those among them that get one picture after the other.
+MOST, MOST_STREAMS = 256, 200
+#: That the kernel keeps for us.
+BACKLOG = 128
+#: Seconds between two pictures, at least; a picture may take so much of the time, however big.
+PERIOD, SHARE = 0.5, 0.1
+#: Seconds for a request, for an answer, and after which a silent stream is told that it goes on.
+PATIENCE, KEEP_ALIVE = 10.0, 15.0
+#: Seconds for the last picture, when the job has ended.
+LAST = 0.7
+#: After the kernel has no descriptors left.
+TRY_AGAIN = 1.0
+#: Bytes the kernel holds for one reader: readers that never read must not cost much.
+HELD = 64 * 1024
+
+_PACKED_STILL_HERE = packed(STILL_HERE)
+
+
+class Source(Protocol):
+    """Where pictures come from; asked by one thread at a time."""
+
+    def look(self) -> Picture: ...
+
+
+@dataclass
+class Talk:
+    """A connection: whether it gets one picture after the other, and the last it was sent."""
+
+    streams: bool = False
+    shown: int = 0
+
+
+class Server:
+    """Serves a job's pictures at one address."""
+
+    def __init__(self, source: Source, door: Door) -> None:
+        self._source, self._door = source, door
+        self._files = files.load()
+        self._listener: socket.socket | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        #: Who is connected, the oldest first.
+        self._talks: dict[asyncio.Task[None], Talk] = {}
+        self._latest: Picture | None = None
+        self._looking = asyncio.Lock()
+        self._made = float("-inf")
+        self._took = 0.0
+        self._complained = False
+        #: Somebody looks; and, made anew each time: there is a newer picture.
+        self._watched = asyncio.Event()
+        self._news = asyncio.Event()
+
+    async def open(self, address: str, port: int) -> tuple[str, int]:
+        """Listen there; returns where that is. Raises `OSError` where it cannot be."""
+        self._listener = await http1_socket.listen(address, port, BACKLOG)
+        for work in (self._accept(self._listener), self._keep_looking()):
+            self._tasks.add(asyncio.create_task(work))
+        host, number = self._listener.getsockname()[:2]
+        return str(host), int(number)
+
+    async def last_words(self) -> None:
+        """Show those who look how the job ended, within some tenths of a second."""
+        if not self._streams():
+            return
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._tell_the_end(), LAST)
+
+    async def close(self) -> None:
+        ending = [*self._tasks, *self._talks]
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+
+    # --- pictures --------------------------------------------------------------------------------
+
+    def _streams(self) -> list[Talk]:
+        return [talk for talk in self._talks.values() if talk.streams]
+
+    async def _keep_looking(self) -> None:
+        while True:
+            await self._watched.wait()
+            await self._look()
+            await asyncio.sleep(max(PERIOD, self._took * (1 / SHARE - 1)))
+
+    async def _look(self) -> Picture | None:
+        """Make a picture, unless there is a fresh one; the last that there was where it fails."""
+        loop = asyncio.get_running_loop()
+        async with self._looking:
+            began = loop.time()
+            if began - self._made < PERIOD and self._latest is not None:
+                return self._latest
+            try:
+                picture = await asyncio.to_thread(self._source.look)
+            except Exception:  # of one picture: the next may be right, and who looks waits for it
+                self._complain()
+                return self._latest
+            self._made = loop.time()
+            self._took = self._made - began
+            if self._latest is None or picture.number != self._latest.number:
+                self._latest = picture
+                self._news.set()
+                self._news = asyncio.Event()
+            return self._latest
+
+    def _complain(self) -> None:
+        """Once: it may be so twice a second from now on."""
+        if not self._complained:
+            self._complained = True
+            logger.exception("A picture of the job could not be made.")
+
+    async def _tell_the_end(self) -> None:
+        self._made = float("-inf")
+        picture = await self._look()
+        while picture and any(talk.shown < picture.number for talk in self._streams()):
+            await asyncio.sleep(0.01)
+
+    # --- who looks -------------------------------------------------------------------------------
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                logger.debug("a reader cannot be taken: %s", error)
+                await asyncio.sleep(TRY_AGAIN)
+                continue
+            self._make_room()
+            talk = Talk()
+            task = asyncio.create_task(self._talk(connection, talk), name="reader")
+            self._talks[task] = talk
+            task.add_done_callback(self._ended)
+
+    def _make_room(self) -> None:
+        """There are fewer streams than places: somebody is there who has not been answered yet."""
+        if len(self._talks) >= MOST:
+            next(task for task, talk in self._talks.items() if not talk.streams).cancel()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        del self._talks[task]
+        if not self._streams():
+            self._watched.clear()
+
+    async def _talk(self, connection: socket.socket, talk: Talk) -> None:
+        with connection:
+            try:
+                head = await asyncio.wait_for(http1_socket.receive_head(connection), PATIENCE)
+                if head is not None:
+                    await self._answer(connection, http1.parse(head), talk)
+            except (OSError, asyncio.TimeoutError) as error:
+                logger.debug("a reader is gone: %r", error)
+            except Exception:  # told here: nobody waits for this task
+                logger.exception("A reader could not be answered.")
+
+    async def _answer(
+        self, connection: socket.socket, request: http1.Request | None, talk: Talk
+    ) -> None:
+        found = answers.answer(request, self._door, self._files)
+        wants_body = request is None or request.method != "HEAD"
+        if request is not None and found == "pictures" and wants_body:
+            if len(self._streams()) < MOST_STREAMS:
+                talk.streams = True
+                self._watched.set()
+                await self._stream(connection, talk, packs=answers.takes_gzip(request))
+                return
+            found = answers.refusal(503)
+        if not isinstance(found, Reply):
+            found = await self._picture() if found == "picture" else answers.no_stream()
+        data = found.to_bytes(body=wants_body)
+        await _send(connection, data)
+        connection.shutdown(socket.SHUT_WR)
+
+    async def _picture(self) -> Reply:
+        picture = await self._look()
+        if picture is None:
+            return answers.refusal(503)
+        return Reply(200, picture.body, "application/json")
+
+    async def _stream(self, connection: socket.socket, talk: Talk, *, packs: bool) -> None:
+        """Pictures until the reader is gone, or takes nothing any more."""
+        loop = asyncio.get_running_loop()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, HELD)
+        # Readers say nothing more: what comes is the end, or noise that ends it as well.
+        gone = asyncio.ensure_future(loop.sock_recv(connection, 1))
+        sending = asyncio.ensure_future(self._send_pictures(connection, talk, packs=packs))
+        try:
+            await asyncio.wait({gone, sending}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            gone.cancel()
+            sending.cancel()
+            await asyncio.gather(gone, sending, return_exceptions=True)
+
+    async def _send_pictures(self, connection: socket.socket, talk: Talk, *, packs: bool) -> None:
+        await _send(connection, answers.stream_head(packed=packs) + PACKED_HEAD * packs)
+        while True:
+            news, picture = self._news, self._latest
+            if picture is not None and picture.number > talk.shown:
+                await _send(connection, picture.packed if packs else picture.frame)
+                talk.shown = picture.number
+                continue
+            try:
+                await asyncio.wait_for(news.wait(), KEEP_ALIVE)
+            except asyncio.TimeoutError:
+                await _send(connection, _PACKED_STILL_HERE if packs else STILL_HERE)
+
+
+async def _send(connection: socket.socket, data: bytes) -> None:
+    loop = asyncio.get_running_loop()
+    await asyncio.wait_for(loop.sock_sendall(connection, data), PATIENCE)

@@ -1,0 +1,89 @@
+"""The little of HTTP/1.1 that is spoken here: requests in, answers out. Pure.
+
+Read-only, one answer per connection: no bodies are taken, and nothing is kept open but a stream.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+#: Bytes that a request may have before its end.
+LONGEST = 8192
+
+#: What is said beside a status.
+WORDS = {
+    200: "OK",
+    400: "Bad Request",
+    401: "Unauthorized",
+    403: "Forbidden",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    503: "Service Unavailable",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for; the names of its fields in small letters."""
+
+    method: str
+    path: str
+    query: str = ""
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+    def get(self, name: str) -> str:
+        """Empty where it is not there."""
+        return self.fields.get(name, "")
+
+
+def parse(head: bytes) -> Request | None:
+    """What is asked for; None where it makes no sense."""
+    first, *lines = head.decode("latin-1").split("\r\n")
+    words = first.split(" ")
+    if len(words) != 3 or not words[2].startswith("HTTP/1."):
+        return None
+    fields: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        name, value = name.lower(), value.strip()
+        # Given twice it is a list: no field that matters here is one, so none is fooled.
+        fields[name] = f"{fields[name]}, {value}" if name in fields else value
+    path, _, query = words[1].partition("?")
+    return Request(words[0], path, query, fields)
+
+
+def bears(authorization: str, token: bytes) -> bool:
+    """Whether it is `Bearer` and the token; how long that takes tells nothing of it."""
+    scheme, _, given = authorization.partition(" ")
+    return scheme.lower() == "bearer" and same(given.strip(), token)
+
+
+def same(given: str, secret: bytes) -> bool:
+    """Whether a stranger has said the secret; how long that takes tells nothing of it."""
+    return hmac.compare_digest(given.encode("latin-1", errors="replace"), secret)
+
+
+def head(status: int, fields: Mapping[str, str]) -> bytes:
+    """The beginning of an answer; the connection ends after it."""
+    lines = [f"HTTP/1.1 {status} {WORDS[status]}"]
+    lines += [f"{name}: {value}" for name, value in fields.items()]
+    return "\r\n".join([*lines, "Connection: close", "", ""]).encode("latin-1")
+
+
+def response(
+    status: int,
+    body: bytes = b"",
+    content_type: str = "text/plain",
+    fields: Mapping[str, str] | None = None,
+) -> bytes:
+    """The whole answer."""
+    body = body or f"{WORDS[status]}\n".encode()
+    told = {
+        "Content-Type": content_type,
+        "Content-Length": str(len(body)),
+        "X-Content-Type-Options": "nosniff",
+        **(fields or {}),
+    }
+    return head(status, told) + body

@@ -1,0 +1,38 @@
+"""The sockets of what speaks HTTP here."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from torchelastic.http1 import LONGEST
+
+_END = b"\r\n\r\n"
+
+
+async def listen(address: str, port: int, backlog: int) -> socket.socket:
+    """A socket that listens there. Raises `OSError` where that cannot be."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    family, _, _, _, place = found[0]
+    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(backlog)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+async def receive_head(connection: socket.socket) -> bytes | None:
+    """A request without its end, or as much of it as is taken; None: there will be none."""
+    loop = asyncio.get_running_loop()
+    head = bytearray()
+    while _END not in head and len(head) < LONGEST:
+        data = await loop.sock_recv(connection, LONGEST)
+        if not data:
+            return None
+        head += data
+    return bytes(head).partition(_END)[0]

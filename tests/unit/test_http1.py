@@ -1,0 +1,72 @@
+"""Requests and answers as bytes."""
+
+import pytest
+
+from torchelastic import http1
+from torchelastic.http1 import Request, bears, parse, response, same
+
+TOKEN = b"0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("head", "request_"),
+    [
+        (b"GET /metrics HTTP/1.1", Request("GET", "/metrics")),
+        (
+            b"GET /metrics?x=1&y HTTP/1.0\r\nHost: a",
+            Request("GET", "/metrics", "x=1&y", {"host": "a"}),
+        ),
+        (
+            b"GET / HTTP/1.1\r\nACCEPT: text/plain\r\nAuthorization:  Bearer x ",
+            Request("GET", "/", "", {"accept": "text/plain", "authorization": "Bearer x"}),
+        ),
+        (
+            b"GET / HTTP/1.1\r\nHost: a\r\nhost: b",
+            Request("GET", "/", "", {"host": "a, b"}),
+        ),
+        (b"", None),
+        (b"GET /metrics", None),
+        (b"GET /metrics HTTP/2", None),
+        (b"GET  /metrics HTTP/1.1", None),
+        (b"\xff\x00\x16\x03\x01 TLS", None),
+        (b"\x80 \x81 HTTP/1.1", Request("\x80", "\x81")),
+    ],
+)
+def test_requests(head, request_):
+    assert parse(head) == request_
+
+
+def test_a_field_that_is_not_there_is_empty():
+    assert Request("GET", "/").get("host") == ""
+
+
+@pytest.mark.parametrize(
+    ("authorization", "right"),
+    [
+        ("Bearer 0123456789abcdef", True),
+        ("bearer  0123456789abcdef ", True),
+        ("Bearer 0123456789abcdeX", False),
+        ("Bearer \x80", False),
+        ("Basic 0123456789abcdef", False),
+        ("", False),
+    ],
+)
+def test_who_bears_the_token(authorization, right):
+    assert bears(authorization, TOKEN) is right
+
+
+def test_characters_that_no_byte_has_are_not_the_token():
+    assert not same("\u2028" * 16, TOKEN)
+
+
+def test_answers():
+    page = response(200, b"x 1\n", "text/plain; version=1", {"Cache-Control": "no-store"})
+    head, _, body = page.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=1\r\n")
+    assert b"Content-Length: 4" in head
+    assert b"Cache-Control: no-store" in head
+    assert head.endswith(b"Connection: close")
+    assert body == b"x 1\n"
+    for status, words in http1.WORDS.items():
+        assert response(status).startswith(f"HTTP/1.1 {status} {words}\r\n".encode())
+    assert http1.LONGEST >= 4096
