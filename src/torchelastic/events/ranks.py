@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from statistics import median
 
 from torchelastic.events import types as events
@@ -23,21 +24,27 @@ class RankView:
     step: int | None = None
     #: Steps per second, lately.
     rate: float | None = None
+    #: Seconds of its own per step, without waiting for others, lately.
+    own: float | None = None
+
+
+#: Of one worker: a step it has entered, when, and its own seconds until then, if they are known.
+_Point = tuple[int, float, float | None]
 
 
 @dataclass
 class _Pace:
-    """Points of one worker (step, time): the last one, and two before it to count from."""
+    """Points of one worker: the last one, and two before it to count from."""
 
     agent: str
-    last: tuple[int, float] | None = None
-    far: tuple[int, float] | None = None
-    near: tuple[int, float] | None = None
+    last: _Point | None = None
+    far: _Point | None = None
+    near: _Point | None = None
 
-    def entered(self, step: int, at: float) -> None:
+    def entered(self, step: int, at: float, own: float | None) -> None:
         if self.last is not None and (step <= self.last[0] or at <= self.last[1]):
             return
-        self.last = (step, at)
+        self.last = (step, at, own)
         if self.far is None or self.near is None:
             self.far = self.near = self.last
         elif at - self.near[1] >= WINDOW:
@@ -47,6 +54,12 @@ class _Pace:
         if self.last is None or self.far is None or self.last[1] <= self.far[1]:
             return None
         return (self.last[0] - self.far[0]) / (self.last[1] - self.far[1])
+
+    def own(self) -> float | None:
+        if self.last is None or self.far is None or self.last[0] <= self.far[0]:
+            return None
+        (last, _, late), (first, _, early) = self.last, self.far
+        return None if late is None or early is None else max(0.0, late - early) / (last - first)
 
 
 class Ranks:
@@ -58,6 +71,12 @@ class Ranks:
         #: Wall clock of the last step that was entered, by the clock of whoever entered it.
         self.stepped: float | None = None
         self.stragglers: dict[int, events.Straggler] = {}
+        #: Seconds that all have waited for stragglers: in generations before, and in this one.
+        self._lost_before = self._lost = 0.0
+
+    @property
+    def lost(self) -> float:
+        return self._lost_before + self._lost
 
     def feed(self, record: Record) -> None:
         generation = record.generation if record.generation is not None else -1
@@ -66,6 +85,7 @@ class Ranks:
             self._paces.clear()
             self.stepped = None
             self.stragglers.clear()
+            self._lost_before, self._lost = self.lost, 0.0
         if generation == self._generation:
             self._take(record)
 
@@ -75,17 +95,28 @@ class Ranks:
                 for rank in ranks:
                     self._pace(rank, record)
             case events.Training(rank=rank, step=step):
-                self._entered(record, rank, step, record.mono)
-            case events.Progress(ranks=ranks, steps=steps, at=times):
-                for rank, step, at in zip(ranks, steps, times, strict=False):
-                    self._entered(record, rank, step, at)
-            case events.Straggler(rank=rank) as slow:
-                self.stragglers[rank] = slow
+                self._entered(record, rank, step, record.mono, 0.0)
+            case events.Progress(ranks=ranks, steps=steps, at=times, own=own):
+                told = zip_longest(zip(ranks, steps, times, strict=False), own[: len(ranks)])
+                for (rank, step, at), spent in told:
+                    self._entered(record, rank, step, at, spent)
+            case events.Straggler() as slow:
+                self._is_slow(slow)
 
-    def _entered(self, record: Record, rank: int, step: int, at: float) -> None:
+    def _is_slow(self, slow: events.Straggler) -> None:
+        """A rank that keeps up again is forgotten; what it has cost is not."""
+        self._lost = max(self._lost, slow.lost)
+        if slow.over:
+            self.stragglers.pop(slow.rank, None)
+        else:
+            self.stragglers[slow.rank] = slow
+
+    def _entered(
+        self, record: Record, rank: int, step: int, at: float, own: float | None = None
+    ) -> None:
         pace = self._pace(rank, record)
         if step >= 0:
-            pace.entered(step, at)
+            pace.entered(step, at, own)
             self.stepped = max(self.stepped or 0.0, record.wall - (record.mono - at))
 
     def _pace(self, rank: int, record: Record) -> _Pace:
@@ -101,6 +132,7 @@ class Ranks:
                 node=names.get(pace.agent, pace.agent),
                 step=pace.last[0] if pace.last is not None else None,
                 rate=pace.rate(),
+                own=pace.own(),
             )
             for rank, pace in sorted(self._paces.items())
         )

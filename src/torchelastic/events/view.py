@@ -103,7 +103,9 @@ class JobView:
     #: Wall clock of the last step that was entered.
     stepped: float | None = None
     ranks: tuple[RankView, ...] = ()
+    #: Workers that others wait for now; and seconds that all have waited for any, ever.
     stragglers: tuple[events.Straggler, ...] = ()
+    straggler_seconds: float = 0.0
     #: The oldest first.
     worlds: tuple[WorldView, ...] = ()
     recoveries: tuple[Recovery, ...] = ()
@@ -202,6 +204,7 @@ class JobFold:
             stepped=self._ranks.stepped,
             ranks=self._ranks.views(self._names),
             stragglers=tuple(self._ranks.stragglers.values()),
+            straggler_seconds=round(self._ranks.lost, 6),
             worlds=tuple(self._worlds),
             recoveries=self._recoveries.views(),
             failure=self._failures.view(),

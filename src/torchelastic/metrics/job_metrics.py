@@ -167,8 +167,13 @@ def _of_training(view: JobView) -> Iterator[Family]:
     yield _by_rank("step", "The last step that a worker of this node has entered.", steps)
     rates = ((rank.rank, rank.rate) for rank in view.ranks)
     yield _by_rank("steps_per_second", "Steps of a worker of this node, lately.", rates)
+    own = ((rank.rank, rank.own) for rank in view.ranks)
+    help = "What a step takes a worker of this node, without waiting for others, lately."
+    yield _by_rank("own_seconds_per_step", help, own)
     costs = ((slow.rank, slow.cost) for slow in view.stragglers)
     yield _by_rank("straggler_cost_seconds", "What a worker slower than others has cost.", costs)
+    help = "What the job has lost by waiting for slow workers. Counted by the leader."
+    yield _one("straggler_lost_seconds", "counter", help, view.straggler_seconds)
 
 
 def _of_time(view: JobView) -> Iterator[Family]:

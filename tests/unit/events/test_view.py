@@ -264,6 +264,26 @@ def test_stragglers_are_named():
     assert fold(trained().tell(13, slow, generation=0).world(14, 1).records).stragglers == ()
 
 
+def test_a_straggler_that_keeps_up_again_is_forgotten_and_its_cost_is_not():
+    slow = events.Straggler(3, 0.5, 0.25, 7.5, "rank 3 is slow", lost=7.5)
+    over = events.Straggler(3, 0.25, 0.25, 9.0, "rank 3 keeps up", lost=9.0, over=True)
+    story = trained().tell(13, slow, generation=0).tell(14, over, generation=0)
+    view = fold(story.records)
+    assert (view.stragglers, view.straggler_seconds) == ((), 9.0)
+    assert view.last_change.what == "rank 3 keeps up"
+    story.world(15, 1).tell(16, slow, generation=1)
+    assert fold(story.records).straggler_seconds == 16.5
+
+
+def test_a_rank_shows_its_own_time_for_a_step_where_that_is_told():
+    story = trained()
+    for at in (20.0, 30.0, 40.0):
+        told = events.Progress([0, 1], [int(at)] * 2, [at, at], own=[at / 4])
+        story.tell(at, told, generation=0)
+    ranks = {rank.rank: rank for rank in fold(story.records).ranks}
+    assert (ranks[0].own, ranks[1].own) == (0.25, None)
+
+
 def test_goodput_is_part_of_the_picture_and_counts_up_to_now():
     folded = JobFold()
     for record in trained().records:

@@ -119,9 +119,17 @@ def test_steps_of_each_rank():
     assert story.value("step", rank="0") == 22
     assert story.value("steps_per_second", rank="0") == 2
     assert story.value("steps_per_second", rank="1") is None
-    slow = events.Straggler(rank=1, seconds_per_step=1, usual=0.5, cost=7.5, text="slow")
+
+
+def test_stragglers_and_what_they_cost():
+    story = Story().start().world(1, 0).runs(2, 0)
+    for at in (3.0, 13.0):
+        story.tell(at, events.Progress(ranks=[0], steps=[int(at)], at=[at], own=[at / 2]), 0)
+    assert story.value("own_seconds_per_step", rank="0") == 0.5
+    slow = events.Straggler(1, 1, 0.5, cost=7.5, text="slow", lost=8.0)
     story.tell(14, slow, 0)
     assert story.value("straggler_cost_seconds", rank="1") == 7.5
+    assert story.value("straggler_lost_seconds") == 8.0
 
 
 def test_hanging_workers_are_counted():
