@@ -278,7 +278,7 @@ def test_a_straggler_that_keeps_up_again_is_forgotten_and_its_cost_is_not():
 def test_a_rank_shows_its_own_time_for_a_step_where_that_is_told():
     story = trained()
     for at in (20.0, 30.0, 40.0):
-        told = events.Progress([0, 1], [int(at)] * 2, [at, at], own=[at / 4])
+        told = events.Progress([0, 1], [int(at) + 5] * 2, [100.0 + at] * 2, own=[at / 4])
         story.tell(at, told, generation=0)
     ranks = {rank.rank: rank for rank in fold(story.records).ranks}
     assert (ranks[0].own, ranks[1].own) == (0.25, None)
