@@ -5,10 +5,14 @@ import { number, oneLine, rate } from "./words.js";
 
 const HEIGHT = 64;
 const PAD = 6;
+const VISIBLE = 1.5;
 
-/** What is drawn below the lanes: { name, points: [[wall, step, value]], text, zero }. */
+/**
+ * What is drawn below the lanes: { name, points: [[wall, step, value]], text, zero, last }.
+ * A world's step rate ends at nothing: the job's last one says more.
+ */
 export function seriesOf(view) {
-  const all = [{ name: "step rate", points: view.rates, text: rate, zero: true }];
+  const all = [{ name: "step rate", points: view.rates, text: rate, zero: true, last: view.rate }];
   for (const [name, points] of Object.entries(view.metrics)) {
     all.push({ name: oneLine(name, 40), points, text: number, zero: false });
   }
@@ -32,7 +36,13 @@ export function bounds(points, zero) {
   return high > low ? [low, high] : [low - Math.abs(low || 1) / 2, high + Math.abs(high || 1) / 2];
 }
 
-/** A line through the points; it breaks where a world ended in between, and at what is no number. */
+/** Times between two worlds that are wide enough to be seen: lines do not cross them. */
+export function gaps(worlds, x) {
+  const between = worlds.slice(1).map((world, place) => [worlds[place].ended ?? world.began, world.began]);
+  return between.filter(([from, until]) => x(until) - x(from) >= VISIBLE).map(([from]) => from);
+}
+
+/** A line through the points; it breaks where a gap is in between, and at what is no number. */
 export function linePath(points, breaks, x, y) {
   let path = "";
   let last = null;
@@ -56,27 +66,30 @@ export function chart(series, frame, top) {
   if (!found) return { height: 0, nodes: [] };
   const [low, high] = found;
   const y = (value) => top + PAD + (HEIGHT - 2 * PAD) * (1 - (value - low) / (high - low));
-  const last = points.findLast((point) => Number.isFinite(point[2]));
+  const last = series.text(series.last ?? points.findLast((point) => Number.isFinite(point[2]))?.[2]);
   const nodes = h(
     "g",
     { key: series.name, role: "img", "aria-label": alternative(series, low, high, last) },
     h("rect", { class: "plot", x: frame.left, y: top, width: frame.right - frame.left, height: HEIGHT }),
-    h("text", { class: "lane-name", x: 0, y: top + 14 }, clip(series.name, frame.letters)),
-    h("text", { class: "value", x: 0, y: top + 31 }, clip(series.text(last?.[2]), frame.letters)),
-    h("text", { class: "bound", x: frame.right, y: top + 11 }, number(high)),
-    h("text", { class: "bound", x: frame.right, y: top + HEIGHT - 3 }, number(low)),
+    gutter(frame, top, 20, series.name, "lane-name"),
+    gutter(frame, top + 18, 20, last, "value"),
+    h("text", { class: "bound", x: frame.right + 6, y: top + 10 }, number(high)),
+    h("text", { class: "bound", x: frame.right + 6, y: top + HEIGHT - 2 }, number(low)),
     h("path", { class: "line", d: linePath(points, frame.breaks, frame.x, y) }),
   );
   return { height: HEIGHT, nodes: [nodes] };
 }
 
 function alternative(series, low, high, last) {
-  return `${series.name}: ${series.text(last?.[2])} at last, between ${number(low)} and ${number(high)}`;
+  return `${series.name}: ${last} at last, between ${number(low)} and ${number(high)}`;
 }
 
-/** As many characters as there is room for. */
-export function clip(text, letters) {
-  return text.length > letters ? `${text.slice(0, Math.max(1, letters - 1))}…` : text;
+/** A text left of what is drawn: as many characters as there is room for, whatever they are. */
+export function gutter(frame, y, height, text, kind, title = text) {
+  const room = Math.floor((frame.left - 8) / 6.7);
+  const cut = text.length > room ? `${text.slice(0, room - 1)}…` : text;
+  return h("svg", { x: 0, y, width: frame.left - 8, height },
+    h("text", { class: kind, x: 0, y: "50%", dy: "0.35em" }, cut, h("title", null, title)));
 }
 
 /** Some of the points of all series, as rows of a table: the moments of the first series. */
@@ -87,7 +100,8 @@ export function rows(all, most = 20) {
   return picked.map(([wall, step]) => [wall, step, ...all.map((series) => series.text(valueAt(series.points, wall)))]);
 }
 
-function valueAt(points, wall) {
+/** The last value up to a moment. */
+export function valueAt(points, wall) {
   const before = points.findLast(([at]) => at <= wall);
   return before ? before[2] : null;
 }

@@ -1,7 +1,7 @@
 // The root cause of the last failure: what it was, where it came from, what came of it. Pure.
 
 import { h } from "./tree.js";
-import { hasFailed, isWorker, lastFailure } from "./picture.js";
+import { hasFailed, isWorker } from "./picture.js";
 import { ago, clock, count, oneLine, plain, ranges } from "./words.js";
 
 const SIGNALS = {
@@ -13,7 +13,7 @@ const SHOWN = 16;
 
 export function failure(picture, state) {
   const { view, now } = picture;
-  const found = lastFailure(view);
+  const found = view.failure;
   const title = hasFailed(view) ? "The failure that ended the job" : "The last failure";
   return h(
     "section",
@@ -25,13 +25,13 @@ export function failure(picture, state) {
 }
 
 function body(found, state) {
-  const cause = found.cause;
+  const { cause } = found;
   return [
     h("p", { class: "sentence user" }, oneLine(found.sentence, 600)),
-    cause?.hint ? h("p", { class: "hint user" }, oneLine(cause.hint, 400)) : null,
-    cause ? facts(cause) : null,
-    cause?.traceback ? text("traceback", "Traceback", cause.traceback) : null,
-    cause?.log_lines?.length ? text("log-lines", "Last lines it wrote", cause.log_lines.map((line) => plain(line, 2000)).join("\n")) : null,
+    cause.hint ? h("p", { class: "hint user" }, oneLine(cause.hint, 400)) : null,
+    facts(found, cause),
+    cause.traceback ? text("traceback", "Traceback", cause.traceback) : null,
+    cause.log_lines?.length ? text("log-lines", "Last lines it wrote", cause.log_lines.map((line) => plain(line, 2000)).join("\n")) : null,
     found.hang ? hang(found.hang, state) : null,
     found.consequences?.length ? consequences(found.consequences, state) : null,
   ];
@@ -45,7 +45,7 @@ export function exitWords(cause) {
   return `killed by ${SIGNALS[-cause.exitcode] ?? `signal ${-cause.exitcode}`}`;
 }
 
-function facts(cause) {
+function facts(found, cause) {
   const worker = isWorker(cause);
   const known = [
     ["rank", worker ? `${cause.rank} (local rank ${cause.local_rank}, pid ${cause.pid})` : null],
@@ -54,7 +54,7 @@ function facts(cause) {
     ["end", worker ? exitWords(cause) : "the whole node was lost"],
     ["step", cause.step === null || cause.step === undefined ? null : count(cause.step)],
     ["last collective", cause.collective ? oneLine(cause.collective, 200) : null],
-    ["error", oneLine(cause.message, 400)],
+    ["error", found.sentence.includes(cause.message) ? null : oneLine(cause.message, 400)],
   ];
   return h("dl", { class: "facts-list" },
     known.filter(([, value]) => value).map(([name, value]) => h("div", { key: name }, h("dt", null, name), h("dd", { class: "user" }, value))));

@@ -2,7 +2,7 @@
 // why, how much of the time went into training. Pure.
 
 import { h } from "./tree.js";
-import { PARTS, isWorker, lastFailure, partsOf } from "./picture.js";
+import { PARTS, isWorker, partsOf } from "./picture.js";
 import { ago, clock, count, counted, oneLine, percent, rate, seconds, span } from "./words.js";
 
 // A step has taken too long after so many seconds, and so many times what steps take.
@@ -47,16 +47,23 @@ function running(view, now) {
 
 /** Name of the job, and where it runs. */
 export function names(picture) {
-  const { view, node } = picture;
+  const { view } = picture;
   const job = oneLine(view.job, 120) || "a job";
   const facts = [
     view.generation === null ? null : `generation ${view.generation}`,
     view.size ? `${counted(view.size, "worker")} on ${counted(members(view), "node")}` : null,
     wanted(view),
     view.restarts_used ? `${counted(view.restarts_used, "restart")} used` : null,
-    node ? `as ${oneLine(node, 60)} sees it` : null,
+    partial(picture),
   ];
   return [h("h1", { class: "user" }, job), h("p", { class: "facts" }, facts.filter(Boolean).join(" · "))];
+}
+
+/** Only the leader's node has heard all the others. */
+function partial({ node, leader, whole }) {
+  if (whole || !node) return null;
+  const seen = `as ${oneLine(node, 60)} sees it`;
+  return leader && leader !== node ? `${seen}; the whole is to be seen on ${oneLine(leader, 60)}` : seen;
 }
 
 function members(view) {
@@ -129,24 +136,23 @@ function lastCost(view, now) {
 
 function firstFailure(view, now) {
   const question = "Who failed first, and why?";
-  const failure = lastFailure(view);
+  const { failure } = view;
   if (!failure) return answer("who", question, "Nobody", "", "no failure so far");
-  const cause = failure.cause;
-  const why = oneLine(cause?.message || failure.sentence, 160);
+  const { cause } = failure;
+  const why = oneLine(cause.message, 160);
   return answer(
     "who",
     question,
     culprit(cause),
     "",
     why,
-    cause?.hint ? oneLine(cause.hint, 160) : null,
+    cause.hint ? oneLine(cause.hint, 160) : null,
     h("a", { href: "#failure" }, `${clock(failure.wall, now)}, ${ago(failure.wall, now)}`),
   );
 }
 
 /** A worker, or the node that was lost with all of its own. */
 function culprit(cause) {
-  if (!cause) return "Not known";
   const node = oneLine(cause.node, 40);
   return isWorker(cause) ? `Rank ${cause.rank} on ${node}` : `Node ${node}`;
 }

@@ -7,7 +7,7 @@ const MOST = 60;
 /** Pixels. */
 const TALL = 18;
 const FLAT = 8;
-const NEAR = 9;
+const NEAR = 16;
 
 /**
  * One lane per node, or per group of nodes that were in the same worlds:
@@ -51,7 +51,7 @@ function rest(lanes) {
 /** What a lane is called. */
 export function laneName(lane) {
   if (lane.names.length === 0) return `${lane.beyond} more nodes`;
-  if (lane.names.length === 1) return lane.names[0];
+  if (lane.names.length <= 2) return lane.names.join(", ");
   return lane.mixed ? `${lane.names.length} others` : `${lane.names.length} nodes`;
 }
 

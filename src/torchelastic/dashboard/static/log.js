@@ -32,7 +32,7 @@ function keyed(all) {
 function row(key, event, now) {
   return h("tr", { key },
     h("td", { class: "when" }, clock(event.wall, now)),
-    h("td", { class: "user node-name" }, oneLine(event.node, 40)),
+    h("td", { class: "node-name", title: oneLine(event.node) }, oneLine(event.node, 60)),
     h("td", { class: "type" }, oneLine(event.type, 40)),
     h("td", { class: "user" }, oneLine(event.text, 400)));
 }

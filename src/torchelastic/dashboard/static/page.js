@@ -17,7 +17,7 @@ const MORE = 24;
 
 const main = document.getElementById("main");
 /** What the reader has chosen, and what was heard last. */
-const state = { range: "all", open: new Set(), more: new Map(), width: 0, connection: "connecting", picture: null, at: 0 };
+const state = { range: "all", cursor: null, open: new Set(), more: new Map(), width: 0, connection: "connecting", picture: null, at: 0 };
 let drawing = false;
 
 /** The sections, in the order they are read; a failure that ended the job comes first. */
@@ -65,6 +65,7 @@ function draw() {
   if (!picture) return;
   document.getElementById("before")?.remove();
   document.title = title(picture);
+  state.width ||= main.clientWidth;
   patch(document.getElementById("names"), names(picture));
   patch(main, sections(picture));
 }
@@ -104,6 +105,27 @@ main.addEventListener("toggle", (event) => {
   else state.open.delete(key);
   redraw();
 }, true);
+
+/** Where over the drawing of the worlds the reader points, from 0 to 1; null: nowhere. */
+function point(place) {
+  state.cursor = place === null || place < 0 || place > 1 ? null : place;
+  redraw();
+}
+
+main.addEventListener("pointermove", (event) => {
+  const drawn = event.target.closest("#drawing");
+  if (!drawn) return state.cursor !== null && document.activeElement?.id !== "drawing" && point(null);
+  const { left, right } = drawn.dataset;
+  point((event.clientX - drawn.getBoundingClientRect().left - left) / (right - left));
+});
+main.addEventListener("pointerleave", () => point(null));
+main.addEventListener("focusout", (event) => event.target.id === "drawing" && point(null));
+main.addEventListener("keydown", (event) => {
+  const move = { ArrowLeft: -0.01, ArrowRight: 0.01 }[event.key];
+  if (event.target.id !== "drawing" || (!move && event.key !== "Escape")) return;
+  event.preventDefault();
+  point(move ? Math.min(1, Math.max(0, (state.cursor ?? 1) + move)) : null);
+});
 
 new ResizeObserver(([entry]) => {
   state.width = Math.floor(entry.contentRect.width);

@@ -35,7 +35,7 @@ export function complete(picture) {
   };
   const view = { ...empty, ...picture.view };
   view.recoveries = view.recoveries.map((one) => ({ ...one, is_failure: isFailure(one) }));
-  return { log: [], node: null, ...picture, view };
+  return { log: [], node: null, leader: null, whole: true, ...picture, view };
 }
 
 function isFailure(recovery) {
@@ -47,22 +47,6 @@ export function partsOf(recovery) {
   return Object.keys(RECOVERY_PARTS).map((part) => [part, part, recovery[part] ?? 0]);
 }
 
-/** The last failure, as it was told; a node that was lost has no worker to blame. */
-export function lastFailure(view) {
-  if (view.failure) return view.failure;
-  const last = view.recoveries.findLast((one) => one.is_failure);
-  const cause = view.cause ?? last?.failure ?? null;
-  if (!cause && !last) return null;
-  return {
-    generation: cause?.generation ?? last.generation,
-    wall: cause?.wall_time || last?.wall || view.ended,
-    sentence: last?.why ?? cause.message,
-    cause,
-    consequences: [],
-    hang: null,
-  };
-}
-
 /** Whether a failure is a worker's; a node that was lost has no rank. */
 export function isWorker(cause) {
   return cause.rank >= 0;
@@ -71,7 +55,7 @@ export function isWorker(cause) {
 /** Whether a failure has ended the job. */
 export function hasFailed(view) {
   const over = view.phase === "died" || (view.phase === "ended" && ![0, 130, 143].includes(view.exitcode));
-  return over && lastFailure(view) !== null;
+  return over && view.failure !== null;
 }
 
 /** From when to when the page draws. */

@@ -15,7 +15,7 @@ export function recoveries(picture, state) {
     h("h2", { id: "recoveries-title" }, "Recoveries", h("span", { class: "aside" }, summary(all))),
     all.length === 0
       ? h("p", { class: "quiet" }, "The world has not changed so far: nothing was lost.")
-      : [legend(), table(shown, picture.now), more(all.length - shown.length)],
+      : [legend(), table(shown, picture), more(all.length - shown.length)],
   );
 }
 
@@ -39,7 +39,7 @@ function swatch(part) {
   return h("span", { class: `swatch ${part}`, "aria-hidden": "true" });
 }
 
-function table(shown, now) {
+function table(shown, picture) {
   const longest = Math.max(...shown.map((one) => one.cost), 1e-9);
   const heads = ["when", "what happened", "cost", ...Object.keys(RECOVERY_PARTS)];
   return h(
@@ -47,11 +47,12 @@ function table(shown, now) {
     { class: "recoveries", role: "table" },
     h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, heads.map((head, place) =>
       h("th", { role: "columnheader", scope: "col", class: place > 1 ? "number" : null }, head)))),
-    h("tbody", { role: "rowgroup" }, shown.map((one) => row(one, longest, now))),
+    h("tbody", { role: "rowgroup" }, shown.map((one) => row(one, longest, picture))),
   );
 }
 
-function row(one, longest, now) {
+function row(one, longest, { view, now }) {
+  const over = view.ended !== null;
   return h(
     "tr",
     { key: `${one.generation}`, role: "row" },
@@ -65,8 +66,8 @@ function row(one, longest, now) {
       h("span", { class: "user why" }, oneLine(one.why, 300)),
       bar(one, longest),
     ),
-    h("td", { role: "cell", class: "number cost", "data-label": "cost" }, one.done ? seconds(one.cost) : "not over yet"),
-    Object.keys(RECOVERY_PARTS).map((part) => cell(one, part)),
+    h("td", { role: "cell", class: "number cost", "data-label": "cost" }, one.done ? seconds(one.cost) : over ? "the job ended" : "not over yet"),
+    Object.keys(RECOVERY_PARTS).map((part) => cell(one, part, over)),
   );
 }
 
@@ -75,13 +76,14 @@ const KINDS = {
   error: "A worker failed",
   "node-failure": "A node was lost",
   resize: "The world was resized",
+  leave: "Nodes left",
   unknown: "The world changed",
 };
 
-function cell(one, part) {
+function cell(one, part, over) {
   const known = one[part] !== null && one[part] !== undefined;
   const nothing = known && one[part] < 0.0005;
-  const text = !known ? (one.done ? "–" : "…") : nothing ? "0" : seconds(one[part]);
+  const text = !known ? (one.done || over ? "–" : "…") : nothing ? "0" : seconds(one[part]);
   return h("td", { role: "cell", class: `number ${nothing ? "nothing" : ""}`, "data-label": part }, text);
 }
 

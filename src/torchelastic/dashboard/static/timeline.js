@@ -1,6 +1,6 @@
 // The job over time: who was in which world, recoveries, and lines below on the same clock. Pure.
 
-import { chart, clip, rows, seriesOf } from "./charts.js";
+import { chart, gaps, gutter, rows, seriesOf, valueAt } from "./charts.js";
 import { laneHeight, laneName, lanePath, lanesOf, marks, scale, ticks } from "./lanes.js";
 import { extent } from "./picture.js";
 import { h } from "./tree.js";
@@ -9,6 +9,10 @@ import { clock, count, counted, date, hours, oneLine, seconds, span } from "./wo
 const RANGES = [["all", "whole job"], [21600, "6 h"], [3600, "1 h"], [600, "10 min"], [60, "1 min"]];
 const GAP = 10;
 const HEAD = 18;
+/** More lines down from the marks would hide what they cross. */
+const MOST_HAIRS = 16;
+/** For the numbers beside the lines. */
+const MARGIN = 44;
 
 export function timeline(picture, state) {
   const { view, now } = picture;
@@ -21,8 +25,25 @@ export function timeline(picture, state) {
       ranges(all, state.range)),
     view.worlds.length === 0
       ? h("p", { class: "quiet" }, "No world has been formed yet.")
-      : [drawing(view, domain(all, state.range), state.width), legend(), tables(view, now)],
+      : drawn(view, now, domain(all, state.range), state),
   );
+}
+
+function drawn(view, now, shown, state) {
+  const below = state.cursor === null ? legend() : readout(view, shown[0] + state.cursor * (shown[1] - shown[0]), now);
+  return [drawing(view, shown, state), below, tables(view, now)];
+}
+
+/** What was at the moment that is pointed at. */
+function readout(view, wall, now) {
+  const world = view.worlds.findLast((one) => one.began <= wall);
+  const within = world && (world.ended === null || wall <= world.ended);
+  const texts = [
+    clock(wall, now),
+    within ? `generation ${world.generation}, ${counted(world.count, "node")}` : "no world",
+    ...seriesOf(view).map((series) => `${series.name} ${series.text(valueAt(series.points, wall))}`),
+  ];
+  return h("p", { key: "below", class: "below", role: "status" }, texts.join(" · "));
 }
 
 function summary(view) {
@@ -45,12 +66,13 @@ function domain([from, until], chosen) {
   return chosen === "all" ? [from, until] : [Math.max(from, until - Number(chosen)), until];
 }
 
-function drawing(view, span_, width) {
+function drawing(view, shown, { width, cursor }) {
   const lanes = lanesOf(view.worlds);
-  const left = width < 560 ? 84 : 132;
+  const [left, right] = [width < 560 ? 96 : 132, width - MARGIN];
+  const x = scale(shown, left, right);
   const frame = {
-    domain: span_, left, right: width, letters: Math.floor((left - 8) / 6.7),
-    x: scale(span_, left, width), breaks: view.worlds.map((world) => world.ended ?? Infinity),
+    domain: shown, left, right, x, breaks: gaps(view.worlds, x),
+    cursor: cursor === null ? null : shown[0] + cursor * (shown[1] - shown[0]),
   };
   const tall = laneHeight(lanes);
   const pitch = tall + (tall > 10 ? 4 : 1);
@@ -63,13 +85,17 @@ function drawing(view, span_, width) {
   });
   return h(
     "svg",
-    { class: "timeline", width, height: top + 16, role: "group", "aria-label": label(view) },
+    {
+      class: "timeline", id: "drawing", width, height: top + 16, role: "group", tabindex: "0",
+      "aria-label": `${label(view)}. Left and right arrows move a cursor`, "data-left": left, "data-right": right,
+    },
     axis(frame, top),
     h("g", { key: "lanes", role: "img", "aria-label": label(view) },
-      lanes.map((lane, place) => laneNodes(lane, view.worlds, frame, HEAD + place * pitch, tall, span_[1]))),
+      lanes.map((lane, place) => laneNodes(lane, view.worlds, frame, HEAD + place * pitch, tall, shown[1]))),
     charts,
-    hovers(view, frame, bottom, span_[1]),
+    hovers(view, frame, bottom, shown[1]),
     recoveryMarks(view, frame, top),
+    frame.cursor === null ? null : h("path", { key: "cursor", class: "cursor", d: `M${frame.x(frame.cursor).toFixed(1)} ${HEAD - 8}V${top}` }),
   );
 }
 
@@ -83,8 +109,7 @@ function laneNodes(lane, worlds, frame, y, height, now) {
   return h(
     "g",
     { key: `lane ${name}` },
-    height < 10 && lane.names.length === 1 ? null :
-      h("text", { class: "lane-name", x: 0, y: y + height / 2, dy: "0.35em" }, clip(name, frame.letters), h("title", null, laneTitle(lane))),
+    height < 10 ? null : gutter(frame, y, height, name, "lane-name", laneTitle(lane)),
     h("rect", { class: "track", x: frame.left, y, width: frame.right - frame.left, height }),
     h("path", { class: `world even ${lane.mixed ? "mixed" : ""}`, d: path(false) }),
     h("path", { class: `world odd ${lane.mixed ? "mixed" : ""}`, d: path(true) }),
@@ -132,16 +157,17 @@ function worldText(world, now) {
 }
 
 function recoveryMarks(view, frame, bottom) {
+  const found = marks(view.recoveries, frame.x, frame.domain);
   return h(
     "g",
     { key: "marks", "aria-hidden": "true" },
-    marks(view.recoveries, frame.x, frame.domain).map(({ x, all }) => {
+    found.map(({ x, all }) => {
       const failed = all.some((one) => one.is_failure);
       const at = x.toFixed(1);
       return h(
         "g",
         { key: `${all[0].generation}`, class: failed ? "failure" : "change" },
-        h("path", { class: "hair", d: `M${at} ${HEAD - 6}V${bottom}` }),
+        found.length > MOST_HAIRS ? null : h("path", { class: "hair", d: `M${at} ${HEAD - 6}V${bottom}` }),
         h("path", { class: "head", d: failed ? `M${at} ${HEAD - 4}l-5 -9h10z` : `M${at} ${HEAD - 4}l-4 -4.5 4 -4.5 4 4.5z` }),
         all.length > 1 ? h("text", { x: x + 7, y: HEAD - 6 }, count(all.length)) : null,
         h("title", null, all.map((one) => `${seconds(one.cost)}: ${oneLine(one.why, 160)}`).join("\n")),
@@ -154,7 +180,7 @@ function legend() {
   const shape = (kind, d) => h("svg", { class: `timeline key ${kind}`, width: 12, height: 10, "aria-hidden": "true" }, h("g", { class: kind }, h("path", { class: "head", d })));
   return h(
     "ul",
-    { class: "legend inline" },
+    { key: "legend", class: "legend inline below" },
     h("li", null, h("span", { class: "swatch even", "aria-hidden": "true" }), h("span", { class: "swatch odd", "aria-hidden": "true" }), "in a world, by turns of the generations"),
     h("li", null, shape("failure", "M6 9.500l-5 -9h10z"), "a failure"),
     h("li", null, shape("change", "M6 9.500l-4 -4.500 4 -4.500 4 4.500z"), "another change"),
@@ -168,7 +194,7 @@ function tables(view, now) {
       view.worlds.toReversed().map((world) => [String(world.generation), worldRow(world, now)])),
     series.length === 0 ? null :
       details("series-table", "Lines as a table", ["time", "step", ...series.map((one) => one.name)],
-        rows(series).toReversed().map(([wall, step, ...values]) => [String(wall), [clock(wall, now), count(step), ...values]])),
+        rows(series).toReversed().map(([wall, step, ...values]) => [String(wall), [clock(wall, now), step === null ? "–" : count(step), ...values]])),
   ];
 }
 

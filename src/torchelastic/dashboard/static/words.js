@@ -11,10 +11,13 @@ const UNPRINTABLE =
 // More marks than this on one character would be drawn over the lines above and below.
 const PILE = /(\p{M}{3})\p{M}+/gu;
 
+// Of texts longer than this it is said how long they are.
+const ODD = 2000;
+
 /** A user's text with everything written out that would be obeyed instead of seen. */
 export function plain(text, most = 20000) {
   const given = String(text ?? "");
-  const told = given.length > most ? ` … (${count(given.length)} characters)` : "";
+  const told = given.length <= most ? "" : given.length <= ODD ? "…" : `… (${count(given.length)} characters)`;
   const cut = given.slice(0, most).replace(UNPRINTABLE, written).replace(PILE, "$1…");
   return cut + told;
 }
