@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import Any
 MOST_LINES, MOST_LOG, MOST_LINE = 20, 4000, 500
 #: Characters of a hint, and of the words for a collective.
 MOST_HINT = 500
+#: What colours text, and moves the cursor of a terminal.
+_ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\))")
 
 
 def signal_name(number: int) -> str:
@@ -63,6 +66,11 @@ class Failure:
     def told(self) -> bool:
         """Whether the worker itself said what went wrong."""
         return bool(self.traceback)
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether that is what the agent has found."""
+        return self.hint.startswith("out of memory")
 
     @property
     def is_node(self) -> bool:
@@ -134,8 +142,14 @@ def last_lines(text: str) -> tuple[str, ...]:
     >>> last_lines("one\\ntwo\\n")
     ('one', 'two')
     """
-    lines = [line.rstrip()[:MOST_LINE] for line in text.splitlines()]
+    lines = [_shown(line) for line in text.splitlines()]
     return _bounded([line for line in lines if line])
+
+
+def _shown(line: str) -> str:
+    """Without colours and what else a terminal would act upon."""
+    bare = _ESCAPES.sub("", line.expandtabs()).rstrip()[:MOST_LINE]
+    return "".join(one if one.isprintable() else "�" for one in bare)
 
 
 def _bounded(lines: Sequence[str]) -> tuple[str, ...]:

@@ -102,12 +102,13 @@ class Ended:
         if self.exitcode != EXIT_FAILED or self.world is None:
             return {}
         found = [item for item in (self.world.cause, *self.world.consequences) if item is not None]
-        return {item.rank: ProcessFailure.from_failure(item) for item in found}
+        return {item.rank: ProcessFailure.from_failure(item) for item in found if not item.is_node}
 
     def error(self, name: str) -> TorchElasticError:
         """The exception for this end."""
         if self.world is not None and self.failures:
-            first = self.world.cause.rank if self.world.cause is not None else None
+            cause = self.world.cause
+            first = cause.rank if cause is not None and not cause.is_node else None
             reason = report.ending(self.world)
             return ChildFailedError(name, self.failures, first=first, reason=reason)
         if self.exitcode == EXIT_NOT_ENOUGH_NODES:

@@ -123,18 +123,32 @@ def prefix_of(agent: int) -> str:
     return f"torchelastic-{agent}-{linux.start_time(agent)}-"
 
 
-def own_directory() -> str | None:
-    """Where the cgroup of this process is mounted."""
+def own_directory(controller: str = "") -> str | None:
+    """Where the cgroup of this process is mounted: of version 2, or of a controller's own tree of
+    version 1."""
     try:
         with open("/proc/self/cgroup", encoding="utf-8") as file:
-            own = next((line[3:].rstrip("\n") for line in file if line.startswith("0::")), None)
+            own = find_own(file.read(), controller)
         with open("/proc/self/mountinfo", encoding="utf-8") as file:
-            return find_directory(own, file.read())
+            return find_directory(own, file.read(), controller)
     except FileNotFoundError:
         return None
 
 
-def find_directory(own: str | None, mountinfo: str) -> str | None:
+def find_own(text: str, controller: str = "") -> str | None:
+    """The cgroup of a process, given what /proc says of it.
+
+    >>> find_own("4:cpu,memory:/job\\n0::/", "memory"), find_own("4:cpu,memory:/job\\n0::/")
+    ('/job', '/')
+    """
+    for line in text.splitlines():
+        number, controllers, path = line.split(":", 2)
+        if controller in controllers.split(",") and (bool(controller) or number == "0"):
+            return path
+    return None
+
+
+def find_directory(own: str | None, mountinfo: str, controller: str = "") -> str | None:
     """The directory of cgroup `own`, given the mounts of the machine.
 
     >>> find_directory("/job/7", "31 23 0:28 /job /cg rw,relatime - cgroup2 cgroup2 rw")
@@ -145,7 +159,9 @@ def find_directory(own: str | None, mountinfo: str) -> str | None:
     for line in mountinfo.splitlines():
         mount, _, source = line.partition(" - ")
         root, place = mount.split(" ")[3:5]
-        if source.startswith("cgroup2 ") and (own + "/").startswith(root.rstrip("/") + "/"):
+        kind, _, options = source.split(" ", 2)
+        right = controller in options.split(",") if controller else kind == "cgroup2"
+        if kind.startswith("cgroup") and right and (own + "/").startswith(root.rstrip("/") + "/"):
             return os.path.normpath(f"{_unescaped(place)}/{os.path.relpath(own, root)}")
     return None
 

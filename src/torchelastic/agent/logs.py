@@ -14,16 +14,18 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from string import Template
 from typing import Literal
 
 from torchelastic.agent.output import Console
-from torchelastic.agent.tee import LineFile, Tee
+from torchelastic.agent.tee import TAIL, LineFile, Tee
 from torchelastic.config import LaunchConfig, Std, std_for
 from torchelastic.errors import ConfigError
+from torchelastic.failure import MOST_LINES, last_lines
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +91,17 @@ def make_run_dir(config: LaunchConfig) -> Path:
             f"{where} cannot be used for logs ({error.strerror}): give a directory this user may "
             "write to with --log-dir, or switch log files off with --log-dir /dev/null."
         ) from error
+
+
+def _end_of(path: Path) -> bytes:
+    """The last bytes of a file; none where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+            return file.read(TAIL)
+    except OSError as error:
+        log.debug("%s is not read: %s", path, error)
+        return b""
 
 
 def _has_files_in(directory: Path) -> bool:
@@ -164,6 +177,8 @@ class GenerationLogs:
         self._handed_out: list[int] = []
         self._tees: list[Tee] = []
         self._filtered: dict[Std, LineFile] = {}
+        #: By local rank: how to get at the end of its streams, standard output first.
+        self._ends: dict[int, list[Callable[[], bytes]]] = {}
 
     def make(self, ranks: Mapping[int, int]) -> None:
         """Open everything these workers write to; `NodeLogs.open` calls it."""
@@ -177,6 +192,15 @@ class GenerationLogs:
         """The workers have their copies: close ours, or their streams would never end."""
         while self._handed_out:
             os.close(self._handed_out.pop())
+
+    def last_lines(self, local_rank: int) -> tuple[str, ...]:
+        """What a worker has written last: its output, then its errors; none of what it has written
+        to a terminal, which does not pass through our hands."""
+        ends = [end() for end in self._ends.get(local_rank, ())]
+        told = [lines for data in ends if (lines := last_lines(data.decode(errors="replace")))]
+        if len(told) < 2:
+            return told[0] if told else ()
+        return last_lines("\n".join(line for lines in told for line in lines[-MOST_LINES // 2 :]))
 
     async def drained(self, timeout: float) -> None:
         """The workers are gone: wait until all they wrote is in the files and on the console.
@@ -236,19 +260,22 @@ class GenerationLogs:
         if chosen == "inherit":
             return None
         if chosen == "tee":
-            fd = self._tee(stream, path, line_prefix(self._config, local_rank, rank))
+            fd = self._tee(stream, path, local_rank, rank)
         else:
             target = os.devnull if chosen == "discard" or path is None else path
             fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            if chosen == "file" and path is not None:
+                self._ends.setdefault(local_rank, []).append(partial(_end_of, path))
         self._handed_out.append(fd)
         return fd
 
-    def _tee(self, stream: Std, path: Path | None, prefix: str) -> int:
+    def _tee(self, stream: Std, path: Path | None, local_rank: int, rank: int) -> int:
         tee = Tee(
-            prefix=prefix,
+            prefix=line_prefix(self._config, local_rank, rank),
             path=path,
             console=self._consoles[stream],
             filtered=self._filtered.get(stream),
         )
         self._tees.append(tee)
+        self._ends.setdefault(local_rank, []).append(tee.tail)
         return tee.write_end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 from torchelastic import env
 from torchelastic.agent import report
@@ -14,6 +15,7 @@ from torchelastic.config import LaunchConfig
 from torchelastic.errors import EXIT_FAILED
 from torchelastic.events import types as events
 from torchelastic.events import words
+from torchelastic.events.failures import FAILURES
 from torchelastic.events.goodput import GoodputFold
 from torchelastic.events.log import EventLog
 from torchelastic.failure import Failure
@@ -38,6 +40,21 @@ def set_up_log(name: str = "") -> OwnWords:
     if not isinstance(level, int):
         logger.warning("LOGLEVEL=%s is no level of logging: using INFO", wanted)
     return handler
+
+
+def _told(failure: Failure | None) -> dict[str, Any] | None:
+    return failure.to_json() if failure is not None else None
+
+
+def _restart(world: World, kind: Kind) -> events.RestartDecided:
+    failed = kind in FAILURES
+    return events.RestartDecided(
+        restart=world.phase != "closed",
+        reason=world.reason,
+        kind=kind,
+        cause=_told(world.cause) if failed else None,
+        consequences=[one.to_json() for one in world.consequences] if failed else [],
+    )
 
 
 class Narrator:
@@ -139,14 +156,14 @@ class Narrator:
         generation = world.generation
         if world.phase == "over":
             assert kind is not None
-            over = events.GenerationOver(kind=kind, reason=world.reason)
+            cause = _told(world.cause) if kind in FAILURES else None
+            over = events.GenerationOver(kind=kind, reason=world.reason, cause=cause)
             self._log.emit(over, generation=generation)
         elif world.phase == "pausing":
             changing = events.WorldChanging(reason=world.reason)
             self._log.emit(changing, generation=generation)
         elif kind is not None:
-            restart = events.RestartDecided(restart=world.phase != "closed", reason=world.reason)
-            self._log.emit(restart, generation=generation)
+            self._log.emit(_restart(world, kind), generation=generation)
 
     # --- what every node sees --------------------------------------------------------------------
 
@@ -237,11 +254,10 @@ class Narrator:
     # --- the end ---------------------------------------------------------------------------------
 
     def ended(self, exitcode: int | None, reason: str, world: World | None) -> None:
-        cause = world.cause if world is not None else None
         ended = events.JobEnded(
             exitcode=exitcode if exitcode is not None else EXIT_FAILED,
             reason=reason,
-            cause=cause.to_json() if cause is not None else None,
+            cause=_told(world.cause) if world is not None else None,
         )
         self._log.emit(ended, generation=world.generation if world is not None else None)
         if self._told >= 0:

@@ -46,6 +46,16 @@ def exit_words(exitcode: int) -> str:
     return f"exit code {exitcode} ({words})" if words else f"exit code {exitcode}"
 
 
+def with_hint(words: str, hint: str) -> str:
+    """What an exit says, with what has been found out about it, in a few words.
+
+    >>> with_hint("killed by SIGKILL", "out of memory: the kernel killed it (limit 2.0 GiB; ...)")
+    'killed by SIGKILL: out of memory'
+    """
+    found, _, _ = hint.partition(":")
+    return f"{words}: {found}" if found.endswith("out of memory") else words
+
+
 def _signal_words(name: str) -> str:
     words = _SIGNAL_WORDS.get(name)
     return f"killed by {name} ({words})" if words else f"killed by {name}"
@@ -72,7 +82,8 @@ def failures_block(title: str, cause: Failure | None, others: Sequence[Failure])
     border, section = "=" * _WIDTH, "-" * _WIDTH
     lines = [border, title, section]
     if cause is not None:
-        lines += ["Root Cause (first observed failure):", "[0]:", *_details(cause), section]
+        details = _node_details(cause) if cause.is_node else _details(cause)
+        lines += ["Root Cause (first observed failure):", "[0]:", *details, section]
     if others:
         lines += ["Fell because of it:" if cause else "Failures:"]
         lines += _others(others)
@@ -110,9 +121,16 @@ def _details(failure: Failure) -> list[str]:
         "exitcode": f"{failure.exitcode} (pid: {failure.pid}){signal}",
         "error_file": failure.error_file or "<N/A>",
         "error": failure.message,
+        "hint": failure.hint or None,
+        "collective": failure.collective or None,
         "traceback": failure.traceback or "none: the worker ended without a Python exception",
+        "last lines": "".join(f"\n  {line}" for line in failure.log_lines) or None,
     }
     return [_row(label, str(value)) for label, value in rows.items() if value is not None]
+
+
+def _node_details(failure: Failure) -> list[str]:
+    return [_row("host", failure.node), _row("error", failure.message)]
 
 
 def _row(label: str, value: str) -> str:

@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 CHUNK = 64 * 1024
 #: More than any pipe holds (1 MiB, unless root has raised it).
 _LAST_READS = 32
+#: Bytes of the stream's end that are kept for whoever asks what the worker said last.
+TAIL = 16 * 1024
 
 
 class Lines:
@@ -160,6 +162,7 @@ class Tee:
         self._path = path
         self._waits_for_room = False
         self._ended = False
+        self._tail = b""
         #: Set when the stream has ended and all of it is shown.
         self.finished = asyncio.Event()
         self._backlog = Backlog(path)
@@ -175,14 +178,22 @@ class Tee:
 
     def close(self) -> None:
         """Take what is in the pipe now, show what the console takes now, and let go."""
-        for _ in range(_LAST_READS):  # bounded: somebody may write for ever
-            if self._ended or not self._on_readable():
-                break
+        self._take_in()
         self._end()
         if not self.finished.is_set():
             self._give_up_console()
         self._backlog.close()
         os.close(self._read_end)
+
+    def tail(self) -> bytes:
+        """The end of what the worker has written, up to now."""
+        self._take_in()
+        return self._tail
+
+    def _take_in(self) -> None:
+        for _ in range(_LAST_READS):  # bounded: somebody may write for ever
+            if self._ended or not self._on_readable():
+                break
 
     def _on_readable(self) -> bool:
         """Read once; False when there is nothing to read now, or nowhere to put it."""
@@ -200,6 +211,7 @@ class Tee:
         return True
 
     def _keep(self, data: bytes) -> None:
+        self._tail = (self._tail + data)[-TAIL:]
         direct = self._backlog.size == 0 and self._console.room
         self._backlog.append(data, shown=direct)
         if self._filtered is not None:

@@ -19,6 +19,7 @@ from torchelastic.agent.boards import Boards
 from torchelastic.agent.cgroup import Cgroup
 from torchelastic.agent.narrator import Narrator
 from torchelastic.agent.nursery import Nursery
+from torchelastic.agent.oom import Facts, Memory, memory_hint
 from torchelastic.agent.sampling import Sampling
 from torchelastic.agent.snapshots import Snapshots
 from torchelastic.agent.supervisor import Supervisor, WorkerExit, WorkerSpawn
@@ -84,6 +85,8 @@ class Workers:
         #: Of those that report metrics.
         self._boards = Boards()
         self.stopping = False
+        #: What the kernel says of workers that it kills.
+        self._memory = Memory()
         #: Local ranks that have stopped since they were told that their world is over.
         self._stopped: set[int] = set()
         #: By local rank: the generation and the rank each worker has now.
@@ -343,15 +346,29 @@ class Workers:
             self._tell_event(group_state.WorkerSucceeded(generation, exit.local_rank))
             return
         path, told = self._told(exit.local_rank)
+        message = told.message[:TOLD_MESSAGE] if told else report.exit_words(exit.exitcode)
+        hint = self._hint(exit, message)
         self._fail(
             exit.local_rank,
             pid=exit.pid,
             exitcode=exit.exitcode,
-            message=told.message[:TOLD_MESSAGE] if told else report.exit_words(exit.exitcode),
+            message=message if told else report.with_hint(message, hint),
             traceback=told.traceback[-TOLD_TRACEBACK:] if told else "",
             stopped=self.stopping,
             error_file=path if told else "",
+            hint=hint,
+            log_lines=self._last_lines(exit.local_rank),
         )
+
+    def _hint(self, exit: WorkerExit, message: str) -> str:
+        """What the kernel knows of an end that is not our doing."""
+        if self.stopping or exit.local_rank in self._verdicts:
+            return ""
+        return memory_hint(self._memory.look(exit.pid, exit.exitcode, message))
+
+    def _last_lines(self, local_rank: int) -> tuple[str, ...]:
+        opened = self._logs_of.get(local_rank)
+        return opened.last_lines(local_rank) if opened is not None else ()
 
     def _told(self, local_rank: int) -> tuple[str, error_file.ErrorRecord | None]:
         """Where a failing worker wrote what went wrong, and what it said; our own verdict first."""
@@ -380,6 +397,9 @@ class Workers:
             traceback="" if isinstance(erred, orders.PeerLost) else erred.traceback,
             alive=True,
             fatal=isinstance(erred, orders.Erred) and not erred.retry,
+            # Every survivor of a failure tells of a lost peer, and the next world waits for it.
+            hint="" if lost else memory_hint(Facts(exitcode=1, message=erred.message)),
+            log_lines=() if lost else self._last_lines(local_rank),
         )
 
     def _fail(self, local_rank: int, **what: Any) -> None:
@@ -435,6 +455,7 @@ class Workers:
             await self._supervisor.stop(SIGTERM, self._config.shutdown_timeout)
         self._supervisor.close()
         self.timers.close()
+        self._memory.close()
         for opened in set(self._logs_of.values()):
             opened.close()
         for descriptor in self._slates.values():

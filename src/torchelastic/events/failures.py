@@ -12,10 +12,12 @@ from typing import Any
 
 from torchelastic.events import types as events
 from torchelastic.events.record import Record
-from torchelastic.failure import Failure, node_failure
+from torchelastic.failure import Failure
 
 #: Consequences that are kept.
 KEPT = 32
+#: The ends of a generation that have a first failure.
+FAILURES = ("failure", "error", "node-failure")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +44,20 @@ class _Case:
     generation: int
     wall: float
     seen: list[Failure] = field(default_factory=list)
-    #: What the leader says of it.
+    #: What the leader says of it, first when it ends the generation, then when all have spoken.
     cause: Failure | None = None
     consequences: tuple[Failure, ...] = ()
+    #: All have spoken.
+    closed: bool = False
 
     def view(self) -> FailureView:
         cause = self.cause or self.seen[0]
-        others = self.consequences or tuple(one for one in self.seen if not _same(one, cause))
+        told = [*self.consequences, *self.seen]
+        others = [
+            one
+            for place, one in enumerate(told)
+            if not any(_same(one, other) for other in (cause, *told[:place]))
+        ]
         return FailureView(
             generation=self.generation,
             wall=self.wall,
@@ -66,21 +75,24 @@ class Failures:
     """Takes a job's records one by one."""
 
     def __init__(self) -> None:
-        self._generation = -1
         self._last: _Case | None = None
+        #: The one before it, for the case that there was no failure after all.
+        self._before: _Case | None = None
 
     def feed(self, record: Record) -> None:
         """Take one more record."""
         generation = record.generation if record.generation is not None else -1
         match record.event:
-            case events.WorldFormed():
-                self._generation = max(self._generation, generation)
             case events.WorkerFailed(failure=told):
                 self._seen(record, Failure.as_told({"generation": generation, **told}))
-            case events.NodeLost(name=name, reason=why) if self._generation >= 0:
-                self._seen(record, node_failure(name, self._generation, why))
+            case events.GenerationOver(cause=told) if told is not None:
+                self._judged(record, told)
+            case events.RestartDecided(kind=kind) if kind and kind not in FAILURES:
+                self._acquitted()
+            case events.RestartDecided(cause=told, consequences=others) if told is not None:
+                self._judged(record, told, others, finally_=True)
             case events.JobEnded(cause=told) if told is not None:
-                self._judged(record, Failure.as_told(told), ())
+                self._judged(record, told, finally_=True)
 
     def view(self) -> FailureView | None:
         """The last one, if there was any."""
@@ -93,15 +105,29 @@ class Failures:
         if case is not None and len(case.seen) <= KEPT:
             case.seen.append(failure)
 
-    def _judged(self, record: Record, cause: Failure, others: Sequence[Failure]) -> None:
+    def _judged(
+        self,
+        record: Record,
+        told: events.Json,
+        others: Sequence[events.Json] = (),
+        *,
+        finally_: bool = False,
+    ) -> None:
+        cause = Failure.as_told(told)
         case = self._case(record, cause.generation)
         if case is not None:
-            case.cause = cause
-            case.consequences = tuple(others) or case.consequences
+            case.cause, case.closed = cause, case.closed or finally_
+            case.consequences = tuple(map(Failure.as_told, others)) or case.consequences
+
+    def _acquitted(self) -> None:
+        """Nothing failed: who told of a broken connection did so because somebody left."""
+        if self._last is not None and not self._last.closed:
+            self._last = self._before
 
     def _case(self, record: Record, generation: int) -> _Case | None:
         """That of a generation; None for one older than the last, which nobody asks for."""
         if self._last is None or self._last.generation < generation:
+            self._before = self._last
             self._last = _Case(generation, record.wall)
         return self._last if self._last.generation == generation else None
 

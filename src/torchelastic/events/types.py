@@ -169,6 +169,12 @@ class RestartDecided(Event):
     type: ClassVar[str] = "restart-decided"
     restart: bool
     reason: str
+    #: What ended the generation, as in `generation-over`, now that all have spoken.
+    kind: str = ""
+    #: The first failure, as in `worker-failed` (of a node: rank -1); null where nothing failed.
+    cause: Json | None = None
+    #: What fell because of it; the first ones.
+    consequences: Sequence[Json] = ()
 
 
 # --- generations ---------------------------------------------------------------------------------
@@ -201,6 +207,8 @@ class GenerationOver(Event):
     #: What ended it.
     kind: Literal["failure", "error", "node-failure", "resize", "leave", "finished", "stop"]
     reason: str
+    #: The first failure as far as it is known, as in `restart-decided`.
+    cause: Json | None = None
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchelastic.errors import EXIT_FAILED
-from torchelastic.rendezvous import root_cause
 from torchelastic.rendezvous import round as script
 from torchelastic.rendezvous.forming import form, newcomers_to
+from torchelastic.rendezvous.replacing import why_to_replace
 from torchelastic.rendezvous.restart_policy import Kind
 from torchelastic.rendezvous.round_state import (
     Decision,
@@ -107,6 +107,8 @@ def _watch(rules: RoundRules, state: RoundState, now: float) -> Decision:
     if leaving:
         why = state.members[leaving[0]].member.leaving
         return _pause(state, "leave", f"{names_of(state, leaving)} leaves ({why})")
+    if reason := why_to_replace(rules, state):
+        return _pause(state, "resize", reason)
     growth = script.consider_growth(rules, state, now)
     if growth.world is not None:
         return _pause(state, "resize", _who_comes(rules, state))
@@ -206,9 +208,9 @@ def _finish(state: RoundState) -> Decision:
     world = the_world(state)
     # Who lives on only tells that others have gone: they had no more to train.
     dead = [item for item in state.failures if not item.alive and item not in state.forgiven]
-    cause, consequences = root_cause.pick(dead)
-    if cause is not None or state.lost:
-        what = cause.sentence() if cause is not None else f"{names_of(state, state.lost)} failed"
+    cause, consequences = script.blame(replace(state, failures=tuple(dead)))
+    if cause is not None:
+        what = f"{names_of(state, state.lost)} failed" if cause.is_node else cause.sentence()
         closed = replace(
             world,
             phase="closed",

@@ -153,8 +153,11 @@ def _note_haste(ending: Ending, ledger: RestartLedger) -> RestartLedger:
 
 
 def _is_from_outside(failure: Failure | None) -> bool:
-    """Whether somebody ended a worker that had nothing to say of it."""
-    return failure is not None and not failure.told and failure.exitcode in (-9, -15)
+    """Whether somebody ended a worker that had nothing to say of it. The kernel did not, where
+    memory is wanting: it will be wanting again."""
+    if failure is None or failure.told or failure.out_of_memory:
+        return False
+    return failure.exitcode in (-9, -15)
 
 
 def _note_failure(ending: Ending, ledger: RestartLedger) -> RestartLedger:

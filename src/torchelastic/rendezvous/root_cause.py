@@ -1,39 +1,59 @@
 """Who failed first. Pure, and by causal order: no two machines' clocks are compared.
 
-Failures are listed as they became known to the leader. That order is right but for one case: the
-peers of a failing worker see their connections break and may report that before the worker itself
-is done dying. A failure that looks like somebody else's therefore yields to one that does not.
+Failures are listed as they became known to the leader. That order is right but for what others make
+of a failure: the peers of a failing worker see their connections break, and may say so before the
+worker is done dying, or before the lease of its node has run out. So each failure is looked at by
+itself first: can the loss of somebody else explain it? One that can yields to one that cannot.
+
+    a cause               an exception of the script's own, a signal, an exit code
+    a lost node           nobody knows more of it; what it had told before it went is a cause
+    left without a word   an exit code alone: a cause, but not beside a node that was lost
+    an abort              its own failed check, or NCCL's watchdog giving up on a lost peer
+    a connection          of whatever kind: to a peer, or to some server of the user's
+    a wait for others     what collectives and stores say whose other end is gone; or the worker was
+                          in a collective, and shows it: who waits for others has not failed first
+    stopped               by its own agent
+
+Among equals of the last kinds, those who had entered more collectives waited for who had entered
+fewer.
 """
 
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Sequence
 
 from torchelastic.failure import Failure
 
-#: What gloo, NCCL and the stores say when the other end is gone. Compared in lower case.
-_BROKEN_CONNECTION = (
-    "lost a peer",
-    "connection closed by peer",
-    "connection reset",
-    "connection refused",
-    "broken pipe",
-    "connectfullmesh failed",
-    "application timeout caused pair closure",
-    "timed out waiting",
-    "failed to recv",
-    "socket timeout",
-    "nccl communicator was aborted",
-    "nccl error",
-    "ncclremoteerror",
-    "collective operation timeout",
-    "distbackenderror",
-    "distnetworkerror",
-    "diststoreerror",
+#: What gloo, NCCL, torch's stores and we say when the other end is gone; in lower case.
+_LOST_PEER = re.compile(
+    r"^lost a peer\b"
+    r"|connection closed by peer"
+    r"|gloo/transport/.*(connection reset|connection refused|broken pipe|timeout)"
+    r"|connectfullmesh failed"
+    r"|application timeout caused pair closure"
+    r"|timed out waiting \d+ ?ms for"
+    r"|failed to recv, got 0 bytes"
+    r"|nccl communicator was aborted"
+    r"|nccl error"
+    r"|ncclremoteerror"
+    r"|collective operation timeout"
+    r"|^([\w.]+\.)?dist(backend|network|store)error\b"
+)
+#: What NCCL says of a failure of its own device.
+_OWN_DEVICE = re.compile(r"ncclunhandledcudaerror|cuda failure|unhandled cuda error")
+#: A broken connection of whatever kind, in an exception that tells of such.
+_CONNECTION = re.compile(
+    r"connection (reset|refused|aborted|closed)|broken pipe|timed out waiting|socket timeout"
+    r"|failed to recv"
+)
+_CONNECTION_TYPES = re.compile(
+    r"^([\w.]+\.)?(runtimeerror|oserror|ioerror|eoferror|timeouterror|timeout|brokenpipeerror"
+    r"|connection\w*error)\b"
 )
 
-_SIGABRT = -6
+_SIGABRT = (-6, 128 + 6)
 #: The agent's own stop; 143 is what a shell or a script's handler makes of it.
 _STOPPED = (-15, 128 + 15)
 
@@ -42,38 +62,70 @@ class _Look(enum.IntEnum):
     """What a failure looks like, the likeliest cause first."""
 
     CAUSE = 0
-    #: It may be a failed check of its own, or NCCL's watchdog giving up on a lost peer.
-    ABORT_AMONG_BROKEN_CONNECTIONS = 1
-    BROKEN_CONNECTION = 2
-    STOPPED = 3
+    LOST_NODE = 1
+    SILENT_BESIDE_A_LOST_NODE = 2
+    ABORT_AMONG_LOST_PEERS = 3
+    CONNECTION = 4
+    LOST_PEER = 5
+    STOPPED = 6
 
 
 def is_consequence(failure: Failure) -> bool:
     """Whether the failure can be explained by the loss of somebody else."""
-    return _look(failure, among_broken=True) is not _Look.CAUSE
+    return _look(failure, among_lost=True, node_lost=False) not in (_Look.CAUSE, _Look.LOST_NODE)
 
 
-def pick(failures: Sequence[Failure]) -> tuple[Failure | None, tuple[Failure, ...]]:
-    """The first failure and, in order, those of its generation that fell because of it."""
-    if not failures:
+def waited_for_others(failure: Failure) -> bool:
+    """Whether it says no more than that somebody else is gone."""
+    return _look(failure, among_lost=True, node_lost=False) is _Look.LOST_PEER
+
+
+def pick(
+    failures: Sequence[Failure], lost: Sequence[Failure] = ()
+) -> tuple[Failure | None, tuple[Failure, ...]]:
+    """The first failure and, in order, those of its generation that fell because of it.
+
+    `lost` are the nodes that are gone (`failure.node_failure`).
+    """
+    every = (*failures, *lost)
+    if not every:
         return None, ()
-    mates = [item for item in failures if item.generation == failures[0].generation]
+    mates = [item for item in every if item.generation == every[0].generation]
     looks = []
-    broken = False
+    among_lost = False
     for item in mates:
-        looks.append(_look(item, among_broken=broken))
-        broken = broken or looks[-1] is _Look.BROKEN_CONNECTION
-    first = mates[looks.index(min(looks))]
-    return first, tuple(item for item in mates if item is not first)
+        looks.append(_look(item, among_lost=among_lost, node_lost=bool(lost)))
+        among_lost = among_lost or looks[-1] in (_Look.CONNECTION, _Look.LOST_PEER)
+    first = _first(mates, looks)
+    return mates[first], tuple(mates[:first] + mates[first + 1 :])
 
 
-def _look(failure: Failure, *, among_broken: bool) -> _Look:
+def _first(mates: Sequence[Failure], looks: Sequence[_Look]) -> int:
+    """The place of the likeliest cause; of several, the one that became known first."""
+    rivals = [place for place, look in enumerate(looks) if look is min(looks)]
+    entered = [mates[place].entered for place in rivals]
+    if min(looks) >= _Look.CONNECTION and min(entered) >= 0:
+        return rivals[entered.index(min(entered))]
+    return rivals[0]
+
+
+def _look(failure: Failure, *, among_lost: bool, node_lost: bool) -> _Look:
+    if failure.is_node:
+        return _Look.LOST_NODE
     if failure.stopped or (failure.exitcode in _STOPPED and not failure.told):
         return _Look.STOPPED
-    if any(sign in line for line in _said(failure) for sign in _BROKEN_CONNECTION):
-        return _Look.BROKEN_CONNECTION
-    if failure.exitcode == _SIGABRT and not failure.told and among_broken:
-        return _Look.ABORT_AMONG_BROKEN_CONNECTIONS
+    said = _said(failure)
+    if any(_LOST_PEER.search(line) and not _OWN_DEVICE.search(line) for line in said):
+        return _Look.LOST_PEER
+    if any(_CONNECTION.search(line) and _CONNECTION_TYPES.search(line) for line in said):
+        return _Look.CONNECTION
+    if failure.exitcode in _SIGABRT and not failure.told and among_lost:
+        return _Look.ABORT_AMONG_LOST_PEERS
+    if failure.exitcode > 0:
+        if failure.waited:
+            return _Look.LOST_PEER
+        if node_lost and not failure.told and not failure.alive:
+            return _Look.SILENT_BESIDE_A_LOST_NODE
     return _Look.CAUSE
 
 

@@ -19,9 +19,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchelastic.errors import EXIT_FAILED
-from torchelastic.failure import Failure
+from torchelastic.failure import Failure, node_failure
 from torchelastic.rendezvous import root_cause
 from torchelastic.rendezvous.forming import SAY_EVERY, candidates, form, newcomers_to, settled_at
+from torchelastic.rendezvous.replacing import why_to_replace
 from torchelastic.rendezvous.restart_policy import Ending, Kind, Verdict, judge, pause, why_pause
 from torchelastic.rendezvous.round_state import (
     Decision,
@@ -35,6 +36,7 @@ from torchelastic.rendezvous.world import World
 
 #: How many consequences of a failure are told.
 CONSEQUENCES = 32
+_GONE = "its connection or its lease has ended, without a word from it"
 
 
 def decide(rules: RoundRules, state: RoundState, now: float) -> Decision:
@@ -62,14 +64,16 @@ def _watch(rules: RoundRules, state: RoundState, now: float) -> Decision:
     world = the_world(state)
     if all(node.node in state.done for node in world.nodes):
         return success(state)
-    if state.failures:
-        cause, _ = root_cause.pick(state.failures)
-        return over_by(state, "failure", cause.sentence() if cause else "a worker failed")
-    if state.lost:
+    cause, _ = blame(state)
+    if cause is not None and cause.is_node:
         return over_by(state, "node-failure", f"{names_of(state, state.lost)} failed")
+    if cause is not None:
+        return over_by(state, "failure", cause.sentence())
     if leaving := _leavers(state):
         reason = state.members[leaving[0]].member.leaving
         return over_by(state, "leave", f"{names_of(state, leaving)} leaves ({reason})")
+    if reason := why_to_replace(rules, state):
+        return over_by(state, "resize", reason)
     return consider_growth(rules, state, now)
 
 
@@ -103,8 +107,19 @@ def consider_growth(rules: RoundRules, state: RoundState, now: float) -> Decisio
     return over_by(state, "resize", f"{names_of(state, newcomers)} joins")
 
 
+def blame(state: RoundState) -> tuple[Failure | None, tuple[Failure, ...]]:
+    """The first failure of the generation, of a worker or a node, and what fell because of it."""
+    return root_cause.pick(state.failures, _lost(state))
+
+
+def _lost(state: RoundState) -> list[Failure]:
+    generation = the_world(state).generation
+    gone = state.lost[:CONSEQUENCES]
+    return [node_failure(names_of(state, [node]), generation, _GONE) for node in gone]
+
+
 def over_by(state: RoundState, kind: Kind, reason: str) -> Decision:
-    cause, consequences = root_cause.pick(state.failures)
+    cause, consequences = blame(state)
     world = replace(
         the_world(state),
         phase="over",
@@ -120,7 +135,9 @@ def over_by(state: RoundState, kind: Kind, reason: str) -> Decision:
 
 def brief(failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
     """What of the consequences is worth sending to every node: a line each, and not thousands."""
-    return tuple(replace(failure, traceback="") for failure in failures[:CONSEQUENCES])
+    return tuple(
+        replace(failure, traceback="", log_lines=()) for failure in failures[:CONSEQUENCES]
+    )
 
 
 # --- over ----------------------------------------------------------------------------------------
@@ -137,7 +154,7 @@ def succeed(rules: RoundRules, state: RoundState, now: float) -> Decision:
         Ending(
             kind=kind,
             lifetime=state.since - state.running_since,
-            failure=cause,
+            failure=cause if cause is None or not cause.is_node else None,
             step=state.step,
         ),
         world.ledger,
@@ -203,12 +220,12 @@ def classify(state: RoundState) -> tuple[Kind, Failure | None, tuple[Failure, ..
     The collectives of the survivors fail a few milliseconds before a dead node's connection is
     given up: their errors must not be taken, and charged, for the cause.
     """
-    cause, consequences = root_cause.pick(state.failures)
+    cause, consequences = blame(state)
     ending = the_world(state).ending or "failure"
+    if cause is not None and cause.is_node:
+        return "node-failure", cause, consequences
     if cause is not None and not root_cause.is_consequence(cause):
         return "error" if cause.alive else "failure", cause, consequences
-    if state.lost:
-        return "node-failure", None, state.failures
     if ending == "failure" and not _leaving(state):
         return "failure", cause, consequences
     return ("leave" if _leaving(state) else ending), None, state.failures
@@ -228,7 +245,7 @@ def why(state: RoundState, kind: Kind, cause: Failure | None) -> str:
     if kind == "node-failure" and state.lost:
         return f"{names_of(state, state.lost)} failed"
     if kind in ("failure", "error") and cause is not None:
-        if cause.alive and root_cause.is_consequence(cause):
+        if cause.alive and root_cause.waited_for_others(cause):
             return (
                 f"rank {cause.rank} on {cause.node} has lost a peer"  # which one is not known yet
             )

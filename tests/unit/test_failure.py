@@ -1,0 +1,121 @@
+"""A failure's way through JSON, whoever wrote it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from torchelastic.failure import (
+    MOST_HINT,
+    MOST_LINE,
+    MOST_LINES,
+    MOST_LOG,
+    Failure,
+    last_lines,
+    node_failure,
+)
+
+FAILURE = Failure(
+    generation=3,
+    node="node-b",
+    rank=2,
+    local_rank=0,
+    pid=42,
+    exitcode=-9,
+    message="killed by SIGKILL: out of memory",
+    step=7,
+    hint="out of memory: the kernel killed it (limit 2.0 GiB)",
+    log_lines=("loading", "step 7"),
+    collective="all_reduce #14",
+    entered=14,
+    waited=True,
+)
+
+
+def test_there_and_back():
+    assert Failure.from_json(json.loads(json.dumps(FAILURE.to_json()))) == FAILURE
+
+
+def test_an_older_version_says_less_and_a_newer_one_more():
+    old = {
+        name: value
+        for name, value in FAILURE.to_json().items()
+        if name not in ("hint", "log_lines", "collective", "entered", "waited")
+    }
+    read = Failure.from_json({**old, "colour": "red"})
+    assert read == replace(FAILURE, hint="", log_lines=(), collective="", entered=-1, waited=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rank", "2"),
+        ("rank", True),
+        ("exitcode", 1.5),
+        ("message", ["boom"]),
+        ("message", None),
+        ("step", "seven"),
+        ("alive", "yes"),
+        ("wall_time", float("nan")),
+        ("wall_time", 1e300),
+        ("wall_time", -1),
+        ("hint", 3),
+        ("log_lines", "one line"),
+        ("log_lines", [3]),
+        ("log_lines", {"0": "line"}),
+        ("collective", {}),
+    ],
+)
+def test_what_makes_no_sense_is_refused_and_left_out_where_it_is_only_shown(name, value):
+    data = FAILURE.to_json() | {name: value}
+    with pytest.raises(TypeError, match=name):
+        Failure.from_json(data)
+    assert Failure.as_told(data).node == "node-b"
+    assert getattr(Failure.as_told(data), name) != value
+
+
+def test_nothing_at_all_can_be_shown():
+    assert Failure.as_told({}).sentence() == "? failed: not told"
+    with pytest.raises(TypeError):
+        Failure.from_json({})
+
+
+def test_what_travels_is_bounded_whoever_sends_it():
+    long = FAILURE.to_json() | {"log_lines": ["x" * 10_000] * 1000, "hint": "h" * 10_000}
+    for read in (Failure.from_json(long), Failure.as_told(long)):
+        assert len(read.hint) == MOST_HINT
+        assert 0 < len(read.log_lines) <= MOST_LINES
+        assert sum(map(len, read.log_lines)) <= MOST_LOG
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("", ()),
+        ("\n\n \n", ()),
+        ("one", ("one",)),
+        ("one\ntwo\r\n", ("one", "two")),
+        ("0%\r50%\r100%\ndone\n", ("0%", "50%", "100%", "done")),
+        ("\x1b[31mred\x1b[0m and \x1b]0;title\x07plain", ("red and plain",)),
+        ("bell\x07 and \x1bthe rest\u202e", ("bell� and �the rest�",)),
+        ("a\tb", ("a       b",)),
+        ("x" * 2 * MOST_LINE, ("x" * MOST_LINE,)),
+    ],
+)
+def test_last_lines(text, lines):
+    assert last_lines(text) == lines
+
+
+def test_of_many_lines_the_last_ones_are_kept():
+    kept = last_lines("\n".join(map(str, range(1000))))
+    assert kept == tuple(map(str, range(1000 - MOST_LINES, 1000)))
+
+
+def test_a_node_that_is_gone():
+    gone = node_failure("node-c", 3, "its lease has ended")
+    assert gone.is_node
+    assert not FAILURE.is_node
+    assert gone.sentence() == "node-c failed: its lease has ended"
+    assert Failure.from_json(gone.to_json()) == gone
