@@ -13,7 +13,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Top to bottom. A module may import from its own layer and those below.
 LAYERS = (
     ("cli", "dashboard", "distributed", "__main__"),
-    ("integrations",),
+    ("integrations", "doctor"),
     ("p2p", "coordinator", "state", "train_loop", "worker_stats", "fault_injection"),
     ("agent", "training", "multiprocessing", "launcher", "torchrun"),
     ("worker", "timer", "metrics"),
@@ -27,6 +27,8 @@ LAYERS = (
         "codec",
         "failure",
         "faults",
+        "milestones",
+        "milestones",
         "http1",
         "http1_socket",
         "stalls",
@@ -43,6 +45,7 @@ PURE = {
     "dashboard/door.py",
     "worker/orders.py",
     "rendezvous/round.py",
+    "rendezvous/replacing.py",
     "rendezvous/round_state.py",
     "rendezvous/forming.py",
     "rendezvous/resident.py",
@@ -89,11 +92,17 @@ PURE = {
     "events/recoveries.py",
     "events/series.py",
     "events/step_time.py",
+    "events/stragglers.py",
     "events/trace.py",
     "events/view.py",
     "metrics/job_metrics.py",
     "events/words.py",
     "cli/rendezvous_rules.py",
+    "doctor/finding.py",
+    "doctor/machine.py",
+    "doctor/network.py",
+    "doctor/times.py",
+    "doctor/environment.py",
 }
 IMPURE = {"torch", "time", "socket", "subprocess", "threading", "asyncio", "os"}
 

@@ -1,4 +1,4 @@
-"""The commands that run a job: all have the same flags, each has defaults of its own."""
+"""The commands that take a job: all have the same flags, each has defaults of its own."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ class Flavour:
     prog: str
     about: str
     defaults: Mapping[str, str] = field(default_factory=dict)
+    #: Those that only this command has.
+    own_flags: tuple[Flag, ...] = ()
 
     def default(self, flag: Flag) -> str:
         """The default of a flag, as text."""
@@ -42,5 +44,20 @@ DISTRIBUTED_LAUNCH = Flavour(
         "max_restarts": "3",
         "monitor_interval": "5",
     },
+)
+#: Runs nothing: what it is asked about is what `run` would do with the same words.
+DOCTOR = Flavour(
+    "torchelastic doctor",
+    "Check this machine, and the launch that the flags describe, before a long run.",
+    own_flags=(
+        Flag(
+            name="--gpu",
+            group="",
+            pet=False,
+            help="Also run small jobs on the GPUs of this machine: a forked worker that uses CUDA, "
+            "an all-reduce of NCCL, its abort, a snapshot.",
+        ),
+        Flag(name="--json", group="", pet=False, help="Print the findings for a program to read."),
+    ),
 )
 FLAVOURS = (RUN, DISTRIBUTED_RUN, DISTRIBUTED_LAUNCH)

@@ -16,9 +16,8 @@ from torchelastic.cli.flags import FLAGS
 from torchelastic.cli.flavours import Flavour
 from torchelastic.errors import ConfigError
 
-_KNOWN = (*FLAGS, HELP)
-_BY_NAME = {flag.name: flag for flag in _KNOWN}
-_BY_SHORT = {flag.short: flag for flag in _KNOWN if flag.short}
+_COMMON = (*FLAGS, HELP)
+_BY_SHORT = {flag.short: flag for flag in _COMMON if flag.short}
 
 #: How strongly a value is meant.
 DEFAULT, VARIABLE, ARGUMENT = range(3)
@@ -45,12 +44,13 @@ class Parsed:
 def parse(argv: Sequence[str], flavour: Flavour, environ: Mapping[str, str]) -> Parsed:
     """Read a command line. A flag wins over its variable, a variable over the default."""
     words = deque(argv)
-    values = {flag.dest: flag.convert(flavour.default(flag)) for flag in _KNOWN}
+    known = (*_COMMON, *flavour.own_flags)
+    values = {flag.dest: flag.convert(flavour.default(flag)) for flag in known}
     strength = dict.fromkeys(values, DEFAULT)
-    for flag, variable in _set_variables(environ):
+    for flag, variable in set_variables(environ):
         values[flag.dest] = _convert(flag, variable, environ[variable])
         strength[flag.dest] = VARIABLE
-    for flag, spelling, text in _read_flags(words):
+    for flag, spelling, text in _read_flags(words, known):
         value = _convert(flag, spelling, text)
         if flag.repeated and strength[flag.dest] == ARGUMENT:
             value = values[flag.dest] + value
@@ -59,9 +59,9 @@ def parse(argv: Sequence[str], flavour: Flavour, environ: Mapping[str, str]) -> 
     return Parsed(values, strength, _command(words))
 
 
-def _set_variables(environ: Mapping[str, str]) -> Iterator[tuple[Flag, str]]:
+def set_variables(environ: Mapping[str, str]) -> Iterator[tuple[Flag, str]]:
     """Each flag with the strongest of its variables; an empty one counts as unset."""
-    for flag in _KNOWN:
+    for flag in _COMMON:
         variable = next((name for name in flag.variables if environ.get(name)), None)
         if variable is not None:
             yield flag, variable
@@ -74,7 +74,7 @@ def _convert(flag: Flag, source: str, text: str) -> Any:
         raise ConfigError(f"{source} {error}") from None
 
 
-def _read_flags(words: deque[str]) -> Iterator[tuple[Flag, str, str]]:
+def _read_flags(words: deque[str], known: Sequence[Flag]) -> Iterator[tuple[Flag, str, str]]:
     """Take flags, their spelling and their value off `words`, up to the first word that is none."""
     while words and words[0].startswith("-") and words[0] != "-":
         if words[0] == "--":
@@ -82,10 +82,10 @@ def _read_flags(words: deque[str]) -> Iterator[tuple[Flag, str, str]]:
         word = words.popleft()
         if word.startswith("--"):
             spelling, equals, value = word.partition("=")
-            flag = _find(spelling)
+            flag = _find(spelling, known)
             yield flag, flag.name, _value(flag, spelling, value if equals else None, words)
         else:
-            yield from _read_short(word, words)
+            yield from _read_short(word, words, known)
 
 
 def _command(words: Sequence[str]) -> tuple[str, ...]:
@@ -101,14 +101,16 @@ def _command(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(command)
 
 
-def _read_short(word: str, words: deque[str]) -> Iterator[tuple[Flag, str, str]]:
+def _read_short(
+    word: str, words: deque[str], known: Sequence[Flag]
+) -> Iterator[tuple[Flag, str, str]]:
     """`-m`, `-r 3`, `-r3`, `-r=3`, or several in one word, as in `-mr3`."""
     letters = word[1:]
     while letters:
         short, letters = f"-{letters[0]}", letters[1:]
         flag = _BY_SHORT.get(short)
         if flag is None:
-            raise ConfigError(_unknown(word))
+            raise ConfigError(_unknown(word, known))
         attached = None
         if letters and (not flag.is_switch or letters.startswith("=")):
             attached, letters = letters.removeprefix("="), ""
@@ -135,33 +137,34 @@ def _looks_like_flag(word: str) -> bool:
     return word.startswith("-") and word != "-" and not word[1:].replace(".", "", 1).isdigit()
 
 
-def _find(spelling: str) -> Flag:
+def _find(spelling: str, known: Sequence[Flag]) -> Flag:
     """The flag meant by a long name: dashes or underscores, in full or abbreviated.
 
     torchrun's flags go first, so that an abbreviation its users know does not become ambiguous
     by a flag it has not.
     """
     name = spelling.replace("_", "-")
-    if name in _BY_NAME:
-        return _BY_NAME[name]
-    candidates = [flag for flag in _KNOWN if flag.name.startswith(name)]
+    candidates = [flag for flag in known if flag.name.startswith(name)]
+    exact = next((flag for flag in candidates if flag.name == name), None)
+    if exact is not None:
+        return exact
     candidates = [flag for flag in candidates if flag.torchrun] or candidates
     if not candidates:
-        raise ConfigError(_unknown(spelling))
+        raise ConfigError(_unknown(spelling, known))
     if len(candidates) > 1:
         names = ", ".join(flag.name for flag in candidates)
         raise ConfigError(f"{spelling} may mean {names}: write more of it.")
     return candidates[0]
 
 
-def _unknown(spelling: str) -> str:
+def _unknown(spelling: str, known: Sequence[Flag]) -> str:
     # Imported here: only a mistake pays for it.
     import difflib
 
     name = spelling.replace("_", "-")
     # Beginnings too: `--nprocs` is nearer to `--nproc-` than to `--nnodes`.
-    meant = {flag.name[: len(name)]: flag.name for flag in _KNOWN}
-    meant |= {flag.name: flag.name for flag in _KNOWN}
+    meant = {flag.name[: len(name)]: flag.name for flag in known}
+    meant |= {flag.name: flag.name for flag in known}
     near = difflib.get_close_matches(name, meant, n=1)
     hint = f"did you mean {meant[near[0]]}?" if near else "--help lists the flags there are."
     return f"There is no flag {spelling}: {hint}"

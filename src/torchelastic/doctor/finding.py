@@ -1,0 +1,77 @@
+"""What a check found. Pure."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class Verdict(str, enum.Enum):
+    """How good or bad it is; only a fault lets the whole examination fail."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAULT = "fault"
+    NOT_CHECKED = "not checked"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the examination."""
+
+    check: str
+    verdict: Verdict
+    #: One sentence.
+    found: str
+    #: What to do, another one; empty where nothing is to be done or `found` says it already.
+    advice: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        return {
+            "check": self.check,
+            "verdict": self.verdict.value,
+            "found": self.found,
+            "advice": self.advice,
+        }
+
+
+def ok(check: str, found: str) -> Finding:
+    return Finding(check, Verdict.OK, found)
+
+
+def warning(check: str, found: str, advice: str = "") -> Finding:
+    return Finding(check, Verdict.WARNING, found, advice)
+
+
+def fault(check: str, found: str, advice: str = "") -> Finding:
+    return Finding(check, Verdict.FAULT, found, advice)
+
+
+def not_checked(check: str, found: str, advice: str = "") -> Finding:
+    return Finding(check, Verdict.NOT_CHECKED, found, advice)
+
+
+def has_fault(findings: Sequence[Finding]) -> bool:
+    return any(finding.verdict is Verdict.FAULT for finding in findings)
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """The last line: how many of each, the worst first.
+
+    >>> summary([ok("a", ""), ok("b", ""), fault("c", "")])
+    '1 fault, 2 ok.'
+    """
+    counts = Counter(finding.verdict for finding in findings)
+    words = [
+        _count(counts[Verdict.FAULT], "fault", "faults"),
+        _count(counts[Verdict.WARNING], "warning", "warnings"),
+        _count(counts[Verdict.OK], "ok", "ok"),
+        _count(counts[Verdict.NOT_CHECKED], "not checked", "not checked"),
+    ]
+    return ", ".join(filter(None, words)) + "."
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}" if number else ""

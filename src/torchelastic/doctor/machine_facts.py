@@ -1,0 +1,144 @@
+"""Asks this machine for what `machine` judges.
+
+To be called while this process has one thread: some calls can only be tried in a fork of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from torchelastic.agent import linux
+from torchelastic.agent.cgroup import Cgroup
+from torchelastic.doctor.machine import Clocks, Limits, Machine, Ports, Space
+from torchelastic.snapshot import room
+
+SHARED_MEMORY = "/dev/shm"
+#: What `adjtimex` returns while nobody keeps the clock right.
+_TIME_ERROR = 5
+#: Bytes that are written to see whether they can be.
+_SAMPLE = 1 << 20
+
+
+def gather() -> Machine:
+    """Everything but what depends on the launch."""
+    return Machine(
+        kernel=os.uname().release,
+        features={
+            "pidfd": _works(_use_pidfd),
+            "memfd": _works(lambda: os.close(os.memfd_create("doctor", os.MFD_ALLOW_SEALING))),
+            "subreaper": _works_in_child(linux.become_subreaper),
+            "parent-death signal": _works_in_child(lambda: linux.die_with_parent(os.getppid())),
+            "/proc": os.path.exists("/proc/self/stat"),
+        },
+        cgroup=_has_cgroup(),
+        cpus=len(os.sched_getaffinity(0)),
+        memory=room.limits(),
+        shared_memory=space_in(SHARED_MEMORY),
+        limits=_limits(),
+        ports=_ports(),
+        infiniband=bool(os.path.isdir("/sys/class/infiniband"))
+        and bool(os.listdir("/sys/class/infiniband")),
+    )
+
+
+def space_in(path: str) -> Space:
+    """A directory, and whether something can be written there; nothing is left."""
+    try:
+        stat = os.statvfs(path)
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(bytes(_SAMPLE))
+            file.flush()
+    except OSError as error:
+        return Space(path, trouble=error.strerror or str(error))
+    # A file system without inodes, as btrfs, says 0 of 0.
+    inodes = stat.f_favail if stat.f_files else None
+    return Space(path, stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize, inodes)
+
+
+class ClockWatch:
+    """Compares the clocks from when it is made until it is asked."""
+
+    def __init__(self) -> None:
+        self._apart = time.time() - time.monotonic()
+
+    def read(self) -> Clocks:
+        jumped = time.time() - time.monotonic() - self._apart
+        slept = time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
+        return Clocks(_synchronised(), jumped, slept)
+
+
+def _synchronised() -> bool | None:
+    """Whether something keeps the wall clock right, as the kernel knows."""
+    buffer = ctypes.create_string_buffer(512)  # struct timex, whose first word asks for nothing
+    try:
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(buffer)
+    except AttributeError:
+        return None
+    return None if state < 0 else state != _TIME_ERROR
+
+
+def _use_pidfd() -> None:
+    descriptor = os.pidfd_open(os.getpid())
+    try:
+        signal.pidfd_send_signal(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def _works(attempt: Callable[[], object]) -> bool:
+    try:
+        attempt()
+    except OSError:
+        return False
+    return True
+
+
+def _works_in_child(attempt: Callable[[], object]) -> bool:
+    """The same, where a success would change this process."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if _works(attempt) else 1)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _has_cgroup() -> bool:
+    made = Cgroup.create()
+    return made is not None and made.remove()
+
+
+def _limits() -> Limits:
+    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return Limits(
+        files=_number(files),
+        most_files=_number(most_files),
+        # The superuser has no limit, whatever the number says.
+        processes=_soft(resource.RLIMIT_NPROC) if os.geteuid() else None,
+        locked_memory=_soft(resource.RLIMIT_MEMLOCK) if os.geteuid() else None,
+        core=_soft(resource.RLIMIT_CORE),
+    )
+
+
+def _soft(kind: int) -> int | None:
+    return _number(resource.getrlimit(kind)[0])
+
+
+def _number(limit: int) -> int | None:
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _ports() -> Ports | None:
+    try:
+        first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+        sockets = Path("/proc/net/sockstat").read_text()
+    except OSError:
+        return None
+    tcp = next((line.split() for line in sockets.splitlines() if line.startswith("TCP:")), [])
+    counts = dict(zip(tcp[1::2], map(int, tcp[2::2]), strict=True))
+    return Ports(int(first), int(last), counts.get("inuse", 0), counts.get("tw", 0))

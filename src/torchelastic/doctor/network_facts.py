@@ -1,0 +1,45 @@
+"""Asks the name service and the kernel for what `network` judges."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+from torchelastic.doctor.network import Name
+from torchelastic.rendezvous.embedded.endpoint import reachable_address
+from torchelastic.rendezvous.interfaces import can_be_told, interface_of
+
+_HERE = "127.0.0.1"
+
+
+def own_name() -> Name:
+    """May wait for the name service."""
+    name = socket.gethostname()
+    began = time.monotonic()
+    addresses = _addresses(name)
+    seconds = time.monotonic() - began
+    outward = reachable_address(_HERE, name)
+    return Name(
+        name=name,
+        addresses=addresses,
+        told=[address for address in addresses or () if can_be_told(address)],
+        seconds=seconds,
+        outward=None if outward == _HERE else outward,
+    )
+
+
+def interface_names() -> list[str]:
+    return [name for _, name in socket.if_nameindex()]
+
+
+def interface_for_gloo(address: str | None) -> str | None:
+    """What the agent puts into GLOO_SOCKET_IFNAME for a node with this address."""
+    return None if address is None else interface_of(address)
+
+
+def _addresses(name: str) -> list[str] | None:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError):
+        return None
+    return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found))

@@ -1,0 +1,117 @@
+"""`doctor --gpu`: real jobs on the GPUs of this machine, one for each path that CUDA could break.
+
+Each is `torchelastic run` of `path_program`, with a time limit: agent, zygote, rendezvous, stores
+and snapshots are those of every other job.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchelastic.doctor import child, path_program
+from torchelastic.doctor.finding import Finding, fault, not_checked, ok
+
+#: Seconds for a path: the first use of CUDA and NCCL takes its time on a machine with many GPUs.
+LIMIT = 180.0
+
+
+@dataclass(frozen=True)
+class Way:
+    """One path, and the job that takes it."""
+
+    name: str
+    what: str
+    #: Workers that it needs, and that it has at most.
+    least: int = 1
+    most: int = 1
+    #: The job's restarts: for a path on which a worker is killed.
+    restarts: int = 0
+
+
+PATHS = (
+    Way("zygote", "CUDA in a worker that was forked"),
+    Way("collective", "an all-reduce", most=8),
+    Way("abort", "the abort of a group with a silent peer", least=2, most=8),
+    Way("snapshot", "a state that comes back from memory", restarts=1),
+)
+
+
+def take_all(device: str, devices: int, environ: Mapping[str, str]) -> list[Finding]:
+    """One finding for each path, taken one after the other: they share the devices."""
+    return [take(way, device, devices, environ) for way in PATHS]
+
+
+def take(way: Way, device: str, devices: int, environ: Mapping[str, str]) -> Finding:
+    """Run the job of one path on so many devices."""
+    check = f"{device} {way.name}"
+    if devices < way.least:
+        return not_checked(check, f"{_capital(way.what)} needs {way.least} devices.")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="torchelastic-doctor-") as directory:
+        command = _command(way, device, min(devices, way.most), directory)
+        ended = child.run(command, _undisturbed(environ), LIMIT)
+        notes = _read(Path(directory), way.name)
+    return judge(check, way.what, ended.exitcode, notes, time.monotonic() - began)
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What the workers wrote down: empty where they did not."""
+
+    doing: str = ""
+    found: str = ""
+    broken: str = ""
+
+
+def judge(check: str, what: str, exitcode: int | None, noted: Noted, seconds: float) -> Finding:
+    """The verdict on one path. Pure."""
+    if noted.broken:
+        return fault(check, f"{_capital(what)} does not work: {noted.broken}.", _ADVICE)
+    if exitcode == 0 and noted.found:
+        return ok(check, f"{_capital(noted.found)} ({seconds:.1f} s in all).")
+    place = f" while {noted.doing}" if noted.doing else " before it began"
+    if exitcode is None:
+        return fault(check, f"{_capital(what)} hangs: not done in {LIMIT:g} s{place}.", _ADVICE)
+    return fault(check, f"{_capital(what)} failed{place}, with exit code {exitcode}.", _ADVICE)
+
+
+_ADVICE = "Do not rely on it on this machine; please report it with the versions above."
+
+
+def _command(way: Way, device: str, workers: int, directory: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "torchelastic", "run", "--standalone"),
+        *("--nproc-per-node", str(workers), "--max-restarts", str(way.restarts)),
+        *("--shutdown-timeout", "3", "--log-dir", f"{directory}/logs", "--redirects", "3"),
+        *("-m", path_program.__name__, way.name, "--device", device, "--notes", directory),
+    ]
+
+
+def _undisturbed(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without the variables that give `run` its flags, or faults to inject: they are meant for the
+    launch that is planned."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith("PET_") and name != "TORCHELASTIC_FAULTS"
+    }
+
+
+def _read(directory: Path, name: str) -> Noted:
+    notes, broken = directory / f"{name}.json", directory / f"{name}.broken"
+    noted = json.loads(notes.read_text()) if notes.exists() else {}
+    return Noted(
+        doing=noted.get("doing", ""),
+        found=noted.get("found", ""),
+        broken=broken.read_text() if broken.exists() else "",
+    )
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,110 @@
+"""The verdict on torch, as workers will find it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchelastic.doctor import child, torch_probe
+from torchelastic.doctor.finding import Finding, fault, not_checked, ok, warning
+
+CHECK = "torch"
+OLDEST = (2, 6)
+#: What our tests run with.
+TESTED = "2.13"
+#: Seconds: from a cold network file system torch takes long to be imported.
+LIMIT = 90.0
+
+
+@dataclass(frozen=True)
+class Torch:
+    """What the probe tells; see `torch_probe`."""
+
+    python: str
+    torch: str
+    place: str
+    seconds: float
+    cuda: str
+    nccl: str
+    #: Why gloo does not work; empty: it does.
+    gloo: str
+
+
+def check(python: str, env: Mapping[str, str], *, gpus: int) -> list[Finding]:
+    """Ask the Python that workers run with, in their environment."""
+    # By its path: what is beside the script must not be taken for our package, nor ours for it.
+    ended = child.run([python, "-P", torch_probe.__file__], env, LIMIT)
+    if ended.exitcode == 2:  # Python 3.10 has no -P
+        ended = child.run([python, torch_probe.__file__], env, LIMIT)
+    if ended.exitcode is None:
+        return [not_checked(CHECK, f"torch was not imported within {LIMIT:g} s.", "Try again.")]
+    if ended.exitcode != 0:
+        return [
+            fault(
+                CHECK,
+                f"{python} cannot import torch ({ended.last_words}).",
+                "Install torch there, or name the Python that has it in PYTHON_EXEC.",
+            )
+        ]
+    found = Torch(**json.loads(ended.output.splitlines()[-1]))
+    return judge(found, paths=env.get("PYTHONPATH", ""), gpus=gpus)
+
+
+def judge(found: Torch, *, paths: str, gpus: int) -> list[Finding]:
+    """The verdicts. Pure."""
+    return [_version(found, paths), _gloo(found), *_nccl(found, gpus)]
+
+
+def _version(found: Torch, paths: str) -> Finding:
+    if _number(found.torch) < OLDEST:
+        return fault(CHECK, f"torch is {found.torch}, and 2.6 is needed.", "Install a newer one.")
+    shadow = next((path for path in paths.split(os.pathsep) if _is_in(found.place, path)), None)
+    if shadow is not None:
+        return warning(
+            CHECK,
+            f"torch {found.torch} comes from {shadow} of PYTHONPATH.",
+            "Unset PYTHONPATH unless you mean that one.",
+        )
+    kind = f"CUDA {found.cuda}" if found.cuda else "CPU only"
+    tested = "" if found.torch.startswith(f"{TESTED}.") else f"; our tests run with {TESTED}"
+    return ok(
+        CHECK,
+        f"torch {found.torch} ({kind}) on Python {found.python}, imported in "
+        f"{found.seconds:.1f} s{tested}.",
+    )
+
+
+def _gloo(found: Torch) -> Finding:
+    if found.gloo:
+        return fault(
+            "gloo",
+            f"gloo makes no group here ({found.gloo}).",
+            "See GLOO_SOCKET_IFNAME and /etc/hosts.",
+        )
+    return ok("gloo", "gloo makes a group.")
+
+
+def _nccl(found: Torch, gpus: int) -> list[Finding]:
+    if not gpus:
+        return []
+    if not found.nccl:
+        return [
+            fault(
+                "nccl",
+                f"There are GPUs, and torch {found.torch} is built without NCCL.",
+                "Install a torch that is built for CUDA.",
+            )
+        ]
+    return [ok("nccl", f"NCCL {found.nccl} with CUDA {found.cuda}; --gpu tries it.")]
+
+
+def _is_in(place: str, directory: str) -> bool:
+    return bool(directory) and place.startswith(os.path.abspath(directory) + os.sep)
+
+
+def _number(version: str) -> tuple[int, ...]:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, found.groups())) if found else OLDEST

@@ -1,0 +1,59 @@
+"""What torch a worker would have, as JSON: run in a process of its own, in a worker's environment.
+
+It tries gloo as well: a group of one already looks for the interface and the name of this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+
+def look() -> dict[str, Any]:
+    """Everything that can be known without touching a GPU."""
+    began = time.monotonic()
+    import torch
+    import torch.distributed as dist
+
+    found: dict[str, Any] = {
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "torch": torch.__version__,
+        "place": torch.__file__,
+        "seconds": time.monotonic() - began,
+        "cuda": torch.version.cuda or "",
+        "nccl": "",
+        "gloo": "torch was built without it",
+    }
+    if torch.version.cuda and dist.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    if dist.is_gloo_available():
+        found["gloo"] = try_gloo()
+    return found
+
+
+def try_gloo() -> str:
+    """Why a group of one cannot be made; empty if it can."""
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
+
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=HashStore(),
+            rank=0,
+            world_size=1,
+            timeout=timedelta(seconds=10),
+        )
+        dist.all_reduce(torch.ones(1))
+        dist.destroy_process_group()
+    except RuntimeError as error:
+        return str(error).strip().splitlines()[0]
+    return ""
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(look()) + "\n")
