@@ -186,6 +186,10 @@ class LaunchConfig:
     #: Seconds a step of a resident worker may take before it counts as hanging; 0: any time; None:
     #: learned from the steps before.
     progress_timeout: float | None = None
+    #: A worker that takes so many times as long as usual for its own part of a step is a straggler;
+    #: 0: none is looked for. Whether its node then gives its place to a spare one.
+    straggler_threshold: float = 1.5
+    replace_stragglers: bool = False
 
     #: Other nodes that hold a copy of this node's snapshots, and bytes per second that copying may
     #: take; 0: any.

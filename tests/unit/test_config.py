@@ -69,6 +69,8 @@ FILLED = LaunchConfig(
     signals_to_handle=("SIGTERM", "SIGUSR1"),
     shutdown_timeout=5,
     progress_timeout=90,
+    straggler_threshold=2.5,
+    replace_stragglers=True,
     monitor_interval=1,
     notes=("A sentence.",),
 )

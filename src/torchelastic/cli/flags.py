@@ -275,6 +275,20 @@ _ELASTICITY_FLAGS = (
         "a time, off, or auto (ten times its longest step, ten minutes at least).",
     ),
     Flag(
+        name="--straggler-threshold",
+        group=ELASTICITY,
+        metavar="FACTOR",
+        convert=values.factor,
+        default="1.5",
+        help="A worker whose own part of a step takes so many times as long as is usual among all "
+        "of them is named, with what it costs the others; 0: none is looked for.",
+    ),
+    Flag(
+        name="--replace-stragglers",
+        group=ELASTICITY,
+        help="A node with such a worker gives its place to a spare node, if there is one.",
+    ),
+    Flag(
         name="--grow",
         group=ELASTICITY,
         metavar="WHEN",

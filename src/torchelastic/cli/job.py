@@ -22,6 +22,8 @@ _SAME_NAME = (
     "grow",
     "world_sizes",
     "progress_timeout",
+    "straggler_threshold",
+    "replace_stragglers",
     "quorum",
     "two_node_takeover",
     "snapshot_replicas",

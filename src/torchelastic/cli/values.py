@@ -63,6 +63,14 @@ def progress_timeout(given: str) -> float | None:
     return value
 
 
+def factor(given: str) -> float:
+    """0: none."""
+    value = _number(given)
+    if value is None or 0 < value <= 1 or value < 0:
+        raise ConfigError(f"'{given}' is no factor: write a number above 1, as in 1.5, or 0.")
+    return value
+
+
 def rate(given: str) -> float:
     """Bytes per second, in thousands, as networks count.
 
