@@ -30,3 +30,6 @@ class LogObserver:
 
     def without_host(self, sentence: str) -> None:
         logger.warning("%s", sentence)
+
+    def say(self, sentence: str) -> None:
+        logger.info("%s", sentence)

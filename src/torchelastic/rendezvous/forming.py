@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 from torchelastic.errors import EXIT_NOT_ENOUGH_NODES
@@ -66,12 +66,19 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         after=None,
         resident=are_resident(state),
         reason=_beginning(last),
-        spares=tuple(offer.member.name for offer in ordered[len(chosen) :][:NAMED]),
+        spares=_names_of_others(ordered, chosen),
         spare_count=len(ordered) - len(chosen),
         missing=(),
         missing_count=0,
     )
     return Decision(_to_agree_on(state, world.with_nodes(_place(chosen))))
+
+
+def _names_of_others(ordered: list[Offer], chosen: list[Offer]) -> tuple[str, ...]:
+    """The first of those that are not chosen."""
+    taken = {offer.node for offer in chosen}
+    others = (offer.member.name for offer in ordered if offer.node not in taken)
+    return tuple(islice(others, NAMED))
 
 
 def _may_be_known_elsewhere(rules: RoundRules, state: RoundState, chosen: list[Offer]) -> bool:
@@ -110,7 +117,7 @@ def newcomers_to(rules: RoundRules, state: RoundState) -> list[str]:
     if not any(_may_bring_more(world, present.member) for present in state.members.values()):
         return []  # nearly always, and asked whenever one of thousands says something
     chosen = choose(rules, in_order(candidates(state), world), state)
-    if sum(len(offer.ranks) for offer in chosen) <= world.size:
+    if workers(chosen) <= world.size:
         return []
     return [offer.node for offer in chosen if _brings_more(world, offer)]
 
@@ -266,17 +273,40 @@ def _first(count: int) -> tuple[int, ...]:
 
 
 def choose(rules: RoundRules, ordered: list[Offer], state: RoundState) -> list[Offer]:
-    """The most workers that make an allowed world, from the beginning of the list; may be none."""
+    """The most workers that make an allowed world, from the beginning of the list; may be none.
+
+    Nodes that are slow are the last choice, unless the world were smaller without them. Whoever is
+    chosen keeps its place in the order.
+    """
+    chosen = _choose(rules, ordered, state)
+    if not any(offer.node in state.slow for offer in chosen):
+        return chosen
+    slow_last = sorted(ordered, key=lambda offer: offer.node in state.slow)  # stable
+    better = _choose(rules, slow_last, state)
+    if workers(better) < workers(chosen):
+        return chosen
+    places = {offer.node: place for place, offer in enumerate(ordered)}
+    return sorted(better, key=lambda offer: places[offer.node])
+
+
+def workers(offers: Iterable[Offer]) -> int:
+    return sum(len(offer.ranks) for offer in offers)
+
+
+def _choose(rules: RoundRules, ordered: list[Offer], state: RoundState) -> list[Offer]:
     if are_resident(state):
-        return _choose_workers(rules, ordered[: rules.max_nodes], state.world)
+        return _choose_workers(rules, ordered[: rules.max_nodes], state)
     return _choose_nodes(rules, ordered)
 
 
-def _choose_workers(rules: RoundRules, offers: list[Offer], last: World | None) -> list[Offer]:
-    """A node may bring some of its workers only; those of the last world have precedence."""
+def _choose_workers(rules: RoundRules, offers: list[Offer], state: RoundState) -> list[Offer]:
+    """A node may bring some of its workers only; those of the last world have precedence, but not
+    over those of a node that is not slow where they are."""
     every = [(offer.node, rank) for offer in offers for rank in offer.ranks]
+    last = state.world
     if last is not None:
-        every.sort(key=lambda worker: last.rank(*worker) is None)  # stable: else in order
+        # Stable: else in order.
+        every.sort(key=lambda one: (one[0] in state.slow, last.rank(*one) is None))
     size = _largest(rules, every)
     ranks: dict[str, list[int]] = {}
     for node, rank in every[:size]:

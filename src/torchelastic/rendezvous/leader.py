@@ -13,7 +13,7 @@ import glob
 import logging
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import replace
 from itertools import chain
 from typing import Protocol
@@ -22,6 +22,7 @@ from torchelastic.clock import Clock
 from torchelastic.errors import LeaseExpired, RendezvousError
 from torchelastic.rendezvous import resident, round_state, succession
 from torchelastic.rendezvous.doubts import Ask, Doubts
+from torchelastic.rendezvous.replacing import holding_up, why_to_replace
 from torchelastic.rendezvous.restart_policy import Kind
 from torchelastic.rendezvous.round import waits_for_checkpoint
 from torchelastic.rendezvous.round_state import Decision, Draft, Present, RoundRules, RoundState
@@ -63,6 +64,10 @@ class LeaderObserver(Protocol):
         """This node has lost the host of the store, and has no other one yet."""
         ...
 
+    def say(self, sentence: str) -> None:
+        """Tell people."""
+        ...
+
 
 class Leader:
     """Campaigns for the leader key, and leads while it has it."""
@@ -96,7 +101,11 @@ class Leader:
         self._world_revision = 0
         #: When the leader key that is ours came into being.
         self._elected = 0
-        self._changes: asyncio.Queue[Change] = asyncio.Queue()
+        #: None: there is something else to look at.
+        self._changes: asyncio.Queue[Change | None] = asyncio.Queue()
+        #: The nodes that are said to be slow, of which generation, and what was said of them.
+        self._slow: tuple[int, frozenset[str]] | None = None
+        self._told_to_stay: frozenset[str] = frozenset()
         #: Seconds in which further changes may come before a decision.
         self._pause = 0.0
         #: Looked at only while newcomers wait for a checkpoint.
@@ -109,6 +118,12 @@ class Leader:
             self._observer.became_leader()
             if await self._lead():
                 return
+
+    def replace_slow(self, generation: int, nodes: Set[str]) -> None:
+        """These nodes of a world hold up the others, and no more do: spare ones may take their
+        places."""
+        self._slow = (generation, frozenset(nodes))
+        self._changes.put_nowait(None)
 
     async def _campaign(self) -> None:
         """Wait for the key to be free, and take it."""
@@ -175,6 +190,7 @@ class Leader:
         while True:
             began = asyncio.get_running_loop().time()
             await self._settle()
+            self._note_slow()
             decision = resident.decide(self._rules, self._state, self._clock.now())
             self._pause = PAUSE * (asyncio.get_running_loop().time() - began)
             if decision.world is not None:
@@ -228,6 +244,18 @@ class Leader:
         if self._state.roll is not before.roll and self._state.roll is not None:
             await self._store.put(SETTLED_KEY, {"generation": self._state.roll.generation})
 
+    def _note_slow(self) -> None:
+        """Take up who is slow; of each who cannot be replaced it is said once."""
+        (generation, slow), self._slow = self._slow or (-1, frozenset()), None
+        world = self._state.world
+        if world is None or world.generation != generation or world.phase != "running":
+            return
+        self._state = round_state.slow_seen(self._state, slow)
+        if slow - self._told_to_stay and not why_to_replace(self._rules, self._state):
+            self._told_to_stay |= slow
+            names = round_state.names_of(self._state, holding_up(self._state))
+            self._observer.say(f"there is no spare node that could take the place of {names}")
+
     async def _next_change(self, decision: Decision, watching: asyncio.Task[None]) -> None:
         """Wait for a member to change or for the time the decision named, and take it up."""
         timeout = None
@@ -245,7 +273,7 @@ class Leader:
             changes = [getting.result()]
             while not self._changes.empty():
                 changes.append(self._changes.get_nowait())
-            self._take_up(changes)
+            self._take_up([change for change in changes if change is not None])
         else:
             getting.cancel()
             if watching.done():

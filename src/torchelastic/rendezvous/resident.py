@@ -17,6 +17,7 @@ from dataclasses import replace
 from torchelastic.errors import EXIT_FAILED
 from torchelastic.rendezvous import round as script
 from torchelastic.rendezvous.forming import form, newcomers_to
+from torchelastic.rendezvous.replacing import why_to_replace
 from torchelastic.rendezvous.restart_policy import Kind
 from torchelastic.rendezvous.round_state import (
     Decision,
@@ -106,6 +107,8 @@ def _watch(rules: RoundRules, state: RoundState, now: float) -> Decision:
     if leaving:
         why = state.members[leaving[0]].member.leaving
         return _pause(state, "leave", f"{names_of(state, leaving)} leaves ({why})")
+    if reason := why_to_replace(rules, state):
+        return _pause(state, "resize", reason)
     growth = script.consider_growth(rules, state, now)
     if growth.world is not None:
         return _pause(state, "resize", _who_comes(rules, state))

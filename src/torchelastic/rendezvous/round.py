@@ -22,6 +22,7 @@ from torchelastic.errors import EXIT_FAILED
 from torchelastic.failure import Failure, node_failure
 from torchelastic.rendezvous import root_cause
 from torchelastic.rendezvous.forming import SAY_EVERY, candidates, form, newcomers_to, settled_at
+from torchelastic.rendezvous.replacing import why_to_replace
 from torchelastic.rendezvous.restart_policy import Ending, Kind, Verdict, judge, pause, why_pause
 from torchelastic.rendezvous.round_state import (
     Decision,
@@ -71,6 +72,8 @@ def _watch(rules: RoundRules, state: RoundState, now: float) -> Decision:
     if leaving := _leavers(state):
         reason = state.members[leaving[0]].member.leaving
         return over_by(state, "leave", f"{names_of(state, leaving)} leaves ({reason})")
+    if reason := why_to_replace(rules, state):
+        return over_by(state, "resize", reason)
     return consider_growth(rules, state, now)
 
 

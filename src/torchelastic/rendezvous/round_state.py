@@ -97,6 +97,8 @@ class RoundState:
     may_begin_at: float = 0.0
     #: A checkpoint was written since the waiting newcomers came (`--grow after-checkpoint:PATH`).
     checkpoint: bool = False
+    #: Nodes that hold up the others, or did when they were last in a world.
+    slow: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -313,12 +315,28 @@ def checkpoint_seen(state: RoundState, seen: bool) -> RoundState:
     return replace(state, checkpoint=seen)
 
 
+def slow_seen(state: RoundState, slow: Set[str]) -> RoundState:
+    """These nodes of the world hold up the others, and no more of it do."""
+    known = _outside(state.slow, state.world).union(slow)
+    return replace(state, slow=known.intersection(state.members))
+
+
+def _outside(nodes: Iterable[str], world: World | None) -> frozenset[str]:
+    return frozenset(node for node in nodes if world is None or world.place(node) is None)
+
+
 def published(state: RoundState, world: World, now: float) -> RoundState:
     """The store has taken `world`; what was said about an older generation counts no more."""
     before = state.world
     if before is None or world.generation != before.generation:
         state = replace(
-            state, failures=(), done=frozenset(), finished=-1, lost=(), running_since=now
+            state,
+            failures=(),
+            done=frozenset(),
+            finished=-1,
+            lost=(),
+            running_since=now,
+            slow=_outside(state.slow, world),  # those in it are judged anew
         )
     if world.phase == "over" and world.ending == "finished":
         state = replace(state, forgiven=state.failures, lost=())

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -28,7 +29,8 @@ class BackwardWaits:
         #: When the last gradient became ready since the last step of an optimizer; 0: none has.
         self._ready_at = 0.0
         for parameter in _noted(models):
-            parameter.register_post_accumulate_grad_hook(self._ready)
+            note: Any = parameter.register_post_accumulate_grad_hook  # which torch does not type
+            note(self._ready)
 
     def _ready(self, _: torch.Tensor) -> None:
         self._ready_at = time.monotonic()

@@ -26,6 +26,8 @@ class Told:
         self.leads = asyncio.Event()
         self.decisions = []
         self.lost = []
+        self.said = []
+        self.has_said = asyncio.Event()
 
     def became_leader(self):
         self.leads.set()
@@ -42,6 +44,10 @@ class Told:
     def decided(self, world, kind):
         self.decisions.append((world.phase, kind))
 
+    def say(self, sentence):
+        self.said.append(sentence)
+        self.has_said.set()
+
 
 class Node:
     """A member that stops at once whenever it is told to."""
@@ -52,9 +58,8 @@ class Node:
         self.member = Member(
             node=name, name=name, addr=name, nproc=1, ready=True, store=f"{name}:1"
         )
-        self.leading = asyncio.create_task(
-            Leader(store, name, rules, SystemClock(), self.told).run()
-        )
+        self.leader = Leader(store, name, rules, SystemClock(), self.told)
+        self.leading = asyncio.create_task(self.leader.run())
 
     async def say(self, **changes):
         self.member = replace(self.member, **changes)
@@ -154,6 +159,28 @@ def test_a_leader_that_was_overtaken_publishes_nothing():
             closed = await a.world(9, "closed")
             assert closed.generation == 9
             assert a.told.decisions == [("waiting", None), ("running", None), ("closed", None)]
+
+    asyncio.run(run())
+
+
+def test_a_slow_node_is_replaced_when_a_spare_is_there_and_else_that_is_said_once():
+    async def run():
+        async with cluster(RoundRules(min_nodes=2, max_nodes=2), "a", "b", "c") as (a, b, c):
+            await asyncio.wait_for(a.told.leads.wait(), DEADLINE)
+            await a.say()
+            await b.say()
+            await b.world(0)
+            a.leader.replace_slow(-1, {"b"})  # of a world that is history
+            a.leader.replace_slow(0, {"b"})
+            await asyncio.wait_for(a.told.has_said.wait(), DEADLINE)
+            a.leader.replace_slow(0, {"b"})
+            await c.say()
+            over = await b.world(0, "over")
+            assert over.reason == "b is slow and gives its place to c"
+            assert a.told.said == ["there is no spare node that could take the place of b"]
+            await a.say(gone=0, store="a:2")
+            await b.say(gone=0, store="b:2")
+            assert [node.name for node in (await c.world(1)).nodes] == ["a", "c"]
 
     asyncio.run(run())
 
