@@ -28,7 +28,6 @@ LAYERS = (
         "failure",
         "faults",
         "milestones",
-        "milestones",
         "http1",
         "http1_socket",
         "stalls",

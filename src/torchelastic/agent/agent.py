@@ -182,7 +182,7 @@ class Agent:
             say=self._narrator.say,
             on_settled=self._settled,
         )
-        self._sampling = Sampling(self._narrator.progress, self._clock)
+        self._sampling = Sampling(self._narrator.sampled, self._clock)
         self._workers = Workers(
             config,
             self._entry,

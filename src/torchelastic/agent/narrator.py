@@ -229,8 +229,9 @@ class Narrator:
         )
         self._log.emit(training, generation=up.generation)
 
-    def progress(self, generation: int, progress: events.Progress) -> None:
-        self._log.emit(progress, generation=generation)
+    def sampled(self, generation: int, seen: events.Progress | events.CheckpointStored) -> None:
+        self._log.emit(seen, generation=generation)
+
 
     def worker_killed(self, rank: int, local_rank: int, reason: str, stack: str) -> None:
         where = f"; it was here:\n{stack}" if stack else ""

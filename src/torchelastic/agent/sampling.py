@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torchelastic import stalls
 from torchelastic.agent.boards import Reported
 from torchelastic.clock import Clock
-from torchelastic.events.types import Progress
+from torchelastic.events.types import CheckpointStored, Progress
+from torchelastic.worker import orders
 from torchelastic.worker.slate import Shown
 
 #: Seconds between two looks: at first, and at most.
@@ -24,8 +25,8 @@ SHORTEST, LONGEST = 1.0, 60.0
 AGE, LATER = 600.0, 15.0
 NODES = 32
 
-#: Is told of a generation's progress.
-Tell = Callable[[int, Progress], None]
+#: Is told of a generation's progress, and of the checkpoints that are in storage.
+Tell = Callable[[int, Progress | CheckpointStored], None]
 
 
 def interval(age: float, nodes: int) -> float:
@@ -80,6 +81,7 @@ def _progress(ones: Sequence[Shown], metrics: Mapping[str, float | None]) -> Pro
         stalls={kind: total for kind, total in zip(stalls.KINDS, sums, strict=True) if total},
         own=[round(one.own, 6) for one in ones],
         metrics=metrics,
+        samples=max(one.samples for one in ones),
     )
 
 
@@ -91,6 +93,8 @@ class Sampling:
         self._clock = clock
         #: What was told of those whose slates show the same still.
         self._told: set[Shown] = set()
+        #: The last checkpoint that was not told of, and its generation.
+        self._stored: tuple[int, CheckpointStored] | None = None
         self._generation = -1
         self._began = clock.now()
         self._nodes = 1
@@ -99,6 +103,15 @@ class Sampling:
         """A world begins."""
         if generation > self._generation:
             self._generation, self._nodes, self._began = generation, nodes, self._clock.now()
+
+    def stored(self, generation: int, rank: int, stored: orders.Stored) -> None:
+        """A checkpoint is in storage. It is told with the next look: the last one counts, and a
+        script that stores one with every step must not fill the log with them."""
+        at = round(self._clock.now(), 6)
+        event = CheckpointStored(
+            rank, stored.step, at=at, seconds=round(stored.seconds, 6), size=stored.size
+        )
+        self._stored = (generation, event)
 
     def look(self, shown: Iterable[Shown], reported: Sequence[Reported] = ()) -> None:
         """Tell what is new. Also called when workers come to rest: the last word of each
@@ -110,6 +123,9 @@ class Sampling:
             if generation in news:
                 self._tell(generation, progress)
         self._told = seen
+        if self._stored is not None:
+            self._tell(*self._stored)
+            self._stored = None
 
     async def run(self, look: Callable[[], None]) -> None:
         """Have somebody look at this node's workers for as long as the agent runs."""

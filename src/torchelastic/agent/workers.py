@@ -330,6 +330,8 @@ class Workers:
         self.tell(local_rank, orders.Slate(), [self._slates[local_rank]])
 
     def _rank(self, local_rank: int) -> int:
+            case orders.Stored() as stored:
+                self._sampling.stored(*self._places[local_rank], stored)
         return self._places[local_rank][1]
 
     # --- ends ------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from torchelastic import faults, stalls
+from torchelastic import faults, milestones, stalls
 from torchelastic.checkpoint import grace as leaving
 from torchelastic.checkpoint.manager import (
     PROGRESS_KEY,
@@ -281,7 +281,9 @@ def _write(manager: CheckpointManager, step: int, content: memoryview) -> None:
     except BaseException as error:
         _discard(checkpoint, error)
         raise
-    log.info("Wrote %r, of step %d, in %.2f s.", checkpoint, step, time.monotonic() - began)
+    seconds = time.monotonic() - began
+    milestones.checkpoint_stored(step, seconds, len(content))
+    log.info("Wrote %r, of step %d, in %.2f s.", checkpoint, step, seconds)
 
 
 def _discard(checkpoint: Checkpoint, error: BaseException) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from torchelastic import env, stalls
+from torchelastic import env, milestones, stalls
 from torchelastic.checkpoint import interval
 from torchelastic.checkpoint.catalog import Catalog
 from torchelastic.checkpoint.fence import Fence
@@ -398,6 +398,7 @@ class CheckpointStore(CheckpointManager):
         if job.rank != 0:
             return
         self.saved_step = job.step
+        milestones.checkpoint_stored(job.step, written.seconds, written.size)
         log.info(
             "Wrote checkpoint %s, of step %d (%.1f MB), in %.2f s; it stopped training for %.3f s.",
             written.name,

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchelastic import jobs
+from torchelastic.cli import failure_text
 from torchelastic.cli.story import files_of, matching
-from torchelastic.cli.terminal import one_line, plain
+from torchelastic.cli.terminal import one_line
 from torchelastic.events import log, view, words
 from torchelastic.events.recoveries import Recovery
 from torchelastic.events.view import Change, JobFold, JobView, NodeView
@@ -119,29 +120,26 @@ def _summary(entry: JobEntry, seen: JobView, now: float) -> list[str]:
 
 
 def _headline(entry: JobEntry, seen: JobView, now: float) -> list[str]:
-    began = entry.agents[0].started
     if entry.alive:
-        state = f"{seen.phase} for {words.span(now - began)}"
+        began = seen.started if seen.started is not None else entry.agents[0].started
+        state = words.standing(dataclasses.replace(seen, started=began), now)
     elif seen.phase == "ended":
         state = f"ended {_ago(now - entry.last_seen)}, exit code {seen.exitcode}"
     else:
         state = f"killed {_ago(now - entry.last_seen)}"
     room = _WIDTH - len(state) - 1
     head = f"{_cut(one_line(seen.job), room - 1):<{room}} {state}"
-    return [head, *_world_line(seen), *_pace_line(seen, now if entry.alive else None)]
+    live = now if entry.alive else None
+    return [head, *_world_line(seen), *_pace_line(seen, live), *_progress_lines(seen, live)]
 
 
 def _world_line(seen: JobView) -> list[str]:
     if seen.generation is None:
         return []
-    members = len(seen.members()) + seen.unnamed
     restarts = (
         f", {words.counted(seen.restarts_used, 'restart')} used" if seen.restarts_used else ""
     )
-    where = f" on {words.counted(members, 'node')}" if members else ""
-    return [
-        f"  generation {seen.generation}: {words.counted(seen.size, 'worker')}{where}{restarts}"
-    ]
+    return [f"  generation {seen.generation}: {words.workers(seen)}{restarts}"]
 
 
 def _pace_line(seen: JobView, now: float | None) -> list[str]:
@@ -152,6 +150,13 @@ def _pace_line(seen: JobView, now: float | None) -> list[str]:
     if seen.goodput is not None and seen.goodput.ratio is not None:
         told.append(f"goodput {seen.goodput.ratio:.1%}")
     return [f"  {', '.join(told)}"] if told else []
+
+
+def _progress_lines(seen: JobView, now: float | None) -> list[str]:
+    """What the script reports, samples, and what is in storage."""
+    samples = f"{seen.samples:,} samples" if seen.samples is not None else ""
+    told = (words.reported(seen), samples, words.checkpoint(seen, now))
+    return _wrapped("; ".join(filter(None, told)), "  ", "    ")
 
 
 def _goodput(seen: JobView) -> list[str]:
@@ -188,7 +193,8 @@ def _causes(seen: JobView) -> list[str]:
     if seen.failure is None:
         return []
     title = "first failure" if seen.exitcode else "last failure"
-    return ["", f"  {title}", *_failure(seen.failure.cause)]
+    lines = failure_text.in_full(seen.failure, _WIDTH - 4)
+    return ["", f"  {title}", *(f"    {line}" for line in lines)]
 
 
 def _nodes(entry: JobEntry, seen: JobView, *, most: int) -> list[str]:
@@ -257,11 +263,6 @@ def _history(changes: Sequence[Change]) -> list[str]:
         lines += _wrapped(_sentence(told), head, " " * len(head))
         before = change.why
     return lines
-
-
-def _failure(failure: Failure) -> list[str]:
-    lines = _wrapped(failure.sentence(), "    ", "    ")
-    return lines + [f"    {plain(line)}" for line in failure.traceback.rstrip().splitlines()]
 
 
 def _wanted(seen: JobView) -> str:

@@ -14,11 +14,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from torchelastic.cli import failure_text
 from torchelastic.cli.live import LivePicture
 from torchelastic.cli.story import choose
 from torchelastic.cli.terminal import one_line
 from torchelastic.errors import EXIT_OK
 from torchelastic.events import words
+from torchelastic.events.failures import FailureView
 from torchelastic.events.goodput import PARTS, Goodput, Part
 from torchelastic.events.view import JobView
 
@@ -64,12 +66,14 @@ def watch(wanted: str | None, job: str | None, *, once: bool) -> int:
 
 def screen(seen: JobView, now: float) -> RenderableType:
     """The whole picture."""
-    parts: list[RenderableType] = [_head(seen, now)]
+    parts: list[RenderableType] = [_head(seen, now), *_achieved(seen, now)]
     if seen.goodput is not None and seen.goodput.ratio is not None:
         parts += [_bar(seen.goodput), _legend(seen.goodput)]
     parts += [Text(), _nodes(seen)]
     if seen.ranks:
         parts += [Text(), _ranks(seen)]
+    if seen.failure is not None:
+        parts += [Text(), Text("last failure", "bold"), *_failure(seen.failure)]
     if seen.recoveries:
         parts += [Text(), _recoveries(seen)]
     if seen.history:
@@ -82,15 +86,20 @@ def _text(text: object, style: str = "") -> Text:
 
 
 def _head(seen: JobView, now: float) -> Text:
-    since = f" for {words.span(now - seen.started)}" if seen.started is not None else ""
     head = _text(seen.job, "bold")
-    head.append(f"  {seen.phase}{since}")
+    head.append(f"  {words.standing(seen, now)}")
     if seen.generation is not None:
-        members = len(seen.members()) + seen.unnamed
-        size = f"{words.counted(seen.size, 'worker')} on {words.counted(members, 'node')}"
-        head.append(f"  generation {seen.generation}: {size}")
+        head.append(f"  generation {seen.generation}: {words.workers(seen)}")
     head.append(f"  {words.pace(seen, now if seen.phase == 'running' else None)}", "bold")
     return head
+
+
+def _achieved(seen: JobView, now: float) -> list[Text]:
+    """What the script reports, samples, and what is in storage."""
+    samples = f"{seen.samples:,} samples" if seen.samples is not None else ""
+    stored = words.checkpoint(seen, now if seen.ended is None else None)
+    told = "  ".join(filter(None, (words.reported(seen), samples, stored)))
+    return [_text(told)] if told else []
 
 
 def _bar(goodput: Goodput) -> Text:
@@ -157,6 +166,11 @@ def _ranks(seen: JobView) -> Table:
     if len(ranks) > _RANKS:
         rows.append([_text(f"and {len(ranks) - _RANKS} more"), *[_text("")] * 4])
     return _table(("rank", "node", "step", "rate", ""), rows)
+
+
+def _failure(failure: FailureView) -> list[Text]:
+    first, *others = failure_text.in_brief(failure)
+    return [_text(f"{_time(failure.wall)}  {first}", "red"), *(_text(f"  {one}") for one in others)]
 
 
 def _recoveries(seen: JobView) -> Table:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
+from torchelastic import milestones
 from torchelastic.data.order import Order
 from torchelastic.data.progress import Position, Progress
 from torchelastic.data.shares import every_nth, turns_left
@@ -74,6 +75,7 @@ class ElasticSampler(Progress, Sampler[int]):
                 "torchelastic.data.DataLoader, or say sampler.took(samples of all ranks) first."
             )
         super().committed()
+        milestones.samples = self.epoch * self.length + self.consumed
 
     def __iter__(self) -> Iterator[int]:
         place = self.turn, self.epoch

@@ -104,6 +104,10 @@ class Curves:
         self._over = False
         #: By what they tell, the lowest rank of the nodes that tell it in this generation.
         self._tellers: dict[str | None, int] = {}
+        #: The last value of each metric; None: not a finite number.
+        self.reported: dict[str, float | None] = {}
+        #: Samples trained so far; None: nobody counts.
+        self.samples: int | None = None
 
     def feed(self, record: Record, ranks: Ranks) -> None:
         """Take one more record, which `ranks` has taken already."""
@@ -131,11 +135,19 @@ class Curves:
         lowest = min(progress.ranks, default=-1)
         if not self._over and self._is_teller(None, lowest) and ranks.step is not None:
             self._rates.add((record.wall, ranks.step, ranks.rate or 0.0))
+        if progress.samples >= 0 and self._is_teller(None, lowest):
+            self.samples = progress.samples
         step = max(progress.steps, default=-1)
         for name, value in progress.metrics.items():
-            if value is not None and self._is_teller(name, lowest) and self._has_room(name):
-                series = self._metrics.setdefault(name, Series())
-                series.add((record.wall, step if step >= 0 else None, value))
+            if self._is_teller(name, lowest) and self._has_room(name):
+                self._report(name, (record.wall, step if step >= 0 else None, value))
+
+    def _report(self, name: str, point: tuple[float, int | None, float | None]) -> None:
+        wall, step, value = point
+        self.reported[name] = value
+        series = self._metrics.setdefault(name, Series())
+        if value is not None:
+            series.add((wall, step, value))
 
     def _is_teller(self, what: str | None, lowest: int) -> bool:
         self._tellers[what] = min(lowest, self._tellers.get(what, lowest))
@@ -153,4 +165,5 @@ class Curves:
 
     @property
     def metrics(self) -> Mapping[str, tuple[Point, ...]]:
-        return {name: series.points() for name, series in self._metrics.items()}
+        found = ((name, series.points()) for name, series in self._metrics.items())
+        return {name: points for name, points in found if points}

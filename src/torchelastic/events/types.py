@@ -301,6 +301,25 @@ class Straggler(Event):
 
     type: ClassVar[str] = "straggler"
     rank: int
+    #: Samples that all workers of the job together have trained with; -1: nobody counts.
+    samples: int = -1
+
+
+@dataclass(frozen=True)
+class CheckpointStored(Event):
+    """A checkpoint is in storage: the last one, where they come quicker than this is told."""
+
+    type: ClassVar[str] = "checkpoint-stored"
+    #: Who told of it.
+    rank: int
+    #: Steps that it has.
+    step: int
+    #: When that was, by the same clock as `mono`.
+    at: float
+    #: How long it took to write, beside the training.
+    seconds: float
+    #: In bytes.
+    size: int
     #: Of its own, without waiting for others.
     seconds_per_step: float
     #: The median of all ranks.
@@ -412,6 +431,7 @@ EVENTS: dict[str, type[Event]] = {
 }
 
 
+        CheckpointStored,
 def from_fields(name: str, data: Json) -> Event | None:
     """The event a line tells of; None for one this version does not know or that makes no sense."""
     cls = EVENTS.get(name)

@@ -75,6 +75,18 @@ class WorldView:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoredView:
+    """The last checkpoint that is in storage."""
+
+    #: Wall clock of when it was.
+    wall: float
+    step: int
+    #: How long it took to write, and its bytes.
+    seconds: float
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobView:
     """A job as it stands."""
 
@@ -114,6 +126,11 @@ class JobView:
     rates: tuple[Point, ...] = ()
     #: What the script has reported, by name, likewise.
     metrics: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)
+    #: The last value of each of them; None: not a finite number.
+    reported: Mapping[str, float | None] = field(default_factory=dict)
+    #: Samples that all workers together have trained with; None where nobody counts.
+    samples: int | None = None
+    checkpoint: StoredView | None = None
 
     @property
     def last_change(self) -> Change | None:
@@ -211,6 +228,8 @@ class JobFold:
             goodput=self._goodput.at(until) if until is not None else None,
             rates=self._curves.rates,
             metrics=self._curves.metrics,
+            reported=dict(self._curves.reported),
+            samples=self._curves.samples,
         )
 
     # --- records ---------------------------------------------------------------------------------
@@ -242,6 +261,8 @@ class JobFold:
                 self._tell(record, f"{name} was given up by the others", why)
             case events.SignalReceived(signal=signal, action=action):
                 self._tell(record, f"{name} got {signal}", action)
+            case events.CheckpointStored() as stored:
+                self._checkpoint_stored(record, stored)
             case events.JobEnded() as ended:
                 self._job_ended(record, name, ended)
             case _:
@@ -278,6 +299,14 @@ class JobFold:
             exitcode=None,
             min_nodes=least,
             max_nodes=most,
+        )
+
+    def _checkpoint_stored(self, record: Record, stored: events.CheckpointStored) -> None:
+        wall = record.wall - (record.mono - stored.at)
+        self._change(
+            checkpoint=StoredView(
+                wall=wall, step=stored.step, seconds=stored.seconds, size=stored.size
+            )
         )
 
     def _joined(self, record: Record, name: str, hosting: bool) -> None:

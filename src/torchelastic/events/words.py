@@ -95,6 +95,58 @@ def pace(seen: JobView, now: float | None) -> str:
     return f"{told}, {rate(seen.rate)}" if seen.rate is not None else told
 
 
+def standing(seen: JobView, now: float) -> str:
+    """`running for 2 h`, `waiting, started 9 min ago`, `ended 3 min ago after 2 h, exit code 0`."""
+    if seen.phase in ("ended", "died"):
+        return _over(seen, now)
+    since = span(now - seen.started) if seen.started is not None else ""
+    if not since or seen.phase in ("starting", "running"):
+        return f"{seen.phase} for {since}" if since else seen.phase
+    return f"{seen.phase}, started {since} ago"
+
+
+def _over(seen: JobView, now: float) -> str:
+    ended = seen.phase == "ended"
+    heard = [node.last_seen for node in seen.nodes.values() if node.last_seen is not None]
+    at = seen.ended if ended else max(heard, default=None)
+    told = "ended" if ended else "killed"
+    if at is not None and seen.started is not None:
+        told += f" {span(now - at)} ago after {span(at - seen.started)}"
+    return f"{told}, exit code {seen.exitcode}" if ended else told
+
+
+def workers(seen: JobView) -> str:
+    """`4 workers on 2 nodes`: of the world, or of the last one."""
+    count = len(seen.members()) + seen.unnamed
+    if not count and seen.worlds:
+        count = seen.worlds[-1].count
+    where = f" on {counted(count, 'node')}" if count else ""
+    return f"{counted(seen.size, 'worker')}{where}"
+
+
+def reported(seen: JobView) -> str:
+    """`loss 2.31, accuracy 0.874`: what the script reports, as it stands."""
+    values = {name: _number(value) for name, value in seen.reported.items()}
+    return ", ".join(f"{first_line(name)} {value}" for name, value in values.items())
+
+
+def _number(value: float | None) -> str:
+    """Six digits tell two steps apart."""
+    return "not a number" if value is None else f"{value:.6g}"
+
+
+def checkpoint(seen: JobView, now: float | None) -> str:
+    """`checkpoint of step 1200, 3 min and 45 steps old`; without `now`, of a job that is over."""
+    stored = seen.checkpoint
+    if stored is None:
+        return ""
+    age = [] if now is None else [span(now - stored.wall)]
+    if seen.step is not None:
+        age.append(counted(max(0, seen.step - stored.step), "step"))
+    old = f", {' and '.join(age)} old" if age else ""
+    return f"checkpoint of step {stored.step}{old}"
+
+
 def goodput(found: Goodput) -> str:
     """`goodput 87.2% of 12 min, with 1 disruption: training 10 min; start-up 40 s, …`."""
     if found.ratio is None:
@@ -156,10 +208,11 @@ def _failed(event: events.WorkerFailed) -> str:
 
 def _progress(event: events.Progress) -> str:
     steps = [step for step in event.steps if step >= 0]
+    values = "".join(f", {name} {_number(value)}" for name, value in event.metrics.items())
     if not steps:
-        return f"{_ranks(event.ranks)} in no step yet"
+        return f"{_ranks(event.ranks)} in no step yet{values}"
     low, high = min(steps), max(steps)
-    return f"{_ranks(event.ranks)} at step {high if low == high else f'{low} to {high}'}"
+    return f"{_ranks(event.ranks)} at step {high if low == high else f'{low} to {high}'}{values}"
 
 
 def _training(event: events.Training) -> str:
@@ -197,6 +250,9 @@ _WORDS: dict[type[events.Event], Callable[[Any], str]] = {
     events.Training: _training,
     events.Progress: _progress,
     events.Straggler: lambda e: e.text,
+    events.CheckpointStored: lambda e: (
+        f"checkpoint of step {e.step} in storage: {e.size / 1e6:.1f} MB in {seconds(e.seconds)}"
+    ),
     events.Hang: lambda e: e.text,
     events.WorkerKilled: lambda e: _because(f"rank {e.rank} is killed", e.reason),
     events.WorkerExited: _exited,

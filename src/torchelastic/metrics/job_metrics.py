@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import nan
 from typing import Literal, get_args
 
 from torchelastic.events import types as events
@@ -123,7 +124,13 @@ class JobMetrics:
     def families(self, now: float | None = None) -> list[Family]:
         """Everything, at `now` by the wall clock."""
         view = self._fold.view(now)
-        return [*_of_world(view), *self._counted(), *_of_training(view), *_of_time(view)]
+        return [
+            *_of_world(view),
+            *self._counted(),
+            *_of_training(view),
+            *_of_storage(view, now),
+            *_of_time(view),
+        ]
 
     def _counted(self) -> Iterator[Family]:
         yield Family(
@@ -170,10 +177,33 @@ def _of_training(view: JobView) -> Iterator[Family]:
     own = ((rank.rank, rank.own) for rank in view.ranks)
     help = "What a step takes a worker of this node, without waiting for others, lately."
     yield _by_rank("own_seconds_per_step", help, own)
+    # Prometheus has a value for what is no number.
+    values = {name: nan if value is None else value for name, value in view.reported.items()}
+    yield _by("name", "metric", "What the script has reported last, by name.", values)
+    if view.samples is not None:
+        help = "Samples that all workers of the job together have trained with."
+        yield _one("samples", "gauge", help, view.samples)
     costs = ((slow.rank, slow.cost) for slow in view.stragglers)
     yield _by_rank("straggler_cost_seconds", "What a worker slower than others has cost.", costs)
     help = "What the job has lost by waiting for slow workers. Counted by the leader."
     yield _one("straggler_lost_seconds", "counter", help, view.straggler_seconds)
+
+
+def _of_storage(view: JobView, now: float | None) -> Iterator[Family]:
+    """The last checkpoint: told by the agent whose worker has written it."""
+    stored = view.checkpoint
+    if stored is None:
+        return
+    yield _one("checkpoint_step", "gauge", "Steps of the last checkpoint.", stored.step)
+    yield _one("checkpoint_bytes", "gauge", "Bytes of the last checkpoint.", stored.size)
+    help = "What it took to write, beside the training."
+    yield _one("checkpoint_write_seconds", "gauge", help, stored.seconds)
+    if now is not None:
+        age = max(0.0, now - stored.wall)
+        yield _one("checkpoint_age_seconds", "gauge", "Since it is in storage.", age)
+    if view.step is not None:
+        behind = max(0, view.step - stored.step)
+        yield _one("checkpoint_age_steps", "gauge", "Steps since the last checkpoint.", behind)
 
 
 def _of_time(view: JobView) -> Iterator[Family]:

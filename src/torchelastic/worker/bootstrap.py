@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from torchelastic import env
+from torchelastic import env, milestones
 from torchelastic.worker import channel, error_file, handed_secret
 
 #: How many characters of a message and of a traceback the agent is told, at most 12 bytes each in
@@ -25,6 +25,7 @@ def attach() -> None:
     """
     channel.adopt()
     handed_secret.adopt()
+    milestones.listen(_checkpoint_stored)
     worker = os.getpid()
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
@@ -36,6 +37,13 @@ def attach() -> None:
 
 
 def _at_the_bottom() -> bool:
+def _checkpoint_stored(step: int, seconds: float, size: int) -> None:
+    """Not on the training thread: it may wait for a busy agent."""
+    from torchelastic.worker import orders  # not before it is needed: a worker starts without it
+
+    channel.send(orders.to_json(orders.Stored(step, seconds, size)), patience=1.0)
+
+
     hook = sys._getframe(1)
     return hook.f_back is None
 

@@ -194,6 +194,15 @@ class Finished:
 @dataclass(frozen=True)
 class Pong:
     """The answer to `Ping`."""
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint of so many steps is in storage, after so many seconds, with so many bytes."""
+
+    step: int
+    seconds: float
+    size: int
+
+
 
     #: The training thread waits for a collective, that is, for others.
     waiting: bool
@@ -203,7 +212,18 @@ class Pong:
 
 Order = Enter | Ask | Through | Over | Leave | Closed | Ping | Dump | Slate
 Report = (
-    Enlisted | Keeps | CanSave | Entered | Up | Stopped | Erred | PeerLost | Unfit | Finished | Pong
+    Enlisted
+    | Keeps
+    | CanSave
+    | Entered
+    | Up
+    | Stopped
+    | Erred
+    | PeerLost
+    | Unfit
+    | Finished
+    | Stored
+    | Pong
 )
 
 _codec: Codec[Order | Report] = Codec(*get_args(Order | Report))

@@ -17,7 +17,7 @@ import struct
 import time
 from dataclasses import dataclass
 
-from torchelastic import stalls
+from torchelastic import milestones, stalls
 
 #: generation, step, since when it is expected to get on (monotonic, the same for all processes of a
 #: machine; infinite: it is not).
@@ -34,7 +34,10 @@ _SINCE = slice(_BEFORE.stop, _BEFORE.stop + _STALLED.size)
 #: Once for a generation: when its first step was entered, less what had been apart until then.
 _BEGAN = struct.Struct("=d")
 _BEGAN_AT = _SINCE.stop
-_READ = _BEGAN_AT + _BEGAN.size
+#: With every step: samples trained so far.
+_SAMPLES = struct.Struct("=q")
+_SAMPLES_AT = _BEGAN_AT + _BEGAN.size
+_READ = _SAMPLES_AT + _SAMPLES.size
 #: number, generation, step, bytes.
 _SLOT = struct.Struct("=qqqq")
 _NUMBER = struct.Struct("=q")
@@ -73,6 +76,8 @@ class Shown:
     #: Seconds of its steps in this generation, without those that it has waited for others.
     own: float = 0.0
 
+    #: Samples that all ranks together have trained with so far; -1: nobody counts.
+    samples: int = -1
 
 def read(descriptor: int) -> Shown:
     """For an agent, as `read_progress`."""
@@ -83,7 +88,8 @@ def read(descriptor: int) -> Shown:
     before, since = _STALLED.unpack(header[_BEFORE]), _STALLED.unpack(header[_SINCE])
     stalled = tuple(late - early for early, late in zip(before, since, strict=True))
     own = max(0.0, at - stalls.apart(since) - began)
-    return Shown(generation, rank, step, at, stalled[: len(stalls.KINDS)], own)
+    (samples,) = _SAMPLES.unpack_from(header, _SAMPLES_AT)
+    return Shown(generation, rank, step, at, stalled[: len(stalls.KINDS)], own, samples)
 
 
 @dataclass
@@ -133,6 +139,7 @@ class Slate:
 
     def _enter(self, generation: int, now: float) -> None:
         """What was stalled before the last step of the generation before counts for that one."""
+        _SAMPLES.pack_into(memory, _SAMPLES_AT, milestones.samples)
         nothing = bytes(_STALLED.size)
         self._memory[_BEFORE] = self._memory[_SINCE] if self._generation is not None else nothing
         _RANK.pack_into(self._memory, _RANK_AT, self.rank)

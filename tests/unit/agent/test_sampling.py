@@ -1,11 +1,14 @@
 """Progress: what slates show becomes events, only where something is new, and seldom enough."""
 
+from dataclasses import replace
+
 import pytest
 
 from torchelastic.agent.boards import Reported
 from torchelastic.agent.sampling import Sampling, interval, progress_of
 from torchelastic.clock import FakeClock
-from torchelastic.events.types import Progress
+from torchelastic.events.types import CheckpointStored, Progress
+from torchelastic.worker.orders import Stored
 from torchelastic.worker.slate import Shown
 
 NOTHING = (0.0, 0.0, 0.0, 0.0)
@@ -143,3 +146,22 @@ def test_what_was_reported_is_news_where_no_step_is(sampling, told):
     sampling.look([shown(0, 5)], [reported(0, 0, {"loss": 1.0})])
     sampling.look([shown(0, 5)], [reported(0, 0, {"loss": 1.0}, fresh="")])
     assert told == [(0, [5]), (0, [5])]
+
+
+def test_samples_are_counted_by_whoever_knows():
+    one, other = replace(shown(0, 5), samples=64), shown(1, 5)
+    assert progress_of([one, other])[0].samples == 64
+    assert progress_of([other])[0].samples == -1
+
+
+def test_of_checkpoints_the_last_is_told_with_the_next_look():
+    told, clock = [], FakeClock(7.0)
+    sampling = Sampling(lambda generation, event: told.append((generation, event)), clock)
+    sampling.look([])
+    for step in (10, 20):
+        sampling.stored(3, 1, Stored(step, 0.5, 1000))
+        clock.advance(1.0)
+    assert told == []
+    sampling.look([])
+    sampling.look([])
+    assert told == [(3, CheckpointStored(1, 20, at=8.0, seconds=0.5, size=1000))]

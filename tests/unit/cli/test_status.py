@@ -234,6 +234,28 @@ def test_a_job_that_trains_shows_its_step_its_rate_and_what_the_last_failure_cos
     assert "cause: rank 9 on node-b (local rank 1, pid 4242) at step 7: RuntimeError" in text
 
 
+def achieved(job: str) -> Agent:
+    """A script that reports its loss, counts its samples and stores checkpoints."""
+    agent = Agent(job).world(0, "node-a")
+    metrics, now = {"loss[red]": 2.5}, agent.clock.now()
+    progress = events.Progress([0], [5], [now + 1], metrics=metrics, samples=6400)
+    agent.tell(progress, 0)
+    return agent.tell(events.CheckpointStored(0, 4, at=now + 2, seconds=0.5, size=100), 0)
+
+
+def test_what_a_job_has_achieved_is_told(show):
+    achieved("job").log.close()
+    told = "  loss[red] 2.5; 6,400 samples; checkpoint of step 4, 0 s and 1 step old\n"
+    assert told in show()
+    assert told in show("job")
+
+
+def test_a_name_of_a_metric_is_text_and_nothing_else(show):
+    agent = Agent("job").world(0, "node-a")
+    agent.tell(events.Progress([0], [5], [1.0], metrics={HOSTILE: 1.0}), 0).log.close()
+    assert not set(show("job")) & {"\x1b", "\x07", "\r", "\u202e", "\x9b"}
+
+
 def test_details_show_where_the_time_went_and_the_recoveries(show):
     trained("job").log.close()
     text = show("job")

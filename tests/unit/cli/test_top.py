@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from tests.unit.cli.test_status import CAUSE, HOSTILE, Agent, trained
+from tests.unit.cli.test_status import CAUSE, HOSTILE, Agent, achieved, trained
 from torchelastic.cli import top
 from torchelastic.errors import EXIT_OK, EXIT_USAGE
 from torchelastic.events import types as events
@@ -42,6 +42,22 @@ def test_the_screen_shows_the_job(capsys):
         "generation 1 began",
     ):
         assert told in text
+
+
+@needs_rich
+def test_what_a_job_has_achieved_is_on_the_screen(capsys):
+    achieved("job").log.close()
+    assert top.main(["job", "--once"]) == EXIT_OK
+    text = capsys.readouterr().out
+    assert "loss[red] 2.5  6,400 samples  checkpoint of step 4, 0 s and 1 step old" in text
+
+
+@needs_rich
+def test_a_job_that_has_ended_says_when_and_on_how_many_nodes_it_ran(capsys):
+    trained("job").end(0, "every worker succeeded")
+    assert top.main(["job", "--once"]) == EXIT_OK
+    text = capsys.readouterr().out
+    assert "job  ended 0 s ago after 0 s, exit code 0  generation 1: 2 workers on 1 node " in text
 
 
 @needs_rich

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.events.stories import Story
 from torchelastic.events import types as events
 from torchelastic.events.series import MOST, NAMES, Series
-from torchelastic.events.view import fold
+from torchelastic.events.view import StoredView, fold
 
 
 def tell(story: Story, at: float, step: int, generation: int = 0, **more) -> Story:
@@ -109,9 +109,38 @@ def test_another_node_goes_on_with_a_metric_in_the_next_world():
     assert fold(story.records).metrics == {"loss": ((1002.0, 5, 3.0), (1005.0, 3, 3.5))}
 
 
-def test_what_is_not_finite_is_not_drawn():
+def test_what_is_not_finite_is_not_drawn_but_said():
     story = tell(Story().world(1, 0), 2, 5, metrics={"loss": None, "lr": 0.1})
-    assert fold(story.records).metrics == {"lr": ((1002.0, 5, 0.1),)}
+    view = fold(story.records)
+    assert view.metrics == {"lr": ((1002.0, 5, 0.1),)}
+    assert view.reported == {"loss": None, "lr": 0.1}
+
+
+def test_the_last_value_of_each_metric_is_at_hand():
+    story = tell(Story().world(1, 0), 2, 5, metrics={"loss": 3.0, "lr": 0.1})
+    tell(story, 3, 6, metrics={"loss": 2.0})
+    assert fold(story.records).reported == {"loss": 2.0, "lr": 0.1}
+
+
+def test_samples_are_those_of_the_lowest_ranks_and_go_back_with_the_steps():
+    story = Story().world(1, 0)
+    for at, samples, by, rank in [(2, 64, "a", 0), (3, 96, "b", 1), (4, -1, "a", 0)]:
+        progress = events.Progress([rank], [at], [100.0 + at], samples=samples)
+        story.tell(at, progress, by=by, generation=0)
+    assert fold(story.records).samples == 64
+    story.over(5, 0).world(6, 1)
+    story.tell(7, events.Progress([0], [1], [107.0], samples=32), generation=1)
+    assert fold(story.records).samples == 32
+
+
+def test_the_last_checkpoint_in_storage_is_known_with_when_it_was():
+    story = Story().world(1, 0)
+    assert fold(story.records).checkpoint is None
+    for at, step in ((5, 40), (9, 80)):
+        stored = events.CheckpointStored(0, step, at=100.0 + at - 1, seconds=0.5, size=1000)
+        story.tell(at, stored, generation=0)
+    expected = StoredView(wall=1008.0, step=80, seconds=0.5, size=1000)
+    assert fold(story.records).checkpoint == expected
 
 
 def test_names_are_few():

@@ -15,6 +15,7 @@ def test_the_names_are_part_of_the_format_and_stay():
     assert sorted(EVENTS) == [
         "agent-started",
         "became-leader",
+        "checkpoint-stored",
         "generation-over",
         "hang",
         "job-ended",

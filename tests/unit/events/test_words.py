@@ -11,7 +11,7 @@ from torchelastic.events import words
 from torchelastic.events.goodput import Goodput, goodput
 from torchelastic.events.record import Record
 from torchelastic.events.recoveries import Recovery
-from torchelastic.events.view import JobView
+from torchelastic.events.view import JobView, NodeView, StoredView, WorldView
 
 
 def said(event: events.Event | None, **fields) -> str:
@@ -55,6 +55,14 @@ def said(event: events.Event | None, **fields) -> str:
         (events.Progress([0, 1], [4, 4], [0, 0]), "ranks 0, 1 at step 4"),
         (events.Progress([0, 1], [4, 5], [0, 0]), "ranks 0, 1 at step 4 to 5"),
         (events.Progress([3], [4], [0]), "rank 3 at step 4"),
+        (
+            events.Progress([3], [4], [0], metrics={"loss": 2.5, "accuracy": None}),
+            "rank 3 at step 4, loss 2.5, accuracy not a number",
+        ),
+        (
+            events.CheckpointStored(0, 40, at=1.0, seconds=0.25, size=5_000_000),
+            "checkpoint of step 40 in storage: 5.0 MB in 250 ms",
+        ),
         (events.Training(2, 8, 0), "rank 2 trains from step 8"),
         (
             events.Training(2, 8, 99, 0.25, 0.5),
@@ -129,6 +137,73 @@ def test_rates(rate, text):
 )
 def test_how_far_a_job_is_and_whether_it_stands_still(view, now, text):
     assert words.pace(view, now) == text
+
+
+@pytest.mark.parametrize(
+    ("view", "text"),
+    [
+        (JobView(), "starting"),
+        (JobView(phase="starting", started=100.0), "starting for 6 min"),
+        (JobView(phase="running", started=100.0), "running for 6 min"),
+        (JobView(phase="waiting", started=100.0), "waiting, started 6 min ago"),
+        (JobView(phase="restarting", started=100.0), "restarting, started 6 min ago"),
+        (
+            JobView(phase="ended", started=100.0, ended=340.0, exitcode=3),
+            "ended 2 min ago after 4 min, exit code 3",
+        ),
+        (
+            JobView(
+                phase="died",
+                started=100.0,
+                nodes={"a": NodeView(name="a", state="died", last_seen=400.0)},
+            ),
+            "killed 1 min ago after 5 min",
+        ),
+        (JobView(phase="died"), "killed"),
+    ],
+)
+def test_how_a_job_stands(view, text):
+    assert words.standing(view, 460.0) == text
+
+
+WORLD = WorldView(generation=0, nodes=("a",), count=3, size=6, began=1.0, why="")
+
+
+@pytest.mark.parametrize(
+    ("view", "text"),
+    [
+        (JobView(size=2, nodes={"a": NodeView(name="a", state="running")}), "2 workers on 1 node"),
+        (JobView(size=6, unnamed=3, worlds=(WORLD,)), "6 workers on 3 nodes"),
+        (JobView(size=6, worlds=(WORLD,), phase="ended"), "6 workers on 3 nodes"),
+        (JobView(size=1), "1 worker"),
+    ],
+)
+def test_how_big_a_world_is_or_was(view, text):
+    assert words.workers(view) == text
+
+
+STORED = StoredView(wall=100.0, step=40, seconds=1.0, size=1)
+
+
+@pytest.mark.parametrize(
+    ("view", "now", "text"),
+    [
+        (JobView(), 1.0, ""),
+        (JobView(checkpoint=STORED), 280.0, "checkpoint of step 40, 3 min old"),
+        (JobView(checkpoint=STORED, step=41), 280.0, "checkpoint of step 40, 3 min and 1 step old"),
+        (JobView(checkpoint=STORED, step=52), None, "checkpoint of step 40, 12 steps old"),
+        (JobView(checkpoint=STORED, step=30), None, "checkpoint of step 40, 0 steps old"),
+        (JobView(checkpoint=STORED), None, "checkpoint of step 40"),
+    ],
+)
+def test_how_old_the_last_checkpoint_is(view, now, text):
+    assert words.checkpoint(view, now) == text
+
+
+def test_what_a_script_reports_in_a_line():
+    view = JobView(reported={"loss": 2.3456789, "lr": 1e-05, "accuracy": None, "steps": 100000.0})
+    assert words.reported(view) == "loss 2.34568, lr 1e-05, accuracy not a number, steps 100000"
+    assert words.reported(JobView()) == ""
 
 
 def test_goodput_in_a_line():

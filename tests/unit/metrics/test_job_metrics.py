@@ -1,5 +1,7 @@
 """A job in numbers: what is counted of its records."""
 
+from math import isnan
+
 import pytest
 
 from torchelastic.events import types as events
@@ -69,6 +71,21 @@ def test_the_world_as_it_stands():
     assert story.value("restarts_used") == 3
     assert story.value("phase", phase="running") == 1
     assert story.value("phase", phase="waiting") == 0
+
+
+def test_what_the_script_reports_and_how_old_the_last_checkpoint_is():
+    story = Story().start().world(1, 0)
+    assert not {"samples", "checkpoint_step"} & set(story.families())
+    metrics = {'lo"ss': 2.5, "accuracy": None}
+    story.tell(2, events.Progress([0], [50], [2.0], metrics=metrics, samples=640), 0)
+    story.tell(9, events.CheckpointStored(0, 40, at=8.0, seconds=0.5, size=1000), 0)
+    values = story.families()["metric"].values
+    assert values[(("name", 'lo"ss'),)] == 2.5
+    assert isnan(values[(("name", "accuracy"),)])
+    assert story.value("samples") == 640
+    values = story.families(now=1.7e9 + 20)
+    expected = {"step": 40, "bytes": 1000, "write_seconds": 0.5, "age_seconds": 12, "age_steps": 10}
+    assert {name: values[f"checkpoint_{name}"].values[()] for name in expected} == expected
 
 
 def test_a_failure_from_its_detection_until_workers_run_again():

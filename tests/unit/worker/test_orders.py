@@ -38,6 +38,7 @@ ALL = [
     orders.PeerLost(3, 17, "gone"),
     orders.Unfit(),
     orders.Finished(3, 17),
+    orders.Stored(7, 0.5, 1000),
     orders.Pong(waiting=True, aborted=True),
 ]
 
