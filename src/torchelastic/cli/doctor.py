@@ -95,11 +95,11 @@ def launch_of(parsed: Parsed, environ: Mapping[str, str]) -> Subject:
             and flag.convert(environ[name]) != parsed[flag.dest]
         ],
         known=[name for flag in FLAGS for name in flag.variables],
-        alone=_alone(parsed),
+        alone=not isinstance(config, LaunchConfig) or _is_silent(parsed),
     )
 
 
-def _alone(parsed: Parsed) -> bool:
+def _is_silent(parsed: Parsed) -> bool:
     """Whether nothing was said of a launch."""
     own = {flag.dest for flag in DOCTOR.own_flags}
     return not parsed.command and not any(parsed.given(dest) for dest in set(parsed.values) - own)
@@ -124,7 +124,7 @@ def _tell(subject: Subject, examine: Callable[[], list[Finding]], on_gpus: bool)
     from torchelastic.cli.doctor_text import lines, title
     from torchelastic.doctor.finding import summary
 
-    terminal.show(f"{title(subject.config, subject.entry, alone=subject.alone)}\n")
+    terminal.show(f"{title(subject)}\n")
     width, findings = terminal_width(), []
     for found in (examine(), *([finding] for finding in _on_gpus(subject, on_gpus))):
         findings += found

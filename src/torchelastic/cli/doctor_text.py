@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from torchelastic.cli.terminal import one_line
-from torchelastic.config import Entry, LaunchConfig
+from torchelastic.doctor.examination import Subject
 from torchelastic.doctor.finding import Finding, Verdict
 
 _VERDICT = max(len(verdict.value) for verdict in Verdict)
@@ -14,19 +14,19 @@ _VERDICT = max(len(verdict.value) for verdict in Verdict)
 _CHECK = 15
 
 
-def title(config: LaunchConfig, entry: Entry | None, *, alone: bool) -> str:
+def title(subject: Subject) -> str:
     """What is examined, in one line."""
-    if alone:
+    config = subject.config
+    if subject.alone and subject.refusals:
+        return "This machine; there is no launch that could be checked."
+    if subject.alone:
         return "This machine; name a script and the flags of its launch to check that as well."
-    nodes = str(config.max_nodes)
-    if config.min_nodes != config.max_nodes:
-        nodes = f"{config.min_nodes} to {config.max_nodes}"
-    what = "A launch" if entry is None else entry.name
+    nodes = f"{config.min_nodes} to {config.max_nodes} nodes"
+    if config.min_nodes == config.max_nodes:
+        nodes = "1 node" if config.max_nodes == 1 else f"{config.max_nodes} nodes"
+    what = "A launch" if subject.entry is None else subject.entry.name
     where = f", meeting at {config.rdzv_endpoint}" if config.rdzv_endpoint else ""
-    plural = "" if nodes == "1" else "s"
-    return one_line(
-        f"{what} on {nodes} node{plural} with --nproc-per-node {config.nproc_per_node}{where}."
-    )
+    return one_line(f"{what} on {nodes} with --nproc-per-node {config.nproc_per_node}{where}.")
 
 
 def lines(findings: Sequence[Finding], width: int) -> list[str]:

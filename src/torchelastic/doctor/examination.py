@@ -36,7 +36,7 @@ Check = Callable[[], Sequence[Finding]]
 class Subject:
     """What is examined: a launch, or the machine alone."""
 
-    #: As by default, where nothing is said of a launch.
+    #: As by default, where there is no launch.
     config: LaunchConfig
     #: What workers would run; None: not said.
     entry: Entry | None
@@ -49,7 +49,7 @@ class Subject:
     used: Sequence[str] = ()
     overridden: Sequence[str] = ()
     known: Sequence[str] = ()
-    #: Nothing was said of a launch: its flags need no verdict.
+    #: Nothing was said of a launch, or nothing that `run` could make one of.
     alone: bool = False
 
 
@@ -108,10 +108,10 @@ def side_by_side(checks: Mapping[str, tuple[Check, float]]) -> list[Finding]:
 
 def _launch(subject: Subject) -> list[Finding]:
     """What can be said of the command line and the variables alone."""
-    if subject.alone:
-        return []
     config = subject.config
     found = [fault("launch", sentence) for sentence in subject.refusals]
+    if subject.alone:
+        return found
     found += [warning("launch", note) for note in config.notes]
     if subject.entry is not None:
         found += _beside(subject.entry)

@@ -104,8 +104,8 @@ def test_version(capsys):
 
 
 RNU = (
-    "There is no command 'rnu': write run, status, top, dashboard, events, logs, trace or "
-    "rendezvous."
+    "There is no command 'rnu': write run, status, top, dashboard, events, logs, trace, "
+    "doctor or rendezvous."
 )
 
 
