@@ -160,7 +160,12 @@ class Agent:
         gathered = GatheredLog(path.with_name(GATHERED_FILE))
         self._gathering = Gathering(gathered, self._clock)
         self._telling = Telling(
-            self._events, self._node, config.run_id, self._gathering, self._clock
+            self._events,
+            self._node,
+            config.run_id,
+            self._gathering,
+            self._clock,
+            on_leader=lambda name: self._narrator.leader_found(name),
         )
         self._narrator = Narrator(
             self._events,

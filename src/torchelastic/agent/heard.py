@@ -16,7 +16,7 @@ from torchelastic.events.record import Record
 FEW = 64
 #: Beyond so many, what all agents would say alike is told by the leader only.
 MANY = 256
-SAID_BY_ALL = frozenset({"world-formed", "waiting"})
+SAID_BY_ALL = frozenset({"world-formed", "waiting", "leader-found"})
 
 #: Seconds that lines wait for others to be told with, and bytes that are told at a time.
 LINGER, LONGEST_LINGER = 0.3, 5.0

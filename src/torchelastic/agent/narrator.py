@@ -167,6 +167,9 @@ class Narrator:
 
     # --- what every node sees --------------------------------------------------------------------
 
+    def leader_found(self, name: str) -> None:
+        self._log.emit(events.LeaderFound(name=name))
+
     def world_seen(self, world: World) -> None:
         if world.phase == "running":
             self._world_runs(world)

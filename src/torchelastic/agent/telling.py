@@ -14,7 +14,8 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import Awaitable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -104,14 +105,31 @@ class DistantEar:
         return answer
 
 
+@dataclass(frozen=True)
+class Leader:
+    """The node that leads, where its agent is reached, and its name."""
+
+    node: str = ""
+    peer: str = ""
+    name: str = ""
+
+
 class Telling:
     """Made before the first event; `open` it once this node has joined."""
 
     def __init__(
-        self, log: EventLog, node: str, job: str, gathering: Gathering, clock: Clock
+        self,
+        log: EventLog,
+        node: str,
+        job: str,
+        gathering: Gathering,
+        clock: Clock,
+        *,
+        on_leader: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._node, self._job, self._clock = node, job, clock
         self._path = log.path
+        self._on_leader = on_leader
         self._gathering = gathering
         self._recent: deque[Record] = deque(maxlen=RECENT)
         #: The time of the last record that is in the file only.
@@ -119,8 +137,8 @@ class Telling:
         self._meeting: Meeting | None = None
         #: Nodes of the world; 0 before the first.
         self._nodes = 0
-        #: Who leads, where its agent is reached, and the conversation with it.
-        self._leader: tuple[str, str] = ("", "")
+        #: Who leads, and the conversation with it.
+        self._leader = Leader()
         self._talk: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
         #: A world has begun; there are records to tell; there are none; no time is to be lost.
@@ -149,7 +167,7 @@ class Telling:
         Then nobody needs to ask who leads: thousands would, of who has a world to form.
         """
         self._nodes = max(nodes, 1)
-        if not (host and host == self._leader[0] and self._is_talking):
+        if not (host and host == self._leader.node and self._is_talking):
             self._turned.set()
 
     async def last_words(self, seconds: float) -> None:
@@ -193,29 +211,32 @@ class Telling:
     def _is_talking(self) -> bool:
         return self._talk is not None and not self._talk.done()
 
-    async def _find(self) -> tuple[str, str] | None:
-        """The node that leads and the address of its agent; None while nobody does."""
+    async def _find(self) -> Leader | None:
+        """The node that leads; None while nobody does."""
         assert self._meeting is not None
         try:
-            node = await self._stored(LEADER_KEY, "node")
-            peer = await self._stored(MEMBER_PREFIX + node, "peer") if node else ""
+            node = str((await self._stored(LEADER_KEY)).get("node", ""))
+            member = await self._stored(MEMBER_PREFIX + node) if node else {}
         except RendezvousError as error:
             logger.debug("who leads cannot be found out: %s", error)
             return None
-        return (node, peer) if peer else None
+        leader = Leader(node, str(member.get("peer", "")), str(member.get("name", "")))
+        return leader if leader.peer else None
 
-    async def _stored(self, key: str, name: str) -> str:
-        """A text in the store; empty if it is not there."""
+    async def _stored(self, key: str) -> Mapping[str, Any]:
+        """What is in the store; nothing if it is not there."""
         assert self._meeting is not None
         item = (await self._meeting.store.get(key)).items.get(key)
-        return str(item.value.get(name, "")) if item is not None else ""
+        return item.value if item is not None else {}
 
-    async def _turn_to_leader(self, leader: tuple[str, str]) -> None:
+    async def _turn_to_leader(self, leader: Leader) -> None:
         if self._talk is not None:
             self._talk.cancel()
             await asyncio.wait({self._talk})
+        if leader.node not in (self._node, self._leader.node):
+            self._on_leader(leader.name)
         self._leader = leader
-        self._talk = self._start(self._talk_to(*leader))
+        self._talk = self._start(self._talk_to(leader.node, leader.peer))
 
     # --- what ------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ class Story:
     def records(self, *, thin: bool = False) -> list[Record]:
         """All that is told so far, in the order of time; `thin`: fewer steps of a long story."""
         if self.where is not None:
-            return list(log.read_job(self.where, job=self.job))
+            return list(log.read_job(self.where, job=self.job, thin=thin))
         return log.read_files(self.files(), thin=thin)
 
 

@@ -155,14 +155,16 @@ def _is_read(line: bytes, steps: bool, every: int, left: int) -> bool:
     return steps and (every == 1 or left < _LATEST or zlib.crc32(line) % every == 0)
 
 
-def read_job(where: Path, *, job: str | None = None) -> Iterator[Record]:
+def read_job(where: Path, *, job: str | None = None, thin: bool = False) -> Iterator[Record]:
     """The story of a job in a file or under a directory, in the order of `Record.time`.
 
     `where` is a log file, a run directory, or a log directory with the run directories of several
     nodes; raises `ConfigError` when it holds no events, or those of several jobs and none is named.
+    With `thin` as in `read_files`.
     """
     files = find_logs(where)
-    records = [list(read(file)) for file in files]
+    every = _one_in(files) if thin else 1
+    records = [list(read(file, every=every)) for file in files]
     jobs = sorted({record.job for found in records for record in found[:1]})
     if job is None and len(jobs) > 1:
         listed = ", ".join(repr(name) for name in jobs)
@@ -180,13 +182,14 @@ def read_files(files: Iterable[Path], *, steps: bool = True, thin: bool = False)
     With `thin`, for a picture: of logs so long that it would take minutes, not every step.
     """
     files = list(files)
-    every = 1 + _size(files) // MUCH if thin else 1
+    every = _one_in(files) if thin else 1
     return merged([list(read(file, steps=steps, every=every)) for file in files])
 
 
-def _size(files: Iterable[Path]) -> int:
+def _one_in(files: Iterable[Path]) -> int:
+    """One line in so many, of those with steps, is read of logs as long as these."""
     parts = [part for file in files for part in (file, _rotated(file))]
-    return sum(part.stat().st_size for part in parts if part.exists())
+    return 1 + sum(part.stat().st_size for part in parts if part.exists()) // MUCH
 
 
 def find_logs(where: Path) -> list[Path]:

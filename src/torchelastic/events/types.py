@@ -137,6 +137,15 @@ class BecameLeader(Event):
 
 
 @dataclass(frozen=True)
+class LeaderFound(Event):
+    """This agent tells its events to another node, which leads, from now on."""
+
+    type: ClassVar[str] = "leader-found"
+    #: Of that node.
+    name: str
+
+
+@dataclass(frozen=True)
 class NodeJoined(Event):
     """The leader sees a new member."""
 
@@ -409,6 +418,7 @@ EVENTS: dict[str, type[Event]] = {
         Note,
         JobEnded,
         BecameLeader,
+        LeaderFound,
         NodeJoined,
         NodeLost,
         NodeLeaving,

@@ -241,9 +241,9 @@ class JobFold:
             case events.Joined(name=given, hosting=hosting):
                 self._joined(record, given, hosting)
             case events.BecameLeader():
-                for key, node in self._nodes.items():
-                    if node.leader or key == name:
-                        self._nodes[key] = replace(node, leader=key == name)
+                self._leads(name)
+            case events.LeaderFound(name=other):
+                self._leads(other)
             case events.NodeJoined(name=other):
                 self._arrived(other)
                 self._tell(record, f"{other} joined")
@@ -314,6 +314,11 @@ class JobFold:
         node = self._nodes.pop(self._names[record.node])
         self._names[record.node] = name
         self._nodes[name] = replace(node, name=name, hosting=hosting, state="joined")
+
+    def _leads(self, name: str) -> None:
+        for key, node in self._nodes.items():
+            if node.leader or key == name:
+                self._nodes[key] = replace(node, leader=key == name)
 
     def _arrived(self, name: str) -> None:
         """The leader sees a member; its own agent, or a world, may have told already."""

@@ -233,6 +233,7 @@ _WORDS: dict[type[events.Event], Callable[[Any], str]] = {
     events.Note: lambda e: e.text,
     events.JobEnded: lambda e: _because(f"ended with exit code {e.exitcode}", e.reason),
     events.BecameLeader: lambda _: "leads the job",
+    events.LeaderFound: lambda e: f"{e.name} leads the job",
     events.NodeJoined: lambda e: f"{e.name} joined",
     events.NodeLost: lambda e: _because(f"{e.name} was lost", e.reason),
     events.NodeLeaving: lambda e: _because(f"{e.name} leaves", e.reason),

@@ -20,6 +20,7 @@ def test_the_names_are_part_of_the_format_and_stay():
         "hang",
         "job-ended",
         "joined",
+        "leader-found",
         "lease-lost",
         "leaving",
         "node-joined",
