@@ -301,15 +301,6 @@ class Progress(Event):
     own: Sequence[float] = ()
     #: What the script reported last, by name: the lowest rank's; null: not a finite number.
     metrics: Mapping[str, float | None] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Straggler(Event):
-    """A worker is slower than the others, which wait for it; said again when it costs much more,
-    and once more when that is over. By the leader."""
-
-    type: ClassVar[str] = "straggler"
-    rank: int
     #: Samples that all workers of the job together have trained with; -1: nobody counts.
     samples: int = -1
 
@@ -329,6 +320,15 @@ class CheckpointStored(Event):
     seconds: float
     #: In bytes.
     size: int
+
+
+@dataclass(frozen=True)
+class Straggler(Event):
+    """A worker is slower than the others, which wait for it; said again when it costs much more,
+    and once more when that is over. By the leader."""
+
+    type: ClassVar[str] = "straggler"
+    rank: int
     #: Of its own, without waiting for others.
     seconds_per_step: float
     #: The median of all ranks.
@@ -431,6 +431,7 @@ EVENTS: dict[str, type[Event]] = {
         StandbyStarted,
         Training,
         Progress,
+        CheckpointStored,
         Straggler,
         Hang,
         WorkerKilled,
@@ -441,7 +442,6 @@ EVENTS: dict[str, type[Event]] = {
 }
 
 
-        CheckpointStored,
 def from_fields(name: str, data: Json) -> Event | None:
     """The event a line tells of; None for one this version does not know or that makes no sense."""
     cls = EVENTS.get(name)

@@ -92,7 +92,7 @@ def pick(
         return None, ()
     mates = [item for item in every if item.generation == every[0].generation]
     looks = []
-    among_lost = False
+    among_lost = bool(lost)
     for item in mates:
         looks.append(_look(item, among_lost=among_lost, node_lost=bool(lost)))
         among_lost = among_lost or looks[-1] in (_Look.CONNECTION, _Look.LOST_PEER)

@@ -6,7 +6,7 @@ from datetime import datetime
 import pytest
 
 from torchelastic.agent import report
-from torchelastic.failure import Failure
+from torchelastic.failure import Failure, node_failure
 from torchelastic.rendezvous.world import World, WorldNode
 
 CAUSE = Failure(
@@ -110,6 +110,50 @@ def test_a_killed_worker_has_no_traceback_and_says_so():
     assert "  traceback : none: the worker ended without a Python exception\n" in text
     assert "  step" not in text
     assert "Nothing else fell because of it." in text
+
+
+def test_what_the_agent_has_found_out_and_the_worker_s_last_lines():
+    killed = replace(
+        CAUSE,
+        exitcode=-9,
+        message="killed by SIGKILL: out of memory",
+        traceback="",
+        hint="out of memory: the kernel killed it (limit 2.0 GiB)",
+        collective="all_reduce #14",
+        log_lines=("loading", "step 17"),
+    )
+    assert (
+        "  error     : killed by SIGKILL: out of memory\n"
+        "  hint      : out of memory: the kernel killed it (limit 2.0 GiB)\n"
+        "  collective: all_reduce #14\n"
+        "  traceback : none: the worker ended without a Python exception\n"
+        "  last lines: \n"
+        "    loading\n"
+        "    step 17\n"
+        "-----"
+    ) in report.job_failed(replace(WORLD, cause=killed))
+
+
+def test_a_node_may_be_the_cause():
+    gone = node_failure("node-b", 3, "its lease has ended")
+    world = replace(WORLD, cause=gone, reason="node-b failed; no restarts are allowed")
+    text = report.job_failed(world)
+    assert "job FAILED in generation 3: node-b failed; no restarts are allowed\n" in text
+    assert "[0]:\n  host      : node-b\n  error     : its lease has ended\n----" in text
+    assert "Fell because of it:\n  rank 0 on node-a" in text
+
+
+@pytest.mark.parametrize(
+    ("hint", "words"),
+    [
+        ("", "killed by SIGKILL"),
+        ("not for want of memory: somebody sent SIGKILL", "killed by SIGKILL"),
+        ("out of memory: the kernel killed it", "killed by SIGKILL: out of memory"),
+        ("perhaps out of memory: the kernel", "killed by SIGKILL: perhaps out of memory"),
+    ],
+)
+def test_with_hint(hint, words):
+    assert report.with_hint("killed by SIGKILL", hint) == words
 
 
 def test_a_job_may_end_without_a_failing_worker():

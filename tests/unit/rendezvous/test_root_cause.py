@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from torchelastic.failure import Failure
-from torchelastic.rendezvous.root_cause import is_consequence, pick
+from torchelastic.failure import Failure, node_failure
+from torchelastic.rendezvous.root_cause import is_consequence, pick, waited_for_others
 
 
 def failure(
-    message: str = "", exitcode: int = 1, *, traceback: str = "", generation: int = 3
+    message: str = "", exitcode: int = 1, *, traceback: str = "", generation: int = 3, **more
 ) -> Failure:
     return Failure(
         generation=generation,
@@ -18,7 +18,13 @@ def failure(
         exitcode=exitcode,
         message=message,
         traceback=traceback,
+        **more,
     )
+
+
+def told(message: str, **more) -> Failure:
+    """An exception that the script raised."""
+    return failure(message, traceback=f"Traceback ...\n{message}", **more)
 
 
 BUG = failure("ValueError: bad batch", traceback="Traceback ...\nValueError: bad batch")
@@ -42,6 +48,26 @@ SPEAKS_OF_IT = failure(
 STOPPED = failure("killed by SIGTERM", -15)
 STOPPED_SHELL = failure("exit code 143", 143)
 OLDER = failure("ValueError: of another world", generation=2)
+#: The user's own network: a cause for all we know, unless there is a better one.
+DATA_SERVER = told("ConnectionRefusedError: [Errno 111] Connection refused")
+#: No connection was broken.
+TEXT_ONLY = [
+    told("ValueError: the connection refused by the user has no colour"),
+    told("KeyError: 'Broken pipe'"),
+    told("AssertionError: failed to recv, they said"),
+    told("TypeError: connection reset must be a number"),
+]
+OWN_DEVICE = told(
+    "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1234, unhandled cuda "
+    "error (run with NCCL_DEBUG=INFO for details)"
+)
+LOST = told("RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection reset by peer")
+SILENT = failure("exit code 1", 1)
+ABORTED_SHELL = failure("exit code 134", 134)
+#: Resident workers that live on, and say so.
+PEER = failure("lost a peer: Connection closed by peer", alive=True)
+WAITED = told("RuntimeError: training failed", waited=True, entered=7)
+NODE, OTHER_NODE = (node_failure(name, 3, "its lease has ended") for name in ("b", "c"))
 
 
 @pytest.mark.parametrize(
@@ -76,6 +102,80 @@ def test_pick(failures, cause):
     assert first is cause
     mates = [item for item in failures if item.generation == cause.generation]
     assert list(others) == [item for item in mates if item is not cause]
+
+
+@pytest.mark.parametrize(
+    ("failures", "lost", "cause"),
+    [
+        # A node is killed: its peers' workers fall, in whatever words and order.
+        ([], [NODE], NODE),
+        ([], [NODE, OTHER_NODE], NODE),
+        ([GLOO, NCCL], [NODE], NODE),
+        ([PEER, PEER], [NODE], NODE),
+        ([DATA_SERVER], [NODE], NODE),
+        ([SILENT, GLOO], [NODE], NODE),
+        ([WAITED], [NODE], NODE),
+        ([ABORTED], [NODE], NODE),
+        ([LOST, ABORTED], [NODE], NODE),
+        ([LOST, ABORTED_SHELL], [NODE], NODE),
+        ([STOPPED], [NODE], NODE),
+        # A worker told why it died before its node went, or the script failed by itself.
+        ([BUG], [NODE], BUG),
+        ([GLOO, KILLED], [NODE], KILLED),
+        ([SEGFAULT], [NODE], SEGFAULT),
+    ],
+)
+def test_a_node_that_is_lost(failures, lost, cause):
+    first, others = pick(failures, lost)
+    assert first is cause
+    assert list(others) == [item for item in (*failures, *lost) if item is not cause]
+
+
+@pytest.mark.parametrize("text_only", TEXT_ONLY)
+def test_an_exception_that_merely_speaks_of_connections_is_a_cause(text_only):
+    assert pick([GLOO, text_only, KILLED])[0] is text_only
+    assert not is_consequence(text_only)
+
+
+@pytest.mark.parametrize(
+    ("failures", "cause"),
+    [
+        ([GLOO, DATA_SERVER, NCCL], DATA_SERVER),
+        ([DATA_SERVER, BUG], BUG),
+        ([PEER, OWN_DEVICE], OWN_DEVICE),
+        ([SILENT, GLOO], SILENT),
+        ([GLOO, SILENT], SILENT),
+        ([SILENT, BUG], SILENT),
+        ([GLOO, ABORTED_SHELL], ABORTED_SHELL),
+        ([PEER, KILLED], KILLED),
+        ([PEER, PEER, BUG], BUG),
+    ],
+)
+def test_what_is_the_user_s_own_goes_before_what_a_lost_peer_leaves_behind(failures, cause):
+    assert pick(failures)[0] is cause
+
+
+def test_who_waits_for_others_in_a_collective_has_not_failed_first():
+    killed_while_waiting = failure("killed by SIGKILL", -9, waited=True, entered=7)
+    assert pick([WAITED, BUG])[0] is BUG
+    assert pick([WAITED, killed_while_waiting])[0] is killed_while_waiting
+    assert pick([WAITED])[0] is WAITED
+    assert waited_for_others(WAITED)
+    assert not waited_for_others(BUG)
+    assert not waited_for_others(DATA_SERVER)
+
+
+def test_those_who_had_entered_more_collectives_waited_for_who_had_entered_fewer():
+    ahead, behind = (failure(GLOO.message, entered=number) for number in (9, 8))
+    assert pick([ahead, behind])[0] is behind
+    assert pick([behind, ahead])[0] is behind
+    unknown = failure(GLOO.message)
+    assert pick([ahead, behind, unknown])[0] is ahead, "where not all are known, who told first"
+
+
+def test_how_far_a_cause_was_says_nothing():
+    ahead, behind = (failure("killed by SIGKILL", -9, entered=number) for number in (9, 8))
+    assert pick([ahead, behind])[0] is ahead
 
 
 def test_no_failures_have_no_cause():

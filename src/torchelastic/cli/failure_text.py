@@ -1,0 +1,65 @@
+"""The last failure of a job in the terminal: what came first, and what fell because of it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from torchelastic.cli.terminal import one_line, plain
+from torchelastic.events import words
+from torchelastic.events.failures import FailureView
+from torchelastic.failure import Failure
+
+#: Failures that fell because of the first one, and ranks, that are shown.
+_SHOWN = 8
+
+
+def in_full(failure: FailureView, width: int) -> list[str]:
+    """All that is known, in lines of this width; a traceback and a log keep their own."""
+    cause = failure.cause
+    lines = _wrapped(failure.sentence, width)
+    for label, text in _facts(failure).items():
+        lines += _wrapped(f"{label}: {text}", width)
+    lines += [plain(line) for line in cause.traceback.rstrip().splitlines()]
+    if cause.log_lines:
+        lines += ["the last lines it wrote:", *(f"  {one_line(line)}" for line in cause.log_lines)]
+    if failure.consequences:
+        lines += ["fell because of it:", *_consequences(failure.consequences, width)]
+    return lines
+
+
+def in_brief(failure: FailureView) -> list[str]:
+    """What fits where there is little room: each line by itself."""
+    lines = [failure.sentence]
+    lines += [f"{label}: {text}" for label, text in _facts(failure).items()]
+    if said := failure.cause.traceback.rstrip() or "\n".join(failure.cause.log_lines):
+        lines.append(said.splitlines()[-1])
+    if failure.consequences:
+        fell = [one.node if one.is_node else f"rank {one.rank}" for one in failure.consequences]
+        lines.append(f"fell because of it: {words.listed(fell)}")
+    return [one_line(line) for line in lines]
+
+
+def _facts(failure: FailureView) -> dict[str, str]:
+    told = {"hint": failure.cause.hint, "last collective": failure.cause.collective}
+    if failure.hang is not None:
+        told["hang"] = str(failure.hang.get("text", ""))
+    return {label: text for label, text in told.items() if text}
+
+
+def _consequences(failures: Sequence[Failure], width: int) -> list[str]:
+    lines = []
+    for failure in failures[:_SHOWN]:
+        lines += _wrapped(failure.sentence(), width, "  ")
+    more = len(failures) - _SHOWN
+    return [*lines, f"  and {more} more"] if more > 0 else lines
+
+
+def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        one_line(text),
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.unit.cli.test_status import HOSTILE
+from tests.unit.events.stories import failure
+from torchelastic.cli.failure_text import in_brief, in_full
+from torchelastic.events.failures import FailureView
+from torchelastic.failure import node_failure
+
+CAUSE = failure(
+    message="killed by SIGKILL: out of memory",
+    hint="out of memory: the kernel killed it (limit 2.0 GiB; its log names the process)",
+    log_lines=("loading", "step 7"),
+    collective="all_reduce #14",
+)
+FELL = failure(node="a", rank=0, message="lost a peer: rank 2")
+
+
+def seen(cause=CAUSE, *consequences, **more) -> FailureView:
+    return FailureView(
+        generation=0,
+        wall=1000.0,
+        sentence=cause.sentence(),
+        cause=cause,
+        consequences=consequences,
+        **more,
+    )
+
+
+def test_in_full():
+    assert in_full(seen(CAUSE, FELL), 96) == [
+        "rank 2 on b (local rank 0, pid 42) at step 7: killed by SIGKILL: out of memory",
+        "hint: out of memory: the kernel killed it (limit 2.0 GiB; its log names the process)",
+        "last collective: all_reduce #14",
+        "the last lines it wrote:",
+        "  loading",
+        "  step 7",
+        "fell because of it:",
+        "  rank 0 on a (local rank 0, pid 42) at step 7: lost a peer: rank 2",
+    ]
+
+
+def test_what_is_not_known_is_left_out():
+    told = replace(CAUSE, hint="", log_lines=(), collective="", traceback="T\n  x\nE: boom\n")
+    assert in_full(seen(told), 96)[1:] == ["T", "  x", "E: boom"]
+
+
+def test_a_hang_is_told():
+    hang = {"text": "rank 3 is missing from all_reduce #14", "missing": [3], "ranks": []}
+    assert "hang: rank 3 is missing from all_reduce #14" in in_full(seen(hang=hang), 96)
+    assert "hang: rank 3 is missing from all_reduce #14" in in_brief(seen(hang=hang))
+
+
+def test_in_brief():
+    gone = node_failure("node-c", 0, "its lease has ended")
+    assert in_brief(seen(CAUSE, FELL, gone)) == [
+        "rank 2 on b (local rank 0, pid 42) at step 7: killed by SIGKILL: out of memory",
+        "hint: out of memory: the kernel killed it (limit 2.0 GiB; its log names the process)",
+        "last collective: all_reduce #14",
+        "step 7",
+        "fell because of it: rank 0, node-c",
+    ]
+
+
+def test_a_thousand_consequences_are_not_listed():
+    assert in_full(seen(CAUSE, *(FELL,) * 1000), 96)[-1] == "  and 992 more"
+
+
+def test_no_text_of_a_worker_does_more_in_a_terminal_than_be_read():
+    texts = {name: HOSTILE for name in ("node", "message", "traceback", "hint", "collective")}
+    hostile = replace(CAUSE, log_lines=(HOSTILE,), **texts)
+    view = seen(hostile, hostile, hang={"text": HOSTILE})
+    for line in (*in_full(view, 96), *in_brief(view)):
+        assert not set(line) & {"\x1b", "\x07", "\r", "\n", "\u202e", "\x9b"}
