@@ -81,9 +81,9 @@ class Workers:
         self._supervisor.exempt = nursery.pids
         #: Of those workers that use timers.
         self.timers = Timers()
-        #: From the order to stop them on: their ends are no failures then.
         #: Of those that report metrics.
         self._boards = Boards()
+        #: From the order to stop them on: their ends are no failures then.
         self.stopping = False
         #: What the kernel says of workers that it kills.
         self._memory = Memory()
@@ -294,6 +294,8 @@ class Workers:
             case orders.Erred() | orders.PeerLost() as erred:
                 self._steps[local_rank] = erred.step
                 self._erred(local_rank, erred)
+            case orders.Stored() as stored:
+                self._sampling.stored(*self._places[local_rank], stored)
             case orders.Up() as up:
                 self._steps[local_rank] = up.step
                 self._inside[local_rank] = up.generation
@@ -330,8 +332,6 @@ class Workers:
         self.tell(local_rank, orders.Slate(), [self._slates[local_rank]])
 
     def _rank(self, local_rank: int) -> int:
-            case orders.Stored() as stored:
-                self._sampling.stored(*self._places[local_rank], stored)
         return self._places[local_rank][1]
 
     # --- ends ------------------------------------------------------------------------------------
@@ -456,10 +456,10 @@ class Workers:
         if self.alive:  # only after an error of our own
             await self._supervisor.stop(SIGTERM, self._config.shutdown_timeout)
         self._supervisor.close()
+        self._boards.close()
         self.timers.close()
         self._memory.close()
         for opened in set(self._logs_of.values()):
             opened.close()
         for descriptor in self._slates.values():
             os.close(descriptor)
-        self._boards.close()

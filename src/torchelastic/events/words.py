@@ -250,10 +250,10 @@ _WORDS: dict[type[events.Event], Callable[[Any], str]] = {
     ),
     events.Training: _training,
     events.Progress: _progress,
-    events.Straggler: lambda e: e.text,
     events.CheckpointStored: lambda e: (
         f"checkpoint of step {e.step} in storage: {e.size / 1e6:.1f} MB in {seconds(e.seconds)}"
     ),
+    events.Straggler: lambda e: e.text,
     events.Hang: lambda e: e.text,
     events.WorkerKilled: lambda e: _because(f"rank {e.rank} is killed", e.reason),
     events.WorkerExited: _exited,

@@ -36,7 +36,6 @@ def attach() -> None:
     sys.addaudithook(watch)
 
 
-def _at_the_bottom() -> bool:
 def _checkpoint_stored(step: int, seconds: float, size: int) -> None:
     """Not on the training thread: it may wait for a busy agent."""
     from torchelastic.worker import orders  # not before it is needed: a worker starts without it
@@ -44,6 +43,7 @@ def _checkpoint_stored(step: int, seconds: float, size: int) -> None:
     channel.send(orders.to_json(orders.Stored(step, seconds, size)), patience=1.0)
 
 
+def _at_the_bottom() -> bool:
     hook = sys._getframe(1)
     return hook.f_back is None
 

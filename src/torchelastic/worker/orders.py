@@ -192,9 +192,6 @@ class Finished:
 
 
 @dataclass(frozen=True)
-class Pong:
-    """The answer to `Ping`."""
-@dataclass(frozen=True)
 class Stored:
     """A checkpoint of so many steps is in storage, after so many seconds, with so many bytes."""
 
@@ -203,6 +200,9 @@ class Stored:
     size: int
 
 
+@dataclass(frozen=True)
+class Pong:
+    """The answer to `Ping`."""
 
     #: The training thread waits for a collective, that is, for others.
     waiting: bool

@@ -75,9 +75,9 @@ class Shown:
     stalled: tuple[float, ...]
     #: Seconds of its steps in this generation, without those that it has waited for others.
     own: float = 0.0
-
     #: Samples that all ranks together have trained with so far; -1: nobody counts.
     samples: int = -1
+
 
 def read(descriptor: int) -> Shown:
     """For an agent, as `read_progress`."""
@@ -135,11 +135,11 @@ class Slate:
         if generation != self._generation:
             self._enter(generation, now)
         memory[_SINCE] = stalls.seconds
+        _SAMPLES.pack_into(memory, _SAMPLES_AT, milestones.samples)
         _ENTERED.pack_into(memory, 0, generation, step, now, now)
 
     def _enter(self, generation: int, now: float) -> None:
         """What was stalled before the last step of the generation before counts for that one."""
-        _SAMPLES.pack_into(memory, _SAMPLES_AT, milestones.samples)
         nothing = bytes(_STALLED.size)
         self._memory[_BEFORE] = self._memory[_SINCE] if self._generation is not None else nothing
         _RANK.pack_into(self._memory, _RANK_AT, self.rank)
