@@ -8,6 +8,7 @@ import pytest
 
 from tests.process.bench import bench, fake_torch
 from tests.support import poll_for
+from torchelastic import env
 from torchelastic.agent import linux
 from torchelastic.agent.cgroup import Cgroup
 from torchelastic.agent.supervisor import WorkerSpawn
@@ -122,3 +123,19 @@ def test_they_show_what_they_are(made):
     for pid in made.zygote.blanks():
         with open(f"/proc/{pid}/cmdline") as file:
             assert file.read().startswith("torchelastic-zygote\0")
+
+
+@pytest.mark.slow
+def test_a_worker_that_comes_later_finds_our_modules_imported(tmp_path):
+    """Each would import them in turn, on the way back from a failure."""
+    there = "'torchelastic.training.torch_state' in sys.modules"
+    script = f"import sys; open({str(tmp_path / 'told')!r}, 'w').write(str({there}))"
+    (tmp_path / "train.py").write_text(script)
+    with bench(tmp_path) as made:
+        made.start_zygote(Entry("script", str(tmp_path / "train.py")), env.snapshot(), blanks=1)
+        made.until(lambda: len(made.zygote.blanks()) == 1, "a blank")
+        entry = Entry("script", str(tmp_path / "train.py"))
+        spawn = WorkerSpawn(local_rank=0, entry=entry, env=env.snapshot())
+        made.do(made.supervisor.start([spawn]))
+        made.until(lambda: made.exits, "its end")
+        assert (tmp_path / "told").read_text() == "True"

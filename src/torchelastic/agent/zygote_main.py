@@ -38,6 +38,9 @@ from torchelastic.agent.cgroup import Cgroup
 
 #: The last is what the first optimizer or DDP of a worker would pay for.
 MODULES = ("torch", "torch.distributed", "torch._dynamo")
+#: What scripts use that keep their state or train with us: a fifth of a second of CPU time for each
+#: worker. Imported when nobody waits: those that come after a failure find it done.
+OWN_MODULES = ("torchelastic.training.torch_state", "torchelastic.training.loop")
 #: With it torch counts GPUs without touching the driver, which does not survive a fork.
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 TITLE = "torchelastic-zygote"
@@ -88,11 +91,12 @@ class _Server:
         self._blanks: list[_Blank] = []
         self._quiet_from = time.monotonic() + QUIET
         self._cgroup: Cgroup | None = None
+        self._has_own_modules = False
 
     def run(self) -> list[int]:
         """Serve until the agent is gone; returns in new processes, with a request's descriptors."""
         while True:
-            descriptors = self._add_blank() if self._quiet() else self._hear()
+            descriptors = self._prepare() if self._quiet() else self._hear()
             if descriptors is not None:
                 return descriptors
 
@@ -103,6 +107,15 @@ class _Server:
         if len(self._blanks) >= self._wanted:
             return not poll.poll()
         return not poll.poll(max(0.0, self._quiet_from - time.monotonic()) * 1000)
+
+    def _prepare(self) -> list[int] | None:
+        """Do something for the next request; returns in a blank, when it is told what it is."""
+        if self._has_own_modules:
+            return self._add_blank()
+        self._has_own_modules = True
+        import_all(OWN_MODULES)  # what fails here fails in the worker that needs it, and is told
+        _spare_pages()
+        return None
 
     def _hear(self) -> list[int] | None:
         """One message; None unless this is a new process."""
@@ -254,7 +267,6 @@ def _settle() -> None:
     """Make copies cheap and whole.
 
     One throw-away fork makes OpenBLAS, which starts threads when it is imported, give them up.
-    What the collector does not look at, it does not write to: pages stay shared with the copies.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python 3.12 warns of a fork with threads, rightly
@@ -262,6 +274,11 @@ def _settle() -> None:
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
+    _spare_pages()
+
+
+def _spare_pages() -> None:
+    """What the collector does not look at, it does not write to: pages stay shared with copies."""
     gc.collect()
     gc.freeze()
 
