@@ -215,7 +215,7 @@ class Agent:
         self._vigil = Vigil(self._workers, config.progress_timeout)
         self._narrator.started([self._entry.target, *self._entry.args], os.getpid())
         if self._page is not None:
-            self._nursery.pids.add(self._page.start(self._env, self._node))
+            self._nursery.pids.update(self._page.start(self._env, self._node))
 
     async def _close(self) -> None:
         """Leave nothing behind: no worker, no task, no file that only we needed."""

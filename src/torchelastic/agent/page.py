@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 MODULE = "torchelastic.dashboard"
 #: Seconds it has for showing how the job ended, to those who look.
 GRACE = 1.0
+#: Bytes among which its first words are.
+MUCH = 64 * 1024
 
 
 class Page:
@@ -52,8 +54,11 @@ class Page:
         """None where nobody has asked for it. Raises `ConfigError` where it cannot be."""
         return cls(config) if config.dashboard else None
 
-    def start(self, env: Mapping[str, str], node: str) -> int:
-        """Start it; returns its pid. In the main thread: it dies with the thread that does."""
+    def start(self, env: Mapping[str, str], node: str) -> set[int]:
+        """Start it; returns its pid, if it could be started.
+
+        In the main thread: it dies with the thread that starts it.
+        """
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", MODULE, self._config.run_id, node]
         command += [self._config.dashboard, *filter(None, [self._token_file])]
@@ -61,15 +66,16 @@ class Page:
             try:
                 streams = (theirs.fileno(), theirs.fileno(), 2)
                 pid = start_program(command, env=env, streams=streams, prepare=_prepare)
-            except SpawnError:
+            except SpawnError as error:
                 ours.close()
-                raise
+                logger.warning("no dashboard: %s The job goes on.", error)
+                return set()
         ours.setblocking(False)
         self._channel, self._pidfd = ours, os.pidfd_open(pid)
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         loop.add_reader(self._pidfd, self._notice_end)
-        return pid
+        return {pid}
 
     def _notice_end(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
@@ -77,7 +83,9 @@ class Page:
 
     async def watch(self, say: Callable[[str], None]) -> None:
         """Say where the page is and, should it end before the job does, that it has."""
-        told = await self._first_words()
+        if self._channel is None:
+            return
+        told = await self._first_words(self._channel)
         if "url" in told:
             # Not an event: the address has the token in it, and events are for others to read.
             logger.info("dashboard: %s", told["url"])
@@ -87,16 +95,18 @@ class Page:
         else:
             say(f"the dashboard has ended: {exit_words(self._ended.result())}; the job goes on")
 
-    async def _first_words(self) -> dict[str, str]:
+    async def _first_words(self, channel: socket.socket) -> dict[str, str]:
         """Where it is, or why it is nowhere; nothing if it ends without a word."""
-        assert self._channel is not None
         said = b""
-        while not said.endswith(b"\n"):
-            data = await asyncio.get_running_loop().sock_recv(self._channel, 4096)
+        while len(said) < MUCH:
+            data = await asyncio.get_running_loop().sock_recv(channel, MUCH)
             if not data:
-                return {}
+                break
             said += data
-        return dict(json.loads(said))
+            for line in said.splitlines():
+                if told := _told(line):
+                    return told
+        return {}
 
     async def close(self) -> None:
         """End it, after it has shown how the job ended to those who look."""
@@ -117,6 +127,16 @@ class Page:
         return (
             f"torchelastic dashboard {shlex.quote(str(run_dir) if kept else self._config.run_id)}"
         )
+
+
+def _told(line: bytes) -> dict[str, str]:
+    """What the process says of itself; nothing if that is somebody else's: a user's start-up code
+    may print what it likes."""
+    try:
+        said = json.loads(line)
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) and said.keys() & {"url", "error"} else {}
 
 
 def _prepare() -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 from torchelastic import http1
 from torchelastic.dashboard.door import Door
 from torchelastic.dashboard.files import File
+from torchelastic.dashboard.pictures import Picture
 from torchelastic.http1 import Request
 
 #: With every answer: the page may load what lies beside it, and nothing else may load the page.
@@ -57,6 +58,9 @@ class Reply:
         return whole if body else whole[: whole.index(b"\r\n\r\n") + 4]
 
 
+#: To who asks for the head of a stream only.
+STREAM = Reply(200, b"", "text/event-stream")
+
 #: What is not known at once: the picture as it is now, and all that follow.
 Wanted = Literal["picture", "pictures"]
 _WANTED: dict[str, Wanted] = {"/picture.json": "picture", "/events": "pictures"}
@@ -88,14 +92,16 @@ def refusal(status: int) -> Reply:
     return Reply(status, f"{_HELP[status]}\n".encode(), fields=_MORE.get(status))
 
 
-def no_stream() -> Reply:
-    """To who asks for the head of a stream only."""
-    return Reply(200, b"", "text/event-stream")
+def picture(made: Picture | None) -> Reply:
+    """The picture as it is now, if one could be made."""
+    if made is None:
+        return Reply(503, b"The logs of this job cannot be read: the page's own log says why.\n")
+    return Reply(200, made.body, "application/json")
 
 
 def stream_head(*, packed: bool) -> bytes:
     """The beginning of the pictures that follow."""
-    fields = {"Content-Type": "text/event-stream", **FIELDS}
+    fields = {"Content-Type": STREAM.content_type, **FIELDS}
     return http1.head(200, fields | ({"Content-Encoding": "gzip"} if packed else {}))
 
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from torchelastic import http1, http1_socket
 from torchelastic.dashboard import answers, files
-from torchelastic.dashboard.answers import Reply
+from torchelastic.dashboard.answers import Reply, Wanted
 from torchelastic.dashboard.door import Door
 from torchelastic.dashboard.pictures import PACKED_HEAD, STILL_HERE, Picture, packed
 
@@ -180,25 +180,28 @@ class Server:
         self, connection: socket.socket, request: http1.Request | None, talk: Talk
     ) -> None:
         found = answers.answer(request, self._door, self._files)
-        wants_body = request is None or request.method != "HEAD"
-        if request is not None and found == "pictures" and wants_body:
-            if len(self._streams()) < MOST_STREAMS:
-                talk.streams = True
-                self._watched.set()
-                await self._stream(connection, talk, packs=answers.takes_gzip(request))
-                return
-            found = answers.refusal(503)
-        if not isinstance(found, Reply):
-            found = await self._picture() if found == "picture" else answers.no_stream()
-        data = found.to_bytes(body=wants_body)
-        await _send(connection, data)
-        connection.shutdown(socket.SHUT_WR)
+        reply = found if isinstance(found, Reply) else None
+        if request is not None and not isinstance(found, Reply):
+            reply = await self._show(found, connection, request, talk)
+        if reply is not None:
+            head_only = request is not None and request.method == "HEAD"
+            await _send(connection, reply.to_bytes(body=not head_only))
+            connection.shutdown(socket.SHUT_WR)
 
-    async def _picture(self) -> Reply:
-        picture = await self._look()
-        if picture is None:
+    async def _show(
+        self, wanted: Wanted, connection: socket.socket, request: http1.Request, talk: Talk
+    ) -> Reply | None:
+        """The answer to who wants pictures; None after it has had them, one after the other."""
+        if wanted == "picture":
+            return answers.picture(await self._look())
+        if request.method == "HEAD":
+            return answers.STREAM
+        if len(self._streams()) >= MOST_STREAMS:
             return answers.refusal(503)
-        return Reply(200, picture.body, "application/json")
+        talk.streams = True
+        self._watched.set()
+        await self._stream(connection, talk, packs=answers.takes_gzip(request))
+        return None
 
     async def _stream(self, connection: socket.socket, talk: Talk, *, packs: bool) -> None:
         """Pictures until the reader is gone, or takes nothing any more."""

@@ -1,0 +1,160 @@
+"""What a request gets, decided without a socket."""
+
+import pytest
+
+from torchelastic import http1
+from torchelastic.dashboard import answers, files
+from torchelastic.dashboard.answers import FIELDS, Reply, answer
+from torchelastic.dashboard.door import Door
+from torchelastic.dashboard.pictures import Picture
+from torchelastic.http1 import Request
+
+TOKEN = b"0123456789abcdef"
+FILES = {
+    "/": files.File("text/html; charset=utf-8", b"<!doctype html>"),
+    "/static/page.js": files.File("text/javascript; charset=utf-8", b"1"),
+}
+HERE = {"host": "localhost:29480"}
+
+
+def asked(path="/", method="GET", query="", **fields):
+    return Request(method, path, query, HERE | fields)
+
+
+def got(request, door=None):
+    return answer(request, door or Door(None), FILES)
+
+
+def status(request, door=None):
+    found = got(request, door)
+    return found.status if isinstance(found, Reply) else found
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        (None, 400),
+        (asked("/"), 200),
+        (asked("/", "HEAD"), 200),
+        (asked("/", query="x=1"), 200),
+        (asked("/static/page.js"), 200),
+        (asked("/picture.json"), "picture"),
+        (asked("/events"), "pictures"),
+        (asked("/index.html"), 404),
+        (asked("/static/"), 404),
+        (asked("/static/../page.js"), 404),
+        (asked("/static/%2e%2e/server.py"), 404),
+        (asked("/static/page.js/"), 404),
+        (asked("//static/page.js"), 404),
+        (asked("/etc/passwd"), 404),
+        (asked("http://localhost/"), 404),
+        (asked("*", "OPTIONS"), 405),
+        (asked("/", "POST"), 405),
+        (asked("/picture.json", "DELETE"), 405),
+        (asked("/events", "POST"), 405),
+        (asked("/", host="evil.example"), 403),
+        (asked("/events", host="evil.example"), 403),
+        (Request("GET", "/"), 403),
+        (asked("/", **{"sec-fetch-site": "cross-site"}), 200),
+        (asked("/events", **{"sec-fetch-site": "cross-site"}), 403),
+        (asked("/picture.json", **{"sec-fetch-site": "same-origin"}), "picture"),
+    ],
+)
+def test_what_there_is(request_, expected):
+    assert status(request_) == expected
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/static/page.js", "/events", "/picture.json", "/no/such/thing"]
+)
+def test_who_has_no_token_learns_nothing(path):
+    door = Door(TOKEN)
+    assert got(asked(path), door) == answers.refusal(401)
+    assert got(asked(path, "POST"), door) == answers.refusal(401)
+    bearer = {"authorization": "Bearer 0123456789abcdef"}
+    assert status(asked(path, **bearer), door) != 401
+
+
+def test_the_token_becomes_a_cookie_and_leaves_the_address():
+    door = Door(TOKEN)
+    welcome = got(asked("/", query=door.query()[1:]), door)
+    assert welcome.status == 200
+    assert welcome.fields == {"Set-Cookie": door.cookie(), "Refresh": "0; url=/"}
+    assert TOKEN not in welcome.to_bytes()
+    cookie = door.cookie().partition(";")[0]
+    assert status(asked("/", cookie=cookie), door) == 200
+    assert status(asked("/events", cookie=cookie), door) == "pictures"
+
+
+def test_the_token_in_another_address_is_not_taken():
+    door = Door(TOKEN)
+    query = door.query()[1:]
+    for request in (asked("/picture.json", query=query), asked("/", "POST", query=query)):
+        assert status(request, door) == 404
+
+
+@pytest.mark.parametrize("code", [400, 401, 403, 404, 405, 503])
+def test_every_answer_keeps_the_page_to_itself(code):
+    sent = answers.refusal(code).to_bytes()
+    head, _, body = sent.partition(b"\r\n\r\n")
+    for name, value in FIELDS.items():
+        assert head.count(f"\r\n{name}: {value}".encode()) == 1
+    assert b"Content-Type: text/plain" in head
+    assert body.endswith(b".\n")
+
+
+def test_the_policy_lets_nothing_in_from_elsewhere():
+    policy = FIELDS["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; ")
+    assert "unsafe" not in policy
+    assert "frame-ancestors 'none'" in policy
+    assert b"Content-Security-Policy: default-src 'none'" in got(asked("/")).to_bytes()
+    assert b"Content-Security-Policy: default-src 'none'" in answers.stream_head(packed=True)
+
+
+def test_a_head_is_that_of_the_answer():
+    whole = got(asked("/")).to_bytes()
+    assert got(asked("/", "HEAD")).to_bytes(body=False) + b"<!doctype html>" == whole
+    assert answers.STREAM.to_bytes(body=False).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<script>alert(1)</script>",
+        '"><img src=x onerror=alert(1)>',
+        "a\r\nSet-Cookie: x=1",
+        "\r\n\r\n<html>",
+        "\x00\x1b[2J\u2028",
+    ],
+)
+def test_nothing_of_a_request_comes_back(text):
+    raw = text.encode("utf-8", errors="replace").replace(b"\r\n\r\n", b"")
+    head = b"GET /" + raw + b"?token=" + raw + b" HTTP/1.1\r\nHost: " + raw
+    for door in (Door(None), Door(TOKEN)):
+        request = http1.parse(head)
+        sent = got(request, door)
+        assert sent.status in (400, 401, 403)
+        assert sent.to_bytes() == answers.refusal(sent.status).to_bytes()
+
+
+@pytest.mark.parametrize(
+    ("accepts", "packed"),
+    [
+        ("gzip, deflate, br", True),
+        ("br;q=1, gzip;q=0.5", True),
+        ("", False),
+        ("identity", False),
+        ("xgzip", False),
+    ],
+)
+def test_what_is_packed(accepts, packed):
+    assert answers.takes_gzip(asked(**{"accept-encoding": accepts})) is packed
+    encoding = b"Content-Encoding: gzip" in answers.stream_head(packed=packed)
+    assert encoding is packed
+
+
+def test_a_picture_that_could_not_be_made_is_told():
+    assert answers.picture(None).status == 503
+    made = answers.picture(Picture.of(1, {"a": 1}, live=True))
+    assert (made.status, made.body, made.content_type) == (200, b'{"a":1}', "application/json")

@@ -1,0 +1,100 @@
+"""Who may look at the page."""
+
+import pytest
+
+from torchelastic.dashboard.door import Door, is_loopback
+from torchelastic.http1 import Request
+
+TOKEN = b"0123456789abcdef"
+
+
+def asked(query="", **fields):
+    return Request("GET", "/", query, fields)
+
+
+@pytest.mark.parametrize(
+    ("host", "ours"),
+    [
+        ("localhost", True),
+        ("LOCALHOST:8080", True),
+        ("page.localhost:1", True),
+        ("127.0.0.1", True),
+        ("127.0.0.1:29480", True),
+        ("127.8.8.8:1", True),
+        ("[::1]", True),
+        ("[::1]:29480", True),
+        ("", False),
+        (":80", False),
+        ("evil.example", False),
+        ("evil.example:29480", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example", False),
+        ("evil.example, localhost", False),
+        ("localhost, evil.example", False),
+        ("10.0.0.1:29480", False),
+        ("0.0.0.0", False),
+        ("[::]", False),
+        ("localhost@evil.example", False),
+    ],
+)
+def test_only_the_loopbacks_own_names_are_its_names(host, ours):
+    assert is_loopback(host) is ours
+
+
+def test_without_a_token_whoever_calls_this_machine_by_its_name_is_let_in():
+    door = Door(None)
+    assert door.judge(asked(host="localhost:29480")) == "in"
+    assert door.judge(asked(host="evil.example")) == "wrong host"
+    assert door.judge(asked()) == "wrong host"
+    assert door.query() == ""
+
+
+@pytest.mark.parametrize(
+    ("request_", "verdict"),
+    [
+        (asked(), "no token"),
+        (asked(host="localhost"), "no token"),
+        (asked("token=0123456789abcdef"), "has token"),
+        (asked("x=1&token=0123456789abcdef"), "has token"),
+        (asked("token=0123456789abcdeX"), "no token"),
+        (asked("token="), "no token"),
+        (asked("token"), "no token"),
+        (asked("token=%ff%00%E2%80%A8"), "no token"),
+        (asked("token=\u2028"), "no token"),
+        (asked(authorization="Bearer 0123456789abcdef"), "in"),
+        (asked(authorization="Bearer wrong"), "no token"),
+        (asked(cookie="0123456789abcdef"), "no token"),
+        (asked(cookie="torchelastic=0123456789abcdef"), "no token"),
+        (asked("Token=0123456789abcdef"), "no token"),
+    ],
+)
+def test_with_a_token_whoever_shows_it_is_let_in_by_any_name(request_, verdict):
+    assert Door(TOKEN).judge(request_) == verdict
+
+
+def test_the_cookie_lets_in_and_does_not_tell_the_token():
+    door = Door(TOKEN)
+    pair, *marks = door.cookie().split("; ")
+    assert TOKEN.decode() not in pair
+    assert set(marks) == {"Path=/", "HttpOnly", "SameSite=Strict"}
+    assert door.judge(asked(cookie=pair)) == "in"
+    assert door.judge(asked(cookie=f"a=b; {pair}; c=d")) == "in"
+    assert door.judge(asked(cookie=pair[:-1])) == "no token"
+    assert door.judge(asked(cookie=pair.partition("=")[0] + "=")) == "no token"
+
+
+def test_the_cookies_of_two_jobs_have_two_names():
+    one, other = Door(TOKEN), Door(TOKEN[::-1])
+    names = {door.cookie().partition("=")[0] for door in (one, other)}
+    assert len(names) == 2
+    assert one.judge(asked(cookie=other.cookie())) == "no token"
+
+
+@pytest.mark.parametrize("token", [TOKEN, b"/?&=#%+ \xff\n0123456789", "é".encode() * 8])
+def test_an_address_can_show_any_token(token):
+    door = Door(token)
+    query = door.query()
+    assert query.startswith("?token=")
+    assert query.isascii()
+    assert not set(query[7:]) & set("/?&=# \n")
+    assert door.judge(asked(query[1:])) == "has token"
