@@ -29,7 +29,7 @@ from benchmarks.harness.results import Results, about_this_run
 from benchmarks.harness.scenarios import Scenario
 
 HERE = Path(__file__).resolve().parent
-ROWS = ("worker", "node", "grow", "imports", "cold", "idle")
+ROWS = ("worker", "node", "grow", "keep", "imports", "cold", "idle")
 
 
 def counts(scenario: Scenario, repetitions: int, stock: int) -> list[tuple[Launcher, int]]:
@@ -48,6 +48,7 @@ def counts(scenario: Scenario, repetitions: int, stock: int) -> list[tuple[Launc
             (FAST, third),
             (STOCK, stock),
         ],
+        "keep": [(OURS, repetitions)],
         "imports": [(OURS, half), (OURS_PRELOAD, half), (SAFE, half)],
     }[scenario.name]
 

@@ -38,6 +38,7 @@ def render(results: Results) -> str:
     rows = [
         *(row for scenario in FAULTS for row in _fault(results, scenario)),
         *_admission(results),
+        *_keep(results),
         *_imports(results),
         *_cold(results),
         *_idle(results),
@@ -162,6 +163,13 @@ def _admission(results: Results) -> list[Row]:
 
 def _short(name: str) -> str:
     return name.removeprefix("torchrun ")
+
+
+def _keep(results: Results) -> list[Row]:
+    row = scenarios.KEEP
+    if row.name not in results.faults:
+        return []
+    return [_versus(results, row.name, OURS.name, row.title, None)]
 
 
 def _imports(results: Results) -> list[Row]:

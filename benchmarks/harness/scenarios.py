@@ -123,6 +123,14 @@ IMPORTS = Scenario(
     faults_per_job=5,
     script="slow_import_train.py",
 )
+#: Only ours: nobody else keeps a script's state in memory over a restart.
+KEEP = Scenario(
+    "keep",
+    "worker SIGKILL, script that keeps its state",
+    kill_worker,
+    faults_per_job=5,
+    script="kept_train.py",
+)
 
 
 def interleave(launchers: Sequence[tuple[T, int]], block: int) -> Iterator[tuple[T, range]]:

@@ -45,7 +45,10 @@ def test_the_better_setting_of_torchrun_gets_all_repetitions(scenario, expected)
 
 
 def test_every_launcher_is_measured_at_least_once():
-    rows = (scenarios.WORKER, scenarios.NODE, scenarios.GROW, scenarios.IMPORTS)
+    rows = (
+        *(scenarios.WORKER, scenarios.NODE, scenarios.GROW),
+        *(scenarios.KEEP, scenarios.IMPORTS),
+    )
     assert all(count >= 1 for row in rows for _, count in counts(row, 1, 1))
 
 
