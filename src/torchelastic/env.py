@@ -48,6 +48,11 @@ VARIABLES: tuple[Variable, ...] = (
         "descriptor to read the job's secret from, once; Python workers have done it before the "
         "script begins",
     ),
+    Variable(
+        "TORCHELASTIC_STACKS_FD",
+        "worker",
+        "descriptor of the memory that stacks are written to when asked for; removed at once",
+    ),
     Variable("TORCHELASTIC_FAULTS", "worker", "faults to inject, see torchelastic.faults"),
     Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "worker", "1 unless set"),
     Variable(

@@ -21,19 +21,24 @@ from typing import Any
 from torchelastic import env, jobs
 from torchelastic.agent import crew, group_state, logs
 from torchelastic.agent.crew import CrewState
+from torchelastic.agent.doings import Doings
 from torchelastic.agent.file_timers import FileTimers
 from torchelastic.agent.gathered_log import GatheredLog
 from torchelastic.agent.gathering import Gathering
 from torchelastic.agent.group_state import GroupState
 from torchelastic.agent.guard import GUARD_LOST_SIGNAL
+from torchelastic.agent.hang_report import HangReport
+from torchelastic.agent.inquiry import Inquiry
 from torchelastic.agent.metrics_endpoint import MetricsEndpoint
 from torchelastic.agent.narrator import Narrator
 from torchelastic.agent.nursery import Nursery
 from torchelastic.agent.page import Page
 from torchelastic.agent.presence import Presence
 from torchelastic.agent.sampling import Sampling
+from torchelastic.agent.script_vigil import ScriptVigil
 from torchelastic.agent.side_tasks import SideTasks
 from torchelastic.agent.snapshots import Snapshots
+from torchelastic.agent.stacks import Stacks
 from torchelastic.agent.telling import Telling
 from torchelastic.agent.vigil import Vigil
 from torchelastic.agent.worker_env import node_env
@@ -115,6 +120,8 @@ class Agent:
             self._beside.start(self._join(), "join")
             self._beside.start(self._workers.timers.watch(self._workers), "timers")
             if self._metrics is not None:
+            self._beside.start(self._inquiry.open(), "inquiry")
+            self._beside.start(self._script_vigil.run(self._is_resident), "script-vigil")
                 opening = self._metrics.open(self._beside.start, self._narrator.say)
                 self._beside.start(opening, "metrics")
             if self._page is not None:
@@ -212,7 +219,17 @@ class Agent:
             on_world=self._world_seen,
             on_lease_lost=self._lease_lost,
         )
-        self._vigil = Vigil(self._workers, config.progress_timeout)
+        self._doings = Doings(
+            self._workers,
+            Stacks(self._workers),
+            node=self._node,
+            job=config.run_id,
+            world=lambda: self._state.world,
+        )
+        self._inquiry = Inquiry(registry_dir, self._doings)
+        self._hangs = HangReport(self._doings.everywhere, self._narrator.hang)
+        self._vigil = Vigil(self._workers, self._hangs, config.progress_timeout)
+        self._script_vigil = ScriptVigil(self._workers, self._hangs, config.progress_timeout)
         self._narrator.started([self._entry.target, *self._entry.args], os.getpid())
         if self._page is not None:
             self._nursery.pids.update(self._page.start(self._env, self._node))
@@ -240,6 +257,9 @@ class Agent:
         self._events.close()
         if self._sink is not None:
             self._sink.close()
+        await self._inquiry.close()
+        self._hangs.close()
+        await self._doings.close()
         self._registration.close(self._state.exitcode)
         if self._page is not None:
             await self._page.close()
@@ -276,6 +296,7 @@ class Agent:
         if not self._state.leaving:
             self._narrator.world_seen(world)
         self._queue.put_nowait(group_state.WorldSeen(world))
+        self._doings.open(self._presence.meeting)
         self._snapshots.hear_of(world)
         if world.phase == "running":
             self._snapshots.turn_to(world)
@@ -420,6 +441,9 @@ class Agent:
                 self._workers.signal(signum)
             case group_state.Report(changes):
                 self._presence.update(**{"step": self._workers.best_step, **changes})
+    def _is_resident(self) -> bool:
+        return isinstance(self._state, CrewState)
+
             case group_state.Rejoin(gone):
                 self._beside.start(self._rejoin(gone), "rejoin")
             case group_state.Tell(local_rank, order):

@@ -20,7 +20,7 @@ from torchelastic.agent.zygote import Zygote
 from torchelastic.errors import SpawnError
 from torchelastic.failure import signal_name
 from torchelastic.rendezvous.secret import Secret
-from torchelastic.worker import channel, handed_secret
+from torchelastic.worker import channel, handed_secret, stack_dump
 
 __all__ = ["Supervisor", "WorkerExit", "WorkerSpawn"]
 
@@ -49,6 +49,8 @@ class _Worker:
     pidfd: int
     #: Our end of its channel.
     channel: socket.socket
+    #: The memory that it writes its stacks to.
+    stacks: int
 
 
 class Supervisor:
@@ -121,7 +123,10 @@ class Supervisor:
 
     async def _start(self, spawn: WorkerSpawn) -> int:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stacks = stack_dump.create()
         inherited = {channel.VARIABLE: theirs.fileno()}
+        if spawn.entry.kind != "program":
+            inherited[stack_dump.VARIABLE] = stacks
         if self._secret is not None:
             inherited[handed_secret.VARIABLE] = handed_secret.offer(self._secret)
         with theirs:
@@ -129,11 +134,12 @@ class Supervisor:
                 pid = await self._spawn(spawn, inherited)
             except BaseException:
                 ours.close()
+                os.close(stacks)
                 raise
             finally:
                 if self._secret is not None:
                     os.close(inherited[handed_secret.VARIABLE])
-        worker = _Worker(spawn.local_rank, pid, os.pidfd_open(pid), ours)
+        worker = _Worker(spawn.local_rank, pid, os.pidfd_open(pid), ours, stacks)
         self._workers[spawn.local_rank] = worker
         self._none_left.clear()
         if self._cgroup is not None:
@@ -162,6 +168,13 @@ class Supervisor:
         """Of a worker that has not ended."""
         worker = self._workers.get(local_rank)
         return worker.pid if worker is not None else None
+
+    def stack_memory(self, local_rank: int) -> int | None:
+        """What a worker that has not ended writes its stacks to (`stack_dump`)."""
+        worker = self._workers.get(local_rank)
+        return worker.stacks if worker is not None else None
+
+        worker = self._workers.get(local_rank)
 
     def tell(self, local_rank: int, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
         """Send to a worker, descriptors along with it; one that is gone does not hear it."""
@@ -198,6 +211,7 @@ class Supervisor:
         if self._workers.get(worker.local_rank) is worker:  # and not one started in its place
             del self._workers[worker.local_rank]
         if exitcode != 0:
+        os.close(worker.stacks)
             self._bury(worker)
         self._one_less.set()
         if not self._workers:

@@ -8,14 +8,14 @@ something of its own, is the cause. It is killed, and treated as lost.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torchelastic.agent.crew import CrewState, Status
-from torchelastic.agent.stacks import STACK_BYTES, is_frozen, stack_of
+from torchelastic.agent.hang_report import HangReport
+from torchelastic.agent.stacks import NOTHING, answered, is_frozen
 from torchelastic.agent.workers import Workers
 from torchelastic.worker import orders
 
@@ -24,12 +24,14 @@ LEARNED_FACTOR, LEARNED_FLOOR = 10.0, 600.0
 #: The way into a world and its first step build, load and compile things: each may take so many
 #: times the limit. Not in a process that is frozen: it does nothing of all that.
 FIRST_STEP_FACTOR = 10.0
-#: How long before its time is up a worker is asked, and its stack read.
+#: How long before its time is up a worker is asked, and what all ranks do is looked at.
 BEFOREHAND = 0.3
 #: How long a worker has for an answer.
 ANSWER = 0.05
 #: How long after "the generation is over" a worker that waits for others must be free.
 FREED = 0.1
+#: Where all wait and nobody is ended for it, that is told after so many times the limit.
+ALL_WAIT = 2.0
 #: How often to look where there is nothing to wait for.
 LOOK = 1.0
 #: How long a replacement leaves the processors to survivors of a failure, and how often to look.
@@ -50,8 +52,8 @@ class Pace:
     entering: int = -1
     longest: float = 0.0
     steps: int = 0
-    #: Of what it hangs in.
-    stack: str = ""
+    #: What was told of its hanging there; empty: nothing yet.
+    told: str = ""
 
     def saw(self, generation: int, step: int, at: float) -> None:
         """It has entered a step."""
@@ -61,13 +63,13 @@ class Pace:
             self.longest = max(self.longest, (at - self.entered_at) / (step - self.step))
             self.steps += 1
         if (step, at) != (self.step, self.entered_at):
-            self.stack = ""
+            self.told = ""
         self.step, self.entered_at, self.entering = step, at, -1
 
     def set_out(self, generation: int, at: float) -> None:
         """It was told to enter a world, and is in no step of that yet."""
         if (generation, at) != (self.entering, self.entered_at):
-            self.stack = ""
+            self.told = ""
         self.entering, self.entered_at = generation, at
 
     def words(self, now: float) -> str:
@@ -94,6 +96,7 @@ class Vigil:
     """Watches the resident workers of one node."""
 
     workers: Workers
+    report: HangReport
     #: `--progress-timeout`: seconds, 0 for none, None to learn it.
     limit: float | None = None
     _paces: dict[int, Pace] = field(default_factory=dict)
@@ -117,16 +120,40 @@ class Vigil:
             return None if left is None else left - BEFOREHAND
         doing = await self._ask(local_rank)
         if doing in ("waiting", "stuck"):
+            await self._tell_if_all_wait(local_rank)
             return LOOK
-        pace = self._paces[local_rank]
-        if not pace.stack:
-            pace.stack = await self._stack(local_rank, doing)
+        self.report.begin()
+        if left > 0 and (left := self._time_left(local_rank)) is not None and left > 0:
+            return left
+        await self._end(local_rank, doing)
+        return None
+
+    async def _end(self, local_rank: int, doing: Doing) -> None:
+        """Its time is up: tell what all ranks do, and kill it."""
+        found = await self.report.found(self.workers.generation(local_rank))
         left = self._time_left(local_rank)
         if left is None or left > 0:
-            return left
-        said = f"{pace.words(time.monotonic())}: the worker hangs ({doing})"
-        self.workers.kill(local_rank, said, pace.stack)
-        return None
+            return  # it has got on meanwhile
+        self.report.tell(found)
+        rank = self.workers.rank(local_rank)
+        stack = next((one.stack for one in found.doings if one.rank == rank), NOTHING)
+        said = f"{self._paces[local_rank].words(time.monotonic())}: the worker hangs ({doing})"
+        judged = self.report.judge(found)
+        why = f"{said}: {judged.text}" if rank in judged.missing else said
+        self.workers.kill(local_rank, why, stack)
+
+    async def _tell_if_all_wait(self, local_rank: int) -> None:
+        """Nobody hangs, and yet nothing goes on: the agent of the first rank says so, once."""
+        pace = self._paces[local_rank]
+        limit = limit_for(pace, self.limit)
+        late = limit is not None and time.monotonic() > pace.entered_at + ALL_WAIT * limit
+        if pace.told or not late or self.workers.rank(local_rank) != 0:
+            return
+        found = await self.report.found(self.workers.generation(local_rank))
+        judged = self.report.judge(found)
+        if not judged.missing and self._time_left(local_rank) is not None:
+            self.report.tell(found)
+            pace.told = judged.text
 
     def _time_left(self, local_rank: int) -> float | None:
         seen = self.workers.progress(local_rank)
@@ -178,7 +205,6 @@ class Vigil:
             doing = await self._ask(local_rank)
             if doing in ("stuck", "frozen") and not self.workers.has_stopped(local_rank):
                 why = f"not free {FREED * 1000:.0f} ms after its world was over ({doing})"
-                self.workers.kill(local_rank, why)
                 return
 
     # --- asking ----------------------------------------------------------------------------------
@@ -187,34 +213,8 @@ class Vigil:
         """What a worker is doing."""
         if is_frozen(self.workers.pid(local_rank)):
             return "frozen"
-        self.workers.pongs.pop(local_rank, None)
-        self.workers.tell(local_rank, orders.Ping())
-        deadline = time.monotonic() + ANSWER
-        while time.monotonic() < deadline:
-            pong = self.workers.pongs.get(local_rank)
-            if pong is not None:
-                return _doing(pong)
-            await asyncio.sleep(0.002)
-        return "silent"
-
-    async def _stack(self, local_rank: int, doing: Doing) -> str:
-        """Where a worker hangs: read from outside where that is possible, else as it says."""
-        stack = await stack_of(self.workers.pid(local_rank))
-        if stack:
-            return stack
-        if doing == "frozen":
-            return "it is frozen: no stack could be read"
-        return await self._told_stack(local_rank) or "no stack could be read"
-
-    async def _told_stack(self, local_rank: int) -> str:
-        """The stacks as the worker's control thread writes them; empty if it does not in time."""
-        descriptor = os.memfd_create("torchelastic-stack", os.MFD_CLOEXEC)
-        try:
-            self.workers.tell(local_rank, orders.Dump(), [descriptor])
-            await self._ask(local_rank)  # orders are obeyed one by one: the answer comes after it
-            return os.pread(descriptor, STACK_BYTES, 0).decode(errors="replace")
-        finally:
-            os.close(descriptor)
+        pong = await answered(self.workers, local_rank, ANSWER)
+        return "silent" if pong is None else _doing(pong)
 
 
 def _doing(pong: orders.Pong) -> Doing:

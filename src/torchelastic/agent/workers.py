@@ -22,19 +22,21 @@ from torchelastic.agent.nursery import Nursery
 from torchelastic.agent.oom import Facts, Memory, memory_hint
 from torchelastic.agent.sampling import Sampling
 from torchelastic.agent.snapshots import Snapshots
+from torchelastic.agent.stacks import is_frozen
 from torchelastic.agent.supervisor import Supervisor, WorkerExit, WorkerSpawn
 from torchelastic.agent.timers import Timers
 from torchelastic.agent.worker_env import entry_for, standby_env, worker_env
 from torchelastic.clock import Clock
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.errors import SpawnError
+from torchelastic.events.hangs import WORLD, Collective, Doing
 from torchelastic.failure import Failure
 from torchelastic.rendezvous.interfaces import interface_of
 from torchelastic.metrics import board
 from torchelastic.rendezvous.secret import Secret
 from torchelastic.rendezvous.world import World
 from torchelastic.snapshot import messages
-from torchelastic.worker import error_file, orders, slate
+from torchelastic.worker import collectives, error_file, orders, slate
 from torchelastic.worker.bootstrap import TOLD_MESSAGE, TOLD_TRACEBACK, result_path
 
 logger = logging.getLogger(__name__)
@@ -103,12 +105,14 @@ class Workers:
         self._logs_of: dict[int, logs.GenerationLogs] = {}
         #: Memory that outlives a worker, for its replacement.
         self._slates: dict[int, int] = {}
-        #: Answers to `Ping` that somebody waits for.
+        #: The last answer to a `Ping`.
         self.pongs: dict[int, orders.Pong] = {}
         #: Global rank -> where a function's pickled result lies.
         self.results: dict[int, str] = {}
 
     @property
+        #: Local ranks for which a control thread answers.
+        self._resident: set[int] = set()
     def alive(self) -> tuple[int, ...]:
         return self._supervisor.alive
 
@@ -125,6 +129,17 @@ class Workers:
 
     def reached_at(self, addr: str) -> None:
         """Let gloo listen where other nodes reach this one, unless the user has said where.
+    def is_resident(self, local_rank: int) -> bool:
+        """Whether it has called `torchelastic.train`: a thread of its own answers for it."""
+        return local_rank in self._resident
+
+    def rank(self, local_rank: int) -> int:
+        """Of the world it is in, or was told to enter."""
+        return self._places[local_rank][1]
+
+    def stack_memory(self, local_rank: int) -> int | None:
+        return self._supervisor.stack_memory(local_rank)
+
 
         Left alone, it takes what the machine's name means here, which may be a loopback address.
         """
@@ -139,6 +154,7 @@ class Workers:
         self._verdicts.clear()
         self.results.clear()
         found = world.find(node)
+        self._resident.clear()
         assert found is not None
         ranks = {local: found.first_rank + local for local in range(self._config.nproc_per_node)}
         envs = {local: worker_env(self._env, self._config, world, found, local) for local in ranks}
@@ -168,6 +184,7 @@ class Workers:
             self._last_words_of,
             self._verdicts,
             self.pongs,
+        self._resident.discard(local_rank)
             self._told_to_enter,
             self._inside,
         ):
@@ -258,6 +275,24 @@ class Workers:
         stepped = {local: (one.generation, one.rank) for local, one in shown.items()}
         self._sampling.look(shown.values(), self._boards.look(stepped))
 
+    def doing(self, local_rank: int, generation: int) -> Doing | None:
+        """What a worker shows that it does, without its stack; None if it is not in this world."""
+        own, rank = self._places.get(local_rank, (-1, -1))
+        if own != generation:
+            return None
+        descriptor = self._slates.get(local_rank)
+        seen = collectives.read(descriptor) if descriptor is not None else None
+        if seen is None or seen.generation != generation:
+            seen = collectives.Shown(generation, None, ())
+        return Doing(
+            rank=rank,
+            node=self._narrator.name,
+            step=self._step(local_rank),
+            waits=_collective(seen.waits) if seen.waits is not None else None,
+            launched=tuple(map(_collective, seen.launched)),
+            frozen=is_frozen(self.pid(local_rank)),
+        )
+
     def _heard(self, local_rank: int, message: dict[str, Any]) -> None:
         if message.get("type") == "failure":
             said, where = str(message.get("message", "")), str(message.get("traceback", ""))
@@ -291,6 +326,7 @@ class Workers:
                 self._give_slate(local_rank)
             case orders.Pong() as pong:
                 self.pongs[local_rank] = pong
+                self._resident.add(local_rank)
             case orders.Erred() | orders.PeerLost() as erred:
                 self._steps[local_rank] = erred.step
                 self._erred(local_rank, erred)
@@ -299,7 +335,7 @@ class Workers:
             case orders.Up() as up:
                 self._steps[local_rank] = up.step
                 self._inside[local_rank] = up.generation
-                self._narrator.training(self._rank(local_rank), up)
+                self._narrator.training(self.rank(local_rank), up)
             case orders.Stopped(_, step) | orders.Finished(_, step) as stopped:
                 self._steps[local_rank] = step
                 self._stopped.add(local_rank)
@@ -330,9 +366,6 @@ class Workers:
         if local_rank not in self._slates:
             self._slates[local_rank] = slate.create()
         self.tell(local_rank, orders.Slate(), [self._slates[local_rank]])
-
-    def _rank(self, local_rank: int) -> int:
-        return self._places[local_rank][1]
 
     # --- ends ------------------------------------------------------------------------------------
 
@@ -435,7 +468,7 @@ class Workers:
     def kill(self, local_rank: int, why: str, stack: str = "") -> None:
         """End one worker at once; `why` is then how it failed."""
         self._verdicts[local_rank] = error_file.ErrorRecord(why, stack or why)
-        self._narrator.worker_killed(self._rank(local_rank), local_rank, why, stack)
+        self._narrator.worker_killed(self.rank(local_rank), local_rank, why, stack)
         self._supervisor.kill(local_rank)
 
     async def stop(self, signum: int, generation: int, told: Collection[int]) -> None:
@@ -463,3 +496,7 @@ class Workers:
             opened.close()
         for descriptor in self._slates.values():
             os.close(descriptor)
+
+
+def _collective(seen: collectives.Operation) -> Collective:
+    return Collective(seen.name, seen.number, seen.group or WORLD)

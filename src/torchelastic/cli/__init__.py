@@ -15,7 +15,18 @@ from importlib import import_module
 from torchelastic.errors import EXIT_OK, EXIT_USAGE
 
 #: Each is a module here with a `main`.
-_COMMANDS = ("run", "status", "top", "dashboard", "events", "logs", "trace", "doctor", "rendezvous")
+_COMMANDS = (
+    "run",
+    "status",
+    "top",
+    "dashboard",
+    "events",
+    "logs",
+    "stacks",
+    "trace",
+    "doctor",
+    "rendezvous",
+)
 
 _HELP = """\
 usage: torchelastic COMMAND ...
@@ -29,6 +40,7 @@ Commands:
   dashboard         show a job in the browser
   events            what happened in a job, line by line
   logs              what its workers wrote
+  stacks            what its ranks are doing now
   trace             a job as a trace for Perfetto
   doctor            check this machine, and a launch, before a long run
   rendezvous serve  serve the place where nodes meet, as a process of its own

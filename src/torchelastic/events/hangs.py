@@ -21,6 +21,8 @@ from torchelastic.events import types as events
 
 #: The group that all ranks are in, as torch counts groups.
 WORLD = "0"
+#: What is between two ranks: others rightly do something else meanwhile.
+_BETWEEN_TWO = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
 #: Characters of one rank's stack, and of all stacks of an event: a line must stay below the
 #: megabyte that is told to the leader.
 STACK, STACKS = 8_000, 400_000
@@ -98,18 +100,21 @@ class Judgement(NamedTuple):
 
     text: str
     missing: tuple[int, ...] = ()
+    #: Whether a rank waits for others.
+    waited: bool = False
 
 
 def judge(doings: Iterable[Doing], unheard: Sequence[str] = ()) -> Judgement:
     """Who keeps the others waiting, among ranks of one world that stand still."""
     ranks = sorted(doings, key=lambda one: one.rank)
     waiting = {one.rank: at for one in ranks if (at := one.in_collective) is not None}
-    found = _judge(ranks, waiting)
+    found = _judge(ranks, waiting)._replace(waited=bool(waiting))
     if not unheard:
         return found
     silent = f"{', '.join(unheard)} did not answer"
     if not found.missing and waiting and len(waiting) == len(ranks):
-        return Judgement(f"{_who_waits(waiting)}; {silent}: what its ranks do is not known")
+        text = f"{_who_waits(waiting)}; {silent}: what its ranks do is not known"
+        return found._replace(text=text)
     return found._replace(text=f"{found.text}; {silent}")
 
 
@@ -158,7 +163,8 @@ def _mismatch(ranks: Sequence[Doing], waiting: Mapping[int, Collective]) -> Judg
     names: dict[tuple[str, int], dict[str, list[int]]] = {}
     for one in ranks:
         for at in {*one.launched, *([one.in_collective] if one.in_collective else [])}:
-            if at.number or len(waiting) == len(ranks):
+            counts = at.number or len(waiting) == len(ranks)
+            if counts and at.name not in _BETWEEN_TWO:
                 same = names.setdefault((at.group, at.number), {})
                 same.setdefault(at.name, []).append(one.rank)
     for (group, number), by_name in sorted(names.items()):

@@ -154,7 +154,7 @@ class Control:
             if descriptor is not None:
                 os.close(descriptor)
         if isinstance(order, orders.Ping):
-            self.tell(self._pong())
+            self.tell(self._pong(order.number))
         elif isinstance(order, orders.Order):
             self._note(order)
 
@@ -175,9 +175,10 @@ class Control:
         if over and guarded is not None:
             guarded[1].abort(self.reason)
 
-    def _pong(self) -> orders.Pong:
+    def _pong(self, number: int) -> orders.Pong:
         with self._changed:
             guarded = self._guarded
         if guarded is None:
-            return orders.Pong(waiting=False)
-        return orders.Pong(waiting=guarded[1].pending > 0, aborted=guarded[1].aborted)
+            return orders.Pong(waiting=False, number=number)
+        group = guarded[1]
+        return orders.Pong(waiting=group.pending > 0, aborted=group.aborted, number=number)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +34,7 @@ from torch.distributed import distributed_c10d
 from torchelastic import faults
 from torchelastic.training import backward, sockets
 from torchelastic.training.waits import Operation, OwnedWork, Waits
+from torchelastic.worker.collectives import NO_ROW, Mark
 
 #: gloo itself, whatever torch's name for it stands for at the moment.
 _Gloo: Any = distributed_c10d.ProcessGroupGloo
@@ -77,15 +79,37 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Any
     return gloo, sockets.find(sockets.Ports.told(rank, cards))
 
 
+#: What people know gloo's operations by, where that is another name; those that no other rank
+#: counts: they are between two.
+_KNOWN_AS = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce_coalesced",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather_coalesced",
+    "_allgather_base": "all_gather_into_tensor",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all_single",
+    "recv_anysource": "recv",
+}
+_BETWEEN_TWO = frozenset({b"send", b"recv"})
+
+
+def _label(name: str) -> bytes:
+    return _KNOWN_AS.get(name, name).encode()[:24]
+
+
 def _collective(name: str, *, whole: bool = False) -> Callable[..., Any]:
     """A method that launches gloo's operation of this name.
 
     `whole` are those that gloo offers through a group of C++ only.
     """
+    label = _label(name)
 
     def method(self: OwnedGloo, *args: Any, **kwargs: Any) -> OwnedWork:
         number, work = self._start(name, args, kwargs, whole)
         owned = OwnedWork(self._waits, number, work)
+        owned.mark = self._show(number, label)
         self._waits.enter(owned)
         return owned
 
@@ -97,10 +121,13 @@ def _blocking(
     name: str, *, whole: bool = False, tells_source: bool = False
 ) -> Callable[..., OwnedWork]:
     """The same for an operation whose end gloo tells only to who waits for it."""
+    label = _label(name)
 
     def method(self: OwnedGloo, *args: Any, **kwargs: Any) -> OwnedWork:
         number, work = self._start(name, args, kwargs, whole)
-        return self._waits.follow(number, work, tells_source=tells_source)
+        owned = self._waits.follow(number, work, tells_source=tells_source)
+        owned.mark = self._show(number, label)
+        return owned
 
     method.__name__ = name
     return method
@@ -116,6 +143,9 @@ class OwnedGloo(dist.ProcessGroup):
         self._waits = _owner.waits
         self._store = store
         self._plain: dist.ProcessGroup | None = None
+        #: Collectives launched in it, and where the agent sees them.
+        self._launched = 0
+        self._row: int | None = None
         self._gloo, self.connections = self._waits.call(lambda: connect(store, rank, size, timeout))
         _owner.adopt(self)
 
@@ -151,6 +181,7 @@ class OwnedGloo(dist.ProcessGroup):
             waits.refused(error)
             raise
         operation = Operation(waits, number, work)
+        operation.mark = self._show(number, b"all_reduce")
         waits.enter(operation)
         backward.at_end(operation.wait)
         return work
@@ -173,12 +204,28 @@ class OwnedGloo(dist.ProcessGroup):
             self._waits.refused(error)
             raise
 
+    def _show(self, order: int, label: bytes) -> Mark | None:
+        """Let the agent see what was launched; what to show while it is waited for."""
+        shown = self._waits.shown
+        if shown is None:
+            return None
+        if label in _BETWEEN_TWO:
+            return (NO_ROW, 0, label)
+        if self._row is None:
+            self._row = shown.row_of(str(distributed_c10d._world.pg_names.get(self, "")))
+        if self._row == NO_ROW:
+            return (NO_ROW, 0, label)
+        self._launched += 1
+        shown.launched(order, self._row, self._launched, label)
+        return (self._row, self._launched, label)
+
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         gloo = self._gloo
         limit = gloo.options._timeout if timeout is None else timeout
-        self._waits.call(lambda: gloo.monitored_barrier(limit, wait_all_ranks))
+        barrier = partial(gloo.monitored_barrier, limit, wait_all_ranks)
+        self._waits.call(barrier, b"monitored_barrier")
 
     def split_group(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from torchelastic import faults, stalls
 from torchelastic.training import group_threads
+from torchelastic.worker.collectives import NO_ROW, Collectives, Mark
 
 
 class GenerationOver(RuntimeError):
@@ -54,6 +55,8 @@ class Waits:
         self.over: GenerationOver | None = None
         #: The first operation that failed by itself.
         self.failure: PeerLostError | None = None
+        #: Where the agent sees what is launched and waited for, if it gave us such a place.
+        self.shown: Collectives | None = None
         self._calls = 0
         #: The thread that trains: what it waits is counted.
         self.trainer = threading.get_ident()
@@ -118,11 +121,12 @@ class Waits:
         self._launched(work)
         return work
 
-    def call(self, function: Callable[[], Any]) -> Any:
+    def call(self, function: Callable[[], Any], name: bytes = b"building a group") -> Any:
         """Do something that blocks, in a thread that is left to it when the world ends."""
         self.check()
         self._calls += 1
         operation = Operation(self, -self._calls)
+        operation.mark = (NO_ROW, 0, name)
         self._in_thread(operation, function)
         self.check()  # `end` may not have seen it
         return operation.result()
@@ -160,6 +164,8 @@ class Waits:
 class Operation:
     """An operation whose waits end with the operation, or with the world."""
 
+    #: What the agent is shown of it while it is waited for.
+    mark: Mark | None = None
     #: The error or the value it ended with; absent before.
     _outcome: _Outcome
     #: What the waiting are released by; absent as long as nobody waits.
@@ -221,13 +227,25 @@ class Operation:
         if gate is made:
             self._have_it_told()
         seconds = timeout.total_seconds() if timeout else -1
-        began = time.monotonic()
-        is_done = gate.acquire(timeout=seconds)
         if threading.get_ident() == self._waits.trainer:
-            stalls.add(stalls.PEERS, time.monotonic() - began)
+            is_done = self._watched(gate, seconds)
+        else:
+            is_done = gate.acquire(timeout=seconds)
         if not is_done:
             raise PeerLostError(f"A collective was not done within {seconds:g} s.")
         gate.release()
+
+    def _watched(self, gate: threading.Lock, seconds: float) -> bool:
+        """The thread that trains waits: how long is counted, and what for is shown."""
+        shown, mark, began = self._waits.shown, self.mark, time.monotonic()
+        if shown is not None and mark is not None:
+            shown.waits(*mark)
+        try:
+            return gate.acquire(timeout=seconds)
+        finally:
+            stalls.add(stalls.PEERS, time.monotonic() - began)
+            if shown is not None:
+                shown.goes_on()
 
     def _have_it_told(self) -> None:
         inner = self._inner

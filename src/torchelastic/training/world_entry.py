@@ -54,6 +54,9 @@ def build(control: Control, world: Enter, store: Store, backend: str, timeout: t
         backend=backend,
         timeout=timeout,
     )
+    if control.slate is not None:
+        group.waits.shown = control.slate.collectives
+        group.waits.shown.enter(world.generation)
     control.guard(world.generation, group)
     group.connect()
     return group

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from torchelastic import env, milestones
-from torchelastic.worker import channel, error_file, handed_secret
+from torchelastic.worker import channel, error_file, handed_secret, stack_dump
 
 #: How many characters of a message and of a traceback the agent is told, at most 12 bytes each in
 #: JSON; the error file has everything.
@@ -25,6 +25,7 @@ def attach() -> None:
     """
     channel.adopt()
     handed_secret.adopt()
+    stack_dump.adopt()
     milestones.listen(_checkpoint_stored)
     worker = os.getpid()
 

@@ -98,6 +98,9 @@ class Closed:
 class Ping:
     """Are you there, and what for do you wait? Answered by the control thread, at once."""
 
+    #: Comes back with the answer.
+    number: int = 0
+
 
 @dataclass(frozen=True)
 class Dump:
@@ -208,6 +211,8 @@ class Pong:
     waiting: bool
     #: Whether it has been told that what it waits for is over.
     aborted: bool = False
+    #: Of the question.
+    number: int = 0
 
 
 Order = Enter | Ask | Through | Over | Leave | Closed | Ping | Dump | Slate

@@ -18,6 +18,7 @@ import time
 from dataclasses import dataclass
 
 from torchelastic import milestones, stalls
+from torchelastic.worker.collectives import Collectives
 
 #: generation, step, since when it is expected to get on (monotonic, the same for all processes of a
 #: machine; infinite: it is not).
@@ -111,6 +112,8 @@ class Slate:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = os.dup(descriptor)
         self._memory = self._map()
+        #: What the worker shows of its collectives.
+        self.collectives = Collectives(self._descriptor)
         #: By slot, what this process has written there last.
         self._written: dict[int, _Written] = {}
         #: The worker's rank in the generation that it enters next.
@@ -125,6 +128,7 @@ class Slate:
 
     def close(self) -> None:
         self._memory.close()
+        self.collectives.close()
         os.close(self._descriptor)
 
     # --- progress --------------------------------------------------------------------------------

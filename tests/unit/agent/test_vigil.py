@@ -6,15 +6,18 @@ import os
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from tests.support import poll_for
-from torchelastic.agent import stacks, vigil
-from torchelastic.agent.stacks import is_frozen
+from torchelastic.agent import vigil
+from torchelastic.agent.doings import Found
+from torchelastic.agent.hang_report import HangReport
+from torchelastic.agent.stacks import NOTHING, is_frozen
 from torchelastic.agent.vigil import Pace, Vigil, _doing, limit_for
-from torchelastic.worker import orders
+from torchelastic.events.hangs import Collective, Doing
 from torchelastic.worker.orders import Pong
 
 # --- pure ----------------------------------------------------------------------------------------
@@ -44,9 +47,9 @@ def test_the_way_into_a_world_is_no_step():
     pace = Pace()
     pace.saw(0, 1, 1.0)
     pace.saw(0, 2, 2.0)
-    pace.stack = "of step 2"
+    pace.told = "of step 2"
     pace.set_out(1, 50.0)
-    assert pace.stack == ""
+    assert pace.told == ""
     assert pace.words(53.0) == "no progress for 3.0 s on the way into generation 1"
     pace.saw(1, 2, 60.0)
     assert pace.longest == 1.0
@@ -103,6 +106,8 @@ def test_a_stopped_process_is_frozen():
 
 # --- a node with one worker ----------------------------------------------------------------------
 
+REDUCE, BEFORE = Collective("all_reduce", 17), Collective("all_reduce", 16)
+
 
 class Workers:
     """One worker, local rank 0, told to enter generation 1."""
@@ -110,6 +115,18 @@ class Workers:
     def __init__(self, *, answers=None, seen=(0, 7, math.inf), since=None, dumps=""):
         self.answers, self.seen, self.since, self.dumps = answers, seen, since, dumps
         self.pongs, self.killed, self.asked = {}, [], 0
+        self.told = []
+
+    def rank(self, local_rank):
+        return 0
+
+    async def look(self):
+        """At all ranks of the world: this one, and one that waits for it."""
+        mine = Doing(rank=0, node="a", launched=(BEFORE,), stack=self.dumps or NOTHING)
+        other = Doing(rank=1, node="b", waits=REDUCE, launched=(REDUCE,))
+        if self.answers == Pong(waiting=True):
+            mine = replace(other, rank=0)
+        return Found(1, (mine, other))
 
     def pid(self, local_rank):
         return None if self.killed else os.getpid()
@@ -124,14 +141,11 @@ class Workers:
         return self.since
 
     def tell(self, local_rank, order, fds=()):
-        if isinstance(order, orders.Dump):
-            os.write(fds[0], self.dumps.encode())
-        else:
-            self.asked += 1
-            if self.answers is not None:
-                self.pongs[local_rank] = self.answers
+        self.asked += 1
+        if self.answers is not None:
+            self.pongs[local_rank] = replace(self.answers, number=order.number)
 
-    def kill(self, local_rank, why, stack=""):
+    def kill(self, local_rank, why, stack="", *, over=False):
         self.killed.append((why, stack))
 
 
@@ -140,7 +154,8 @@ def watch(workers, *, limit=0.1, until):
 
     async def main():
         crew = SimpleNamespace(having=lambda *_: () if workers.killed else (0,))
-        task = asyncio.create_task(Vigil(workers, limit).run(lambda: crew))
+        report = HangReport(workers.look, lambda generation, event: workers.told.append(event))
+        task = asyncio.create_task(Vigil(workers, report, limit).run(lambda: crew))
         deadline = time.monotonic() + 60
         while not until() and not task.done():
             assert time.monotonic() < deadline
@@ -152,8 +167,7 @@ def watch(workers, *, limit=0.1, until):
 
 
 @pytest.fixture(autouse=True)
-def no_reader_of_stacks(monkeypatch):
-    monkeypatch.setattr(stacks.shutil, "which", lambda name: None)
+def looks_often(monkeypatch):
     monkeypatch.setattr(vigil, "LOOK", 0.02)
 
 
@@ -169,6 +183,9 @@ def test_who_hangs_on_the_way_into_a_world_is_killed(answers, doing):
     assert "on the way into generation 1" in why
     assert f"the worker hangs ({doing})" in why
     assert stack == "File train.py, line 3"
+    missing = "rank 0 is missing from all_reduce #17, in which rank 1 waits"
+    assert why.endswith(missing)
+    assert [event.text for event in workers.told] == [missing]
 
 
 def test_who_hangs_in_a_step_is_killed():
@@ -183,6 +200,26 @@ def test_who_waits_for_others_on_the_way_is_innocent():
     workers = Workers(since=long_ago(), answers=Pong(waiting=True))
     watch(workers, until=lambda: workers.asked >= 3)
     assert workers.killed == []
+
+
+def test_it_is_told_once_that_all_wait():
+    workers = Workers(since=long_ago(), answers=Pong(waiting=True))
+    watch(workers, until=lambda: workers.told and workers.asked >= 5)
+    [event] = workers.told
+    assert event.text.startswith("ranks 0, 1 wait in all_reduce #17, and none is missing")
+    assert workers.killed == []
+
+
+def test_who_gets_on_while_all_are_looked_at_is_not_killed():
+    workers = Workers(seen=(1, 7, long_ago()))
+
+    async def look():
+        workers.seen = (1, 8, time.monotonic() + 3600)
+        return Found()
+
+    workers.look = look
+    watch(workers, until=lambda: workers.seen[1] == 8)
+    assert (workers.killed, workers.told) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -205,7 +242,6 @@ def test_a_frozen_worker_on_the_way_has_the_plain_limit(monkeypatch):
     monkeypatch.setattr(vigil, "is_frozen", lambda pid: True)
     workers = Workers(since=long_ago())
     watch(workers, limit=10, until=lambda: workers.killed)  # else it would have 100 s
-    [(why, stack)] = workers.killed
+    [(why, _)] = workers.killed
     assert "(frozen)" in why
-    assert stack == "it is frozen: no stack could be read"
     assert workers.asked == 0

@@ -105,6 +105,11 @@ CASES = {
         "the ranks call different collectives (rank 0 in all_reduce; rank 1 in broadcast)",
         (),
     ),
+    "between two": (
+        [shown(0, "recv"), shown(1, "barrier")],
+        "rank 0 waits in recv, rank 1 waits in barrier, and none is missing",
+        (),
+    ),
     "in a backward": (
         [shown(0, "_engine_run_backward", file="torch/autograd/graph.py"), by_itself(1)],
         "rank 1 is missing from backward, in which rank 0 waits",

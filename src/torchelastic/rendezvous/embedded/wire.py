@@ -50,6 +50,7 @@ RING = "ring"
 SUCCESSION = "succession"
 SNAPSHOT = "snapshot"
 EVENTS = "events"
+DOINGS = "doings"
 
 _LENGTH = struct.Struct(">I")
 
@@ -74,7 +75,7 @@ class Hello(Message):
     job: str
     #: The lease to take up again, after a connection was lost.
     lease: str | None
-    #: `STORE`, `RING`, `SUCCESSION`, `SNAPSHOT` or `EVENTS`.
+    #: `STORE`, `RING`, `SUCCESSION`, `SNAPSHOT`, `EVENTS` or `DOINGS`.
     purpose: str = STORE
     #: The latest term of the store's hosts that the client knows of.
     term: int = 0

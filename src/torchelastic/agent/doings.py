@@ -1,0 +1,232 @@
+"""What every rank of the world is doing: this node's workers, and those of the other agents.
+
+    agent                                   every other agent of the world
+    which generation                   ->
+                                       <-   what its ranks do in that, one JSON object a line
+
+All are asked at once, and have two seconds: who does not answer by then is named. A reader changes
+nothing; connections are those of all agents, greeted and with the job's secret where it has one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
+
+from torchelastic.agent.meeting import Meeting
+from torchelastic.agent.stacks import NOTHING, Stacks
+from torchelastic.errors import ConfigError, RendezvousError, WireError
+from torchelastic.events.hangs import Doing
+from torchelastic.rendezvous.embedded import wire
+from torchelastic.rendezvous.embedded.dial import Endpoint, NoAnswer, knock
+from torchelastic.rendezvous.embedded.link import Link
+from torchelastic.rendezvous.embedded.wire import Message, by_kind
+from torchelastic.rendezvous.world import World, WorldNode
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that this node's workers have for their stacks, and another agent for its answer.
+HERE, THERE = 1.5, 2.0
+#: Nodes that are asked, and how many of them at a time.
+MOST_NODES, AT_A_TIME = 512, 64
+#: Bytes of an answer.
+ANSWER = 1 << 20
+#: Agents that are answered at a time.
+MOST_GUESTS = 64
+_UNHEARD = (OSError, EOFError, asyncio.TimeoutError, NoAnswer, RendezvousError, ConfigError)
+
+
+@dataclass(frozen=True, slots=True)
+class Which(Message):
+    """Asks what ranks do."""
+
+    kind = "which"
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class These(Message):
+    """Answers it; the ranks follow in the same frame."""
+
+    kind = "these"
+    generation: int
+
+
+ASKED, TOLD = by_kind(Which), by_kind(These)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is known of a world's ranks."""
+
+    generation: int = -1
+    doings: tuple[Doing, ...] = ()
+    #: Names of the nodes that did not answer, and how many are not known by name.
+    unheard: tuple[str, ...] = field(default=())
+
+
+class Watched(Protocol):
+    """What is needed of `agent.workers.Workers`, beside what stacks need."""
+
+    @property
+    def alive(self) -> tuple[int, ...]: ...
+
+    def doing(self, local_rank: int, generation: int) -> Doing | None: ...
+
+
+class Doings:
+    """One for each agent; `open` it once the node has joined."""
+
+    def __init__(
+        self,
+        workers: Watched,
+        stacks: Stacks,
+        *,
+        node: str,
+        job: str,
+        world: Callable[[], World | None],
+    ) -> None:
+        self._workers, self._stacks = workers, stacks
+        self._node, self._job, self._world = node, job, world
+        self._meeting: Meeting | None = None
+        self._guests: set[asyncio.Task[None]] = set()
+
+    def open(self, meeting: Meeting) -> None:
+        """Answer other agents from now on."""
+        self._meeting = meeting
+        meeting.serve(wire.DOINGS, self._admit)
+
+    async def close(self) -> None:
+        """Answer nobody any more."""
+        for task in self._guests:
+            task.cancel()
+        if self._guests:
+            await asyncio.wait(self._guests)
+
+    # --- here ------------------------------------------------------------------------------------
+
+    async def here(self, generation: int) -> list[Doing]:
+        """What this node's ranks do."""
+        shown = {rank: self._workers.doing(rank, generation) for rank in self._workers.alive}
+        known = {local: doing for local, doing in shown.items() if doing is not None}
+        reading = {
+            local: asyncio.create_task(self._stacks.of(local), name="stack") for local in known
+        }
+        if reading:
+            await asyncio.wait(reading.values(), timeout=HERE)
+        return [replace(doing, stack=_result_of(reading[local])) for local, doing in known.items()]
+
+    # --- everywhere ------------------------------------------------------------------------------
+
+    async def everywhere(self) -> Found:
+        """What all ranks of the present world do."""
+        world = self._world()
+        if world is None:
+            return Found()
+        others = [item for item in world.nodes if item.node != self._node][:MOST_NODES]
+        turn = asyncio.Semaphore(AT_A_TIME)
+        asking = [self._there(item, world.generation, turn) for item in others]
+        own, *told = await asyncio.gather(self.here(world.generation), *asking)
+        assert own is not None
+        doings = [doing for one in (own, *told) if one is not None for doing in one]
+        silent = [item.name for item, one in zip(others, told, strict=True) if one is None]
+        if (unasked := world.count - len(world.nodes) + _left_out(world)) > 0:
+            silent.append(f"{unasked} more nodes")
+        ranks = tuple(sorted(doings, key=lambda doing: doing.rank))
+        return Found(world.generation, ranks, tuple(silent))
+
+    async def _there(
+        self, item: WorldNode, generation: int, turn: asyncio.Semaphore
+    ) -> list[Doing] | None:
+        """What the ranks of another node do; None if it does not answer."""
+        async with turn:
+            try:
+                return await asyncio.wait_for(self._ask(item.peer, generation), THERE)
+            except (*_UNHEARD, WireError, ValueError) as error:
+                logger.debug("%s does not say what its ranks do: %r", item.name, error)
+                return None
+
+    async def _ask(self, peer: str, generation: int) -> list[Doing]:
+        if self._meeting is None or not peer:
+            raise ConnectionError("it cannot be reached")
+        place = Endpoint.at(peer, self._job, self._meeting.credentials)
+        link, answer = await knock(place, purpose=wire.DOINGS, timeout=THERE)
+        try:
+            if not isinstance(answer, wire.Welcome):
+                raise ConnectionError("it is not what it should be")
+            link.send(Which(generation))
+            head, _, lines = (await link.next_frame()).partition(b"\n")
+            wire.parse(head, TOLD)
+            return [Doing.from_json(json.loads(line)) for line in lines.splitlines()]
+        finally:
+            link.abort()
+
+    # --- answering -------------------------------------------------------------------------------
+
+    def _admit(self, link: Link, hello: wire.Hello) -> None:
+        """Take a connection from the reception."""
+        if len(self._guests) >= MOST_GUESTS:
+            link.send(wire.Refusal("This agent is asked by too many at once."))
+            link.close()
+            return
+        link.send(wire.Welcome(wire.PROTOCOL, wire.VERSION, "", False, 0))
+        link.deliver_to(partial(self._hear, link))
+
+    def _hear(self, link: Link, payload: bytes) -> None:
+        asked = wire.parse(payload, ASKED)
+        assert isinstance(asked, Which)
+        task = asyncio.create_task(self._answer(link, asked.generation), name="doings")
+        self._guests.add(task)
+        task.add_done_callback(self._guests.discard)
+
+    async def _answer(self, link: Link, generation: int) -> None:
+        try:
+            doings = await self.here(generation)
+            link.send(wire.pack_before(These(generation), lines_of(doings)))
+        finally:
+            link.close()
+
+
+def lines_of(doings: Iterable[Doing]) -> bytes:
+    """One line each; without stacks where that would be too much."""
+    lines = [json.dumps(doing.to_json()).encode() for doing in doings]
+    if sum(map(len, lines)) > ANSWER:
+        short = [replace(doing, stack="left out: too long") for doing in doings]
+        lines = [json.dumps(doing.to_json()).encode() for doing in short]
+    return b"\n".join(lines)
+
+
+def _left_out(world: World) -> int:
+    return max(0, len(world.nodes) - 1 - MOST_NODES)
+
+
+def _result_of(task: asyncio.Task[str]) -> str:
+    if task.done():
+        return task.result()
+    task.cancel()
+    return NOTHING
+
+
+def to_json(found: Found) -> dict[str, object]:
+    """For another process."""
+    return {
+        "generation": found.generation,
+        "doings": [doing.to_json() for doing in found.doings],
+        "unheard": list(found.unheard),
+    }
+
+
+def from_json(data: dict[str, object]) -> Found:
+    """Raises `ValueError` for what is none."""
+    doings, unheard, generation = data.get("doings"), data.get("unheard"), data.get("generation")
+    if not isinstance(doings, Sequence) or not isinstance(unheard, Sequence):
+        raise ValueError("What the ranks do cannot be read.")
+    if not isinstance(generation, int):
+        raise ValueError("What the ranks do is of no generation.")
+    found = tuple(Doing.from_json(one) for one in doings)
+    return Found(generation, found, tuple(str(name) for name in unheard))

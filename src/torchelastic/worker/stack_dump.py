@@ -1,0 +1,51 @@
+"""A worker's stacks, written into memory of the agent's when the agent sends a signal.
+
+They are written in C, whoever holds the GIL and whatever the main thread hangs in, as long as the
+kernel delivers signals to it: not while it is frozen, nor in a system call that no signal ends.
+Until the signal comes this costs nothing.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import struct
+
+from torchelastic import env
+
+VARIABLE = "TORCHELASTIC_STACKS_FD"
+#: The memory's name, as the kernel shows it.
+NAME = "torchelastic-stacks"
+#: Of the real-time signals, which programs have no other use for; the next one is the timers'.
+SIGNAL = signal.SIGRTMIN + 8
+#: At the beginning of the memory: which descriptor of the worker's it is, from when on the signal
+#: may be sent. Sent before, it would end the process. The stacks come behind it.
+_READY = struct.Struct("=q")
+STACKS_AT = _READY.size
+
+
+def create() -> int:
+    """Memory for one worker; the descriptor is the caller's."""
+    descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
+    os.write(descriptor, _READY.pack(-1))
+    return descriptor
+
+
+def adopt() -> None:
+    """In the worker, before the user's code: write stacks at the signal from now on."""
+    text = env.get(VARIABLE)
+    if not text.isdecimal():
+        return
+    env.remove(VARIABLE)
+    descriptor = int(text)
+    os.set_inheritable(descriptor, False)
+    faulthandler.register(SIGNAL, descriptor, all_threads=True, chain=False)
+    os.pwrite(descriptor, _READY.pack(descriptor), 0)
+
+
+def written_to(memory: int) -> int | None:
+    """The worker's descriptor of it, for its agent; None while the signal must not be sent."""
+    data = os.pread(memory, _READY.size, 0)
+    number = _READY.unpack(data)[0] if len(data) == _READY.size else -1
+    return number if number >= 0 else None
