@@ -119,9 +119,9 @@ class Agent:
             self._install_signals()
             self._beside.start(self._join(), "join")
             self._beside.start(self._workers.timers.watch(self._workers), "timers")
-            if self._metrics is not None:
             self._beside.start(self._inquiry.open(), "inquiry")
             self._beside.start(self._script_vigil.run(self._is_resident), "script-vigil")
+            if self._metrics is not None:
                 opening = self._metrics.open(self._beside.start, self._narrator.say)
                 self._beside.start(opening, "metrics")
             if self._page is not None:
@@ -243,6 +243,9 @@ class Agent:
         await self._snapshots.close()
         await self._presence.last_words(LAST_WORDS)
         await self._beside.cancel()
+        await self._inquiry.close()
+        self._hangs.close()
+        await self._doings.close()
         if self._metrics is not None:
             await self._metrics.close()
         closed = self._state.world is not None and self._state.world.phase == "closed"
@@ -257,9 +260,6 @@ class Agent:
         self._events.close()
         if self._sink is not None:
             self._sink.close()
-        await self._inquiry.close()
-        self._hangs.close()
-        await self._doings.close()
         self._registration.close(self._state.exitcode)
         if self._page is not None:
             await self._page.close()
@@ -279,6 +279,7 @@ class Agent:
         await self._presence.join()
         self._workers.reached_at(self._presence.meeting.addr)
         self._snapshots.open(self._presence.meeting)
+        self._doings.open(self._presence.meeting)
         self._beside.start(self._sampling.run(self._workers.look), "sampling")
         if self._config.max_nodes > 1:  # else its own log is the whole story
             self._telling.open(self._presence.meeting)
@@ -296,7 +297,6 @@ class Agent:
         if not self._state.leaving:
             self._narrator.world_seen(world)
         self._queue.put_nowait(group_state.WorldSeen(world))
-        self._doings.open(self._presence.meeting)
         self._snapshots.hear_of(world)
         if world.phase == "running":
             self._snapshots.turn_to(world)
@@ -422,6 +422,9 @@ class Agent:
             decided += [*more, *again]
         return decided
 
+    def _is_resident(self) -> bool:
+        return isinstance(self._state, CrewState)
+
     @property
     def _crew(self) -> CrewState:
         assert isinstance(self._state, CrewState), "asked before the workers were resident"
@@ -441,9 +444,6 @@ class Agent:
                 self._workers.signal(signum)
             case group_state.Report(changes):
                 self._presence.update(**{"step": self._workers.best_step, **changes})
-    def _is_resident(self) -> bool:
-        return isinstance(self._state, CrewState)
-
             case group_state.Rejoin(gone):
                 self._beside.start(self._rejoin(gone), "rejoin")
             case group_state.Tell(local_rank, order):

@@ -235,12 +235,12 @@ class Narrator:
     def sampled(self, generation: int, seen: events.Progress | events.CheckpointStored) -> None:
         self._log.emit(seen, generation=generation)
 
-
-    def worker_killed(self, rank: int, local_rank: int, reason: str, stack: str) -> None:
     def hang(self, generation: int, hang: events.Hang) -> None:
         logger.warning("workers stand still: %s", hang.text)
         self._log.emit(hang, generation=generation)
 
+
+    def worker_killed(self, rank: int, local_rank: int, reason: str, stack: str) -> None:
         where = f"; it was here:\n{stack}" if stack else ""
         logger.warning("rank %d (local rank %d) is killed: %s%s", rank, local_rank, reason, where)
         killed = events.WorkerKilled(rank=rank, local_rank=local_rank, reason=reason, stack=stack)

@@ -208,10 +208,10 @@ class Supervisor:
             continue
         loop.remove_reader(worker.channel)
         worker.channel.close()
+        os.close(worker.stacks)
         if self._workers.get(worker.local_rank) is worker:  # and not one started in its place
             del self._workers[worker.local_rank]
         if exitcode != 0:
-        os.close(worker.stacks)
             self._bury(worker)
         self._one_less.set()
         if not self._workers:

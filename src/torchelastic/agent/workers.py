@@ -107,12 +107,12 @@ class Workers:
         self._slates: dict[int, int] = {}
         #: The last answer to a `Ping`.
         self.pongs: dict[int, orders.Pong] = {}
+        #: Local ranks for which a control thread answers.
+        self._resident: set[int] = set()
         #: Global rank -> where a function's pickled result lies.
         self.results: dict[int, str] = {}
 
     @property
-        #: Local ranks for which a control thread answers.
-        self._resident: set[int] = set()
     def alive(self) -> tuple[int, ...]:
         return self._supervisor.alive
 
@@ -125,10 +125,6 @@ class Workers:
     def pid(self, local_rank: int) -> int | None:
         return self._supervisor.pid(local_rank)
 
-    # --- starting --------------------------------------------------------------------------------
-
-    def reached_at(self, addr: str) -> None:
-        """Let gloo listen where other nodes reach this one, unless the user has said where.
     def is_resident(self, local_rank: int) -> bool:
         """Whether it has called `torchelastic.train`: a thread of its own answers for it."""
         return local_rank in self._resident
@@ -140,6 +136,10 @@ class Workers:
     def stack_memory(self, local_rank: int) -> int | None:
         return self._supervisor.stack_memory(local_rank)
 
+    # --- starting --------------------------------------------------------------------------------
+
+    def reached_at(self, addr: str) -> None:
+        """Let gloo listen where other nodes reach this one, unless the user has said where.
 
         Left alone, it takes what the machine's name means here, which may be a loopback address.
         """
@@ -150,11 +150,11 @@ class Workers:
         """Start the workers of a world's node, all or none."""
         began = self._clock.now()
         self._steps.clear()
+        self._resident.clear()
         self._last_words_of.clear()
         self._verdicts.clear()
         self.results.clear()
         found = world.find(node)
-        self._resident.clear()
         assert found is not None
         ranks = {local: found.first_rank + local for local in range(self._config.nproc_per_node)}
         envs = {local: worker_env(self._env, self._config, world, found, local) for local in ranks}
@@ -179,12 +179,12 @@ class Workers:
 
     def _forget(self, local_rank: int) -> None:
         """What was known of the worker that had this local rank before."""
+        self._resident.discard(local_rank)
         for known in (
             self._steps,
             self._last_words_of,
             self._verdicts,
             self.pongs,
-        self._resident.discard(local_rank)
             self._told_to_enter,
             self._inside,
         ):
@@ -269,12 +269,6 @@ class Workers:
         descriptor = self._slates.get(local_rank)
         return slate.read_progress(descriptor) if descriptor is not None else None
 
-    def look(self) -> None:
-        """Have told what the slates and boards of all workers show that is new."""
-        shown = {local: slate.read(descriptor) for local, descriptor in self._slates.items()}
-        stepped = {local: (one.generation, one.rank) for local, one in shown.items()}
-        self._sampling.look(shown.values(), self._boards.look(stepped))
-
     def doing(self, local_rank: int, generation: int) -> Doing | None:
         """What a worker shows that it does, without its stack; None if it is not in this world."""
         own, rank = self._places.get(local_rank, (-1, -1))
@@ -292,6 +286,12 @@ class Workers:
             launched=tuple(map(_collective, seen.launched)),
             frozen=is_frozen(self.pid(local_rank)),
         )
+
+    def look(self) -> None:
+        """Have told what the slates and boards of all workers show that is new."""
+        shown = {local: slate.read(descriptor) for local, descriptor in self._slates.items()}
+        stepped = {local: (one.generation, one.rank) for local, one in shown.items()}
+        self._sampling.look(shown.values(), self._boards.look(stepped))
 
     def _heard(self, local_rank: int, message: dict[str, Any]) -> None:
         if message.get("type") == "failure":
@@ -320,13 +320,13 @@ class Workers:
             self.look()
         match report:
             case orders.Enlisted() as enlisted:
+                self._resident.add(local_rank)
                 self._give_slate(local_rank)
                 self._tell_event(crew.Said(local_rank, enlisted))
             case orders.Keeps():
                 self._give_slate(local_rank)
             case orders.Pong() as pong:
                 self.pongs[local_rank] = pong
-                self._resident.add(local_rank)
             case orders.Erred() | orders.PeerLost() as erred:
                 self._steps[local_rank] = erred.step
                 self._erred(local_rank, erred)
