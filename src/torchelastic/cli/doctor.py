@@ -123,14 +123,18 @@ def _tell(subject: Subject, examine: Callable[[], list[Finding]], on_gpus: bool)
     """Print findings for people, those of the GPUs as they come: they take minutes."""
     from torchelastic.cli.doctor_text import lines, title
     from torchelastic.doctor.finding import summary
+    from torchelastic.doctor.paths import overall
 
     terminal.show(f"{title(subject)}\n")
-    width, findings = terminal_width(), []
-    for found in (examine(), *([finding] for finding in _on_gpus(subject, on_gpus))):
-        findings += found
-        terminal.show("\n".join(lines(found, width)))
-    terminal.show(f"\n{summary(findings)}")
-    return findings
+    width, findings = terminal_width(), examine()
+    terminal.show("\n".join(lines(findings, width)))
+    taken = []
+    for finding in _on_gpus(subject, on_gpus):
+        taken.append(finding)
+        terminal.show("\n".join(lines([finding], width)))
+    said = f"{overall(taken)} " if taken else ""
+    terminal.show(f"\n{said}{summary(findings + taken)}")
+    return findings + taken
 
 
 def _tell_json(

@@ -148,10 +148,10 @@ def lease_found(places: str, kept: bool, took: float) -> Finding:
     if took > SLOW:
         return warning(
             CHECK,
-            f"etcd at {places} took {took:.1f} s for five small requests.",
+            f"etcd at {places} took {took:.1f} s for a few small requests.",
             "Give it a faster disk, or run it nearer.",
         )
-    return ok(CHECK, f"etcd at {places} grants and keeps leases; five requests took {took:.2f} s.")
+    return ok(CHECK, f"etcd at {places} grants and keeps leases, in {took:.2f} s.")
 
 
 def _number(version: str) -> tuple[int, ...]:

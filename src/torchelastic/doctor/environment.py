@@ -34,7 +34,7 @@ def variables(
     if found:
         return found
     if used:
-        return [ok("variables", f"{', '.join(used)} give flags their values.")]
+        return [ok("variables", f"Flags have values from {', '.join(used)}.")]
     return [ok("variables", "None contradicts the launch.")]
 
 
@@ -47,15 +47,15 @@ def _forgotten(
         found.append(
             warning(
                 "variables",
-                f"{', '.join(unknown)} belongs to no flag and changes nothing.",
-                "Correct the name (PET_NNODES for --nnodes), or unset it.",
+                f"No flag reads {', '.join(unknown)}.",
+                "Correct the name (PET_NNODES is for --nnodes), or unset it.",
             )
         )
     if overridden:
         found.append(
             warning(
                 "variables",
-                f"{', '.join(overridden)} is set, and the command line says otherwise, which wins.",
+                f"The command line contradicts {', '.join(overridden)}, and wins.",
                 "Unset it, or leave the flag out.",
             )
         )
@@ -70,8 +70,8 @@ def _other_launcher(environ: Mapping[str, str], config: LaunchConfig) -> list[Fi
     return [
         warning(
             "variables",
-            f"{', '.join(there)} is set, which nobody reads: this job has one node, and its "
-            "workers get values of their own.",
+            f"Nobody reads {', '.join(there)}: this job has one node, and its workers get values "
+            "of their own.",
             "If there are to be more nodes, say --nnodes and --rdzv-endpoint.",
         )
     ]

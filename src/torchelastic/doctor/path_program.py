@@ -82,6 +82,7 @@ def collective(device: torch.device, notes: Notes, directory: Path) -> None:
     """An all-reduce, as every script does it."""
     import torch.distributed as dist
 
+    use(device)
     notes.doing("making a process group")
     dist.init_process_group(backend_of(device), timeout=MEETING)
     notes.doing("in an all-reduce")
@@ -97,6 +98,7 @@ def abort(device: torch.device, notes: Notes, directory: Path) -> None:
 
     from torchelastic.training.group import Group
 
+    use(device)
     rank, size = int(env.get("RANK")), int(env.get("WORLD_SIZE"))
     store = TCPStore(
         env.get("MASTER_ADDR"), int(env.get("MASTER_PORT")), is_master=False, timeout=MEETING
@@ -157,6 +159,7 @@ def snapshot(device: torch.device, notes: Notes, directory: Path) -> None:
 
     import torchelastic
 
+    use(device)
     torch.manual_seed(1)
     model = torch.nn.Sequential(
         torch.nn.Linear(256, 512), torch.nn.BatchNorm1d(512), torch.nn.Linear(512, 256)
@@ -218,6 +221,14 @@ def check_sum(device: torch.device, rank: int, size: int) -> None:
     total = all_reduce(device, float(rank + 1))
     if total != size * (size + 1) / 2:
         raise Broken(f"an all-reduce of {size} ranks gave {total:g}")
+
+
+def use(device: torch.device) -> None:
+    """Make it the current one, as scripts do; it touches CUDA."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.set_device(device)
 
 
 def backend_of(device: torch.device) -> str:

@@ -10,12 +10,12 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchelastic.doctor import child, path_program
-from torchelastic.doctor.finding import Finding, fault, not_checked, ok
+from torchelastic.doctor.finding import Finding, Verdict, fault, not_checked, ok
 
 #: Seconds for a path: the first use of CUDA and NCCL takes its time on a machine with many GPUs.
 LIMIT = 180.0
@@ -42,11 +42,6 @@ PATHS = (
 )
 
 
-def take_all(device: str, devices: int, environ: Mapping[str, str]) -> list[Finding]:
-    """One finding for each path, taken one after the other: they share the devices."""
-    return [take(way, device, devices, environ) for way in PATHS]
-
-
 def take(way: Way, device: str, devices: int, environ: Mapping[str, str]) -> Finding:
     """Run the job of one path on so many devices."""
     check = f"{device} {way.name}"
@@ -58,6 +53,17 @@ def take(way: Way, device: str, devices: int, environ: Mapping[str, str]) -> Fin
         ended = child.run(command, _undisturbed(environ), LIMIT)
         notes = _read(Path(directory), way.name)
     return judge(check, way.what, ended.exitcode, notes, time.monotonic() - began)
+
+
+def overall(findings: Sequence[Finding]) -> str:
+    """The verdict on all paths, in one sentence. Pure."""
+    broken = [finding.check for finding in findings if finding.verdict is Verdict.FAULT]
+    taken = sum(finding.verdict is not Verdict.NOT_CHECKED for finding in findings)
+    if broken:
+        return f"{len(broken)} of {taken} paths on the GPUs do not work: {', '.join(broken)}."
+    if not taken:
+        return "No path on the GPUs was taken."
+    return f"All {taken} paths that were taken on the GPUs work."
 
 
 @dataclass(frozen=True)

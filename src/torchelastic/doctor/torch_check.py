@@ -27,7 +27,8 @@ class Torch:
     torch: str
     place: str
     seconds: float
-    cuda: str
+    #: `CUDA 13.0`; empty: for CPUs only.
+    built_for: str
     nccl: str
     #: Why gloo does not work; empty: it does.
     gloo: str
@@ -68,7 +69,7 @@ def _version(found: Torch, paths: str) -> Finding:
             f"torch {found.torch} comes from {shadow} of PYTHONPATH.",
             "Unset PYTHONPATH unless you mean that one.",
         )
-    kind = f"CUDA {found.cuda}" if found.cuda else "CPU only"
+    kind = found.built_for or "CPU only"
     tested = "" if found.torch.startswith(f"{TESTED}.") else f"; our tests run with {TESTED}"
     return ok(
         CHECK,
@@ -95,10 +96,10 @@ def _nccl(found: Torch, gpus: int) -> list[Finding]:
             fault(
                 "nccl",
                 f"There are GPUs, and torch {found.torch} is built without NCCL.",
-                "Install a torch that is built for CUDA.",
+                "Install a torch that is built for these GPUs.",
             )
         ]
-    return [ok("nccl", f"NCCL {found.nccl} with CUDA {found.cuda}; --gpu tries it.")]
+    return [ok("nccl", f"NCCL {found.nccl} with {found.built_for}; --gpu tries it.")]
 
 
 def _is_in(place: str, directory: str) -> bool:

@@ -23,15 +23,20 @@ def look() -> dict[str, Any]:
         "torch": torch.__version__,
         "place": torch.__file__,
         "seconds": time.monotonic() - began,
-        "cuda": torch.version.cuda or "",
+        "built_for": _built_for(torch.version.cuda, torch.version.hip),
         "nccl": "",
         "gloo": "torch was built without it",
     }
-    if torch.version.cuda and dist.is_nccl_available():
+    if dist.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     if dist.is_gloo_available():
         found["gloo"] = try_gloo()
     return found
+
+
+def _built_for(cuda: str | None, rocm: str | None) -> str:
+    """Empty: for CPUs only."""
+    return f"CUDA {cuda}" if cuda else f"ROCm {rocm}" if rocm else ""
 
 
 def try_gloo() -> str:

@@ -1,0 +1,296 @@
+"""The doctor on real things: ports, rendezvous, etcds, disks, networks; and its jobs on the CPU."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from tests.netns import need_namespaces
+from tests.process.jobs import free_port
+from tests.support import poll_for
+from torchelastic.config import LaunchConfig
+from torchelastic.doctor import at_etcd, machine_facts, meeting, paths, torch_check
+from torchelastic.doctor.finding import Verdict
+
+SECRET, OTHER = "0123456789abcdef0123456789abcdef", "another secret that is long enough"
+
+#: A Python that says at once what the probe would say after importing torch.
+STUB = """\
+#!/bin/sh
+echo '{"python": "3.11.7", "torch": "2.13.0", "place": "/torch/__init__.py", "seconds": 0.1,' \
+     '"built_for": "", "nccl": "", "gloo": ""}'
+"""
+
+
+def launch(endpoint, **more):
+    return LaunchConfig(2, 2, rdzv_endpoint=endpoint, run_id=more.pop("run_id", "job"), **more)
+
+
+# --- the rendezvous ------------------------------------------------------------------------------
+
+
+def test_a_free_port_of_this_machine_is_free_afterwards():
+    port = free_port()
+    (found,) = meeting.check(launch(f"localhost:{port}"))
+    assert found.verdict is Verdict.OK
+    assert "this node hosts" in found.found
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """Where an answer comes, a busy machine may take its time."""
+    monkeypatch.setattr(meeting, "PATIENCE", 60.0)
+    monkeypatch.setattr(at_etcd, "PATIENCE", 60.0)
+
+
+def test_a_port_that_something_silent_has():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        (found,) = meeting.check(launch(f"127.0.0.1:{listener.getsockname()[1]}"))
+    assert found.verdict is Verdict.FAULT
+    assert "does not answer as a rendezvous" in found.found
+
+
+def test_a_port_of_another_protocol(patient):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def speak():
+            caller, _ = listener.accept()
+            with caller:
+                caller.recv(65536)
+                caller.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                caller.recv(65536)
+
+        speaker = threading.Thread(target=speak)
+        speaker.start()
+        (found,) = meeting.check(launch(f"127.0.0.1:{listener.getsockname()[1]}"))
+        speaker.join()
+    assert found.verdict is Verdict.FAULT
+    assert "not a torchelastic rendezvous" in found.found
+
+
+def test_another_machine_where_nobody_listens_yet_is_not_checked(patient):
+    found = meeting.check(
+        launch(f"127.0.0.1:{free_port()}", rdzv_configs={"is_host": "0"})  # as if it were another
+    )
+    assert [finding.verdict for finding in found] == [Verdict.NOT_CHECKED]
+
+
+def test_a_name_that_nobody_knows_is_a_fault():
+    (found,) = meeting.check(launch("nobody.invalid:29400"))
+    assert found.verdict is Verdict.FAULT
+    assert "'nobody.invalid'" in found.found
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A rendezvous of job `job` with a secret, as a process of its own: its endpoint."""
+    (tmp_path / "secret").write_text(SECRET)
+    (tmp_path / "secret").chmod(0o600)
+    flags = ["--endpoint=127.0.0.1:0", "--rdzv-id=job", f"--rdzv-secret-file={tmp_path}/secret"]
+    command = [sys.executable, "-m", "torchelastic", "rendezvous", "serve", *flags]
+    log = tmp_path / "served"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        told = poll_for(
+            lambda: re.search(r"is served at .*:(\d+)\.", log.read_text()), what="it serves"
+        )
+        yield f"127.0.0.1:{told[1]}"
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def test_a_rendezvous_lets_us_in_by_the_secret_and_the_job(served, tmp_path, monkeypatch, patient):
+    file = str(tmp_path / "secret")
+    (found,) = meeting.check(launch(served, rdzv_secret_file=file))
+    assert (found.verdict, "Job 'job' answers" in found.found) == (Verdict.OK, True)
+    (found,) = meeting.check(launch(served, rdzv_secret_file=file, run_id="other"))
+    assert (found.verdict, "belongs to job 'job'" in found.found) == (Verdict.FAULT, True)
+    (found,) = meeting.check(launch(served))
+    assert (found.verdict, "this node none" in found.found) == (Verdict.FAULT, True)
+    monkeypatch.setenv("TORCHELASTIC_SECRET", OTHER)
+    (found,) = meeting.check(launch(served))
+    assert (found.verdict, "different secrets" in found.found) == (Verdict.FAULT, True)
+
+
+def test_a_secret_is_judged_as_the_agent_judges_it(tmp_path):
+    file = tmp_path / "secret"
+    config = launch("node1:29400", rdzv_secret_file=str(file))
+    assert [found.verdict for found in meeting.secret(config)] == [Verdict.FAULT]
+    file.write_text(SECRET)
+    file.chmod(0o644)
+    (found,) = meeting.secret(config)
+    assert (found.verdict, "chmod 600" in found.found) == (Verdict.WARNING, True)
+    file.chmod(0o600)
+    assert [found.verdict for found in meeting.secret(config)] == [Verdict.OK]
+    (found,) = meeting.secret(launch("node1:29400"))
+    assert (found.verdict, "no secret" in found.found) == (Verdict.WARNING, True)
+
+
+# --- etcd ----------------------------------------------------------------------------------------
+
+
+def at(endpoint, **conf):
+    return launch(endpoint, rdzv_backend="etcd", rdzv_configs=conf)
+
+
+def test_a_real_etcd_keeps_a_lease_and_has_nothing_of_us_afterwards(etcd, patient):
+    prefix = "/doctor-of-tests"
+    (found,) = at_etcd.check(at(etcd.endpoint, etcd_prefix=prefix))
+    # How long it takes is the machine's affair.
+    assert found.verdict in (Verdict.OK, Verdict.WARNING)
+    assert f"etcd at {etcd.endpoint}" in found.found
+    everything = etcd.post("/v3/kv/range", {"key": "AA==", "range_end": "AA==", "keys_only": True})
+    keys = json.dumps([row["key"] for row in everything.get("kvs", [])])
+    assert "L2RvY3Rvci1vZi10ZXN0c" not in keys  # how the prefix begins, as etcd writes it
+
+
+def test_an_etcd_that_is_not_there_or_is_none(monkeypatch):
+    monkeypatch.setattr(at_etcd, "PATIENCE", 0.1)
+    (found,) = at_etcd.check(at(f"127.0.0.1:{free_port()}"))
+    assert (found.verdict, "No etcd answered" in found.found) == (Verdict.FAULT, True)
+
+
+def test_an_etcd_of_the_jobs_own(etcd_on_path, monkeypatch):
+    config = LaunchConfig(rdzv_backend="etcd", rdzv_endpoint="localhost:0", run_id="job")
+    (found,) = at_etcd.check(config)
+    assert (found.verdict, etcd_on_path in found.found) == (Verdict.OK, True)
+    monkeypatch.setenv("TORCHELASTIC_ETCD_BINARY_PATH", "/nowhere/etcd")
+    assert [found.verdict for found in at_etcd.check(config)] == [Verdict.FAULT]
+
+
+# --- disks and networks --------------------------------------------------------------------------
+
+
+def in_python(source, *command):
+    """What a program prints as JSON, under a command that changes its surroundings."""
+    made = subprocess.run([*command, sys.executable, "-c", source], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    return json.loads(made.stdout)
+
+
+def test_a_full_disk_is_a_fault(tmp_path):
+    need_namespaces()
+    source = f"""
+import json, subprocess
+from torchelastic.doctor import machine, machine_facts
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", {str(tmp_path)!r}], check=True)
+empty = machine.space(machine_facts.space_in({str(tmp_path)!r}), "log")
+with open({str(tmp_path / "big")!r}, "wb") as file:
+    try:
+        file.write(bytes(8 << 20))
+    except OSError:
+        pass
+full = machine.space(machine_facts.space_in({str(tmp_path)!r}), "log")
+print(json.dumps([empty.to_json(), full.to_json()]))
+"""
+    empty, full = in_python(source, "unshare", "--mount")
+    assert (empty["verdict"], "Only 4.0 MiB" in empty["found"]) == ("fault", True)
+    assert (full["verdict"], "No space left on device" in full["found"]) == ("fault", True)
+
+
+def test_a_machine_without_a_network_cannot_be_one_of_two():
+    need_namespaces()
+    source = """
+import json
+from torchelastic.config import LaunchConfig
+from torchelastic.doctor import network, network_facts
+name = network_facts.own_name()
+verdicts = [
+    network.name(name, LaunchConfig(2, 2, rdzv_endpoint="node1")).verdict.value,
+    network.interfaces({"GLOO_SOCKET_IFNAME": "eth0"}, network_facts.interface_names(),
+                       LaunchConfig(), gpus=False)[0].verdict.value,
+]
+print(json.dumps([name.outward, *verdicts]))
+"""
+    assert in_python(source, "unshare", "--net") == [None, "fault", "fault"]
+
+
+def test_a_directory_that_cannot_be_written(tmp_path):
+    assert machine_facts.space_in(str(tmp_path)).trouble == ""
+    assert "No such file" in machine_facts.space_in(str(tmp_path / "none")).trouble
+    assert list(tmp_path.glob("[!.]*")) == []
+
+
+# --- torch ---------------------------------------------------------------------------------------
+
+
+def test_the_torch_of_workers_makes_a_group():
+    told, gloo = torch_check.check(sys.executable, dict(os.environ), gpus=0)
+    assert (told.verdict, gloo.verdict) == (Verdict.OK, Verdict.OK)
+    assert told.found.startswith("torch 2.")
+
+
+def test_a_python_without_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('none of that name here')")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    (found,) = torch_check.check(sys.executable, env, gpus=0)
+    assert (found.verdict, "none of that name here" in found.found) == (Verdict.FAULT, True)
+
+
+# --- the whole -----------------------------------------------------------------------------------
+
+
+def doctor(directory, *argv, **environ):
+    python = directory / "python"
+    python.write_text(STUB)
+    python.chmod(0o755)
+    return subprocess.run(
+        [sys.executable, "-m", "torchelastic", "doctor", *argv],
+        cwd=directory,
+        env={**os.environ, "PYTHON_EXEC": str(python), **environ},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_launch_without_faults_ends_with_0_and_leaves_nothing(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    ended = doctor(tmp_path, "--json", "--log-dir", "logs", "train.py")
+    picture = json.loads(ended.stdout)
+    assert (ended.returncode, ended.stderr, picture["fault"]) == (0, "", False)
+    checks = [finding["check"] for finding in picture["findings"]]
+    for check in ("script", "times", "kernel", "memory", "name", "rendezvous", "torch", "clock"):
+        assert check in checks
+    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["python", "train.py"]
+
+
+def test_a_fault_ends_with_1_and_says_what_run_would_say(tmp_path):
+    ended = doctor(tmp_path, "missing.py")
+    text = " ".join(ended.stdout.split())
+    assert ended.returncode == 1
+    assert "There is no script 'missing.py'" in text
+    assert re.search(r"\n1 fault, .* ok\.\n$", ended.stdout)
+
+
+def test_the_gpu_paths_cannot_be_asked_for_without_one(tmp_path):
+    ended = doctor(tmp_path, "--gpu", CUDA_VISIBLE_DEVICES="")
+    assert ended.returncode == 2
+    assert "not checked  gpu              There is no GPU on this machine" in ended.stdout
+
+
+# --- the jobs of --gpu, on the CPU ---------------------------------------------------------------
+
+
+def test_a_path_that_is_not_done_in_time_hangs_and_leaves_nothing(monkeypatch):
+    monkeypatch.setattr(paths, "LIMIT", 0.3)
+    found = paths.take(paths.PATHS[0], "cpu", 1, dict(os.environ))
+    assert (found.verdict, "hangs" in found.found) == (Verdict.FAULT, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", paths.PATHS, ids=lambda way: way.name)
+def test_each_path_works_on_the_cpu_with_gloo(way):
+    """The lines that `doctor --gpu` runs with CUDA and NCCL."""
+    environ = {**os.environ, "PET_NNODES": "2", "OMP_NUM_THREADS": "1"}
+    found = paths.take(way, "cpu", 2, environ)
+    assert found.verdict is Verdict.OK, found
