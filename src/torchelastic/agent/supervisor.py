@@ -174,8 +174,6 @@ class Supervisor:
         worker = self._workers.get(local_rank)
         return worker.stacks if worker is not None else None
 
-        worker = self._workers.get(local_rank)
-
     def tell(self, local_rank: int, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
         """Send to a worker, descriptors along with it; one that is gone does not hear it."""
         worker = self._workers.get(local_rank)
