@@ -19,7 +19,7 @@ hypothesis.settings.register_profile("torchelastic", deadline=None)
 hypothesis.settings.load_profile("torchelastic")
 
 #: Directories whose tests use real processes and sockets.
-_REAL = ("process", "contract", "frameworks")
+_REAL = ("browser", "process", "contract", "frameworks")
 
 #: How long what a test has ended may take to be gone, on a busy machine.
 _PATIENCE = 10.0

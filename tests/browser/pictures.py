@@ -166,9 +166,7 @@ def training(**changes: Any) -> JobView:
         "worlds": worlds,
         "recoveries": (
             recovery(0, ended[0], kind="resize", why="node-c joins", detect=0.0, redo=0.0),
-            recovery(
-                1, ended[1], kind="node-failure", why="node-b was lost", detect=0.9, wait=1.7
-            ),
+            recovery(1, ended[1], kind="node-failure", why="node-b was lost", detect=0.9, wait=1.7),
             recovery(2, ended[2], kind="resize", why="node-b joins", detect=0.0, redo=0.0),
             recovery(3, ended[3], why=failure().sentence(), failure=failure().to_json()),
         ),
@@ -299,17 +297,18 @@ def alone() -> JobView:
 
 
 def hostile(bad: str) -> JobView:
-    """Every text that a user can choose is `bad`."""
-    cause = failure(node=bad, message=bad, traceback=bad, collective=bad, hint=bad)
-    after = failure(rank=0, node=bad, message=bad, traceback=bad)
-    worlds = worlds_of(([bad, "node-a"], [bad, bad + "2"]), 800.0)
+    """Every text that a user can choose is `bad`; names are told many times, and are cut."""
+    name = bad[:10_000]
+    cause = failure(node=name, message=bad, traceback=bad, collective=bad, hint=bad)
+    after = failure(rank=0, node=name, message=bad, traceback=bad)
+    worlds = worlds_of(([name, "node-a"], [name, name + "2"]), 800.0)
     hang = {
         "text": bad,
         "missing": [0],
         "ranks": [
             {
                 "rank": 0,
-                "node": bad,
+                "node": name,
                 "step": 1,
                 "collective": bad,
                 "missing": True,
@@ -319,13 +318,13 @@ def hostile(bad: str) -> JobView:
     }
     slow = events.Straggler(rank=0, seconds_per_step=0.3, usual=0.2, cost=1.0, text=bad)
     return training(
-        job=bad,
-        nodes={bad: NodeView(name=bad, state="running", last_seen=NOW)},
-        ranks=(RankView(rank=0, node=bad, step=1, rate=1.0),),
+        job=name,
+        nodes={name: NodeView(name=name, state="running", last_seen=NOW)},
+        ranks=(RankView(rank=0, node=name, step=1, rate=1.0),),
         stragglers=(slow,),
         worlds=worlds,
         history=(Change(NOW, bad, bad),),
-        recoveries=(recovery(0, BEGAN + 800, why=bad, kind=bad, failure=cause.to_json()),),
+        recoveries=(recovery(0, BEGAN + 800, why=bad, kind=name, failure=cause.to_json()),),
         failure=FailureView(
             generation=0,
             wall=BEGAN + 800,
@@ -334,17 +333,18 @@ def hostile(bad: str) -> JobView:
             consequences=(after,),
             hang=hang,
         ),
-        metrics={bad: ((BEGAN + 50, 1, 1.0), (BEGAN + 80, 2, 0.5))},
+        metrics={name: ((BEGAN + 50, 1, 1.0), (BEGAN + 80, 2, 0.5))},
     )
 
 
-def told(view: JobView, *, live: bool = True, text: str = "ranks 0, 1 started") -> dict[str, Any]:
-    """What the page is sent; times of its last events are from now back."""
+def told(view: JobView, *, live: bool = True, text: str = "the job starts") -> dict[str, Any]:
+    """What the page is sent; `text` is in the last event."""
     node = next(iter(view.nodes))
     log = [
-        {"wall": NOW - 40 + place, "node": node, "type": "workers-started", "text": text}
-        for place in range(12)
+        {"wall": NOW - 40 + place, "node": node, "type": "joined", "text": "joined the job"}
+        for place in range(30)
     ]
+    log += [{"wall": NOW - 1, "node": node, "type": "world-formed", "text": text}]
     return {
         "now": NOW,
         "live": live,

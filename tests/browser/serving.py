@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torchelastic.dashboard.door import Door
-from torchelastic.dashboard.pictures import Picture, encoded
+from torchelastic.dashboard.pictures import Picture
 from torchelastic.dashboard.server import Server
 
 
@@ -17,10 +17,11 @@ class Shown:
     """What the page is shown; `show` another picture at any time, from any thread."""
 
     def __init__(self, picture: dict[str, Any]) -> None:
-        self._latest = Picture(1, picture["live"], encoded(picture))
+        self._latest = Picture.of(1, picture, live=picture["live"])
 
     def show(self, picture: dict[str, Any]) -> None:
-        self._latest = Picture(self._latest.number + 1, picture["live"], encoded(picture))
+        number = self._latest.number + 1
+        self._latest = Picture.of(number, picture, live=picture["live"])
 
     def look(self) -> Picture:
         return self._latest

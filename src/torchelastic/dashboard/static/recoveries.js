@@ -61,7 +61,7 @@ function row(one, longest, { view, now }) {
       "td",
       { role: "cell", class: "what" },
       h("span", { class: `mark ${one.is_failure ? "bad" : "calm"}`, "aria-hidden": "true" }),
-      h("b", null, KINDS[one.kind] ?? oneLine(one.kind, 40)),
+      h("b", { class: "user" }, KINDS[one.kind] ?? oneLine(one.kind, 40)),
       ` in generation ${one.generation}`,
       h("span", { class: "user why" }, oneLine(one.why, 300)),
       bar(one, longest),

@@ -1,0 +1,173 @@
+"""One browser for all tests of the page, and tabs in it that tolerate no error."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from tests.browser.pictures import told, training
+from tests.browser.serving import Served, Shown, served
+from tests.etcd import MUST_BE_THERE
+from torchelastic.events.view import JobView
+
+#: Milliseconds: of a busy machine, and less than pytest gives a test.
+PATIENCE = 90_000
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent.name == "browser":
+            item.add_marker(pytest.mark.browser)
+
+
+def need_chromium() -> str:
+    """The program; skips the test where it, or what drives it, is not there."""
+    chromium = shutil.which("chromium")
+    missing = [] if chromium else ["chromium"]
+    missing += [] if find_spec("playwright") else ["playwright"]
+    if missing:
+        sentence = (
+            f"no {' and no '.join(missing)} here: install Debian's chromium and the extra "
+            "'browser-test' (scripts/test --install installs both)"
+        )
+        (pytest.fail if os.environ.get(MUST_BE_THERE) else pytest.skip)(sentence)
+    assert chromium is not None
+    return chromium
+
+
+@pytest.fixture(scope="package")
+def browser() -> Iterator[Any]:
+    """Not of the whole session: while it is open an event loop runs in this thread."""
+    chromium = need_chromium()
+    from playwright.sync_api import sync_playwright
+
+    # As root, in a container, chromium has no sandbox to make.
+    flags = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=chromium,
+            args=[*flags, "--disable-dev-shm-usage", "--disable-gpu"],
+            timeout=PATIENCE,
+        )
+        yield browser
+        browser.close()
+
+
+class Tab:
+    """A page that is open, and what went wrong in it."""
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+        self.troubles: list[str] = []
+        page.set_default_timeout(PATIENCE)
+        page.on("console", self._said)
+        page.on("pageerror", lambda error: self.troubles.append(f"error: {error}"))
+        page.on("dialog", self._asked)
+
+    def _said(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.troubles.append(f"{message.type}: {message.text}")
+
+    def _asked(self, dialog: Any) -> None:
+        self.troubles.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
+    def wear(
+        self,
+        *,
+        width: int = 1240,
+        height: int = 900,
+        scheme: str = "light",
+        motion: str = "no-preference",
+    ) -> None:
+        """What the reader's screen is like."""
+        self.page.set_viewport_size({"width": width, "height": height})
+        self.page.emulate_media(color_scheme=scheme, reduced_motion=motion)
+
+    def expect_no_server(self) -> None:
+        """The server is gone, which the browser says for every attempt to reach it."""
+        self.troubles[:] = [one for one in self.troubles if "net::ERR_" not in one]
+
+    def go(self, url: str) -> None:
+        """Open it, and wait until a picture is drawn."""
+        self.page.goto(url)
+        self.page.wait_for_selector("#log")
+
+    def leave(self) -> None:
+        self.page.goto("about:blank")
+
+    def text(self, selector: str) -> str:
+        return str(self.page.inner_text(selector))
+
+    def wait_for(self, selector: str, text: str) -> None:
+        """Until an element has this in its text."""
+        self.page.wait_for_function(
+            "([selector, text]) => document.querySelector(selector)?.innerText.includes(text)",
+            arg=[selector, text],
+        )
+
+
+@contextmanager
+def new_tab(browser: Any, **options: Any) -> Iterator[Tab]:
+    context = browser.new_context(timezone_id="UTC", **options)
+    try:
+        yield Tab(context.new_page())
+    finally:
+        context.close()
+
+
+@pytest.fixture(scope="package")
+def one_tab(browser: Any) -> Iterator[Tab]:
+    with new_tab(browser) as opened:
+        yield opened
+
+
+@pytest.fixture
+def tab(one_tab: Tab) -> Iterator[Tab]:
+    """The same for all tests, for it takes a second to make; empty again after each."""
+    one_tab.wear()
+    one_tab.troubles.clear()
+    yield one_tab
+    one_tab.leave()
+    assert one_tab.troubles == []
+
+
+Show = Callable[..., tuple[Served, Shown]]
+
+
+@pytest.fixture
+def show(tab: Tab) -> Iterator[Show]:
+    """Opens the page with a picture: `show(view, live=True)`."""
+    with ExitStack() as stack:
+
+        def opened(
+            view: JobView | None = None, *, live: bool = True, text: str = "told"
+        ) -> tuple[Served, Shown]:
+            picture = told(training() if view is None else view, live=live, text=text)
+            server, shown = stack.enter_context(served(picture))
+            tab.go(server.url)
+            return server, shown
+
+        yield opened
+        tab.leave()  # before the server goes
+
+
+@pytest.fixture
+def modules(tab: Tab, show: Show) -> Callable[..., Any]:
+    """Calls a function of one of the page's modules: `modules("words", "seconds", 0.18)`."""
+    show()
+
+    def call(module: str, name: str, *arguments: Any) -> Any:
+        return tab.page.evaluate(
+            "([module, name, given]) =>"
+            " import(`/static/${module}.js`).then((loaded) => loaded[name](...given))",
+            [module, name, list(arguments)],
+        )
+
+    return call

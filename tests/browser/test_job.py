@@ -1,0 +1,79 @@
+"""A real job, a real kill, and the page that shows it as it happens."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.process.jobs import job
+from tests.support import poll_for
+
+TRAINER = Path(__file__).parents[1] / "process" / "resident.py"
+
+
+def address(said: str) -> str:
+    found = re.search(r"http://\S+", said)
+    return found[0] if found else ""
+
+
+@pytest.mark.timeout(300)
+def test_a_kill_and_its_recovery_are_shown_live(tab, tmp_path):
+    flags = "--nnodes=1 --nproc-per-node=2 --dashboard=0 --redirects=3"
+    with job(tmp_path / "job", flags, script=TRAINER) as made:
+        arguments = [str(made._lines), str(made._orders), "steps=1000000", "slow=0.02"]
+        node = made.start(script=[str(TRAINER), *arguments])
+        tab.go(poll_for(lambda: address(node.stderr), what="the page's address", timeout=100))
+        tab.wait_for(".answers", "Training")
+        tab.wait_for("#failure", "Nothing has failed so far.")
+        begun = poll_for(lambda: made.lines(event="step"), what="steps", timeout=100)
+        victim = begun[-1]
+        os.kill(victim["pid"], signal.SIGKILL)
+        tab.wait_for("table.recoveries", "A worker failed in generation 0")
+        tab.wait_for("#failure .sentence", "killed by SIGKILL")
+        tab.wait_for(".answers", f"Rank {victim['rank']} on")
+        tab.wait_for(".answers", "Training")
+        tab.page.wait_for_selector("table.recoveries .cost:has-text('s')")
+        assert tab.page.locator("#drawing .failure .head").count() == 1
+        node.process.send_signal(signal.SIGTERM)
+        node.wait(100)
+        tab.wait_for("#connection", "The job is over")
+        # The page has gone with its job; the browser asks for it once more.
+        tab.expect_no_server()
+
+
+@pytest.mark.timeout(300)
+def test_a_job_that_failed_can_be_looked_at_later(tab, tmp_path):
+    with job(tmp_path / "job", "--nnodes=1 --nproc-per-node=2 --max-restarts=0") as made:
+        node = made.start()
+        made.world(0, 2)
+        made.order("raise <script>alert(1)</script>", rank=1, generation=0)
+        assert node.wait(100) != 0
+        with looking_at(node.directory / "logs") as url:
+            tab.go(url)
+            assert "Failed" in tab.text(".answers")
+            assert "Rank 1 on" in tab.text(".answers")
+            failure = tab.text("#failure")
+            assert "The failure that ended the job" in failure
+            assert "ValueError: <script>alert(1)</script>" in failure
+            assert "Traceback (most recent call last)" in failure
+
+
+@contextmanager
+def looking_at(directory: Path) -> Iterator[str]:
+    """`torchelastic dashboard` for a directory; its address."""
+    command = [sys.executable, "-m", "torchelastic", "dashboard", str(directory), "--address=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield address(process.stdout.readline())
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
