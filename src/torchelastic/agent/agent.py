@@ -39,6 +39,7 @@ from torchelastic.agent.script_vigil import ScriptVigil
 from torchelastic.agent.side_tasks import SideTasks
 from torchelastic.agent.snapshots import Snapshots
 from torchelastic.agent.stacks import Stacks
+from torchelastic.agent.straggler_watch import StragglerWatch
 from torchelastic.agent.telling import Telling
 from torchelastic.agent.vigil import Vigil
 from torchelastic.agent.worker_env import node_env
@@ -230,9 +231,22 @@ class Agent:
         self._hangs = HangReport(self._doings.everywhere, self._narrator.hang)
         self._vigil = Vigil(self._workers, self._hangs, config.progress_timeout)
         self._script_vigil = ScriptVigil(self._workers, self._hangs, config.progress_timeout)
+        self._stragglers = self._watch_stragglers()
         self._narrator.started([self._entry.target, *self._entry.args], os.getpid())
         if self._page is not None:
             self._nursery.pids.update(self._page.start(self._env, self._node))
+
+    def _watch_stragglers(self) -> StragglerWatch | None:
+        config = self._config
+        if not config.straggler_threshold:
+            return None
+        replace = self._presence.replace_slow if config.replace_stragglers else None
+        watch = StragglerWatch(config.straggler_threshold, self._narrator.straggler, replace)
+        if config.max_nodes > 1:
+            self._gathering.listen(watch.heard)
+        else:
+            watch.follow(self._events)
+        return watch
 
     async def _close(self) -> None:
         """Leave nothing behind: no worker, no task, no file that only we needed."""
@@ -301,6 +315,8 @@ class Agent:
         if world.phase == "running":
             self._snapshots.turn_to(world)
             self._sampling.turn_to(world.generation, world.count)
+            if self._stragglers is not None:
+                self._stragglers.turn_to(world.generation, world.size)
             self._telling.turn_to(world.count, world.host)
             self._beside.start(self._renew_store(world), "renew-store")
 

@@ -17,6 +17,7 @@ import asyncio
 import logging
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -102,6 +103,11 @@ class Gathering:
         self._guests: set[_Guest] = set()
         self._writing: asyncio.Task[None] | None = None
         self._closing = False
+        self._listeners: list[Callable[[bytes], None]] = []
+
+    def listen(self, listener: Callable[[bytes], None]) -> None:
+        """Hand on the lines of every node, as they come. The listener must not wait."""
+        self._listeners.append(listener)
 
     # --- who tells -------------------------------------------------------------------------------
 
@@ -156,6 +162,8 @@ class Gathering:
     def take(self, node: str, lines: bytes, upto: float) -> asyncio.Future[None]:
         """Have lines written; done when they are, or when they cannot be."""
         self._has[node] = max(self.upto(node), upto)
+        for listener in self._listeners:
+            listener(lines)
         portion = _Portion(lines, asyncio.get_running_loop().create_future())
         self._portions.append(portion)
         if self._writing is None:

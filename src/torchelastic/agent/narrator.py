@@ -240,6 +240,10 @@ class Narrator:
         self._log.emit(hang, generation=generation)
 
 
+    def straggler(self, generation: int, straggler: events.Straggler) -> None:
+        logger.warning("%s", straggler.text)
+        self._log.emit(straggler, generation=generation)
+
     def worker_killed(self, rank: int, local_rank: int, reason: str, stack: str) -> None:
         where = f"; it was here:\n{stack}" if stack else ""
         logger.warning("rank %d (local rank %d) is killed: %s%s", rank, local_rank, reason, where)

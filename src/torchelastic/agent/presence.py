@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Set
 from typing import Any
 
 from torchelastic.agent.meeting import Meeting, meet
@@ -72,6 +72,7 @@ class Presence:
         self._seen: Json | None = None
         self._heir = Heir(node)
         self._ring: Ring | None = None
+        self._leader: Leader | None = None
         #: What this node does as a member under its present lease.
         self._tasks: list[asyncio.Task[Any]] = []
 
@@ -172,14 +173,20 @@ class Presence:
         if self.meeting.term:
             work["watch-settled"] = self._watch_settled(store)
         if self.meeting.is_host or not self.meeting.term:
-            work["leader"] = self._leader(store).run()
+            self._leader = self._new_leader(store)
+            work["leader"] = self._leader.run()
         self._tasks = [
             self._background(self._while_leased(coroutine), name)
             for name, coroutine in work.items()
         ]
         self._tasks.append(self._background(self._watch_lease(store), "watch-lease"))
 
-    def _leader(self, store: Store) -> Leader:
+    def replace_slow(self, generation: int, nodes: Set[str]) -> None:
+        """If this node leads: have spare ones take the places of these, which are slow."""
+        if self._leader is not None:
+            self._leader.replace_slow(generation, nodes)
+
+    def _new_leader(self, store: Store) -> Leader:
         rules = RoundRules.from_config(self._config)
         return Leader(
             store,

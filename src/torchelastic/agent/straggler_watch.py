@@ -1,0 +1,72 @@
+"""The leader's eye on who is slow: what all nodes tell goes in, what is said and done comes out.
+
+Every agent has one; it sees something where the lines of all nodes come together (`gathering`), or,
+in a job of one node, where that node's events do. Who is slow is for `events.stragglers` to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Set
+
+from torchelastic.events.log import EventLog
+from torchelastic.events.record import Record
+from torchelastic.events.stragglers import Stragglers
+from torchelastic.events.types import Joined, Progress, Straggler
+
+#: How a line begins that has something to say here: with its type, after its version.
+_BEGINNING = 48
+_TYPES = tuple(f'"type":"{event.type}"'.encode() for event in (Progress, Joined))
+
+
+class StragglerWatch:
+    """Of one generation after the other."""
+
+    def __init__(
+        self,
+        threshold: float,
+        say: Callable[[int, Straggler], None],
+        replace: Callable[[int, Set[str]], None] | None,
+    ) -> None:
+        """`say` is told of a generation's stragglers, `replace` of the nodes that have any."""
+        self._stragglers = Stragglers(threshold)
+        self._say, self._replace = say, replace
+        #: Names of nodes by the ids of their agents.
+        self._names: dict[str, str] = {}
+
+    def turn_to(self, generation: int, size: int) -> None:
+        """A world begins, with so many workers."""
+        if generation > self._stragglers.generation:
+            self._stragglers.turn_to(generation, size)
+
+    def follow(self, log: EventLog) -> None:
+        """In a job of one node its own log is the whole story."""
+        loop = asyncio.get_running_loop()
+
+        def later(record: Record) -> None:
+            loop.call_soon(self._take, record)  # what is said of it comes behind it in the log
+
+        log.listen(later)
+
+    def heard(self, lines: bytes) -> None:
+        """Lines of a node's log, as the leader gathers them."""
+        for line in lines.splitlines():
+            beginning = line[:_BEGINNING]
+            if any(kind in beginning for kind in _TYPES) and (record := Record.parse(line)):
+                self._take(record)
+
+    def _take(self, record: Record) -> None:
+        match record.event:
+            case Joined(name=name):
+                self._names[record.node] = name
+            case Progress() as progress if record.generation is not None:
+                self._look(record.generation, record.node, progress)
+
+    def _look(self, generation: int, node: str, progress: Progress) -> None:
+        findings = self._stragglers.feed(generation, node, progress)
+        for finding in findings:
+            name = self._names.get(finding.node, finding.node)
+            self._say(generation, finding.event(name))
+        if findings and self._replace is not None:
+            named = self._stragglers.named.values()
+            self._replace(generation, {finding.node for finding in named})

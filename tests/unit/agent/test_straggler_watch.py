@@ -1,0 +1,100 @@
+"""The leader's eye on stragglers: lines of all nodes in, words and a wish for a spare out."""
+
+import asyncio
+
+import pytest
+
+from torchelastic.agent.straggler_watch import StragglerWatch
+from torchelastic.clock import FakeClock
+from torchelastic.events.log import EventLog
+from torchelastic.events.record import Record
+from torchelastic.events.types import Event, Joined, Note, Progress
+
+
+def line(event: Event, node: str, generation: int | None = None) -> bytes:
+    record = Record(
+        type=event.type, job="j", node=node, wall=1.0, mono=1.0, generation=generation, event=event
+    )
+    return record.line().encode() + b"\n"
+
+
+def progress(rank: int, look: int, own: float) -> Progress:
+    """Ten steps further with each look."""
+    return Progress([rank], [10 * look], [10.0 * look], own=[10 * own * look])
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def wished():
+    return []
+
+
+@pytest.fixture
+def watch(said, wished):
+    made = StragglerWatch(
+        1.5,
+        lambda generation, straggler: said.append((generation, straggler)),
+        lambda generation, nodes: wished.append((generation, nodes)),
+    )
+    made.turn_to(3, 2)
+    return made
+
+
+def hear(watch: StragglerWatch, looks: int, generation: int = 3) -> None:
+    watch.heard(line(Joined("node-a", "", True), "a") + line(Joined("node-b", "", False), "b"))
+    for look in range(1, looks + 1):
+        watch.heard(line(Note("nothing"), "a") + line(progress(0, look, 0.125), "a", generation))
+        watch.heard(line(progress(1, look, 0.5), "b", generation))
+
+
+def test_a_straggler_is_told_of_by_the_name_of_its_node(watch, said, wished):
+    hear(watch, 5)
+    [(generation, straggler)] = said
+    assert (generation, straggler.rank, straggler.name) == (3, 1, "node-b")
+    assert (straggler.seconds_per_step, straggler.usual) == (0.5, 0.125)
+    assert wished == [(3, {"b"})]
+
+
+def test_a_node_that_keeps_up_again_is_wished_away_no_more(watch, wished):
+    hear(watch, 5)
+    for look in range(6, 10):
+        watch.heard(line(progress(0, look, 0.125), "a", 3))
+        well = Progress([1], [10 * look], [10.0 * look], own=[25.0 + 1.25 * (look - 5)])
+        watch.heard(line(well, "b", 3))
+    assert wished == [(3, {"b"}), (3, set())]
+
+
+def test_other_generations_and_junk_say_nothing(watch, said):
+    hear(watch, 9, generation=2)
+    watch.turn_to(2, 2)  # told late
+    watch.heard(b'{"v":1,"type":"progress","ranks":[1]\n\xff\xfe\n\n')
+    hear(watch, 5)
+    assert len(said) == 1
+
+
+def test_nobody_need_be_replaced(said):
+    watch = StragglerWatch(1.5, lambda generation, straggler: said.append(straggler), None)
+    watch.turn_to(3, 2)
+    hear(watch, 5)
+    assert len(said) == 1
+
+
+def test_of_a_job_of_one_node_its_own_log_is_followed(tmp_path, watch, said):
+    async def run() -> None:
+        log = EventLog(tmp_path / "events.jsonl", job="j", node="a", clock=FakeClock())
+        watch.follow(log)
+        log.emit(Joined("node-a", "", True))
+        for look in range(1, 6):
+            own = [1.25 * look, 5.0 * look]
+            told = Progress([0, 1], [10 * look] * 2, [10.0 * look] * 2, own=own)
+            log.emit(told, generation=3)
+            assert said == []
+        await asyncio.sleep(0)
+        log.close()
+
+    asyncio.run(run())
+    assert [(one.rank, one.name) for _, one in said] == [(1, "node-a")]
