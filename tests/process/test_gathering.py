@@ -108,6 +108,18 @@ def test_a_job_of_one_node_needs_no_second_file(tmp_path):
         assert gathered(node) == []
 
 
+def test_the_goodput_of_the_job_is_said_once_by_the_leader(tmp_path):
+    with job(tmp_path, "--nnodes=2 --no-zygote") as it:
+        leader, other = it.start(), it.start()
+        it.world(0, 2)
+        poll_for(lambda: has_all(leader, leader, other), what="the story", timeout=PATIENCE)
+        it.order("finish")
+        assert [leader.wait(), other.wait()] == [0, 0], it.said()
+        assert leader.stderr.count("] goodput ") == 1, it.said()
+        assert "by the events of this node" not in leader.stderr
+        assert "goodput" not in other.stderr
+
+
 @pytest.mark.slow
 def test_training_goes_on_while_the_leader_is_frozen(tmp_path):
     """Its agent, that is: nobody waits for it, and what it has missed it is told later."""

@@ -269,6 +269,9 @@ class Agent:
         await self._gathering.wait_alone(LAST_TOLD if closed else 0.0)
         await self._presence.close(HOST_STAYS if closed else 0.0)
         await self._gathering.close()
+        await self._narrator.sum_up(
+            self._events.path.with_name(GATHERED_FILE), leads=self._telling.leads
+        )
         await self._nursery.close()
         self._logs.close(success=self._state.exitcode == 0)
         self._events.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torchelastic import env
@@ -16,8 +18,8 @@ from torchelastic.errors import EXIT_FAILED
 from torchelastic.events import types as events
 from torchelastic.events import words
 from torchelastic.events.failures import FAILURES
-from torchelastic.events.goodput import GoodputFold
-from torchelastic.events.log import EventLog
+from torchelastic.events.goodput import Goodput, GoodputFold
+from torchelastic.events.log import EventLog, read_files
 from torchelastic.failure import Failure
 from torchelastic.rendezvous.restart_policy import Kind
 from torchelastic.rendezvous.world import Member, World
@@ -239,7 +241,6 @@ class Narrator:
         logger.warning("workers stand still: %s", hang.text)
         self._log.emit(hang, generation=generation)
 
-
     def straggler(self, generation: int, straggler: events.Straggler) -> None:
         logger.warning("%s", straggler.text)
         self._log.emit(straggler, generation=generation)
@@ -272,10 +273,31 @@ class Narrator:
             cause=_told(world.cause) if world is not None else None,
         )
         self._log.emit(ended, generation=world.generation if world is not None else None)
-        if self._told >= 0:
-            logger.info("%s", words.goodput(self._goodput.at()))
         if exitcode == EXIT_FAILED and world is not None:
             if self._prints_failure:
                 show(report.job_failed(world, name=self._entry))
         elif exitcode and world is not None:
             logger.error("ended with exit code %d: %s", exitcode, reason)
+
+    async def sum_up(self, gathered: Path, *, leads: bool | None) -> None:
+        """The goodput of the job, said once: by the node that has the whole story. One that does
+        not know who has says what it saw itself."""
+        if self._told < 0 or leads is False:
+            return
+        found = await asyncio.to_thread(_goodput_of, gathered) if leads else None
+        alone = found is None and self._config.max_nodes > 1
+        told = words.goodput(self._goodput.at() if found is None else found)
+        logger.info("%s%s", told, " (by the events of this node)" if alone else "")
+
+
+def _goodput_of(gathered: Path) -> Goodput | None:
+    """Of a gathered story; None if there is none, for want of room on the disk."""
+    fold = GoodputFold()
+    try:
+        records = read_files([gathered], thin=True)
+    except OSError as error:
+        logger.debug("the gathered story cannot be read: %s", error)
+        return None
+    for record in records:
+        fold.feed(record)
+    return fold.at() if records else None

@@ -155,6 +155,11 @@ class Telling:
         self._told.clear()
         self._news.set()
 
+    @property
+    def leads(self) -> bool | None:
+        """Whether this node is the one that is told; None: it does not know who is."""
+        return self._leader.node == self._node if self._leader.node else None
+
     def open(self, meeting: Meeting) -> None:
         """Be there for other nodes, and look for the leader when there is a world."""
         self._meeting = meeting

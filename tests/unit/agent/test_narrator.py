@@ -1,0 +1,78 @@
+"""The last line of a run: the goodput of the job, said by one node."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from tests.unit.events.stories import Story
+from torchelastic.agent.narrator import Narrator
+from torchelastic.clock import FakeClock
+from torchelastic.config import LaunchConfig
+from torchelastic.events import types as events
+from torchelastic.events.log import GATHERED_FILE, EventLog
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What the agent says; it goes elsewhere than where pytest listens."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())
+    logger = logging.getLogger("torchelastic")
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    return found
+
+
+def narrator_of(tmp_path, *, nodes: int = 2, generation: int = 0) -> Narrator:
+    """Of a node that has seen a world for three seconds."""
+    clock = FakeClock()
+    log = EventLog(tmp_path / "events.jsonl", job="job", node="a", clock=clock)
+    config = LaunchConfig(max_nodes=nodes, rdzv_endpoint="127.0.0.1:1")
+    narrator = Narrator(log, config, "train.py", "a", prints_failure=False)
+    if generation >= 0:
+        narrator._told = generation
+        log.emit(events.WorldFormed(["a"], 1, "", "", 0), generation=generation)
+        clock.advance(3.0)
+        log.emit(events.JobEnded(0, "done"))
+    log.close()
+    return narrator
+
+
+def gather(tmp_path) -> None:
+    """The story of both nodes, of ten seconds."""
+    story = Story().world(1, 0).trains(2, 0, 0).steps(8, 0, 6).over(9, 0, "finished").end(10)
+    lines = "".join(record.heard_at(record.mono).line() + "\n" for record in story.records)
+    (tmp_path / GATHERED_FILE).write_text(lines)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "leads", "gathered", "expected"),
+    [
+        (2, True, True, ["of 10 s: training 7"]),
+        (2, False, True, []),
+        (2, None, True, ["of 3.0 s", "(by the events of this node)"]),
+        (2, True, False, ["of 3.0 s", "(by the events of this node)"]),
+        (1, None, False, ["of 3.0 s"]),
+    ],
+)
+def test_the_goodput_is_said_by_the_node_that_has_the_whole_story(
+    tmp_path, said, nodes, leads, gathered, expected
+):
+    narrator = narrator_of(tmp_path, nodes=nodes)
+    if gathered:
+        gather(tmp_path)
+    asyncio.run(narrator.sum_up(tmp_path / GATHERED_FILE, leads=leads))
+    assert len(said) == bool(expected)
+    for words in expected:
+        assert words in said[0]
+    assert ("by the events" in "".join(said)) == (len(expected) == 2)
+
+
+def test_a_job_without_a_world_has_no_goodput(tmp_path, said):
+    narrator = narrator_of(tmp_path, generation=-1)
+    asyncio.run(narrator.sum_up(tmp_path / GATHERED_FILE, leads=True))
+    assert said == []
