@@ -1,0 +1,308 @@
+"""`--dashboard` of a real job, and `torchelastic dashboard` after it.
+
+What tabs see of the job, and that it sees nothing of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.process.jobs import Job, Node, alive, child_running, job
+from tests.support import poll_for
+
+RESIDENT = Path(__file__).with_name("resident.py")
+ALONE = "--standalone --no-zygote"
+#: Megabytes that the page's process may have beyond what Python and the code take.
+ROOM = 64
+
+
+class Tab:
+    """A stream of pictures, as a browser has one."""
+
+    def __init__(self, url: str) -> None:
+        self._connection = connection(url)
+        self._connection.request("GET", "/events")
+        self._answer = self._connection.getresponse()
+        assert self._answer.status == 200
+
+    def next(self) -> dict:
+        """The next picture; {}: there will be none."""
+        while line := self._answer.readline():
+            if line.startswith(b"data: "):
+                return json.loads(line[6:])
+        return {}
+
+    def until(self, condition: Callable[[dict], object]) -> dict:
+        """The first picture of which that is true."""
+        while seen := self.next():
+            if condition(seen):
+                return seen
+        raise AssertionError("the stream has ended")
+
+    def close(self) -> None:
+        self._answer.close()
+        self._connection.close()
+
+
+@contextlib.contextmanager
+def tab(url: str) -> Iterator[Tab]:
+    opened = Tab(url)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def connection(url: str) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(urlsplit(url).netloc, timeout=100)
+
+
+def get(url: str, path: str, **headers: str) -> tuple[int, http.client.HTTPMessage, bytes]:
+    asked = connection(url)
+    try:
+        asked.request("GET", path, headers=headers)
+        answer = asked.getresponse()
+        return answer.status, answer.headers, answer.read()
+    finally:
+        asked.close()
+
+
+def picture(url: str) -> dict:
+    status, _, body = get(url, "/picture.json")
+    assert status == 200, body
+    return json.loads(body)
+
+
+def url_of(node: Node) -> str:
+    said = re.compile(r"dashboard: (http://\S+)")
+    return poll_for(lambda: said.search(node.stderr), what="where the page is")[1]
+
+
+def page_of(node: Node) -> int:
+    return child_running(node.agent_pid, "torchelastic.dashboard")
+
+
+@contextlib.contextmanager
+def dashboard(*argv: str) -> Iterator[str]:
+    """`torchelastic dashboard` at a free port; its address."""
+    command = [sys.executable, "-m", "torchelastic", "dashboard", *argv, "--address=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().split()[0]
+            process.send_signal(signal.SIGINT)
+            assert process.wait(100) == 0
+        finally:
+            process.kill()
+
+
+def finish(it: Job, node: Node) -> None:
+    it.order("finish")
+    assert node.wait() == 0, node.stderr
+
+
+@pytest.mark.timeout(300)
+def test_a_tab_sees_a_kill_and_the_recovery_and_the_end(tmp_path):
+    with job(
+        tmp_path / "job", "--nnodes=1 --nproc-per-node=2 --dashboard=0", script=RESIDENT
+    ) as it:
+        script = [str(RESIDENT), str(it._lines), str(it._orders), "steps=40", "slow=0.02"]
+        node = it.start(script=script)
+        url = url_of(node)
+        with tab(url) as opened:
+            begun = poll_for(
+                lambda: [line for line in it.lines(event="step") if line["step"] >= 3],
+                what="steps",
+                timeout=100,
+            )
+            opened.until(lambda seen: seen["view"]["phase"] == "running")
+            os.kill(begun[0]["pid"], signal.SIGKILL)
+            seen = opened.until(recovered)
+            check_recovery(seen)
+            last = opened.until(lambda seen: not seen["live"])
+            assert (last["view"]["phase"], last["view"]["exitcode"]) == ("ended", 0)
+            assert opened.next() == {}
+        assert node.wait(100) == 0, it.said()
+        (run_dir,) = (node.directory / "logs").iterdir()
+        assert f"torchelastic dashboard {run_dir} shows this job again" in node.stderr
+        check_afterwards(run_dir, last)
+
+
+def recovered(seen: dict) -> bool:
+    return any(one["kind"] == "failure" and one["done"] for one in seen["view"]["recoveries"])
+
+
+def check_recovery(seen: dict) -> None:
+    assert (seen["live"], seen["whole"]) == (True, True)
+    assert seen["leader"] == seen["node"] == seen["view"]["nodes"][0]["name"]
+    (failure,) = [one for one in seen["view"]["recoveries"] if one["kind"] == "failure"]
+    assert failure["failure"]["exitcode"] == -signal.SIGKILL
+    assert failure["cost"] > 0
+    assert any("killed by SIGKILL" in line["text"] for line in seen["log"])
+    assert all(line["node"] == seen["node"] for line in seen["log"][3:])
+
+
+def check_afterwards(run_dir: Path, last: dict) -> None:
+    """The finished job is shown as it was."""
+    with dashboard(str(run_dir)) as url:
+        again = picture(url)
+        assert (again["live"], again["node"]) == (False, None)
+        assert again["view"]["recoveries"] == last["view"]["recoveries"]
+        assert again["log"] == last["log"]
+        with tab(url) as opened:
+            assert opened.next()["view"] == again["view"]
+
+
+def test_a_hundred_tabs_and_who_never_reads_are_nothing_to_the_job(tmp_path):
+    with job(tmp_path, f"{ALONE} --dashboard=0") as it, contextlib.ExitStack() as stack:
+        node = it.start()
+        it.world(0, 1)
+        url = url_of(node)
+        page = page_of(node)
+        before = picture(url) and memory_of(page)
+        tabs = [stack.enter_context(tab(url)) for _ in range(100)]
+        deaf = [stack.enter_context(never_reads(url)) for _ in range(60)]
+        for opened in tabs:
+            opened.until(lambda seen: seen["view"]["generation"] == 0)
+        it.order("exit 3", generation=0)
+        it.world(1, 1)
+        for opened in tabs:
+            opened.until(lambda seen: seen["view"]["generation"] == 1)
+        assert len(deaf) == 60
+        assert memory_of(page) - before < ROOM
+        assert niceness_of(page) == 19
+        assert (Path(f"/proc/{page}/oom_score_adj")).read_text().strip() == "1000"
+        finish(it, node)
+        assert not alive(page)
+
+
+def never_reads(url: str) -> socket.socket:
+    asked = socket.create_connection((urlsplit(url).hostname, urlsplit(url).port))
+    asked.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    return asked
+
+
+def memory_of(pid: int) -> float:
+    """Megabytes of its own."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"RssAnon:\s+(\d+) kB", text)[1]) / 1024
+
+
+def niceness_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[16])
+
+
+def test_a_page_that_is_killed_costs_the_page_and_not_the_job(tmp_path):
+    with job(tmp_path, f"{ALONE} --dashboard=0") as it:
+        node = it.start()
+        it.world(0, 1)
+        url_of(node)
+        os.kill(page_of(node), signal.SIGKILL)
+        said = "the dashboard has ended: killed by SIGKILL; the job goes on"
+        poll_for(lambda: said in node.stderr, what="that it has ended")
+        it.order("exit 3", generation=0)
+        it.world(1, 1)
+        finish(it, node)
+
+
+def test_a_page_that_is_frozen_does_not_hold_up_the_end(tmp_path):
+    with job(tmp_path, f"{ALONE} --dashboard=0") as it:
+        node = it.start()
+        it.world(0, 1)
+        url_of(node)
+        page = page_of(node)
+        os.kill(page, signal.SIGSTOP)
+        finish(it, node)
+        assert not alive(page)
+
+
+def test_a_page_outlives_generations_and_dies_with_its_agent(tmp_path):
+    with job(tmp_path, f"{ALONE} --dashboard=0") as it:
+        node = it.start()
+        it.world(0, 1)
+        url = url_of(node)
+        page = page_of(node)
+        it.order("exit 3", generation=0)
+        it.world(1, 1)
+        assert page_of(node) == page, "what is killed with a generation's workers is not the page"
+        assert picture(url)["view"]["generation"] == 1
+        node.kill()
+        poll_for(lambda: not alive(page), what="the end of the page")
+
+
+def test_a_port_that_is_taken_costs_the_page_and_not_the_job(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        with job(tmp_path, f"{ALONE} --dashboard {where}") as it:
+            node = it.start()
+            it.world(0, 1)
+            said = f"no dashboard at {where}: Address already in use; the job goes on"
+            poll_for(lambda: said in node.stderr, what="why there is no page")
+            finish(it, node)
+
+
+def test_who_has_the_token_is_let_in_and_nobody_else(tmp_path):
+    path = tmp_path / "token"
+    path.write_text("0123456789abcdef&=\n")
+    with job(tmp_path / "job", f"{ALONE} --dashboard=0 --dashboard-token-file={path}") as it:
+        node = it.start()
+        it.world(0, 1)
+        url = url_of(node)
+        assert url.endswith("/?token=0123456789abcdef%26%3D")
+        for path in ("/", "/events", "/picture.json", "/static/page.js"):
+            assert get(url, path)[0] == 401
+        status, headers, _ = get(url, "/?token=0123456789abcdef%26%3D")
+        assert (status, headers["Refresh"]) == (200, "0; url=/")
+        cookie = headers["Set-Cookie"].partition(";")[0]
+        assert get(url, "/", Cookie=cookie)[0] == 200
+        assert get(url, "/picture.json", Cookie=cookie)[0] == 200
+        finish(it, node)
+        for log in (tmp_path / "job").rglob("*.jsonl"):
+            assert "0123456789abcdef" not in log.read_text(), "a token in the events is no secret"
+
+
+def test_what_is_wrong_is_refused_before_anything_starts(tmp_path):
+    with job(tmp_path, f"{ALONE} --dashboard --dashboard-token-file=/no/such/file") as it:
+        node = it.start()
+        assert node.wait() == 2
+        assert "--dashboard-token-file /no/such/file cannot be read" in node.stderr
+        assert it.lines() == []
+    command = [sys.executable, "-m", "torchelastic", "dashboard", str(tmp_path / "nowhere")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 2
+    assert "This machine knows no job" in ended.stderr
+
+
+def test_a_node_that_does_not_lead_shows_its_own_view_and_who_leads(tmp_path, monkeypatch):
+    with job(tmp_path, "--nnodes=2 --no-zygote --dashboard=0") as it:
+        first = it.start()
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir(mode=0o700)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(elsewhere))  # as if it were another machine
+        second = it.start()
+        it.world(0, 2)
+        leader = picture(url_of(first))["node"]
+        seen = poll_for(lambda: told_who_leads(url_of(second)), what="who leads")
+        assert (seen["leader"], seen["whole"]) == (leader, False)
+        assert seen["node"] not in (None, leader)
+        poll_for(lambda: picture(url_of(first))["whole"], what="all nodes at the leader's")
+        it.order("finish")
+        assert [first.wait(), second.wait()] == [0, 0], it.said()
+
+
+def told_who_leads(url: str) -> dict | None:
+    seen = picture(url)
+    return seen if seen["leader"] else None
