@@ -11,8 +11,10 @@ import threading
 
 import pytest
 
+from tests.etcd import FAST, running
 from tests.netns import need_namespaces
 from tests.process.jobs import free_port
+from tests.process.test_etcd_cluster import PASSWORD, want_logins
 from tests.support import poll_for
 from torchelastic.config import LaunchConfig
 from torchelastic.doctor import at_etcd, machine_facts, meeting, paths, torch_check
@@ -152,6 +154,21 @@ def test_a_real_etcd_keeps_a_lease_and_has_nothing_of_us_afterwards(etcd, patien
     everything = etcd.post("/v3/kv/range", {"key": "AA==", "range_end": "AA==", "keys_only": True})
     keys = json.dumps([row["key"] for row in everything.get("kvs", [])])
     assert "L2RvY3Rvci1vZi10ZXN0c" not in keys  # how the prefix begins, as etcd writes it
+
+
+def test_an_etcd_that_asks_who_we_are(patient, tmp_path):
+    password = tmp_path / "password"
+    password.write_text(PASSWORD)
+    who = {"etcd_user": "trainer", "etcd_password_file": str(password)}
+    with running(*FAST) as etcd:
+        want_logins(etcd, "trainer")
+        (found,) = at_etcd.check(at(etcd.endpoint, **who))
+        assert found.verdict in (Verdict.OK, Verdict.WARNING)
+        found = at_etcd.check(at(etcd.endpoint, **who, etcd_prefix="/elsewhere"))[-1]
+        assert (found.verdict, "the user needs a role" in found.found) == (Verdict.FAULT, True)
+        password.write_text("wrong")
+        found = at_etcd.check(at(etcd.endpoint, **who))[-1]
+        assert (found.verdict, "does not let 'trainer' in" in found.found) == (Verdict.FAULT, True)
 
 
 def test_an_etcd_that_is_not_there_or_is_none(monkeypatch):

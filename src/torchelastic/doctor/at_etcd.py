@@ -18,7 +18,7 @@ from torchelastic.config import (
 )
 from torchelastic.doctor.finding import Finding, fault, ok, warning
 from torchelastic.errors import ConfigError, RendezvousError
-from torchelastic.rendezvous.etcd import EtcdStore, clear_remains, messages
+from torchelastic.rendezvous.etcd import EtcdStore, clear_remains
 from torchelastic.rendezvous.etcd.line import Address, Line, Patience
 from torchelastic.rendezvous.etcd.tls import client_context
 from torchelastic.rendezvous.etcd_settings import EtcdSettings
@@ -108,7 +108,7 @@ async def _ask(place: tuple[str, int], settings: EtcdSettings) -> Server:
             answer = await line.call(_STATUS, {}, patience)
         finally:
             line.close()
-    except (RendezvousError, ConfigError, messages.Refused) as error:
+    except (RendezvousError, ConfigError) as error:
         return Server(name, trouble=str(error))
     return Server(name, version=str(answer.get("version", "of an unknown version")))
 
@@ -132,12 +132,6 @@ async def _try_lease(places: tuple[tuple[str, int], ...], settings: EtcdSettings
             await store.close()
     except (RendezvousError, ConfigError) as error:
         return fault(CHECK, str(error))
-    except messages.Refused as error:
-        return fault(
-            CHECK,
-            f"etcd does not let us write under {settings.prefix} ({error.message}).",
-            "Give the user a role that reads and writes there, or see etcd_user and etcd_prefix.",
-        )
     return lease_found(", ".join(format_endpoint(*place) for place in places), kept, took)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import tempfile
 import threading
@@ -63,7 +64,7 @@ def examine(subject: Subject) -> list[Finding]:
     asked = side_by_side(
         {
             "ports": (partial(_ports, here, subject), LIMIT),
-            "log directory": (partial(_log_directory, subject), LIMIT),
+            "directories": (partial(_directories, subject.config), LIMIT),
             "name": (partial(_names, subject), LIMIT),
             "rendezvous": (partial(_meeting, subject), LIMIT),
             "torch": (partial(_torch, subject), torch_check.LIMIT + LIMIT),
@@ -147,8 +148,8 @@ def _modules_in(directory: str) -> list[str]:
 
 
 def _grow(config: LaunchConfig) -> list[Finding]:
-    where = os.path.dirname(os.path.abspath(config.grow.path))
-    if config.grow.when != "after-checkpoint" or os.path.isdir(where):
+    where = _checkpoints(config)
+    if where is None or glob.glob(where):
         return []
     return [
         warning(
@@ -178,14 +179,24 @@ def _ports(here: machine.Machine, subject: Subject) -> list[Finding]:
     return [machine.ports(here, subject.config, embedded and meeting.hosts(subject.config))]
 
 
-def _log_directory(subject: Subject) -> list[Finding]:
-    path = subject.config.log_dir
-    if path == os.devnull:
-        return []
-    named = path or tempfile.gettempdir()
-    if not os.path.isdir(named):  # a refusal of `run` says so
-        return []
-    return [machine.space(machine_facts.space_in(named), "log")]
+def _directories(config: LaunchConfig) -> list[Finding]:
+    """Those that are known to be written to; where a script has its checkpoints, only it knows."""
+    found = []
+    logs = config.log_dir or tempfile.gettempdir()
+    # Where it is none, a refusal of `run` says so.
+    if logs != os.devnull and os.path.isdir(logs):
+        found.append(machine.space(machine_facts.space_in(logs), "log"))
+    checkpoints = _checkpoints(config)
+    if checkpoints is not None and os.path.isdir(checkpoints):
+        found.append(machine.space(machine_facts.space_in(checkpoints), "checkpoint"))
+    return found
+
+
+def _checkpoints(config: LaunchConfig) -> str | None:
+    """The directory that `--grow after-checkpoint:PATH` waits for something in."""
+    if config.grow.when != "after-checkpoint":
+        return None
+    return os.path.dirname(os.path.abspath(config.grow.path))
 
 
 def _names(subject: Subject) -> list[Finding]:

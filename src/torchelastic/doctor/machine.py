@@ -126,7 +126,7 @@ def cpus(machine: Machine, config: LaunchConfig, threads: int | None) -> Finding
             "cpus",
             f"{_count(workers, 'worker')} with {_count(each, 'thread')} each (OMP_NUM_THREADS) "
             f"share {_count(there, 'CPU')}.",
-            f"Set OMP_NUM_THREADS to {there // workers} or less.",
+            f"Set OMP_NUM_THREADS to {there // workers}.",
         )
     return ok("cpus", f"{_count(there, 'CPU')} for {_count(workers, 'worker')}.")
 

@@ -29,7 +29,7 @@ _SAMPLE = 1 << 20
 def gather() -> Machine:
     """Everything but what depends on the launch."""
     return Machine(
-        kernel=os.uname().release,
+        kernel=".".join(os.uname().release.split(".")[:2]),
         features={
             "pidfd": _works(_use_pidfd),
             "memfd": _works(lambda: os.close(os.memfd_create("doctor", os.MFD_ALLOW_SEALING))),

@@ -35,7 +35,7 @@ ROUNDS, ELEMENTS = 20, 1 << 20
 #: Seconds that the others wait for the silent one before they are freed.
 SILENCE = 0.5
 #: Steps of the training that is killed.
-STEPS = 5
+STEPS = 20
 
 
 class Notes:

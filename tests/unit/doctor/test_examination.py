@@ -1,7 +1,11 @@
-"""Checks side by side. What they look at is in the process tests."""
+"""Checks side by side, and those that look at files. What asks others is in the process tests."""
 
 import threading
 
+import pytest
+
+from torchelastic.config import Entry, Grow, LaunchConfig
+from torchelastic.doctor import examination
 from torchelastic.doctor.examination import side_by_side
 from torchelastic.doctor.finding import Verdict, ok
 
@@ -45,3 +49,38 @@ def test_a_check_that_fails_says_so_and_hides_no_other():
     assert found[0].verdict is Verdict.NOT_CHECKED
     assert "KeyError" in found[0].found
     assert found[1].verdict is Verdict.OK
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("there/*.pt", []),
+        ("there", []),
+        ("*/last.pt", []),
+        ("nowhere/last.pt", [Verdict.WARNING]),
+    ],
+)
+def test_newcomers_that_would_wait_for_ever(tmp_path, path, expected):
+    (tmp_path / "there").mkdir()
+    config = LaunchConfig(grow=Grow.parse(f"after-checkpoint:{tmp_path}/{path}"))
+    assert [finding.verdict for finding in examination._grow(config)] == expected
+
+
+def test_directories_that_are_written_to(tmp_path):
+    grow = Grow.parse(f"after-checkpoint:{tmp_path}/*.pt")
+    found = examination._directories(LaunchConfig(grow=grow, log_dir=str(tmp_path)))
+    assert [finding.check for finding in found] == ["log directory", "checkpoint directory"]
+    assert examination._directories(LaunchConfig(log_dir="/dev/null")) == []
+
+
+def test_what_is_beside_a_script_is_seen_and_a_directory_that_is_no_package_is_not(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    (tmp_path / "random").mkdir()
+    entry = Entry("script", str(script))
+    assert [finding.verdict for finding in examination._beside(entry)] == [Verdict.OK]
+    (tmp_path / "torch.py").write_text("")
+    (tmp_path / "random" / "__init__.py").write_text("")
+    found = [finding.verdict for finding in examination._beside(entry)]
+    assert found == [Verdict.FAULT, Verdict.WARNING]
+    assert examination._beside(Entry("program", str(script))) == []
