@@ -20,11 +20,12 @@ from torchelastic.errors import ConfigError
 from torchelastic.events.appended import AppendedFile
 from torchelastic.events.merge import last_run, merged
 from torchelastic.events.record import Record
+from torchelastic.events.rotation import older_part, rotate
 from torchelastic.events.types import Event, Note
 
 log = logging.getLogger(__name__)
 
-#: A log that grows beyond this becomes `events.jsonl.1`, in place of an older one.
+#: A log that grows beyond this becomes `events.jsonl.1`, with what matters of an older one.
 MAX_BYTES = 16 * 1024 * 1024
 
 EVENTS_FILE = "events.jsonl"
@@ -121,12 +122,8 @@ class EventLog:
     def _append(self, line: bytes) -> None:
         self._file.append(line)
         if self._file.size > self._max_bytes:
-            self._rotate()
-
-    def _rotate(self) -> None:
-        self.close()
-        if self.path.is_file():  # never rename a device: the path may be /dev/null
-            os.replace(self.path, _rotated(self.path))
+            self.close()
+            rotate(self.path, self._max_bytes // 4)
 
 
 def read(path: Path, *, steps: bool = True, every: int = 1) -> Iterator[Record]:
@@ -135,7 +132,7 @@ def read(path: Path, *, steps: bool = True, every: int = 1) -> Iterator[Record]:
     Without `steps` so is progress, which is most of a long log; with `every` one line in so many is
     read of it, and all of the latest.
     """
-    for part in (_rotated(path), path):
+    for part in (older_part(path), path):
         try:
             lines = part.open("rb")
         except FileNotFoundError:
@@ -188,7 +185,7 @@ def read_files(files: Iterable[Path], *, steps: bool = True, thin: bool = False)
 
 def _one_in(files: Iterable[Path]) -> int:
     """One line in so many, of those with steps, is read of logs as long as these."""
-    parts = [part for file in files for part in (file, _rotated(file))]
+    parts = [part for file in files for part in (file, older_part(file))]
     return 1 + sum(part.stat().st_size for part in parts if part.exists()) // MUCH
 
 
@@ -198,7 +195,3 @@ def find_logs(where: Path) -> list[Path]:
         return [where]
     names = (GATHERED_FILE, EVENTS_FILE)
     return [path for name in names for deep in ("", "*/") for path in where.glob(deep + name)]
-
-
-def _rotated(path: Path) -> Path:
-    return path.with_name(path.name + ".1")

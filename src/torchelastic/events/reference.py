@@ -18,7 +18,8 @@ Every agent writes what happens, and why, to a file `events.jsonl`: one JSON obj
 written at once. With `--log-dir` the file lies in the run directory, otherwise beside the agent's
 entry under `$XDG_RUNTIME_DIR/torchelastic` (see [logs.md](logs.md)); `torchelastic status` names it
 and reads it. `--event-log-handler console` shows the same lines on stderr. At {size} MiB the file
-becomes `events.jsonl.1`, in place of an older one. Beside its own log the leader of the job keeps
+becomes `events.jsonl.1`; of an older one all but `progress` and `checkpoint-stored` is kept at the
+beginning of that, up to a quarter of the size. Beside its own log the leader of the job keeps
 `job.jsonl`, the events of all agents as far as they have reached it.
 
 ```sh

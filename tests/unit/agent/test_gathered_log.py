@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from torchelastic.agent.gathered_log import GatheredLog, lasting
+from torchelastic.agent.gathered_log import GatheredLog
 
 
 def line(kind: str, number: int) -> bytes:
@@ -21,13 +21,6 @@ def test_lines_are_appended(tmp_path):
     log.write(line("note", 3))
     log.close()
     assert numbers(tmp_path / "job.jsonl") == [1, 2, 3]
-
-
-def test_what_lasts_is_the_first_that_has_room():
-    lines = [line("note", 1), line("progress", 2), line("note", 3), line("note", 4), b"half a li"]
-    most = 2 * len(line("note", 1))
-    assert list(lasting(lines, most)) == [line("note", 1), line("note", 3)]
-    assert list(lasting(lines, 1000)) == [line("note", 1), line("note", 3), line("note", 4)]
 
 
 def test_a_full_log_becomes_the_older_part_and_what_matters_of_that_is_kept(tmp_path):
