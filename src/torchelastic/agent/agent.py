@@ -16,6 +16,7 @@ import socket
 from collections.abc import Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torchelastic import env, jobs
@@ -156,32 +157,7 @@ class Agent:
             events=path,
             logs=self._run_dir,
         )
-        self._events = EventLog(
-            path,
-            job=config.run_id,
-            node=self._node,
-            clock=self._clock,
-            sink=self._sink,
-        )
-        if self._metrics is not None:
-            self._metrics.follow(self._events)
-        gathered = GatheredLog(path.with_name(GATHERED_FILE))
-        self._gathering = Gathering(gathered, self._clock)
-        self._telling = Telling(
-            self._events,
-            self._node,
-            config.run_id,
-            self._gathering,
-            self._clock,
-            on_leader=lambda name: self._narrator.leader_found(name),
-        )
-        self._narrator = Narrator(
-            self._events,
-            config,
-            self._entry.name,
-            self._node,
-            prints_failure=self._prints_failure,
-        )
+        self._open_story(path)
         self._env = node_env(env.snapshot(), config)
         file_timers = FileTimers.wanted(self._env, registry_dir)
         if file_timers is not None:
@@ -220,6 +196,45 @@ class Agent:
             on_world=self._world_seen,
             on_lease_lost=self._lease_lost,
         )
+        self._watch_hangs(registry_dir)
+        self._stragglers = self._watch_stragglers()
+        self._narrator.started([self._entry.target, *self._entry.args], os.getpid())
+        if self._page is not None:
+            self._nursery.pids.update(self._page.start(self._env, self._node))
+
+    def _open_story(self, path: Path) -> None:
+        """What happens here is written down, told to the leader, and said to people."""
+        config = self._config
+        self._events = EventLog(
+            path,
+            job=config.run_id,
+            node=self._node,
+            clock=self._clock,
+            sink=self._sink,
+        )
+        if self._metrics is not None:
+            self._metrics.follow(self._events)
+        gathered = GatheredLog(path.with_name(GATHERED_FILE))
+        self._gathering = Gathering(gathered, self._clock)
+        self._telling = Telling(
+            self._events,
+            self._node,
+            config.run_id,
+            self._gathering,
+            self._clock,
+            on_leader=lambda name: self._narrator.leader_found(name),
+        )
+        self._narrator = Narrator(
+            self._events,
+            config,
+            self._entry.name,
+            self._node,
+            prints_failure=self._prints_failure,
+        )
+
+    def _watch_hangs(self, registry_dir: Path) -> None:
+        """What workers do, for whoever asks, and which of them stand still."""
+        config = self._config
         self._doings = Doings(
             self._workers,
             Stacks(self._workers),
@@ -231,10 +246,6 @@ class Agent:
         self._hangs = HangReport(self._doings.everywhere, self._narrator.hang)
         self._vigil = Vigil(self._workers, self._hangs, config.progress_timeout)
         self._script_vigil = ScriptVigil(self._workers, self._hangs, config.progress_timeout)
-        self._stragglers = self._watch_stragglers()
-        self._narrator.started([self._entry.target, *self._entry.args], os.getpid())
-        if self._page is not None:
-            self._nursery.pids.update(self._page.start(self._env, self._node))
 
     def _watch_stragglers(self) -> StragglerWatch | None:
         config = self._config
