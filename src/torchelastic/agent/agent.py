@@ -468,7 +468,7 @@ class Agent:
             case group_state.Start(world):
                 self._act(self._workers.start_all(world, self._node))
             case group_state.Stop(signum, told) if not self._workers.stopping:
-                self._workers.stopping = True
+                self._workers.begin_to_stop()
                 self._act(self._stop_workers(signum, told))
             case group_state.Stop(signum):
                 self._workers.signal(signum)

@@ -113,6 +113,15 @@ def exitcode(pidfd: int) -> int | None:
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
+def has_ended(pidfd: int) -> bool:
+    """Whether a child has ended that is not reaped yet."""
+    try:
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PIDFD, pidfd, flags) is not None
+    except ChildProcessError:
+        return True
+
+
 def reap(keep: Collection[int] = ()) -> None:
     """Take note of the end of children that nobody else waits for; `keep` are somebody's."""
     for pid in children():

@@ -174,6 +174,11 @@ class Supervisor:
         worker = self._workers.get(local_rank)
         return worker.stacks if worker is not None else None
 
+    def has_ended(self, local_rank: int) -> bool:
+        """Whether a worker has, though that has not been told of yet."""
+        worker = self._workers.get(local_rank)
+        return worker is not None and linux.has_ended(worker.pidfd)
+
     def tell(self, local_rank: int, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
         """Send to a worker, descriptors along with it; one that is gone does not hear it."""
         worker = self._workers.get(local_rank)

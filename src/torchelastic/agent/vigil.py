@@ -205,7 +205,7 @@ class Vigil:
             doing = await self._ask(local_rank)
             if doing in ("stuck", "frozen") and not self.workers.has_stopped(local_rank):
                 why = f"not free {FREED * 1000:.0f} ms after its world was over ({doing})"
-                self.workers.kill(local_rank, why)
+                self.workers.kill(local_rank, why, over=True)
                 return
 
     # --- asking ----------------------------------------------------------------------------------

@@ -31,8 +31,8 @@ from torchelastic.config import Entry, LaunchConfig
 from torchelastic.errors import SpawnError
 from torchelastic.events.hangs import WORLD, Collective, Doing
 from torchelastic.failure import Failure
-from torchelastic.rendezvous.interfaces import interface_of
 from torchelastic.metrics import board
+from torchelastic.rendezvous.interfaces import interface_of
 from torchelastic.rendezvous.secret import Secret
 from torchelastic.rendezvous.world import World
 from torchelastic.snapshot import messages
@@ -87,6 +87,10 @@ class Workers:
         self._boards = Boards()
         #: From the order to stop them on: their ends are no failures then.
         self.stopping = False
+        #: Local ranks that were ending by themselves when that order came.
+        self._ending: set[int] = set()
+        #: Local ranks that we have killed because they did not leave a world that was over.
+        self._cut_off: set[int] = set()
         #: What the kernel says of workers that it kills.
         self._memory = Memory()
         #: Local ranks that have stopped since they were told that their world is over.
@@ -150,6 +154,7 @@ class Workers:
         """Start the workers of a world's node, all or none."""
         began = self._clock.now()
         self._steps.clear()
+        self._cut_off.clear()
         self._resident.clear()
         self._last_words_of.clear()
         self._verdicts.clear()
@@ -180,6 +185,7 @@ class Workers:
     def _forget(self, local_rank: int) -> None:
         """What was known of the worker that had this local rank before."""
         self._resident.discard(local_rank)
+        self._cut_off.discard(local_rank)
         for known in (
             self._steps,
             self._last_words_of,
@@ -389,15 +395,19 @@ class Workers:
             exitcode=exit.exitcode,
             message=message if told else report.with_hint(message, hint),
             traceback=told.traceback[-TOLD_TRACEBACK:] if told else "",
-            stopped=self.stopping,
+            stopped=self._is_stopped(exit.local_rank),
             error_file=path if told else "",
             hint=hint,
             log_lines=self._last_lines(exit.local_rank),
         )
 
+    def _is_stopped(self, local_rank: int) -> bool:
+        """Whether the end of a worker is our doing, and tells nothing of what came before."""
+        return local_rank in self._cut_off or (self.stopping and local_rank not in self._ending)
+
     def _hint(self, exit: WorkerExit, message: str) -> str:
         """What the kernel knows of an end that is not our doing."""
-        if self.stopping or exit.local_rank in self._verdicts:
+        if self._is_stopped(exit.local_rank) or exit.local_rank in self._verdicts:
             return ""
         return memory_hint(self._memory.look(exit.pid, exit.exitcode, message))
 
@@ -447,11 +457,24 @@ class Workers:
             role=self._config.role,
             step=self._step(local_rank),
             wall_time=time.time(),
+            **self._last_collective(local_rank, generation),
             **what,
         )
         if failure.told or not failure.stopped:
             self._narrator.worker_failed(failure)
             self._tell_event(group_state.WorkerFailed(failure))
+
+    def _last_collective(self, local_rank: int, generation: int) -> dict[str, Any]:
+        """What a failing worker shows of its collectives, as fields of its failure."""
+        doing = self.doing(local_rank, generation)
+        if doing is None or doing.last is None:
+            return {}
+        of_all = [one.number for one in doing.launched if one.group == WORLD]
+        return {
+            "collective": f"{doing.last}, in which it waited" if doing.waits else str(doing.last),
+            "entered": of_all[0] if of_all else -1,
+            "waited": doing.waits is not None,
+        }
 
     def _step(self, local_rank: int) -> int | None:
         """The step the worker was in, or had last reported."""
@@ -465,8 +488,21 @@ class Workers:
     def signal(self, signum: int) -> None:
         self._supervisor.signal(signum)
 
-    def kill(self, local_rank: int, why: str, stack: str = "") -> None:
-        """End one worker at once; `why` is then how it failed."""
+    def begin_to_stop(self) -> None:
+        """From now on they end because we say so; but for who has ended already, and only has not
+        been looked at, or is ending: its peers may have told of it before it is gone."""
+        self.stopping = True
+        self._ending = {
+            local_rank
+            for local_rank in self.alive
+            if self._supervisor.has_ended(local_rank) or self._told(local_rank)[1] is not None
+        }
+
+    def kill(self, local_rank: int, why: str, stack: str = "", *, over: bool = False) -> None:
+        """End one worker at once; `why` is then how it failed. With `over` its world has ended
+        before, by somebody else's failure."""
+        if over:
+            self._cut_off.add(local_rank)
         self._verdicts[local_rank] = error_file.ErrorRecord(why, stack or why)
         self._narrator.worker_killed(self.rank(local_rank), local_rank, why, stack)
         self._supervisor.kill(local_rank)

@@ -1,0 +1,97 @@
+"""Workers that notice each other's end, as gloo's do: `linked.py LINES ORDERS`. Imports no torch.
+
+Every rank has a connection to rank 0. Who finds one closed says so in gloo's words. Orders are
+files named after the generation and the rank, as `obedient.py` has them.
+"""
+
+import atexit
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+lines, orders = map(Path, sys.argv[1:3])
+generation, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], int(os.environ["RANK"])
+size = int(os.environ["WORLD_SIZE"])
+address = f"\0torchelastic-test-{os.environ['MASTER_PORT']}-{generation}"
+out = open(lines / f"{generation}-{rank}-{os.getpid()}", "a", buffering=1)  # noqa: SIM115
+
+
+def tell(event: str) -> None:
+    facts = {"generation": int(generation), "rank": rank, "world_size": size, "pid": os.getpid()}
+    out.write(json.dumps({"event": event, **facts}) + "\n")
+
+
+def links() -> list[socket.socket]:
+    if rank == 0:
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(address)
+            listening.listen()
+            return [listening.accept()[0] for _ in range(size - 1)]
+    while True:
+        link = socket.socket(socket.AF_UNIX)
+        try:
+            link.connect(address)
+        except ConnectionRefusedError:
+            link.close()
+            time.sleep(0.01)
+        else:
+            return [link]
+
+
+def check(link: socket.socket) -> None:
+    try:
+        if link.recv(1, socket.MSG_DONTWAIT):
+            return
+    except BlockingIOError:
+        return
+    except ConnectionError:
+        pass
+    where = "/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534"
+    raise RuntimeError(f"[{where}] Connection closed by peer [127.0.0.1]:4711")
+
+
+def die_slowly() -> None:
+    """What closes first is the connection; the process itself takes its time."""
+    for link in linked:
+        link.close()
+    while not (orders / "release").exists():
+        time.sleep(0.01)
+
+
+def eat() -> None:
+    """Take memory until somebody minds; of all processes, this one is to pay for it."""
+    Path("/proc/self/oom_score_adj").write_text("1000")
+    food = []
+    while True:
+        food.append(b"1" * (1 << 20))
+
+
+def obey(what: str, value: str) -> None:
+    if what == "raise":
+        raise ValueError(value)
+    if what == "raise-slowly":
+        atexit.register(die_slowly)
+        raise ValueError(value)
+    if what == "eat":
+        eat()
+    if what == "finish":
+        sys.exit(0)
+
+
+# A peer's end is to be noticed, whoever orders what meanwhile.
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("linking", flush=True)
+linked = links()
+print("linked", flush=True)
+tell("start")
+while True:
+    for name in (f"{generation}-{rank}", f"{generation}-any", "any-any"):
+        if (orders / name).exists():
+            obey(*(orders / name).read_text().partition(" ")[::2])
+    for link in linked:
+        check(link)
+    time.sleep(0.01)
