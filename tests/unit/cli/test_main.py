@@ -104,7 +104,7 @@ def test_version(capsys):
 
 
 RNU = (
-    "There is no command 'rnu': write run, status, top, dashboard, events, logs, trace, "
+    "There is no command 'rnu': write run, status, top, dashboard, events, logs, stacks, trace, "
     "doctor or rendezvous."
 )
 

@@ -1,0 +1,175 @@
+"""What all ranks of a world do, asked of every agent: real connections, and who does not answer."""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+from types import SimpleNamespace
+
+import pytest
+
+from torchelastic.agent import doings
+from torchelastic.agent.doings import Doings, Found, Which, from_json, lines_of, to_json
+from torchelastic.errors import RendezvousRefused
+from torchelastic.events.hangs import Doing
+from torchelastic.rendezvous.embedded import bind_endpoint, wire
+from torchelastic.rendezvous.embedded.dial import Endpoint, knock
+from torchelastic.rendezvous.embedded.reception import Reception
+from torchelastic.rendezvous.secret import ANONYMOUS, Credentials, Secret
+from torchelastic.rendezvous.world import World, WorldNode
+
+GENERATION = 3
+
+
+def in_loop(test):
+    @functools.wraps(test)
+    def run(**fixtures):
+        asyncio.run(asyncio.wait_for(test(**fixtures), 30.0))
+
+    return run
+
+
+class Workers:
+    """Those of one node, in generation 3."""
+
+    def __init__(self, node, ranks):
+        self.node, self.ranks = node, ranks
+        self.alive = tuple(range(len(ranks)))
+
+    def doing(self, local_rank, generation):
+        rank = self.ranks[local_rank]
+        return Doing(rank=rank, node=self.node) if generation == GENERATION else None
+
+
+class Node:
+    def __init__(self, name, ranks, world, secret=None):
+        self.name = name
+        self.reception = Reception("job", secret=secret)
+        self.credentials = Credentials(secret) if secret is not None else ANONYMOUS
+        self.slow = set()
+        self.doings = Doings(Workers(name, ranks), self, node=name, job="job", world=world)
+
+    async def of(self, local_rank):
+        """Stands for the reader of stacks, too."""
+        if local_rank in self.slow:
+            await asyncio.sleep(3600)
+        return f"stack {local_rank} of {self.name}"
+
+    async def open(self):
+        self.port = await self.reception.listen(bind_endpoint("127.0.0.1", 0))
+        self.doings.open(self.meeting)
+
+    @property
+    def meeting(self):
+        return SimpleNamespace(credentials=self.credentials, serve=self.reception.serve)
+
+    @property
+    def place(self):
+        peer = f"127.0.0.1:{self.port}" if self.port else ""
+        return WorldNode(self.name, self.name, "", 0, 1, "", 0, 0, (0,), peer)
+
+    async def close(self):
+        await self.doings.close()
+        await self.reception.close()
+
+
+@contextlib.asynccontextmanager
+async def nodes(*ranks, secret=None):
+    worlds = []
+    made = [
+        Node("abcdefgh"[number], each, lambda: worlds[-1] if worlds else None, secret)
+        for number, each in enumerate(ranks)
+    ]
+    try:
+        for node in made:
+            await node.open()
+        world = World(generation=GENERATION, phase="running")
+        worlds.append(world.with_nodes(node.place for node in made))
+        yield worlds, *made
+    finally:
+        for node in made:
+            await node.close()
+
+
+@pytest.mark.parametrize("secret", [None, Secret(b"x" * 32)], ids=["open", "secret"])
+@in_loop
+async def test_all_nodes_are_asked(secret):
+    async with nodes([0, 1], [2], [3], secret=secret) as (_, a, *_):
+        found = await a.doings.everywhere()
+    assert [(one.rank, one.node, one.stack) for one in found.doings] == [
+        (0, "a", "stack 0 of a"),
+        (1, "a", "stack 1 of a"),
+        (2, "b", "stack 0 of b"),
+        (3, "c", "stack 0 of c"),
+    ]
+    assert (found.generation, found.unheard) == (GENERATION, ())
+
+
+@in_loop
+async def test_who_is_gone_or_silent_is_named(monkeypatch):
+    monkeypatch.setattr(doings, "THERE", 0.2)
+    async with nodes([0], [1], [2]) as (_, a, b, c):
+        await b.reception.close()
+        monkeypatch.setattr(c.doings, "here", lambda generation: asyncio.sleep(3600))
+        found = await a.doings.everywhere()
+    assert [one.rank for one in found.doings] == [0]
+    assert found.unheard == ("b", "c")
+
+
+@in_loop
+async def test_a_stack_that_cannot_be_read_in_time_is_left_out(monkeypatch):
+    monkeypatch.setattr(doings, "HERE", 0.05)
+    async with nodes([0, 1]) as (_, a):
+        a.slow.add(1)
+        found = await a.doings.everywhere()
+    assert [one.stack for one in found.doings] == ["stack 0 of a", "no stack could be read"]
+
+
+@in_loop
+async def test_of_a_world_of_which_some_nodes_are_known_the_others_are_counted():
+    async with nodes([0]) as (worlds, a):
+        worlds.append(worlds[0].with_nodes([a.place] * 5))
+        worlds.append(dataclasses.replace(worlds[-1], nodes=(a.place,)))
+        found = await a.doings.everywhere()
+    assert found.unheard == ("4 more nodes",)
+
+
+@in_loop
+async def test_without_a_world_nobody_does_anything():
+    async with nodes([0]) as (worlds, a):
+        worlds.clear()
+        assert await a.doings.everywhere() == Found()
+
+
+@in_loop
+async def test_who_has_no_secret_is_told_nothing():
+    async with nodes([0], secret=Secret(b"x" * 32)) as (_, a):
+        place = Endpoint.at(f"127.0.0.1:{a.port}", "job", Credentials(Secret(b"y" * 32)))
+        with pytest.raises(RendezvousRefused):
+            await knock(place, purpose=wire.DOINGS, timeout=5.0)
+
+
+@in_loop
+async def test_junk_ends_the_connection():
+    async with nodes([0]) as (_, a):
+        place = Endpoint.at(f"127.0.0.1:{a.port}", "job", ANONYMOUS)
+        link, _ = await knock(place, purpose=wire.DOINGS, timeout=5.0)
+        link.send(wire.pack_before(Which(1), b"junk"))
+        await link.ended
+
+
+def test_what_was_found_survives_a_journey():
+    found = Found(3, (Doing(rank=0, node="a", stack="x"),), ("b",))
+    assert from_json(to_json(found)) == found
+
+
+@pytest.mark.parametrize("junk", [{}, {"doings": [], "unheard": []}, {"doings": [{}]}])
+def test_junk_is_no_finding(junk):
+    with pytest.raises(ValueError, match=r"."):
+        from_json(junk)
+
+
+def test_too_long_an_answer_has_no_stacks():
+    many = [Doing(rank=rank, node="a", stack="x" * 8000) for rank in range(200)]
+    assert len(lines_of(many)) < doings.ANSWER
+    assert len(lines_of(many).splitlines()) == 200

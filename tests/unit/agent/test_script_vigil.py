@@ -1,0 +1,150 @@
+"""Who hangs among the workers of a script: judged by what all ranks do."""
+
+import asyncio
+import os
+import time
+
+import pytest
+
+from torchelastic.agent import script_vigil
+from torchelastic.agent.doings import Found
+from torchelastic.agent.hang_report import HangReport
+from torchelastic.agent.script_vigil import ScriptVigil, is_cause
+from torchelastic.events.hangs import Doing, Judgement
+
+IN_COLLECTIVE = '  File "/x/torch/distributed/distributed_c10d.py", line 7 in all_reduce\n'
+ALONE = '  File "train.py", line 3 in evaluate\n'
+
+
+def waits(rank, node="a"):
+    return Doing(rank=rank, node=node, step=7, stack=IN_COLLECTIVE)
+
+
+def works(rank, node="a", **more):
+    return Doing(rank=rank, node=node, step=7, stack=ALONE, **more)
+
+
+class Workers:
+    """Local ranks 0 and 1, which have committed step 7 long ago in generation 1."""
+
+    def __init__(self, *doings, first=0, since=100.0):
+        self.doings, self.first = doings, first
+        self.alive, self.stopping = (0, 1), False
+        self.seen = (1, 7, time.monotonic() - since)
+        self.killed, self.told, self.looks = [], [], 0
+
+    def pid(self, local_rank):
+        return os.getpid()
+
+    def generation(self, local_rank):
+        return 1
+
+    def rank(self, local_rank):
+        return self.first + local_rank
+
+    def progress(self, local_rank):
+        self.looks += 1
+        return self.seen
+
+    def kill(self, local_rank, why, stack=""):
+        self.killed.append((self.rank(local_rank), why, stack))
+
+    async def everywhere(self):
+        return Found(1, self.doings)
+
+
+def watch(workers, limit, monkeypatch):
+    """Until it has looked a few times, at workers whose first step was another one."""
+    monkeypatch.setattr(script_vigil, "LOOK", 0.001)
+
+    async def main():
+        report = HangReport(workers.everywhere, lambda _, event: workers.told.append(event))
+        vigil = ScriptVigil(workers, report, limit)
+        seen, workers.seen = workers.seen, (1, 6, workers.seen[2])
+        vigil._overdue()
+        workers.seen = seen
+        await vigil.run(lambda: workers.looks > 20)
+        report.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("doings", "first", "killed", "told"),
+    [
+        ([waits(0), works(1)], 0, [1], 1),
+        ([waits(0), works(1, frozen=True)], 0, [1], 1),
+        ([waits(0), waits(1), works(2, "b")], 0, [], 0),  # the other node's agent tells
+        ([works(0, "b"), waits(1), waits(2)], 1, [], 0),
+        ([waits(0), waits(1)], 0, [], 1),
+        ([waits(0, "b"), waits(1), waits(2)], 1, [], 0),
+        ([works(0), works(1)], 0, [], 1),  # an evaluation, of all that is known
+        ([], 0, [], 0),
+    ],
+    ids=[
+        "missing",
+        "frozen",
+        "missing elsewhere",
+        "missing elsewhere, rank 0",
+        "all wait",
+        "all wait, and another node has rank 0",
+        "nobody waits",
+        "nothing is known",
+    ],
+)
+def test_who_is_ended(doings, first, killed, told, monkeypatch):
+    workers = Workers(*doings, first=first)
+    watch(workers, 50, monkeypatch)
+    assert [rank for rank, *_ in workers.killed] == killed
+    assert len(workers.told) == told
+    for _, why, stack in workers.killed:
+        assert why.startswith("no progress for 100.")
+        assert "the worker hangs: rank 1" in why
+        assert stack == ALONE
+
+
+@pytest.mark.parametrize(
+    ("limit", "since"), [(500, 100.0), (0, 100.0), (None, 100_000.0)], ids=["given", "off", "auto"]
+)
+def test_who_has_time_is_left_alone(limit, since, monkeypatch):
+    workers = Workers(waits(0), works(1), since=since)
+    watch(workers, limit, monkeypatch)
+    assert (workers.killed, workers.told) == ([], [])
+
+
+def test_a_learned_limit_counts_for_who_is_frozen(monkeypatch):
+    monkeypatch.setattr(script_vigil, "is_frozen", lambda pid: True)
+    workers = Workers(waits(0), works(1, frozen=True), since=700.0)
+    watch(workers, None, monkeypatch)
+    assert [rank for rank, *_ in workers.killed] == [1]
+
+
+def test_what_shows_no_steps_of_this_world_is_not_watched(monkeypatch):
+    workers = Workers(waits(0), works(1))
+    monkeypatch.setattr(workers, "generation", lambda local_rank: 2)
+    watch(workers, 50, monkeypatch)
+    assert workers.told == []
+
+
+def test_workers_that_are_being_stopped_do_not_hang(monkeypatch):
+    workers = Workers(waits(0), works(1))
+    workers.stopping = True
+    monkeypatch.setattr(script_vigil, "LOOK", 0.001)
+    report = HangReport(workers.everywhere, lambda *_: None)
+    ends = iter([False, False, True])
+    asyncio.run(ScriptVigil(workers, report, 50).run(lambda: next(ends)))
+    assert workers.killed == []
+
+
+@pytest.mark.parametrize(
+    ("doing", "judged", "expected"),
+    [
+        (None, Judgement("", (1,), True), False),
+        (works(1), Judgement("", (1,), True), True),
+        (works(1), Judgement("", (1,), False), False),
+        (works(1), Judgement("", (2,), True), False),
+        (works(1, frozen=True), Judgement("", (), False), True),
+    ],
+)
+def test_who_is_the_cause(doing, judged, expected):
+    assert is_cause(doing, judged) is expected

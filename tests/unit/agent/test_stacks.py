@@ -1,0 +1,177 @@
+"""What the threads of a process do, written by itself at a signal, whatever it hangs in."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.support import poll_for
+from torchelastic.agent import stacks
+from torchelastic.agent.stacks import FROZEN, NOTHING, Stacks, is_frozen, written_stack
+from torchelastic.worker import orders, stack_dump
+
+#: Hangs in C code that holds the GIL; in a system call; in a thread while the main one computes.
+PROGRAMS = {
+    "holds_the_gil": "import ctypes; ctypes.PyDLL(None).sleep(600)",
+    "waits": "import os; os.read(os.pipe()[0], 1)",
+    "computes": "while True: pass",
+    "joins": "import threading; made = threading.Thread(target=run); made.start(); made.join()",
+}
+SCRIPT = """
+from torchelastic.worker import stack_dump
+stack_dump.adopt()
+def run():
+    import time
+    time.sleep(600)
+def hangs():
+    print("up", flush=True)
+    {}
+hangs()
+"""
+
+
+@pytest.fixture
+def started():
+    """Starts a program with its stack memory; both are gone in the end."""
+    made = []
+
+    def start(code):
+        memory = stack_dump.create()
+        env = {**os.environ, stack_dump.VARIABLE: str(memory)}
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], env=env, pass_fds=[memory], stdout=subprocess.PIPE
+        )
+        made.append((process, memory))
+        assert process.stdout.readline() == b"up\n"
+        return process, memory
+
+    yield start
+    for process, memory in made:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        os.close(memory)
+
+
+@pytest.fixture(autouse=True)
+def no_reader_of_stacks(monkeypatch):
+    monkeypatch.setattr(stacks.shutil, "which", lambda name: None)
+    monkeypatch.setattr(stacks, "WRITTEN", 30.0)
+
+
+@pytest.mark.parametrize("code", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_stack_is_written_and_the_process_goes_on(started, code):
+    process, memory = started(SCRIPT.format(code))
+    for _ in range(2):
+        # Between `print` and what it hangs in, the first one may show less.
+        stack = asyncio.run(written_stack(process.pid, memory))
+        assert "in hangs" in stack
+        assert process.poll() is None
+    assert os.fstat(memory).st_size < 8192, "the second is written over the first"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "print('up', flush=True); import time; time.sleep(600)",
+        SCRIPT.format("import os; os.closerange(3, 100); print('up', flush=True); run()").replace(
+            '    print("up", flush=True)\n', ""
+        ),
+    ],
+    ids=["it is not prepared", "its descriptors are closed"],
+)
+def test_a_process_that_would_be_harmed_gets_no_signal(started, code):
+    process, memory = started(code)
+    assert asyncio.run(written_stack(process.pid, memory)) == ""
+    assert process.poll() is None
+
+
+def test_a_process_that_is_gone_has_no_stack(started):
+    process, memory = started(SCRIPT.format("run()"))
+    process.kill()
+    process.wait()
+    assert asyncio.run(written_stack(process.pid, memory)) == ""
+
+
+def test_children_do_not_know_of_the_memory(started):
+    code = SCRIPT.format("import os; os.system('echo fd=$TORCHELASTIC_STACKS_FD'); run()")
+    process, _ = started(code)
+    assert process.stdout.readline() == b"fd=\n"
+
+
+# --- of a node's workers -------------------------------------------------------------------------
+
+
+class Workers:
+    """One worker; as a resident one it writes what it is told, and answers."""
+
+    def __init__(self, process=None, memory=None, *, says=None):
+        self.process, self.memory, self.says, self.pongs = process, memory, says, {}
+
+    def pid(self, local_rank):
+        return self.process.pid if self.process is not None else None
+
+    def is_resident(self, local_rank):
+        return self.says is not None
+
+    def stack_memory(self, local_rank):
+        return self.memory
+
+    def tell(self, local_rank, order, fds=()):
+        if isinstance(order, orders.Dump):
+            os.write(fds[0], self.says.encode())
+        elif self.says:
+            self.pongs[local_rank] = orders.Pong(waiting=False, number=order.number)
+
+
+def stack(workers):
+    return asyncio.run(Stacks(workers).of(0))
+
+
+def test_a_control_thread_is_asked_first(started):
+    process, memory = started(SCRIPT.format("run()"))
+    assert stack(Workers(process, memory, says="as it says")) == "as it says"
+
+
+def test_one_that_does_not_answer_gets_the_signal(started, monkeypatch):
+    monkeypatch.setattr(stacks, "ANSWER", 0.01)
+    process, memory = started(SCRIPT.format("run()"))
+    told = stack(Workers(process, memory, says=""))
+    assert told.startswith("main thread, most recent call first:\n")
+    assert "in hangs" in told
+
+
+def test_a_frozen_one_is_said_to_be(started):
+    process, memory = started(SCRIPT.format("run()"))
+    process.send_signal(signal.SIGSTOP)
+    poll_for(lambda: is_frozen(process.pid), what="a frozen process")
+    assert stack(Workers(process, memory)) == FROZEN
+    process.send_signal(signal.SIGCONT)
+
+
+def test_of_a_program_none_can_be_read(started):
+    process, _ = started("print('up', flush=True); import time; time.sleep(600)")
+    assert stack(Workers(process)) == NOTHING
+    assert stack(Workers()) == "it has ended"
+
+
+def test_two_who_ask_at_once_both_get_it(started):
+    process, memory = started(SCRIPT.format("run()"))
+
+    async def main():
+        reader = Stacks(Workers(process, memory))
+        return await asyncio.gather(reader.of(0), reader.of(0))
+
+    assert all("in hangs" in told for told in asyncio.run(main()))
+
+
+def test_an_answer_to_an_earlier_question_is_none(monkeypatch):
+    workers = Workers(says="")
+    workers.pongs[0] = orders.Pong(waiting=True, number=0)
+    began = time.monotonic()
+    assert asyncio.run(stacks.answered(workers, 0, 0.01)) is None
+    assert time.monotonic() - began >= 0.01
