@@ -11,7 +11,7 @@ from torchelastic.events.failures import FailureView
 from torchelastic.events.goodput import PARTS, Goodput
 from torchelastic.events.ranks import RankView
 from torchelastic.events.recoveries import Recovery
-from torchelastic.events.view import Change, JobView, NodeView, WorldView
+from torchelastic.events.view import Change, JobView, NodeView, StoredView, WorldView
 from torchelastic.failure import Failure
 
 #: When the jobs begin, and when they are looked at, by the wall clock.
@@ -181,6 +181,10 @@ def training(**changes: Any) -> JobView:
             ),
         ),
         "goodput": goodput(NOW - BEGAN),
+        "samples": 1_908_192,
+        "checkpoint": StoredView(wall=NOW - 95, step=19_400, seconds=1.2, size=3_200_000_000),
+        "straggler_seconds": 41.0,
+        "reported": {"loss": 0.378},
         "rates": tuple(
             (wall, int(part * 19_877), 5.1 + 0.4 * math.sin(part * 60) - (part % 0.2 < 0.008) * 4)
             for wall, part in curve()
@@ -334,6 +338,7 @@ def hostile(bad: str) -> JobView:
             hang=hang,
         ),
         metrics={name: ((BEGAN + 50, 1, 1.0), (BEGAN + 80, 2, 0.5))},
+        reported={name: None},
     )
 
 

@@ -14,9 +14,14 @@ const VISIBLE = 1.5;
 export function seriesOf(view) {
   const all = [{ name: "step rate", points: view.rates, text: rate, zero: true, last: view.rate }];
   for (const [name, points] of Object.entries(view.metrics)) {
-    all.push({ name: oneLine(name, 40), points, text: number, zero: false });
+    const last = view.reported[name];
+    all.push({ name: oneLine(name, 40), points, text: value, zero: false, last });
   }
   return all.filter((series) => series.points.length > 0);
+}
+
+function value(given) {
+  return given === null ? "not a number" : number(given);
 }
 
 /** The points of a series in a span of time, and one before and after it. */
@@ -38,8 +43,8 @@ export function bounds(points, zero) {
 
 /** Times between two worlds that are wide enough to be seen: lines do not cross them. */
 export function gaps(worlds, x) {
-  const between = worlds.slice(1).map((world, place) => [worlds[place].ended ?? world.began, world.began]);
-  return between.filter(([from, until]) => x(until) - x(from) >= VISIBLE).map(([from]) => from);
+  const ends = worlds.map((world) => world.ended);
+  return ends.filter((end, place) => end && x(worlds[place + 1]?.began ?? end) - x(end) >= VISIBLE);
 }
 
 /** A line through the points; it breaks where a gap is in between, and at what is no number. */
@@ -62,22 +67,21 @@ export function linePath(points, breaks, x, y) {
 /** One chart of the timeline, `top` pixels from above. */
 export function chart(series, frame, top) {
   const points = within(series.points, frame.domain);
-  const found = bounds(points, series.zero);
-  if (!found) return { height: 0, nodes: [] };
-  const [low, high] = found;
+  const [low, high] = bounds(points, series.zero) ?? [0, 1];
   const y = (value) => top + PAD + (HEIGHT - 2 * PAD) * (1 - (value - low) / (high - low));
-  const last = series.text(series.last ?? points.findLast((point) => Number.isFinite(point[2]))?.[2]);
-  const nodes = h(
+  const last = series.text(series.last === undefined ? points.at(-1)?.[2] : series.last);
+  const plot = { x: frame.left, y: top, width: frame.right - frame.left, height: HEIGHT };
+  const node = h(
     "g",
     { key: series.name, role: "img", "aria-label": alternative(series, low, high, last) },
-    h("rect", { class: "plot", x: frame.left, y: top, width: frame.right - frame.left, height: HEIGHT }),
+    h("rect", { class: "plot", ...plot }),
     gutter(frame, top, 20, series.name, "lane-name"),
     gutter(frame, top + 18, 20, last, "value"),
     h("text", { class: "bound", x: frame.right + 6, y: top + 10 }, number(high)),
     h("text", { class: "bound", x: frame.right + 6, y: top + HEIGHT - 2 }, number(low)),
     h("path", { class: "line", d: linePath(points, frame.breaks, frame.x, y) }),
   );
-  return { height: HEIGHT, nodes: [nodes] };
+  return { height: HEIGHT, node };
 }
 
 function alternative(series, low, high, last) {
@@ -97,7 +101,8 @@ export function rows(all, most = 20) {
   const base = all[0]?.points ?? [];
   const every = Math.max(1, Math.ceil(base.length / most));
   const picked = base.filter((_, place) => (base.length - 1 - place) % every === 0);
-  return picked.map(([wall, step]) => [wall, step, ...all.map((series) => series.text(valueAt(series.points, wall)))]);
+  const values = (wall) => all.map(({ text, points }) => text(valueAt(points, wall)));
+  return picked.map(([wall, step]) => [wall, step, ...values(wall)]);
 }
 
 /** The last value up to a moment. */

@@ -6,7 +6,7 @@ const LONGEST_RETRY = 10;
 const SILENCE = 20;
 
 /**
- * Calls `onPicture(picture)` for each, and `onState("open" | "lost" | "unreadable")`.
+ * Calls `onPicture` for each, and `onState` with "connecting", "open", "lost" or "unreadable".
  *
  * The browser tries again by itself, but not after an answer other than 200, nor when the other
  * side is silent; and every tab with an open stream takes one of its few connections to a server,
@@ -23,7 +23,7 @@ export class Connection {
     this.live = false;
     this.source = null;
     this.timer = null;
-    document.addEventListener("visibilitychange", () => (document.hidden ? this.close() : this.open()));
+    document.addEventListener("visibilitychange", () => this.seen(!document.hidden));
     setInterval(() => this.watch(), 1000);
     this.open();
   }
@@ -35,6 +35,15 @@ export class Connection {
     this.source.addEventListener("picture", (event) => this.take(event.data));
     this.source.addEventListener("open", () => (this.heard = performance.now()));
     this.source.addEventListener("error", () => this.lost());
+  }
+
+  seen(visible) {
+    if (visible) {
+      this.onState("connecting");
+      this.open();
+    } else {
+      this.close();
+    }
   }
 
   close() {

@@ -1,8 +1,8 @@
 // The four answers at the top: is it training, what did the last failure cost, who failed first and
 // why, how much of the time went into training. Pure.
 
+import { PARTS, STOPPED, isWorker, partsOf } from "./picture.js";
 import { h } from "./tree.js";
-import { PARTS, isWorker, partsOf } from "./picture.js";
 import { ago, clock, count, counted, oneLine, percent, rate, seconds, span } from "./words.js";
 
 // A step has taken too long after so many seconds, and so many times what steps take.
@@ -11,24 +11,28 @@ const TOO_LONG = 5;
 
 /** The state of the job: a word, its tone (good, busy, warn, bad, still), and a sentence. */
 export function phase(view, now) {
-  const [word, tone, text] = ENDS[view.phase]?.(view) ?? BUSY[view.phase] ?? running(view, now);
+  const known = ENDS[view.phase] ?? BUSY[view.phase] ?? running;
+  const [word, tone, text] = known(view, now);
   return { word, tone, text };
 }
 
 const BUSY = {
-  starting: ["Starting", "busy", "the first world has not been formed"],
-  waiting: ["Waiting for nodes", "warn", "too few nodes are there"],
-  restarting: ["Recovering", "warn", "the next world is being formed"],
+  starting: () => ["Starting", "busy", "the first world has not been formed"],
+  waiting: (view) => ["Waiting for nodes", "warn", lastWhy(view) || "too few nodes are there"],
+  restarting: (view) => ["Recovering", "warn", lastWhy(view) || "the next world is being formed"],
 };
+
+function lastWhy(view) {
+  return oneLine(view.history.at(-1)?.why ?? "", 160);
+}
 
 const ENDS = {
   died: () => ["Killed", "bad", "its agents are gone without a last word"],
   ended: (view) => {
-    const why = oneLine(view.history.at(-1)?.why ?? "", 160);
+    const why = lastWhy(view);
     if (view.exitcode === 0) return ["Finished", "still", why];
-    const stopped = view.exitcode === 143 || view.exitcode === 130;
-    const code = `exit code ${view.exitcode}`;
-    return [stopped ? "Stopped" : "Failed", stopped ? "still" : "bad", why ? `${code}: ${why}` : code];
+    const [word, tone] = STOPPED.includes(view.exitcode) ? ["Stopped", "still"] : ["Failed", "bad"];
+    return [word, tone, `exit code ${view.exitcode}${why ? `: ${why}` : ""}`];
   },
 };
 
@@ -53,21 +57,24 @@ export function names(picture) {
     view.generation === null ? null : `generation ${view.generation}`,
     view.size ? `${counted(view.size, "worker")} on ${counted(members(view), "node")}` : null,
     wanted(view),
+    view.samples ? `${counted(view.samples, "sample")} trained with` : null,
     view.restarts_used ? `${counted(view.restarts_used, "restart")} used` : null,
     partial(picture),
   ];
-  return [h("h1", { class: "user" }, job), h("p", { class: "facts" }, facts.filter(Boolean).join(" · "))];
+  const line = facts.filter(Boolean).join(" · ");
+  return [h("h1", { class: "user" }, job), h("p", { class: "facts user" }, line)];
 }
 
 /** Only the leader's node has heard all the others. */
 function partial({ node, leader, whole }) {
   if (whole || !node) return null;
   const seen = `as ${oneLine(node, 60)} sees it`;
-  return leader && leader !== node ? `${seen}; the whole is to be seen on ${oneLine(leader, 60)}` : seen;
+  if (!leader || leader === node) return seen;
+  return `${seen}; the whole is to be seen on ${oneLine(leader, 60)}`;
 }
 
 function members(view) {
-  return view.nodes.filter((node) => node.state === "running" || node.state === "ended").length + view.unnamed;
+  return view.worlds.at(-1)?.count ?? 0;
 }
 
 function wanted(view) {
@@ -89,11 +96,12 @@ export function answers(picture) {
 }
 
 function answer(key, question, big, tone, ...small) {
+  const sign = tone ? h("span", { class: `sign ${tone}`, "aria-hidden": "true" }) : null;
   return h(
     "div",
     { key, class: `answer ${tone}` },
     h("h2", null, question),
-    h("p", { class: "big user" }, tone ? h("span", { class: `sign ${tone}`, "aria-hidden": "true" }) : null, big),
+    h("p", { class: "big user" }, sign, big),
     small.filter(Boolean).map((text) => h("p", { class: "small user" }, text)),
   );
 }
@@ -104,26 +112,37 @@ function training(view, now, live) {
     view.step === null ? null : `step ${count(view.step)}`,
     view.rate === null || !live ? null : rate(view.rate),
   ];
-  return answer("training", "Is it training?", word, tone, h("b", null, pace.filter(Boolean).join(" · ")), text, since(view, now));
+  const bold = h("b", null, pace.filter(Boolean).join(" · "));
+  const small = [bold, text, since(view, now), stored(view, now)];
+  return answer("training", "Is it training?", word, tone, ...small);
+}
+
+/** How much is safe, whatever happens. */
+function stored({ checkpoint }, now) {
+  if (!checkpoint) return null;
+  return `checkpoint of step ${count(checkpoint.step)}, ${ago(checkpoint.wall, now)}`;
 }
 
 /** Since when the job is what it is. */
 function since(view, now) {
   if (view.ended !== null && view.started !== null) {
-    return [`ended ${clock(view.ended, now)}, `, ago(view.ended, now), `, after ${span(view.ended - view.started)}`];
+    const after = span(view.ended - view.started);
+    return `ended ${clock(view.ended, now)}, ${ago(view.ended, now)}, after ${after}`;
   }
   const world = view.worlds.at(-1);
-  if (world && world.ended === null) return `in this world for ${span(now - world.began)}, since ${clock(world.began, now)}`;
-  return view.started === null ? null : `since ${clock(view.started, now)}, for ${span(now - view.started)}`;
+  if (world && world.ended === null) {
+    return `in this world for ${span(now - world.began)}, since ${clock(world.began, now)}`;
+  }
+  if (view.started === null) return null;
+  return `since ${clock(view.started, now)}, for ${span(now - view.started)}`;
 }
 
 function lastCost(view, now) {
   const question = "What did the last failure cost?";
   const last = view.recoveries.findLast((one) => one.is_failure);
   if (!last) return answer("cost", question, "Nothing", "", "no failure so far");
-  const parts = partsOf(last).filter(([, , value]) => value >= 0.0005);
-  const most = parts.toSorted((one, other) => other[2] - one[2])[0];
-  const text = most ? `most of it: ${most[1]} ${seconds(most[2])}` : null;
+  const [most] = partsOf(last).toSorted((one, other) => other[1] - one[1]);
+  const text = most ? `most of it: ${most[0]} ${seconds(most[1])}` : null;
   return answer(
     "cost",
     question,
@@ -163,12 +182,8 @@ function goodput(view) {
   if (!found || found.ratio === null) return answer("goodput", question, "–", "");
   const losses = Object.entries(found.parts).toSorted((one, other) => other[1] - one[1]);
   const [part, most] = losses[0] ?? ["", 0];
-  return answer(
-    "goodput",
-    question,
-    percent(found.ratio),
-    "",
-    `${seconds(found.productive)} of ${seconds(found.total)}`,
-    most > 0 ? h("a", { href: "#goodput" }, `most of the rest: ${PARTS[part] ?? part} ${seconds(most)}`) : null,
-  );
+  const spent = `${seconds(found.productive)} of ${seconds(found.total)}`;
+  const rest = `most of the rest: ${PARTS[part] ?? part} ${seconds(most)}`;
+  const link = most > 0 ? h("a", { href: "#goodput" }, rest) : null;
+  return answer("goodput", question, percent(found.ratio), "", spent, link);
 }

@@ -22,9 +22,9 @@ export function lanesOf(worlds) {
     }
   });
   const lanes = inWorlds.size > APART ? grouped(inWorlds) : alone(inWorlds);
-  const unnamed = worlds.flatMap((world, place) => (world.count > world.nodes.length ? [place] : []));
-  const beyond = Math.max(0, ...worlds.map((world) => world.count - world.nodes.length));
-  if (unnamed.length) lanes.push({ names: [], beyond, worlds: unnamed });
+  const unnamed = worlds.map((world) => world.count - world.nodes.length);
+  const places = [...unnamed.keys()].filter((place) => unnamed[place] > 0);
+  if (places.length) lanes.push({ names: [], beyond: Math.max(...unnamed), worlds: places });
   return lanes.length > MOST ? [...lanes.slice(0, MOST - 1), rest(lanes.slice(MOST - 1))] : lanes;
 }
 
@@ -66,14 +66,14 @@ export function scale([from, until], left, right) {
 }
 
 /** A lane's worlds as one path: of the even generations, or of the odd ones. */
-export function lanePath(lane, worlds, odd, x, y, height, now) {
+export function lanePath(lane, worlds, odd, { x, domain: [first, last] }, y, height) {
   const boxes = [];
   for (const place of lane.worlds) {
-    const world = worlds[place];
-    if (world.generation % 2 !== Number(odd)) continue;
-    const [from, until] = [x(world.began), x(world.ended ?? now)];
-    if (until <= from && world.ended !== null && x(world.ended + 1e6) === from) continue;
-    boxes.push(`M${from.toFixed(1)} ${y}h${Math.max(until - from - 0.8, 0.6).toFixed(1)}v${height}H${from.toFixed(1)}z`);
+    const { generation, began, ended } = worlds[place];
+    if (generation % 2 !== Number(odd) || (ended ?? last) < first) continue;
+    const from = x(began).toFixed(1);
+    const width = Math.max(x(ended ?? last) - x(began) - 0.8, 0.6).toFixed(1);
+    boxes.push(`M${from} ${y}h${width}v${height}H${from}z`);
   }
   return boxes.join("");
 }
@@ -90,12 +90,18 @@ export function marks(recoveries, x, [from, until]) {
   return found;
 }
 
-const STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800];
+const WEEK = 604800;
+const STEPS = [
+  ...[1, 2, 5, 10, 15, 30],
+  ...[1, 2, 5, 10, 15, 30].map((minutes) => minutes * 60),
+  ...[1, 2, 3, 6, 12, 24, 48].map((hours) => hours * 3600),
+  WEEK,
+];
 
 /** Moments for the axis: round ones by the local clock, no more than fit. */
 export function ticks([from, until], width, room = 84) {
   const least = ((until - from) * room) / Math.max(width, 1);
-  const step = STEPS.find((one) => one >= least) ?? Math.ceil(least / 604800) * 604800;
+  const step = STEPS.find((one) => one >= least) ?? Math.ceil(least / WEEK) * WEEK;
   const shift = new Date(from * 1000).getTimezoneOffset() * 60;
   const first = Math.ceil((from - shift) / step) * step + shift;
   const found = [];

@@ -10,14 +10,24 @@ import { complete, hasFailed } from "./picture.js";
 import { recoveries } from "./recoveries.js";
 import { timeline } from "./timeline.js";
 import { h, patch } from "./tree.js";
-import { clock, count, oneLine, span } from "./words.js";
+import { clock, count, oneLine } from "./words.js";
 
 /** How many more rows a button shows. */
 const MORE = 24;
 
 const main = document.getElementById("main");
 /** What the reader has chosen, and what was heard last. */
-const state = { range: "all", cursor: null, open: new Set(), more: new Map(), width: 0, connection: "connecting", picture: null, at: 0 };
+const state = {
+  range: "all",
+  cursor: null,
+  open: new Set(),
+  more: new Map(),
+  width: 0,
+  connection: "connecting",
+  picture: null,
+  /** When it came. */
+  at: 0,
+};
 let drawing = false;
 
 /** The sections, in the order they are read; a failure that ended the job comes first. */
@@ -38,20 +48,21 @@ function sections(picture) {
 /** What the line at the top says of the connection: its tone and its words. */
 function connectionWords(picture) {
   const { connection } = state;
-  if (!picture) return ["busy", connection === "lost" ? "No connection: trying again" : "Connecting"];
-  if (connection === "unreadable") return ["bad", "A picture came that cannot be read: is this page of another version?"];
-  if (!picture.live) return ["still", `The job is over; as of ${clock(picture.now, picture.now)}`];
-  const since = (performance.now() - state.at) / 1000;
-  if (connection !== "open") return ["bad", `Connection lost ${span(since)} ago: trying again. This is how it was at ${clock(picture.now, picture.now)}`];
-  return ["good", "Live"];
+  const when = picture ? clock(picture.now, picture.now) : "";
+  if (connection === "unreadable") return ["bad", "A picture came that cannot be read: reload"];
+  if (picture && !picture.live) return ["still", `The job is over; as of ${when}`];
+  if (connection === "connecting") return ["busy", "Connecting"];
+  if (connection === "open") return ["good", "Live"];
+  const known = picture ? ` This is how it was at ${when}.` : "";
+  return ["bad", `Connection lost: trying again.${known}`];
 }
 
 /** The last picture, with the time that has passed since; while nobody tells, it stands still. */
 function current() {
   const { picture } = state;
   if (!picture) return null;
-  const passed = picture.live && state.connection === "open" ? (performance.now() - state.at) / 1000 : 0;
-  return { ...picture, now: picture.now + passed };
+  if (!picture.live || state.connection !== "open") return picture;
+  return { ...picture, now: picture.now + (performance.now() - state.at) / 1000 };
 }
 
 function draw() {
@@ -61,7 +72,7 @@ function draw() {
   const line = document.getElementById("connection");
   line.className = `connection ${tone}`;
   patch(line, [h("span", { class: `sign ${tone}`, "aria-hidden": "true" }), words]);
-  document.documentElement.dataset.connection = state.picture && state.picture.live ? state.connection : "";
+  document.documentElement.dataset.connection = picture?.live ? state.connection : "";
   if (!picture) return;
   document.getElementById("before")?.remove();
   document.title = title(picture);
@@ -114,7 +125,10 @@ function point(place) {
 
 main.addEventListener("pointermove", (event) => {
   const drawn = event.target.closest("#drawing");
-  if (!drawn) return state.cursor !== null && document.activeElement?.id !== "drawing" && point(null);
+  if (!drawn) {
+    if (state.cursor !== null && document.activeElement?.id !== "drawing") point(null);
+    return;
+  }
   const { left, right } = drawn.dataset;
   point((event.clientX - drawn.getBoundingClientRect().left - left) / (right - left));
 });

@@ -23,28 +23,26 @@ export const RECOVERY_PARTS = {
   redo: "steps that were lost, done again",
 };
 
+/** Exit codes of a job that was asked to end: by SIGINT, by SIGTERM. */
+export const STOPPED = [130, 143];
+
 const DISRUPTIONS = ["failure", "error", "node-failure"];
 
-/** A picture as it came, with every field there and what is derived from it. */
+/** A picture as it came, and what is derived from it. */
 export function complete(picture) {
-  const empty = {
-    job: "", phase: "starting", generation: null, size: 0, unnamed: 0, restarts_used: 0,
-    min_nodes: null, max_nodes: null, nodes: [], started: null, ended: null, exitcode: null,
-    history: [], step: null, rate: null, stepped: null, ranks: [], stragglers: [], worlds: [],
-    recoveries: [], goodput: null, rates: [], metrics: {}, failure: null,
-  };
-  const view = { ...empty, ...picture.view };
-  view.recoveries = view.recoveries.map((one) => ({ ...one, is_failure: isFailure(one) }));
-  return { log: [], node: null, leader: null, whole: true, ...picture, view };
+  const recoveries = picture.view.recoveries.map((one) => ({ ...one, is_failure: isFailure(one) }));
+  return { ...picture, view: { ...picture.view, recoveries } };
 }
 
 function isFailure(recovery) {
-  return DISRUPTIONS.includes(recovery.kind) || (recovery.kind === "unknown" && recovery.failure !== null);
+  const { kind, failure } = recovery;
+  return DISRUPTIONS.includes(kind) || (kind === "unknown" && failure !== null);
 }
 
-/** [name, name, seconds] of each part of a recovery that is known. */
+/** [part, seconds] of what a recovery has cost so far, in the order they come. */
 export function partsOf(recovery) {
-  return Object.keys(RECOVERY_PARTS).map((part) => [part, part, recovery[part] ?? 0]);
+  const known = Object.keys(RECOVERY_PARTS).map((part) => [part, recovery[part] ?? 0]);
+  return known.filter(([, value]) => value > 0);
 }
 
 /** Whether a failure is a worker's; a node that was lost has no rank. */
@@ -54,8 +52,8 @@ export function isWorker(cause) {
 
 /** Whether a failure has ended the job. */
 export function hasFailed(view) {
-  const over = view.phase === "died" || (view.phase === "ended" && ![0, 130, 143].includes(view.exitcode));
-  return over && view.failure !== null;
+  const badly = view.phase === "ended" && ![0, ...STOPPED].includes(view.exitcode);
+  return (badly || view.phase === "died") && view.failure !== null;
 }
 
 /** From when to when the page draws. */

@@ -11,7 +11,8 @@ const made = new WeakMap();
 /** An element: `h("p", { class: "quiet" }, "text", h("b", null, "more"))`. */
 export function h(tag, attributes, ...children) {
   const given = attributes ?? {};
-  return { tag, attributes: given, key: given.key, children: children.flat(Infinity).filter(isSomething) };
+  const inside = children.flat(Infinity).filter(isSomething);
+  return { tag, attributes: given, key: given.key, children: inside };
 }
 
 /** Make the children of an element what these descriptions say. */
@@ -22,7 +23,8 @@ export function patch(parent, wanted) {
   const staying = new Set(nodes);
   for (const child of [...parent.childNodes]) if (!staying.has(child)) child.remove();
   nodes.forEach((node, place) => {
-    if (parent.childNodes[place] !== node) parent.insertBefore(node, parent.childNodes[place] ?? null);
+    const there = parent.childNodes[place] ?? null;
+    if (there !== node) parent.insertBefore(node, there);
   });
 }
 
@@ -89,9 +91,9 @@ function update(element, wanted) {
   const before = made.get(element);
   if (before === wanted) return;
   made.set(element, wanted);
-  const names = new Set([...Object.keys(before?.attributes ?? {}), ...Object.keys(wanted.attributes)]);
-  for (const name of names) {
-    if (name !== "key") setAttribute(element, name, before?.attributes[name], wanted.attributes[name]);
+  const old = before?.attributes ?? {};
+  for (const name of new Set([...Object.keys(old), ...Object.keys(wanted.attributes)])) {
+    if (name !== "key") setAttribute(element, name, old[name], wanted.attributes[name]);
   }
   patch(element, wanted.children);
 }

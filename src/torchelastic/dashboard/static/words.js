@@ -6,8 +6,11 @@ const DAY = 86400;
 
 // Control characters but the end of a line and the tab; marks that turn the direction of writing or
 // cannot be seen; halves of characters.
-const UNPRINTABLE =
-  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]|\p{Cs}/gu;
+const UNPRINTABLE = new RegExp(
+  "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u00ad\\u061c\\u180e\\u200b-\\u200f" +
+    "\\u2028-\\u202e\\u2060-\\u2069\\ufeff\\ufff9-\\ufffb]|\\p{Cs}",
+  "gu",
+);
 // More marks than this on one character would be drawn over the lines above and below.
 const PILE = /(\p{M}{3})\p{M}+/gu;
 
@@ -17,9 +20,9 @@ const ODD = 2000;
 /** A user's text with everything written out that would be obeyed instead of seen. */
 export function plain(text, most = 20000) {
   const given = String(text ?? "");
-  const told = given.length <= most ? "" : given.length <= ODD ? "…" : `… (${count(given.length)} characters)`;
   const cut = given.slice(0, most).replace(UNPRINTABLE, written).replace(PILE, "$1…");
-  return cut + told;
+  if (given.length <= most) return cut;
+  return given.length <= ODD ? `${cut}…` : `${cut}… (${count(given.length)} characters)`;
 }
 
 /** The same in one line: what comes after the first is left out. */
@@ -29,8 +32,8 @@ export function oneLine(text, most = 400) {
 }
 
 function written(character) {
-  const code = character.codePointAt(0);
-  return code < 256 ? `\\x${code.toString(16).padStart(2, "0")}` : `\\u${code.toString(16).padStart(4, "0")}`;
+  const code = character.codePointAt(0).toString(16);
+  return code.length <= 2 ? `\\x${code.padStart(2, "0")}` : `\\u${code.padStart(4, "0")}`;
 }
 
 /** `1,234`. */
@@ -71,14 +74,15 @@ function units(given, big, bigName, small, smallName) {
 export function ago(wall, now) {
   const passed = now - wall;
   if (passed < 2) return "just now";
-  return `${passed < HOUR && passed >= MINUTE ? `${Math.floor(passed / MINUTE)} min` : span(passed)} ago`;
+  const minutes = passed >= MINUTE && passed < HOUR ? passed - (passed % MINUTE) : passed;
+  return `${span(minutes)} ago`;
 }
 
 /** `14:02:11`, with the date where it is not the day of `now`. */
 export function clock(wall, now) {
   const then = new Date(wall * 1000);
   const time = [then.getHours(), then.getMinutes(), then.getSeconds()].map(two).join(":");
-  return then.toDateString() === new Date(now * 1000).toDateString() ? time : `${date(wall)} ${time}`;
+  return date(wall) === date(now) ? time : `${date(wall)} ${time}`;
 }
 
 /** `2026-11-16`. */
