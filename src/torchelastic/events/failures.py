@@ -7,9 +7,10 @@ in what every agent says at the end. Until it has spoken, the first failure that
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torchelastic.events import hangs
 from torchelastic.events import types as events
 from torchelastic.events.record import Record
 from torchelastic.failure import Failure
@@ -78,11 +79,15 @@ class Failures:
         self._last: _Case | None = None
         #: The one before it, for the case that there was no failure after all.
         self._before: _Case | None = None
+        #: The last hang, and its generation: it is told before a worker is killed for it.
+        self._hang: tuple[int, Mapping[str, Any] | None] = (-1, None)
 
     def feed(self, record: Record) -> None:
         """Take one more record."""
         generation = record.generation if record.generation is not None else -1
         match record.event:
+            case events.Hang() as hang:
+                self._hang = generation, hangs.part(hang)
             case events.WorkerFailed(failure=told):
                 self._seen(record, Failure.as_told({"generation": generation, **told}))
             case events.GenerationOver(cause=told) if told is not None:
@@ -96,7 +101,11 @@ class Failures:
 
     def view(self) -> FailureView | None:
         """The last one, if there was any."""
-        return self._last.view() if self._last is not None else None
+        if self._last is None:
+            return None
+        generation, hang = self._hang
+        seen = self._last.view()
+        return replace(seen, hang=hang) if seen.generation == generation else seen
 
     def _seen(self, record: Record, failure: Failure) -> None:
         if failure.stopped:

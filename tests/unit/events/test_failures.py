@@ -129,6 +129,18 @@ def test_who_was_stopped_by_its_own_agent_has_not_failed():
     assert fold(story.records).failure is None
 
 
+def test_a_hang_is_part_of_the_failure_that_it_ends_in():
+    row = {"rank": 2, "node": "b", "step": 7, "collective": "", "missing": True, "stack": 0}
+    hang = events.Hang("rank 2 is missing from all_reduce #14", [2], [row], ["in the loader"])
+    story = begun().tell(4, hang, generation=0)
+    assert fold(story.records).failure is None
+    view = fold(tell(story, 5, CAUSE).records)
+    assert view.failure.hang["text"] == "rank 2 is missing from all_reduce #14"
+    assert view.to_json()["failure"]["hang"]["ranks"][0]["stack"] == "in the loader"
+    later = failure(generation=1, message="ValueError: boom")
+    assert fold(tell(story.world(7, 1), 8, later).records).failure.hang is None
+
+
 def test_it_is_plain_data_for_programs():
     story = decided(tell(begun(), 5, CAUSE), 6, CAUSE, FELL)
     data = json.loads(json.dumps(fold(story.records).to_json()))["failure"]
