@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
+import time
 from pathlib import Path
 
 from torchelastic.agent.output import Console
@@ -15,6 +17,8 @@ log = logging.getLogger(__name__)
 CHUNK = 64 * 1024
 #: More than any pipe holds (1 MiB, unless root has raised it).
 _LAST_READS = 32
+#: Seconds until a disk that was full is tried again.
+TRY_AGAIN = 1.0
 #: Bytes of the stream's end that are kept for whoever asks what the worker said last.
 TAIL = 16 * 1024
 
@@ -70,12 +74,15 @@ class Backlog:
             self._written = self._shown = os.fstat(self._file).st_size
         else:
             self._written = self._shown = 0
-        self._writable = path is not None
         self._memory = b""
+        #: Bytes that the file lacks, and when it is tried again.
+        self._missing = 0
+        self._try_again = 0.0
+        self._warned = False
 
     def append(self, data: bytes, *, shown: bool) -> None:
         """Keep `data`; `shown` says that the console has it already."""
-        kept = self._store(data) if self._writable else 0
+        kept = self._store(self._file, data) if self._file is not None else 0
         if shown:
             self._shown = self._written
         else:
@@ -111,18 +118,38 @@ class Backlog:
             os.close(self._file)
             self._file = None
 
-    def _store(self, data: bytes) -> int:
-        assert self._file is not None
+    def _store(self, file: int, data: bytes) -> int:
+        """How much of it is in the file now. A disk that was full is tried again now and then, but
+        not before all that is in memory is shown: else the console had it in another order."""
+        if self._missing and (self._memory or time.monotonic() < self._try_again):
+            self._missing += len(data)
+            return 0
         kept = 0
         try:
+            self._note_what_is_missing(file)
             while kept < len(data):
-                kept += os.write(self._file, data[kept:])
+                kept += os.write(file, data[kept:])
         except OSError as error:
             # A full disk must not end a job that could go on training.
-            self._writable = False
-            log.warning("%s ends here: it cannot be written (%s).", self._path, error.strerror)
+            self._try_again = time.monotonic() + TRY_AGAIN
+            self._warn(error)
+        self._missing += len(data) - kept
         self._written += kept
         return kept
+
+    def _note_what_is_missing(self, file: int) -> None:
+        if self._missing:
+            note = b"\n(%d bytes are missing here: there was no room for them.)\n" % self._missing
+            if (written := os.write(file, note)) < len(note):
+                self._written += written
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._written += written
+            self._missing = 0
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:  # a disk may be full for weeks
+            self._warned = True
+            log.warning("Output is missing in %s: %s.", self._path, error.strerror)
 
 
 class LineFile:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import resource
+import signal
 import socket
 import termios
 import threading
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from torchelastic.agent import tee
 from torchelastic.agent.logs import NodeLogs, WorkerStreams, line_prefix, make_run_dir, route
 from torchelastic.agent.outlet import Outlet
 from torchelastic.agent.output import Console
@@ -379,15 +382,43 @@ def test_a_generation_that_never_started_is_closed_too(tmp_path):
     run.logs.close(True)
 
 
-def test_a_full_disk_ends_the_file_not_the_stream(caplog):
+def test_a_full_disk_costs_the_file_and_not_the_stream(caplog):
     backlog = Backlog(Path("/dev/full"))
     backlog.append(b"one", shown=False)
     backlog.append(b"two", shown=False)
     assert (backlog.take(), backlog.size) == (b"onetwo", 0)
-    assert caplog.text.count("cannot be written") == 1
+    assert caplog.messages == ["Output is missing in /dev/full: No space left on device."]
     backlog.append(b"x" * CHUNK, shown=False)
     assert backlog.full
     backlog.close()
+
+
+@pytest.fixture
+def file_size_limit():
+    """A disk that is full after so many bytes, made by the kernel's limit on the size of files."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_log_file_goes_on_when_there_is_room_again(tmp_path, monkeypatch, file_size_limit):
+    monkeypatch.setattr(tee, "TRY_AGAIN", 0.0)
+    path = tmp_path / "stdout.log"
+    backlog = Backlog(path)
+    file_size_limit(6)
+    backlog.append(b"one\n", shown=True)
+    backlog.append(b"two\n", shown=True)
+    backlog.append(b"three\n", shown=False)
+    file_size_limit(1 << 20)
+    backlog.append(b"four\n", shown=False)
+    assert backlog.take() == b"three\nfour\n", "in its order, from memory"
+    backlog.append(b"five\n", shown=True)
+    backlog.close()
+    missing = len("o\nthree\nfour\n")
+    note = f"\n({missing} bytes are missing here: there was no room for them.)\n"
+    assert path.read_text() == f"one\ntw{note}five\n"
 
 
 def test_a_log_file_cut_short_by_somebody_does_not_stop_the_showing(tmp_path):
