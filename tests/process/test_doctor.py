@@ -17,7 +17,7 @@ from tests.process.jobs import free_port
 from tests.process.test_etcd_cluster import PASSWORD, want_logins
 from tests.support import poll_for
 from torchelastic.config import LaunchConfig
-from torchelastic.doctor import at_etcd, machine_facts, meeting, paths, torch_check
+from torchelastic.doctor import at_etcd, machine_facts, meeting, openings, paths, torch_check
 from torchelastic.doctor.finding import Verdict
 
 SECRET, OTHER = "0123456789abcdef0123456789abcdef", "another secret that is long enough"
@@ -185,6 +185,27 @@ def test_an_etcd_of_the_jobs_own(etcd_on_path, monkeypatch):
     assert [found.verdict for found in at_etcd.check(config)] == [Verdict.FAULT]
 
 
+# --- what the agent opens besides ----------------------------------------------------------------
+
+
+def test_an_address_that_is_taken_is_a_warning_since_the_job_goes_on():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = f"127.0.0.1:{listener.getsockname()[1]}"
+        (found,) = openings.check(LaunchConfig(dashboard=taken))
+        assert (found.verdict, taken in found.found) == (Verdict.WARNING, True)
+    (found,) = openings.check(LaunchConfig(dashboard=f"localhost:{free_port()}"))
+    assert found.verdict is Verdict.OK
+    assert openings.check(LaunchConfig(dashboard="auto")) == []
+
+
+def test_what_the_agent_would_refuse_is_told_in_its_words(tmp_path):
+    (found,) = openings.check(LaunchConfig(event_log_handler="nobody"))
+    assert (found.verdict, "does not know 'nobody'" in found.found) == (Verdict.FAULT, True)
+    missing = LaunchConfig(dashboard="auto", dashboard_token_file=str(tmp_path / "none"))
+    (found,) = openings.check(missing)
+    assert (found.verdict, "--dashboard-token-file" in found.found) == (Verdict.FAULT, True)
+
+
 # --- disks and networks --------------------------------------------------------------------------
 
 
@@ -201,13 +222,13 @@ def test_a_full_disk_is_a_fault(tmp_path):
 import json, subprocess
 from torchelastic.doctor import machine, machine_facts
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", {str(tmp_path)!r}], check=True)
-empty = machine.space(machine_facts.space_in({str(tmp_path)!r}), "log")
+empty = machine.directory(machine_facts.space_in({str(tmp_path)!r}), "log")
 with open({str(tmp_path / "big")!r}, "wb") as file:
     try:
         file.write(bytes(8 << 20))
     except OSError:
         pass
-full = machine.space(machine_facts.space_in({str(tmp_path)!r}), "log")
+full = machine.directory(machine_facts.space_in({str(tmp_path)!r}), "log")
 print(json.dumps([empty.to_json(), full.to_json()]))
 """
     empty, full = in_python(source, "unshare", "--mount")

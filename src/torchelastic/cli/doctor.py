@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,13 @@ from torchelastic.cli.help import terminal_width
 from torchelastic.cli.job import entry_of, launch_config
 from torchelastic.cli.parser import ARGUMENT, VARIABLE, Parsed, parse, set_variables
 from torchelastic.config import Entry, LaunchConfig
-from torchelastic.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, ConfigError
+from torchelastic.errors import (
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_SIGNAL_BASE,
+    EXIT_USAGE,
+    ConfigError,
+)
 
 if TYPE_CHECKING:
     from torchelastic.doctor.examination import Subject
@@ -45,6 +52,16 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_OK
     # What the agent would log is in the findings.
     logging.getLogger("torchelastic").addHandler(logging.NullHandler())
+    try:
+        return _examine(parsed, environ)
+    except BrokenPipeError:
+        terminal.nobody_reads()
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_SIGNAL_BASE + signal.SIGINT
+
+
+def _examine(parsed: Parsed, environ: Mapping[str, str]) -> int:
     # Imported here: help and mistakes are answered at once.
     from torchelastic.doctor.examination import examine
     from torchelastic.doctor.finding import has_fault
@@ -113,10 +130,12 @@ def _log_dir(path: str | None) -> Iterator[None]:
     if missing:
         with contextlib.suppress(OSError):  # `prepare_log_dir` says why
             os.makedirs(missing[0], exist_ok=True)
-    yield
-    for made in missing:
-        with contextlib.suppress(OSError):  # never made, or somebody else uses it by now
-            os.rmdir(made)
+    try:
+        yield
+    finally:
+        for made in missing:
+            with contextlib.suppress(OSError):  # never made, or somebody else uses it by now
+                os.rmdir(made)
 
 
 def _tell(subject: Subject, examine: Callable[[], list[Finding]], on_gpus: bool) -> list[Finding]:

@@ -7,6 +7,7 @@ network.py        names, addresses and interfaces: verdicts, pure; network_facts
 times.py          times and numbers of a launch that contradict each other, pure
 environment.py    variables that are forgotten, contradict or do harm, pure
 meeting.py        the place where the nodes are to meet: bound, or called; at_etcd.py asks etcd
+openings.py       what the agent opens besides: metrics, the page, a handler of events
 torch_check.py    what torch there is, asked in a process of its own (torch_probe.py)
 paths.py          `--gpu`: real jobs on the GPUs; path_program.py is what their workers run
 examination.py    all checks side by side, each with a time limit

@@ -33,13 +33,15 @@ class Ended:
         return lines[-1] if lines else "it said nothing"
 
 
-def run(command: Sequence[str], env: Mapping[str, str], limit: float) -> Ended:
+def run(
+    command: Sequence[str], env: Mapping[str, str], limit: float, cwd: str | None = None
+) -> Ended:
     """Run a program to its end, or for `limit` seconds; it dies with this thread."""
     leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *command]
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         # Files, not pipes: what it starts may outlive it for a moment and hold a pipe open.
         process = subprocess.Popen(
-            leashed, env=dict(env), stdin=subprocess.DEVNULL, stdout=output, stderr=errors
+            leashed, env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=errors
         )
         exitcode = _wait(process, limit)
         texts = []

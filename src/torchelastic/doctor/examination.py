@@ -22,6 +22,7 @@ from torchelastic.doctor import (
     meeting,
     network,
     network_facts,
+    openings,
     times,
     torch_check,
 )
@@ -66,6 +67,7 @@ def examine(subject: Subject) -> list[Finding]:
             "ports": (partial(_ports, here, subject), LIMIT),
             "directories": (partial(_directories, subject.config), LIMIT),
             "name": (partial(_names, subject), LIMIT),
+            "endpoints": (partial(openings.check, subject.config), LIMIT),
             "rendezvous": (partial(_meeting, subject), LIMIT),
             "torch": (partial(_torch, subject), torch_check.LIMIT + LIMIT),
         }
@@ -185,10 +187,10 @@ def _directories(config: LaunchConfig) -> list[Finding]:
     logs = config.log_dir or tempfile.gettempdir()
     # Where it is none, a refusal of `run` says so.
     if logs != os.devnull and os.path.isdir(logs):
-        found.append(machine.space(machine_facts.space_in(logs), "log"))
+        found.append(machine.directory(machine_facts.space_in(logs), "log"))
     checkpoints = _checkpoints(config)
     if checkpoints is not None and os.path.isdir(checkpoints):
-        found.append(machine.space(machine_facts.space_in(checkpoints), "checkpoint"))
+        found.append(machine.directory(machine_facts.space_in(checkpoints), "checkpoint"))
     return found
 
 

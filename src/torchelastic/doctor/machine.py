@@ -282,7 +282,7 @@ def clock(clocks: Clocks, config: LaunchConfig) -> Finding:
     return ok("clock", f"The wall clock {words[clocks.synchronised]}; no decision depends on it.")
 
 
-def space(space: Space, what: str) -> Finding:
+def directory(space: Space, what: str) -> Finding:
     """A directory that is written to while the job runs."""
     check = f"{what} directory"
     if space.trouble:

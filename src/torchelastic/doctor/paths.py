@@ -50,7 +50,8 @@ def take(way: Way, device: str, devices: int, environ: Mapping[str, str]) -> Fin
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="torchelastic-doctor-") as directory:
         command = _command(way, device, min(devices, way.most), directory)
-        ended = child.run(command, _undisturbed(environ), LIMIT)
+        # There: with `-m`, what lies in the working directory would be imported first.
+        ended = child.run(command, _undisturbed(environ), LIMIT, cwd=directory)
         notes = _read(Path(directory), way.name)
     return judge(check, way.what, ended.exitcode, notes, time.monotonic() - began)
 

@@ -157,7 +157,7 @@ def test_clocks_are_a_warning_at_most(clocks, config, verdict):
     ],
 )
 def test_a_directory_for_logs(space, verdict):
-    found = machine.space(space, "log")
+    found = machine.directory(space, "log")
     assert found.verdict is verdict
     assert "/logs" in found.found
 
