@@ -174,6 +174,16 @@ def test_the_first_retry_is_immediate_and_the_next_ones_wait_where_worlds_fail_i
     assert pauses(*endings) == seconds
 
 
+def test_kills_for_want_of_memory_are_not_from_outside():
+    hint = "out of memory: the kernel killed it (limit 2.0 GiB)"
+    starved = replace(KILLED, message="killed by SIGKILL: out of memory", hint=hint)
+    ledger = RestartLedger()
+    for number in range(1, SAME_FAILURE_LIMIT + 1):
+        verdict = judged(failure=starved, ledger=ledger, budget=100, lifetime=IN_VAIN / 2)
+        ledger = verdict.ledger
+        assert (ledger.repeats, verdict.go_on) == (number, number < SAME_FAILURE_LIMIT)
+
+
 def test_kills_from_outside_are_followed_at_once_however_many():
     ledger = RestartLedger()
     for _ in range(5):
