@@ -119,6 +119,7 @@ class Agent:
         self._open()
         try:
             self._install_signals()
+            self._beside.start(self._narrator.line.run(), "waiting-line")
             self._beside.start(self._join(), "join")
             self._beside.start(self._workers.timers.watch(self._workers), "timers")
             self._beside.start(self._inquiry.open(), "inquiry")
@@ -229,6 +230,7 @@ class Agent:
             config,
             self._entry.name,
             self._node,
+            self._clock,
             prints_failure=self._prints_failure,
         )
 
@@ -304,6 +306,7 @@ class Agent:
     async def _join(self) -> None:
         """Meet the other nodes and warm up side by side; say `ready` when both are done."""
         warming = self._beside.start(self._nursery.warm_up(), "warm-up")
+        self._narrator.joins()
         await self._presence.join()
         self._workers.reached_at(self._presence.meeting.addr)
         self._snapshots.open(self._presence.meeting)

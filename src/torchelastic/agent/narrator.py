@@ -13,6 +13,8 @@ from torchelastic.agent import report
 from torchelastic.agent.meeting import Meeting
 from torchelastic.agent.own_words import OwnWords, show
 from torchelastic.agent.supervisor import WorkerExit
+from torchelastic.agent.waiting_line import WaitingLine
+from torchelastic.clock import Clock
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import EXIT_FAILED
 from torchelastic.events import types as events
@@ -21,6 +23,7 @@ from torchelastic.events.failures import FAILURES
 from torchelastic.events.goodput import Goodput, GoodputFold
 from torchelastic.events.log import EventLog, read_files
 from torchelastic.failure import Failure
+from torchelastic.rendezvous.forming import limit
 from torchelastic.rendezvous.restart_policy import Kind
 from torchelastic.rendezvous.world import Member, World
 from torchelastic.worker import orders
@@ -59,11 +62,24 @@ def _restart(world: World, kind: Kind) -> events.RestartDecided:
     )
 
 
+def _screen() -> OwnWords:
+    """What the agent speaks through; nothing is shown by one that was not set up."""
+    known = (handler for handler in logger.handlers if isinstance(handler, OwnWords))
+    return next(known, None) or OwnWords(fd=-1)
+
+
 class Narrator:
     """Every decision with its reason, once, in both places. The leader's observer, too."""
 
     def __init__(
-        self, log: EventLog, config: LaunchConfig, entry: str, node: str, *, prints_failure: bool
+        self,
+        log: EventLog,
+        config: LaunchConfig,
+        entry: str,
+        node: str,
+        clock: Clock,
+        *,
+        prints_failure: bool,
     ) -> None:
         self._log = log
         self._config = config
@@ -76,6 +92,7 @@ class Narrator:
         self._told = -1
         self._goodput = GoodputFold()
         log.listen(self._goodput.feed)
+        self.line = WaitingLine(_screen(), clock)
 
     def started(self, command: list[str], pid: int) -> None:
         config = self._config
@@ -103,7 +120,13 @@ class Narrator:
         elif ready is not None:
             self._log.emit(events.ZygoteReady(seconds=ready))
 
+    def joins(self) -> None:
+        """Whoever hosts may not have been started yet."""
+        if self._config.max_nodes > 1:
+            self.line.show(f"looking for job {self._config.run_id} at {self._config.rdzv_endpoint}")
+
     def joined(self, name: str, meeting: Meeting) -> None:
+        self.line.clear()
         self.name = name
         if self._config.max_nodes > 1:
             set_up_log(name)
@@ -173,6 +196,8 @@ class Narrator:
         self._log.emit(events.LeaderFound(name=name))
 
     def world_seen(self, world: World) -> None:
+        if world.phase != "waiting":
+            self.line.clear()
         if world.phase == "running":
             self._world_runs(world)
         elif world.phase == "over":
@@ -205,7 +230,9 @@ class Narrator:
             return  # a job that needs one node is not waiting for anybody, it settles
         missing = report.listed(world.missing, world.missing_count)
         missing = f"; missing: {missing}" if missing else ""
-        logger.info("%s%s", world.reason, missing)
+        what = world.reason.removesuffix(limit(world.patience))
+        if not self.line.show(f"{what}{missing}", world.patience):
+            logger.info("%s%s", world.reason, missing)
         waiting = events.Waiting(
             need=self._config.min_nodes, missing=list(world.missing), reason=world.reason
         )
@@ -267,6 +294,7 @@ class Narrator:
     # --- the end ---------------------------------------------------------------------------------
 
     def ended(self, exitcode: int | None, reason: str, world: World | None) -> None:
+        self.line.clear()
         ended = events.JobEnded(
             exitcode=exitcode if exitcode is not None else EXIT_FAILED,
             reason=reason,

@@ -7,6 +7,7 @@ reads a pipe, it is left to a thread, with all that is said after it.
 from __future__ import annotations
 
 import logging
+import os
 import select
 import sys
 import threading
@@ -18,6 +19,8 @@ from torchelastic.agent.outlet import Outlet
 MOST = 256 * 1024
 #: Seconds the reader has for the last words, when the agent ends.
 PATIENCE = 2.0
+#: Of a terminal that does not know how wide it is.
+_COLUMNS = 80
 
 
 class OwnWords(logging.Handler):
@@ -31,6 +34,9 @@ class OwnWords(logging.Handler):
         self._weight = 0
         self._lost = 0
         self._writer: threading.Thread | None = None
+        self._fd = fd
+        #: Characters of the line that is drawn and may be drawn over.
+        self._drawn = 0
         try:
             self._outlet: Outlet | None = Outlet(fd)
         except OSError:
@@ -45,10 +51,47 @@ class OwnWords(logging.Handler):
             return
         data = text.encode(errors="backslashreplace") + b"\n"
         with self._guard:
+            data = self._erasing() + data
             if not self._behind:
                 data = self._written(self._outlet, data)
             if data:
                 self._leave(self._outlet, data)
+
+    # --- a line that is drawn over ---------------------------------------------------------------
+
+    @property
+    def is_terminal(self) -> bool:
+        return self._outlet is not None and os.isatty(self._fd)
+
+    def redraw(self, text: str) -> None:
+        """On a terminal: have this in place of what was drawn last; nothing, if it is empty.
+
+        Whatever is said goes over it, too. Whoever does not read is spared it.
+        """
+        if self._outlet is None or not self.is_terminal:
+            return
+        line = self._one_line(text) if text else ""
+        with self._guard:
+            if self._behind:
+                return
+            data = self._erasing() + line.encode(errors="replace")
+            self._drawn = len(line)
+            if rest := self._written(self._outlet, data):
+                self._leave(self._outlet, rest)
+
+    def _one_line(self, text: str) -> str:
+        """With its mark, cut to the width of the terminal: a line that wraps stays there."""
+        whole = self.format(logging.makeLogRecord({"msg": text}))
+        clean = "".join(letter if letter.isprintable() else "?" for letter in whole)
+        columns = os.get_terminal_size(self._fd).columns or _COLUMNS
+        return clean[: columns - 1]
+
+    def _erasing(self) -> bytes:
+        """What removes the line that is drawn; with spaces, which every terminal knows."""
+        drawn, self._drawn = self._drawn, 0
+        return b"\r%b\r" % (b" " * drawn) if drawn else b""
+
+    # --- who is slow -----------------------------------------------------------------------------
 
     def drain(self, patience: float = PATIENCE) -> None:
         """Give whoever reads so many seconds for the rest."""

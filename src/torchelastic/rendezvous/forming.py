@@ -23,8 +23,9 @@ from torchelastic.rendezvous.world import NAMED, Member, World, WorldNode
 
 #: How long a world may be held back for members that are there but not ready to start workers.
 WARM_UP_PATIENCE = 30.0
-#: How often a waiting job says what it is waiting for.
-SAY_EVERY = 60.0
+#: How often a waiting job says what it is waiting for; and when that has changed: thousands of
+#: nodes come one by one, and all are told.
+SAY_EVERY, SAY_CHANGES = 60.0, 5.0
 
 
 class Offer(NamedTuple):
@@ -70,6 +71,7 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         spare_count=len(ordered) - len(chosen),
         missing=(),
         missing_count=0,
+        patience=None,
     )
     return Decision(_to_agree_on(state, world.with_nodes(_place(chosen))))
 
@@ -155,22 +157,28 @@ def _wait(rules: RoundRules, state: RoundState, now: float) -> Decision:
         return Decision(
             replace(last, phase="closed", exitcode=EXIT_NOT_ENOUGH_NODES, reason=reason)
         )
-    if still and now < state.said_at + SAY_EVERY:
-        again = state.said_at + SAY_EVERY
+    missing = _missing(state)
+    same = last is not None and what in last.reason and len(missing) == last.missing_count
+    again = state.said_at + (SAY_EVERY if same else SAY_CHANGES)
+    if still and now < again:
         return Decision(wake_at=again if left is None else min(again, now + left))
     if last is not None and last.resident and last.phase == "over":
         what = f"{last.reason}; {what}"  # what ended the world is known by now
-    limit = "" if left is None else f", for {left:.0f} s more"
-    missing = _missing(state)
     world = replace(
         last or World(generation=0, phase="waiting"),
         phase="waiting",
         after=None,
-        reason=f"{what}{limit}",
+        reason=f"{what}{limit(left)}",
         missing=missing[:NAMED],
         missing_count=len(missing),
+        patience=left,
     )
     return Decision(world)
+
+
+def limit(left: float | None) -> str:
+    """How a reason to wait ends."""
+    return "" if left is None else f", for {left:.0f} s more"
 
 
 def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:

@@ -240,6 +240,8 @@ class World:
     spare_count: int = 0
     missing: tuple[str, ...] = ()
     missing_count: int = 0
+    #: Of one that waits: how many seconds it still did when this was said; None: any time.
+    patience: float | None = None
     #: Exit code every agent ends with once closed.
     exitcode: int = 0
 

@@ -32,7 +32,7 @@ def narrator_of(tmp_path, *, nodes: int = 2, generation: int = 0) -> Narrator:
     clock = FakeClock()
     log = EventLog(tmp_path / "events.jsonl", job="job", node="a", clock=clock)
     config = LaunchConfig(max_nodes=nodes, rdzv_endpoint="127.0.0.1:1")
-    narrator = Narrator(log, config, "train.py", "a", prints_failure=False)
+    narrator = Narrator(log, config, "train.py", "a", clock, prints_failure=False)
     if generation >= 0:
         narrator._told = generation
         log.emit(events.WorldFormed(["a"], 1, "", "", 0), generation=generation)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import pty
+import struct
+import termios
 from collections.abc import Iterator
 
 import pytest
@@ -94,3 +97,49 @@ def test_a_report_comes_after_what_was_said_before_it(pipe):
     finally:
         logger.removeHandler(words)
     assert os.read(read_end, 100) == b"first\nthen\n"
+
+
+# --- a line that is drawn over -------------------------------------------------------------------
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, int]]:
+    ends = pty.openpty()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def test_a_line_is_drawn_over_and_what_is_said_goes_before_it(terminal):
+    ours, theirs = terminal
+    words = OwnWords(theirs)
+    words.setFormatter(logging.Formatter("[agent] %(message)s"))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 20, 0, 0))
+    assert words.is_terminal
+    words.redraw("100% of 2")
+    words.redraw("\x1b]\nof")
+    words.say("said")
+    words.redraw("much longer than that")
+    words.redraw("")
+    words.redraw("")
+    words.say("end")
+    blank = " " * len("[agent] 100% of 2")
+    assert read_until(ours, b"end\r\n").decode() == (
+        f"[agent] 100% of 2\r{blank}\r[agent] ?]?of\r{' ' * 13}\rsaid\r\n"
+        f"[agent] much longer\r{' ' * 19}\rend\r\n"
+    )
+
+
+def test_in_a_pipe_nothing_is_drawn(pipe):
+    read_end, write_end = pipe
+    words = OwnWords(write_end)
+    assert not words.is_terminal
+    words.redraw("1 of 2")
+    words.say("said")
+    assert os.read(read_end, 100) == b"said\n"
+
+
+def test_without_stderr_nothing_is_drawn():
+    words = OwnWords(-1)
+    words.redraw("1 of 2")
+    assert not words.is_terminal

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.rendezvous.round_support import Job, running
 from torchelastic.config import WorldSizes
 from torchelastic.errors import EXIT_NOT_ENOUGH_NODES
-from torchelastic.rendezvous.forming import SAY_EVERY, WARM_UP_PATIENCE
+from torchelastic.rendezvous.forming import SAY_CHANGES, SAY_EVERY, WARM_UP_PATIENCE, limit
 
 
 def test_complete_at_once_when_max_is_there():
@@ -76,6 +76,22 @@ def test_below_min_the_job_waits_and_says_so_every_minute():
     assert job.world.reason == "waiting for nodes: 1 of at least 2 there"
     job.wait(3 * SAY_EVERY + 1)
     assert [world.phase for world in job.worlds] == ["waiting"] * 4
+
+
+def test_who_comes_while_the_job_waits_is_told_soon_but_not_one_by_one():
+    job = Job("4:4", wait_for_nodes=100)
+    job.come("a")
+    job.wait(1)
+    job.come("b")
+    job.come("c")
+    assert job.world.reason.startswith("waiting for nodes: 1 of at least 4 there")
+    job.wait(SAY_CHANGES)
+    assert job.world.reason.startswith("waiting for nodes: 3 of at least 4 there")
+    assert len(job.worlds) == 2
+    assert job.world.patience == pytest.approx(95, abs=1)
+    assert job.world.reason.endswith(limit(job.world.patience))
+    job.come("d")
+    assert (job.world.phase, job.world.patience) == ("running", None)
 
 
 def test_below_min_for_too_long_ends_the_job():

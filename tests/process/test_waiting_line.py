@@ -1,0 +1,64 @@
+"""`torchelastic run` below its minimum: a line that counts down on a terminal, and in no file."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+from tests.process.jobs import free_port
+
+SCRIPT = Path(__file__).with_name("obedient.py")
+
+
+def command(tmp_path: Path) -> list[str]:
+    """One node of a job of two, which gives up soon."""
+    run = [sys.executable, "-m", "torchelastic", "run", "--nnodes=2", "--wait-for-nodes=2"]
+    where = [f"--rdzv-endpoint=127.0.0.1:{free_port()}", f"--log-dir={tmp_path}/logs"]
+    return [*run, "--no-zygote", *where, str(SCRIPT), str(tmp_path), str(tmp_path)]
+
+
+def read_all(terminal: int) -> str:
+    """What was shown, until nobody has the terminal open any more."""
+    data = b""
+    while True:
+        try:
+            more = os.read(terminal, 65536)
+        except OSError:  # how a terminal says that it was closed
+            more = b""
+        if not more:
+            return data.decode()
+        data += more
+
+
+def test_on_a_terminal_one_line_is_drawn_over_and_removed_in_the_end(tmp_path):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 200, 0, 0))
+    try:
+        with subprocess.Popen(
+            command(tmp_path), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=theirs
+        ) as node:
+            os.close(theirs)
+            shown = read_all(ours)
+            assert node.wait(60) != 0
+    finally:
+        os.close(ours)
+    assert "waiting for nodes: 1 of at least 2 there; " in shown
+    drawn, _, after = shown.rpartition("there; ")
+    assert "\n" not in drawn[drawn.index("waiting for nodes") :], "in place"
+    removed = after.partition("\n")[0].split("\r")
+    assert removed[1].strip() == "", "it is gone before anything else is said"
+    assert "giving up after 2 s (--wait-for-nodes)" in after
+
+
+def test_in_a_file_there_are_whole_lines_only(tmp_path):
+    ended = subprocess.run(
+        command(tmp_path), stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
+    )
+    assert b"\r" not in ended.stderr
+    assert b"] waiting for nodes: 1 of at least 2 there, for 2 s more\n" in ended.stderr
