@@ -25,9 +25,10 @@ _NODES_SHOWN = 8
 _NODES_IN_DETAILS = 100
 #: Ended jobs that the overview names.
 _RECENT_SHOWN = 10
-#: Lines of history, and recoveries, that the details show.
+#: Lines of history, recoveries, and stragglers, that the details show.
 _HISTORY_SHOWN = 15
 _RECOVERIES_SHOWN = 5
+_STRAGGLERS_SHOWN = 8
 
 
 def answer(wanted: str | None, *, as_data: bool) -> str:
@@ -167,8 +168,20 @@ def _goodput(seen: JobView) -> list[str]:
     if active is not None and available is not None and (seen.max_nodes or 1) > 1:
         text = f"of {seen.max_nodes} nodes, {active:.1%} were in a world and {available:.1%} there"
         lines += _wrapped(f"{text}, over the whole time", "  ", "    ")
-    for slow in seen.stragglers:
+    return [*lines, *_stragglers(seen)]
+
+
+def _stragglers(seen: JobView) -> list[str]:
+    """Those that cost most, and what all of them have, those of earlier worlds included."""
+    lines = []
+    costly = sorted(seen.stragglers, key=lambda slow: -slow.cost)
+    for slow in costly[:_STRAGGLERS_SHOWN]:
         lines += _wrapped(one_line(slow.text), "  ", "    ")
+    if len(costly) > _STRAGGLERS_SHOWN:
+        lines.append(f"  and {len(costly) - _STRAGGLERS_SHOWN} more that are slow")
+    if seen.straggler_seconds:
+        lost = words.seconds(seen.straggler_seconds)
+        lines.append(f"  waiting for slow workers has cost the job {lost} in all")
     return lines
 
 

@@ -282,6 +282,20 @@ def test_json_has_the_same_picture(show):
     assert [world["generation"] for world in job["worlds"]] == [0, 1]
 
 
+def test_details_name_the_stragglers_that_cost_most(show):
+    agent = Agent("job").world(0, "node-a")
+    for rank in range(12):
+        slow = events.Straggler(rank, 1.0, 0.5, float(rank), f"rank {rank} is slow", lost=11.0)
+        agent.tell(slow, 0)
+    agent.log.close()
+    lines = [line.strip() for line in show("job").splitlines()]
+    first = lines.index("rank 11 is slow")
+    assert lines[first + 8 : first + 10] == [
+        "and 4 more that are slow",
+        "waiting for slow workers has cost the job 11 s in all",
+    ]
+
+
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\r\nroot:x:0\u202e\x9b31m"
 
 
