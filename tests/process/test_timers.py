@@ -27,6 +27,8 @@ def test_whatever_a_worker_hangs_in_it_is_ended_and_says_where(tmp_path, monkeyp
             words, ("in_python", "wait_for_data", "holding_the_gil"), strict=True
         ):
             assert f"in {function}" in killed[word]
+        generations = [event["generation"] for event in node.events("worker-killed")]
+        assert generations == [0, 1, 2, 3]
         failures = [event["failure"] for event in node.events("worker-failed")]
         assert {item["exitcode"] for item in failures} == {-9}
         assert [item["message"] for item in failures] == list(killed)

@@ -272,11 +272,14 @@ class Narrator:
         logger.warning("%s", straggler.text)
         self._log.emit(straggler, generation=generation)
 
-    def worker_killed(self, rank: int, local_rank: int, reason: str, stack: str) -> None:
+    def worker_killed(
+        self, generation: int, rank: int, local_rank: int, reason: str, stack: str
+    ) -> None:
+        """A worker that is in no world yet has a generation below 0."""
         where = f"; it was here:\n{stack}" if stack else ""
         logger.warning("rank %d (local rank %d) is killed: %s%s", rank, local_rank, reason, where)
         killed = events.WorkerKilled(rank=rank, local_rank=local_rank, reason=reason, stack=stack)
-        self._log.emit(killed)
+        self._log.emit(killed, generation=generation if generation >= 0 else None)
 
     def worker_exited(self, rank: int, exit: WorkerExit, generation: int) -> None:
         exited = events.WorkerExited(

@@ -504,7 +504,7 @@ class Workers:
         if over:
             self._cut_off.add(local_rank)
         self._verdicts[local_rank] = error_file.ErrorRecord(why, stack or why)
-        self._narrator.worker_killed(self.rank(local_rank), local_rank, why, stack)
+        self._narrator.worker_killed(*self._places[local_rank], local_rank, why, stack)
         self._supervisor.kill(local_rank)
 
     async def stop(self, signum: int, generation: int, told: Collection[int]) -> None:

@@ -66,8 +66,9 @@ _UNCONFIGURED = (
     "torchelastic.timer.configure with a client before the first `expires`."
 )
 _CHILD = (
-    "The agent looks after the timers of a worker, not of processes that a worker has started: "
-    "configure a LocalTimerClient in this one, with a LocalTimerServer in the worker."
+    "A worker has timers, a process that it has started (this one) has none: put `expires` into "
+    "the worker, around what waits for this process (`next(batches)` for a loading process), or "
+    "configure a LocalTimerClient here, with a LocalTimerServer in the worker."
 )
 
 _client: AgentTimerClient | None = None

@@ -113,13 +113,13 @@ def test_a_forked_child_leaves_its_parents_timers_alone(agent):
 def test_a_child_is_told_that_it_is_one(agent, monkeypatch):
     client = agent_client.connect()
     client.disown()
-    with pytest.raises(RuntimeError, match="not of processes that a worker has started"):
+    with pytest.raises(RuntimeError, match="put `expires` into the worker"):
         client.start("x", 1)
     monkeypatch.setattr(channel, "_opened", (os.getpid(), None))
     monkeypatch.setattr(agent_client, "_client", None)
     monkeypatch.setattr(env, "get", lambda name, default="": "17")
     with (
-        pytest.raises(RuntimeError, match="not of processes that a worker has started"),
+        pytest.raises(RuntimeError, match="put `expires` into the worker"),
         timer.expires(after=1),
     ):
         raise AssertionError("not reached")
