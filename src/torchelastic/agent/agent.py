@@ -254,7 +254,7 @@ class Agent:
         if not config.straggler_threshold:
             return None
         replace = self._presence.replace_slow if config.replace_stragglers else None
-        watch = StragglerWatch(config.straggler_threshold, self._narrator.straggler, replace)
+        watch = StragglerWatch(config.straggler_threshold, self._narrator.stragglers, replace)
         if config.max_nodes > 1:
             self._gathering.listen(watch.heard)
         else:

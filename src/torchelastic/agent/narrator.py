@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -268,9 +268,15 @@ class Narrator:
         logger.warning("workers stand still: %s", hang.text)
         self._log.emit(hang, generation=generation)
 
-    def straggler(self, generation: int, straggler: events.Straggler) -> None:
-        logger.warning("%s", straggler.text)
-        self._log.emit(straggler, generation=generation)
+    def stragglers(self, generation: int, found: Sequence[events.Straggler]) -> None:
+        """Of each node the one that costs most, for people: a slow machine has many workers."""
+        by_node: dict[tuple[str, bool], list[events.Straggler]] = {}
+        for one in sorted(found, key=lambda one: -one.cost):
+            self._log.emit(one, generation=generation)
+            by_node.setdefault((one.name, one.over), []).append(one)
+        for first, *others in by_node.values():
+            more = f" (and {words.counted(len(others), 'more worker')} there)" if others else ""
+            logger.warning("%s%s", first.text, more)
 
     def worker_killed(
         self, generation: int, rank: int, local_rank: int, reason: str, stack: str

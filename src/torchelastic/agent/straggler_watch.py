@@ -7,7 +7,7 @@ in a job of one node, where that node's events do. Who is slow is for `events.st
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 
 from torchelastic.events.log import EventLog
 from torchelastic.events.record import Record
@@ -25,7 +25,7 @@ class StragglerWatch:
     def __init__(
         self,
         threshold: float,
-        say: Callable[[int, Straggler], None],
+        say: Callable[[int, Sequence[Straggler]], None],
         replace: Callable[[int, Set[str]], None] | None,
     ) -> None:
         """`say` is told of a generation's stragglers, `replace` of the nodes that have any."""
@@ -64,9 +64,9 @@ class StragglerWatch:
 
     def _look(self, generation: int, node: str, progress: Progress) -> None:
         findings = self._stragglers.feed(generation, node, progress)
-        for finding in findings:
-            name = self._names.get(finding.node, finding.node)
-            self._say(generation, finding.event(name))
-        if findings and self._replace is not None:
+        if not findings:
+            return
+        self._say(generation, [one.event(self._names.get(one.node, one.node)) for one in findings])
+        if self._replace is not None:
             named = self._stragglers.named.values()
             self._replace(generation, {finding.node for finding in named})

@@ -54,6 +54,8 @@ class Finding:
     cost: float
     lost: float
     over: bool = False
+    #: It was found before.
+    again: bool = False
 
     @property
     def excess(self) -> float:
@@ -79,6 +81,7 @@ class Finding:
             step=self.step,
             lost=round(self.lost, 6),
             over=self.over,
+            again=self.again,
         )
 
 
@@ -160,6 +163,7 @@ class _Rank:
             cost=self.cost,
             lost=lost,
             over=not self.slow,
+            again=self.slow and self.told is not None,
         )
 
 

@@ -344,6 +344,8 @@ class Straggler(Event):
     lost: float = 0.0
     #: It keeps up again.
     over: bool = False
+    #: It was said before, and costs much more now.
+    again: bool = False
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,7 @@ class JobFold:
                 self._change(phase="restarting")
             case events.RestartDecided(restart=False, reason=why):
                 self._tell(record, "the job is not restarted", why)
-            case events.Straggler(text=text):
+            case events.Straggler(text=text, again=False):
                 self._tell(record, text)
             case events.Waiting(reason=why):
                 self._waits(record, why)

@@ -26,24 +26,26 @@ class BackwardWaits:
     """Costs a call for each gradient that is noted, and no system call."""
 
     def __init__(self, models: Iterable[torch.nn.Module]) -> None:
-        #: When the last gradient became ready since the last step of an optimizer; 0: none has.
-        self._ready_at = 0.0
+        #: When the last gradient became ready since the last step of an optimizer, less what had
+        #: been counted until then; None: none has.
+        self._ready_at: float | None = None
         for parameter in _noted(models):
             note: Any = parameter.register_post_accumulate_grad_hook  # which torch does not type
             note(self._ready)
 
     def _ready(self, _: torch.Tensor) -> None:
-        self._ready_at = time.monotonic()
+        self._ready_at = time.monotonic() - stalls.apart(stalls.seconds)
 
     def before_write(self) -> None:
         """An optimizer is about to take its step: what was to be waited for has come."""
-        if self._ready_at:
-            stalls.add(stalls.PEERS, time.monotonic() - self._ready_at)
-            self._ready_at = 0.0
+        if self._ready_at is not None:
+            now = time.monotonic() - stalls.apart(stalls.seconds)
+            stalls.add(stalls.PEERS, now - self._ready_at)
+            self._ready_at = None
 
     def committed(self) -> None:
         """The step is done; a gradient that no optimizer has taken up tells nothing of the next."""
-        self._ready_at = 0.0
+        self._ready_at = None
 
 
 def _noted(models: Iterable[torch.nn.Module]) -> list[torch.Tensor]:

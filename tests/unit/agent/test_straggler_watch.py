@@ -4,11 +4,13 @@ import asyncio
 
 import pytest
 
+from torchelastic.agent import narrator
 from torchelastic.agent.straggler_watch import StragglerWatch
 from torchelastic.clock import FakeClock
-from torchelastic.events.log import EventLog
+from torchelastic.config import LaunchConfig
+from torchelastic.events.log import EventLog, read
 from torchelastic.events.record import Record
-from torchelastic.events.types import Event, Joined, Note, Progress
+from torchelastic.events.types import Event, Joined, Note, Progress, Straggler
 
 
 def line(event: Event, node: str, generation: int | None = None) -> bytes:
@@ -37,7 +39,7 @@ def wished():
 def watch(said, wished):
     made = StragglerWatch(
         1.5,
-        lambda generation, straggler: said.append((generation, straggler)),
+        lambda generation, found: said.extend((generation, one) for one in found),
         lambda generation, nodes: wished.append((generation, nodes)),
     )
     made.turn_to(3, 2)
@@ -77,7 +79,7 @@ def test_other_generations_and_junk_say_nothing(watch, said):
 
 
 def test_nobody_need_be_replaced(said):
-    watch = StragglerWatch(1.5, lambda generation, straggler: said.append(straggler), None)
+    watch = StragglerWatch(1.5, lambda generation, found: said.extend(found), None)
     watch.turn_to(3, 2)
     hear(watch, 5)
     assert len(said) == 1
@@ -98,3 +100,16 @@ def test_of_a_job_of_one_node_its_own_log_is_followed(tmp_path, watch, said):
 
     asyncio.run(run())
     assert [(one.rank, one.name) for _, one in said] == [(1, "node-a")]
+
+
+def test_of_a_slow_node_with_many_workers_one_is_told_to_people(tmp_path, monkeypatch):
+    spoken = []
+    monkeypatch.setattr(narrator.logger, "warning", lambda *said: spoken.append(said[0] % said[1:]))
+    log = EventLog(tmp_path / "events.jsonl", job="j", node="a", clock=FakeClock())
+    config = LaunchConfig(rdzv_endpoint="127.0.0.1:1")
+    speaker = narrator.Narrator(log, config, "x.py", "a", FakeClock(), prints_failure=False)
+    found = [Straggler(rank, 1.0, 0.5, float(rank), f"rank {rank}", "b") for rank in (4, 5, 6)]
+    speaker.stragglers(3, [*found, Straggler(9, 1.0, 0.5, 1.0, "rank 9", "c", over=True)])
+    log.close()
+    assert spoken == ["rank 6 (and 2 more workers there)", "rank 9"]
+    assert [record.event.rank for record in read(log.path)] == [6, 5, 4, 9]

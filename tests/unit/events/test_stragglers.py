@@ -132,6 +132,7 @@ def test_when_it_is_over_it_is_said_and_forgotten():
 def test_slow_again_is_named_again_and_what_was_lost_is_added_up():
     job = Job(0.1, lambda step: 0.3 if step < 70 or step >= 110 else 0.1, 0.1).rounds(14)
     assert job.said == [(1, False), (1, True), (1, False)]
+    assert not any(found.again for found in job.found)
     assert job.found[-1].cost == pytest.approx(30 * 0.2)
     assert job.found[-1].lost == pytest.approx(80 * 0.2)
 
@@ -139,6 +140,7 @@ def test_slow_again_is_named_again_and_what_was_lost_is_added_up():
 def test_it_is_named_again_when_it_has_cost_twice_as_much():
     job = Job(0.25, 0.75, 0.25).rounds(31)
     assert [found.cost for found in job.found] == [rounds * 5.0 for rounds in (3, 6, 12, 24)]
+    assert [found.again for found in job.found] == [False, True, True, True]
 
 
 def test_it_is_named_again_when_it_becomes_much_worse():

@@ -99,6 +99,23 @@ def test_the_leader_tells_who_comes_and_goes():
     assert story.states() == {"a": "running", "d": "running"}
 
 
+def test_other_nodes_tell_who_leads_as_well():
+    story = Story().agent("a").world(0, "a", "b")
+
+    def leaders():
+        return [node.name for node in story.view().nodes.values() if node.leader]
+
+    assert leaders() == []
+    story.tell(events.LeaderFound("b"))
+    assert leaders() == ["b"]
+    story.world(1, "b", "a")
+    assert leaders() == ["b"]
+    story.tell(events.BecameLeader())
+    assert leaders() == ["a"]
+    story.tell(events.LeaderFound("nobody that is known"))
+    assert leaders() == []
+
+
 def test_a_node_of_this_machine_stays_listed_outside_the_world():
     story = Story().agent("a").agent("b").world(0, "a", "b").world(1, "a")
     assert story.states() == {"a": "running", "b": "joined"}
@@ -273,6 +290,14 @@ def test_a_straggler_that_keeps_up_again_is_forgotten_and_its_cost_is_not():
     assert view.last_change.what == "rank 3 keeps up"
     story.world(15, 1).tell(16, slow, generation=1)
     assert fold(story.records).straggler_seconds == 16.5
+
+
+def test_a_straggler_that_costs_more_is_not_told_of_twice_in_the_history():
+    slow = events.Straggler(3, 0.5, 0.25, 7.5, "rank 3 is slow")
+    worse = events.Straggler(3, 0.5, 0.25, 15.0, "rank 3 is still slow", again=True)
+    view = fold(trained().tell(13, slow, generation=0).tell(14, worse, generation=0).records)
+    assert view.stragglers == (worse,)
+    assert view.last_change.what == "rank 3 is slow"
 
 
 def test_a_rank_shows_its_own_time_for_a_step_where_that_is_told():

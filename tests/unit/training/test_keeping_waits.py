@@ -70,6 +70,16 @@ def test_gradients_that_no_optimizer_takes_up_are_forgotten(hands, model):
     assert waited(before) == 0.0
 
 
+def test_what_is_counted_as_something_else_is_not_counted_twice(hands, model):
+    before = waited(0.0)
+    waits = BackwardWaits([model])
+    model(torch.ones(1, 3)).sum().backward()
+    hands.at += 7.0
+    stalls.add("checkpoint", 5.0)
+    waits.before_write()
+    assert waited(before) == 3.0
+
+
 def test_parameters_that_are_not_trained_are_passed_over_and_shared_ones_noted_once(hands, model):
     model[0].requires_grad_(False)
     BackwardWaits([model, model])
