@@ -81,12 +81,16 @@ class Node:
         self.log = EventLog(path, job="job", node=name, clock=self.clock)
         self.gathered = GatheredLog(self.directory / "job.jsonl")
         self.gathering = Gathering(self.gathered, self.clock)
-        self.telling = Telling(self.log, name, "job", self.gathering, self.clock)
+        self.leaders = []
+        self.telling = Telling(
+            self.log, name, "job", self.gathering, self.clock, on_leader=self.leaders.append
+        )
         self.reception = Reception("job")
 
     async def open(self):
         self.port = await self.reception.listen(bind_endpoint("127.0.0.1", 0))
-        self.store.values[MEMBER_PREFIX + self.name] = {"peer": f"127.0.0.1:{self.port}"}
+        member = {"peer": f"127.0.0.1:{self.port}", "name": f"node-{self.name}"}
+        self.store.values[MEMBER_PREFIX + self.name] = member
         meeting = SimpleNamespace(
             store=self.store, credentials=ANONYMOUS, serve=self.reception.serve
         )
@@ -175,6 +179,7 @@ async def test_a_new_leader_has_the_whole_story_of_the_living(tmp_path):
         begin(b, c)
         await until(lambda: len(b.has()) == 3)
         assert sorted(b.has()) == [("b", "1"), ("c", "1"), ("c", "2")]
+        assert (a.leaders, b.leaders, c.leaders) == ([], ["node-a"], ["node-a", "node-b"])
 
 
 @in_loop

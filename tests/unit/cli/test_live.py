@@ -4,9 +4,9 @@ import pytest
 
 from tests.unit.cli.test_status import Agent, trained
 from torchelastic.cli.live import LivePicture
-from torchelastic.cli.story import choose
+from torchelastic.cli.story import Story, choose
 from torchelastic.events import types as events
-from torchelastic.events.log import EventLog, read_files
+from torchelastic.events.log import EventLog, read, read_files
 from torchelastic.events.view import fold
 
 
@@ -62,4 +62,53 @@ def test_a_line_and_its_gathered_copy_are_one():
         gathered.append(record.heard_at(record.mono))
     gathered.close()
     assert live.look(now=0.0) == before
+    live.close()
+
+
+def test_the_story_of_nodes_that_were_not_heard_before_is_put_in_its_place(monkeypatch):
+    """This node leads now: what others did minutes ago is told here from the beginning."""
+    agent = Agent("job").world(0, "node-a", "node-b")
+    other = EventLog(agent.log.path.with_name("b"), job="job", node="b", clock=agent.clock)
+    other.emit(events.AgentStarted(1, "", ["train.py"], 1, 4, 2))
+    other.emit(events.Joined("node-b", "", False))
+    other.emit(events.Progress([2, 3], [5, 5], [agent.clock.now()] * 2), generation=0)
+    for _ in range(100):
+        agent.tell(events.Note("time passes"))
+    live = LivePicture(choose("job"))
+    assert live.look().nodes["node-b"].agent is None
+    path = agent.log.path.with_name("job.jsonl")
+    gathered = EventLog(path, job="job", node="x", clock=agent.clock)
+    told = [*read(agent.log.path), *read(other.path)]
+    for record in sorted(told, key=lambda record: record.mono):
+        gathered.append(record.heard_at(record.mono))
+    gathered.close()
+    monkeypatch.setattr("torchelastic.cli.live._READ_AGAIN", 0.0)
+    seen = live.look(now=0.0)
+    assert seen == fold(read_files([path, agent.log.path]))
+    assert seen.nodes["node-b"].agent == "b"
+    assert live.look(now=0.0) == seen
+    live.close()
+    other.close()
+
+
+def test_the_lines_of_another_job_in_the_directory_are_not_taken(tmp_path):
+    agent = Agent("job").world(0, "node-a")
+    live = LivePicture(Story(where=agent.log.path.parent))
+    stranger = EventLog(agent.log.path, job="other", node="z", clock=agent.clock)
+    stranger.emit(events.Note("of another job"))
+    stranger.close()
+    agent.tell(events.Note("of this one"))
+    assert live.look().job == "job"
+    assert [record.fields["text"] for _, record in live.latest()[-1:]] == ["of this one"]
+    live.close()
+
+
+def test_what_has_been_heard_takes_no_more_room_the_longer_the_story_is():
+    agent = Agent("job").world(0, "node-a")
+    live = LivePicture(choose("job"))
+    for step in range(300):
+        agent.tell(events.Progress([0], [step], [agent.clock.now()]), 0)
+        live.read()
+    assert len(live._heard._upto) == 1
+    assert len(live._recent) < 10
     live.close()

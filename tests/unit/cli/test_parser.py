@@ -51,6 +51,16 @@ def given(argv, environ=None):
         (["--rdzv-id=-x"], {"rdzv_id": "-x"}),
         (["--role", "-"], {"role": "-"}),
         (["--rdzv-id="], {"rdzv_id": ""}),
+        # a value that may be left out
+        (["--dashboard"], {"dashboard": "auto"}),
+        (["--dashboard", "--standalone"], {"dashboard": "auto", "standalone": True}),
+        (["--dashboard", "8080"], {"dashboard": "127.0.0.1:8080"}),
+        (["--dashboard", "node1:8080"], {"dashboard": "node1:8080"}),
+        (["--dashboard", "[::1]:8080"], {"dashboard": "[::1]:8080"}),
+        (["--dashboard=8080"], {"dashboard": "127.0.0.1:8080"}),
+        (["--dashboard=auto"], {"dashboard": "auto"}),
+        (["--dashboard=0.0.0.0:0"], {"dashboard": "0.0.0.0:0"}),
+        (["--dashboard="], {"dashboard": ""}),
     ],
 )
 def test_spellings(argv, said):
@@ -68,6 +78,12 @@ def test_spellings(argv, said):
         (["--", "train.py", "--", "--x"], ("train.py", "--", "--x")),
         (["--preload", "numpy", "train.py"], ("train.py",)),
         (["--nproc", "1", "-", "a"], ("-", "a")),
+        (["--dashboard", "train.py", "8080"], ("train.py", "8080")),
+        (["--dashboard", "8080", "train.py", "x"], ("train.py", "x")),
+        (["--dashboard", "8080/train.py"], ("8080/train.py",)),
+        (["--dashboard", "--", "8080"], ("8080",)),
+        (["--dashboard", "auto"], ("auto",)),
+        (["--dashboard"], ()),
         ([], ()),
     ],
 )
@@ -103,6 +119,9 @@ def test_flags_end_where_the_script_begins(argv, command):
         (["--tee", "5"], "--tee '5' does not name output streams"),
         (["--grow", "now"], "--grow 'now' does not say when to grow"),
         (["--world-sizes", "0"], "--world-sizes '0' does not say"),
+        (["--dashboard", "99999", "train.py"], "--dashboard .*99999"),
+        (["--dashboard=node1", "train.py"], "--dashboard 'node1' has no port"),
+        (["--dash", "8080"], "--dash may mean --dashboard, --dashboard-token-file"),
     ],
 )
 def test_mistakes_are_explained_in_a_sentence(argv, sentence):
