@@ -136,14 +136,16 @@ def node_failure(node: str, generation: int, message: str) -> Failure:
     )
 
 
-def last_lines(text: str) -> tuple[str, ...]:
-    """The last lines of a text, as many as may travel with a failure.
+def last_lines(text: str, besides: str = "") -> tuple[str, ...]:
+    """The last lines of a text, as many as may travel with a failure, without those of a traceback
+    that is told besides: Python writes that as well, and torch with the rank before each line.
 
-    >>> last_lines("one\\ntwo\\n")
+    >>> last_lines("one\\ntwo\\n[rank1]:   boom", "  boom")
     ('one', 'two')
     """
+    told = tuple({line.rstrip() for line in besides.splitlines() if line.strip()})
     lines = [_shown(line) for line in text.splitlines()]
-    return _bounded([line for line in lines if line])
+    return _bounded([line for line in lines if line and not line.endswith(told)])
 
 
 def _shown(line: str) -> str:

@@ -108,6 +108,14 @@ def test_last_lines(text, lines):
     assert last_lines(text) == lines
 
 
+def test_a_traceback_that_is_told_is_not_told_twice():
+    traceback = 'Traceback (most recent call last):\n  File "t.py", line 1\n    f()\nE: boom\n'
+    ranked = "".join(f"[rank1]: {line}\n" for line in traceback.splitlines())
+    assert last_lines(f"loading\n{traceback}bye\n", traceback) == ("loading", "bye")
+    assert last_lines(f"loading\n\x1b[31m{ranked}\x1b[0m", traceback) == ("loading",)
+    assert last_lines("loading\n", "\n \n") == ("loading",)
+
+
 def test_of_many_lines_the_last_ones_are_kept():
     kept = last_lines("\n".join(map(str, range(1000))))
     assert kept == tuple(map(str, range(1000 - MOST_LINES, 1000)))

@@ -193,11 +193,11 @@ class GenerationLogs:
         while self._handed_out:
             os.close(self._handed_out.pop())
 
-    def last_lines(self, local_rank: int) -> tuple[str, ...]:
-        """What a worker has written last: its output, then its errors; none of what it has written
-        to a terminal, which does not pass through our hands."""
-        ends = [end() for end in self._ends.get(local_rank, ())]
-        told = [lines for data in ends if (lines := last_lines(data.decode(errors="replace")))]
+    def last_lines(self, local_rank: int, besides: str = "") -> tuple[str, ...]:
+        """What a worker has written last beside its traceback: its output, then its errors; none of
+        what it has written to a terminal, which does not pass through our hands."""
+        texts = [end().decode(errors="replace") for end in self._ends.get(local_rank, ())]
+        told = [lines for text in texts if (lines := last_lines(text, besides))]
         if len(told) < 2:
             return told[0] if told else ()
         return last_lines("\n".join(line for lines in told for line in lines[-MOST_LINES // 2 :]))

@@ -398,7 +398,7 @@ class Workers:
             stopped=self._is_stopped(exit.local_rank),
             error_file=path if told else "",
             hint=hint,
-            log_lines=self._last_lines(exit.local_rank),
+            log_lines=self._last_lines(exit.local_rank, told.traceback if told else ""),
         )
 
     def _is_stopped(self, local_rank: int) -> bool:
@@ -411,9 +411,9 @@ class Workers:
             return ""
         return memory_hint(self._memory.look(exit.pid, exit.exitcode, message))
 
-    def _last_lines(self, local_rank: int) -> tuple[str, ...]:
+    def _last_lines(self, local_rank: int, besides: str) -> tuple[str, ...]:
         opened = self._logs_of.get(local_rank)
-        return opened.last_lines(local_rank) if opened is not None else ()
+        return opened.last_lines(local_rank, besides) if opened is not None else ()
 
     def _told(self, local_rank: int) -> tuple[str, error_file.ErrorRecord | None]:
         """Where a failing worker wrote what went wrong, and what it said; our own verdict first."""
@@ -444,7 +444,7 @@ class Workers:
             fatal=isinstance(erred, orders.Erred) and not erred.retry,
             # Every survivor of a failure tells of a lost peer, and the next world waits for it.
             hint="" if lost else memory_hint(Facts(exitcode=1, message=erred.message)),
-            log_lines=() if lost else self._last_lines(local_rank),
+            log_lines=() if lost else self._last_lines(local_rank, ""),
         )
 
     def _fail(self, local_rank: int, **what: Any) -> None:
