@@ -2,7 +2,7 @@
 
 reporting.py script ORDERS   a plain script: fails in its first generation, then goes on until
                              the file ORDERS/finish is there
-reporting.py train           resident, for three steps
+reporting.py train STORE     resident, for three steps of 8 samples, each in a checkpoint
 """
 
 from __future__ import annotations
@@ -40,12 +40,15 @@ def tell_in_a_child() -> None:
     os.waitpid(child, 0)
 
 
-def train() -> None:
+def train(store: str) -> None:
     import torch
 
     import torchelastic
+    from torchelastic import checkpoint
+    from torchelastic.data import ElasticSampler
     from torchelastic.p2p import CoordinatorP2P
 
+    checkpoint.set_checkpoint_manager(checkpoint.CheckpointStore(store, every=1))
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -55,15 +58,17 @@ def train() -> None:
         loss = state.model(torch.ones(1, 1)).sum()
         loss.backward()
         state.optimizer.step()
+        state.sampler.took(8)
         metrics.put_metric("step", state.step)
         metrics.put_metric("loss", loss)
         return state, torchelastic.SimpleWorkerStats(7.0 + RANK)
 
-    state = torchelastic.TorchState(model=model, optimizer=optimizer)
+    sampler = ElasticSampler(1000)
+    state = torchelastic.TorchState(model=model, optimizer=optimizer, sampler=sampler)
     torchelastic.train(CoordinatorP2P(), train_step, state)
 
 
 if sys.argv[1] == "script":
     run_script(Path(sys.argv[2]))
 else:
-    train()
+    train(sys.argv[2])

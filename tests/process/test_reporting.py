@@ -48,13 +48,16 @@ def test_a_plain_script_reports_from_generation_to_generation(tmp_path):
 @pytest.mark.slow
 def test_a_resident_worker_reports_with_its_steps(tmp_path):
     with job(tmp_path, "--standalone --nproc-per-node=2") as it:
-        node = it.start(script=[str(SCRIPT), "train"])
+        node = it.start(script=[str(SCRIPT), "train", str(tmp_path / "store")])
         assert node.wait(100) == 0, node.stderr
         view = view_of(node)
         assert values(view, "step")[-1] == 2.0
         assert view.metrics["step"][-1][1] == 3
         assert values(view, "loss"), "tensors are numbers"
         assert values(view, "progress_rate")[-1] == 7.0
+        assert view.samples == 24
+        assert view.checkpoint is not None
+        assert (view.checkpoint.step, view.checkpoint.size > 0) == (3, True)
 
 
 #: What a step that reports its loss does, in a worker whose agent is this very process.
