@@ -246,6 +246,7 @@ class Agent:
         )
         self._inquiry = Inquiry(registry_dir, self._doings)
         self._hangs = HangReport(self._doings.everywhere, self._narrator.hang)
+        self._workers.timers.report = self._hangs
         self._vigil = Vigil(self._workers, self._hangs, config.progress_timeout)
         self._script_vigil = ScriptVigil(self._workers, self._hangs, config.progress_timeout)
 

@@ -18,10 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 from torchelastic.agent import linux
 from torchelastic.agent.file_timers import FileTimers
-from torchelastic.agent.stacks import STACK_BYTES, is_busy, is_frozen, stack_of
+from torchelastic.agent.stacks import (
+    FROZEN,
+    NOTHING,
+    STACK_BYTES,
+    is_busy,
+    is_frozen,
+    stack_of,
+)
 from torchelastic.timer.table import MESSAGE, STACKS_AT, Timer, read
 
 if TYPE_CHECKING:
+    from torchelastic.agent.hang_report import HangReport
     from torchelastic.agent.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -52,6 +60,8 @@ class Timers:
         self._file: FileTimers | None = None
         #: From the first timer on.
         self._some = asyncio.Event()
+        #: Tells what all ranks were doing when a timer expired, where somebody can find out.
+        self.report: HangReport | None = None
 
     # --- what workers say ------------------------------------------------------------------------
 
@@ -112,19 +122,31 @@ class Timers:
     async def _end(self, local_rank: int, timer: Timer, workers: Workers) -> None:
         """Have the stacks written of a worker whose timer has expired, then end it."""
         pid, watched = workers.pid(local_rank), self._watched.get(local_rank)
+        if self.report is not None:
+            self.report.begin()
         if watched is None:
-            stack = await stack_of(pid) or "no stack could be read"
+            stack = await self._seen(local_rank, workers) or await stack_of(pid) or NOTHING
         else:
             own = os.dup(watched.descriptor)  # the worker may end meanwhile
             try:
                 stack = await _stack(replace(watched, descriptor=own))
             finally:
                 os.close(own)
+        await self._seen(local_rank, workers)
         if pid is not None and workers.pid(local_rank) == pid:
             self.ended(local_rank)
             if self._file is not None:
                 self._file.forget(pid)
             workers.kill(local_rank, words(timer), stack)
+
+    async def _seen(self, local_rank: int, workers: Workers) -> str:
+        """Tell what all ranks were doing; the stack of this one."""
+        if self.report is None:
+            return ""
+        found = await self.report.found(workers.generation(local_rank))
+        self.report.tell(found)
+        rank = workers.rank(local_rank)
+        return next((one.stack for one in found.doings if one.rank == rank), "")
 
 
 def first(timers: Iterable[Timer], now: float) -> Timer | None:
@@ -159,9 +181,9 @@ def _may_be_sent(signum: object) -> bool:
 async def _stack(watched: Watched) -> str:
     """What the worker's threads are doing: as it writes itself, else read from outside."""
     if is_frozen(watched.pid):
-        return await stack_of(watched.pid) or "it is frozen: no stack could be read"
+        return await stack_of(watched.pid) or FROZEN
     written = await _written_stack(watched)
-    return written or await stack_of(watched.pid) or "no stack could be read"
+    return written or await stack_of(watched.pid) or NOTHING
 
 
 async def _written_stack(watched: Watched) -> str:

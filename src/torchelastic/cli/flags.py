@@ -271,8 +271,9 @@ _ELASTICITY_FLAGS = (
         metavar="SECONDS",
         convert=values.progress_timeout,
         default="auto",
-        help="A worker inside torchelastic.train whose step takes longer hangs, and is replaced: "
-        "a time, off, or auto (ten times its longest step, ten minutes at least).",
+        help="A worker whose step takes longer hangs, and is replaced, inside torchelastic.train "
+        "and in scripts that commit: a time, off, or auto (ten times its longest step, ten minutes "
+        "at least; in scripts for frozen workers only).",
     ),
     Flag(
         name="--straggler-threshold",
