@@ -159,13 +159,14 @@ def _ranks(seen: JobView) -> Table:
             _text(rank.node),
             _text("" if rank.step is None else rank.step),
             _text("" if rank.rate is None else words.rate(rank.rate)),
+            _text("" if rank.own is None else words.seconds(rank.own)),
             _text(slow[rank.rank].text if rank.rank in slow else "", "yellow"),
         ]
         for rank in ranks[:_RANKS]
     ]
     if len(ranks) > _RANKS:
-        rows.append([_text(f"and {len(ranks) - _RANKS} more"), *[_text("")] * 4])
-    return _table(("rank", "node", "step", "rate", ""), rows)
+        rows.append([_text(f"and {len(ranks) - _RANKS} more"), *[_text("")] * 5])
+    return _table(("rank", "node", "step", "rate", "own/step", ""), rows)
 
 
 def _failure(failure: FailureView) -> list[Text]:

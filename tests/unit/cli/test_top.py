@@ -45,6 +45,18 @@ def test_the_screen_shows_the_job(capsys):
 
 
 @needs_rich
+def test_each_rank_is_shown_with_its_rate_and_its_own_part_of_a_step(capsys):
+    agent = Agent("job").world(0, "node-a")
+    for step in (1, 2):
+        told = events.Progress([0], [step], [agent.clock.now() + 1], own=[step * 0.25])
+        agent.tell(told, 0)
+    agent.log.close()
+    assert top.main(["job", "--once"]) == EXIT_OK
+    [row] = [line for line in capsys.readouterr().out.splitlines() if "steps/s  " in line]
+    assert row.split() == ["0", "node-a", "2", "1", "steps/s", "250", "ms"]
+
+
+@needs_rich
 def test_what_a_job_has_achieved_is_on_the_screen(capsys):
     achieved("job").log.close()
     assert top.main(["job", "--once"]) == EXIT_OK
