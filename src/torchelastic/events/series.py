@@ -7,7 +7,7 @@ workers rolled back the step goes down, as it did.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from torchelastic.events import types as events
 from torchelastic.events.ranks import Ranks
@@ -35,58 +35,52 @@ class Series:
 
     def add(self, point: Point) -> None:
         self.last = point
-        if not self._spans or self._spans[-1].count == self._each:
-            if len(self._spans) == self._most_spans:
-                self._halve()
-            self._spans.append(_Span())
-        self._spans[-1].take((self._count, point))
+        sample = (self._count, point)
         self._count += 1
+        if self._spans and self._spans[-1].count < self._each:
+            self._spans[-1].take(sample)
+            return
+        if len(self._spans) == self._most_spans:
+            self._halve()
+        self._spans.append(_Span(sample))
 
     def _halve(self) -> None:
         """Make one span of every two."""
         pairs = zip(self._spans[::2], self._spans[1::2], strict=True)
-        self._spans = [first.joined(second) for first, second in pairs]
+        self._spans = [first.join(second) for first, second in pairs]
         self._each *= 2
 
     def points(self) -> tuple[Point, ...]:
-        kept = {numbered for span in self._spans for numbered in span.ends()}
+        kept = {sample for span in self._spans for sample in (span.low, span.high)}
         if self.last is not None:
             kept.add((self._count - 1, self.last))
-        return tuple(point for _, point in sorted(kept, key=lambda numbered: numbered[0]))
+        return tuple(point for _, point in sorted(kept, key=lambda sample: sample[0]))
 
 
-_Numbered = tuple[int, Point]
-
-
-def _value(numbered: _Numbered) -> float:
-    return numbered[1][2]
+_Sample = tuple[int, Point]
 
 
 class _Span:
     """Samples that follow each other: the least and the greatest of them."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._low: _Numbered | None = None
-        self._high: _Numbered | None = None
+    def __init__(self, first: _Sample) -> None:
+        self.count = 1
+        self.low = self.high = first
 
-    def take(self, *numbered: _Numbered) -> None:
-        self.count += len(numbered)
-        self._low = min((*numbered, *_known(self._low)), key=_value)
-        self._high = max((*numbered, *_known(self._high)), key=_value)
+    def take(self, sample: _Sample) -> None:
+        self.count += 1
+        value = sample[1][2]
+        if value < self.low[1][2]:
+            self.low = sample
+        elif value > self.high[1][2]:
+            self.high = sample
 
-    def joined(self, other: _Span) -> _Span:
-        both = _Span()
-        both.take(*self.ends(), *other.ends())
-        both.count = self.count + other.count
-        return both
-
-    def ends(self) -> Iterable[_Numbered]:
-        return (*_known(self._low), *_known(self._high))
-
-
-def _known(numbered: _Numbered | None) -> tuple[_Numbered, ...]:
-    return () if numbered is None else (numbered,)
+    def join(self, later: _Span) -> _Span:
+        count = self.count + later.count
+        self.take(later.low)
+        self.take(later.high)
+        self.count = count
+        return self
 
 
 class Curves:

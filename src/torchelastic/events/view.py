@@ -147,7 +147,10 @@ class JobView:
 
     def to_json(self) -> dict[str, Any]:
         """Everything that is known, as plain data."""
-        data = asdict(replace(self, goodput=None))
+        # Thousands of points that are plain already need not be copied one by one.
+        data = asdict(replace(self, goodput=None, rates=(), metrics={}))
+        data["rates"] = list(self.rates)
+        data["metrics"] = {name: list(points) for name, points in self.metrics.items()}
         data["nodes"] = list(data["nodes"].values())
         data["recoveries"] = [recovery.to_json() for recovery in self.recoveries]
         data["goodput"] = self.goodput.to_json() if self.goodput is not None else None
