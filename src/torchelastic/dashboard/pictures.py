@@ -96,7 +96,7 @@ def picture(
         "live": live,
         "node": next((node.name for node in nodes if agent and node.agent == agent), None),
         "leader": next((node.name for node in nodes if node.leader), None),
-        "whole": not seen.unnamed and all(node.agent is not None for node in seen.members()),
+        "whole": _is_whole(seen),
         "view": seen.to_json(),
         "log": [
             {
@@ -108,6 +108,15 @@ def picture(
             for name, record in latest
         ],
     }
+
+
+def _is_whole(seen: JobView) -> bool:
+    """Whether every node of the last world has been heard: a world names some of thousands."""
+    if not seen.worlds:
+        return True
+    last = seen.worlds[-1]
+    heard = {name for name, node in seen.nodes.items() if node.agent is not None}
+    return heard.issuperset(last.nodes) and len(heard) >= last.count
 
 
 def encoded(data: Any) -> bytes:

@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import logging
 import socket
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,8 +27,9 @@ logger = logging.getLogger(__name__)
 MOST, MOST_STREAMS = 256, 200
 #: That the kernel keeps for us.
 BACKLOG = 128
-#: Seconds between two pictures, at least; a picture may take so much of the time, however big.
-PERIOD, SHARE = 0.5, 0.1
+#: Seconds between two pictures, at least and at most; in between, as long as it takes for pictures
+#: to use no more than this share of a processor.
+PERIOD, LONGEST, SHARE = 0.5, 5.0, 0.1
 #: Seconds for a request, for an answer, and after which a silent stream is told that it goes on.
 PATIENCE, KEEP_ALIVE = 10.0, 15.0
 #: Seconds for the last picture, when the job has ended.
@@ -104,22 +107,23 @@ class Server:
         while True:
             await self._watched.wait()
             await self._look()
-            await asyncio.sleep(max(PERIOD, self._took * (1 / SHARE - 1)))
+            await asyncio.sleep(self._pause())
 
-    async def _look(self) -> Picture | None:
-        """Make a picture, unless there is a fresh one; the last that there was where it fails."""
+    def _pause(self) -> float:
+        return min(max(PERIOD, self._took * (1 / SHARE - 1)), LONGEST)
+
+    async def _look(self, *, age: float = 0.0) -> Picture | None:
+        """Make a picture, unless there is one of this age; the last there was where it fails."""
         loop = asyncio.get_running_loop()
         async with self._looking:
-            began = loop.time()
-            if began - self._made < PERIOD and self._latest is not None:
+            if self._latest is not None and loop.time() - self._made < age:
                 return self._latest
             try:
-                picture = await asyncio.to_thread(self._source.look)
+                self._took, picture = await asyncio.to_thread(_timed, self._source.look)
             except Exception:  # of one picture: the next may be right, and who looks waits for it
                 self._complain()
                 return self._latest
             self._made = loop.time()
-            self._took = self._made - began
             if self._latest is None or picture.number != self._latest.number:
                 self._latest = picture
                 self._news.set()
@@ -133,7 +137,6 @@ class Server:
             logger.exception("A picture of the job could not be made.")
 
     async def _tell_the_end(self) -> None:
-        self._made = float("-inf")
         picture = await self._look()
         while picture and any(talk.shown < picture.number for talk in self._streams()):
             await asyncio.sleep(0.01)
@@ -193,7 +196,7 @@ class Server:
     ) -> Reply | None:
         """The answer to who wants pictures; None after it has had them, one after the other."""
         if wanted == "picture":
-            return answers.picture(await self._look())
+            return answers.picture(await self._look(age=self._pause()))
         if request.method == "HEAD":
             return answers.STREAM
         if len(self._streams()) >= MOST_STREAMS:
@@ -231,6 +234,13 @@ class Server:
                 await asyncio.wait_for(news.wait(), KEEP_ALIVE)
             except asyncio.TimeoutError:
                 await _send(connection, _PACKED_STILL_HERE if packs else STILL_HERE)
+
+
+def _timed(look: Callable[[], Picture]) -> tuple[float, Picture]:
+    """A picture, and the processor's time for it: on a busy machine, waiting is no work."""
+    began = time.thread_time()
+    picture = look()
+    return time.thread_time() - began, picture
 
 
 async def _send(connection: socket.socket, data: bytes) -> None:

@@ -19,7 +19,7 @@ from torchelastic.dashboard.pictures import (
     picture,
 )
 from torchelastic.events import types as events
-from torchelastic.events.view import JobView, NodeView
+from torchelastic.events.view import JobView, NodeView, WorldView
 
 HOSTILE = "<script>alert(1)</script>\r\n\r\nevent: x\ndata: \u2028\x1b[2J\ud800 ]]>"
 
@@ -93,8 +93,12 @@ def test_a_directory_of_a_job_that_has_ended_is_enough(agent):
     pictures.close()
 
 
-def view(*nodes, unnamed=0):
-    return JobView(nodes={node.name: node for node in nodes}, unnamed=unnamed)
+def view(*nodes, count=None):
+    names = tuple(node.name for node in nodes if node.state == "running")
+    world = WorldView(
+        generation=0, nodes=names, count=count or len(names), size=8, began=0.0, why=""
+    )
+    return JobView(nodes={node.name: node for node in nodes}, worlds=(world,) if nodes else ())
 
 
 @pytest.mark.parametrize(
@@ -119,7 +123,16 @@ def view(*nodes, unnamed=0):
             None,
             True,
         ),
-        (view(NodeView(name="a", state="running", agent="1"), unnamed=1), None, False),
+        (view(NodeView(name="a", state="running", agent="1"), count=2), None, False),
+        (
+            view(
+                NodeView(name="a", state="running", agent="1"),
+                NodeView(name="c", state="joined", agent="3"),  # heard, though no world names it
+                count=2,
+            ),
+            None,
+            True,
+        ),
     ],
 )
 def test_whose_view_it_is(seen, leader, whole):

@@ -166,6 +166,7 @@ def test_who_has_no_token_gets_no_stream():
 
 def test_a_picture_is_made_once_for_all_and_only_while_somebody_looks(monkeypatch):
     monkeypatch.setattr(server, "PERIOD", 600.0)
+    monkeypatch.setattr(server, "LONGEST", 600.0)
 
     async def work():
         async with Running() as it, contextlib.AsyncExitStack() as stack:
@@ -338,7 +339,8 @@ def test_who_does_not_read_does_not_hold_up_the_end(monkeypatch):
     run(work())
 
 
-def test_big_pictures_are_made_more_rarely(monkeypatch):
+@pytest.mark.parametrize(("took", "pause"), [(0.01, 0.5), (0.2, 1.8), (3.0, 5.0)])
+def test_big_pictures_are_made_more_rarely(monkeypatch, took, pause):
     """However long one takes: a share of the time, and the rest is somebody else's."""
     slept = []
     monkeypatch.setattr(server, "PERIOD", 0.5)
@@ -346,7 +348,7 @@ def test_big_pictures_are_made_more_rarely(monkeypatch):
 
     async def work():
         made = Server(Source(), Door(None))
-        made._took = 2.0
+        made._took = took
         monkeypatch.setattr(made, "_look", lambda: asyncio.sleep(0))
         sleep = asyncio.sleep
 
@@ -365,7 +367,7 @@ def test_big_pictures_are_made_more_rarely(monkeypatch):
         await asyncio.gather(looking, return_exceptions=True)
 
     run(work())
-    assert slept == [pytest.approx(18.0)]
+    assert slept == [pytest.approx(pause)]
 
 
 # --- where it is ---------------------------------------------------------------------------------
