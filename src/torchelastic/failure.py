@@ -104,19 +104,9 @@ class Failure:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Failure:
-        """As `to_json` made it, here or by another version; raises `TypeError` for anything else.
-
-        What is too long is cut: it is kept in memory and sent on to every node.
+        """As `to_json` made it, here or in another version. What makes no sense is left out: no
+        leader shall fall over a failure. What is too long is cut: it is sent on to every node.
         """
-        made = {key: value for key, value in data.items() if key in _CHECKS}
-        for key, value in made.items():
-            if not _CHECKS[key](value):
-                raise TypeError(f"A failure's {key} cannot be {type(value).__name__}.")
-        return cls(**made | _cut(made))
-
-    @classmethod
-    def as_told(cls, data: Mapping[str, Any]) -> Failure:
-        """For people, of whatever version told it: what makes no sense is left out."""
         sensible = {
             key: value for key, value in data.items() if key in _CHECKS and _CHECKS[key](value)
         }

@@ -68,26 +68,22 @@ def test_an_older_version_says_less_and_a_newer_one_more():
         ("collective", {}),
     ],
 )
-def test_what_makes_no_sense_is_refused_and_left_out_where_it_is_only_shown(name, value):
-    data = FAILURE.to_json() | {name: value}
-    with pytest.raises(TypeError, match=name):
-        Failure.from_json(data)
-    assert Failure.as_told(data).node == "node-b"
-    assert getattr(Failure.as_told(data), name) != value
+def test_what_makes_no_sense_is_left_out(name, value):
+    read = Failure.from_json(FAILURE.to_json() | {name: value})
+    assert read.node == "node-b"
+    assert getattr(read, name) != value
 
 
 def test_nothing_at_all_can_be_shown():
-    assert Failure.as_told({}).sentence() == "? failed: not told"
-    with pytest.raises(TypeError):
-        Failure.from_json({})
+    assert Failure.from_json({}).sentence() == "? failed: not told"
 
 
 def test_what_travels_is_bounded_whoever_sends_it():
     long = FAILURE.to_json() | {"log_lines": ["x" * 10_000] * 1000, "hint": "h" * 10_000}
-    for read in (Failure.from_json(long), Failure.as_told(long)):
-        assert len(read.hint) == MOST_HINT
-        assert 0 < len(read.log_lines) <= MOST_LINES
-        assert sum(map(len, read.log_lines)) <= MOST_LOG
+    read = Failure.from_json(long)
+    assert len(read.hint) == MOST_HINT
+    assert 0 < len(read.log_lines) <= MOST_LINES
+    assert sum(map(len, read.log_lines)) <= MOST_LOG
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,10 @@ def _order(state: CrewState, world: World, local_rank: int, rank: int) -> orders
 
 
 def _report_missing(state: CrewState, world: World, local_rank: int, rank: int) -> Step:
-    """The world counts on a worker that has died meanwhile."""
+    """The world counts on a worker that has died meanwhile: what it died of ends this one, too."""
+    died_of = [one for one in state.failures if one.local_rank == local_rank and not one.alive]
+    if state.workers[local_rank].tries:
+        died_of = []  # the last to die was a replacement, which was in no world
     failure = Failure(
         generation=world.generation,
         node=state.name,
@@ -276,6 +279,8 @@ def _report_missing(state: CrewState, world: World, local_rank: int, rank: int) 
         exitcode=1,
         message="lost a peer: the worker had ended before it could enter the world",
     )
+    if died_of:
+        failure = replace(died_of[-1], generation=world.generation, rank=rank)
     state = replace(state, failures=(*state.failures, failure))
     return state, [_report(state, failures=state.failures)]
 

@@ -198,7 +198,7 @@ def _recoveries(recoveries: Sequence[Recovery]) -> list[str]:
 def _root(recovery: Recovery) -> str:
     """What a recovery was from."""
     if recovery.failure is not None:
-        return f"cause: {words.first_line(Failure.as_told(recovery.failure).sentence())}"
+        return f"cause: {words.first_line(Failure.from_json(recovery.failure).sentence())}"
     return f"cause: {_first_line(recovery.why)}" if recovery.why else "cause: not known"
 
 

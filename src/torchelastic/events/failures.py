@@ -89,7 +89,7 @@ class Failures:
             case events.Hang() as hang:
                 self._hang = generation, hangs.part(hang)
             case events.WorkerFailed(failure=told):
-                self._seen(record, Failure.as_told({"generation": generation, **told}))
+                self._seen(record, Failure.from_json({"generation": generation, **told}))
             case events.GenerationOver(cause=told) if told is not None:
                 self._judged(record, told)
             case events.RestartDecided(kind=kind) if kind and kind not in FAILURES:
@@ -122,11 +122,11 @@ class Failures:
         *,
         finally_: bool = False,
     ) -> None:
-        cause = Failure.as_told(told)
+        cause = Failure.from_json(told)
         case = self._case(record, cause.generation)
         if case is not None:
             case.cause, case.closed = cause, case.closed or finally_
-            case.consequences = tuple(map(Failure.as_told, others)) or case.consequences
+            case.consequences = tuple(map(Failure.from_json, others)) or case.consequences
 
     def _acquitted(self) -> None:
         """Nothing failed: who told of a broken connection did so because somebody left."""

@@ -170,6 +170,23 @@ def test_a_death_while_stopping_counts_as_stopped():
     assert reported(node.die(1))["gone"] == 0
 
 
+def test_a_world_that_counts_on_a_dead_worker_is_told_what_it_died_of():
+    node = training()
+    node.die(1, message="killed by SIGKILL: out of memory")
+    *_, told = reported(node.see(world(1)))["failures"]
+    assert (told.generation, told.rank, told.local_rank) == (1, 1, 1)
+    assert told.message == "killed by SIGKILL: out of memory"
+
+
+def test_a_world_that_counts_on_a_replacement_which_did_not_live_is_told_no_more():
+    node = training()
+    node.die(1, message="killed by SIGKILL: out of memory")
+    node.die(1, generation=-1, message="killed by SIGSEGV")
+    *_, told = reported(node.see(world(1)))["failures"]
+    assert (told.generation, told.rank, told.local_rank) == (1, 1, 1)
+    assert told.message.startswith("lost a peer: ")
+
+
 def test_a_stop_of_an_older_generation_means_nothing():
     node = training(3)
     node.see(world(3, phase="over", ending="failure"))
