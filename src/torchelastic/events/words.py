@@ -77,6 +77,14 @@ def span(duration: float) -> str:
     return f"{days} d {hours} h" if hours else f"{days} d"
 
 
+def size(count: int) -> str:
+    """`890 bytes`, `6.9 kB`, `5.0 MB`, `12.3 GB`."""
+    for unit, most in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= most:
+            return f"{count / most:.1f} {unit}"
+    return counted(count, "byte")
+
+
 def rate(steps_per_second: float) -> str:
     """`12.5 steps/s`, or `34 s/step` where that says more."""
     if steps_per_second >= 0.9995:
@@ -251,7 +259,7 @@ _WORDS: dict[type[events.Event], Callable[[Any], str]] = {
     events.Training: _training,
     events.Progress: _progress,
     events.CheckpointStored: lambda e: (
-        f"checkpoint of step {e.step} in storage: {e.size / 1e6:.1f} MB in {seconds(e.seconds)}"
+        f"checkpoint of step {e.step} in storage: {size(e.size)} in {seconds(e.seconds)}"
     ),
     events.Straggler: lambda e: e.text,
     events.Hang: lambda e: e.text,

@@ -123,6 +123,20 @@ def test_rates(rate, text):
 
 
 @pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (1, "1 byte"),
+        (890, "890 bytes"),
+        (6890, "6.9 kB"),
+        (5_000_000, "5.0 MB"),
+        (12_345_678_900, "12.3 GB"),
+    ],
+)
+def test_sizes(count, text):
+    assert words.size(count) == text
+
+
+@pytest.mark.parametrize(
     ("view", "now", "text"),
     [
         (JobView(), 0.0, ""),
