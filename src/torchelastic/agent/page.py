@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 MODULE = "torchelastic.dashboard"
 #: Seconds it has for showing how the job ended, to those who look.
 GRACE = 1.0
-#: Bytes among which its first words are.
+#: Bytes that are read at a time; its own lines are shorter.
 MUCH = 64 * 1024
 
 
@@ -85,28 +85,17 @@ class Page:
         """Say where the page is and, should it end before the job does, that it has."""
         if self._channel is None:
             return
-        told = await self._first_words(self._channel)
-        if "url" in told:
-            # Not an event: the address has the token in it, and events are for others to read.
-            logger.info("dashboard: %s", told["url"])
+        told: dict[str, str] = {}
+        rest = b""
+        while data := await asyncio.get_running_loop().sock_recv(self._channel, MUCH):
+            *lines, rest = (rest[-MUCH:] + data).split(b"\n")
+            for line in lines:
+                told = told or _heard(line)
         await asyncio.wait({self._ended})
         if "error" in told:
             say(f"no dashboard at {self._config.dashboard}: {told['error']}; the job goes on")
         else:
             say(f"the dashboard has ended: {exit_words(self._ended.result())}; the job goes on")
-
-    async def _first_words(self, channel: socket.socket) -> dict[str, str]:
-        """Where it is, or why it is nowhere; nothing if it ends without a word."""
-        said = b""
-        while len(said) < MUCH:
-            data = await asyncio.get_running_loop().sock_recv(channel, MUCH)
-            if not data:
-                break
-            said += data
-            for line in said.splitlines():
-                if told := _told(line):
-                    return told
-        return {}
 
     async def close(self) -> None:
         """End it, after it has shown how the job ended to those who look."""
@@ -129,14 +118,18 @@ class Page:
         )
 
 
-def _told(line: bytes) -> dict[str, str]:
+def _heard(line: bytes) -> dict[str, str]:
     """What the process says of itself; nothing if that is somebody else's: a user's start-up code
     may print what it likes."""
     try:
         said = json.loads(line)
     except ValueError:
         return {}
-    return said if isinstance(said, dict) and said.keys() & {"url", "error"} else {}
+    told = said if isinstance(said, dict) and said.keys() & {"url", "error"} else {}
+    if "url" in told:
+        # Not an event: the address has the token in it, and events are for others to read.
+        logger.info("dashboard: %s", told["url"])
+    return told
 
 
 def _prepare() -> None:
