@@ -94,6 +94,12 @@ def obey(step: int, rank: int) -> None:
                 raise torchelastic.NonRetryableException(value)
             if what == "exit":
                 os._exit(int(value))
+            if what == "eat":
+                path.unlink()
+                Path("/proc/self/oom_score_adj").write_text("1000")
+                food = []
+                while True:
+                    food.append(b"1" * (1 << 20))
 
 
 def train_step(state) -> None:

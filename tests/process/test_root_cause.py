@@ -196,8 +196,8 @@ def test_a_node_is_killed_while_the_others_train(tmp_path, monkeypatch):
 # --- out of memory -------------------------------------------------------------------------------
 
 MEMORY = Path("/sys/fs/cgroup/memory")
-#: More than the agent needs, and the process with the store for the workers, which has torch.
-LIMIT = 800 << 20
+#: More than the agent needs, and the processes that have torch.
+LIMIT = 1 << 30
 
 
 @pytest.fixture
@@ -214,12 +214,12 @@ def small():
     group.rmdir()
 
 
-def start_in(group: Path, it: Job, *flags: str) -> Node:
+def start_in(group: Path, it: Job, *keys: str) -> Node:
     """A node all of whose processes are in the group."""
     enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
     run = [sys.executable, "-m", "torchelastic", "run", f"--log-dir={it.directory}/node0/logs"]
-    script = [str(it.script), str(it._lines), str(it._orders)]
-    command = ["sh", "-c", enter, "sh", *run, *it.flags, *flags, *script]
+    script = [str(it.script), str(it._lines), str(it._orders), *keys]
+    command = ["sh", "-c", enter, "sh", *run, *it.flags, *script]
     it.nodes.append(Node(command, it.directory / "node0", dict(os.environ)))
     return it.nodes[0]
 
@@ -234,8 +234,28 @@ def test_a_worker_that_the_kernel_kills_for_want_of_memory(tmp_path, small):
         (report,) = reports(it)
         assert "  rank      : 1 (local_rank: 1)\n" in report, it.said()
         assert "  error     : killed by SIGKILL: out of memory\n" in report
-        assert "  hint      : out of memory: the kernel killed it (limit 800 MiB; " in report
+        assert "  hint      : out of memory: the kernel killed it (limit 1.0 GiB; " in report
         failed = {one["failure"]["rank"]: one["failure"] for one in node.events("worker-failed")}
         assert failed[1]["hint"].startswith("out of memory: ")
         assert failed[0]["hint"] == ""
         assert shown()["cause"]["hint"] == failed[1]["hint"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_worker_that_trains_and_starves_is_replaced_and_the_job_says_why(
+    tmp_path, monkeypatch, small
+):
+    flags = "--standalone --nproc-per-node=2 --rdzv-id=job"
+    with resident(tmp_path, flags, monkeypatch) as it:
+        it.order("eat", generation=3, rank=1)  # at step 3
+        node = start_in(small, it, "steps=6", "model=plain")
+        trained(it)
+        (failed,) = [
+            one["failure"] for one in node.events("worker-failed") if not one["failure"]["alive"]
+        ]
+        assert (failed["rank"], failed["step"]) == (1, 3)
+        assert failed["message"] == "killed by SIGKILL: out of memory"
+        found = verdict(node)
+        assert (found["kind"], found["cause"]["rank"]) == ("failure", 1)
+        assert shown()["cause"]["hint"] == failed["hint"]
