@@ -268,6 +268,11 @@ def test_the_torch_of_workers_makes_a_group():
     assert told.found.startswith("torch 2.")
 
 
+def test_a_python_that_is_not_there(tmp_path):
+    (found,) = torch_check.check(str(tmp_path / "python"), dict(os.environ), gpus=0)
+    assert (found.verdict, "No such file" in found.found) == (Verdict.FAULT, True)
+
+
 def test_a_python_without_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('none of that name here')")
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -326,6 +331,15 @@ def test_a_path_that_is_not_done_in_time_hangs_and_leaves_nothing(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_path_that_does_not_work_says_why():
+    found = paths.take(paths.PATHS[0], "cuda", 1, {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    assert found.verdict is Verdict.FAULT
+    assert found.found.startswith("CUDA in a worker that was forked does not work: ")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("way", paths.PATHS, ids=lambda way: way.name)
 def test_each_path_works_on_the_cpu_with_gloo(way):
     """The lines that `doctor --gpu` runs with CUDA and NCCL."""

@@ -128,7 +128,8 @@ def _unanswered(place: Endpoint, error: Exception, ours: bool) -> Finding:
             f"{place} is another machine, which can be reached; nobody listens there yet.",
             "Look again when the agent of that node runs.",
         )
-    reason = "no answer" if isinstance(error, asyncio.TimeoutError) else str(error)
+    silent = isinstance(error, asyncio.TimeoutError)
+    reason = "no answer" if silent else getattr(error, "strerror", None) or str(error)
     return warning(
         CHECK,
         f"{place} cannot be reached ({reason}).",

@@ -256,17 +256,15 @@ def main() -> None:
     notes = Notes(args.notes, args.path)
     try:
         PATHS[args.path](device, notes, args.notes)
-    except (Broken, RuntimeError) as error:
+    except Exception as error:  # whatever it is, it is the answer to what was asked
         _fail(args.notes / f"{args.path}.broken", error)
 
 
 def _fail(file: Path, error: Exception) -> NoReturn:
     """The first rank that fails says why; what the others see follows from it."""
-    try:
-        with file.open("x") as place:
-            place.write(str(error).strip().splitlines()[0])
-    except FileExistsError:
-        sys.exit(1)
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    with contextlib.suppress(FileExistsError), file.open("x") as place:
+        place.write(lines[0].rstrip("."))
     sys.exit(1)
 
 

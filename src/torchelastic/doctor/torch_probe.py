@@ -6,6 +6,7 @@ It tries gloo as well: a group of one already looks for the interface and the na
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from datetime import timedelta
@@ -56,8 +57,18 @@ def try_gloo() -> str:
         dist.all_reduce(torch.ones(1))
         dist.destroy_process_group()
     except RuntimeError as error:
-        return str(error).strip().splitlines()[0]
+        return in_words(str(error))
     return ""
+
+
+def in_words(text: str) -> str:
+    """The first line of an error, without where in gloo's source it was raised.
+
+    >>> in_words("[enforce fail at /g/device.cc:84] ifa != nullptr. Unable to find eth7")
+    'Unable to find eth7'
+    """
+    line = (text.strip() or "no reason").splitlines()[0]
+    return re.sub(r"^\[enforce fail at [^\]]*\] .*?\. ", "", line)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import pytest
 
 from torchelastic.doctor.finding import Verdict
 from torchelastic.doctor.torch_check import Torch, judge
+from torchelastic.doctor.torch_probe import in_words
 
 GOOD = Torch("3.11.7", "2.13.0+cu130", "/v/torch/__init__.py", 1.5, "CUDA 13.0", "2.28.3", "")
 CPU = replace(GOOD, torch="2.13.0+cpu", built_for="", nccl="")
@@ -40,3 +41,18 @@ def test_a_version_our_tests_do_not_run_with_is_said_so():
     assert told.found.endswith("our tests run with 2.13.")
     (told, _) = judge(CPU, paths="", gpus=0)
     assert "tests" not in told.found
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "[enforce fail at /g/tcp/device.cc:84] ifa != nullptr. Unable to find eth7\nat 0x1",
+            "Unable to find eth7",
+        ),
+        ("Connection refused. Really.", "Connection refused. Really."),
+        ("", "no reason"),
+    ],
+)
+def test_an_error_of_gloos_for_people(text, words):
+    assert in_words(text) == words
