@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from torchelastic.events import hangs
 from torchelastic.events import types as events
 from torchelastic.events.failures import FailureView
 from torchelastic.events.goodput import PARTS, Goodput
@@ -218,29 +219,27 @@ def failed() -> JobView:
 
 
 def hung() -> JobView:
-    """Ended for a while by a hang, of which the stacks are known."""
+    """Held up by a rank that did not come to a collective."""
     stack = '  File "train.py", line 34, in train_step\n    dist.all_reduce(loss)\n'
-    ranks = [
-        {
-            "rank": rank,
-            "node": f"node-{'ab'[rank // 2]}",
-            "step": 90 - (rank == 3),
-            "collective": "" if rank == 3 else "ALLREDUCE #180",
-            "missing": rank == 3,
-            "stack": stack,
-        }
+    reduce = hangs.Collective("ALLREDUCE", 180)
+    doings = [
+        hangs.Doing(
+            rank=rank,
+            node=f"node-{'ab'[rank // 2]}",
+            step=90 - (rank == 3),
+            waits=None if rank == 3 else reduce,
+            launched=(hangs.Collective("ALLREDUCE", 179) if rank == 3 else reduce,),
+            stack=stack,
+        )
         for rank in range(4)
     ]
-    hang = {"text": "rank 3 has not entered ALLREDUCE #180", "missing": [3], "ranks": ranks}
-    view = training()
-    assert view.failure is not None
     return training(
         failure=FailureView(
             generation=3,
             wall=NOW - 60,
             sentence="rank 3 on node-b hangs at step 89",
             cause=failure(message="no step for 30 s", traceback="", exitcode=-9),
-            hang=hang,
+            hang=hangs.part(hangs.event_of(doings)),
         )
     )
 

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.browser.conftest import address, looking_at
 from tests.process.jobs import job
 from tests.support import poll_for
 
 TRAINER = Path(__file__).parents[1] / "process" / "resident.py"
-
-
-def address(said: str) -> str:
-    found = re.search(r"http://\S+", said)
-    return found[0] if found else ""
 
 
 @pytest.mark.timeout(300)
@@ -64,16 +55,3 @@ def test_a_job_that_failed_can_be_looked_at_later(tab, tmp_path):
             assert "The failure that ended the job" in failure
             assert "ValueError: <script>alert(1)</script>" in failure
             assert "Traceback (most recent call last)" in failure
-
-
-@contextmanager
-def looking_at(directory: Path) -> Iterator[str]:
-    """`torchelastic dashboard` for a directory; its address."""
-    command = [sys.executable, "-m", "torchelastic", "dashboard", str(directory), "--address=0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield address(process.stdout.readline())
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(60)

@@ -113,11 +113,12 @@ def test_the_failure_that_ended_a_job_comes_first(show, tab):
 
 def test_a_hang_shows_who_is_missing_and_all_stacks(show, tab):
     show(pictures.hung())
-    assert "Missing from the collective: rank 3" in tab.text("#failure")
+    assert "rank 3 is missing from ALLREDUCE #180" in tab.text("#failure")
     stacks = tab.page.locator("#failure .hang details")
     assert stacks.count() == 4
     first = stacks.first
     assert "Rank 3" in first.inner_text()
+    assert "last in ALLREDUCE #179" in first.inner_text()
     assert "missing" in first.inner_text()
     first.locator("summary").click()
     assert "dist.all_reduce(loss)" in first.inner_text()

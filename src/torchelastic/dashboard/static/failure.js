@@ -2,7 +2,7 @@
 
 import { hasFailed, isWorker } from "./picture.js";
 import { h } from "./tree.js";
-import { ago, clock, count, oneLine, plain, ranges } from "./words.js";
+import { ago, clock, count, oneLine, plain } from "./words.js";
 
 const SIGNALS = {
   ...{ 1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 5: "SIGTRAP", 6: "SIGABRT" },
@@ -41,7 +41,7 @@ function body(found, state) {
 
 /** Exit code or signal in words. */
 export function exitWords(cause) {
-  if (cause.alive) return "it lives on, and waits for the next world";
+  if (cause.alive) return "an error; its process lived on";
   if (cause.exitcode === null || cause.exitcode === undefined) return "not known";
   if (cause.exitcode >= 0) return `exit code ${cause.exitcode}`;
   return `killed by ${SIGNALS[-cause.exitcode] ?? `signal ${-cause.exitcode}`}`;
@@ -83,18 +83,14 @@ function more(key, all, shown) {
 // --- a hang --------------------------------------------------------------------------------------
 
 function hang(found, state) {
-  const missing = found.missing ?? [];
   const ranks = found.ranks ?? [];
   const all = [...ranks.filter((one) => one.missing), ...ranks.filter((one) => !one.missing)];
   const shown = all.slice(0, SHOWN + (state.more.get("stacks") ?? 0));
-  const noun = missing.length === 1 ? "rank" : "ranks";
-  const who = h("b", null, `Missing from the collective: ${noun} ${ranges(missing)}`);
   return h(
     "div",
     { key: "hang", class: "hang" },
     h("h3", null, "The hang"),
     h("p", { class: "user" }, oneLine(found.text, 400)),
-    missing.length ? h("p", null, who) : null,
     shown.map(stack),
     more("stacks", all, shown),
   );
@@ -104,7 +100,7 @@ function stack(one) {
   const where = [
     `on ${oneLine(one.node, 60)}`,
     Number.isFinite(one.step) ? `step ${count(one.step)}` : "",
-    oneLine(one.collective, 120),
+    one.collective ? `${one.waiting ? "waits" : "last"} in ${oneLine(one.collective, 120)}` : "",
   ];
   const title = [
     h("b", null, `Rank ${one.rank}`),

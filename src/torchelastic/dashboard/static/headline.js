@@ -143,14 +143,12 @@ function lastCost(view, now) {
   if (!last) return answer("cost", question, "Nothing", "", "no failure so far");
   const [most] = partsOf(last).toSorted((one, other) => other[1] - one[1]);
   const text = most ? `most of it: ${most[0]} ${seconds(most[1])}` : null;
-  return answer(
-    "cost",
-    question,
-    last.done ? seconds(last.cost) : `${seconds(last.cost)} so far`,
-    "",
-    text,
-    h("a", { href: "#recoveries" }, `${clock(last.wall, now)}, ${ago(last.wall, now)}`),
-  );
+  const when = h("a", { href: "#recoveries" }, `${clock(last.wall, now)}, ${ago(last.wall, now)}`);
+  if (!last.done && view.ended !== null) {
+    return answer("cost", question, "The job", "", "it did not go on after it", when);
+  }
+  const cost = last.done ? seconds(last.cost) : `${seconds(last.cost)} so far`;
+  return answer("cost", question, cost, "", text, when);
 }
 
 function firstFailure(view, now) {
@@ -173,7 +171,7 @@ function firstFailure(view, now) {
 /** A worker, or the node that was lost with all of its own. */
 function culprit(cause) {
   const node = oneLine(cause.node, 40);
-  return isWorker(cause) ? `Rank ${cause.rank} on ${node}` : `Node ${node}`;
+  return isWorker(cause) ? `Rank ${cause.rank} on ${node}` : `All of ${node}`;
 }
 
 function goodput(view) {

@@ -16,7 +16,7 @@ const RANGES = [
 /** Pixels: between charts, above the lanes, and for the numbers beside the lines. */
 const GAP = 10;
 const HEAD = 18;
-const MARGIN = 44;
+const MARGIN = 58;
 /** More lines down from the marks would hide what they cross. */
 const MOST_HAIRS = 16;
 /** The marks of recoveries, from their tips on. */
