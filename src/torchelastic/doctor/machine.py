@@ -33,7 +33,6 @@ class Limits:
     """What this process may have; None: any number."""
 
     files: int | None
-    most_files: int | None
     processes: int | None
     locked_memory: int | None
     #: Bytes of a core dump.

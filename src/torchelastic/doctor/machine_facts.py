@@ -114,10 +114,8 @@ def _has_cgroup() -> bool:
 
 
 def _limits() -> Limits:
-    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Limits(
-        files=_number(files),
-        most_files=_number(most_files),
+        files=_soft(resource.RLIMIT_NOFILE),
         # The superuser has no limit, whatever the number says.
         processes=_soft(resource.RLIMIT_NPROC) if os.geteuid() else None,
         locked_memory=_soft(resource.RLIMIT_MEMLOCK) if os.geteuid() else None,
@@ -126,10 +124,7 @@ def _limits() -> Limits:
 
 
 def _soft(kind: int) -> int | None:
-    return _number(resource.getrlimit(kind)[0])
-
-
-def _number(limit: int) -> int | None:
+    limit, _ = resource.getrlimit(kind)
     return None if limit == resource.RLIM_INFINITY else limit
 
 

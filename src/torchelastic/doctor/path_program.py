@@ -44,15 +44,14 @@ class Notes:
     def __init__(self, directory: Path, path: str) -> None:
         self._file = directory / f"{path}.json"
         self._speaks = env.get("RANK", "0") == "0"
-        self._began = time.monotonic()
 
     def doing(self, what: str) -> None:
         self._write({"doing": what})
 
     def found(self, sentence: str) -> None:
-        self._write({"found": sentence, "seconds": time.monotonic() - self._began})
+        self._write({"found": sentence})
 
-    def _write(self, what: dict[str, Any]) -> None:
+    def _write(self, what: dict[str, str]) -> None:
         if self._speaks:
             self._file.write_text(json.dumps(what))
 

@@ -19,7 +19,7 @@ GOOD = Machine(
     cpus=8,
     memory=[Limit("this machine", 64 * GIB, 4 * GIB)],
     shared_memory=Space("/dev/shm", 32 * GIB, 31 * GIB, 10**6),
-    limits=Limits(65536, 65536, None, None, 0),
+    limits=Limits(65536, None, None, 0),
     ports=Ports(32768, 60999, 100, 50),
     infiniband=False,
 )
@@ -94,10 +94,10 @@ def test_shared_memory(space, verdict):
 @pytest.mark.parametrize(
     ("limits", "infiniband", "words"),
     [
-        (Limits(256, 4096, None, None, 0), False, "needs about 384"),
-        (Limits(65536, 65536, 512, None, 0), False, "512 processes"),
-        (Limits(65536, 65536, None, None, None), False, "writes its memory to disk"),
-        (Limits(65536, 65536, None, 8 * MIB, 0), True, "8.0 MiB of memory may be locked"),
+        (Limits(256, None, None, 0), False, "needs about 384"),
+        (Limits(65536, 512, None, 0), False, "512 processes"),
+        (Limits(65536, None, None, None), False, "writes its memory to disk"),
+        (Limits(65536, None, 8 * MIB, 0), True, "8.0 MiB of memory may be locked"),
     ],
 )
 def test_low_limits_are_told_with_what_to_do(limits, infiniband, words):
@@ -108,7 +108,7 @@ def test_low_limits_are_told_with_what_to_do(limits, infiniband, words):
 
 
 def test_limits_that_do_not_matter_to_this_job_are_not_told():
-    low = replace(GOOD, limits=Limits(256, 256, 4096, 8 * MIB, 0))
+    low = replace(GOOD, limits=Limits(256, 4096, 8 * MIB, 0))
     assert machine.limits(low, ONE).verdict is OK
 
 
