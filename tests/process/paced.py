@@ -74,8 +74,8 @@ def run_script(network: nn.Module) -> None:
             break
         pace(kept.step, rank)
         learn(network, rank)
+        write(kept.step, rank, generation)
         kept.commit()
-        write(kept.step - 1, rank, generation)
 
 
 if KEYS["way"] == "train":

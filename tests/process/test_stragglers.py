@@ -15,7 +15,7 @@ from torchelastic.events.view import JobView, fold
 PACED = Path(__file__).with_name("paced.py")
 PATIENCE = 120.0
 #: Seconds of a step, and what a slow worker takes more.
-PAUSE, MORE = 0.03, 0.3
+PAUSE, MORE = 0.03, 0.5
 
 #: Several workers import torch at the same time, on however few cores; and it takes some seconds to
 #: be sure that somebody is slow.
@@ -126,12 +126,9 @@ def test_a_spare_takes_the_place_of_a_slow_node_once_and_for_free(tmp_path, way)
 
 
 def check_steps(done: list[tuple[int, int]], way: str) -> None:
-    """Every step was done by both ranks. In `train` once; a script that is stopped between its
-    commit and the next may have done one more that is void."""
+    """Every step was done by both ranks: in `train` once; in a script that is stopped before it has
+    committed one, that one again."""
     last = done[-1][0]
     expected = [(step, rank) for step in range(last + 1) for rank in (0, 1)]
-    if way == "train":
-        assert done == expected
-    else:
-        assert set(done) >= set(expected[:-2])
-        assert len(done) <= len(expected) + 2
+    assert sorted(set(done)) == expected
+    assert len(done) <= len(expected) + (2 if way == "script" else 0)
