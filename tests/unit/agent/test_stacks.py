@@ -14,9 +14,11 @@ from torchelastic.agent import stacks
 from torchelastic.agent.stacks import FROZEN, NOTHING, Stacks, is_frozen, written_stack
 from torchelastic.worker import orders, stack_dump
 
-#: Hangs in C code that holds the GIL; in a system call; in a thread while the main one computes.
+#: Hangs in C code that holds the GIL; in a system call; in a loop; waiting for a thread.
 PROGRAMS = {
-    "holds_the_gil": "import ctypes; ctypes.PyDLL(None).sleep(600)",
+    "holds_the_gil": """import ctypes
+    c, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    c.pthread_mutex_lock(mutex), c.pthread_mutex_lock(mutex)""",
     "waits": "import os; os.read(os.pipe()[0], 1)",
     "computes": "while True: pass",
     "joins": "import threading; made = threading.Thread(target=run); made.start(); made.join()",
@@ -67,7 +69,6 @@ def no_reader_of_stacks(monkeypatch):
 def test_a_stack_is_written_and_the_process_goes_on(started, code):
     process, memory = started(SCRIPT.format(code))
     for _ in range(2):
-        # Between `print` and what it hangs in, the first one may show less.
         stack = asyncio.run(written_stack(process.pid, memory))
         assert "in hangs" in stack
         assert process.poll() is None
