@@ -12,6 +12,7 @@ import termios
 from pathlib import Path
 
 from tests.process.jobs import free_port
+from torchelastic.errors import EXIT_RENDEZVOUS_LOST
 
 SCRIPT = Path(__file__).with_name("obedient.py")
 
@@ -61,3 +62,12 @@ def test_in_a_file_there_are_whole_lines_only(tmp_path):
     )
     assert b"\r" not in ended.stderr
     assert b"] waiting for nodes: 1 of at least 2 there, for 2 s more\n" in ended.stderr
+
+
+def test_a_node_that_finds_nobody_says_where_it_has_looked(tmp_path):
+    flags = ["--nnodes=2", "--wait-for-nodes=1", "--rdzv-conf=is_host=false", "--no-zygote"]
+    where = [f"--rdzv-endpoint=127.0.0.1:{free_port()}", f"--log-dir={tmp_path}/logs"]
+    run = [sys.executable, "-m", "torchelastic", "run", *flags, *where, str(SCRIPT)]
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == EXIT_RENDEZVOUS_LOST
+    assert "ended with exit code 171: No rendezvous answered at 127.0.0.1:" in ended.stderr

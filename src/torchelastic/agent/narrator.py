@@ -16,7 +16,7 @@ from torchelastic.agent.supervisor import WorkerExit
 from torchelastic.agent.waiting_line import WaitingLine
 from torchelastic.clock import Clock
 from torchelastic.config import LaunchConfig
-from torchelastic.errors import EXIT_FAILED
+from torchelastic.errors import EXIT_FAILED, EXIT_RENDEZVOUS_LOST
 from torchelastic.events import types as events
 from torchelastic.events import words
 from torchelastic.events.failures import FAILURES
@@ -29,6 +29,9 @@ from torchelastic.rendezvous.world import Member, World
 from torchelastic.worker import orders
 
 logger = logging.getLogger("torchelastic")
+
+#: Seconds that a node may look for the others without a word in its log.
+JOINING = 5.0
 
 
 def set_up_log(name: str = "") -> OwnWords:
@@ -93,6 +96,8 @@ class Narrator:
         self._goodput = GoodputFold()
         log.listen(self._goodput.feed)
         self.line = WaitingLine(_screen(), clock)
+        #: Says, after a while, that this node looks for the others.
+        self._joining: asyncio.TimerHandle | None = None
 
     def started(self, command: list[str], pid: int) -> None:
         config = self._config
@@ -122,17 +127,28 @@ class Narrator:
 
     def joins(self) -> None:
         """Whoever hosts may not have been started yet."""
-        if self._config.max_nodes > 1:
-            self.line.show(f"looking for job {self._config.run_id} at {self._config.rdzv_endpoint}")
+        config = self._config
+        if config.max_nodes == 1:
+            return
+        what = f"looking for job {config.run_id} at {config.rdzv_endpoint}"
+        patience = config.wait_for_nodes or None  # 0: for ever
+        if not self.line.show(what, patience):
+            said = f"{what}{limit(patience)}"
+            self._joining = asyncio.get_running_loop().call_later(JOINING, logger.info, said)
 
     def joined(self, name: str, meeting: Meeting) -> None:
-        self.line.clear()
+        self._stop_joining()
         self.name = name
         if self._config.max_nodes > 1:
             set_up_log(name)
             where = "hosting" if meeting.is_host else "joined"
             logger.info("%s job %s at %s", where, self._config.run_id, meeting.endpoint)
         self._log.emit(events.Joined(name=name, endpoint=meeting.endpoint, hosting=meeting.is_host))
+
+    def _stop_joining(self) -> None:
+        self.line.clear()
+        if self._joining is not None:
+            self._joining.cancel()
 
     def rejoined(self, name: str, meeting: Meeting) -> None:
         self.name = name
@@ -303,7 +319,7 @@ class Narrator:
     # --- the end ---------------------------------------------------------------------------------
 
     def ended(self, exitcode: int | None, reason: str, world: World | None) -> None:
-        self.line.clear()
+        self._stop_joining()
         ended = events.JobEnded(
             exitcode=exitcode if exitcode is not None else EXIT_FAILED,
             reason=reason,
@@ -313,7 +329,7 @@ class Narrator:
         if exitcode == EXIT_FAILED and world is not None:
             if self._prints_failure:
                 show(report.job_failed(world, name=self._entry))
-        elif exitcode and world is not None:
+        elif exitcode and (world is not None or exitcode == EXIT_RENDEZVOUS_LOST):
             logger.error("ended with exit code %d: %s", exitcode, reason)
 
     async def sum_up(self, gathered: Path, *, leads: bool | None) -> None:

@@ -76,3 +76,24 @@ def test_a_job_without_a_world_has_no_goodput(tmp_path, said):
     narrator = narrator_of(tmp_path, generation=-1)
     asyncio.run(narrator.sum_up(tmp_path / GATHERED_FILE, leads=True))
     assert said == []
+
+
+# --- looking for the others ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("finds", [True, False])
+def test_a_node_that_looks_for_the_others_for_a_while_says_so(tmp_path, said, monkeypatch, finds):
+    async def look() -> None:
+        narrator.joins()
+        if finds:
+            narrator.ended(None, "", None)
+        deadline = asyncio.get_running_loop().time() + 30
+        while not said and not finds and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr("torchelastic.agent.narrator.JOINING", 0.0)
+    narrator = narrator_of(tmp_path, generation=-1)
+    asyncio.run(look())
+    expected = f"looking for job {narrator._config.run_id} at 127.0.0.1:1, for 3600 s more"
+    assert said == ([] if finds else [expected])
