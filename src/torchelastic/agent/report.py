@@ -47,13 +47,13 @@ def exit_words(exitcode: int) -> str:
 
 
 def with_hint(words: str, hint: str) -> str:
-    """What an exit says, with what has been found out about it, in a few words.
+    """What an exit says, with what has been found out about it if that is certain.
 
     >>> with_hint("killed by SIGKILL", "out of memory: the kernel killed it (limit 2.0 GiB; ...)")
     'killed by SIGKILL: out of memory'
     """
     found, _, _ = hint.partition(":")
-    return f"{words}: {found}" if found.endswith("out of memory") else words
+    return f"{words}: {found}" if found == "out of memory" else words
 
 
 def _signal_words(name: str) -> str:

@@ -149,7 +149,7 @@ def test_a_node_may_be_the_cause():
         ("", "killed by SIGKILL"),
         ("not for want of memory: somebody sent SIGKILL", "killed by SIGKILL"),
         ("out of memory: the kernel killed it", "killed by SIGKILL: out of memory"),
-        ("perhaps out of memory: the kernel", "killed by SIGKILL: perhaps out of memory"),
+        ("perhaps out of memory: the kernel", "killed by SIGKILL"),
     ],
 )
 def test_with_hint(hint, words):
