@@ -70,6 +70,9 @@ class Tab:
     def __init__(self, page: Any) -> None:
         self.page = page
         self.troubles: list[str] = []
+        #: The server was not there, which the browser says for every attempt to reach it.
+        self.refused: list[str] = []
+        self.may_lose_server = False
         page.set_default_timeout(PATIENCE)
         page.on("console", self._said)
         page.on("pageerror", lambda error: self.troubles.append(f"error: {error}"))
@@ -77,7 +80,8 @@ class Tab:
 
     def _said(self, message: Any) -> None:
         if message.type in ("error", "warning"):
-            self.troubles.append(f"{message.type}: {message.text}")
+            kind = self.refused if "net::ERR_" in message.text else self.troubles
+            kind.append(f"{message.type}: {message.text}")
 
     def _asked(self, dialog: Any) -> None:
         self.troubles.append(f"dialog: {dialog.message}")
@@ -95,9 +99,15 @@ class Tab:
         self.page.set_viewport_size({"width": width, "height": height})
         self.page.emulate_media(color_scheme=scheme, reduced_motion=motion)
 
-    def expect_no_server(self) -> None:
-        """The server is gone, which the browser says for every attempt to reach it."""
-        self.troubles[:] = [one for one in self.troubles if "net::ERR_" not in one]
+    def begin(self) -> None:
+        self.wear()
+        self.troubles.clear()
+        self.refused.clear()
+        self.may_lose_server = False
+
+    def check(self) -> None:
+        assert self.troubles == []
+        assert self.may_lose_server or self.refused == []
 
     def go(self, url: str) -> None:
         """Open it, and wait until a picture is drawn."""
@@ -136,11 +146,10 @@ def one_tab(browser: Any) -> Iterator[Tab]:
 @pytest.fixture
 def tab(one_tab: Tab) -> Iterator[Tab]:
     """The same for all tests, for it takes a second to make; empty again after each."""
-    one_tab.wear()
-    one_tab.troubles.clear()
+    one_tab.begin()
     yield one_tab
     one_tab.leave()
-    assert one_tab.troubles == []
+    one_tab.check()
 
 
 Show = Callable[..., tuple[Served, Shown]]

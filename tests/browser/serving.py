@@ -4,26 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torchelastic.dashboard.door import Door
-from torchelastic.dashboard.pictures import Picture
+from torchelastic.dashboard.pictures import Picture, packed
 from torchelastic.dashboard.server import Server
+
+#: Seconds, as the real pictures have it.
+AGAIN = 5.0
 
 
 class Shown:
     """What the page is shown; `show` another picture at any time, from any thread."""
 
     def __init__(self, picture: dict[str, Any]) -> None:
+        #: As when the server hangs: nothing is said any more.
+        self.silent = False
+        self._data = picture
+        self._made = time.monotonic()
         self._latest = Picture.of(1, picture, live=picture["live"])
 
     def show(self, picture: dict[str, Any]) -> None:
+        self._data, self._made = picture, time.monotonic()
         number = self._latest.number + 1
         self._latest = Picture.of(number, picture, live=picture["live"])
 
+    def show_torn(self) -> None:
+        """Half of a picture."""
+        number = self._latest.number + 1
+        frame = b'event: picture\nid: %d\ndata: {"now": 1\n\n' % number
+        self._latest = Picture(number, True, b"", frame, packed(frame))
+
     def look(self) -> Picture:
+        """Of a job that goes on there is a new one every few seconds."""
+        if self._latest.live and not self.silent and time.monotonic() - self._made > AGAIN:
+            self.show(self._data)
         return self._latest
 
 
