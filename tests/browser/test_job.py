@@ -27,7 +27,7 @@ def test_a_kill_and_its_recovery_are_shown_live(tab, tmp_path):
         begun = poll_for(lambda: made.lines(event="step"), what="steps", timeout=100)
         victim = begun[-1]
         os.kill(victim["pid"], signal.SIGKILL)
-        tab.wait_for("table.recoveries", "A worker failed in generation 0")
+        tab.wait_for("table.recoveries", "Failure in generation 0")
         tab.wait_for("#failure .sentence", "killed by SIGKILL")
         tab.wait_for(".answers", f"Rank {victim['rank']} on")
         tab.wait_for(".answers", "Training")

@@ -6,8 +6,8 @@ import { ago, clock, counted, oneLine, seconds } from "./words.js";
 
 const SHOWN = 10;
 const KINDS = {
-  failure: "A worker failed",
-  error: "A worker failed",
+  failure: "Failure",
+  error: "Failure",
   "node-failure": "A node was lost",
   resize: "The world was resized",
   leave: "Nodes left",
