@@ -79,6 +79,7 @@ def test_a_worker_raises_and_every_node_says_so_and_who_fell_because_of_it(tmp_p
         assert sorted(one["rank"] for one in failure["consequences"]) == [0, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_killed_worker_is_the_cause_whatever_its_peers_say(tmp_path):
     with linked(tmp_path, "--nnodes=2 --max-restarts=0") as it:

@@ -76,6 +76,8 @@ class Recoveries:
         self._formed = 0.0
         #: Whether training itself was seen to begin, not only processes.
         self._trained = False
+        #: The last generation of whose end the leader has named the first failure.
+        self._verdict = -1
         #: Seconds of redone steps before the present recovery.
         self._redone = 0.0
 
@@ -91,6 +93,8 @@ class Recoveries:
                 self._saw.failure(record, f"{name} was lost: {why}", guessed=True)
             case events.WorkerKilled(rank=rank):
                 self._saw.killed.add(rank)
+            case events.RestartDecided(cause=told) if told is not None:
+                self._judged(told)
         if generation == self._generation:
             self._take_of_world(record)
 
@@ -114,8 +118,8 @@ class Recoveries:
                 self._saw.told.append(failure)
             case events.WorldChanging(reason=why):
                 self._saw.change = why
-            case events.GenerationOver(kind=kind, reason=why) if not self._ended:
-                self._end(record, kind, why)
+            case events.GenerationOver(kind=kind, reason=why, cause=told) if not self._ended:
+                self._end(record, kind, why, told)
             case events.Training(fetched=fetched):
                 self._trained = True
                 self._runs(record.time, fetched)
@@ -124,7 +128,9 @@ class Recoveries:
             case events.Progress() as progress if not self._trained:
                 self._stepped(record, progress)
 
-    def _end(self, record: Record, kind: str, why: str) -> None:
+    def _end(
+        self, record: Record, kind: str, why: str, told: Mapping[str, Any] | None = None
+    ) -> None:
         self._finish()
         self._now = None
         if kind in ("finished", "stop"):
@@ -135,9 +141,15 @@ class Recoveries:
             wall=record.wall,
             kind=kind,
             why=why,
-            failure=self._saw.cause(why),
+            failure=told or self._saw.cause(why),
         )
         self._known.append(self._now)
+
+    def _judged(self, told: Mapping[str, Any]) -> None:
+        """The leader's last word on the first failure, now that all have spoken."""
+        if self._now is not None and told.get("generation") == self._now.generation:
+            self._set(failure=told)
+            self._verdict = self._now.generation
 
     def _world(self, record: Record, formed: events.WorldFormed) -> None:
         if self._generation >= 0:
@@ -145,8 +157,10 @@ class Recoveries:
                 kind = "resize" if self._saw.change and self._saw.at is None else "unknown"
                 self._end(record, kind, self._saw.change or self._saw.why or formed.reason)
             waited = record.time - self._waits if self._waits is not None else 0.0
-            if (cause := self._saw.cause(formed.reason)) is not None:
-                # The leader knows better now than when it ended the generation.
+            # The leader knows better now than when it ended the generation.
+            if self._verdict == self._generation:
+                self._set(why=formed.reason)
+            elif (cause := self._saw.cause(formed.reason)) is not None:
                 self._set(failure=cause, why=formed.reason)
             self._set(
                 detect=self._saw.unnoticed(self._over, self._goodput.due),

@@ -6,6 +6,7 @@ from tests.unit.events.stories import Story, failure
 from torchelastic.events import types as events
 from torchelastic.events.recoveries import KEPT, Recovery
 from torchelastic.events.view import fold
+from torchelastic.failure import node_failure
 
 
 def recoveries(story: Story) -> tuple[Recovery, ...]:
@@ -110,6 +111,24 @@ def test_the_failure_is_the_one_that_the_leader_names_in_the_end():
     named = f"{failure().sentence()}; 1 of 3 restarts used"
     (one,) = recoveries(story.world(12, 1, reason=named))
     assert (one.failure["rank"], one.why) == (2, named)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in time", "after the next world"])
+def test_a_lost_node_is_the_cause_and_not_who_told_of_it_first(late):
+    gone = node_failure("b", 0, "its lease has ended")
+    story = ten_steps().fails(11.5, 0, by="a", node="a", rank=0, message="lost a peer: b")
+    told = failure(node="a", rank=0, message="lost a peer: b").to_json()
+    story.tell(11.6, events.GenerationOver("failure", "rank 0 has lost a peer", told), generation=0)
+    assert recoveries(story)[0].failure["rank"] == 0
+    verdict = events.RestartDecided(True, "b failed", "node-failure", gone.to_json(), [told])
+    if not late:
+        story.tell(11.7, verdict, generation=1)
+    story.world(11.8, 1, "a", reason="b failed; a node failure spends no restart")
+    if late:
+        story.tell(11.9, verdict, generation=1)
+    (one,) = recoveries(story.trains(12.8, 1, step=10))
+    assert (one.failure["node"], one.failure["rank"]) == ("b", -1)
+    assert one.why.startswith("b failed")
 
 
 def test_a_failure_told_just_after_the_end_of_its_generation():
