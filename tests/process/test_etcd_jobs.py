@@ -21,7 +21,7 @@ def run_id():
 
 
 def flags(endpoint, run_id, more=""):
-    return f"--rdzv-backend=etcd --rdzv-endpoint={endpoint} --rdzv-id={run_id} {more}"
+    return f"--rdzv-backend=etcd --rdzv-endpoint={endpoint} --rdzv-id={run_id} --no-zygote {more}"
 
 
 def worlds(node) -> dict[int, int]:

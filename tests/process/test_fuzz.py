@@ -34,7 +34,7 @@ KEY = b"the secret of this job"
 #: Messages by default, and in the slow test; both with a seed of their own.
 FEW, MANY = 2_000, 100_000
 #: Turns of the slow test, and seconds of quiet in each.
-TURNS, QUIET = 10, 6.0
+TURNS, QUIET = 10, 4.0
 #: Kilobytes the agent may grow by; what its memory allocator keeps is not given back at once.
 GROWTH = 8 * 1024
 
@@ -230,7 +230,7 @@ def stretch(made: Job, seconds: float) -> list[float]:
 def attack_job(made: Job, secret_file: Path, seed: int) -> list[float]:
     begin = time.monotonic()
     words = (made.port, f"job{made.port}", MANY // TURNS, seed)
-    with attack(*words, str(secret_file), rate=500) as fuzzer:
+    with attack(*words, str(secret_file), rate=1000) as fuzzer:
         assert fuzzer.wait(300) == 0
     return steps_at(made, begin, time.monotonic())
 

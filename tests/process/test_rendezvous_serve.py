@@ -79,7 +79,7 @@ def jobs(tmp_path):
     made = []
 
     def make(port, flags):
-        made.append(Job(tmp_path / f"job{len(made)}", flags))
+        made.append(Job(tmp_path / f"job{len(made)}", f"--no-zygote {flags}"))
         made[-1].port = port
         return made[-1]
 

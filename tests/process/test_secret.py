@@ -137,7 +137,7 @@ def test_nodes_with_the_secret_meet_and_show_it_to_nobody(tmp_path, monkeypatch,
 def test_a_node_without_the_secret_is_told_so_and_the_job_goes_on(
     tmp_path, secret_file, theirs, sentence
 ):
-    with job(tmp_path / "job", "--nnodes=1:2 --nproc-per-node=1 --settle=0.1") as made:
+    with job(tmp_path / "job", "--nnodes=1:2 --no-zygote --settle=0.1") as made:
         node = made.start(f"--rdzv-secret-file={secret_file}")
         made.world(0, 1)
         flags = ""
@@ -157,7 +157,7 @@ def test_a_node_without_the_secret_is_told_so_and_the_job_goes_on(
 
 def test_nodes_with_certificates_of_one_authority_and_the_secret_meet(tmp_path, secret_file):
     authority, other = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
-    flags = f"--nnodes=2 --nproc-per-node=1 --rdzv-secret-file={secret_file}"
+    flags = f"--nnodes=2 --no-zygote --rdzv-secret-file={secret_file}"
     with job(tmp_path / "job", flags) as made:
         nodes = [made.start(tls_flags(authority, authority, "node0"))]
         stranger = made.start(tls_flags(other, authority, "stranger"))
