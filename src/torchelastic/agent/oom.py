@@ -121,8 +121,6 @@ class Sources:
     group: Path | None
     #: Whether that counts what happens in the groups below, too: version 2 does.
     whole: bool = True
-    #: How far up its ancestors can be seen.
-    root: Path = Path("/")
     vmstat: Path = Path("/proc/vmstat")
     log: Path = Path("/dev/kmsg")
 
@@ -131,11 +129,11 @@ class Sources:
         """Those of this process."""
         first = cgroup.own_directory("memory")
         if first is not None:
-            return cls(Path(first), whole=False, root=Path("/sys/fs/cgroup"))
+            return cls(Path(first), whole=False)
         own = cgroup.own_directory()
-        for directory in _upwards(Path(own) if own is not None else None, Path("/sys/fs/cgroup")):
+        for directory in _upwards(Path(own) if own is not None else None):
             if (directory / "memory.events").exists():
-                return cls(directory, root=Path("/sys/fs/cgroup"))
+                return cls(directory)
         return cls(None)
 
     def killed_in_container(self) -> int | None:
@@ -151,14 +149,15 @@ class Sources:
     def limit(self) -> int | None:
         """The least that this group or one above it may use; None: as much as there is."""
         name = "memory.max" if self.whole else "memory.limit_in_bytes"
-        found = [_number(directory / name) for directory in _upwards(self.group, self.root)]
+        found = [_number(directory / name) for directory in _upwards(self.group)]
         return min((size for size in found if size is not None and size < _NO_LIMIT), default=None)
 
 
-def _upwards(directory: Path | None, root: Path) -> Iterator[Path]:
-    while directory is not None and directory != directory.parent:
+def _upwards(directory: Path | None) -> Iterator[Path]:
+    """It and all above it: a cgroup is limited by each of them."""
+    if directory is not None:
         yield directory
-        directory = directory.parent if directory != root else None
+        yield from directory.parents
 
 
 def _count(path: Path) -> int | None:
@@ -167,7 +166,7 @@ def _count(path: Path) -> int | None:
         lines = path.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return None
-    counts = [line.split()[1] for line in lines if line.startswith("oom_kill ")]
+    counts = [line.partition(" ")[2] for line in lines if line.startswith("oom_kill ")]
     return int(counts[0]) if counts and counts[0].isdecimal() else None
 
 
@@ -244,9 +243,10 @@ class _KernelLog:
         return named
 
     def _new(self) -> Iterator[str]:
-        for _ in range(_RECORDS if self._descriptor is not None else 0):
+        if self._descriptor is None:
+            return
+        for _ in range(_RECORDS):
             try:
-                assert self._descriptor is not None
                 record = os.read(self._descriptor, 8192)
             except BlockingIOError:
                 return

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from torchelastic.agent import cgroup
-from torchelastic.agent.cgroup import Cgroup, find_directory
+from torchelastic.agent.cgroup import Cgroup, find_directory, find_own
 
 V2 = "31 23 0:28 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw\n"
 V1 = "32 31 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu\n"
@@ -34,6 +34,37 @@ PLACES = [
 @pytest.mark.parametrize(("own", "mounts", "expected"), PLACES)
 def test_the_directory_of_a_cgroup(own, mounts, expected):
     assert find_directory(own, mounts) == expected
+
+
+MEMORY = "33 31 0:32 /docker/7 /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n"
+
+
+@pytest.mark.parametrize(
+    ("own", "mounts", "expected"),
+    [
+        ("/docker/7", HYBRID + MEMORY, "/sys/fs/cgroup/memory"),
+        ("/docker/7/x", MEMORY, "/sys/fs/cgroup/memory/x"),
+        ("/docker/8", MEMORY, None),
+        ("/", HYBRID, None),
+        ("/", V2, None),
+        (None, MEMORY, None),
+    ],
+)
+def test_the_directory_of_a_controller_of_version_1(own, mounts, expected):
+    assert find_directory(own, mounts, "memory") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "memory", "unified"),
+    [
+        ("4:memory:/job\n0::/", "/job", "/"),
+        ("4:cpu,memory:/a:b\n1:name=systemd:/\n", "/a:b", None),
+        ("0::/user.slice\n", None, "/user.slice"),
+        ("", None, None),
+    ],
+)
+def test_the_cgroup_of_a_process(text, memory, unified):
+    assert (find_own(text, "memory"), find_own(text)) == (memory, unified)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ class Kernel:
     def __init__(self, directory) -> None:
         self._counts = directory / "memory.events"
         self.killed(0)
-        sources = Sources(directory, root=directory, vmstat=directory / "no", log=directory / "no")
+        sources = Sources(directory, vmstat=directory / "no", log=directory / "no")
         self.memory = Memory(sources)
 
     def killed(self, number: int) -> None:

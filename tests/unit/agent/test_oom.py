@@ -92,9 +92,7 @@ class Kernel:
     def __init__(self, root: Path, *, whole: bool) -> None:
         self.group = root / "pod" / "container"
         self.group.mkdir(parents=True)
-        self.sources = Sources(
-            self.group, whole=whole, root=root, vmstat=root / "vmstat", log=root / "kmsg"
-        )
+        self.sources = Sources(self.group, whole=whole, vmstat=root / "vmstat", log=root / "kmsg")
         self.counts = self.group / ("memory.events" if whole else "memory.oom_control")
         self.tell(container=3, machine=10)
 
@@ -152,7 +150,7 @@ def test_the_least_limit_counts(tmp_path, whole, name, none):
     assert kernel.sources.limit() == GIGABYTE
 
 
-@pytest.mark.parametrize("text", ["", "oom_kill", "oom_kill many\n", "other 1\n"])
+@pytest.mark.parametrize("text", ["", "oom_kill", "oom_kill \n", "oom_kill many\n", "other 1\n"])
 def test_counts_that_cannot_be_read_say_nothing(kernel, text):
     kernel.counts.write_text(text)
     kernel.sources.vmstat.unlink()
