@@ -94,6 +94,8 @@ def obey(step: int, rank: int) -> None:
                 raise torchelastic.NonRetryableException(value)
             if what == "exit":
                 os._exit(int(value))
+            if what == "finish":
+                raise StopIteration
             if what == "eat":
                 path.unlink()
                 Path("/proc/self/oom_score_adj").write_text("1000")

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 MODULE = "torchelastic.dashboard"
 #: Seconds it has for showing how the job ended, to those who look.
-GRACE = 1.0
+GRACE = 3.0
 #: Bytes that are read at a time; its own lines are shorter.
 MUCH = 64 * 1024
 

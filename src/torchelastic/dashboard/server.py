@@ -33,7 +33,7 @@ PERIOD, LONGEST, SHARE = 0.5, 5.0, 0.1
 #: Seconds for a request, for an answer, and after which a silent stream is told that it goes on.
 PATIENCE, KEEP_ALIVE = 10.0, 15.0
 #: Seconds for the last picture, when the job has ended.
-LAST = 0.7
+LAST = 2.5
 #: After the kernel has no descriptors left.
 TRY_AGAIN = 1.0
 #: Bytes the kernel holds for one reader: readers that never read must not cost much.
@@ -84,7 +84,7 @@ class Server:
         return str(host), int(number)
 
     async def last_words(self) -> None:
-        """Show those who look how the job ended, within some tenths of a second."""
+        """Show those who look how the job ended; who does not read is not waited for long."""
         if not self._streams():
             return
         with contextlib.suppress(asyncio.TimeoutError):

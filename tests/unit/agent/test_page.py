@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchelastic.agent import page
+from torchelastic.agent import linux, page
 from torchelastic.agent.page import Page
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import ConfigError, SpawnError
@@ -133,11 +133,13 @@ def test_one_that_cannot_be_started_costs_nothing_else(monkeypatch, caplog):
 
 def test_it_runs_out_of_the_way(instead, monkeypatch):
     instead(
-        "import os, json; told = [os.nice(0), open('/proc/self/oom_score_adj').read().strip()];"
+        "import os, json; told = [os.nice(0), open('/proc/self/oom_score_adj').read().strip()]\n"
+        "if os.path.exists('/proc/self/autogroup'):\n"
+        "    told += open('/proc/self/autogroup').read().split()[-1:]\n"
         "print(json.dumps({'error': ' '.join(map(str, told))}))"
     )
     (said,) = watched(made())
-    assert "19 1000" in said
+    assert f"{linux.POLITE} 1000" in said
 
 
 @pytest.mark.parametrize(
