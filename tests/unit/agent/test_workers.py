@@ -44,6 +44,7 @@ def workers(monkeypatch, told):
     made._slates[0] = slate.create()
     yield made
     os.close(made._slates[0])
+    made._memory.close()
 
 
 @pytest.fixture
