@@ -29,6 +29,12 @@ def in_loop(test):
     return run
 
 
+@pytest.fixture(autouse=True)
+def enough_time(monkeypatch):
+    monkeypatch.setattr(doings, "HERE", 30.0)
+    monkeypatch.setattr(doings, "THERE", 30.0)
+
+
 class Workers:
     """Those of one node, in generation 3."""
 
