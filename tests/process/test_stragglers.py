@@ -39,7 +39,10 @@ def named(node: Node, rank: int, *, over: bool = False) -> list[dict[str, Any]]:
 
 def wait_for_name(node: Node, rank: int, *, over: bool = False) -> dict[str, Any]:
     what = f"rank {rank} is named{' no more' if over else ''}"
-    return poll_for(lambda: named(node, rank, over=over), what=what, timeout=PATIENCE)[0]
+    try:
+        return poll_for(lambda: named(node, rank, over=over), what=what, timeout=PATIENCE)[0]
+    except AssertionError as error:
+        raise AssertionError(f"{error}; it said:\n{node.stderr}") from None
 
 
 def steps(it: Job) -> list[tuple[int, int]]:
