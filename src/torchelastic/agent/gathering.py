@@ -173,18 +173,22 @@ class Gathering:
 
     async def _write(self) -> None:
         """Write what waits, in a thread: a disk may be slow."""
-        while self._portions:
-            if not self._closing:
-                await asyncio.sleep(PAUSE)
-            count = min(PORTIONS, len(self._portions))
-            taken = [self._portions.popleft() for _ in range(count)]
-            await asyncio.to_thread(self._log.write, b"".join(one.lines for one in taken))
-            for one in taken:
-                if not one.written.cancelled():
-                    one.written.set_result(None)
+        try:
+            while self._portions:
+                if not self._closing:
+                    await asyncio.sleep(PAUSE)
+                count = min(PORTIONS, len(self._portions))
+                taken = [self._portions.popleft() for _ in range(count)]
+                await asyncio.to_thread(self._log.write, b"".join(one.lines for one in taken))
+                for one in taken:
+                    if not one.written.cancelled():
+                        one.written.set_result(None)
+        finally:
+            # Here, and not when the task is seen to be done: what is taken between the two would
+            # wait for a writer that has ended.
+            self._writing = None
 
     def _wrote(self, writing: asyncio.Task[None]) -> None:
-        self._writing = None
         if not writing.cancelled() and (bug := writing.exception()) is not None:
             logger.error("Gathered events could not be written.", exc_info=bug)
 

@@ -183,6 +183,21 @@ async def test_a_new_leader_has_the_whole_story_of_the_living(tmp_path):
 
 
 @in_loop
+async def test_what_is_taken_as_soon_as_something_is_written_is_written_too(tmp_path):
+    gathering = Gathering(GatheredLog(tmp_path / "job.jsonl"), SystemClock())
+    second = asyncio.get_running_loop().create_future()
+
+    def take_more(_):
+        """In the moment between the writer's end and that of its task."""
+        second.set_result(gathering.take("a", b"2\n", 2.0))
+
+    gathering.take("a", b"1\n", 1.0).add_done_callback(take_more)
+    await (await second)
+    await gathering.close()
+    assert (tmp_path / "job.jsonl").read_bytes() == b"1\n2\n"
+
+
+@in_loop
 async def test_a_leader_that_leads_again_is_told_nothing_twice(tmp_path):
     async with nodes(tmp_path, "a", "b") as (store, a, b):
         b.say("1")
