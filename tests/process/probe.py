@@ -7,6 +7,7 @@ import json
 import locale
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import site
@@ -79,8 +80,15 @@ def signals():
         "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         "wakeup": signal.set_wakeup_fd(-1),
         "timers": [signal.getitimer(which) for which in (0, 1, 2)],
-        "kernel": [line for line in status() if line.startswith("Sig") and "SigQ" not in line],
+        "kernel": [caught(line) for line in status() if re.match("Sig(?!Q)", line)],
     }
+
+
+def caught(line):
+    """The line without the one signal that is ours: whoever looks for stacks sends it."""
+    name, _, mask = line.partition(":\t")
+    ours = 1 << (signal.SIGRTMIN + 8 - 1) if name == "SigCgt" else 0
+    return f"{name} {int(mask, 16) & ~ours:x}"
 
 
 def status():
@@ -89,11 +97,13 @@ def status():
 
 
 def descriptors():
-    """What is open besides the channel: number, kind, whether exec keeps it."""
+    """What is open besides what is ours: number, kind, whether exec keeps it."""
     own = os.environ.get("TORCHELASTIC_CHANNEL_FD", "")
     found = {}
     for name in set(os.listdir("/proc/self/fd")) - {own}:
         try:
+            if "torchelastic-stacks" in os.readlink(f"/proc/self/fd/{name}"):
+                continue
             mode = stat.S_IFMT(os.fstat(int(name)).st_mode)
             found[name] = [oct(mode), os.get_inheritable(int(name))]
         except OSError:
