@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -138,8 +139,8 @@ def read(path: Path, *, steps: bool = True, every: int = 1) -> Iterator[Record]:
         except FileNotFoundError:
             continue  # there is none, or it is being rotated away
         with lines:
-            left = os.fstat(lines.fileno()).st_size
-            for line in lines:
+            left = _length(os.fstat(lines.fileno()))
+            while left > 0 and (line := lines.readline()):
                 left -= len(line)
                 if line.startswith(_PROGRESS) and not _is_read(line, steps, every, left):
                     continue
@@ -147,7 +148,13 @@ def read(path: Path, *, steps: bool = True, every: int = 1) -> Iterator[Record]:
                     yield record
 
 
-def _is_read(line: bytes, steps: bool, every: int, left: int) -> bool:
+def _length(file: os.stat_result) -> float:
+    """How much there is to read: what is written meanwhile is not part of it, and a device, which
+    a log may be a link to, might never end."""
+    return float("inf") if stat.S_ISFIFO(file.st_mode) else file.st_size
+
+
+def _is_read(line: bytes, steps: bool, every: int, left: float) -> bool:
     """Chosen by its content: lines of many nodes take turns, and a count would pick one of them."""
     return steps and (every == 1 or left < _LATEST or zlib.crc32(line) % every == 0)
 

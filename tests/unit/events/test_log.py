@@ -145,6 +145,24 @@ def test_no_file_has_no_records(tmp_path):
     assert list(read(tmp_path / "none")) == []
 
 
+def test_a_device_in_the_place_of_a_log_has_no_records(tmp_path):
+    (tmp_path / "job.jsonl").symlink_to("/dev/full")  # reading it would never end
+    assert list(read(tmp_path / "job.jsonl")) == []
+
+
+def test_a_pipe_is_read_to_its_end(tmp_path):
+    log = open_log(tmp_path / "events.jsonl")
+    log.emit(Note("hello"))
+    log.close()
+    reading, writing = os.pipe()
+    os.write(writing, log.path.read_bytes())
+    os.close(writing)
+    try:
+        assert texts(Path(f"/dev/fd/{reading}")) == ["hello"]
+    finally:
+        os.close(reading)
+
+
 def test_the_log_is_bounded(tmp_path):
     log = open_log(tmp_path / "events.jsonl", max_bytes=2000)
     for number in range(100):
