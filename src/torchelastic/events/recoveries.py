@@ -27,7 +27,8 @@ class Recovery:
     generation: int
     #: Wall clock of its end.
     wall: float
-    #: What ended it, as in `generation-over`; `unknown` where the leader was not heard.
+    #: What ended it, as in `restart-decided`, until then as in `generation-over`; `unknown` where
+    #: the leader was not heard.
     kind: str
     why: str
     #: The first failure that was seen, as in `worker-failed`.
@@ -59,7 +60,11 @@ class Recovery:
         return self.rebuild is not None
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"cost": self.cost, "done": self.done}
+        return asdict(self) | {
+            "is_failure": self.is_failure,
+            "cost": self.cost,
+            "done": self.done,
+        }
 
 
 class Recoveries:
@@ -93,8 +98,8 @@ class Recoveries:
                 self._saw.failure(record, f"{name} was lost: {why}", guessed=True)
             case events.WorkerKilled(rank=rank):
                 self._saw.killed.add(rank)
-            case events.RestartDecided(cause=told) if told is not None:
-                self._judged(told)
+            case events.RestartDecided() as decided:
+                self._judged(decided)
         if generation == self._generation:
             self._take_of_world(record)
 
@@ -145,10 +150,15 @@ class Recoveries:
         )
         self._known.append(self._now)
 
-    def _judged(self, told: Mapping[str, Any]) -> None:
-        """The leader's last word on the first failure, now that all have spoken."""
-        if self._now is not None and told.get("generation") == self._now.generation:
-            self._set(failure=told)
+    def _judged(self, decided: events.RestartDecided) -> None:
+        """The leader's last word, now that all have spoken: who is heard first may have fallen
+        because of a node that is gone, or of one that left."""
+        kind, told = decided.kind, decided.cause
+        if self._now is None or (told is None and (not kind or kind in DISRUPTIONS)):
+            return
+        of_it = self._ended if told is None else told.get("generation") == self._now.generation
+        if of_it:
+            self._set(kind=kind or self._now.kind, failure=told)
             self._verdict = self._now.generation
 
     def _world(self, record: Record, formed: events.WorldFormed) -> None:

@@ -129,6 +129,23 @@ def test_a_lost_node_is_the_cause_and_not_who_told_of_it_first(late):
     (one,) = recoveries(story.trains(12.8, 1, step=10))
     assert (one.failure["node"], one.failure["rank"]) == ("b", -1)
     assert one.why.startswith("b failed")
+    assert one.kind == "node-failure", "whoever told of it first"
+
+
+def test_a_failure_that_was_none_after_all():
+    """The connection that a peer lost was that of a node which had taken its leave."""
+    story = ten_steps().fails(11.5, 0, by="a", node="a", rank=0, message="lost a peer: b")
+    story.over(11.6, 0, reason="rank 0 has lost a peer")
+    assert recoveries(story)[0].is_failure
+    story.tell(11.7, events.RestartDecided(True, "b leaves", "leave"), generation=1)
+    (one,) = recoveries(story.world(11.8, 1, "a", reason="b leaves"))
+    assert (one.kind, one.failure, one.why, one.is_failure) == ("leave", None, "b leaves", False)
+
+
+@pytest.mark.parametrize(("kind", "bad"), [("node-failure", True), ("resize", False)])
+def test_whoever_draws_it_is_told_whether_it_was_a_failure(kind, bad):
+    (one,) = recoveries(ten_steps().over(11.6, 0, kind))
+    assert one.to_json()["is_failure"] is bad
 
 
 def test_a_failure_told_just_after_the_end_of_its_generation():

@@ -6,7 +6,7 @@ import { goodput } from "./goodput.js";
 import { answers, names, phase } from "./headline.js";
 import { log } from "./log.js";
 import { nodes } from "./nodes.js";
-import { complete, hasFailed } from "./picture.js";
+import { hasFailed } from "./picture.js";
 import { recoveries } from "./recoveries.js";
 import { timeline } from "./timeline.js";
 import { h, patch } from "./tree.js";
@@ -152,7 +152,7 @@ setInterval(redraw, 1000);
 new Connection(
   "events",
   (picture) => {
-    state.picture = complete(picture);
+    state.picture = picture;
     state.at = performance.now();
     redraw();
   },

@@ -26,19 +26,6 @@ export const RECOVERY_PARTS = {
 /** Exit codes of a job that was asked to end: by SIGINT, by SIGTERM. */
 export const STOPPED = [130, 143];
 
-const DISRUPTIONS = ["failure", "error", "node-failure"];
-
-/** A picture as it came, and what is derived from it. */
-export function complete(picture) {
-  const recoveries = picture.view.recoveries.map((one) => ({ ...one, is_failure: isFailure(one) }));
-  return { ...picture, view: { ...picture.view, recoveries } };
-}
-
-function isFailure(recovery) {
-  const { kind, failure } = recovery;
-  return DISRUPTIONS.includes(kind) || (kind === "unknown" && failure !== null);
-}
-
 /** [part, seconds] of what a recovery has cost so far, in the order they come. */
 export function partsOf(recovery) {
   const known = Object.keys(RECOVERY_PARTS).map((part) => [part, recovery[part] ?? 0]);
