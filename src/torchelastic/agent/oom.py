@@ -73,7 +73,7 @@ def memory_hint(facts: Facts) -> str:
     if _CHILD_KILLED in facts.message:
         return _of_kill(facts, "a process it had started")
     if facts.exitcode in _KILLED:
-        return _of_kill(facts, "it") or _not_memory(facts)
+        return _of_kill(facts, "it") or _of_somebody(facts)
     for pattern, words in _SAID:
         if pattern.match(facts.message):
             return words
@@ -95,9 +95,13 @@ def _of_kill(facts: Facts, whom: str) -> str:
     return ""
 
 
-def _not_memory(facts: Facts) -> str:
+def _of_somebody(facts: Facts) -> str:
+    """Of a kill that the kernel does not count: for whatever reason, which may be memory still."""
     if facts.in_container == 0 or facts.on_machine == 0:
-        return "not for want of memory: the kernel counts no such kill, so somebody sent SIGKILL"
+        return (
+            "somebody sent SIGKILL: the kernel counts no kill for want of memory; a guard of "
+            "memory such as systemd-oomd is not counted either"
+        )
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,10 @@ import pytest
 from torchelastic.agent.oom import Facts, Memory, Sources, memory_hint
 
 GIGABYTE = 1 << 30
-OUTSIDE = "not for want of memory: the kernel counts no such kill, so somebody sent SIGKILL"
+OUTSIDE = (
+    "somebody sent SIGKILL: the kernel counts no kill for want of memory; a guard of memory such as "
+    "systemd-oomd is not counted either"
+)
 DEVICE = "out of memory on the device: it had no room for an allocation"
 REFUSED = "out of memory: an allocation in main memory was refused"
 COUNTED = "the container's count of such kills rose"
@@ -168,9 +172,26 @@ def test_a_machine_without_any_of_it(tmp_path):
     memory.close()
 
 
-def test_the_sources_of_this_process_can_be_read():
-    sources = Sources.find()
-    count = sources.killed_in_container()
-    assert count is None or count >= 0
-    limit = sources.limit()
-    assert limit is None or limit > 0
+def has_us(members: Path) -> bool:
+    try:
+        return str(os.getpid()) in members.read_text().split()
+    except OSError:
+        return False  # it is going, or has threads only
+
+
+def counting_files() -> list[Path]:
+    """Where the kernel counts for this process, found by who is in a group."""
+    own = [path.parent for path in Path("/sys/fs/cgroup").rglob("cgroup.procs") if has_us(path)]
+    above = [up for group in own for up in (group, *group.parents)]
+    files = [group / "memory.oom_control" for group in own] + [up / "memory.events" for up in above]
+    return [file for file in files if file.exists()]
+
+
+def test_the_sources_of_this_process_are_what_this_machine_has():
+    counting = counting_files()
+    if not counting:
+        pytest.skip("no group at /sys/fs/cgroup counts for this process")
+    sources, machine = Sources.find(), Path("/proc/vmstat")
+    assert sources.group == counting[0].parent
+    assert (sources.killed_in_container() is not None) == ("oom_kill " in counting[0].read_text())
+    assert (sources.killed_on_machine() is not None) == ("oom_kill " in machine.read_text())

@@ -147,7 +147,7 @@ def test_a_node_may_be_the_cause():
     ("hint", "words"),
     [
         ("", "killed by SIGKILL"),
-        ("not for want of memory: somebody sent SIGKILL", "killed by SIGKILL"),
+        ("somebody sent SIGKILL: the kernel counts no kill", "killed by SIGKILL"),
         ("out of memory: the kernel killed it", "killed by SIGKILL: out of memory"),
         ("perhaps out of memory: the kernel", "killed by SIGKILL"),
     ],
