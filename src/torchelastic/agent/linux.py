@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import time
@@ -14,6 +15,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 #: Who is so nice has a tenth of what others have, and starts in seconds on a machine that is full.
 POLITE = 10
+
+#: The number of tgkill, by machine: older C libraries have no name for it.
+_TGKILL = {"x86_64": 234, "aarch64": 131, "riscv64": 131, "ppc64le": 250, "s390x": 241}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -43,6 +47,19 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
 def outlive_parent() -> None:
     """Undo `die_with_parent`."""
     _prctl(_PR_SET_PDEATHSIG, 0)
+
+
+def signal_thread(pid: int, thread: int, signum: int) -> None:
+    """Send a signal to one thread of a process; that with the process's own number is the main one.
+
+    `os.kill` leaves to the kernel which thread gets it.
+    """
+    number = _TGKILL.get(os.uname().machine)
+    if number is None:
+        raise OSError(errno.ENOSYS, "No number of tgkill is known for this machine")
+    if _libc.syscall(ctypes.c_long(number), pid, thread, int(signum)) != 0:
+        failed = ctypes.get_errno()
+        raise OSError(failed, os.strerror(failed))
 
 
 def give_way() -> None:

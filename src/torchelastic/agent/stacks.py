@@ -1,16 +1,18 @@
 """What the threads of this node's workers are doing.
 
     torchelastic.train, and it answers   the control thread writes it, under the GIL
-    any other Python worker              it writes it at a signal (`worker/stack_dump.py`)
+    any other Python worker              its main thread writes its own at a signal
+                                         (`worker/stack_dump.py`)
     frozen, or it does not get that      read from outside by py-spy, where that is installed
 
-The first is safe at any time. At the signal the threads go on meanwhile: a frame may be missing or
-one too many of a thread that runs Python code just then.
+All of them are safe at any time. At the signal a thread shows nothing but itself: the frames of
+others, which run meanwhile, cannot be read without harm.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import time
@@ -20,8 +22,11 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
+from torchelastic.agent import linux
 from torchelastic.events.hangs import tidy
 from torchelastic.worker import orders, stack_dump
+
+logger = logging.getLogger(__name__)
 
 #: How long reading a stack from outside may take, and how much of one is read.
 STACK, STACK_BYTES = 2.0, 1 << 16
@@ -152,18 +157,20 @@ async def written_stack(pid: int, memory: int) -> str:
         return ""
     os.ftruncate(memory, stack_dump.STACKS_AT)
     os.lseek(memory, stack_dump.STACKS_AT, os.SEEK_SET)  # where the worker writes: it is shared
-    blocking = _threads_that_block(pid)
-    try:
-        os.kill(pid, stack_dump.SIGNAL)
-    except ProcessLookupError:
-        return ""
+    main = Path(f"/proc/{pid}")  # what it shows of masks is the main thread's
+    if not _signals(main, "SigPnd"):  # of a request before: it would write twice
+        try:
+            linux.signal_thread(pid, pid, stack_dump.SIGNAL)
+        except OSError as error:
+            logger.debug("process %d cannot be asked for its stack: %r", pid, error)
+            return ""
 
     def is_written() -> bool:
         # A thread that runs a handler has its signal blocked.
         return (
             os.fstat(memory).st_size > stack_dump.STACKS_AT
-            and not _signals(Path(f"/proc/{pid}"), "ShdPnd")
-            and not _threads_that_block(pid) - blocking
+            and not _signals(main, "SigPnd")
+            and not _signals(main, "SigBlk")
         )
 
     await _until(is_written, WRITTEN)
@@ -193,15 +200,8 @@ def _may_signal(pid: int, memory: int) -> bool:
     return False
 
 
-def _threads_that_block(pid: int) -> set[str]:
-    with suppress(OSError):
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        return {task.name for task in tasks if _signals(task, "SigBlk")}
-    return set()
-
-
 def _signals(process: Path, mask: str) -> bool:
-    """Whether our signal is in one of the kernel's masks of a process or a thread."""
+    """Whether our signal is in one of the kernel's masks of a process."""
     with suppress(OSError, ValueError):
         for line in (process / "status").read_text().splitlines():
             name, _, value = line.partition(":")

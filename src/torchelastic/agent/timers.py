@@ -127,6 +127,8 @@ class Timers:
         if watched is None:
             stack = await self._seen(local_rank, workers) or await stack_of(pid) or NOTHING
         else:
+            # Its threads run while it reads their frames, which may end it before we do.
+            workers.condemn(local_rank, words(timer))
             own = os.dup(watched.descriptor)  # the worker may end meanwhile
             try:
                 stack = await _stack(replace(watched, descriptor=own))

@@ -498,6 +498,10 @@ class Workers:
             if self._supervisor.has_ended(local_rank) or self._told(local_rank)[1] is not None
         }
 
+    def condemn(self, local_rank: int, why: str) -> None:
+        """However one worker ends from now on, `why` is how it failed."""
+        self._verdicts[local_rank] = error_file.ErrorRecord(why, why)
+
     def kill(self, local_rank: int, why: str, stack: str = "", *, over: bool = False) -> None:
         """End one worker at once; `why` is then how it failed. With `over` its world has ended
         before, by somebody else's failure."""

@@ -230,7 +230,8 @@ def listed(ranks: Iterable[int]) -> str:
 # --- what stacks tell ----------------------------------------------------------------------------
 
 _FRAME = re.compile(r'File "(?P<file>.*)", line \d+ in (?P<name>\S+)')
-_BLOCK = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\n", re.MULTILINE)
+#: The head of a thread's frames: one of all, or the only one that is shown.
+_BLOCK = re.compile(r"^(?:(?:Current thread|Thread) 0x[0-9a-f]+|Stack \(most).*\n", re.MULTILINE)
 _C10D = "torch/distributed/distributed_c10d.py"
 #: Around every collective there.
 _LOGGER = "torch/distributed/c10d_logger.py"

@@ -1,6 +1,6 @@
-"""A worker's stacks, written into memory of the agent's when the agent sends a signal.
+"""The stack of a worker's main thread, written into memory of the agent's at the agent's signal.
 
-They are written in C, whoever holds the GIL and whatever the main thread hangs in, as long as the
+The thread writes it itself, in C, whoever holds the GIL and whatever it hangs in, as long as the
 kernel delivers signals to it: not while it is frozen, nor in a system call that no signal ends.
 Until the signal comes this costs nothing.
 """
@@ -20,7 +20,7 @@ NAME = "torchelastic-stacks"
 #: Of the real-time signals, which programs have no other use for; the next one is the timers'.
 SIGNAL = signal.SIGRTMIN + 8
 #: At the beginning of the memory: which descriptor of the worker's it is, from when on the signal
-#: may be sent. Sent before, it would end the process. The stacks come behind it.
+#: may be sent. Sent before, it would end the process. The stack comes behind it.
 _READY = struct.Struct("=q")
 STACKS_AT = _READY.size
 
@@ -33,14 +33,16 @@ def create() -> int:
 
 
 def adopt() -> None:
-    """In the worker, before the user's code: write stacks at the signal from now on."""
+    """In the worker, before the user's code: write the stack at the signal from now on."""
     text = env.get(VARIABLE)
     if not text.isdecimal():
         return
     env.remove(VARIABLE)
     descriptor = int(text)
     os.set_inheritable(descriptor, False)
-    faulthandler.register(SIGNAL, descriptor, all_threads=True, chain=False)
+    # Not those of all threads: the others run meanwhile, and a frame that is gone when it is read
+    # would end the process.
+    faulthandler.register(SIGNAL, descriptor, all_threads=False, chain=False)
     os.pwrite(descriptor, _READY.pack(descriptor), 0)
 
 

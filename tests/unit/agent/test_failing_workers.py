@@ -101,6 +101,12 @@ def test_a_kill_of_ours_is_not_the_kernel_s(workers, kernel, told):
     assert not told[0].stopped
 
 
+def test_of_who_crashes_before_we_kill_it_our_word_stands(workers, told):
+    workers.condemn(0, "timer 'data' expired after 3 s")
+    ends(workers, -11)
+    assert (told[0].message, told[0].exitcode) == ("timer 'data' expired after 3 s", -11)
+
+
 def test_who_is_killed_because_its_world_is_over_was_stopped(workers, told):
     workers.kill(0, "not free 100 ms after its world was over", over=True)
     ends(workers, -9)

@@ -64,6 +64,36 @@ def append_exit(found, pidfd):
     return found
 
 
+def test_a_signal_goes_to_one_thread():
+    out = run(
+        """
+        import os, signal, threading
+        from torchelastic.agent import linux
+        mine = signal.SIGRTMIN + 8
+        signal.pthread_sigmask(signal.SIG_BLOCK, [mine])
+        def wait():
+            linux.signal_thread(os.getpid(), threading.get_native_id(), mine)
+            print(mine in signal.sigpending())
+        made = threading.Thread(target=wait)
+        made.start()
+        made.join()
+        print(mine in signal.sigpending())
+        """
+    )
+    assert out == "True\nFalse\n"
+
+
+def test_no_signal_goes_to_a_thread_that_is_gone():
+    with pytest.raises(ProcessLookupError):
+        linux.signal_thread(2**22 + 1, 2**22 + 1, 0)
+
+
+def test_a_machine_of_which_too_little_is_known_is_named(monkeypatch):
+    monkeypatch.setattr(linux, "_TGKILL", {})
+    with pytest.raises(OSError, match="No number of tgkill is known"):
+        linux.signal_thread(os.getpid(), os.getpid(), 0)
+
+
 def test_everything_below_is_killed_but_what_is_to_be_kept():
     out = run(
         """

@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.support import poll_for
-from torchelastic.agent import stacks
+from torchelastic.agent import linux, stacks
 from torchelastic.agent.stacks import FROZEN, NOTHING, Stacks, is_frozen, written_stack
 from torchelastic.worker import orders, stack_dump
 
@@ -23,6 +24,18 @@ PROGRAMS = {
     "computes": "while True: pass",
     "joins": "import threading; made = threading.Thread(target=run); made.start(); made.join()",
 }
+RECURSION = """
+    import threading
+    def down(depth):
+        return depth and down(depth - 1)
+    def again():
+        while True:
+            made = {}
+            exec("def deeper(depth): return depth and deeper(depth - 1)", made)
+            down(400), made["deeper"](300)
+    for _ in range(3):
+        threading.Thread(target=again, daemon=True).start()
+    again()"""
 SCRIPT = """
 from torchelastic.worker import stack_dump
 stack_dump.adopt()
@@ -71,8 +84,39 @@ def test_a_stack_is_written_and_the_process_goes_on(started, code):
     for _ in range(2):
         stack = asyncio.run(written_stack(process.pid, memory))
         assert "in hangs" in stack
+        assert "in run" not in stack, "another thread's frames are not read while it runs"
         assert process.poll() is None
     assert os.fstat(memory).st_size < 8192, "the second is written over the first"
+
+
+def test_threads_that_run_survive_being_looked_at(started):
+    """Their frames come and go: whoever read them from another thread would read freed memory."""
+    process, memory = started(SCRIPT.format(RECURSION))
+    main = Path(f"/proc/{process.pid}")
+    for _ in range(1000):
+        linux.signal_thread(process.pid, process.pid, stack_dump.SIGNAL)
+        while process.poll() is None and stacks._signals(main, "SigPnd"):
+            os.sched_yield()
+        assert process.poll() is None
+    assert "in hangs" in asyncio.run(written_stack(process.pid, memory))
+
+
+def test_the_signal_is_not_sent_again_before_it_is_taken(started, monkeypatch):
+    sent = []
+
+    def send(*args):
+        sent.append(args)
+        signal_thread(*args)
+
+    signal_thread = linux.signal_thread
+    monkeypatch.setattr(linux, "signal_thread", send)
+    monkeypatch.setattr(stacks, "WRITTEN", 0.01)
+    code = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()); run()"
+    process, memory = started(SCRIPT.format(code))
+    poll_for(lambda: stacks._signals(Path(f"/proc/{process.pid}"), "SigBlk"), what="a mask")
+    for _ in range(3):
+        assert asyncio.run(written_stack(process.pid, memory)) == ""
+    assert sent == [(process.pid, process.pid, stack_dump.SIGNAL)]
 
 
 @pytest.mark.parametrize(

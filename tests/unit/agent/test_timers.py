@@ -63,7 +63,7 @@ class Workers:
 
     def __init__(self, *pids):
         self.stopping = False
-        self.killed = []
+        self.killed, self.condemned = [], {}
         self.some = asyncio.Event()
         self.pids = dict(enumerate(pids))
 
@@ -73,6 +73,9 @@ class Workers:
 
     def pid(self, local_rank):
         return self.pids.get(local_rank)
+
+    def condemn(self, local_rank, why):
+        self.condemned[local_rank] = why
 
     def kill(self, local_rank, why, stack):
         self.killed.append((local_rank, why, stack))
@@ -193,6 +196,7 @@ def test_one_that_ends_while_its_stack_is_read_is_not_killed_again(table, sleepe
             watch.ended(0)
             workers.pids.clear()
             assert read(watched.descriptor), "its table can be read all the same"
+            assert workers.condemned == {0: "timer 'x' expired after 1 s"}, "its words are not lost"
             ended.set()
             return ""
 

@@ -175,6 +175,12 @@ def test_a_stack_shows_the_main_thread_first_and_no_addresses():
     assert tidy(DUMP) == tidy(DUMP.replace("0x00007f0", "0x00007e1"))
 
 
+def test_a_dump_of_one_thread_is_that_of_the_main_one():
+    frame = '  File "/x/train.py", line 4 in <module>'
+    told = tidy(f"Stack (most recent call first):\n{frame}\n")
+    assert told == f"main thread, most recent call first:\n{frame}"
+
+
 def test_what_is_no_dump_stays_as_it_is():
     assert tidy(" it is frozen\n") == "it is frozen"
 
