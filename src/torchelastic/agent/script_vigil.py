@@ -51,6 +51,8 @@ class ScriptVigil:
     #: As for `Vigil`.
     limit: float | None = None
     _paces: dict[int, Pace] = field(default_factory=dict)
+    #: What was told last, and since when nothing had gone on.
+    _said: tuple[str, float] = ("", 0.0)
 
     async def run(self, is_over: Callable[[], bool]) -> None:
         """For as long as a script is run."""
@@ -85,10 +87,14 @@ class ScriptVigil:
             return
         judged = self.report.judge(found)
         causes = {local: doing for local, doing in still.items() if is_cause(doing, judged)}
-        if causes or (not judged.missing and 0 in {self.workers.rank(local) for local in still}):
+        said = (judged.text, self._paces[min(still)].entered_at)
+        ours = not judged.missing and 0 in {self.workers.rank(local) for local in still}
+        if causes or (ours and said != self._said):
             self.report.tell(found)
-        for local in still:
-            self._paces[local].told = judged.text  # until it gets on
+            self._said = said
+        if judged.sure:  # otherwise all are looked at again: more may be seen then
+            for local in still:
+                self._paces[local].told = judged.text  # until it gets on
         for local, doing in causes.items():
             what = f"{self._paces[local].words(time.monotonic())}: the worker hangs: {judged.text}"
             self.workers.kill(local, what, doing.stack if doing is not None else "")

@@ -7,6 +7,7 @@ which of them it waits for. Of any other the stack tells in which collective it 
     stacks only       who is in no collective, while others are, is missing from theirs
     other names       the ranks do different things: a bug of the script
     nobody missing    all wait for each other: the network, or a peer that is gone
+    no stack          what a rank does is not known: it neither waits nor is missing
 """
 
 from __future__ import annotations
@@ -66,6 +67,11 @@ class Doing:
         return self.waits if self.waits or self.launched else collective_in(self.stack)
 
     @property
+    def is_known(self) -> bool:
+        """Whether anything tells what it does: who shows nothing may wait like all others."""
+        return self.frozen or bool(self.waits or self.launched) or bool(_frames(self.stack))
+
+    @property
     def last(self) -> Collective | None:
         """What it waits in, or else has launched last."""
         return self.in_collective or (self.launched[0] if self.launched else None)
@@ -102,29 +108,36 @@ class Judgement(NamedTuple):
     missing: tuple[int, ...] = ()
     #: Whether a rank waits for others.
     waited: bool = False
+    #: Whether what all ranks do was known.
+    sure: bool = True
 
 
 def judge(doings: Iterable[Doing], unheard: Sequence[str] = ()) -> Judgement:
     """Who keeps the others waiting, among ranks of one world that stand still."""
     ranks = sorted(doings, key=lambda one: one.rank)
     waiting = {one.rank: at for one in ranks if (at := one.in_collective) is not None}
-    found = _judge(ranks, waiting)._replace(waited=bool(waiting))
-    if not unheard:
-        return found
-    silent = f"{', '.join(unheard)} did not answer"
-    if not found.missing and waiting and len(waiting) == len(ranks):
-        text = f"{_who_waits(waiting)}; {silent}: what its ranks do is not known"
-        return found._replace(text=text)
-    return found._replace(text=f"{found.text}; {silent}")
+    gaps = _gaps([one.rank for one in ranks if not one.is_known], unheard)
+    found = _judge(ranks, waiting, is_all=not gaps)
+    return Judgement("; ".join([found.text, *gaps]), found.missing, bool(waiting), not gaps)
 
 
-def _judge(ranks: Sequence[Doing], waiting: Mapping[int, Collective]) -> Judgement:
+def _gaps(unknown: Sequence[int], unheard: Sequence[str]) -> list[str]:
+    """What is not known."""
+    gaps = []
+    if unknown:
+        gaps.append(f"what {listed(unknown)} {_verbs(unknown, 'does', 'do')} could not be seen")
+    if unheard:
+        gaps.append(f"{', '.join(unheard)} did not answer")
+    return gaps
+
+
+def _judge(ranks: Sequence[Doing], waiting: Mapping[int, Collective], *, is_all: bool) -> Judgement:
+    idle = [one for one in ranks if one.rank not in waiting and one.is_known]
     if not waiting:
-        return Judgement(f"no rank waits for another: {_each(ranks)}")
+        return Judgement(f"no rank waits for another{f': {_each(idle)}' if idle else ''}")
     if differing := _mismatch(ranks, waiting):
         return differing
     waited = sorted(set(waiting.values()), key=lambda at: (at.group, at.number, at.name))
-    idle = [one for one in ranks if one.rank not in waiting]
     for at in waited:
         if missing := [one for one in idle if _is_missing(one, at)]:
             return _missing(missing, at, waiting)
@@ -135,6 +148,8 @@ def _judge(ranks: Sequence[Doing], waiting: Mapping[int, Collective]) -> Judgeme
     if idle:
         text = f"{_who_waits(waiting)}, though none is missing there; {_each(idle)}"
         return Judgement(text, tuple(one.rank for one in idle))
+    if not is_all:
+        return Judgement(_who_waits(waiting))
     return Judgement(
         f"{_who_waits(waiting)}, and none is missing: look at the network between the nodes"
     )
@@ -261,10 +276,16 @@ def _answers_the_agent(block: str) -> bool:
     return "torchelastic/training/control.py" in block
 
 
+def _frames(stack: str) -> list[tuple[str, str]]:
+    """File and function of a main thread's frames; none where the stack is no such, or just words
+    on why there is none."""
+    main = stack.partition("another thread:")[0]
+    return [(found["file"], found["name"]) for found in _FRAME.finditer(main)]
+
+
 def collective_in(stack: str) -> Collective | None:
     """The collective of torch.distributed that a main thread is in, as far as its frames tell."""
-    main = stack.partition("another thread:")[0]
-    frames = [(found["file"], found["name"]) for found in _FRAME.finditer(main)]
+    frames = _frames(stack)
     inside = takewhile(lambda frame: frame[0].endswith((_C10D, _LOGGER)), frames)
     called = [name for file, name in inside if file.endswith(_C10D)]
     if called:

@@ -6,10 +6,11 @@ import time
 
 import pytest
 
-from torchelastic.agent import script_vigil
+from torchelastic.agent import hang_report, script_vigil
 from torchelastic.agent.doings import Found
 from torchelastic.agent.hang_report import HangReport
 from torchelastic.agent.script_vigil import ScriptVigil, is_cause
+from torchelastic.agent.stacks import NOTHING
 from torchelastic.events.hangs import Doing, Judgement
 
 IN_COLLECTIVE = '  File "/x/torch/distributed/distributed_c10d.py", line 7 in all_reduce\n'
@@ -22,6 +23,10 @@ def waits(rank, node="a"):
 
 def works(rank, node="a", **more):
     return Doing(rank=rank, node=node, step=7, stack=ALONE, **more)
+
+
+def unread(rank, node="a"):
+    return Doing(rank=rank, node=node, step=7, stack=NOTHING)
 
 
 class Workers:
@@ -54,7 +59,7 @@ class Workers:
 
 
 def watch(workers, limit, monkeypatch):
-    """Until it has looked a few times, at workers whose first step was another one."""
+    """Until it has looked a few times, or killed, at workers whose first step was another one."""
     monkeypatch.setattr(script_vigil, "LOOK", 0.001)
 
     async def main():
@@ -63,7 +68,7 @@ def watch(workers, limit, monkeypatch):
         seen, workers.seen = workers.seen, (1, 6, workers.seen[2])
         vigil._overdue()
         workers.seen = seen
-        await vigil.run(lambda: workers.looks > 20)
+        await vigil.run(lambda: workers.looks > 40 or bool(workers.killed))
         report.close()
 
     asyncio.run(main())
@@ -79,6 +84,9 @@ def watch(workers, limit, monkeypatch):
         ([waits(0), waits(1)], 0, [], 1),
         ([waits(0, "b"), waits(1), waits(2)], 1, [], 0),
         ([works(0), works(1)], 0, [], 1),  # an evaluation, of all that is known
+        ([waits(0), works(1), unread(2, "b")], 0, [1], 1),
+        ([waits(0), unread(1)], 0, [], 1),
+        ([waits(0, "b"), works(1), unread(2)], 1, [1], 1),
         ([], 0, [], 0),
     ],
     ids=[
@@ -89,6 +97,9 @@ def watch(workers, limit, monkeypatch):
         "all wait",
         "all wait, and another node has rank 0",
         "nobody waits",
+        "missing, and one elsewhere cannot be seen",
+        "cannot be seen",
+        "missing, and one here cannot be seen",
         "nothing is known",
     ],
 )
@@ -101,6 +112,20 @@ def test_who_is_ended(doings, first, killed, told, monkeypatch):
         assert why.startswith("no progress for 1")
         assert "the worker hangs: rank 1" in why
         assert stack == ALONE
+
+
+def test_who_could_not_be_seen_is_looked_at_again(monkeypatch):
+    monkeypatch.setattr(hang_report, "FRESH", 0.0)
+    workers = Workers(waits(0), unread(1))
+    looks = iter([[waits(0), unread(1)]] * 3)
+
+    async def everywhere():
+        return Found(1, tuple(next(looks, [waits(0), works(1)])))
+
+    monkeypatch.setattr(workers, "everywhere", everywhere)
+    watch(workers, 50, monkeypatch)
+    assert workers.killed[0][0] == 1
+    assert [event.missing for event in workers.told[:2]] == [[], [1]], "the same is told once"
 
 
 @pytest.mark.parametrize(

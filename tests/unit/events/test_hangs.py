@@ -10,6 +10,7 @@ from torchelastic.events.hangs import Collective, Doing, collective_in, event_of
 
 REDUCE = Collective("all_reduce", 17)
 BEFORE = Collective("all_reduce", 16)
+NOTHING = "no stack could be read"
 
 
 def waiting(rank, at=REDUCE, launched=None, node="a"):
@@ -23,6 +24,10 @@ def working(rank, launched=BEFORE, node="a", **more):
 def shown(rank, function, *, file="torch/distributed/distributed_c10d.py"):
     frame = f'main thread, most recent call first:\n  File "/x/{file}", line 7 in {function}'
     return Doing(rank=rank, node="a", stack=f'{frame}\n  File "train.py", line 3 in <module>')
+
+
+def unread(rank, stack=NOTHING, **more):
+    return Doing(rank=rank, node="a", stack=stack, **more)
 
 
 def by_itself(rank):
@@ -116,6 +121,38 @@ CASES = {
         (1,),
     ),
     "nobody is known": ([], "no rank waits for another", ()),
+    "one shows nothing": (
+        [shown(0, "all_reduce"), by_itself(1), unread(2)],
+        "rank 1 is missing from all_reduce, in which rank 0 waits; what rank 2 does could not be "
+        "seen",
+        (1,),
+    ),
+    "all others wait": (
+        [shown(0, "all_reduce"), unread(1), unread(2)],
+        "rank 0 waits in all_reduce; what ranks 1, 2 do could not be seen",
+        (),
+    ),
+    "by what another program writes": (
+        [shown(0, "all_reduce"), unread(1, 'Thread 7 (idle): "MainThread"\n  f (train.py:7)')],
+        "rank 0 waits in all_reduce; what rank 1 does could not be seen",
+        (),
+    ),
+    "different ones, but not of all": (
+        [shown(0, "all_reduce"), shown(1, "broadcast"), unread(2)],
+        "rank 0 waits in all_reduce, rank 1 waits in broadcast; what rank 2 does could not be seen",
+        (),
+    ),
+    "nothing is seen": ([unread(0)], "no rank waits for another; what rank 0 does could not", ()),
+    "its number tells enough": (
+        [waiting(0), working(1, stack=NOTHING)],
+        "rank 1 is missing from all_reduce #17, in which rank 0 waits",
+        (1,),
+    ),
+    "frozen, without a stack": (
+        [shown(0, "all_reduce"), unread(1, frozen=True)],
+        "rank 1 (frozen) is missing from all_reduce, in which rank 0 waits",
+        (1,),
+    ),
 }
 
 
@@ -129,7 +166,11 @@ def test_who_is_missing(doings, text, missing):
 @pytest.mark.parametrize(
     ("doings", "text"),
     [
-        ([waiting(0)], "rank 0 waits in all_reduce #17; b, c did not answer: what"),
+        ([waiting(0)], "rank 0 waits in all_reduce #17; b, c did not answer"),
+        (
+            [waiting(0), waiting(1, Collective("broadcast", 17))],
+            "the ranks call different collectives",
+        ),
         ([waiting(0), working(1)], "rank 1 is missing from all_reduce #17, in which rank 0 waits;"),
     ],
 )
