@@ -32,6 +32,7 @@ LAYERS = (
         "http1_socket",
         "stalls",
         "tensor_bytes",
+        "terminal_text",
     ),
 )
 DEPTH = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
@@ -40,6 +41,7 @@ DEPTH = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
 PURE = {
     "codec.py",
     "http1.py",
+    "terminal_text.py",
     "dashboard/answers.py",
     "dashboard/door.py",
     "worker/orders.py",

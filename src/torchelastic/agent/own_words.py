@@ -1,7 +1,8 @@
 """What the agent itself says to people, on stderr, without ever waiting for them to read it.
 
 A line is written at once. Where that would wait, because a terminal was stopped by Ctrl-S or nobody
-reads a pipe, it is left to a thread, with all that is said after it.
+reads a pipe, it is left to a thread, with all that is said after it. Users' texts in it, such as
+an exception's message, are shown and not obeyed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 from collections import deque
 
 from torchelastic.agent.outlet import Outlet
+from torchelastic.terminal_text import one_line, plain
 
 #: Bytes that wait for a reader; what is said beyond that is lost.
 MOST = 256 * 1024
@@ -46,10 +48,10 @@ class OwnWords(logging.Handler):
         self.say(self.format(record))
 
     def say(self, text: str) -> None:
-        """Some lines as they are."""
+        """Some lines."""
         if self._outlet is None:
             return
-        data = text.encode(errors="backslashreplace") + b"\n"
+        data = plain(text).encode() + b"\n"
         with self._guard:
             data = self._erasing() + data
             if not self._behind:
@@ -74,7 +76,7 @@ class OwnWords(logging.Handler):
         with self._guard:
             if self._behind:
                 return
-            data = self._erasing() + line.encode(errors="replace")
+            data = self._erasing() + line.encode()
             self._drawn = len(line)
             if rest := self._written(self._outlet, data):
                 self._leave(self._outlet, rest)
@@ -82,9 +84,8 @@ class OwnWords(logging.Handler):
     def _one_line(self, text: str) -> str:
         """With its mark, cut to the width of the terminal: a line that wraps stays there."""
         whole = self.format(logging.makeLogRecord({"msg": text}))
-        clean = "".join(letter if letter.isprintable() else "?" for letter in whole)
         columns = os.get_terminal_size(self._fd).columns or _COLUMNS
-        return clean[: columns - 1]
+        return one_line(whole)[: columns - 1]
 
     def _erasing(self) -> bytes:
         """What removes the line that is drawn; with spaces, which every terminal knows."""
@@ -154,4 +155,4 @@ def show(text: str) -> None:
         if isinstance(handler, OwnWords):
             handler.say(text)
             return
-    print(text, file=sys.stderr, flush=True)
+    print(plain(text), file=sys.stderr, flush=True)

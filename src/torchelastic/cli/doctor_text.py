@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from torchelastic.cli.terminal import one_line
 from torchelastic.doctor.examination import Subject
 from torchelastic.doctor.finding import Finding, Verdict
+from torchelastic.terminal_text import one_line
 
 _VERDICT = max(len(verdict.value) for verdict in Verdict)
 #: The longest name of a check is not much longer.

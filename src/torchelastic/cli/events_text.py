@@ -13,6 +13,7 @@ from torchelastic.errors import EXIT_OK
 from torchelastic.events import types as events
 from torchelastic.events import words
 from torchelastic.events.record import Record
+from torchelastic.terminal_text import one_line
 
 #: Shown with `--all` only: there are too many of them.
 _NOISE = ("progress",)
@@ -32,7 +33,7 @@ class Printer:
         records = list(records)
         for record in records:
             if isinstance(record.event, events.Joined):
-                self._names[record.node] = terminal.one_line(record.event.name)[:_WIDEST_NAME]
+                self._names[record.node] = one_line(record.event.name)[:_WIDEST_NAME]
         shown = [self._name(record) for record in records]
         self._width = max([self._width, *map(len, shown)])
         for record in records:
@@ -43,14 +44,14 @@ class Printer:
         sys.stdout.flush()
 
     def _name(self, record: Record) -> str:
-        return self._names.get(record.node, terminal.one_line(record.node)[:_WIDEST_NAME])
+        return self._names.get(record.node, one_line(record.node)[:_WIDEST_NAME])
 
     def _line(self, record: Record) -> str:
         when = time.strftime("%H:%M:%S", time.localtime(record.wall))
         millis = int(record.wall % 1 * 1000)
         generation = "" if record.generation is None else f"g{record.generation}"
         who = f"{self._name(record):<{self._width}}"
-        told = terminal.one_line(words.sentence(record))
+        told = one_line(words.sentence(record))
         return f"{when}.{millis:03}  {who}  {generation:<4}  {told}"
 
 

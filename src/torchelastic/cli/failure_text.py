@@ -5,10 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from torchelastic.cli.terminal import one_line, plain
 from torchelastic.events import words
 from torchelastic.events.failures import FailureView
 from torchelastic.failure import Failure
+from torchelastic.terminal_text import one_line, plain
 
 #: Failures that fell because of the first one, and ranks, that are shown.
 _SHOWN = 8

@@ -12,12 +12,12 @@ from typing import Any
 from torchelastic import jobs
 from torchelastic.cli import failure_text
 from torchelastic.cli.story import files_of, matching
-from torchelastic.cli.terminal import one_line
 from torchelastic.events import log, view, words
 from torchelastic.events.recoveries import Recovery
 from torchelastic.events.view import Change, JobFold, JobView, NodeView
 from torchelastic.failure import Failure
 from torchelastic.jobs import JobEntry
+from torchelastic.terminal_text import one_line
 
 _WIDTH = 100
 #: Nodes of one job that the overview names.

@@ -1,42 +1,14 @@
-"""What reaches a terminal: no text of a user's can do more there than be read.
-
-A job's name, an exception's message or a line of a log may hold sequences that move the cursor,
-retitle the window or turn the direction of writing. They are shown, not obeyed.
-"""
+"""What commands about a job have in common: how they speak, and what they are asked."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from typing import TextIO
 
 from torchelastic.errors import EXIT_USAGE
-
-#: Control characters but the end of a line and the tab; marks that turn the direction of writing
-#: or end a line; halves of characters.
-_UNPRINTABLE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
-)
-
-
-def plain(text: str) -> str:
-    r"""The text with everything a terminal would act on written out.
-
-    >>> plain("a\x1b[2Jb")
-    'a\\x1b[2Jb'
-    """
-    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
-
-
-def one_line(text: str) -> str:
-    """The same, in one line.
-
-    >>> one_line("a\\nb")
-    'a b'
-    """
-    return plain(" ".join(text.split("\n")).replace("\t", " "))
+from torchelastic.terminal_text import one_line, plain
 
 
 def show(text: str, *, stream: TextIO | None = None, flush: bool = True) -> None:

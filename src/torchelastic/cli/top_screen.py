@@ -17,12 +17,12 @@ from rich.text import Text
 from torchelastic.cli import failure_text
 from torchelastic.cli.live import LivePicture
 from torchelastic.cli.story import choose
-from torchelastic.cli.terminal import one_line
 from torchelastic.errors import EXIT_OK
 from torchelastic.events import words
 from torchelastic.events.failures import FailureView
 from torchelastic.events.goodput import PARTS, Goodput, Part
 from torchelastic.events.view import JobView
+from torchelastic.terminal_text import one_line
 
 #: Seconds between two pictures.
 _REFRESH = 0.5

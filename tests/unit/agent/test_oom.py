@@ -11,8 +11,8 @@ from torchelastic.agent.oom import Facts, Memory, Sources, memory_hint
 
 GIGABYTE = 1 << 30
 OUTSIDE = (
-    "somebody sent SIGKILL: the kernel counts no kill for want of memory; a guard of memory such as "
-    "systemd-oomd is not counted either"
+    "somebody sent SIGKILL: the kernel counts no kill for want of memory; a guard of memory such "
+    "as systemd-oomd is not counted either"
 )
 DEVICE = "out of memory on the device: it had no room for an allocation"
 REFUSED = "out of memory: an allocation in main memory was refused"

@@ -42,6 +42,15 @@ def test_a_line_is_there_at_once_and_needs_no_thread(pipe):
     assert words._writer is None
 
 
+def test_users_texts_are_read_and_not_obeyed(pipe, capsys):
+    read_end, write_end = pipe
+    OwnWords(write_end).say("ValueError: \x1b]0;title\x07\x1b[2J\r\x9b\u202e\n\tat: here \ud800")
+    expected = r"ValueError: \x1b]0;title\x07\x1b[2J\r\x9b\u202e" + "\n\tat: here \\ud800\n"
+    assert os.read(read_end, 200).decode() == expected
+    own_words.show("\x1b[31mred")  # where nothing is set up to speak through
+    assert capsys.readouterr().err == "\\x1b[31mred\n"
+
+
 def test_a_reader_that_waits_gets_everything_in_its_order(pipe):
     read_end, write_end = pipe
     words = OwnWords(write_end)
@@ -125,7 +134,7 @@ def test_a_line_is_drawn_over_and_what_is_said_goes_before_it(terminal):
     words.say("end")
     blank = " " * len("[agent] 100% of 2")
     assert read_until(ours, b"end\r\n").decode() == (
-        f"[agent] 100% of 2\r{blank}\r[agent] ?]?of\r{' ' * 13}\rsaid\r\n"
+        f"[agent] 100% of 2\r{blank}\r[agent] \\x1b] of\r{' ' * 16}\rsaid\r\n"
         f"[agent] much longer\r{' ' * 19}\rend\r\n"
     )
 
