@@ -490,7 +490,7 @@ _LOG_FLAGS = (
         default="",
         default_words="none",
         alone=PAGE_ANYWHERE,
-        looks=values.ADDRESS,
+        looks=values.PAGE,
         help="Show the job on a page in the browser; on this machine only without HOST, at port "
         "29480 or a free one without PORT (also: auto).",
     ),

@@ -99,8 +99,8 @@ _CLI_TAIL = """\
 unambiguous; where an abbreviation fits a flag of torchrun's and one of ours, torchrun's is meant.
 `--flag VALUE` and `--flag=VALUE` are the same. Flags end at the first word that is none: that is
 the script, and the rest belongs to it. `${local_rank}` in the rest becomes the worker's local rank.
-The value of `--dashboard` may be left out: the next word is its value if it looks like one, a port or
-`HOST:PORT`.
+The value of `--dashboard` may be left out: the next word is its value if it looks like one, a port,
+`HOST:PORT` or `auto`.
 
 **Precedence.** A flag wins over its variable, a variable over the default. An empty variable counts
 as unset. `-j` and `--nnodes` (or `--nproc-per-node`) exclude each other.

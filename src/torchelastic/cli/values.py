@@ -20,8 +20,8 @@ T = TypeVar("T")
 #: Values of `--nproc-per-node` that stand for a number of devices.
 DEVICE_WORDS = ("auto", "cpu", "gpu", "xpu")
 _THOUSANDS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9}
-#: What looks like `[HOST:]PORT`, right or wrong, and like no script.
-ADDRESS = re.compile(r"([^\s/]+:)?[0-9]+")
+#: What looks like `[HOST:]PORT`, right or wrong, or is the word for any, and like no script.
+PAGE = re.compile(rf"([^\s/]+:)?[0-9]+|{PAGE_ANYWHERE}")
 _CANNOT_BE_HANDLED = ("SIGKILL", "SIGSTOP")
 
 
