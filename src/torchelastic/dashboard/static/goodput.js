@@ -77,7 +77,10 @@ function notes(found, view) {
   }
   if (found.disruptions) {
     const ended = `${counted(found.disruptions, "generation")} ended by a failure`;
-    told.push(`${ended}; ${counted(found.redone_steps, "step")} done again.`);
+    const again = found.redone_steps
+      ? `besides those in flight, ${counted(found.redone_steps, "step")} done again`
+      : "only steps in flight were done again";
+    told.push(`${ended}; ${again}.`);
   }
   if (found.active_nodes !== null && (view.max_nodes ?? 1) > 1) {
     const [active, there] = [percent(found.active_nodes), percent(found.available_nodes)];
