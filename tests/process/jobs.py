@@ -22,10 +22,18 @@ from tests.support import poll_for
 SCRIPT = Path(__file__).with_name("obedient.py")
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """One that this process of tests was not given before: the kernel may name one twice."""
+    while True:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            port = sock.getsockname()[1]
+        if port not in _given:
+            _given.add(port)
+            return port
 
 
 class Node:
