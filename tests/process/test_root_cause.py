@@ -70,7 +70,7 @@ def test_a_worker_raises_and_every_node_says_so_and_who_fell_because_of_it(tmp_p
             assert "  rank      : 1 (local_rank: 0)\n" in cause
             assert "  error     : ValueError: out of luck\n" in cause
             assert "linked.py" in cause
-            assert cause.endswith("  last lines: \n    linking\n    linked\n")
+            assert cause.endswith("  last lines:\n    linking\n    linked\n")
             assert [f"rank {rank} on" in fell(report) for rank in range(3)] == [True, False, True]
             assert fell(report).count(BROKEN) == 2
         failure = shown()

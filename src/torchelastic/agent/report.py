@@ -134,7 +134,8 @@ def _node_details(failure: Failure) -> list[str]:
 
 
 def _row(label: str, value: str) -> str:
-    return f"  {label:<10}: " + value.rstrip().replace("\n", "\n  ")
+    space = "" if value.startswith("\n") else " "
+    return f"  {label:<10}:{space}" + value.rstrip().replace("\n", "\n  ")
 
 
 def _others(failures: Sequence[Failure]) -> list[str]:

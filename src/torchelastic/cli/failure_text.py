@@ -19,7 +19,8 @@ def in_full(failure: FailureView, width: int) -> list[str]:
     cause = failure.cause
     lines = _wrapped(failure.sentence, width)
     for label, text in _facts(failure).items():
-        lines += _wrapped(f"{label}: {text}", width)
+        if label != "hang" or text not in failure.sentence:
+            lines += _wrapped(f"{label}: {text}", width)
     lines += [plain(line) for line in cause.traceback.rstrip().splitlines()]
     if cause.log_lines:
         lines += ["the last lines it wrote:", *(f"  {one_line(line)}" for line in cause.log_lines)]
@@ -32,12 +33,22 @@ def in_brief(failure: FailureView) -> list[str]:
     """What fits where there is little room: each line by itself."""
     lines = [failure.sentence]
     lines += [f"{label}: {text}" for label, text in _facts(failure).items()]
-    if said := failure.cause.traceback.rstrip() or "\n".join(failure.cause.log_lines):
+    if said := _innermost(failure.cause.traceback) or "\n".join(failure.cause.log_lines):
         lines.append(said.splitlines()[-1])
     if failure.consequences:
         fell = [one.node if one.is_node else f"rank {one.rank}" for one in failure.consequences]
         lines.append(f"fell because of it: {words.listed(fell)}")
     return [one_line(line) for line in lines]
+
+
+def _innermost(traceback: str) -> str:
+    """What a traceback comes to: its last line; of a stack that was dumped, the frame on top."""
+    lines = traceback.rstrip().splitlines()
+    threads = [at for at, line in enumerate(lines) if "most recent call first" in line]
+    ours = [at for at in threads if lines[at].lower().startswith(("main thread", "current thread"))]
+    for at in (ours or threads)[:1]:
+        return "".join(lines[at + 1 : at + 2])
+    return lines[-1] if lines else ""
 
 
 def _facts(failure: FailureView) -> dict[str, str]:

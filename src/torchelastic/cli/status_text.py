@@ -15,7 +15,6 @@ from torchelastic.cli.story import files_of, matching
 from torchelastic.events import log, view, words
 from torchelastic.events.recoveries import Recovery
 from torchelastic.events.view import Change, JobFold, JobView, NodeView
-from torchelastic.failure import Failure
 from torchelastic.jobs import JobEntry
 from torchelastic.terminal_text import one_line
 
@@ -100,7 +99,7 @@ def details(entry: JobEntry, seen: JobView, now: float) -> str:
         lines += ["", *_goodput(seen)]
     lines += ["", "  nodes", *_nodes(entry, seen, most=_NODES_IN_DETAILS)]
     if seen.recoveries:
-        lines += ["", "  recoveries", *_recoveries(seen.recoveries[-_RECOVERIES_SHOWN:])]
+        lines += ["", *_recoveries(seen.recoveries, over=not entry.alive)]
     if seen.history:
         lines += ["", "  what happened", *_history(seen.history[-_HISTORY_SHOWN:])]
     return "\n".join([*lines, *_causes(seen)])
@@ -115,8 +114,8 @@ def _summary(entry: JobEntry, seen: JobView, now: float) -> list[str]:
         lines += _wrapped(text, "  ", "  ")
     if seen.last_recovery is not None:
         last = seen.last_recovery
-        text = f"last recovery, {_ago(now - last.wall)}, cost {words.cost(last)}; {_root(last)}"
-        lines += _wrapped(text, "  ", "  ")
+        text = f"last recovery, {_ago(now - last.wall)}, cost {words.cost(last)}"
+        lines += _wrapped(f"{text}; cause: {words.cause(last)}", "  ", "  ")
     return lines
 
 
@@ -185,21 +184,19 @@ def _stragglers(seen: JobView) -> list[str]:
     return lines
 
 
-def _recoveries(recoveries: Sequence[Recovery]) -> list[str]:
-    lines = []
-    for recovery in recoveries:
+def _recoveries(recoveries: Sequence[Recovery], *, over: bool) -> list[str]:
+    shown = recoveries[-_RECOVERIES_SHOWN:]
+    lines = ["  recoveries"]
+    if len(shown) < len(recoveries):
+        lines = [f"  recoveries, the last {len(shown)} of {len(recoveries)}"]
+    for recovery in shown:
         head = f"    {_clock_time(recovery.wall)}  "
-        text = f"generation {recovery.generation}, {recovery.kind}: {words.cost(recovery)}"
-        lines += _wrapped(text, head, " " * len(head))
-        lines += _wrapped(_root(recovery), " " * len(head), " " * len(head))
+        margin = " " * len(head)
+        cost = words.cost(recovery, over=over)
+        text = f"generation {recovery.generation}, {recovery.kind}: {cost}"
+        lines += _wrapped(text, head, margin)
+        lines += _wrapped(f"cause: {words.cause(recovery)}", margin, margin)
     return lines
-
-
-def _root(recovery: Recovery) -> str:
-    """What a recovery was from."""
-    if recovery.failure is not None:
-        return f"cause: {words.first_line(Failure.from_json(recovery.failure).sentence())}"
-    return f"cause: {_first_line(recovery.why)}" if recovery.why else "cause: not known"
 
 
 def _causes(seen: JobView) -> list[str]:

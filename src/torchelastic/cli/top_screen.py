@@ -124,12 +124,15 @@ def _legend(goodput: Goodput) -> Text:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[Text]]) -> Table:
-    """Only the last column gives way where the screen is narrow."""
+    """Only the last column gives way where the screen is narrow: no other may be wrapped."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for place, head in enumerate(heads):
         widest = max([len(head), *(row[place].cell_len for row in rows)])
-        room = None if place == len(heads) - 1 else min(widest, _WIDEST)
-        table.add_column(head, no_wrap=True, overflow="ellipsis", min_width=room, max_width=room)
+        last = place == len(heads) - 1
+        room = None if last else min(widest, _WIDEST)
+        table.add_column(
+            head, no_wrap=not last, overflow="ellipsis", min_width=room, max_width=room
+        )
     for row in rows:
         table.add_row(*row)
     return table
@@ -178,9 +181,9 @@ def _recoveries(seen: JobView) -> Table:
     rows = []
     for recovery in reversed(seen.recoveries[-_RECOVERIES:]):
         kind = _text(recovery.kind, "red" if recovery.is_failure else "")
-        rows.append([_text(_time(recovery.wall)), kind, _text(words.cost(recovery))])
-        why = words.first_line(recovery.why)
-        rows.append([_text(""), _text(""), _text(why, "bright_black")])
+        cost = words.cost(recovery, over=seen.phase in ("ended", "died"))
+        rows.append([_text(_time(recovery.wall)), kind, _text(cost)])
+        rows.append([_text(""), _text(""), _text(words.cause(recovery), "bright_black")])
     return _table(("when", "recovery", "cost, and why"), rows)
 
 

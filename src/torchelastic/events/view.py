@@ -26,7 +26,7 @@ NodeState = Literal[
 JobPhase = Literal["starting", "waiting", "running", "restarting", "ended", "died"]
 
 _PLACED = ("running", "spare")
-_TOO_FEW = "too few nodes"
+_NO_WORLD = "no world yet"
 
 #: Changes, and worlds, that are kept.
 HISTORY = 50
@@ -376,10 +376,10 @@ class JobFold:
 
     def _waits(self, record: Record, why: str) -> None:
         """It is said again every minute; the history keeps the last time only."""
-        if self._history and self._history[-1].what == _TOO_FEW:
+        if self._history and self._history[-1].what == _NO_WORLD:
             self._history.pop()
         self._change(phase="waiting")
-        self._tell(record, _TOO_FEW, why)
+        self._tell(record, _NO_WORLD, why)
 
     def _job_ended(self, record: Record, name: str, ended: events.JobEnded) -> None:
         self._set(name, state="ended", exitcode=ended.exitcode)

@@ -11,7 +11,7 @@ from torchelastic.events.goodput import PARTS, Goodput
 from torchelastic.events.record import Record
 from torchelastic.events.recoveries import Recovery
 from torchelastic.events.view import JobView
-from torchelastic.failure import signal_name
+from torchelastic.failure import Failure, signal_name
 
 #: Names and ranks that a sentence lists.
 _LISTED = 8
@@ -52,16 +52,19 @@ def counted(number: int, noun: str) -> str:
 def seconds(duration: float) -> str:
     """`12 ms`, `3.1 s`, `34 s`, `1 min 37 s`: as exact as it is of use.
 
-    >>> seconds(0.0123), seconds(3.14159), seconds(97), seconds(8000)
-    ('12 ms', '3.1 s', '1 min 37 s', '2 h 13 min')
+    Rounded, unlike `span`: parts that are shown beside their sum have to add up.
+
+    >>> seconds(0.0123), seconds(3.14159), seconds(13.9), seconds(97), seconds(8000)
+    ('12 ms', '3.1 s', '14 s', '1 min 37 s', '2 h 13 min')
     """
     if duration < 0.9995:
         return f"{max(0.0, duration) * 1000:.0f} ms"
     if duration < 9.95:
         return f"{duration:.1f} s"
-    if 60 <= duration < 600 and int(duration) % 60:
-        return f"{span(duration)} {int(duration) % 60} s"
-    return span(duration)
+    if (whole := round(duration)) < 600:
+        rest = f" {whole % 60} s" if whole > 60 and whole % 60 else ""
+        return f"{span(whole)}{rest}"
+    return span(round(duration / 60) * 60)
 
 
 def span(duration: float) -> str:
@@ -168,19 +171,31 @@ def goodput(found: Goodput) -> str:
     return f"{head}: training {seconds(found.productive)}{parts}"
 
 
-def cost(recovery: Recovery) -> str:
-    """`1.9 s: detect 100 ms, agree 200 ms, rebuild 750 ms, transfer 250 ms, redo 600 ms`."""
+def cost(recovery: Recovery, *, over: bool = False) -> str:
+    """`1.9 s: detect 100 ms, agree 200 ms, rebuild 750 ms, transfer 250 ms, redo 600 ms`.
+
+    `over`: the job is, so that what has not been recovered from never will be.
+    """
+    if over and not recovery.done:
+        return "the job ended"
     parts = {
-        "detect": recovery.detect or None,
-        "wait": recovery.wait or None,
+        "detect": recovery.detect,
+        "wait": recovery.wait,
         "agree": recovery.agree,
         "rebuild": recovery.rebuild,
         "transfer": recovery.transfer,
         "redo": recovery.redo,
     }
-    told = [f"{name} {seconds(spent)}" for name, spent in parts.items() if spent is not None]
+    told = [f"{name} {seconds(spent)}" for name, spent in parts.items() if spent]
     whole = seconds(recovery.cost) if recovery.done else f"{seconds(recovery.cost)} so far"
     return f"{whole}: {', '.join(told)}" if told else whole
+
+
+def cause(recovery: Recovery) -> str:
+    """What a recovery was from: the failure, if there was one, else why the world changed."""
+    if recovery.failure is not None:
+        return first_line(Failure.from_json(recovery.failure).sentence())
+    return first_line(recovery.why) or "not known"
 
 
 # --- the sentences -------------------------------------------------------------------------------
@@ -251,7 +266,7 @@ _WORDS: dict[type[events.Event], Callable[[Any], str]] = {
     events.WorldFormed: _formed,
     events.GenerationOver: lambda e: _because(f"the generation is over ({e.kind})", e.reason),
     events.WorldChanging: lambda e: _because("the generation ends at the next step", e.reason),
-    events.Waiting: lambda e: _because("waits for nodes", e.reason),
+    events.Waiting: lambda e: _because("no world yet", e.reason),
     events.WorkersStarted: lambda e: f"{_ranks(e.ranks)} started in {seconds(e.seconds)}",
     events.StandbyStarted: lambda e: (
         f"worker {e.local_rank} starts (pid {e.worker_pid}), to enter a later world"

@@ -9,6 +9,7 @@ from itertools import accumulate, islice
 from typing import NamedTuple
 
 from torchelastic.errors import EXIT_NOT_ENOUGH_NODES
+from torchelastic.events import words
 from torchelastic.rendezvous import succession
 from torchelastic.rendezvous.round_state import (
     Decision,
@@ -178,7 +179,7 @@ def _wait(rules: RoundRules, state: RoundState, now: float) -> Decision:
 
 def limit(left: float | None) -> str:
     """How a reason to wait ends."""
-    return "" if left is None else f", for {left:.0f} s more"
+    return "" if left is None else f", for {words.span(round(left))} more"
 
 
 def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:

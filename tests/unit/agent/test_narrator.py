@@ -95,5 +95,5 @@ def test_a_node_that_looks_for_the_others_for_a_while_says_so(tmp_path, said, mo
     monkeypatch.setattr("torchelastic.agent.narrator.JOINING", 0.0)
     narrator = narrator_of(tmp_path, generation=-1)
     asyncio.run(look())
-    expected = f"looking for job {narrator._config.run_id} at 127.0.0.1:1, for 3600 s more"
+    expected = f"looking for job {narrator._config.run_id} at 127.0.0.1:1, for 1 h more"
     assert said == ([] if finds else [expected])

@@ -127,7 +127,7 @@ def test_what_the_agent_has_found_out_and_the_worker_s_last_lines():
         "  hint      : out of memory: the kernel killed it (limit 2.0 GiB)\n"
         "  collective: all_reduce #14\n"
         "  traceback : none: the worker ended without a Python exception\n"
-        "  last lines: \n"
+        "  last lines:\n"
         "    loading\n"
         "    step 17\n"
         "-----"

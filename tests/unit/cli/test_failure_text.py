@@ -52,6 +52,27 @@ def test_a_hang_is_told():
     assert "hang: rank 3 is missing from all_reduce #14" in in_brief(seen(hang=hang))
 
 
+def test_a_hang_that_the_sentence_tells_is_not_told_twice_where_all_of_it_is_shown():
+    hang = {"text": "rank 2 is missing from all_reduce #14", "missing": [2], "ranks": []}
+    hung = replace(CAUSE, message=f"the worker hangs: {hang['text']}")
+    assert not [line for line in in_full(seen(hung, hang=hang), 96) if line.startswith("hang:")]
+    assert f"hang: {hang['text']}" in in_brief(seen(hung, hang=hang))
+
+
+def test_of_a_stack_that_was_dumped_the_frame_on_top_is_shown_where_there_is_little_room():
+    main = (
+        'main thread, most recent call first:\n  File "t.py", line 9 in step\n  File "t.py", line 3'
+    )
+    other = 'Thread 0x7f (most recent call first):\n  File "pool.py", line 81 in work\n\n'
+    dumped = main.replace(
+        "main thread, most recent call first", "Current thread 0x7e (most recent call first)"
+    )
+    for stack in (main, other + dumped):
+        assert '  File "t.py", line 9 in step' in in_brief(seen(replace(CAUSE, traceback=stack)))
+    only = replace(CAUSE, traceback=other)
+    assert '  File "pool.py", line 81 in work' in in_brief(seen(only))
+
+
 def test_in_brief():
     gone = node_failure("node-c", 0, "its lease has ended")
     assert in_brief(seen(CAUSE, FELL, gone)) == [

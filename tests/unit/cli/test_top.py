@@ -57,6 +57,21 @@ def test_each_rank_is_shown_with_its_rate_and_its_own_part_of_a_step(capsys):
 
 
 @needs_rich
+def test_a_straggler_does_not_push_its_rank_off_a_narrow_screen(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    agent = Agent("job").world(0, "node-a")
+    for step in (1, 2):
+        agent.tell(events.Progress([0], [step], [agent.clock.now() + 1], own=[0.25]), 0)
+    agent.tell(events.Straggler(0, 2.0, 1.0, 7.0, "rank 0 on node-a is slow: " + "x" * 90), 0)
+    agent.log.close()
+    assert top.main(["job", "--once"]) == EXIT_OK
+    lines = capsys.readouterr().out.splitlines()
+    [row] = [line for line in lines if "steps/s  " in line]
+    assert row.split()[:5] == ["0", "node-a", "2", "1", "steps/s"]
+    assert max(map(len, lines)) <= 80
+
+
+@needs_rich
 def test_what_a_job_has_achieved_is_on_the_screen(capsys):
     achieved("job").log.close()
     assert top.main(["job", "--once"]) == EXIT_OK

@@ -105,9 +105,15 @@ def test_an_event_of_a_later_version_is_shown_as_it_is():
         (0.0123, "12 ms"),
         (0.9996, "1.0 s"),
         (3.14, "3.1 s"),
-        (9.96, "9 s"),
+        (9.96, "10 s"),
+        (13.9, "14 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min"),
         (61, "1 min 1 s"),
+        (119.7, "2 min"),
         (120, "2 min"),
+        (599.6, "10 min"),
+        (3599, "1 h"),
         (8000, "2 h 13 min"),
     ],
 )
@@ -248,3 +254,20 @@ def test_the_cost_of_a_recovery_in_a_line():
     assert words.cost(done) == (
         "1.9 s: detect 100 ms, agree 200 ms, rebuild 750 ms, transfer 250 ms, redo 600 ms"
     )
+    quick = dataclasses.replace(done, transfer=0.0, redo=0.0)
+    assert words.cost(quick) == "1.1 s: detect 100 ms, agree 200 ms, rebuild 750 ms"
+
+
+def test_a_job_that_is_over_recovers_from_nothing_more():
+    begun = Recovery(generation=0, wall=0, kind="failure", why="", detect=0.1)
+    assert words.cost(begun, over=True) == "the job ended"
+    assert words.cost(dataclasses.replace(begun, rebuild=0.1), over=True).startswith("200 ms: ")
+
+
+def test_the_cause_of_a_recovery_is_the_failure_and_not_why_the_next_world_was_formed():
+    why = "enough workers are there again"
+    change = Recovery(generation=0, wall=0, kind="failure", why=why)
+    assert words.cause(change) == why
+    fell = dataclasses.replace(change, failure=failure().to_json())
+    assert words.cause(fell) == "rank 2 on b (local rank 0, pid 42) at step 7: killed by SIGKILL"
+    assert words.cause(dataclasses.replace(change, why="")) == "not known"
