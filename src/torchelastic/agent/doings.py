@@ -4,8 +4,9 @@
     which generation                   ->
                                        <-   what its ranks do in that, one JSON object a line
 
-All are asked at once, and have two seconds: who does not answer by then is named. A reader changes
-nothing; connections are those of all agents, greeted and with the job's secret where it has one.
+All of them together have two seconds: who has not answered by then is named. A reader changes
+nothing, and what goes wrong in it ends nothing; connections are those of all agents, greeted and
+with the job's secret where it has one.
 """
 
 from __future__ import annotations
@@ -16,29 +17,30 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torchelastic.agent.meeting import Meeting
 from torchelastic.agent.stacks import NOTHING, Stacks
-from torchelastic.errors import ConfigError, RendezvousError, WireError
+from torchelastic.errors import WireError
 from torchelastic.events.hangs import Doing
 from torchelastic.rendezvous.embedded import wire
-from torchelastic.rendezvous.embedded.dial import Endpoint, NoAnswer, knock
+from torchelastic.rendezvous.embedded.dial import Endpoint, knock
 from torchelastic.rendezvous.embedded.link import Link
 from torchelastic.rendezvous.embedded.wire import Message, by_kind
 from torchelastic.rendezvous.world import World, WorldNode
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that this node's workers have for their stacks, and another agent for its answer.
+T = TypeVar("T")
+
+#: Seconds that this node's workers have for their stacks, and all other agents for their answers.
 HERE, THERE = 1.5, 2.0
 #: Nodes that are asked, and how many of them at a time.
 MOST_NODES, AT_A_TIME = 512, 64
 #: Bytes of an answer.
 ANSWER = 1 << 20
-#: Agents that are answered at a time.
+#: Agents that are connected at a time, to ask. Each has as long as it waits for an answer.
 MOST_GUESTS = 64
-_UNHEARD = (OSError, EOFError, asyncio.TimeoutError, NoAnswer, RendezvousError, ConfigError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,8 @@ class Doings:
         self._workers, self._stacks = workers, stacks
         self._node, self._job, self._world = node, job, world
         self._meeting: Meeting | None = None
-        self._guests: set[asyncio.Task[None]] = set()
+        self._guests: set[Link] = set()
+        self._answers: set[asyncio.Task[None]] = set()
 
     def open(self, meeting: Meeting) -> None:
         """Answer other agents from now on."""
@@ -103,10 +106,12 @@ class Doings:
 
     async def close(self) -> None:
         """Answer nobody any more."""
-        for task in self._guests:
+        for link in self._guests:
+            link.abort()
+        for task in self._answers:
             task.cancel()
-        if self._guests:
-            await asyncio.wait(self._guests)
+        if self._answers:
+            await asyncio.wait(self._answers)
 
     # --- here ------------------------------------------------------------------------------------
 
@@ -117,9 +122,9 @@ class Doings:
         reading = {
             local: asyncio.create_task(self._stacks.of(local), name="stack") for local in known
         }
-        if reading:
-            await asyncio.wait(reading.values(), timeout=HERE)
-        return [replace(doing, stack=_result_of(reading[local])) for local, doing in known.items()]
+        seen = await _outcomes(reading.values(), HERE)
+        stacks = dict(zip(reading, seen, strict=True))
+        return [replace(doing, stack=stacks[local] or NOTHING) for local, doing in known.items()]
 
     # --- everywhere ------------------------------------------------------------------------------
 
@@ -130,9 +135,11 @@ class Doings:
             return Found()
         others = [item for item in world.nodes if item.node != self._node][:MOST_NODES]
         turn = asyncio.Semaphore(AT_A_TIME)
-        asking = [self._there(item, world.generation, turn) for item in others]
-        own, *told = await asyncio.gather(self.here(world.generation), *asking)
-        assert own is not None
+        asking = [
+            asyncio.create_task(self._there(item, world.generation, turn), name=item.name)
+            for item in others
+        ]
+        own, told = await asyncio.gather(self.here(world.generation), _outcomes(asking, THERE))
         doings = [doing for one in (own, *told) if one is not None for doing in one]
         silent = [item.name for item, one in zip(others, told, strict=True) if one is None]
         if (unasked := world.count - len(world.nodes) + _left_out(world)) > 0:
@@ -142,14 +149,10 @@ class Doings:
 
     async def _there(
         self, item: WorldNode, generation: int, turn: asyncio.Semaphore
-    ) -> list[Doing] | None:
-        """What the ranks of another node do; None if it does not answer."""
+    ) -> list[Doing]:
+        """What the ranks of another node do."""
         async with turn:
-            try:
-                return await asyncio.wait_for(self._ask(item.peer, generation), THERE)
-            except (*_UNHEARD, WireError, ValueError) as error:
-                logger.debug("%s does not say what its ranks do: %r", item.name, error)
-                return None
+            return await self._ask(item.peer, generation)
 
     async def _ask(self, peer: str, generation: int) -> list[Doing]:
         if self._meeting is None or not peer:
@@ -174,6 +177,14 @@ class Doings:
             link.send(wire.Refusal("This agent is asked by too many at once."))
             link.close()
             return
+        self._guests.add(link)
+        leave = asyncio.get_running_loop().call_later(THERE, link.abort)
+
+        def left(_: object) -> None:
+            leave.cancel()
+            self._guests.discard(link)
+
+        link.ended.add_done_callback(left)
         link.send(wire.Welcome(wire.PROTOCOL, wire.VERSION, "", False, 0))
         link.deliver_to(partial(self._hear, link))
 
@@ -181,8 +192,10 @@ class Doings:
         asked = wire.parse(payload, ASKED)
         assert isinstance(asked, Which)
         task = asyncio.create_task(self._answer(link, asked.generation), name="doings")
-        self._guests.add(task)
-        task.add_done_callback(self._guests.discard)
+        self._answers.add(task)
+        task.add_done_callback(self._answers.discard)
+        link.ended.add_done_callback(lambda _: task.cancel())
+        link.deliver_to(_hear_no_more)
 
     async def _answer(self, link: Link, generation: int) -> None:
         try:
@@ -205,11 +218,29 @@ def _left_out(world: World) -> int:
     return max(0, len(world.nodes) - 1 - MOST_NODES)
 
 
-def _result_of(task: asyncio.Task[str]) -> str:
-    if task.done():
-        return task.result()
-    task.cancel()
-    return NOTHING
+def _hear_no_more(payload: bytes) -> None:
+    raise WireError("It asks again before it is answered.")
+
+
+async def _outcomes(tasks: Iterable[asyncio.Task[T]], seconds: float) -> list[T | None]:
+    """What each has come to in time; None for one that has not, or has failed."""
+    waited = list(tasks)
+    try:
+        if waited:
+            await asyncio.wait(waited, timeout=seconds)
+        return [_outcome(task) if task.done() else None for task in waited]
+    finally:
+        for task in waited:
+            task.cancel()
+
+
+def _outcome(task: asyncio.Task[T]) -> T | None:
+    if task.cancelled():
+        return None
+    if (error := task.exception()) is not None:
+        logger.debug("what %s does cannot be told: %r", task.get_name(), error)
+        return None
+    return task.result()
 
 
 def to_json(found: Found) -> dict[str, object]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 
 from torchelastic.agent.doings import Found
 from torchelastic.events import types as events
 from torchelastic.events.hangs import Judgement, event_of, judge
+
+logger = logging.getLogger(__name__)
 
 #: Seconds for which what was found is not looked for again.
 FRESH = 5.0
@@ -31,8 +34,16 @@ class HangReport:
         """Look now, if that has not been done just before."""
         if self._looking is None or time.monotonic() - self._began > FRESH:
             self._began = time.monotonic()
-            self._looking = asyncio.ensure_future(self._look())
+            self._looking = asyncio.ensure_future(self._look_safely())
         return self._looking
+
+    async def _look_safely(self) -> Found:
+        """Who only looks never ends the job: those who wait for this would."""
+        try:
+            return await self._look()
+        except Exception:
+            logger.exception("What the ranks do could not be looked at.")
+            return Found()
 
     async def found(self, generation: int) -> Found:
         """What was seen of this world; in seconds, since nobody who looks waits longer."""

@@ -57,15 +57,19 @@ def _state(process: Path) -> str:
 
 
 async def stack_of(pid: int | None) -> str:
-    """The Python stacks of a process, read from outside; empty where py-spy is not installed."""
+    """The Python stacks of a process, read from outside; empty where py-spy does not do that."""
     program = shutil.which("py-spy")
     if program is None or pid is None:
         return ""
-    asked = await asyncio.create_subprocess_exec(
-        *(program, "dump", "--nonblocking", "--pid", str(pid)),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
+    try:
+        asked = await asyncio.create_subprocess_exec(
+            *(program, "dump", "--nonblocking", "--pid", str(pid)),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+    except OSError as error:
+        logger.warning("%s cannot be run (%s): mend or remove it.", program, error)
+        return ""
     try:
         output, _ = await asyncio.wait_for(asked.communicate(), STACK)
     except asyncio.TimeoutError:

@@ -92,7 +92,7 @@ class Doing:
                 frozen=bool(data["frozen"]),
                 stack=str(data["stack"]),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"What a rank does cannot be read: {error!r}.") from None
 
 
@@ -127,7 +127,8 @@ def _gaps(unknown: Sequence[int], unheard: Sequence[str]) -> list[str]:
     if unknown:
         gaps.append(f"what {listed(unknown)} {_verbs(unknown, 'does', 'do')} could not be seen")
     if unheard:
-        gaps.append(f"{', '.join(unheard)} did not answer")
+        more = f" and {len(unheard) - 8} more" if len(unheard) > 8 else ""
+        gaps.append(f"{', '.join(unheard[:8])}{more} did not answer")
     return gaps
 
 

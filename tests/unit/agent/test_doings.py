@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -52,11 +54,14 @@ class Node:
         self.name = name
         self.reception = Reception("job", secret=secret)
         self.credentials = Credentials(secret) if secret is not None else ANONYMOUS
-        self.slow = set()
+        self.slow, self.broken, self.asked = set(), set(), []
         self.doings = Doings(Workers(name, ranks), self, node=name, job="job", world=world)
 
     async def of(self, local_rank):
         """Stands for the reader of stacks, too."""
+        self.asked.append(local_rank)
+        if local_rank in self.broken:
+            raise OSError("no memory for another process")
         if local_rank in self.slow:
             await asyncio.sleep(3600)
         return f"stack {local_rank} of {self.name}"
@@ -132,6 +137,45 @@ async def test_a_stack_that_cannot_be_read_in_time_is_left_out(monkeypatch):
 
 
 @in_loop
+async def test_a_stack_that_cannot_be_read_at_all_keeps_nobody_from_telling():
+    async with nodes([0, 1], [2]) as (_, a, b):
+        a.broken.add(1)
+        b.broken.add(0)
+        found = await a.doings.everywhere()
+    nothing = "no stack could be read"
+    assert [one.stack for one in found.doings] == ["stack 0 of a", nothing, nothing]
+
+
+@in_loop
+async def test_all_nodes_together_have_two_seconds(monkeypatch):
+    monkeypatch.setattr(doings, "AT_A_TIME", 1)
+    monkeypatch.setattr(doings, "THERE", 0.2)
+    async with nodes([0], [1], [2]) as (_, a, b, c):
+        monkeypatch.setattr(b.doings, "here", lambda generation: asyncio.sleep(3600))
+        found = await a.doings.everywhere()
+    assert found.unheard == ("b", "c"), "the first one's silence takes the time of the second"
+    assert c.asked == []
+
+
+JUNK = {
+    "too large": json.dumps({**Doing(rank=0, node="b").to_json(), "rank": math.inf}),
+    "too deep": "[" * 100_000,
+    "no object": "7",
+    "no JSON": "junk",
+}
+
+
+@pytest.mark.parametrize("line", JUNK.values(), ids=JUNK)
+@in_loop
+async def test_who_tells_junk_is_not_heard(line, monkeypatch):
+    monkeypatch.setattr(doings, "lines_of", lambda _: line.encode())
+    async with nodes([0], [1]) as (_, a, _b):
+        found = await a.doings.everywhere()
+    assert [one.rank for one in found.doings] == [0]
+    assert found.unheard == ("b",)
+
+
+@in_loop
 async def test_of_a_world_of_which_some_nodes_are_known_the_others_are_counted():
     async with nodes([0]) as (worlds, a):
         worlds.append(worlds[0].with_nodes([a.place] * 5))
@@ -155,11 +199,58 @@ async def test_who_has_no_secret_is_told_nothing():
             await knock(place, purpose=wire.DOINGS, timeout=5.0)
 
 
+async def guest(node):
+    place = Endpoint.at(f"127.0.0.1:{node.port}", "job", ANONYMOUS)
+    link, _ = await knock(place, purpose=wire.DOINGS, timeout=5.0)
+    return link
+
+
+@in_loop
+async def test_who_says_nothing_is_counted(monkeypatch):
+    monkeypatch.setattr(doings, "MOST_GUESTS", 2)
+    async with nodes([0]) as (_, a):
+        first, second = await guest(a), await guest(a)
+        with pytest.raises(RendezvousRefused, match="too many at once"):
+            await guest(a)
+        first.abort()
+        while len(a.doings._guests) == 2:
+            await asyncio.sleep(0.001)
+        (await guest(a)).abort()
+        second.abort()
+
+
+@in_loop
+async def test_who_says_nothing_is_sent_away(monkeypatch):
+    monkeypatch.setattr(doings, "THERE", 0.05)
+    async with nodes([0]) as (_, a):
+        await (await guest(a)).ended
+        while a.doings._guests:
+            await asyncio.sleep(0.001)
+
+
+@in_loop
+async def test_who_asks_again_is_sent_away_without_an_answer():
+    async with nodes([0]) as (_, a):
+        a.slow.add(0)
+        link = await guest(a)
+        link.send(wire.pack(Which(GENERATION)) * 100)
+        await link.ended
+        while a.doings._answers or a.doings._guests:
+            await asyncio.sleep(0.001)
+        assert len(a.asked) <= 1
+
+
+@in_loop
+async def test_guests_leave_with_the_agent():
+    async with nodes([0]) as (_, a):
+        link = await guest(a)
+    await link.ended
+
+
 @in_loop
 async def test_junk_ends_the_connection():
     async with nodes([0]) as (_, a):
-        place = Endpoint.at(f"127.0.0.1:{a.port}", "job", ANONYMOUS)
-        link, _ = await knock(place, purpose=wire.DOINGS, timeout=5.0)
+        link = await guest(a)
         link.send(wire.pack_before(Which(1), b"junk"))
         await link.ended
 

@@ -98,7 +98,7 @@ def test_threads_that_run_survive_being_looked_at(started):
         while process.poll() is None and stacks._signals(main, "SigPnd"):
             os.sched_yield()
         assert process.poll() is None
-    assert "in hangs" in asyncio.run(written_stack(process.pid, memory))
+    assert "most recent call first" in asyncio.run(written_stack(process.pid, memory))
 
 
 def test_the_signal_is_not_sent_again_before_it_is_taken(started, monkeypatch):
@@ -202,6 +202,15 @@ def test_of_a_program_none_can_be_read(started):
     process, _ = started("print('up', flush=True); import time; time.sleep(600)")
     assert stack(Workers(process)) == NOTHING
     assert stack(Workers()) == "it has ended"
+
+
+def test_a_reader_that_cannot_be_run_is_named_and_harms_nobody(tmp_path, monkeypatch, caplog):
+    program = tmp_path / "py-spy"
+    program.write_bytes(b"\x7fELF of another machine")
+    program.chmod(0o755)
+    monkeypatch.setattr(stacks.shutil, "which", lambda name: str(program))
+    assert asyncio.run(stacks.stack_of(os.getpid())) == ""
+    assert "py-spy cannot be run" in caplog.text
 
 
 def test_two_who_ask_at_once_both_get_it(started):

@@ -1,6 +1,7 @@
 """Who is missing from the collective that the others wait in."""
 
 import json
+import math
 
 import pytest
 
@@ -180,6 +181,11 @@ def test_nodes_that_do_not_answer_are_named(doings, text):
     assert "b, c did not answer" in said
 
 
+def test_of_many_nodes_that_do_not_answer_some_are_named():
+    said = judge([waiting(0)], [f"node-{number}" for number in range(100)]).text
+    assert said.endswith("node-6, node-7 and 92 more did not answer")
+
+
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [([], "no rank"), ([4], "rank 4"), ([5, 4], "ranks 4, 5"), ([0, 1, 2, 9], "ranks 0-2, 9")],
@@ -281,7 +287,16 @@ def test_what_a_rank_does_survives_a_journey():
         assert Doing.from_json(json.loads(json.dumps(one.to_json()))) == one
 
 
-@pytest.mark.parametrize("junk", [{}, {"rank": "x"}, {**working(0).to_json(), "waits": [1]}])
+@pytest.mark.parametrize(
+    "junk",
+    [
+        {},
+        {"rank": "x"},
+        {**working(0).to_json(), "waits": [1]},
+        {**working(0).to_json(), "rank": math.inf},
+        {**working(0).to_json(), "step": math.nan},
+    ],
+)
 def test_junk_is_no_rank(junk):
     with pytest.raises(ValueError, match=r"."):
         Doing.from_json(junk)
