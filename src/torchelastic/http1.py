@@ -6,6 +6,8 @@ Read-only, one answer per connection: no bodies are taken, and nothing is kept o
 from __future__ import annotations
 
 import hmac
+import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -63,6 +65,24 @@ def bears(authorization: str, token: bytes) -> bool:
 def same(given: str, secret: bytes) -> bool:
     """Whether a stranger has said the secret; how long that takes tells nothing of it."""
     return hmac.compare_digest(given.encode("latin-1", errors="replace"), secret)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a `Host` field names this machine by an address or name that nobody else can have.
+
+    A stranger's web page, in a browser of this machine, may come by a name of its own that leads to
+    127.0.0.1: who asks for no token has to ask for this.
+
+    >>> is_loopback("127.0.0.1:8080"), is_loopback("[::1]"), is_loopback("evil.example:8080")
+    (True, True, False)
+    """
+    name = re.sub(r":[0-9]*$", "", host).lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return False
 
 
 def head(status: int, fields: Mapping[str, str]) -> bytes:

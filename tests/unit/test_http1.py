@@ -3,7 +3,7 @@
 import pytest
 
 from torchelastic import http1
-from torchelastic.http1 import Request, bears, parse, response, same
+from torchelastic.http1 import Request, bears, is_loopback, parse, response, same
 
 TOKEN = b"0123456789abcdef"
 
@@ -70,3 +70,32 @@ def test_answers():
     for status, words in http1.WORDS.items():
         assert response(status).startswith(f"HTTP/1.1 {status} {words}\r\n".encode())
     assert http1.LONGEST >= 4096
+
+
+@pytest.mark.parametrize(
+    ("host", "ours"),
+    [
+        ("localhost", True),
+        ("LOCALHOST:8080", True),
+        ("page.localhost:1", True),
+        ("127.0.0.1", True),
+        ("127.0.0.1:29480", True),
+        ("127.8.8.8:1", True),
+        ("[::1]", True),
+        ("[::1]:29480", True),
+        ("", False),
+        (":80", False),
+        ("evil.example", False),
+        ("evil.example:29480", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example", False),
+        ("evil.example, localhost", False),
+        ("localhost, evil.example", False),
+        ("10.0.0.1:29480", False),
+        ("0.0.0.0", False),
+        ("[::]", False),
+        ("localhost@evil.example", False),
+    ],
+)
+def test_only_the_loopbacks_own_names_are_its_names(host, ours):
+    assert is_loopback(host) is ours

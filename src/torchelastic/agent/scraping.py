@@ -11,9 +11,14 @@ _FIELDS = {401: {"WWW-Authenticate": "Bearer"}, 405: {"Allow": "GET"}}
 
 
 def status_for(request: Request | None, token: bytes | None) -> int:
-    """What to answer. Who is not let in learns nothing, not even what there is."""
+    """What to answer. Who is not let in learns nothing, not even what there is.
+
+    Without a token this machine alone is let in, and called by its own name: as at the page's door.
+    """
     if request is None:
         return 400
+    if token is None and not http1.is_loopback(request.get("host")):
+        return 403
     if token is not None and not http1.bears(request.get("authorization"), token):
         return 401
     if request.path != PATH:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import re
 from typing import Literal
 from urllib.parse import parse_qs, quote
 
-from torchelastic.http1 import Request, bears, same
+from torchelastic.http1 import Request, bears, is_loopback, same
 
 Verdict = Literal["in", "has token", "no token", "wrong host"]
 
@@ -56,19 +55,4 @@ class Door:
             name, _, value = pair.strip().partition("=")
             if name == self._name and same(value, self._mark.encode()):
                 return True
-        return False
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a `Host` field names this machine by an address or name that nobody else can have.
-
-    >>> is_loopback("127.0.0.1:8080"), is_loopback("[::1]"), is_loopback("evil.example:8080")
-    (True, True, False)
-    """
-    name = re.sub(r":[0-9]*$", "", host).lower()
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(name.removeprefix("[").removesuffix("]")).is_loopback
-    except ValueError:
         return False

@@ -16,7 +16,7 @@ from torchelastic.events.types import Note, WorldFormed
 
 pytest.importorskip("prometheus_client")
 
-GET = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+GET = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.fixture(autouse=True)
@@ -85,8 +85,9 @@ def test_a_scraper_sees_what_has_happened(tmp_path, monkeypatch):
             assert b"\ntorchelastic_generation 3.0\n" in first
             it.log.emit(**world(4))
             assert b"\ntorchelastic_generation 4.0\n" in await it.ask()
-            assert b" 404 " in await it.ask(b"GET / HTTP/1.1\r\n\r\n")
-            assert b" 405 " in await it.ask(b"POST /metrics HTTP/1.1\r\n\r\n")
+            assert b" 404 " in await it.ask(GET.replace(b"/metrics", b"/"))
+            assert b" 405 " in await it.ask(GET.replace(b"GET", b"POST"))
+            assert b" 403 " in await it.ask(GET.replace(b"localhost", b"evil.example"))
             assert b" 400 " in await it.ask(b"nonsense\r\n\r\n")
             assert b" 400 " in await it.ask(b"x" * 9000)
 

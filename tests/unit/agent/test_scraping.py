@@ -8,6 +8,10 @@ from torchelastic.http1 import Request
 TOKEN = b"0123456789abcdef"
 
 
+def here(method="GET", path="/metrics", host="127.0.0.1:9400"):
+    return Request(method, path, fields={"host": host})
+
+
 def shown(authorization, method="GET"):
     return Request(method, "/metrics", fields={"authorization": authorization})
 
@@ -16,9 +20,13 @@ def shown(authorization, method="GET"):
     ("asked", "token", "status"),
     [
         (None, None, 400),
-        (Request("GET", "/metrics"), None, 200),
-        (Request("GET", "/"), None, 404),
-        (Request("POST", "/metrics"), None, 405),
+        (here(), None, 200),
+        (here(host="localhost:9400"), None, 200),
+        (here(host="evil.example:9400"), None, 403),
+        (here(host="evil.example", path="/"), None, 403),
+        (Request("GET", "/metrics"), None, 403),
+        (here(path="/"), None, 404),
+        (here("POST"), None, 405),
         (Request("GET", "/metrics"), TOKEN, 401),
         (Request("GET", "/"), TOKEN, 401),
         (shown("Bearer 0123456789abcdef"), TOKEN, 200),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchelastic.dashboard.door import Door, is_loopback
+from torchelastic.dashboard.door import Door
 from torchelastic.http1 import Request
 
 TOKEN = b"0123456789abcdef"
@@ -10,35 +10,6 @@ TOKEN = b"0123456789abcdef"
 
 def asked(query="", **fields):
     return Request("GET", "/", query, fields)
-
-
-@pytest.mark.parametrize(
-    ("host", "ours"),
-    [
-        ("localhost", True),
-        ("LOCALHOST:8080", True),
-        ("page.localhost:1", True),
-        ("127.0.0.1", True),
-        ("127.0.0.1:29480", True),
-        ("127.8.8.8:1", True),
-        ("[::1]", True),
-        ("[::1]:29480", True),
-        ("", False),
-        (":80", False),
-        ("evil.example", False),
-        ("evil.example:29480", False),
-        ("localhost.evil.example", False),
-        ("127.0.0.1.evil.example", False),
-        ("evil.example, localhost", False),
-        ("localhost, evil.example", False),
-        ("10.0.0.1:29480", False),
-        ("0.0.0.0", False),
-        ("[::]", False),
-        ("localhost@evil.example", False),
-    ],
-)
-def test_only_the_loopbacks_own_names_are_its_names(host, ours):
-    assert is_loopback(host) is ours
 
 
 def test_without_a_token_whoever_calls_this_machine_by_its_name_is_let_in():
