@@ -55,7 +55,7 @@ class Board:
 
     def put(self, name: str, value: Any) -> None:
         """The value of a metric now. What is no number is for handlers only."""
-        number = float(value) if isinstance(value, float | int) else self._looked_at(name, value)
+        number = float(value) if isinstance(value, float) else self._looked_at(name, value)
         row = self._rows.get(name) or self._new_row(name)
         if number is None or row is None:
             return
@@ -64,15 +64,13 @@ class Board:
         self._rows[name] = (begin, count)
 
     def _looked_at(self, name: str, value: Any) -> float | None:
+        if isinstance(value, int):
+            return _number(value)
         now = time.monotonic()
         if now < self._due.get(name, 0.0):
             return None
         self._due[name] = now + LOOK
-        detach = getattr(value, "detach", None)  # a tensor that has a gradient warns otherwise
-        try:
-            return float(value if detach is None else detach())
-        except (TypeError, ValueError):
-            return None
+        return _number(value)
 
     def _new_row(self, name: str) -> tuple[int, int] | None:
         if len(self._rows) == MOST:
@@ -94,6 +92,17 @@ class Board:
     def close(self) -> None:
         self._memory.close()
         os.close(self.descriptor)
+
+
+def _number(value: Any) -> float | None:
+    """As a float; None for what cannot be one, which must not end the training that reports it."""
+    detach = getattr(value, "detach", None)  # a tensor that has a gradient warns otherwise
+    try:
+        return float(value if detach is None else detach())
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        # torch's words for a tensor of several numbers, a complex one, or one without any content.
+        log.debug("a metric is for handlers only: %s", error)
+        return None
 
 
 def read(descriptor: int) -> list[Row]:

@@ -86,9 +86,35 @@ def test_a_tensor_is_not_waited_for_with_every_step(shown, monkeypatch):
     assert read(shown.descriptor) == [Row("loss", 2, 3.0)]
 
 
-@pytest.mark.parametrize("value", ["text", None, [1.0], {}])
+class Raises:
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+
+    def __float__(self) -> float:
+        raise self.error("no number")
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["text", None, [1.0], {}, 10**400, -(10**400), 1j, Raises(RuntimeError), Raises(OverflowError)],
+    ids=repr,
+)
 def test_what_is_no_number_is_for_handlers_only(shown, value):
     shown.put("note", value)
+    assert read(shown.descriptor) == []
+    shown.put("note", 1.0)
+    assert read(shown.descriptor) == [Row("note", 1, 1.0)]
+
+
+@pytest.mark.parametrize("kind", ["several", "complex", "without content"])
+def test_a_tensor_that_is_no_number_does_not_end_the_training(shown, kind):
+    torch = pytest.importorskip("torch")
+    tensors = {
+        "several": torch.zeros(2),
+        "complex": torch.ones(()) * 1j,
+        "without content": torch.ones((), device="meta"),
+    }
+    shown.put("note", tensors[kind])
     assert read(shown.descriptor) == []
 
 
