@@ -52,8 +52,11 @@ class Source(Protocol):
 class Talk:
     """A connection: whether it gets one picture after the other, and the last it was sent."""
 
+    connection: socket.socket
     streams: bool = False
     shown: int = 0
+    #: It has been told to go, and is still there until it gets its turn.
+    leaving: bool = False
 
 
 class Server:
@@ -153,47 +156,48 @@ class Server:
                 await asyncio.sleep(TRY_AGAIN)
                 continue
             self._make_room()
-            talk = Talk()
-            task = asyncio.create_task(self._talk(connection, talk), name="reader")
+            talk = Talk(connection)
+            task = asyncio.create_task(self._talk(talk), name="reader")
             self._talks[task] = talk
             task.add_done_callback(self._ended)
 
     def _make_room(self) -> None:
-        """There are fewer streams than places: somebody is there who has not been answered yet."""
-        if len(self._talks) >= MOST:
-            next(task for task, talk in self._talks.items() if not talk.streams).cancel()
+        """There are fewer streams than places: somebody is there who has not been answered yet.
+
+        Many may come before anybody who is told to go gets its turn, and is gone.
+        """
+        staying = [(task, talk) for task, talk in self._talks.items() if not talk.leaving]
+        if len(staying) >= MOST:
+            task, talk = next(one for one in staying if not one[1].streams)
+            talk.leaving = True
+            task.cancel()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        del self._talks[task]
+        self._talks.pop(task).connection.close()  # here: it may be told to go before it begins
         if not self._streams():
             self._watched.clear()
 
-    async def _talk(self, connection: socket.socket, talk: Talk) -> None:
-        with connection:
-            try:
-                head = await asyncio.wait_for(http1_socket.receive_head(connection), PATIENCE)
-                if head is not None:
-                    await self._answer(connection, http1.parse(head), talk)
-            except (OSError, asyncio.TimeoutError) as error:
-                logger.debug("a reader is gone: %r", error)
-            except Exception:  # told here: nobody waits for this task
-                logger.exception("A reader could not be answered.")
+    async def _talk(self, talk: Talk) -> None:
+        try:
+            head = await asyncio.wait_for(http1_socket.receive_head(talk.connection), PATIENCE)
+            if head is not None:
+                await self._answer(http1.parse(head), talk)
+        except (OSError, asyncio.TimeoutError) as error:
+            logger.debug("a reader is gone: %r", error)
+        except Exception:  # told here: nobody waits for this task
+            logger.exception("A reader could not be answered.")
 
-    async def _answer(
-        self, connection: socket.socket, request: http1.Request | None, talk: Talk
-    ) -> None:
+    async def _answer(self, request: http1.Request | None, talk: Talk) -> None:
         found = answers.answer(request, self._door, self._files)
         reply = found if isinstance(found, Reply) else None
         if request is not None and not isinstance(found, Reply):
-            reply = await self._show(found, connection, request, talk)
+            reply = await self._show(found, request, talk)
         if reply is not None:
             head_only = request is not None and request.method == "HEAD"
-            await _send(connection, reply.to_bytes(body=not head_only))
-            connection.shutdown(socket.SHUT_WR)
+            await _send(talk.connection, reply.to_bytes(body=not head_only))
+            talk.connection.shutdown(socket.SHUT_WR)
 
-    async def _show(
-        self, wanted: Wanted, connection: socket.socket, request: http1.Request, talk: Talk
-    ) -> Reply | None:
+    async def _show(self, wanted: Wanted, request: http1.Request, talk: Talk) -> Reply | None:
         """The answer to who wants pictures; None after it has had them, one after the other."""
         if wanted == "picture":
             return answers.picture(await self._look(age=self._pause()))
@@ -203,16 +207,16 @@ class Server:
             return answers.refusal(503)
         talk.streams = True
         self._watched.set()
-        await self._stream(connection, talk, packs=answers.takes_gzip(request))
+        await self._stream(talk, packs=answers.takes_gzip(request))
         return None
 
-    async def _stream(self, connection: socket.socket, talk: Talk, *, packs: bool) -> None:
+    async def _stream(self, talk: Talk, *, packs: bool) -> None:
         """Pictures until the reader is gone, or takes nothing any more."""
         loop = asyncio.get_running_loop()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, HELD)
+        talk.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, HELD)
         # Readers say nothing more: what comes is the end, or noise that ends it as well.
-        gone = asyncio.ensure_future(loop.sock_recv(connection, 1))
-        sending = asyncio.ensure_future(self._send_pictures(connection, talk, packs=packs))
+        gone = asyncio.ensure_future(loop.sock_recv(talk.connection, 1))
+        sending = asyncio.ensure_future(self._send_pictures(talk, packs=packs))
         try:
             await asyncio.wait({gone, sending}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
@@ -222,7 +226,8 @@ class Server:
             sending.cancel()
             await asyncio.gather(gone, sending, return_exceptions=True)
 
-    async def _send_pictures(self, connection: socket.socket, talk: Talk, *, packs: bool) -> None:
+    async def _send_pictures(self, talk: Talk, *, packs: bool) -> None:
+        connection = talk.connection
         await _send(connection, answers.stream_head(packed=packs) + PACKED_HEAD * packs)
         while True:
             news, picture = self._news, self._latest

@@ -284,6 +284,26 @@ def test_there_is_room_for_so_many_streams_and_the_page_loads_all_the_same(monke
     run(work())
 
 
+def test_of_many_who_come_at_once_the_newest_stay(monkeypatch):
+    """All are taken before anybody who has to go gets its turn; some never began."""
+    monkeypatch.setattr(server, "MOST", 3)
+
+    async def work():
+        async with Running() as it:
+            loop = asyncio.get_running_loop()
+            where = ("127.0.0.1", it.port)
+            with contextlib.ExitStack() as stack:
+                silent = [stack.enter_context(socket.create_connection(where)) for _ in range(9)]
+                for each in silent:
+                    each.setblocking(False)
+                for gone in silent[:6]:
+                    assert await asyncio.wait_for(loop.sock_recv(gone, 1), 60) == b""
+                await until(lambda: len(it.server._talks) == 3)
+                assert b" 200 " in await it.ask("/")
+
+    run(work())
+
+
 def test_a_tab_that_closes_gives_its_place_back():
     async def work():
         async with Running() as it:
