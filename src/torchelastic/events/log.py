@@ -21,13 +21,15 @@ from torchelastic.errors import ConfigError
 from torchelastic.events.appended import AppendedFile
 from torchelastic.events.merge import last_run, merged
 from torchelastic.events.record import Record
-from torchelastic.events.rotation import older_part, rotate
+from torchelastic.events.rotation import Rotation, length, opened
 from torchelastic.events.types import Event, Note
 
 log = logging.getLogger(__name__)
 
 #: A log that grows beyond this becomes `events.jsonl.1`, with what matters of an older one.
 MAX_BYTES = 16 * 1024 * 1024
+#: Seconds for the disk to rotate a log, when the agent ends.
+PATIENCE = 10.0
 
 EVENTS_FILE = "events.jsonl"
 #: The leader's, beside its own.
@@ -65,6 +67,7 @@ class EventLog:
         self._listeners: list[Listener] = []
         self._max_bytes = max_bytes
         self._file = AppendedFile(path)
+        self._rotation = Rotation(path, max_bytes // 4)
 
     def listen(self, listener: Listener) -> None:
         """Hand every record on, before it is written. The listener must not wait."""
@@ -119,12 +122,13 @@ class EventLog:
 
     def close(self) -> None:
         self._file.close()
+        self._rotation.wait(PATIENCE)
 
     def _append(self, line: bytes) -> None:
         self._file.append(line)
-        if self._file.size > self._max_bytes:
-            self.close()
-            rotate(self.path, self._max_bytes // 4)
+        if self._file.size > self._max_bytes and not self._rotation.is_at_work:
+            self._file.close()
+            self._rotation.begin()
 
 
 def read(path: Path, *, steps: bool = True, every: int = 1) -> Iterator[Record]:
@@ -133,12 +137,8 @@ def read(path: Path, *, steps: bool = True, every: int = 1) -> Iterator[Record]:
     Without `steps` so is progress, which is most of a long log; with `every` one line in so many is
     read of it, and all of the latest.
     """
-    for part in (older_part(path), path):
-        try:
-            lines = part.open("rb")
-        except FileNotFoundError:
-            continue  # there is none, or it is being rotated away
-        with lines:
+    with opened(path) as files:
+        for lines in files:
             left = _length(os.fstat(lines.fileno()))
             while left > 0 and (line := lines.readline()):
                 left -= len(line)
@@ -192,8 +192,7 @@ def read_files(files: Iterable[Path], *, steps: bool = True, thin: bool = False)
 
 def _one_in(files: Iterable[Path]) -> int:
     """One line in so many, of those with steps, is read of logs as long as these."""
-    parts = [part for file in files for part in (file, older_part(file))]
-    return 1 + sum(part.stat().st_size for part in parts if part.exists()) // MUCH
+    return 1 + sum(map(length, files)) // MUCH
 
 
 def find_logs(where: Path) -> list[Path]:

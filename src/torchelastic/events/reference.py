@@ -19,7 +19,8 @@ written at once. With `--log-dir` the file lies in the run directory, otherwise 
 entry under `$XDG_RUNTIME_DIR/torchelastic` (see [logs.md](logs.md)); `torchelastic status` names it
 and reads it. `--event-log-handler console` shows the same lines on stderr. At {size} MiB the file
 becomes `events.jsonl.1`; of an older one all but `progress` and `checkpoint-stored` is kept at the
-beginning of that, up to a quarter of the size. Beside its own log the leader of the job keeps
+beginning of that, up to a quarter of the size. That is done beside the job; until the disk has
+done it there is an `events.jsonl.0` as well. Beside its own log the leader of the job keeps
 `job.jsonl`, the events of all agents as far as they have reached it.
 
 ```sh

@@ -167,6 +167,7 @@ def test_the_log_is_bounded(tmp_path):
     log = open_log(tmp_path / "events.jsonl", max_bytes=2000)
     for number in range(100):
         log.emit(Note(str(number)))
+        log._rotation.wait(60)
     log.close()
     assert sorted(os.listdir(tmp_path)) == ["events.jsonl", "events.jsonl.1"]
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2 * 2200 + 500
