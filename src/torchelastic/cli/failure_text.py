@@ -12,6 +12,8 @@ from torchelastic.terminal_text import one_line, plain
 
 #: Failures that fell because of the first one, and ranks, that are shown.
 _SHOWN = 8
+#: How the thread that counts is called by us, by faulthandler and by py-spy, in small letters.
+_MAIN = ("main thread", "current thread", "mainthread")
 
 
 def in_full(failure: FailureView, width: int) -> list[str]:
@@ -44,8 +46,9 @@ def in_brief(failure: FailureView) -> list[str]:
 def _innermost(traceback: str) -> str:
     """What a traceback comes to: its last line; of a stack that was dumped, the frame on top."""
     lines = traceback.rstrip().splitlines()
-    threads = [at for at, line in enumerate(lines) if "most recent call first" in line]
-    ours = [at for at in threads if lines[at].lower().startswith(("main thread", "current thread"))]
+    marks = ("most recent call first", '"MainThread"')
+    threads = [at for at, line in enumerate(lines) if any(mark in line for mark in marks)]
+    ours = [at for at in threads if any(mark in lines[at].lower() for mark in _MAIN)]
     for at in (ours or threads)[:1]:
         return "".join(lines[at + 1 : at + 2])
     return lines[-1] if lines else ""

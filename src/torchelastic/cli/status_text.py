@@ -12,6 +12,7 @@ from typing import Any
 from torchelastic import jobs
 from torchelastic.cli import failure_text
 from torchelastic.cli.story import files_of, matching
+from torchelastic.errors import EXIT_FAILED
 from torchelastic.events import log, view, words
 from torchelastic.events.recoveries import Recovery
 from torchelastic.events.view import Change, JobFold, JobView, NodeView
@@ -126,11 +127,16 @@ def _headline(entry: JobEntry, seen: JobView, now: float) -> list[str]:
     elif seen.phase == "ended":
         state = f"ended {_ago(now - entry.last_seen)}, exit code {seen.exitcode}"
     else:
-        state = f"killed {_ago(now - entry.last_seen)}"
+        state = f"{_end_unheard(seen)} {_ago(now - entry.last_seen)}"
     room = _WIDTH - len(state) - 1
     head = f"{_cut(one_line(seen.job), room - 1):<{room}} {state}"
     live = now if entry.alive else None
     return [head, *_world_line(seen), *_pace_line(seen, live), *_progress_lines(seen, live)]
+
+
+def _end_unheard(seen: JobView) -> str:
+    """Of a job whose last word is in no log: without any log nobody knows that it was killed."""
+    return "killed" if seen.started is not None else "gone"
 
 
 def _world_line(seen: JobView) -> list[str]:
@@ -202,7 +208,8 @@ def _recoveries(recoveries: Sequence[Recovery], *, over: bool) -> list[str]:
 def _causes(seen: JobView) -> list[str]:
     if seen.failure is None:
         return []
-    title = "first failure" if seen.exitcode else "last failure"
+    # A job that was told to leave, or ran out of nodes, may have recovered from its last failure.
+    title = "first failure" if seen.exitcode == EXIT_FAILED else "last failure"
     lines = failure_text.in_full(seen.failure, _WIDTH - 4)
     return ["", f"  {title}", *(f"    {line}" for line in lines)]
 
@@ -245,10 +252,12 @@ def _recent_row(entry: JobEntry, seen: JobView, now: float) -> tuple[str, ...]:
     why = seen.last_change.why if ended and seen.last_change else ""
     if not ended and seen.generation is not None:
         why = f"in generation {seen.generation}"
+    if seen.started is None:
+        why = "its event log is gone"
     return (
         _cut(one_line(entry.job), 40),
         _ago(now - entry.last_seen),
-        f"exit {seen.exitcode}" if ended else "killed",
+        f"exit {seen.exitcode}" if ended else _end_unheard(seen),
         f"after {took}",
         one_line(_first_line(why)),
     )

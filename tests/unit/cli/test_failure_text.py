@@ -69,6 +69,8 @@ def test_of_a_stack_that_was_dumped_the_frame_on_top_is_shown_where_there_is_lit
     )
     for stack in (main, other + dumped):
         assert '  File "t.py", line 9 in step' in in_brief(seen(replace(CAUSE, traceback=stack)))
+    spied = 'Process 4: t.py\n\nThread 4 (idle): "MainThread"\n    step (t.py:9)\n    main (t.py:3)'
+    assert "    step (t.py:9)" in in_brief(seen(replace(CAUSE, traceback=spied)))
     only = replace(CAUSE, traceback=other)
     assert '  File "pool.py", line 81 in work' in in_brief(seen(only))
 

@@ -136,6 +136,32 @@ def test_recent_jobs_are_a_table(show):
     assert rows["failed"].endswith("…")
 
 
+def test_a_job_whose_log_is_gone_is_not_said_to_have_been_killed(show):
+    agent = Agent("done").world(0, "node-a")
+    agent.end(0, "every worker succeeded")
+    agent.log.path.unlink()
+    assert show().splitlines()[-1] == "  done  just now  gone  after 0 s  its event log is gone"
+    assert show("done").splitlines()[0].endswith("  gone just now")
+
+
+def test_a_job_that_was_told_to_leave_has_not_ended_by_a_failure(show):
+    trained("job").end(143, "left the job (SIGTERM)")
+    assert "\n  last failure\n" in show("job")
+
+
+def test_of_many_recoveries_it_is_said_how_many_there_were(show):
+    agent = Agent("job").world(0, "node-a")
+    for generation in range(6):
+        agent.tell(events.GenerationOver("failure", CAUSE.sentence()), generation)
+        agent.world(generation + 1, "node-a")
+        agent.tell(events.WorkersStarted([0], [1], 0.1), generation + 1)
+    agent.tell(events.GenerationOver("failure", CAUSE.sentence()), 6)
+    agent.end(1, CAUSE.sentence(), CAUSE)
+    text = show("job")
+    assert "\n  recoveries, the last 5 of 7\n" in text
+    assert "generation 6, failure: the job ended\n" in text
+
+
 def test_details_tell_what_happened_without_saying_anything_twice(show):
     agent = Agent("imagenet").world(0, "node-a", "node-b")
     agent.tell(events.GenerationOver("failure", CAUSE.sentence()), 0)
