@@ -37,6 +37,8 @@ class Watched(Protocol):
 
     def progress(self, local_rank: int) -> tuple[int, int, float] | None: ...
 
+    def first_step(self, local_rank: int) -> int: ...
+
     def kill(self, local_rank: int, why: str, stack: str = "") -> None: ...
 
     def rank(self, local_rank: int) -> int: ...
@@ -71,7 +73,7 @@ class ScriptVigil:
         if seen is None or pid is None or seen[0] != self.workers.generation(local_rank):
             return False
         pace = self._paces.setdefault(local_rank, Pace())
-        pace.saw(*seen)
+        pace.saw(*seen, self.workers.first_step(local_rank))
         frozen = is_frozen(pid)
         if self.limit is None and not frozen:
             return False

@@ -55,10 +55,11 @@ class Pace:
     #: What was told of its hanging there; empty: nothing yet.
     told: str = ""
 
-    def saw(self, generation: int, step: int, at: float) -> None:
-        """It has entered a step."""
+    def saw(self, generation: int, step: int, at: float, first: int) -> None:
+        """It has entered a step; the generation's first one need not have been seen."""
+        self.first_step = first
         if generation != self.generation:
-            self.generation, self.first_step, self.steps = generation, step, 0
+            self.generation, self.steps = generation, 0
         elif step > self.step:
             self.longest = max(self.longest, (at - self.entered_at) / (step - self.step))
             self.steps += 1
@@ -163,7 +164,7 @@ class Vigil:
         pace = self._paces.setdefault(local_rank, Pace())
         generation = self.workers.generation(local_rank)
         if generation == seen[0]:
-            pace.saw(*seen)
+            pace.saw(*seen, self.workers.first_step(local_rank))
         elif (since := self.workers.entering_since(local_rank)) is not None:
             pace.set_out(generation, since)
         else:

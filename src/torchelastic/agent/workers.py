@@ -275,6 +275,11 @@ class Workers:
         descriptor = self._slates.get(local_rank)
         return slate.read_progress(descriptor) if descriptor is not None else None
 
+    def first_step(self, local_rank: int) -> int:
+        """The first one of the generation that `progress` tells."""
+        descriptor = self._slates.get(local_rank)
+        return slate.read_first_step(descriptor) if descriptor is not None else -1
+
     def doing(self, local_rank: int, generation: int) -> Doing | None:
         """What a worker shows that it does, without its stack; None if it is not in this world."""
         own, rank = self._places.get(local_rank, (-1, -1))

@@ -138,6 +138,8 @@ class _World:
     over_at: int | None = None
     kind: str | None = None
     failed: bool = False
+    #: A worker of it was killed because it hung.
+    hung: bool = False
     #: It is among the disruptions.
     mourned: bool = False
     #: By node: microseconds of stalls per worker so far, by part.
@@ -213,9 +215,15 @@ class GoodputFold:
 
     @property
     def due(self) -> float | None:
-        """When the step in flight should be done, by the steps before it; None: nobody knows."""
+        """When the step in flight should be done, by the steps before it; None: nobody knows.
+
+        Where there were none, and one hung in it, all that it took was hanging.
+        """
         world = self._world
-        return None if world.usual is None else (world.last[1] + world.usual) / 1e6
+        if world.usual is not None:
+            return (world.last[1] + world.usual) / 1e6
+        since = world.last[1] if world.begun is not None else world.trained_at
+        return since / 1e6 if world.hung and since is not None else None
 
     # --- records ---------------------------------------------------------------------------------
 
@@ -233,6 +241,8 @@ class GoodputFold:
                 self._world.failed = True
             case events.LeaseLost():
                 self._world.failed = True
+            case events.WorkerKilled() if self._phase in ("entering", "training"):
+                self._world.hung = True
             case events.WorldFormed() if generation > self._world.generation:
                 self._formed(generation)
             case events.Waiting() if self._phase != "waiting":
@@ -398,7 +408,7 @@ class GoodputFold:
         world = self._world
         if world.trained_at is not None:
             yield from self._arriving(world.trained_at)
-            yield "productive", until - world.trained_at
+            yield "other" if world.hung else "productive", until - world.trained_at
         elif world.running_since is not None and not self._steps_known:
             yield "startup", world.running_since - self._cursor
             yield "productive", until - world.running_since
@@ -422,7 +432,8 @@ class GoodputFold:
         world, share = self._world, _Share(until - self._cursor)
         yield from self._stalls(share)
         if world.disrupted:
-            yield share.give("redone", share.left if world.usual is None else round(world.usual))
+            known = 0 if world.hung else share.left
+            yield share.give("redone", known if world.usual is None else round(world.usual))
             yield share.give("other", share.left)
         else:
             yield share.give("productive", share.left)

@@ -39,6 +39,9 @@ _BEGAN_AT = _SINCE.stop
 _SAMPLES = struct.Struct("=q")
 _SAMPLES_AT = _BEGAN_AT + _BEGAN.size
 _READ = _SAMPLES_AT + _SAMPLES.size
+#: Once for a generation: its first step.
+_FIRST = struct.Struct("=q")
+_FIRST_AT = _READ
 #: number, generation, step, bytes.
 _SLOT = struct.Struct("=qqqq")
 _NUMBER = struct.Struct("=q")
@@ -61,6 +64,11 @@ def read_progress(descriptor: int) -> tuple[int, int, float]:
     """What the worker with this slate has entered last, for an agent that keeps no mapping."""
     generation, step, at = _PROGRESS.unpack(os.pread(descriptor, _PROGRESS.size, 0))
     return generation, step, at
+
+
+def read_first_step(descriptor: int) -> int:
+    """The first step that the worker has entered of its generation; read after `read_progress`."""
+    return int(_FIRST.unpack(os.pread(descriptor, _FIRST.size, _FIRST_AT))[0])
 
 
 @dataclass(frozen=True)
@@ -137,16 +145,17 @@ class Slate:
         """The worker enters a step now."""
         memory, now = self._memory, time.monotonic()
         if generation != self._generation:
-            self._enter(generation, now)
+            self._enter(generation, step, now)
         memory[_SINCE] = stalls.seconds
         _SAMPLES.pack_into(memory, _SAMPLES_AT, milestones.samples)
         _ENTERED.pack_into(memory, 0, generation, step, now, now)
 
-    def _enter(self, generation: int, now: float) -> None:
+    def _enter(self, generation: int, step: int, now: float) -> None:
         """What was stalled before the last step of the generation before counts for that one."""
         nothing = bytes(_STALLED.size)
         self._memory[_BEFORE] = self._memory[_SINCE] if self._generation is not None else nothing
         _RANK.pack_into(self._memory, _RANK_AT, self.rank)
+        _FIRST.pack_into(self._memory, _FIRST_AT, step)
         _BEGAN.pack_into(self._memory, _BEGAN_AT, now - stalls.apart(stalls.seconds))
         self._generation, self._aside = generation, None
 

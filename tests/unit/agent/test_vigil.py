@@ -32,26 +32,27 @@ from torchelastic.worker.orders import Pong
         ([(0, 5, 1.0), (0, 9, 3.0)], 0.5, False),
         ([(0, 5, 1.0), (0, 5, 9.0)], 0.0, True),
         ([(0, 5, 1.0), (0, 6, 3.0), (1, 6, 90.0)], 2.0, True),
+        ([(0, 7, 1.0)], 0.0, False),
     ],
-    ids=["first", "second", "the longest", "unseen between", "hurried", "another world"],
+    ids=["first", "second", "the longest", "unseen between", "hurried", "another", "unseen before"],
 )
 def test_the_pace_of_a_worker(seen, longest, is_first):
     pace = Pace()
     for one in seen:
-        pace.saw(*one)
+        pace.saw(*one, first=max(5, 5 + one[0]))
     assert pace.longest == longest
     assert (pace.step == pace.first_step) is is_first
 
 
 def test_the_way_into_a_world_is_no_step():
     pace = Pace()
-    pace.saw(0, 1, 1.0)
-    pace.saw(0, 2, 2.0)
+    pace.saw(0, 1, 1.0, first=1)
+    pace.saw(0, 2, 2.0, first=1)
     pace.told = "of step 2"
     pace.set_out(1, 50.0)
     assert pace.told == ""
     assert pace.words(53.0) == "no progress for 3.0 s on the way into generation 1"
-    pace.saw(1, 2, 60.0)
+    pace.saw(1, 2, 60.0, first=2)
     assert pace.longest == 1.0
     assert pace.words(62.0) == "no progress for 2.0 s at step 2"
 
@@ -112,7 +113,8 @@ REDUCE, BEFORE = Collective("all_reduce", 17), Collective("all_reduce", 16)
 class Workers:
     """One worker, local rank 0, told to enter generation 1."""
 
-    def __init__(self, *, answers=None, seen=(0, 7, math.inf), since=None, dumps=""):
+    def __init__(self, *, answers=None, seen=(0, 7, math.inf), since=None, dumps="", first=7):
+        self.first = first
         self.answers, self.seen, self.since, self.dumps = answers, seen, since, dumps
         self.pongs, self.killed, self.asked = {}, [], 0
         self.told = []
@@ -133,6 +135,9 @@ class Workers:
 
     def progress(self, local_rank):
         return self.seen
+
+    def first_step(self, local_rank):
+        return self.first
 
     def generation(self, local_rank):
         return 1
@@ -194,6 +199,14 @@ def test_who_hangs_in_a_step_is_killed():
     [(why, stack)] = workers.killed
     assert "at step 7: the worker hangs (silent)" in why
     assert stack == "no stack could be read"
+
+
+def test_who_hangs_before_it_was_looked_at_first_has_no_more_time():
+    """The steps before that were too quick to be seen."""
+    workers = Workers(seen=(1, 7, long_ago()), first=3)
+    watch(workers, limit=10, until=lambda: workers.killed)  # else it would have 100 s
+    [(why, _)] = workers.killed
+    assert "at step 7" in why
 
 
 def test_who_waits_for_others_on_the_way_is_innocent():

@@ -80,6 +80,19 @@ def test_a_hang_began_when_the_step_should_have_been_done():
     assert one.detect == pytest.approx(59.2)
 
 
+@pytest.mark.parametrize("told", [True, False], ids=["its first step", "nothing but the start"])
+def test_a_hang_in_the_first_step_is_no_work_that_has_to_be_done_again(told):
+    story = Story().world(0, 0).trains(1, 0, step=0)
+    if told:
+        story.steps(2, 0, 0, entered=1)
+    story.tell(31, events.WorkerKilled(2, 0, "it hangs"), by="b")
+    story.fails(31.1, 0).over(31.2, 0).world(31.3, 1).trains(31.4, 1, step=0)
+    (one,) = recoveries(story.steps(32, 1, 1))
+    assert split(one)[0] == 30.2
+    assert one.redo == 0.0
+    assert fold(story.records).goodput.micros["other"] == 30_200_000
+
+
 def test_waiting_for_a_node_is_told_apart():
     story = ten_steps().tell(11, events.NodeLost("b", "silence")).over(11, 0, "node-failure")
     story.tell(12, events.Waiting(2, ["b"], "1 of 2"), generation=0)

@@ -107,6 +107,17 @@ def test_a_step_is_shown_with_its_rank_and_time(descriptor, slate, stalled):
     assert slates.read_progress(descriptor) == (1, 7, shown.at)
 
 
+def test_the_first_step_of_a_generation_stays_shown(descriptor, slate, stalled):
+    for generation, steps in ((0, (4, 5, 6)), (1, (6, 7))):
+        for step in steps:
+            slate.entered(generation, step)
+            assert slates.read_first_step(descriptor) == steps[0]
+    successor = slates.Slate(descriptor)
+    successor.entered(1, 7)
+    assert slates.read_first_step(descriptor) == 7
+    successor.close()
+
+
 def test_a_step_without_hurry_still_shows_when_it_was_entered(descriptor, slate, stalled):
     slate.entered(0, 2)
     entered = slates.read(descriptor).at
