@@ -23,9 +23,9 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         found = stacks_text.ask(args.job, args.id)
+        if args.rank is not None:
+            found = stacks_text.only(found, args.rank)
     except TorchElasticError as error:
         return terminal.refuse("stacks", error)
-    if args.rank is not None:
-        found = stacks_text.only(found, args.rank)
     terminal.show(stacks_text.as_json(found) if args.json else stacks_text.text(found))
     return EXIT_OK if found.doings else EXIT_FAILED

@@ -42,8 +42,19 @@ def _agents(story: Story) -> list[AgentEntry]:
 
 
 def only(found: Found, rank: int) -> Found:
-    """Of this rank."""
-    return replace(found, doings=tuple(doing for doing in found.doings if doing.rank == rank))
+    """Of this rank; `ConfigError` if those that were seen are others."""
+    chosen = tuple(doing for doing in found.doings if doing.rank == rank)
+    if not chosen and found.doings:
+        raise ConfigError(_not_there(found, rank))
+    return replace(found, doings=chosen)
+
+
+def _not_there(found: Found, rank: int) -> str:
+    seen = hangs.listed(doing.rank for doing in found.doings)
+    if found.unheard:
+        silent = ", ".join(found.unheard)
+        return f"Rank {rank} is not among those that were seen, {seen}; not reached: {silent}."
+    return f"There is no rank {rank}: the world has {seen}."
 
 
 def text(found: Found) -> str:
@@ -93,11 +104,10 @@ def _words(doing: Doing) -> str:
 
 
 def as_json(found: Found) -> str:
-    """For programs: what a `hang` event has of each rank, with the stack itself."""
-    event = hangs.part(hangs.event_of(found.doings, found.unheard))
+    """For programs: of all ranks what a `hang` event has, and the stack itself."""
     shown = {
         "generation": found.generation,
-        "ranks": [{key: row[key] for key in row if key != "missing"} for row in event["ranks"]],
+        "ranks": [{**hangs.row(doing), "stack": doing.stack} for doing in found.doings],
         "unheard": list(found.unheard),
     }
     return json.dumps(shown, indent=2)

@@ -316,8 +316,8 @@ def event_of(doings: Iterable[Doing], unheard: Sequence[str] = ()) -> events.Han
         if stack not in stacks:
             stacks[stack] = len(stacks)
             room -= len(stack)
-        rows.append({**_row(one, one.rank in missing), "stack": stacks[stack]})
-    rows.sort(key=lambda row: int(row["rank"]))
+        rows.append({**row(one), "missing": one.rank in missing, "stack": stacks[stack]})
+    rows.sort(key=lambda each: int(each["rank"]))
     return events.Hang(
         text=found.text,
         missing=list(found.missing),
@@ -327,22 +327,22 @@ def event_of(doings: Iterable[Doing], unheard: Sequence[str] = ()) -> events.Han
     )
 
 
-def _row(one: Doing, missing: bool) -> dict[str, Any]:
+def row(one: Doing) -> dict[str, Any]:
+    """What is shown of a rank, beside its stack."""
     return {
         "rank": one.rank,
         "node": one.node,
         "step": one.step,
         "collective": str(one.last) if one.last is not None else "",
         "waiting": one.in_collective is not None,
-        "missing": missing,
     }
 
 
 def part(event: events.Hang) -> dict[str, Any]:
     """What a view of the job shows of it: the stacks with their ranks."""
 
-    def stack_of(row: events.Json) -> str:
-        place = row.get("stack")
+    def stack_of(each: events.Json) -> str:
+        place = each.get("stack")
         if isinstance(place, int) and 0 <= place < len(event.stacks):
             return event.stacks[place]
         return ""
@@ -350,5 +350,5 @@ def part(event: events.Hang) -> dict[str, Any]:
     return {
         "text": event.text,
         "missing": list(event.missing),
-        "ranks": [{**row, "stack": stack_of(row)} for row in event.ranks],
+        "ranks": [{**each, "stack": stack_of(each)} for each in event.ranks],
     }

@@ -1,6 +1,7 @@
 """What ranks are doing, on a terminal and for programs."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -46,7 +47,21 @@ def test_equal_stacks_are_shown_once():
 
 def test_one_rank():
     assert text(only(FOUND, 1)).startswith("rank 1\n")
-    assert "no rank to show" in text(only(FOUND, 9))
+    assert "no rank to show" in text(only(Found(), 9))
+
+
+@pytest.mark.parametrize(
+    ("unheard", "said"),
+    [
+        ((), "There is no rank 99: the world has ranks 0-3."),
+        (("c",), "Rank 99 is not among those that were seen, ranks 0-3; not reached: c."),
+    ],
+)
+def test_a_rank_that_is_not_there_is_said_not_to_be(unheard, said, monkeypatch, capsys):
+    found = replace(FOUND, unheard=unheard)
+    monkeypatch.setattr(stacks_text, "ask", lambda job, given: found)
+    assert main(["stacks", "--rank", "99"]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_for_programs():
@@ -61,6 +76,13 @@ def test_for_programs():
         "waiting": True,
         "stack": "main thread:\n  waits",
     }
+
+
+def test_programs_get_all_ranks_and_their_whole_stacks():
+    many = [Doing(rank=rank, node="a", stack=f"{rank} " * 5000) for rank in range(1500)]
+    shown = json.loads(as_json(Found(3, tuple(many))))
+    assert [row["rank"] for row in shown["ranks"]] == list(range(1500))
+    assert all(row["stack"] == one.stack for row, one in zip(shown["ranks"], many, strict=True))
 
 
 @pytest.mark.parametrize(("found", "code"), [(FOUND, 0), (Found(), 1)])
