@@ -281,7 +281,9 @@ class Narrator:
         self._log.emit(seen, generation=generation)
 
     def hang(self, generation: int, hang: events.Hang) -> None:
-        logger.warning("workers stand still: %s", hang.text)
+        # Where nobody waits, as at the end of a timer, who is killed is all there is to say.
+        if any(row["waiting"] for row in hang.ranks):
+            logger.warning("workers stand still: %s", hang.text)
         self._log.emit(hang, generation=generation)
 
     def stragglers(self, generation: int, found: Sequence[events.Straggler]) -> None:

@@ -143,8 +143,13 @@ class LogView:
             return
         known = {place.rank for place in self._places.known()}
         if self._wanted.ranks is not None and not known & self._wanted.ranks:
-            have = f"It has ranks 0 to {max(known)}." if known else "It has no workers yet."
-            raise ConfigError(f"No worker with such a rank is known of. {have}")
+            if not known:
+                raise ConfigError("The job has no workers yet.")
+            have = f"ranks 0 to {max(known)}" if max(known) else "rank 0 only"
+            raise ConfigError(
+                f"No such rank: generation {self._places.generation} has {have}. --generation N "
+                "shows an earlier one."
+            )
         raise ConfigError(
             "There are no logs of these workers here: `torchelastic run` writes them to files with "
             "--redirects 3 or --tee 3, on the node that a worker runs on."

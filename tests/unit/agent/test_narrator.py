@@ -97,3 +97,11 @@ def test_a_node_that_looks_for_the_others_for_a_while_says_so(tmp_path, said, mo
     asyncio.run(look())
     expected = f"looking for job {narrator._config.run_id} at 127.0.0.1:1, for 1 h more"
     assert said == ([] if finds else [expected])
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+def test_a_hang_in_which_nobody_waits_is_written_down_and_not_said(tmp_path, said, waiting):
+    narrator = narrator_of(tmp_path)
+    rank = {"rank": 0, "node": "a", "step": 3, "collective": "", "waiting": waiting}
+    narrator.hang(0, events.Hang("rank 1 is missing", [1], [rank]))
+    assert said == (["workers stand still: rank 1 is missing"] if waiting else [])

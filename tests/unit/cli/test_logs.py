@@ -90,7 +90,8 @@ def test_a_job_without_logs_is_told_in_a_sentence(capsys):
 
 def test_a_rank_that_is_not_there_is_told_in_a_sentence(agent, capsys):
     assert logs.main(["job", "--rank", "7"]) == EXIT_USAGE
-    assert "No worker with such a rank is known of. It has ranks 0 to 1." in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "No such rank: generation 0 has ranks 0 to 1. --generation N shows an earlier" in told
 
 
 def test_lines_cannot_do_more_than_be_read(agent, show):
