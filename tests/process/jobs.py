@@ -99,6 +99,8 @@ class Job:
         self.script = script
         self.port = port or free_port()
         self.nodes: list[Node] = []
+        #: What is run as `torchelastic`.
+        self.program = ["-m", "torchelastic"]
         self._lines = directory / "lines"
         self._orders = directory / "orders"
         self._lines.mkdir(parents=True)
@@ -115,7 +117,7 @@ class Job:
             if "is_host=false" not in str(self.nodes[0].process.args):
                 poll_for(lambda: self.nodes[0].events("joined"), what="the first node hosts")
         directory = self.directory / f"node{len(self.nodes)}"
-        command = [sys.executable, "-m", "torchelastic", "run", f"--log-dir={directory}/logs"]
+        command = [sys.executable, *self.program, "run", f"--log-dir={directory}/logs"]
         if not any(flag == "--nnodes=1" or flag == "--standalone" for flag in self.flags):
             command += [f"--rdzv-endpoint=127.0.0.1:{self.port}", f"--rdzv-id=job{self.port}"]
         command += [*self.flags, *flags.split()]
