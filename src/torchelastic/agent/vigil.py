@@ -132,9 +132,11 @@ class Vigil:
     async def _end(self, local_rank: int, doing: Doing) -> None:
         """Its time is up: tell what all ranks do, and kill it."""
         found = await self.report.found(self.workers.generation(local_rank))
+        if doing == "silent":  # a busy machine may have kept its thread from answering
+            doing = await self._ask(local_rank)
         left = self._time_left(local_rank)
-        if left is None or left > 0:
-            return  # it has got on meanwhile
+        if left is None or left > 0 or doing in ("waiting", "stuck"):
+            return  # it has got on meanwhile, or waits for others
         self.report.tell(found)
         rank = self.workers.rank(local_rank)
         stack = next((one.stack for one in found.doings if one.rank == rank), NOTHING)

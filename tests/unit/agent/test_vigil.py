@@ -215,6 +215,19 @@ def test_who_waits_for_others_on_the_way_is_innocent():
     assert workers.killed == []
 
 
+def test_who_answers_late_that_it_waits_for_others_is_innocent():
+    workers = Workers(seen=(1, 7, long_ago()))
+    look = workers.look
+
+    async def late():
+        workers.answers = Pong(waiting=True)
+        return await look()
+
+    workers.look = late
+    watch(workers, until=lambda: workers.asked >= 4)
+    assert workers.killed == []
+
+
 def test_it_is_told_once_that_all_wait():
     workers = Workers(since=long_ago(), answers=Pong(waiting=True))
     watch(workers, until=lambda: workers.told and workers.asked >= 5)
