@@ -209,6 +209,11 @@ class GoodputFold:
         )
 
     @property
+    def steps_known(self) -> bool:
+        """Whether anybody has told its steps."""
+        return self._steps_known
+
+    @property
     def redone(self) -> float:
         """Seconds of steps that were run and had to be run again, as far as that has shown."""
         return self._micros["redone"] / 1e6

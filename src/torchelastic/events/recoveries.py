@@ -96,8 +96,8 @@ class Recoveries:
                 self._waits = record.time
             case events.NodeLost(name=name, reason=why) if not self._ended:
                 self._saw.failure(record, f"{name} was lost: {why}", guessed=True)
-            case events.WorkerKilled(rank=rank):
-                self._saw.killed.add(rank)
+            case events.WorkerKilled():
+                self._saw.hung = True
             case events.RestartDecided() as decided:
                 self._judged(decided)
         if generation == self._generation:
@@ -116,8 +116,8 @@ class Recoveries:
     def _take_of_world(self, record: Record) -> None:
         match record.event:
             case events.WorkerFailed(failure=failure) if not self._ended:
-                hung = failure.get("rank") in self._saw.killed
-                self._saw.failure(record, str(failure.get("message", "")), failure, guessed=hung)
+                message = str(failure.get("message", ""))
+                self._saw.failure(record, message, failure, guessed=self._saw.hung)
             case events.WorkerFailed(failure=failure):
                 # Peers often tell of a broken connection before the worker is done dying.
                 self._saw.told.append(failure)
@@ -198,8 +198,11 @@ class Recoveries:
             self._runs(max(at, self._formed), progress.stalls.get("restore", 0.0) / workers)
 
     def _finish(self) -> None:
-        """How much was lost is known when training goes on, and better as it does."""
-        if self._now is not None and self._now.done:
+        """How much was lost is known when training goes on, and better as it does.
+
+        Of a script that tells no steps it never is: it would be wrong to say that nothing was.
+        """
+        if self._now is not None and self._now.done and self._goodput.steps_known:
             self._set(redo=max(0.0, self._goodput.redone - self._redone))
 
     def _set(self, **changes: Any) -> None:
@@ -218,8 +221,8 @@ class _Seen:
     told: list[Mapping[str, Any]] = field(default_factory=list)
     #: Who joins or leaves, where that is what ends it.
     change: str = ""
-    #: Ranks that an agent has killed because they hung.
-    killed: set[int] = field(default_factory=set)
+    #: An agent has killed a worker because it hung. Often a peer of it is the first to tell.
+    hung: bool = False
 
     def failure(
         self,

@@ -174,7 +174,8 @@ def goodput(found: Goodput) -> str:
 def cost(recovery: Recovery, *, over: bool = False) -> str:
     """`1.9 s: detect 100 ms, agree 200 ms, rebuild 750 ms, transfer 250 ms, redo 600 ms`.
 
-    `over`: the job is, so that what has not been recovered from never will be.
+    `over`: the job is, so that what has not been recovered from never will be. `without redo`: a
+    script that tells no steps does some of them again, and nobody knows how many.
     """
     if over and not recovery.done:
         return "the job ended"
@@ -187,7 +188,11 @@ def cost(recovery: Recovery, *, over: bool = False) -> str:
         "redo": recovery.redo,
     }
     told = [f"{name} {seconds(spent)}" for name, spent in parts.items() if spent]
-    whole = seconds(recovery.cost) if recovery.done else f"{seconds(recovery.cost)} so far"
+    whole = seconds(recovery.cost)
+    if not recovery.done:
+        whole += " so far"
+    elif recovery.redo is None:
+        whole += " without redo"
     return f"{whole}: {', '.join(told)}" if told else whole
 
 

@@ -80,6 +80,21 @@ def test_a_hang_began_when_the_step_should_have_been_done():
     assert one.detect == pytest.approx(59.2)
 
 
+def test_a_hang_of_which_a_peer_tells_first_began_no_later():
+    story = ten_steps().tell(71, events.WorkerKilled(2, 0, "it hangs"), by="b")
+    story.fails(71.05, 0, by="a", node="a", rank=0, message="lost a peer")
+    story.fails(71.1, 0).over(71.2, 0).world(71.3, 1)
+    (one,) = recoveries(story)
+    assert one.detect == pytest.approx(59.2)
+
+
+def test_what_a_script_that_tells_no_steps_does_again_is_not_known():
+    story = Story().world(0, 0).workers_start(0.1, 0).fails(9, 0).over(9, 0)
+    (one,) = recoveries(story.world(9.1, 1).workers_start(9.2, 1))
+    assert one.done
+    assert one.redo is None
+
+
 @pytest.mark.parametrize("told", [True, False], ids=["its first step", "nothing but the start"])
 def test_a_hang_in_the_first_step_is_no_work_that_has_to_be_done_again(told):
     story = Story().world(0, 0).trains(1, 0, step=0)

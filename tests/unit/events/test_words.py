@@ -261,7 +261,13 @@ def test_the_cost_of_a_recovery_in_a_line():
 def test_a_job_that_is_over_recovers_from_nothing_more():
     begun = Recovery(generation=0, wall=0, kind="failure", why="", detect=0.1)
     assert words.cost(begun, over=True) == "the job ended"
-    assert words.cost(dataclasses.replace(begun, rebuild=0.1), over=True).startswith("200 ms: ")
+    done = dataclasses.replace(begun, rebuild=0.1, redo=0.1)
+    assert words.cost(done, over=True).startswith("300 ms: ")
+
+
+def test_what_a_script_without_steps_does_again_is_not_said_to_be_nothing():
+    done = Recovery(generation=0, wall=0, kind="failure", why="", detect=0.1, rebuild=0.1)
+    assert words.cost(done) == "200 ms without redo: detect 100 ms, rebuild 100 ms"
 
 
 def test_the_cause_of_a_recovery_is_the_failure_and_not_why_the_next_world_was_formed():

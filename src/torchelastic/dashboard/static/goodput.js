@@ -80,7 +80,7 @@ function notes(found, view) {
     const again = found.redone_steps
       ? `besides those in flight, ${counted(found.redone_steps, "step")} done again`
       : "only steps in flight were done again";
-    told.push(`${ended}; ${again}.`);
+    told.push(found.steps_known ? `${ended}; ${again}.` : `${ended}.`);
   }
   if (found.active_nodes !== null && (view.max_nodes ?? 1) > 1) {
     const [active, there] = [percent(found.active_nodes), percent(found.available_nodes)];

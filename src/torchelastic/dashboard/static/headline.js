@@ -142,7 +142,8 @@ function lastCost(view, now) {
   const last = view.recoveries.findLast((one) => one.is_failure);
   if (!last) return answer("cost", question, "Nothing", "", "no failure so far");
   const [most] = partsOf(last).toSorted((one, other) => other[1] - one[1]);
-  const text = most ? `most of it: ${most[0]} ${seconds(most[1])}` : null;
+  const unknown = last.done && last.redo === null ? "; what it does again is not known" : "";
+  const text = most ? `most of it: ${most[0]} ${seconds(most[1])}${unknown}` : null;
   const when = h("a", { href: "#recoveries" }, `${clock(last.wall, now)}, ${ago(last.wall, now)}`);
   if (!last.done && view.ended !== null) {
     return answer("cost", question, "The job", "", "it did not go on after it", when);
