@@ -215,6 +215,7 @@ class JobFold:
         """The picture; of a job that goes on, with its goodput up to `now` by the wall clock."""
         passed = now - self._last.wall if now is not None and self._last is not None else 0.0
         until = self._last.time + max(0.0, passed) if self._last is not None else None
+        recoveries = self._recoveries.views()
         return replace(
             self._view,
             nodes=dict(self._nodes),
@@ -225,8 +226,8 @@ class JobFold:
             ranks=self._ranks.views(self._names),
             stragglers=tuple(self._ranks.stragglers.values()),
             straggler_seconds=round(self._ranks.lost, 6),
-            worlds=tuple(self._worlds),
-            recoveries=self._recoveries.views(),
+            worlds=_as_judged(self._worlds, recoveries),
+            recoveries=recoveries,
             failure=self._failures.view(),
             goodput=self._goodput.at(until) if until is not None else None,
             rates=self._curves.rates,
@@ -409,3 +410,14 @@ class JobFold:
 
     def _tell(self, record: Record, what: str, why: str = "") -> None:
         self._history.append(Change(record.wall, what, why))
+
+
+def _as_judged(
+    worlds: Iterable[WorldView], recoveries: Iterable[Recovery]
+) -> tuple[WorldView, ...]:
+    """What ended each, as the leader's last word on it says."""
+    kinds = {one.generation: one.kind for one in recoveries}
+    told = [(world, kinds.get(world.generation, "")) for world in worlds]
+    return tuple(
+        replace(world, end_kind=kind) if kind and world.end_kind else world for world, kind in told
+    )

@@ -12,6 +12,7 @@ from torchelastic.events.goodput import goodput
 from torchelastic.events.record import Record
 from torchelastic.events.types import Event
 from torchelastic.events.view import HISTORY, JobFold, JobView, fold, without
+from torchelastic.failure import node_failure
 
 
 class Story:
@@ -258,6 +259,15 @@ def test_a_new_world_has_taken_no_step():
     story = trained().over(13, 0).world(14, 1)
     assert (fold(story.records).step, fold(story.records).ranks) == (None, ())
     assert fold(story.steps(13.5, 0, 21).records).step is None
+
+
+def test_a_world_was_ended_by_what_the_leader_found_in_the_end():
+    gone = node_failure("b", 0, "its lease has ended").to_json()
+    story = trained().over(13, 0, reason="rank 0 has lost a peer")
+    assert fold(story.records).worlds[0].end_kind == "failure"
+    verdict = events.RestartDecided(True, "b failed", "node-failure", gone)
+    story.tell(13.5, verdict, generation=1).world(14, 1, "a")
+    assert [world.end_kind for world in fold(story.records).worlds] == ["node-failure", ""]
 
 
 def test_worlds_are_a_timeline():
