@@ -12,7 +12,8 @@ SECONDS = {
     0.18: "0.18 s",
     0.9949: "0.99 s",
     3.14: "3.1 s",
-    34.9: "34 s",
+    9.96: "10 s",
+    34.9: "35 s",
     60: "1 min",
     200: "3 min 20 s",
     8000: "2 h 13 min",
@@ -59,6 +60,22 @@ def test_the_phase_is_said_in_a_word(modules):
     views = {word: training(**changes).to_json() for word, changes in PHASES.items()}
     said = {word: modules("headline", "phase", view, NOW)["word"] for word, view in views.items()}
     assert said == {word: word for word in PHASES}
+
+
+def test_a_job_whose_training_is_done_recovers_from_nothing(modules):
+    view = training(phase="restarting").to_json()
+    view["worlds"][-1]["end_kind"] = "finished"
+    assert modules("headline", "phase", view, NOW)["word"] == "Finishing"
+
+
+def test_a_recovery_names_the_failure_where_the_next_world_does_not(modules):
+    one = {"why": "enough workers are there again", "failure": None}
+    assert modules("recoveries", "why", one) == "enough workers are there again"
+    fell = {"rank": 1, "node": "b", "message": "it hangs"}
+    told = modules("recoveries", "why", one | {"failure": fell})
+    assert told == "rank 1 on b: it hangs; enough workers are there again"
+    named = {"why": "rank 1 on b (pid 4): it hangs; 1 of 3 restarts used", "failure": fell}
+    assert modules("recoveries", "why", named) == named["why"]
 
 
 def test_a_script_that_does_not_tell_its_steps_runs(modules):

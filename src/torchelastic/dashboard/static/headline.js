@@ -19,7 +19,10 @@ export function phase(view, now) {
 const BUSY = {
   starting: () => ["Starting", "busy", "the first world has not been formed"],
   waiting: (view) => ["Waiting for nodes", "warn", lastWhy(view) || "too few nodes are there"],
-  restarting: (view) => ["Recovering", "warn", lastWhy(view) || "the next world is being formed"],
+  restarting: (view) =>
+    view.worlds.at(-1)?.end_kind === "finished"
+      ? ["Finishing", "busy", lastWhy(view)]
+      : ["Recovering", "warn", lastWhy(view) || "the next world is being formed"],
 };
 
 function lastWhy(view) {

@@ -1,6 +1,6 @@
 // Recoveries, the newest first: what each cost, and where that went. Pure.
 
-import { RECOVERY_PARTS, partsOf } from "./picture.js";
+import { RECOVERY_PARTS, isWorker, partsOf } from "./picture.js";
 import { h } from "./tree.js";
 import { ago, clock, counted, oneLine, seconds } from "./words.js";
 
@@ -67,6 +67,13 @@ function table(shown, picture) {
   );
 }
 
+/** The failure, if the next world says no more than that it could be formed. */
+export function why(one) {
+  const cause = one.failure;
+  if (!cause || !isWorker(cause) || one.why.startsWith(`rank ${cause.rank} `)) return one.why;
+  return `rank ${cause.rank} on ${cause.node}: ${cause.message}; ${one.why}`;
+}
+
 function row(one, longest, { view, now }) {
   const over = view.ended !== null;
   const cost = one.done ? seconds(one.cost) : over ? "the job ended" : "not over yet";
@@ -85,7 +92,7 @@ function row(one, longest, { view, now }) {
       h("span", { class: `mark ${one.is_failure ? "bad" : "calm"}`, "aria-hidden": "true" }),
       h("b", { class: "user" }, KINDS[one.kind] ?? oneLine(one.kind, 40)),
       ` in generation ${one.generation}`,
-      h("span", { class: "user why" }, oneLine(one.why, 300)),
+      h("span", { class: "user why" }, oneLine(why(one), 300)),
       bar(one, longest),
     ),
     h("td", { role: "cell", class: "number cost", "data-label": "cost" }, cost),

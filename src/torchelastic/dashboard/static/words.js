@@ -53,7 +53,7 @@ export function seconds(duration) {
   if (given < 0.0995) return `${Math.round(given * 1000)} ms`;
   if (given < 0.995) return `${given.toFixed(2)} s`;
   if (given < 9.95) return `${given.toFixed(1)} s`;
-  return span(given);
+  return span(Math.round(given)); // parts that stand beside their sum have to add up
 }
 
 /** Two units at most: `3 s`, `4 min 10 s`, `2 h 5 min`, `3 d 4 h`. */
