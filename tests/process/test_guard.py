@@ -41,9 +41,10 @@ ENDS = {
     "lambda: sys.exit()": (0, ""),
     "lambda: sys.exit('a reason')": (1, "a reason"),
     "lambda: 1 / 0": (1, "ZeroDivisionError"),
-    "lambda: os.kill(os.getpid(), signal.SIGKILL)": (137, ""),
-    "lambda: os.kill(os.getpid(), signal.SIGTERM)": (143, ""),
-    "lambda: os.abort()": (134, ""),
+    "lambda: os.kill(os.getpid(), signal.SIGKILL)": (137, "the agent was killed by SIGKILL;"),
+    "lambda: os.kill(os.getpid(), signal.SIGTERM)": (143, "the agent was killed by SIGTERM;"),
+    "lambda: os.kill(os.getpid(), 50)": (178, "the agent was killed by signal 50;"),
+    "lambda: os.abort()": (134, "the agent was killed by SIGABRT;"),
 }
 
 
@@ -53,6 +54,22 @@ def test_the_guard_ends_as_the_agent_did(agent):
     got, out, err = run(f"sys.exit(guarded({agent}))")
     assert (got, out) == (code, "")
     assert words in err
+
+
+def test_a_guard_whose_words_nobody_reads_ends_all_the_same():
+    process = start(
+        """
+        os.set_blocking(2, False)
+        try:
+            while os.write(2, bytes(4096)):
+                pass
+        except BlockingIOError:
+            os.set_blocking(2, True)
+        sys.exit(guarded(lambda: os.kill(os.getpid(), signal.SIGKILL)))
+        """
+    )
+    with process:
+        assert process.wait(60) == 137
 
 
 def test_only_the_guard_returns_and_cleans_up():

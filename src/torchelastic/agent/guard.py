@@ -8,6 +8,7 @@ The guard does nothing else and imports next to nothing: there is little in it t
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import traceback
@@ -58,7 +59,9 @@ def guarded(run: Callable[[], int], also: Collection[int] = ()) -> int:
         exitcode = _wait_for(agent, forwarded, keep)
         cgroup.remove_all(cgroups)
         linux.kill_descendants(keep)
-        return exitcode
+        if exitcode < 0:
+            _say_for(-exitcode)
+        return exitcode if exitcode >= 0 else 128 - exitcode
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -99,18 +102,24 @@ def _exitcode_of(end: SystemExit) -> int:
 
 
 def _wait_for(agent: int, forwarded: Collection[int], keep: Collection[int]) -> int:
-    """Hand signals to the agent until it ends; then its exit code."""
+    """Hand signals to the agent until it ends; then its exit code, minus a signal that ended it."""
     while True:
         signum = signal.sigwait({*forwarded, signal.SIGCHLD})
         if signum == signal.SIGCHLD:
             ended, status = os.waitpid(agent, os.WNOHANG)
             if ended:
-                return _exitcode(status)
+                return os.waitstatus_to_exitcode(status)
             linux.reap(keep={agent, *keep})
         else:
             os.kill(agent, signum)
 
 
-def _exitcode(status: int) -> int:
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
+def _say_for(signum: int) -> None:
+    """The last word of an agent that could not say it; none where nobody reads: that may never
+    end, and the guard has to."""
+    known = signum in list(signal.Signals)
+    name = signal.Signals(signum).name if known else f"signal {signum}"
+    if select.select((), (2,), (), 0)[1]:
+        os.write(
+            2, f"[torchelastic] the agent was killed by {name}; its workers are gone\n".encode()
+        )
