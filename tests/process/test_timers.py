@@ -44,4 +44,10 @@ def test_a_resident_worker_is_replaced_and_the_training_goes_on(tmp_path):
         assert node.wait(100) == 0, node.stderr
         stacks = {event["reason"]: event["stack"] for event in node.events("worker-killed")}
         assert "timed.py" in stacks["timer 'slow step' expired after 0.3 s"]
+        [failure] = [
+            event["failure"]
+            for event in node.events("worker-failed")
+            if "'slow step'" in event["failure"]["message"]
+        ]
+        assert failure["step"] == 3, "it has not gone on when it was looked at"
         assert "trained 6 steps" in node.stdout

@@ -94,6 +94,10 @@ class Workers(Protocol):
 
     def stack_memory(self, local_rank: int) -> int | None: ...
 
+    def last_stack(self, local_rank: int) -> str | None:
+        """What one that is to be killed did: it stands still, and no signal must wake it."""
+        ...
+
     def tell(self, local_rank: int, order: orders.Order, fds: Iterable[int] = ()) -> None: ...
 
 
@@ -126,6 +130,8 @@ class Stacks:
             pid = self._workers.pid(local_rank)
             if pid is None:
                 return "it has ended"
+            if (last := self._workers.last_stack(local_rank)) is not None:
+                return tidy(last)
             if is_frozen(pid):
                 return await stack_of(pid) or FROZEN
             dump = await self._told(local_rank) or await self._signalled(local_rank, pid)
@@ -146,7 +152,7 @@ class Stacks:
 
     async def _signalled(self, local_rank: int, pid: int) -> str:
         memory = self._workers.stack_memory(local_rank)
-        if memory is None:
+        if memory is None or self._workers.last_stack(local_rank) is not None:
             return ""
         own = os.dup(memory)  # the worker may end meanwhile
         try:

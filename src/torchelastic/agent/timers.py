@@ -122,8 +122,6 @@ class Timers:
     async def _end(self, local_rank: int, timer: Timer, workers: Workers) -> None:
         """Have the stacks written of a worker whose timer has expired, then end it."""
         pid, watched = workers.pid(local_rank), self._watched.get(local_rank)
-        if self.report is not None:
-            self.report.begin()
         if watched is None:
             stack = await self._seen(local_rank, workers) or await stack_of(pid) or NOTHING
         else:
@@ -134,6 +132,8 @@ class Timers:
                 stack = await _stack(replace(watched, descriptor=own))
             finally:
                 os.close(own)
+            if pid is not None and workers.pid(local_rank) == pid:
+                workers.condemn(local_rank, words(timer), stack)
         await self._seen(local_rank, workers)
         if pid is not None and workers.pid(local_rank) == pid:
             self.ended(local_rank)

@@ -503,9 +503,14 @@ class Workers:
             if self._supervisor.has_ended(local_rank) or self._told(local_rank)[1] is not None
         }
 
-    def condemn(self, local_rank: int, why: str) -> None:
+    def condemn(self, local_rank: int, why: str, stack: str = "") -> None:
         """However one worker ends from now on, `why` is how it failed."""
-        self._verdicts[local_rank] = error_file.ErrorRecord(why, why)
+        self._verdicts[local_rank] = error_file.ErrorRecord(why, stack or why)
+
+    def last_stack(self, local_rank: int) -> str | None:
+        """What one that is condemned did; None for others."""
+        verdict = self._verdicts.get(local_rank)
+        return verdict.traceback if verdict is not None else None
 
     def kill(self, local_rank: int, why: str, stack: str = "", *, over: bool = False) -> None:
         """End one worker at once; `why` is then how it failed. With `over` its world has ended

@@ -102,7 +102,9 @@ def test_a_kill_of_ours_is_not_the_kernel_s(workers, kernel, told):
 
 
 def test_of_who_crashes_before_we_kill_it_our_word_stands(workers, told):
-    workers.condemn(0, "timer 'data' expired after 3 s")
+    assert workers.last_stack(0) is None
+    workers.condemn(0, "timer 'data' expired after 3 s", "its stack")
+    assert workers.last_stack(0) == "its stack"
     ends(workers, -11)
     assert (told[0].message, told[0].exitcode) == ("timer 'data' expired after 3 s", -11)
 

@@ -156,12 +156,16 @@ class Workers:
 
     def __init__(self, process=None, memory=None, *, says=None):
         self.process, self.memory, self.says, self.pongs = process, memory, says, {}
+        self.last = None
 
     def pid(self, local_rank):
         return self.process.pid if self.process is not None else None
 
     def is_resident(self, local_rank):
         return self.says is not None
+
+    def last_stack(self, local_rank):
+        return self.last
 
     def stack_memory(self, local_rank):
         return self.memory
@@ -188,6 +192,20 @@ def test_one_that_does_not_answer_gets_the_signal(started, monkeypatch):
     told = stack(Workers(process, memory, says=""))
     assert told.startswith("main thread, most recent call first:\n")
     assert "in hangs" in told
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "while it is asked"])
+def test_one_that_is_to_be_killed_gets_no_signal(late, started, monkeypatch):
+    """It stands still in the handler of its timer, out of which a signal would let it go on."""
+    monkeypatch.setattr(stacks, "ANSWER", 0.01)
+    monkeypatch.setattr(linux, "signal_thread", lambda *_: pytest.fail("it was sent a signal"))
+    process, memory = started(SCRIPT.format("run()"))
+    workers = Workers(process, memory, says="")
+    if late:
+        workers.tell = lambda *_: setattr(workers, "last", "as it wrote")
+    else:
+        workers.last = "as it wrote"
+    assert stack(workers) == (NOTHING if late else "as it wrote")
 
 
 def test_a_frozen_one_is_said_to_be(started):

@@ -74,8 +74,8 @@ class Workers:
     def pid(self, local_rank):
         return self.pids.get(local_rank)
 
-    def condemn(self, local_rank, why):
-        self.condemned[local_rank] = why
+    def condemn(self, local_rank, why, stack=""):
+        self.condemned[local_rank] = why, stack
 
     def kill(self, local_rank, why, stack):
         self.killed.append((local_rank, why, stack))
@@ -114,7 +114,7 @@ async def watched_until_killed(watch, workers):
 def test_an_expired_timer_ends_its_worker_and_no_other(table, sleeper, monkeypatch):
     """The stack is what the worker writes; a stack from before does not count."""
     os.pwrite(table.descriptor, b"an older stack\n", STACKS_AT)
-    innocent = Table()
+    innocent, condemned = Table(), {}
     innocent.set("in time", 600.0, time.monotonic() + 600)
 
     def write_stacks(pid, signum):
@@ -129,9 +129,12 @@ def test_an_expired_timer_ends_its_worker_and_no_other(table, sleeper, monkeypat
         table.set("short", 0.05, time.monotonic() + 0.05)
         monkeypatch.setattr(timers.os, "kill", write_stacks)
         await watched_until_killed(watch, workers)
+        condemned.update(workers.condemned)
         return workers.killed
 
-    assert asyncio.run(run()) == [(1, "timer 'short' expired after 0.05 s", "in train.py\n")]
+    words = "timer 'short' expired after 0.05 s"
+    assert asyncio.run(run()) == [(1, words, "in train.py\n")]
+    assert condemned == {1: (words, "in train.py\n")}
     innocent.close()
 
 
@@ -196,7 +199,8 @@ def test_one_that_ends_while_its_stack_is_read_is_not_killed_again(table, sleepe
             watch.ended(0)
             workers.pids.clear()
             assert read(watched.descriptor), "its table can be read all the same"
-            assert workers.condemned == {0: "timer 'x' expired after 1 s"}, "its words are not lost"
+            words = "timer 'x' expired after 1 s"
+            assert workers.condemned == {0: (words, "")}, "its words are not lost"
             ended.set()
             return ""
 
