@@ -92,8 +92,9 @@ class JobMetrics:
                 self._lack(record)
             case events.NodeLost():
                 self._hurts(record)
-            case events.WorkerFailed():
-                self._failures += 1
+            case events.WorkerFailed(failure=failure):
+                # A survivor of `train` tells of a lost peer, and lives on.
+                self._failures += not failure.get("alive", False)
                 self._hurts(record)
             case events.WorkerKilled():
                 self._killed += 1
@@ -140,7 +141,10 @@ class JobMetrics:
             {(("cause", kind),): float(count) for kind, count in sorted(self._over.items())},
         )
         yield _one(
-            "worker_failures", "counter", "Workers of this node that have failed.", self._failures
+            "worker_failures",
+            "counter",
+            "Workers of this node that a failure has ended.",
+            self._failures,
         )
         yield _one(
             "workers_killed", "counter", "Workers of this node killed for hanging.", self._killed

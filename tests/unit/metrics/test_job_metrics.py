@@ -103,6 +103,16 @@ def test_a_failure_from_its_detection_until_workers_run_again():
     assert story.value("last_recovery_seconds", part="agree") == 0.75
 
 
+def test_a_survivor_that_tells_of_a_lost_peer_is_no_worker_that_failed():
+    story = Story().start().world(1, 0).runs(2, 0)
+    story.tell(10, events.WorkerFailed(failure={"rank": 1, "alive": True}), 0)
+    assert story.value("worker_failures") == 0
+    story.tell(10.1, events.WorkerFailed(failure={"rank": 0, "alive": False}), 0)
+    story.world(11, 1).runs(12, 1)
+    assert story.value("worker_failures") == 1
+    assert story.times("recovery_seconds") == (1, 2), "it is seen first by who lives on"
+
+
 def test_resident_workers_have_recovered_when_they_train():
     story = Story().start().world(1, 0).runs(2, 0)
     story.tell(5, events.NodeLost(name="b", reason="silent"))
