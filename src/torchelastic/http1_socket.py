@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
+from collections.abc import AsyncIterator
 
 from torchelastic.http1 import LONGEST
 
+logger = logging.getLogger(__name__)
+
 _END = b"\r\n\r\n"
+#: Seconds after the kernel had no descriptors left.
+TRY_AGAIN = 1.0
 
 
 async def listen(address: str, port: int, backlog: int) -> socket.socket:
@@ -24,6 +30,19 @@ async def listen(address: str, port: int, backlog: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+async def accepted(listener: socket.socket) -> AsyncIterator[socket.socket]:
+    """Those who come, one after the other."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            connection, _ = await loop.sock_accept(listener)
+        except OSError as error:
+            logger.debug("nobody can be taken: %s", error)
+            await asyncio.sleep(TRY_AGAIN)
+            continue
+        yield connection
 
 
 async def receive_head(connection: socket.socket) -> bytes | None:

@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 MOST, BACKLOG = 8, 8
 #: Seconds: between two connections, for one of them, and for which a page is good.
 GAP, PATIENCE, FRESH = 0.02, 5.0, 1.0
-#: After the kernel has no descriptors left.
-TRY_AGAIN = 1.0
 
 Background = Callable[[Coroutine[Any, Any, Any], str], object]
 
@@ -95,14 +93,7 @@ class MetricsEndpoint:
     # --- scrapers --------------------------------------------------------------------------------
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(listener)
-            except OSError as error:
-                logger.debug("a scraper cannot be taken: %s", error)
-                await asyncio.sleep(TRY_AGAIN)
-                continue
+        async for connection in http1_socket.accepted(listener):
             if len(self._talks) >= MOST:
                 next(iter(self._talks)).cancel()  # the oldest: it has had the most time
             talk = asyncio.create_task(self._talk(connection), name="scraper")

@@ -34,8 +34,6 @@ PERIOD, LONGEST, SHARE = 0.5, 5.0, 0.1
 PATIENCE, KEEP_ALIVE = 10.0, 15.0
 #: Seconds for the last picture, when the job has ended.
 LAST = 2.5
-#: After the kernel has no descriptors left.
-TRY_AGAIN = 1.0
 #: Bytes the kernel holds for one reader: readers that never read must not cost much.
 HELD = 64 * 1024
 
@@ -147,14 +145,7 @@ class Server:
     # --- who looks -------------------------------------------------------------------------------
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(listener)
-            except OSError as error:
-                logger.debug("a reader cannot be taken: %s", error)
-                await asyncio.sleep(TRY_AGAIN)
-                continue
+        async for connection in http1_socket.accepted(listener):
             self._make_room()
             talk = Talk(connection)
             task = asyncio.create_task(self._talk(talk), name="reader")
