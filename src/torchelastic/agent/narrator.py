@@ -250,7 +250,10 @@ class Narrator:
         if not self.line.show(f"{what}{missing}", world.patience):
             logger.info("%s%s", world.reason, missing)
         waiting = events.Waiting(
-            need=self._config.min_nodes, missing=list(world.missing), reason=world.reason
+            need=self._config.min_nodes,
+            missing=list(world.missing),
+            reason=world.reason,
+            enough=world.enough,
         )
         self._log.emit(waiting, generation=world.generation)
 

@@ -5,7 +5,7 @@ they do not. Time is counted in whole microseconds, so that the parts add up to 
 a cursor moves along the job's time, and whatever it passes goes to one part or another.
 
     starting ──> entering ──> training ──> over ──> entering ──> …      a world each
-        └──> waiting ──┘         └───────────────────> waiting, ended
+        └──> waiting ──┘         └───────────────────> waiting ──> forming, ended
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Part = Literal[
     "waiting",
     "other",
 ]
-_Phase = Literal["starting", "waiting", "entering", "training", "over", "ended"]
+_Phase = Literal["starting", "waiting", "forming", "entering", "training", "over", "ended"]
 _Pieces = Iterator[tuple[Part, int]]
 
 #: Each part, in the words people read.
@@ -44,6 +44,12 @@ PARTS: dict[Part, str] = {
     "data": "data stalls",
     "waiting": "waiting for nodes",
     "other": "other",
+}
+#: Where time without a world belongs.
+_WITHOUT: dict[_Phase, Part] = {
+    "starting": "startup",
+    "waiting": "waiting",
+    "forming": "rendezvous",
 }
 #: Where a kind of stall that workers report belongs.
 _STALLS: dict[str, Part] = {
@@ -250,10 +256,8 @@ class GoodputFold:
                 self._world.hung = True
             case events.WorldFormed() if generation > self._world.generation:
                 self._formed(generation)
-            case events.Waiting() if self._phase != "waiting":
-                self._end_world(None)
-                self._settle()
-                self._phase = "waiting"
+            case events.Waiting(enough=enough):
+                self._waits(enough)
             case events.JobEnded():
                 self._ended(record.node)
         if generation == self._world.generation:
@@ -298,6 +302,15 @@ class GoodputFold:
         if self._phase == "over" and world.disrupted and not world.mourned:
             world.mourned = True
             self._disruptions += 1
+
+    def _waits(self, enough: bool) -> None:
+        """For nodes; or, with enough of them, until they are ready."""
+        self._end_world(None)
+        if enough and self._phase != "waiting":
+            return  # as it was: the start of the job, or the way to the next world
+        self._settle()
+        without: _Phase = "forming" if self._world.generation >= 0 else "starting"
+        self._phase = without if enough else "waiting"
 
     def _ended(self, node: str) -> None:
         self._agents.discard(node)
@@ -405,8 +418,8 @@ class GoodputFold:
             yield from self._entering(over) if world.begun is None else self._last_step(over)
             done = last or world.kind in ("finished", "stop")
             yield "other" if done else "rendezvous", until - over
-        elif self._phase in ("starting", "waiting"):
-            yield "waiting" if self._phase == "waiting" else "startup", until - self._cursor
+        elif self._phase in _WITHOUT:
+            yield _WITHOUT[self._phase], until - self._cursor
 
     def _entering(self, until: int) -> _Pieces:
         """A world without a step that is known of, so far or to its end."""

@@ -77,7 +77,9 @@ class Recoveries:
         self._now: Recovery | None = None
         self._saw = _Seen()
         self._over = 0.0
+        #: Since when too few nodes are there, and seconds that were too few before.
         self._waits: float | None = None
+        self._waited = 0.0
         self._formed = 0.0
         #: Whether training itself was seen to begin, not only processes.
         self._trained = False
@@ -92,8 +94,8 @@ class Recoveries:
         match record.event:
             case events.WorldFormed() as formed if generation > self._generation:
                 self._world(record, formed)
-            case events.Waiting() if self._ended and self._waits is None:
-                self._waits = record.time
+            case events.Waiting(enough=enough) if self._ended:
+                self._wait(record.time, enough)
             case events.NodeLost(name=name, reason=why) if not self._ended:
                 self._saw.failure(record, f"{name} was lost: {why}", guessed=True)
             case events.WorkerKilled():
@@ -140,7 +142,8 @@ class Recoveries:
         self._now = None
         if kind in ("finished", "stop"):
             return
-        self._over, self._redone, self._waits = record.time, self._goodput.redone, None
+        self._over, self._redone = record.time, self._goodput.redone
+        self._waits, self._waited = None, 0.0
         self._now = Recovery(
             generation=self._generation,
             wall=record.wall,
@@ -166,7 +169,7 @@ class Recoveries:
             if not self._ended:
                 kind = "resize" if self._saw.change and self._saw.at is None else "unknown"
                 self._end(record, kind, self._saw.change or self._saw.why or formed.reason)
-            waited = record.time - self._waits if self._waits is not None else 0.0
+            self._wait(record.time, enough=True)
             # The leader knows better now than when it ended the generation.
             if self._verdict == self._generation:
                 self._set(why=formed.reason)
@@ -174,12 +177,19 @@ class Recoveries:
                 self._set(failure=cause, why=formed.reason)
             self._set(
                 detect=self._saw.unnoticed(self._over, self._goodput.due),
-                wait=waited,
-                agree=max(0.0, record.time - self._over - waited),
+                wait=self._waited,
+                agree=max(0.0, record.time - self._over - self._waited),
             )
         assert record.generation is not None, "a world has a generation"
         self._generation, self._formed = record.generation, record.time
         self._saw, self._trained = _Seen(), False
+
+    def _wait(self, time: float, enough: bool) -> None:
+        """Too few nodes are left, or there are enough again."""
+        if not enough and self._waits is None:
+            self._waits = time
+        elif enough and self._waits is not None:
+            self._waited, self._waits = self._waited + time - self._waits, None
 
     def _runs(self, time: float, fetched: float) -> None:
         """Training goes on in the next world; said by every worker, the last one counts."""

@@ -231,7 +231,7 @@ class WorldChanging(Event):
 
 @dataclass(frozen=True)
 class Waiting(Event):
-    """There are too few nodes for a world."""
+    """There is no world: too few nodes are there, or those that are get ready."""
 
     type: ClassVar[str] = "waiting"
     #: Nodes that are needed.
@@ -240,6 +240,8 @@ class Waiting(Event):
     missing: Sequence[str]
     #: How many are there, and how long the job goes on waiting.
     reason: str
+    #: Enough nodes are there: nobody is waited for, they warm up or start their workers.
+    enough: bool = False
 
 
 # --- workers -------------------------------------------------------------------------------------

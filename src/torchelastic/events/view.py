@@ -290,8 +290,8 @@ class JobFold:
                 self._tell(record, "the job is not restarted", why)
             case events.Straggler(text=text, again=False):
                 self._tell(record, text)
-            case events.Waiting(reason=why):
-                self._waits(record, why)
+            case events.Waiting(reason=why, enough=enough):
+                self._waits(record, why, enough)
 
     def _agent_started(self, record: Record, name: str, least: int, most: int) -> None:
         view = self._view
@@ -375,11 +375,12 @@ class JobFold:
         if last is not None and last.ended is None:
             self._worlds[-1] = replace(last, ended=record.wall, end_kind=kind, end_why=why)
 
-    def _waits(self, record: Record, why: str) -> None:
+    def _waits(self, record: Record, why: str, enough: bool) -> None:
         """It is said again every minute; the history keeps the last time only."""
         if self._history and self._history[-1].what == _NO_WORLD:
             self._history.pop()
-        self._change(phase="waiting")
+        forming: JobPhase = "starting" if self._view.generation is None else "restarting"
+        self._change(phase=forming if enough else "waiting")
         self._tell(record, _NO_WORLD, why)
 
     def _job_ended(self, record: Record, name: str, ended: events.JobEnded) -> None:

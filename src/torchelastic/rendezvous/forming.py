@@ -73,6 +73,7 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         missing=(),
         missing_count=0,
         patience=None,
+        enough=False,
     )
     return Decision(_to_agree_on(state, world.with_nodes(_place(chosen))))
 
@@ -149,9 +150,9 @@ def _wait(rules: RoundRules, state: RoundState, now: float) -> Decision:
     last = state.world
     still = last is not None and last.phase == "waiting"
     since = state.since if still else now
-    what, warming = _lacks(rules, state)
+    what, enough = _lacks(rules, state)
     left = None
-    if rules.wait_for_nodes and not warming:
+    if rules.wait_for_nodes and not enough:
         left = since + rules.wait_for_nodes - now
     if last is not None and left is not None and left <= 0:
         reason = f"{what}: giving up after {rules.wait_for_nodes:g} s (--wait-for-nodes)"
@@ -159,8 +160,7 @@ def _wait(rules: RoundRules, state: RoundState, now: float) -> Decision:
             replace(last, phase="closed", exitcode=EXIT_NOT_ENOUGH_NODES, reason=reason)
         )
     missing = _missing(state)
-    same = last is not None and what in last.reason and len(missing) == last.missing_count
-    again = state.said_at + (SAY_EVERY if same else SAY_CHANGES)
+    again = state.said_at + _pause(last, what, len(missing), enough)
     if still and now < again:
         return Decision(wake_at=again if left is None else min(again, now + left))
     if last is not None and last.resident and last.phase == "over":
@@ -173,8 +173,19 @@ def _wait(rules: RoundRules, state: RoundState, now: float) -> Decision:
         missing=missing[:NAMED],
         missing_count=len(missing),
         patience=left,
+        enough=enough,
     )
     return Decision(world)
+
+
+def _pause(last: World | None, what: str, missing: int, enough: bool) -> float:
+    """Seconds until it is said again what the job waits for.
+
+    That enough nodes are there is said at once: until then time counts as waiting for them.
+    """
+    if last is None or last.enough != enough:
+        return 0.0
+    return SAY_EVERY if what in last.reason and missing == last.missing_count else SAY_CHANGES
 
 
 def limit(left: float | None) -> str:
@@ -183,7 +194,7 @@ def limit(left: float | None) -> str:
 
 
 def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
-    """What keeps a world from being formed, and whether that is only a matter of warming up."""
+    """What keeps a world from being formed, and whether enough nodes are there: they warm up."""
     if not has_quorum(state):
         world = the_world(state)
         agree = sum(world.place(node) is not None for node in votes(state))

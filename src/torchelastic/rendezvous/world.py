@@ -242,6 +242,8 @@ class World:
     missing_count: int = 0
     #: Of one that waits: how many seconds it still did when this was said; None: any time.
     patience: float | None = None
+    #: Of one that waits: enough nodes are there, and only get ready.
+    enough: bool = False
     #: Exit code every agent ends with once closed.
     exitcode: int = 0
 

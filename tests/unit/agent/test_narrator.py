@@ -13,6 +13,7 @@ from torchelastic.clock import FakeClock
 from torchelastic.config import LaunchConfig
 from torchelastic.events import types as events
 from torchelastic.events.log import GATHERED_FILE, EventLog
+from torchelastic.rendezvous.world import World
 
 
 @pytest.fixture
@@ -105,3 +106,14 @@ def test_a_hang_in_which_nobody_waits_is_written_down_and_not_said(tmp_path, sai
     rank = {"rank": 0, "node": "a", "step": 3, "collective": "", "waiting": waiting}
     narrator.hang(0, events.Hang("rank 1 is missing", [1], [rank]))
     assert said == (["workers stand still: rank 1 is missing"] if waiting else [])
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_whether_nodes_are_waited_for_or_only_get_ready_is_told(tmp_path, said, enough):
+    narrator = narrator_of(tmp_path)
+    told: list[events.Event] = []
+    narrator._log.listen(lambda record: told.append(record.event))
+    narrator.world_seen(
+        World(generation=0, phase="waiting", count=1, reason="no world", enough=enough)
+    )
+    assert told == [events.Waiting(1, [], "no world", enough=enough)]

@@ -144,6 +144,27 @@ def test_waiting_for_nodes():
     assert (found["startup"], found["waiting"], found["rendezvous"]) == (3.0, 68.0 + 6.0, 1.0)
 
 
+def test_nodes_that_are_there_and_get_ready_are_not_waited_for():
+    story = Story().tell(1, events.Waiting(2, [], "1 of 2"), generation=0)
+    story.tell(2, events.Waiting(2, [], "warming up", enough=True), generation=0)
+    story.tell(7, events.Waiting(2, [], "settling", enough=True), generation=0)
+    story.world(9, 0).trains(9, 0, step=0).steps(10, 0, 1).over(20, 0)
+    story.tell(21, events.Waiting(2, [], "warming up", enough=True), generation=0)
+    story.tell(23, events.Waiting(2, ["b"], "1 of 2"), generation=0)
+    story.tell(26, events.Waiting(2, [], "warming up", enough=True), generation=0)
+    story.world(30, 1)
+    found = seconds(story)
+    assert (found["startup"], found["waiting"]) == (1.0 + 7.0, 1.0 + 3.0)
+    assert found["rendezvous"] == 3.0 + 4.0
+
+
+def test_a_world_that_was_not_heard_to_end_is_over_when_nodes_get_ready_for_the_next():
+    story = Story(nodes="b").world(0, 0).trains(0, 0, step=0).steps(1, 0, 1).steps(2, 0, 2)
+    story.tell(3, events.Waiting(2, [], "warming up", enough=True), generation=0).world(5, 1)
+    found = seconds(story)
+    assert (found["productive"], found["rendezvous"]) == (3.0, 2.0)
+
+
 def test_a_script_that_tells_no_steps_trains_as_long_as_it_runs():
     story = Story().world(1, 0).workers_start(2, 0).over(50, 0).world(51, 1).workers_start(52, 1)
     story.over(60, 1, "finished").end(61)

@@ -116,6 +116,14 @@ def test_waiting_for_a_node_is_told_apart():
     assert (one.wait, one.agree) == (pytest.approx(68), pytest.approx(1))
 
 
+def test_waiting_is_over_when_enough_are_there():
+    story = ten_steps().tell(11, events.NodeLost("b", "silence")).over(11, 0, "node-failure")
+    for at, enough in ((12, True), (13, False), (15, True), (16, False), (17, True)):
+        story.tell(at, events.Waiting(2, [], "", enough=enough), generation=0)
+    (one,) = recoveries(story.world(20, 1))
+    assert (one.wait, one.agree) == (pytest.approx(2 + 1), pytest.approx(6))
+
+
 def test_a_resize_is_no_failure_and_takes_no_time_to_detect():
     story = ten_steps().tell(11.2, events.WorldChanging("c joins"), generation=0)
     story.world(11.5, 1, "abc").trains(12, 1, step=11, fetched=0.1)

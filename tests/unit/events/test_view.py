@@ -135,6 +135,7 @@ def test_a_lost_node_that_joins_again_is_there_again():
         (events.WorkerExited(0, 0, 7, 1), "running"),
         (events.Note("hello"), "running"),
         (events.Waiting(2, ["b"], "1 of 2 ready"), "waiting"),
+        (events.Waiting(2, [], "warming up: 2 of 2", enough=True), "restarting"),
         (events.JobEnded(1, "all restarts are used"), "ended"),
     ],
 )
@@ -146,6 +147,13 @@ def test_the_phase_follows_events(event, phase):
 def test_workers_of_an_older_generation_change_nothing():
     story = Story().agent("a").world(4, "a").tell(events.WorkersStopped(0.1), generation=3)
     assert story.view().phase == "running"
+
+
+def test_a_job_whose_first_nodes_warm_up_is_starting():
+    story = Story().agent("a").tell(events.Waiting(2, [], "1 of 2 there"), generation=0)
+    assert story.view().phase == "waiting"
+    story.tell(events.Waiting(2, [], "warming up: 2 of 2", enough=True), generation=0)
+    assert story.view().phase == "starting"
 
 
 def test_waiting_is_said_every_minute_and_remembered_once():

@@ -94,6 +94,21 @@ def test_who_comes_while_the_job_waits_is_told_soon_but_not_one_by_one():
     assert (job.world.phase, job.world.patience) == ("running", None)
 
 
+def test_that_enough_are_there_or_not_any_more_is_told_at_once():
+    job = Job("2:2", wait_for_nodes=100)
+    job.come("a", ready=False)
+    assert not job.world.enough
+    job.wait(0.2)
+    job.come("b", ready=False)
+    assert (job.world.reason, job.world.enough) == ("warming up: 2 of at least 2 there", True)
+    job.die("b")
+    assert job.world.reason.startswith("waiting for nodes: 1 of at least 2 there")
+    assert not job.world.enough
+    job.come("c")
+    job.say("a", ready=True)
+    assert (job.world.phase, job.world.enough) == ("running", False)
+
+
 def test_below_min_for_too_long_ends_the_job():
     job = Job("2:2", wait_for_nodes=100)
     job.come("a")
