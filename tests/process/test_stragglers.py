@@ -12,6 +12,9 @@ import pytest
 from tests.process.jobs import Job, Node, job
 from tests.support import poll_for
 from torchelastic.events.log import read_job
+from torchelastic.events.record import Record
+from torchelastic.events.stragglers import Stragglers
+from torchelastic.events.types import Progress
 from torchelastic.events.view import JobView, fold
 
 PACED = Path(__file__).with_name("paced.py")
@@ -113,6 +116,32 @@ def test_a_worker_that_is_slow_is_named_while_it_is(tmp_path):
         view = picture(node, over)
         assert 1 not in [shown.rank for shown in view.stragglers]
         assert view.straggler_seconds >= over["lost"] > 0
+
+
+def test_what_a_worker_has_cost_that_is_slow_to_the_end_is_told_at_the_end(tmp_path):
+    with job(tmp_path, "--standalone --nproc-per-node=2") as it:
+        node = start(it, "train", slow="1")
+        slow = wait_for_name(it, 1)
+        later = lambda: [one for one in node.events("progress") if one["mono"] > slow["mono"]]  # noqa: E731
+        wait_for(it, lambda: len(later()) > 1, "it costs more")
+        order(it, "stop")
+        wait_for_end(it)
+        last = named(node, 1)[-1]
+        records = list(read_job(node.directory / "logs"))
+        assert (last["cost"], last["lost"]) == cost_of(1, records)
+        assert fold(records).straggler_seconds == last["lost"]
+
+
+def cost_of(rank: int, records: list[Record]) -> tuple[float, float]:
+    """What all the steps of a job of one generation and two workers say."""
+    watch = Stragglers(1.5)
+    watch.turn_to(0, 2)
+    found = []
+    for record in records:
+        if isinstance(record.event, Progress):
+            found += watch.feed(0, record.node, record.event)
+    events = [one.event("") for one in (*found, *watch.sum_up()) if one.rank == rank]
+    return events[-1].cost, events[-1].lost
 
 
 def test_a_script_that_commits_is_seen_as_well(tmp_path):

@@ -262,6 +262,11 @@ class Agent:
             watch.follow(self._events)
         return watch
 
+    def _sum_up_stragglers(self, *, before: int) -> None:
+        """Of generations that are over. Who led once has heard less than who leads: one says it."""
+        if self._stragglers is not None and self._telling.leads is not False:
+            self._stragglers.sum_up(before)
+
     async def _close(self) -> None:
         """Leave nothing behind: no worker, no task, no file that only we needed."""
         self._closing = True
@@ -277,6 +282,7 @@ class Agent:
         if self._metrics is not None:
             await self._metrics.close()
         closed = self._state.world is not None and self._state.world.phase == "closed"
+        self._sum_up_stragglers(before=self._state.generation + 1)
         self._narrator.ended(self._state.exitcode, self._state.reason, self._state.world)
         await self._telling.last_words(LAST_TOLD)
         await self._telling.close()
@@ -326,6 +332,10 @@ class Agent:
         self._narrator.rejoined(name, self._presence.meeting)
 
     def _world_seen(self, world: World) -> None:
+        if world.phase == "waiting":
+            self._sum_up_stragglers(before=world.generation + 1)
+        elif world.phase == "running":
+            self._sum_up_stragglers(before=world.generation)
         if not self._state.leaving:
             self._narrator.world_seen(world)
         self._queue.put_nowait(group_state.WorldSeen(world))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence, Set
 
 from torchelastic.events.log import EventLog
 from torchelastic.events.record import Record
-from torchelastic.events.stragglers import Stragglers
+from torchelastic.events.stragglers import Finding, Stragglers
 from torchelastic.events.types import Joined, Progress, Straggler
 
 #: How a line begins that has something to say here: with its type, after its version.
@@ -38,6 +38,13 @@ class StragglerWatch:
         """A world begins, with so many workers."""
         if generation > self._stragglers.generation:
             self._stragglers.turn_to(generation, size)
+
+    def sum_up(self, before: int) -> None:
+        """Generations before this one are over: say what the stragglers of the last have cost in
+        all, if it is more than was said. Once: a job may wait for hours, and says that again."""
+        generation = self._stragglers.generation
+        if generation < before:
+            self._tell(generation, self._stragglers.sum_up())
 
     def follow(self, log: EventLog) -> None:
         """In a job of one node its own log is the whole story."""
@@ -66,7 +73,12 @@ class StragglerWatch:
         findings = self._stragglers.feed(generation, node, progress)
         if not findings:
             return
-        self._say(generation, [one.event(self._names.get(one.node, one.node)) for one in findings])
+        self._tell(generation, findings)
         if self._replace is not None:
             named = self._stragglers.named.values()
             self._replace(generation, {finding.node for finding in named})
+
+    def _tell(self, generation: int, findings: Sequence[Finding]) -> None:
+        if findings:
+            named = [one.event(self._names.get(one.node, one.node)) for one in findings]
+            self._say(generation, named)

@@ -71,23 +71,31 @@ class Ranks:
         #: Wall clock of the last step that was entered, by the clock of whoever entered it.
         self.stepped: float | None = None
         self.stragglers: dict[int, events.Straggler] = {}
-        #: Seconds that all have waited for stragglers: in generations before, and in this one.
-        self._lost_before = self._lost = 0.0
+        #: Seconds that all have waited for stragglers: in this generation; in the one before it, of
+        #: which the last word may come late; and in those before that.
+        self._lost = self._lost_lately = self._lost_before = 0.0
+        self._previous = -1
 
     @property
     def lost(self) -> float:
-        return self._lost_before + self._lost
+        return self._lost_before + self._lost_lately + self._lost
 
     def feed(self, record: Record) -> None:
         generation = record.generation if record.generation is not None else -1
         if isinstance(record.event, events.WorldFormed) and generation > self._generation:
-            self._generation = generation
-            self._paces.clear()
-            self.stepped = None
-            self.stragglers.clear()
-            self._lost_before, self._lost = self.lost, 0.0
+            self._turn_to(generation)
         if generation == self._generation:
             self._take(record)
+        elif isinstance(record.event, events.Straggler) and generation == self._previous:
+            self._lost_lately = max(self._lost_lately, record.event.lost)
+
+    def _turn_to(self, generation: int) -> None:
+        self._previous, self._generation = self._generation, generation
+        self._paces.clear()
+        self.stepped = None
+        self.stragglers.clear()
+        self._lost_before += self._lost_lately
+        self._lost_lately, self._lost = self._lost, 0.0
 
     def _take(self, record: Record) -> None:
         match record.event:

@@ -10,6 +10,7 @@ about the same steps, and a world of thousands costs one look at each of them in
     slow            more than `threshold` times the usual, by so much that it matters
     a straggler     slow for some rounds in a row, with some steps in them
     over            not slow for as long
+    summed up       what it has cost in all, when its generation is over
 
 A single long step, for an evaluation or a checkpoint on one rank, makes nobody a straggler.
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median_low
 from typing import NamedTuple
 
@@ -56,6 +57,8 @@ class Finding:
     over: bool = False
     #: It was found before.
     again: bool = False
+    #: The last that is said of it in its generation, which is over.
+    last: bool = False
 
     @property
     def excess(self) -> float:
@@ -63,26 +66,28 @@ class Finding:
 
     def event(self, name: str) -> Straggler:
         """As it is told; `name` is that of the node."""
-        where = f"rank {self.rank} on {name}"
-        cost = words.seconds(self.cost)
-        if self.over:
-            text = f"{where} keeps up again; the others have waited {cost} for it"
-        else:
-            own, usual = words.seconds(self.pace), words.seconds(self.usual)
-            text = f"{where} is slow: {own} of its own per step, where {usual} is usual; "
-            text += f"the others have waited {cost} for it so far"
         return Straggler(
             rank=self.rank,
             seconds_per_step=round(self.pace, 6),
             usual=round(self.usual, 6),
             cost=round(self.cost, 6),
-            text=text,
+            text=self._text(f"rank {self.rank} on {name}"),
             name=name,
             step=self.step,
             lost=round(self.lost, 6),
             over=self.over,
             again=self.again,
         )
+
+    def _text(self, where: str) -> str:
+        waited = f"the others have waited {words.seconds(self.cost)} for it"
+        if self.over:
+            return f"{where} keeps up again; {waited}"
+        own, usual = words.seconds(self.pace), words.seconds(self.usual)
+        paces = f"{own} of its own per step, where {usual} is usual"
+        if self.last:
+            return f"{where} was slow to the end: {paces}; {waited}"
+        return f"{where} is slow: {paces}; {waited} so far"
 
 
 class _Point(NamedTuple):
@@ -205,6 +210,17 @@ class Stragglers:
         if self._moved >= self._size or is_late:
             return self._end_round()
         return []
+
+    def sum_up(self) -> list[Finding]:
+        """The generation is over: what those who are stragglers have cost by now, where it is more
+        than was said; once, however often that is asked."""
+        found = []
+        for number, rank in self._ranks.items():
+            if rank.told is not None and rank.cost > rank.told.cost:
+                finding = rank.finding(number, self._lost)
+                rank.told = replace(finding, over=False, again=True, last=True)
+                found.append(rank.told)
+        return found
 
     def _take(self, number: int, node: str, point: _Point) -> int:
         """How often this rank has spoken in this round."""

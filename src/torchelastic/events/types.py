@@ -327,7 +327,7 @@ class CheckpointStored(Event):
 @dataclass(frozen=True)
 class Straggler(Event):
     """A worker is slower than the others, which wait for it; said again when it costs much more,
-    and once more when that is over. By the leader."""
+    and once more when that, or its generation, is over. By the leader."""
 
     type: ClassVar[str] = "straggler"
     rank: int

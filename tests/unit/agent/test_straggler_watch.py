@@ -78,6 +78,23 @@ def test_other_generations_and_junk_say_nothing(watch, said):
     assert len(said) == 1
 
 
+def test_what_it_has_cost_is_told_when_the_generation_is_over(watch, said, wished):
+    hear(watch, 9)
+    watch.sum_up(before=3)
+    assert len(said) == 2, "it is not over yet"
+    for _ in range(3):
+        watch.sum_up(before=4)
+    watch.turn_to(4, 2)
+    watch.sum_up(before=5)
+    assert [(generation, one.cost, one.name) for generation, one in said] == [
+        (3, pytest.approx(3 * 3.75), "node-b"),
+        (3, pytest.approx(6 * 3.75), "node-b"),
+        (3, pytest.approx(7 * 3.75), "node-b"),
+    ]
+    assert [one.again for _, one in said] == [False, True, True]
+    assert wished == [(3, {"b"})] * 2, "what is over is nobody's to replace"
+
+
 def test_nobody_need_be_replaced(said):
     watch = StragglerWatch(1.5, lambda generation, found: said.extend(found), None)
     watch.turn_to(3, 2)

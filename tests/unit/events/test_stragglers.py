@@ -143,6 +143,31 @@ def test_it_is_named_again_when_it_has_cost_twice_as_much():
     assert [found.again for found in job.found] == [False, True, True, True]
 
 
+def test_what_it_has_cost_in_all_is_told_once_when_its_generation_is_over():
+    job = Job(0.25, 0.75, 0.25).rounds(11)
+    assert [found.cost for found in job.found] == [15.0, 30.0]
+    (last,) = job.watch.sum_up()
+    assert (last.cost, last.lost, last.again, last.over) == (45.0, 45.0, True, False)
+    assert last.event("b").text == (
+        "rank 1 on b was slow to the end: 750 ms of its own per step, where 250 ms is usual; "
+        "the others have waited 45 s for it"
+    )
+    assert job.watch.sum_up() == [], "nothing is new"
+
+
+def test_nothing_is_summed_up_where_all_is_said():
+    assert Job(0.25, 0.75, 0.25).rounds(5).watch.sum_up() == []
+    assert Job(0.25, 0.75, 0.25).rounds(4).watch.sum_up() == [], "it was not named"
+    job = Job(0.1, slow_between(0, 70), 0.1).rounds(10)
+    assert job.said[-1] == (1, True)
+    assert job.watch.sum_up() == [], "it is over"
+
+
+def test_who_has_just_become_quicker_was_a_straggler_to_the_end():
+    (last,) = Job(0.25, slow_between(0, 70, slow=0.75), 0.25).rounds(8).watch.sum_up()
+    assert (last.cost, last.over) == (pytest.approx(25.0), False)
+
+
 def test_it_is_named_again_when_it_becomes_much_worse():
     job = Job(0.1, lambda step: 0.3 if step < 60 else 3.0, 0.1).rounds(6)
     assert len(job.found) == 1

@@ -310,6 +310,16 @@ def test_a_straggler_that_keeps_up_again_is_forgotten_and_its_cost_is_not():
     assert fold(story.records).straggler_seconds == 16.5
 
 
+def test_what_stragglers_have_cost_in_all_may_be_told_when_the_next_world_is_there():
+    slow = events.Straggler(3, 0.5, 0.25, 4.0, "rank 3 is slow", lost=4.0)
+    last = events.Straggler(3, 0.5, 0.25, 7.5, "it was slow", lost=7.5, again=True)
+    story = trained().tell(13, slow, generation=0).world(14, 1)
+    story.tell(14.1, last, generation=0).tell(15, slow, generation=1)
+    view = fold(story.records)
+    assert (view.stragglers, view.straggler_seconds) == ((slow,), 11.5)
+    assert fold(story.world(16, 2).world(17, 3).records).straggler_seconds == 11.5
+
+
 def test_a_straggler_that_costs_more_is_not_told_of_twice_in_the_history():
     slow = events.Straggler(3, 0.5, 0.25, 7.5, "rank 3 is slow")
     worse = events.Straggler(3, 0.5, 0.25, 15.0, "rank 3 is still slow", again=True)
