@@ -15,14 +15,18 @@ import asyncio
 import logging
 import os
 import shutil
+import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Protocol
 
+from torchelastic import env
 from torchelastic.agent import linux
+from torchelastic.agent.processes import start_program
+from torchelastic.errors import SpawnError
 from torchelastic.events.hangs import tidy
 from torchelastic.worker import orders, stack_dump
 
@@ -56,35 +60,61 @@ def _state(process: Path) -> str:
     return ""
 
 
-async def stack_of(pid: int | None) -> str:
-    """The Python stacks of a process, read from outside; empty where py-spy does not do that."""
+async def stack_of(pid: int | None, helpers: set[int]) -> str:
+    """The Python stacks of a process, read from outside; empty where py-spy does not do that.
+
+    `helpers` are the agent's processes that are no workers: what reads is one of them, lest its end
+    be taken for that of a worker's orphan.
+    """
     program = shutil.which("py-spy")
     if program is None or pid is None:
         return ""
+    # Memory, not a pipe: nobody has to read it meanwhile.
+    memory = os.memfd_create("torchelastic-py-spy", os.MFD_CLOEXEC)
     try:
-        asked = await asyncio.create_subprocess_exec(
-            *(program, "dump", "--nonblocking", "--pid", str(pid)),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-    except OSError as error:
-        logger.warning("%s cannot be run (%s): mend or remove it.", program, error)
+        command = [program, "dump", "--nonblocking", "--pid", str(pid)]
+        is_read = await _is_run(command, memory, helpers)
+        return os.pread(memory, STACK_BYTES, 0).decode(errors="replace") if is_read else ""
+    except SpawnError as error:
+        logger.warning("%s Mend or remove it.", error)
         return ""
+    finally:
+        os.close(memory)
+
+
+async def _is_run(command: Sequence[str], output: int, helpers: set[int]) -> bool:
+    """Whether a program has ended by itself in time; otherwise it is killed."""
+    with open(os.devnull, "r+b", buffering=0) as null:
+        streams = (null.fileno(), output, null.fileno())
+        pid = start_program(command, env=env.snapshot(), streams=streams)
+    helpers.add(pid)
+    pidfd = os.pidfd_open(pid)
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+
+    def reap() -> None:
+        loop.remove_reader(pidfd)
+        ended.set_result(linux.exitcode(pidfd))
+        os.close(pidfd)
+        helpers.discard(pid)
+
+    loop.add_reader(pidfd, reap)
     try:
-        output, _ = await asyncio.wait_for(asked.communicate(), STACK)
-    except asyncio.TimeoutError:
-        return ""
+        return bool((await asyncio.wait({ended}, timeout=STACK))[0])
     finally:  # a cancellation included: it would go on reading
-        if asked.returncode is None:
-            asked.kill()
-            await asked.wait()
-    return output.decode(errors="replace")
+        if not ended.done():
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            # No longer: it may read a page from a disk that does not answer.
+            await asyncio.wait({ended}, timeout=STACK)
 
 
 class Workers(Protocol):
     """What is needed of `agent.workers.Workers`."""
 
     pongs: dict[int, orders.Pong]
+
+    @property
+    def helpers(self) -> set[int]: ...
 
     def pid(self, local_rank: int) -> int | None: ...
 
@@ -131,11 +161,14 @@ class Stacks:
             if pid is None:
                 return "it has ended"
             if (last := self._workers.last_stack(local_rank)) is not None:
-                return tidy(last)
+                return last
             if is_frozen(pid):
-                return await stack_of(pid) or FROZEN
+                return await self._from_outside(pid) or FROZEN
             dump = await self._told(local_rank) or await self._signalled(local_rank, pid)
-            return tidy(dump) if dump else await stack_of(pid) or NOTHING
+            return tidy(dump) if dump else await self._from_outside(pid) or NOTHING
+
+    async def _from_outside(self, pid: int) -> str:
+        return await stack_of(pid, self._workers.helpers)
 
     async def _told(self, local_rank: int) -> str:
         """As the control thread writes it; empty if there is none, or it does not in time."""

@@ -26,6 +26,7 @@ from torchelastic.agent.stacks import (
     is_frozen,
     stack_of,
 )
+from torchelastic.events.hangs import tidy
 from torchelastic.timer.table import MESSAGE, STACKS_AT, Timer, read
 
 if TYPE_CHECKING:
@@ -123,13 +124,14 @@ class Timers:
         """Have the stacks written of a worker whose timer has expired, then end it."""
         pid, watched = workers.pid(local_rank), self._watched.get(local_rank)
         if watched is None:
-            stack = await self._seen(local_rank, workers) or await stack_of(pid) or NOTHING
+            stack = await self._seen(local_rank, workers)
+            stack = stack or await stack_of(pid, workers.helpers) or NOTHING
         else:
             # Its threads run while it reads their frames, which may end it before we do.
             workers.condemn(local_rank, words(timer))
             own = os.dup(watched.descriptor)  # the worker may end meanwhile
             try:
-                stack = await _stack(replace(watched, descriptor=own))
+                stack = await _stack(replace(watched, descriptor=own), workers.helpers)
             finally:
                 os.close(own)
             if pid is not None and workers.pid(local_rank) == pid:
@@ -180,12 +182,12 @@ def _may_be_sent(signum: object) -> bool:
 # --- stacks --------------------------------------------------------------------------------------
 
 
-async def _stack(watched: Watched) -> str:
+async def _stack(watched: Watched, helpers: set[int]) -> str:
     """What the worker's threads are doing: as it writes itself, else read from outside."""
     if is_frozen(watched.pid):
-        return await stack_of(watched.pid) or FROZEN
-    written = await _written_stack(watched)
-    return written or await stack_of(watched.pid) or NOTHING
+        return await stack_of(watched.pid, helpers) or FROZEN
+    written = tidy(await _written_stack(watched))
+    return written or await stack_of(watched.pid, helpers) or NOTHING
 
 
 async def _written_stack(watched: Watched) -> str:

@@ -121,6 +121,11 @@ class Workers:
         return self._supervisor.alive
 
     @property
+    def helpers(self) -> set[int]:
+        """Children of ours that are no workers: who starts one adds it, before it awaits."""
+        return self._supervisor.exempt
+
+    @property
     def best_step(self) -> int:
         """The highest step a worker has reported, or shows on its slate."""
         steps = (self._step(local_rank) for local_rank in self._places)

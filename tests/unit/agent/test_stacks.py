@@ -157,6 +157,7 @@ class Workers:
     def __init__(self, process=None, memory=None, *, says=None):
         self.process, self.memory, self.says, self.pongs = process, memory, says, {}
         self.last = None
+        self.helpers = set()
 
     def pid(self, local_rank):
         return self.process.pid if self.process is not None else None
@@ -227,8 +228,78 @@ def test_a_reader_that_cannot_be_run_is_named_and_harms_nobody(tmp_path, monkeyp
     program.write_bytes(b"\x7fELF of another machine")
     program.chmod(0o755)
     monkeypatch.setattr(stacks.shutil, "which", lambda name: str(program))
-    assert asyncio.run(stacks.stack_of(os.getpid())) == ""
-    assert "py-spy cannot be run" in caplog.text
+    assert asyncio.run(stacks.stack_of(os.getpid(), set())) == ""
+    assert "py-spy cannot be started" in caplog.text
+
+
+@pytest.fixture
+def reader(tmp_path, monkeypatch):
+    """A py-spy that tells its pid, waits for a line, and shows a stack."""
+    go, told = tmp_path / "go", tmp_path / "pid"
+    os.mkfifo(go)
+    program = tmp_path / "py-spy"
+    program.write_text(
+        f"#!/bin/sh\necho $$ > {told}.new\nmv {told}.new {told}\nread line < {go}\n"
+        'echo "in train.py"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(stacks.shutil, "which", lambda name: str(program))
+    monkeypatch.setattr(stacks, "STACK", 60.0)
+    return go, told
+
+
+async def its_pid(told):
+    deadline = time.monotonic() + 60
+    while not told.exists():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.002)
+    return int(told.read_text())
+
+
+def test_what_reads_from_outside_is_not_reaped_as_an_orphan(reader):
+    go, told = reader
+
+    async def main():
+        workers = Workers()
+        reading = asyncio.create_task(stacks.stack_of(os.getpid(), workers.helpers))
+        pid = await its_pid(told)
+        assert workers.helpers == {pid}
+        go.write_text("\n")
+        poll_for(lambda: stacks._state(Path(f"/proc/{pid}")) == "Z", what="its end")
+        linux.reap(keep=workers.helpers)  # as the supervisor does at that
+        assert stacks._state(Path(f"/proc/{pid}")) == "Z"
+        assert await reading == "in train.py\n"
+        assert workers.helpers == set()
+        assert not Path(f"/proc/{pid}").exists()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("cancelled", [False, True], ids=["too slow", "cancelled"])
+def test_what_reads_from_outside_for_too_long_is_killed(cancelled, reader, monkeypatch):
+    _, told = reader
+    waited, wait = [], asyncio.wait
+
+    async def no_time(futures, timeout):
+        if not waited and not cancelled:
+            await its_pid(told)
+            timeout = 0
+        waited.append(timeout)
+        return await wait(futures, timeout=timeout)
+
+    async def main():
+        helpers = set()
+        monkeypatch.setattr(stacks.asyncio, "wait", no_time)
+        reading = asyncio.create_task(stacks.stack_of(os.getpid(), helpers))
+        pid = await its_pid(told)
+        if cancelled:
+            reading.cancel()
+        [found] = await asyncio.gather(reading, return_exceptions=True)
+        assert isinstance(found, asyncio.CancelledError) if cancelled else found == ""
+        assert helpers == set()
+        assert not Path(f"/proc/{pid}").exists()
+
+    asyncio.run(main())
 
 
 def test_two_who_ask_at_once_both_get_it(started):

@@ -64,6 +64,7 @@ class Workers:
     def __init__(self, *pids):
         self.stopping = False
         self.killed, self.condemned = [], {}
+        self.helpers = set()
         self.some = asyncio.Event()
         self.pids = dict(enumerate(pids))
 
@@ -133,8 +134,8 @@ def test_an_expired_timer_ends_its_worker_and_no_other(table, sleeper, monkeypat
         return workers.killed
 
     words = "timer 'short' expired after 0.05 s"
-    assert asyncio.run(run()) == [(1, words, "in train.py\n")]
-    assert condemned == {1: (words, "in train.py\n")}
+    assert asyncio.run(run()) == [(1, words, "in train.py")]
+    assert condemned == {1: (words, "in train.py")}
     innocent.close()
 
 
@@ -195,7 +196,7 @@ def test_one_that_ends_while_its_stack_is_read_is_not_killed_again(table, sleepe
         watch, workers = Timers(), Workers(sleeper.pid)
         ended = asyncio.Event()
 
-        async def stack(watched):
+        async def stack(watched, helpers):
             watch.ended(0)
             workers.pids.clear()
             assert read(watched.descriptor), "its table can be read all the same"
@@ -277,7 +278,7 @@ def test_a_stack_is_read_when_all_of_it_is_written(table, sleeper, monkeypatch):
         timers.os, "kill", lambda *_: os.pwrite(table.descriptor, b"first line\n", STACKS_AT)
     )
     watched = timers.Watched(sleeper.pid, table.descriptor, int(SIGNUM))
-    assert asyncio.run(timers._stack(watched)) == "first line\nsecond line\n"
+    assert asyncio.run(timers._stack(watched, set())) == "first line\nsecond line"
 
 
 def test_one_that_is_always_busy_is_not_waited_for_in_vain(table, monkeypatch):
@@ -287,7 +288,7 @@ def test_one_that_is_always_busy_is_not_waited_for_in_vain(table, monkeypatch):
         timers.os, "kill", lambda *_: os.pwrite(table.descriptor, b"a line\n", STACKS_AT)
     )
     watched = timers.Watched(os.getpid(), table.descriptor, int(SIGNUM))
-    assert asyncio.run(timers._stack(watched)) == "a line\n"
+    assert asyncio.run(timers._stack(watched, set())) == "a line"
 
 
 def test_who_is_busy(sleeper):
@@ -307,4 +308,29 @@ def test_of_a_long_stack_the_end_is_shown(table, sleeper, monkeypatch):
         lambda *_: os.pwrite(table.descriptor, b"x" * 99 + b"main thread\n", STACKS_AT),
     )
     watched = timers.Watched(sleeper.pid, table.descriptor, int(SIGNUM))
-    assert asyncio.run(timers._stack(watched)) == "main thread\n"
+    assert asyncio.run(timers._stack(watched, set())) == "main thread"
+
+
+DUMP = b"""Thread 0x00007f02 (most recent call first):
+  File "/site/torchelastic/training/control.py", line 70 in _listen
+
+Thread 0x00007f01 (most recent call first):
+  File "/job/loader.py", line 3 in fetch
+
+Current thread 0x00007f00 (most recent call first):
+  File "/job/train.py", line 12 in load
+  File "/job/train.py", line 40 in <module>
+"""
+
+
+def test_the_main_thread_comes_first_and_ours_not_at_all(table, sleeper, monkeypatch):
+    """As in the stacks of a hang: the line that one needs is the second."""
+    monkeypatch.setattr(timers.os, "kill", lambda *_: os.pwrite(table.descriptor, DUMP, STACKS_AT))
+    watched = timers.Watched(sleeper.pid, table.descriptor, int(SIGNUM))
+    assert asyncio.run(timers._stack(watched, set())).splitlines() == [
+        "main thread, most recent call first:",
+        '  File "/job/train.py", line 12 in load',
+        '  File "/job/train.py", line 40 in <module>',
+        "another thread:",
+        '  File "/job/loader.py", line 3 in fetch',
+    ]

@@ -55,6 +55,11 @@ def worker(workers):
     made.close()
 
 
+def test_who_adds_a_helper_keeps_it_from_being_reaped(workers):
+    workers.helpers.add(os.getpid())
+    assert os.getpid() in workers._supervisor.exempt
+
+
 def enter(workers, generation):
     workers.tell(0, entering.enter(generation))
 
