@@ -16,7 +16,7 @@ from typing import Protocol
 
 from torchelastic.agent.hang_report import HangReport
 from torchelastic.agent.stacks import is_frozen
-from torchelastic.agent.vigil import Pace, limit_for
+from torchelastic.agent.vigil import Pace, limit_for, verdict
 from torchelastic.events.hangs import Doing, Judgement
 
 #: Seconds between two looks.
@@ -98,8 +98,14 @@ class ScriptVigil:
             for local in still:
                 self._paces[local].told = judged.text  # until it gets on
         for local, doing in causes.items():
-            what = f"{self._paces[local].words(time.monotonic())}: the worker hangs: {judged.text}"
-            self.workers.kill(local, what, doing.stack if doing is not None else "")
+            if doing is not None:
+                since = self._paces[local].words(time.monotonic())
+                self.workers.kill(local, f"{since}: {_verdict(doing, judged)}", doing.stack)
+
+
+def _verdict(doing: Doing, judged: Judgement) -> str:
+    missing = judged.text if doing.rank in judged.missing else ""
+    return verdict("frozen" if doing.frozen else "working", doing.stack, missing)
 
 
 def is_cause(doing: Doing | None, judged: Judgement) -> bool:

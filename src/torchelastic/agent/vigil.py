@@ -17,6 +17,7 @@ from torchelastic.agent.crew import CrewState, Status
 from torchelastic.agent.hang_report import HangReport
 from torchelastic.agent.stacks import NOTHING, answered, is_frozen
 from torchelastic.agent.workers import Workers
+from torchelastic.events.hangs import where
 from torchelastic.worker import orders
 
 #: Where no limit is given: ten times the longest step, and no less than ten minutes. (Seconds.)
@@ -74,12 +75,9 @@ class Pace:
         self.entering, self.entered_at = generation, at
 
     def words(self, now: float) -> str:
-        """What it has not done, and for how long."""
-        if self.entering >= 0:
-            where = f"on the way into generation {self.entering}"
-        else:
-            where = f"at step {self.step}"
-        return f"no progress for {now - self.entered_at:.1f} s {where}"
+        """For how long it has not got on. At which step is told with every failure."""
+        way = f" on the way into generation {self.entering}" if self.entering >= 0 else ""
+        return f"no progress for {now - self.entered_at:.1f} s{way}"
 
 
 def limit_for(pace: Pace, given: float | None, *, frozen: bool = False) -> float | None:
@@ -90,6 +88,18 @@ def limit_for(pace: Pace, given: float | None, *, frozen: bool = False) -> float
     limit = learned if given is None else given
     slow = pace.entering >= 0 or pace.step == pace.first_step
     return limit * FIRST_STEP_FACTOR if slow and not frozen else limit
+
+
+def verdict(doing: Doing, stack: str, missing: str) -> str:
+    """What one that hangs is doing, and who waits for it, where somebody does (`missing`)."""
+    at = where(stack)
+    if doing == "frozen":  # which is said of who is missing, too
+        return missing or "it is frozen (stopped by a signal or a debugger)"
+    if doing == "silent":
+        does = f"it does not answer{f', in {at}' if at else ''}"
+    else:
+        does = f"it is in {at}" if at else "it does something of its own"
+    return f"{does}; {missing}" if missing else does
 
 
 @dataclass
@@ -140,10 +150,10 @@ class Vigil:
         self.report.tell(found)
         rank = self.workers.rank(local_rank)
         stack = next((one.stack for one in found.doings if one.rank == rank), NOTHING)
-        said = f"{self._paces[local_rank].words(time.monotonic())}: the worker hangs ({doing})"
         judged = self.report.judge(found)
-        why = f"{said}: {judged.text}" if rank in judged.missing else said
-        self.workers.kill(local_rank, why, stack)
+        does = verdict(doing, stack, judged.text if rank in judged.missing else "")
+        since = self._paces[local_rank].words(time.monotonic())
+        self.workers.kill(local_rank, f"{since}: {does}", stack)
 
     async def _tell_if_all_wait(self, local_rank: int) -> None:
         """Nobody hangs, and yet nothing goes on: the agent of the first rank says so, once."""

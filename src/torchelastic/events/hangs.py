@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
+from posixpath import basename
 from typing import Any, NamedTuple
 
 from torchelastic.events import types as events
@@ -245,7 +246,7 @@ def listed(ranks: Iterable[int]) -> str:
 
 # --- what stacks tell ----------------------------------------------------------------------------
 
-_FRAME = re.compile(r'File "(?P<file>.*)", line \d+ in (?P<name>\S+)')
+_FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>\S+)')
 #: The head of a thread's frames: one of all, or the only one that is shown.
 _BLOCK = re.compile(r"^(?:(?:Current thread|Thread) 0x[0-9a-f]+|Stack \(most).*\n", re.MULTILINE)
 _C10D = "torch/distributed/distributed_c10d.py"
@@ -282,6 +283,12 @@ def _frames(stack: str) -> list[tuple[str, str]]:
     on why there is none."""
     main = stack.partition("another thread:")[0]
     return [(found["file"], found["name"]) for found in _FRAME.finditer(main)]
+
+
+def where(stack: str) -> str:
+    """`load (data.py, line 12)`: the frame on top of a main thread's; empty where none is shown."""
+    found = _FRAME.search(stack.partition("another thread:")[0])
+    return f"{found['name']} ({basename(found['file'])}, line {found['line']})" if found else ""
 
 
 def collective_in(stack: str) -> Collective | None:

@@ -110,7 +110,9 @@ def test_who_is_ended(doings, first, killed, told, monkeypatch):
     assert len(workers.told) == told
     for _, why, stack in workers.killed:
         assert why.startswith("no progress for 1")
-        assert "the worker hangs: rank 1" in why
+        assert why.count("rank 1") == 1
+        assert why.count("rank 1 (frozen)") == doings[1].frozen
+        assert ("s: it is in " in why) is not doings[1].frozen
         assert stack == ALONE
 
 

@@ -16,7 +16,7 @@ from torchelastic.agent import vigil
 from torchelastic.agent.doings import Found
 from torchelastic.agent.hang_report import HangReport
 from torchelastic.agent.stacks import NOTHING, is_frozen
-from torchelastic.agent.vigil import Pace, Vigil, _doing, limit_for
+from torchelastic.agent.vigil import Pace, Vigil, _doing, limit_for, verdict
 from torchelastic.events.hangs import Collective, Doing
 from torchelastic.worker.orders import Pong
 
@@ -54,7 +54,7 @@ def test_the_way_into_a_world_is_no_step():
     assert pace.words(53.0) == "no progress for 3.0 s on the way into generation 1"
     pace.saw(1, 2, 60.0, first=2)
     assert pace.longest == 1.0
-    assert pace.words(62.0) == "no progress for 2.0 s at step 2"
+    assert pace.words(62.0) == "no progress for 2.0 s"
 
 
 FIRST, LATER = Pace(step=3, first_step=3), Pace(step=4, first_step=3)
@@ -91,6 +91,27 @@ def test_how_long_a_worker_has(pace, given, frozen, limit):
 )
 def test_what_an_answer_means(pong, doing):
     assert _doing(pong) == doing
+
+
+FRAME = 'main thread, most recent call first:\n  File "/job/data.py", line 12 in load'
+MISSING = "rank 1 is missing from all_reduce #17, in which rank 0 waits"
+FROZEN_ONE = MISSING.replace("rank 1", "rank 1 (frozen)")
+
+
+@pytest.mark.parametrize(
+    ("doing", "stack", "missing", "words"),
+    [
+        ("working", FRAME, MISSING, f"it is in load (data.py, line 12); {MISSING}"),
+        ("working", FRAME, "", "it is in load (data.py, line 12)"),
+        ("working", NOTHING, "", "it does something of its own"),
+        ("silent", FRAME, MISSING, f"it does not answer, in load (data.py, line 12); {MISSING}"),
+        ("silent", NOTHING, "", "it does not answer"),
+        ("frozen", FRAME, FROZEN_ONE, FROZEN_ONE),
+        ("frozen", NOTHING, "", "it is frozen (stopped by a signal or a debugger)"),
+    ],
+)
+def test_what_is_said_of_who_hangs(doing, stack, missing, words):
+    assert verdict(doing, stack, missing) == words
 
 
 def test_a_stopped_process_is_frozen():
@@ -180,16 +201,21 @@ def long_ago():
     return time.monotonic() - 50
 
 
-@pytest.mark.parametrize(("answers", "doing"), [(None, "silent"), (Pong(waiting=False), "working")])
-def test_who_hangs_on_the_way_into_a_world_is_killed(answers, doing):
-    workers = Workers(since=long_ago(), answers=answers, dumps="File train.py, line 3")
+@pytest.mark.parametrize(
+    ("answers", "does"),
+    [
+        (None, "it does not answer, in load (data.py, line 12)"),
+        (Pong(waiting=False), "it is in load (data.py, line 12)"),
+    ],
+)
+def test_who_hangs_on_the_way_into_a_world_is_killed(answers, does):
+    workers = Workers(since=long_ago(), answers=answers, dumps=FRAME)
     watch(workers, until=lambda: workers.killed)
     [(why, stack)] = workers.killed
-    assert "on the way into generation 1" in why
-    assert f"the worker hangs ({doing})" in why
-    assert stack == "File train.py, line 3"
+    assert stack == FRAME
     missing = "rank 0 is missing from all_reduce #17, in which rank 1 waits"
-    assert why.endswith(missing)
+    assert why.startswith("no progress for ")
+    assert why.endswith(f" s on the way into generation 1: {does}; {missing}")
     assert [event.text for event in workers.told] == [missing]
 
 
@@ -197,7 +223,8 @@ def test_who_hangs_in_a_step_is_killed():
     workers = Workers(seen=(1, 7, long_ago()))
     watch(workers, until=lambda: workers.killed)
     [(why, stack)] = workers.killed
-    assert "at step 7: the worker hangs (silent)" in why
+    assert " s: it does not answer; rank 0 is missing" in why
+    assert "at step" not in why, "which is said of every failure"
     assert stack == "no stack could be read"
 
 
@@ -206,7 +233,7 @@ def test_who_hangs_before_it_was_looked_at_first_has_no_more_time():
     workers = Workers(seen=(1, 7, long_ago()), first=3)
     watch(workers, limit=10, until=lambda: workers.killed)  # else it would have 100 s
     [(why, _)] = workers.killed
-    assert "at step 7" in why
+    assert why.startswith("no progress for ")
 
 
 def test_who_waits_for_others_on_the_way_is_innocent():
@@ -269,5 +296,5 @@ def test_a_frozen_worker_on_the_way_has_the_plain_limit(monkeypatch):
     workers = Workers(since=long_ago())
     watch(workers, limit=10, until=lambda: workers.killed)  # else it would have 100 s
     [(why, _)] = workers.killed
-    assert "(frozen)" in why
+    assert " s on the way into generation 1: rank 0 " in why
     assert workers.asked == 0

@@ -66,7 +66,7 @@ def test_an_ordinary_step_is_the_median_of_its_world():
 def test_last_resorts_are_counted_from_the_event_log(tmp_path):
     killed = {"type": "worker-killed", "reason": "not free 100 ms after its world was over (stuck)"}
     frozen = {**killed, "reason": "not free 100 ms after its world was over (frozen)"}
-    hangs = {**killed, "reason": "no progress for 1.0 s at step 3: the worker hangs"}
+    hangs = {**killed, "reason": "no progress for 1.0 s: it does not answer"}
     (tmp_path / "run").mkdir()
     lines = [killed, frozen, hangs, {"type": "training"}]
     path = tmp_path / "run" / "events.jsonl"

@@ -7,7 +7,7 @@ import pytest
 
 from torchelastic.events import hangs
 from torchelastic.events import types as events
-from torchelastic.events.hangs import Collective, Doing, collective_in, event_of, judge, tidy
+from torchelastic.events.hangs import Collective, Doing, collective_in, event_of, judge, tidy, where
 
 REDUCE = Collective("all_reduce", 17)
 BEFORE = Collective("all_reduce", 16)
@@ -230,6 +230,22 @@ def test_a_dump_of_one_thread_is_that_of_the_main_one():
 
 def test_what_is_no_dump_stays_as_it_is():
     assert tidy(" it is frozen\n") == "it is frozen"
+
+
+@pytest.mark.parametrize(
+    ("stack", "at"),
+    [
+        (
+            tidy('Stack (most recent call first):\n  File "/a b/x.py", line 3 in f\n'),
+            "f (x.py, line 3)",
+        ),
+        ('main thread:\nanother thread:\n  File "x.py", line 3 in f', ""),
+        ("no stack could be read", ""),
+    ],
+    ids=["a frame", "another's", "none"],
+)
+def test_where_a_main_thread_is(stack, at):
+    assert where(stack) == at
 
 
 def test_the_outermost_collective_is_what_a_thread_is_in():
