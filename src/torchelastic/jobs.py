@@ -95,6 +95,8 @@ class JobEntry:
 
     job: str
     agents: tuple[AgentEntry, ...]
+    #: False: it is told by events that lie here, from elsewhere; whether it runs nobody knows.
+    registered: bool = True
 
     @property
     def alive(self) -> bool:

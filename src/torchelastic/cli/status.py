@@ -1,8 +1,7 @@
-"""`torchelastic status`: the live and recent jobs of this machine."""
+"""`torchelastic status`: the live and recent jobs of this machine, or the one in a directory."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from torchelastic.cli import terminal
@@ -16,14 +15,13 @@ cost, and what changed last and why.
 
 def main(argv: Sequence[str]) -> int:
     """The `status` command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="torchelastic status", description=_DESCRIPTION)
-    parser.add_argument("job", nargs="?", metavar="JOB", help="a job id, or how one begins")
+    parser = terminal.parser_for_a_job("status", _DESCRIPTION, default="all of this machine")
     parser.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse_args(argv)
     from torchelastic.cli import status_text  # the events are slow to import: not for --help
 
     try:
-        terminal.show(status_text.answer(args.job, as_data=args.json))
+        terminal.show(status_text.answer(args.job, args.id, as_data=args.json))
     except TorchElasticError as error:
         return terminal.refuse("status", error)
     return EXIT_OK

@@ -1,4 +1,5 @@
-"""What `torchelastic status` prints: the jobs of this machine, read from their event logs."""
+"""What `torchelastic status` prints: the jobs of this machine, or the one at a place, as their
+event logs tell."""
 
 from __future__ import annotations
 
@@ -6,14 +7,15 @@ import dataclasses
 import json
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torchelastic import jobs
 from torchelastic.cli import failure_text
-from torchelastic.cli.story import files_of, matching
+from torchelastic.cli.story import at_a_place, entry_for, files_of, matching
 from torchelastic.errors import EXIT_FAILED
 from torchelastic.events import log, view, words
+from torchelastic.events.record import Record
 from torchelastic.events.recoveries import Recovery
 from torchelastic.events.view import Change, JobFold, JobView, NodeView
 from torchelastic.jobs import JobEntry
@@ -31,28 +33,39 @@ _RECOVERIES_SHOWN = 5
 _STRAGGLERS_SHOWN = 8
 
 
-def answer(wanted: str | None, *, as_data: bool) -> str:
+def answer(wanted: str | None, job: str | None = None, *, as_data: bool) -> str:
     """The text, or the JSON, about one job or all; raises `ConfigError` for an unknown one."""
-    entries = jobs.list_jobs()
-    if wanted is not None:
-        entries = matching(wanted, entries)
-    in_full = as_data or wanted is not None
-    found = [(entry, picture(entry, steps=in_full or entry.alive)) for entry in entries]
+    name = wanted or job
+    if (story := at_a_place(wanted, job)) is not None:
+        records = story.records(thin=True)
+        entry = entry_for(story, records)
+        found = [(entry, picture(entry, records))]
+    else:
+        entries = jobs.list_jobs()
+        known = entries if name is None else matching(name, entries)
+        in_full = as_data or name is not None
+        found = [(entry, _as_logged(entry, steps=in_full or entry.alive)) for entry in known]
     if as_data:
         return json.dumps([as_json(entry, seen) for entry, seen in found], indent=2)
-    if wanted:
+    if name is not None:
         return "\n\n".join(details(entry, seen, time.time()) for entry, seen in found)
     return overview(found, time.time())
 
 
-def picture(entry: JobEntry, *, steps: bool = True) -> JobView:
+def _as_logged(entry: JobEntry, *, steps: bool) -> JobView:
     """What the logs on this machine say about a job."""
+    return picture(entry, log.read_files(files_of(entry), steps=steps, thin=True))
+
+
+def picture(entry: JobEntry, records: Iterable[Record]) -> JobView:
+    """What these records say about a job, and what its processes do that are here."""
     fold = JobFold()
-    for record in log.read_files(files_of(entry), steps=steps, thin=True):
+    for record in records:
         fold.feed(record)
     seen = fold.view(now=time.time() if entry.alive else None)
-    dead = {agent.node for agent in entry.agents if not agent.alive}
-    return dataclasses.replace(view.without(seen, dead), job=entry.job)
+    if entry.registered:
+        seen = view.without(seen, {agent.node for agent in entry.agents if not agent.alive})
+    return dataclasses.replace(seen, job=entry.job)
 
 
 # --- for programs --------------------------------------------------------------------------------
@@ -93,7 +106,7 @@ def details(entry: JobEntry, seen: JobView, now: float) -> str:
             "meets at": one_line(last.endpoint),
             "nodes wanted": _wanted(seen),
             "last event": _ago(now - max(agent.last_seen for agent in entry.agents)),
-            "events": "\n".join(one_line(str(agent.events)) for agent in entry.agents),
+            "events": "\n".join(dict.fromkeys(one_line(str(one.events)) for one in entry.agents)),
         }
     )
     if seen.goodput is not None and seen.generation is not None:
@@ -127,15 +140,18 @@ def _headline(entry: JobEntry, seen: JobView, now: float) -> list[str]:
     elif seen.phase == "ended":
         state = f"ended {_ago(now - entry.last_seen)}, exit code {seen.exitcode}"
     else:
-        state = f"{_end_unheard(seen)} {_ago(now - entry.last_seen)}"
+        state = f"{_end_unheard(entry, seen)} {_ago(now - entry.last_seen)}"
     room = _WIDTH - len(state) - 1
     head = f"{_cut(one_line(seen.job), room - 1):<{room}} {state}"
     live = now if entry.alive else None
     return [head, *_world_line(seen), *_pace_line(seen, live), *_progress_lines(seen, live)]
 
 
-def _end_unheard(seen: JobView) -> str:
-    """Of a job whose last word is in no log: without any log nobody knows that it was killed."""
+def _end_unheard(entry: JobEntry, seen: JobView) -> str:
+    """Of a job whose last word is in no log: without any log nobody knows that it was killed; nor
+    where its agents are elsewhere."""
+    if not entry.registered:
+        return f"{seen.phase} when last heard of,"
     return "killed" if seen.started is not None else "gone"
 
 
@@ -257,7 +273,7 @@ def _recent_row(entry: JobEntry, seen: JobView, now: float) -> tuple[str, ...]:
     return (
         _cut(one_line(entry.job), 40),
         _ago(now - entry.last_seen),
-        f"exit {seen.exitcode}" if ended else _end_unheard(seen),
+        f"exit {seen.exitcode}" if ended else _end_unheard(entry, seen),
         f"after {took}",
         one_line(_first_line(why)),
     )

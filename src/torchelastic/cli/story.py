@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchelastic import jobs
 from torchelastic.errors import ConfigError
 from torchelastic.events import log
 from torchelastic.events.record import Record
-from torchelastic.jobs import JobEntry
+from torchelastic.events.types import AgentStarted, Event, JobEnded, Joined
+from torchelastic.jobs import AgentEntry, JobEntry
 
 
 @dataclass(frozen=True)
@@ -57,17 +58,70 @@ def files_of(entry: JobEntry) -> list[Path]:
     return [path for path in gathered if path.exists()] + own
 
 
+def entry_for(story: Story, records: Sequence[Record]) -> JobEntry:
+    """The job at a place: as its agents here have registered it or, of one from elsewhere, as its
+    events tell."""
+    places = {path.resolve().parent for path in story.files()}
+    nodes = {record.node for record in records}
+    here = [
+        agent
+        for entry in jobs.list_jobs()
+        for agent in entry.agents
+        if agent.node in nodes and agent.events.resolve().parent in places
+    ]
+    if here:
+        return JobEntry(here[0].job, jobs.latest_run(here))
+    assert story.where is not None, "a registered job has an entry"
+    return JobEntry(records[0].job, _agents_in(records, story.where), registered=False)
+
+
+def _agents_in(records: Sequence[Record], where: Path) -> tuple[AgentEntry, ...]:
+    """Those that were heard, the oldest first. They count as ended with their last word."""
+    found: dict[str, AgentEntry] = {}
+    for record in records:
+        known = found.get(record.node) or AgentEntry(
+            job=record.job,
+            node=record.node,
+            name=record.node,
+            pid=0,
+            pid_started=0,
+            endpoint="",
+            command=(),
+            events=where,
+            started=record.wall,
+        )
+        found[record.node] = replace(_as_told(known, record.event), ended=record.wall)
+    return tuple(found.values())
+
+
+def _as_told(agent: AgentEntry, event: Event | None) -> AgentEntry:
+    match event:
+        case AgentStarted(pid=pid, endpoint=endpoint, command=command):
+            return replace(agent, pid=pid, endpoint=endpoint, command=tuple(command))
+        case Joined(name=name):
+            return replace(agent, name=name)
+        case JobEnded(exitcode=exitcode):
+            return replace(agent, exitcode=exitcode)
+    return agent
+
+
 def choose(wanted: str | None, job: str | None = None) -> Story:
     """The one job meant: a job id or how one begins, a directory or file, or the one that runs."""
+    if (story := at_a_place(wanted, job)) is not None:
+        return story
+    name, entries = wanted or job, jobs.list_jobs()
+    return Story(entry=_only(entries if name is None else matching(name, entries)))
+
+
+def at_a_place(wanted: str | None, job: str | None = None) -> Story | None:
+    """The one in a directory or file, if that is meant: the id of a job goes before its name."""
     if wanted is not None and job is not None:
         return Story(where=_place(wanted), job=job)
     name = wanted if wanted is not None else job
-    entries = jobs.list_jobs()
-    if name is None:
-        return Story(entry=_only(entries))
-    if any(entry.job == name for entry in entries) or not Path(name).exists():
-        return Story(entry=_only(matching(name, entries)))
-    return Story(where=Path(name))
+    if not name or not Path(name).exists():
+        return None
+    is_job = any(entry.job == name for entry in jobs.list_jobs())
+    return None if is_job else Story(where=Path(name))
 
 
 def matching(name: str, entries: Sequence[JobEntry]) -> list[JobEntry]:

@@ -21,14 +21,16 @@ def show(text: str, *, stream: TextIO | None = None, flush: bool = True) -> None
         stream.flush()
 
 
-def parser_for_a_job(command: str, description: str) -> argparse.ArgumentParser:
+def parser_for_a_job(
+    command: str, description: str, default: str = "the job that runs"
+) -> argparse.ArgumentParser:
     """A command's, with the job that it is about as `job` and `id`."""
     parser = argparse.ArgumentParser(prog=f"torchelastic {command}", description=description)
     parser.add_argument(
         "job",
         nargs="?",
         metavar="JOB",
-        help="a job id or how one begins, or the --log-dir of a run (default: the job that runs)",
+        help=f"a job id or how one begins, or the --log-dir of a run (default: {default})",
     )
     parser.add_argument("--job", dest="id", metavar="ID", help="which job of a directory is meant")
     return parser

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import time
 from pathlib import Path
 
@@ -191,6 +193,62 @@ def test_an_unknown_job_is_named_in_a_sentence(capsys):
         "torchelastic status: This machine knows no job 'nope': `torchelastic status` lists those "
         "it knows.\n"
     )
+
+
+def moved(agent: Agent, place: Path) -> Path:
+    """A log as it lies in a directory from elsewhere: no agent here has written there."""
+    run = place / "logs" / "run-a"
+    run.mkdir(parents=True)
+    shutil.copy(agent.log.path, run)
+    shutil.rmtree(agent.registration.directory)
+    return place / "logs"
+
+
+@pytest.mark.parametrize("inside", ["", "run-a", "run-a/events.jsonl"])
+def test_a_directory_from_elsewhere_is_a_job_as_well(show, tmp_path, inside):
+    agent = trained("job")
+    agent.end(1, CAUSE.sentence(), CAUSE)
+    where = moved(agent, tmp_path) / inside
+    lines = show(str(where)).splitlines()
+    assert lines[0].startswith("job  ")
+    assert re.search(r"  ended .*, exit code 1$", lines[0])
+    assert "  command       train.py" in lines
+    assert "  meets at      node-a:29400" in lines
+    assert "  recoveries" in lines
+    assert "  recoveries\n" in show(str(where), "--job", "job")
+    (data,) = json.loads(show(str(where), "--json"))
+    assert (data["job"], data["alive"], data["exitcode"], data["step"]) == ("job", False, 1, 13)
+    assert [(one["name"], one["exitcode"]) for one in data["agents"]] == [("node-a", 1)]
+
+
+def test_whether_a_job_from_elsewhere_still_runs_nobody_knows(show, tmp_path):
+    agent = Agent("job").world(0, "node-a")
+    agent.log.close()
+    first = show(str(moved(agent, tmp_path))).splitlines()[0]
+    assert re.search("  running when last heard of, .*(now|ago)$", first)
+
+
+def test_a_directory_of_a_job_that_runs_here_is_that_job(show):
+    agent = Agent("job").world(0, "node-a")
+    agent.log.close()
+    assert "  running for " in show(str(agent.log.path.parent)).splitlines()[0]
+    (data,) = json.loads(show(str(agent.log.path), "--json"))
+    assert (data["alive"], data["agents"][0]["pid"]) == (True, os.getpid())
+
+
+def test_an_id_goes_before_a_directory_of_that_name(show, tmp_path, monkeypatch):
+    Agent("job").world(0, "node-a").log.close()
+    (tmp_path / "job").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert "running for " in show("job")
+
+
+def test_a_directory_without_events_is_refused_in_a_sentence(capsys, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert status.main([str(tmp_path / "empty")]) == EXIT_USAGE
+    assert "has no events: give the --log-dir of a run.\n" in capsys.readouterr().err
+    assert status.main([str(tmp_path / "none"), "--job", "x"]) == EXIT_USAGE
+    assert "There is no directory or file" in capsys.readouterr().err
 
 
 def test_a_registry_that_is_not_ours_is_named_in_a_sentence(capsys, runtime_dir):
