@@ -37,6 +37,13 @@ def runtime_dir(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def at_one_moment(monkeypatch):
+    """However long a busy machine takes: what a test writes and reads is of the same second."""
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+
+
 class Agent:
     """An agent's entry and event log, without the agent."""
 

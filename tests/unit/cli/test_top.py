@@ -4,10 +4,12 @@ import importlib.util
 
 import pytest
 
-from tests.unit.cli.test_status import CAUSE, HOSTILE, Agent, achieved, trained
+from tests.unit.cli.test_status import CAUSE, HOSTILE, Agent, achieved, at_one_moment, trained
 from torchelastic.cli import top
 from torchelastic.errors import EXIT_OK, EXIT_USAGE
 from torchelastic.events import types as events
+
+__all__ = ["at_one_moment"]  # a fixture of these tests, too
 
 needs_rich = pytest.mark.skipif(
     importlib.util.find_spec("rich") is None, reason="needs the extra 'top'"
