@@ -234,10 +234,11 @@ def said(node: Node, agent: int) -> int:
 
 
 NO_SCRAPES = [
-    b"POST /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nstop",
-    b"PUT /metrics HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"DELETE / HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /../../etc/passwd HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"POST /metrics HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\nstop",
+    b"PUT /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"DELETE / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /../../etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /metrics HTTP/1.1\r\nHost: evil.example\r\n\r\n",
     b"GET /metrics\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x5a" * 40 + b"\r\n\r\n",
     b"\x00" * 100_000,
@@ -256,7 +257,7 @@ def test_nothing_that_is_sent_to_the_metrics_endpoint_changes_anything(tmp_path)
             answer = ask(port, sent)
             assert not answer.startswith(b"HTTP/1.1 200"), sent
             assert b"torchelastic_" not in answer
-        asked = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+        asked = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
         page = poll_for(lambda: ask(port, asked), what="a page", timeout=PATIENCE)
         assert b"torchelastic_generation 0.0" in page
         assert it.world_is(0)
