@@ -27,7 +27,7 @@ from torchelastic.agent.file_timers import FileTimers
 from torchelastic.agent.gathered_log import GatheredLog
 from torchelastic.agent.gathering import Gathering
 from torchelastic.agent.group_state import GroupState
-from torchelastic.agent.guard import GUARD_LOST_SIGNAL
+from torchelastic.agent.guard import GUARD_LOST_SIGNAL, is_under_nohup
 from torchelastic.agent.hang_report import HangReport
 from torchelastic.agent.inquiry import Inquiry
 from torchelastic.agent.metrics_endpoint import MetricsEndpoint
@@ -421,6 +421,8 @@ class Agent:
         loop = asyncio.get_running_loop()
         for name in self._config.signals_to_handle:
             signum = signal.Signals[name]
+            if signum == signal.SIGHUP and is_under_nohup():
+                continue
             loop.add_signal_handler(signum, partial(self._asked_to_leave, signum))
         for signum in (signal.SIGUSR1, signal.SIGUSR2):
             if signum.name not in self._config.signals_to_handle:

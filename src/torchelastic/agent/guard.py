@@ -33,6 +33,11 @@ FORWARDED = frozenset(
 )
 
 
+def is_under_nohup() -> bool:
+    """Whether the job must survive the end of its terminal: `nohup` ignores SIGHUP."""
+    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
 def guarded(run: Callable[[], int], also: Collection[int] = ()) -> int:
     """Fork an agent that runs `run` and ends with the exit code this returns, guard it, and return
     its exit code, 128+n for signal n. Signals in `FORWARDED` and `also` are handed on to it.
@@ -42,6 +47,8 @@ def guarded(run: Callable[[], int], also: Collection[int] = ()) -> int:
     """
     _open_standard_streams()
     forwarded = FORWARDED | set(also)
+    if is_under_nohup():
+        forwarded -= {signal.SIGHUP}
     linux.become_subreaper()
     # Children from before (a shell script's, that ended in `exec torchelastic`) are not ours.
     keep = frozenset(linux.children())

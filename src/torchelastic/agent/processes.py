@@ -146,12 +146,24 @@ def _exec(
         os._exit(127)
 
 
+#: A worker never starts with these ignored: Python ignores the first two itself, and the others end
+#: a worker. A shell without job control ignores SIGINT and SIGQUIT in what it starts in the
+#: background (cron and CI systems do that), and `nohup` ignores SIGHUP.
+_NEVER_IGNORED = {
+    signal.SIGPIPE,
+    signal.SIGXFSZ,
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+}
+
+
 def _default_signals() -> None:
-    """What exec would do to handlers. Ignored signals stay so, except those Python ignores."""
+    """Do to signal handlers what exec would do. Other ignored signals stay ignored."""
     signal.set_wakeup_fd(-1)
     for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        pythons = signum in (signal.SIGPIPE, signal.SIGXFSZ)
-        if pythons or signal.getsignal(signum) is not signal.SIG_IGN:
+        if signum in _NEVER_IGNORED or signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, signal.SIG_DFL)
 
 
