@@ -6,8 +6,10 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from tests.unit.training.fake_agent import FakeAgent, store
-from torchelastic.worker.orders import Enlisted, Finished, Over, Stopped, Up
+from torchelastic.worker.orders import Enlisted, Finished, Over, PeerLost, Stopped, Up
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,7 +52,9 @@ def test_who_is_behind_runs_the_last_step_to_its_end_and_who_is_ahead_is_freed(t
             assert worker.returncode == 0
 
 
-def test_who_waits_for_a_worker_without_data_is_freed(tmp_path):
+@pytest.mark.parametrize("hears_first", [0, 1])
+def test_who_waits_for_a_worker_without_data_is_freed(tmp_path, hears_first):
+    """Rank 0 waits in a collective. Where its peer hears first, and leaves, it has lost a peer."""
     flag = tmp_path / "flag"
     flag.touch()
     with ExitStack() as stack:
@@ -62,10 +66,11 @@ def test_who_waits_for_a_worker_without_data_is_freed(tmp_path):
         for agent in agents:
             agent.hear(Up, timeout=60)
         agents[1].hear(Finished)
-        for agent in agents:
-            agent.say(Over(0, "the training is done", finished=True, through=2))
-        for agent in agents:
-            assert agent.hear(Stopped) == Stopped(0, 3)
+        for rank in (hears_first, 1 - hears_first):
+            if rank < hears_first:
+                assert agents[0].hear(PeerLost).step == 3
+            agents[rank].say(Over(0, "the training is done", finished=True, through=2))
+            assert agents[rank].hear(Stopped) == Stopped(0, 3)
         for worker in workers:
             assert worker.communicate(timeout=60)[0].split() == ["3", "6"]
             assert worker.returncode == 0

@@ -95,6 +95,8 @@ class Workers:
         self._memory = Memory()
         #: Local ranks that have stopped since they were told that their world is over.
         self._stopped: set[int] = set()
+        #: Those that were told that the training is done.
+        self._done: set[int] = set()
         #: By local rank: the generation and the rank each worker has now.
         self._places: dict[int, tuple[int, int]] = {}
         #: By local rank: the generation it was told to enter, and when, until it tells of its end.
@@ -250,8 +252,11 @@ class Workers:
         if isinstance(order, orders.Enter):
             self._places[local_rank] = (order.generation, order.rank)
             self._told_to_enter[local_rank] = (order.generation, time.monotonic())
+            self._done.discard(local_rank)
         if isinstance(order, orders.Over):
             self._stopped.discard(local_rank)
+            if order.finished:
+                self._done.add(local_rank)
         self._supervisor.tell(local_rank, orders.to_json(order), list(fds))
 
     def generation(self, local_rank: int) -> int:
@@ -343,6 +348,8 @@ class Workers:
                 self._give_slate(local_rank)
             case orders.Pong() as pong:
                 self.pongs[local_rank] = pong
+            case orders.PeerLost() if local_rank in self._done:
+                pass  # its peer heard first that the training is done, and has left
             case orders.Erred() | orders.PeerLost() as erred:
                 self._steps[local_rank] = erred.step
                 self._erred(local_rank, erred)
