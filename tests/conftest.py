@@ -1,14 +1,25 @@
-"""Tests with real processes and sockets leave nothing behind, and touch nothing outside."""
+"""Tests with real processes and sockets leave nothing behind, and touch nothing outside.
+
+How the suite is run: several processes (pytest-xdist), each with ports, directories and servers of
+its own. Real processes come first, because they wait most; unit tests fill the gaps, one file at a
+time; tests marked `alone` come last, in one process, when no other test runs.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import hypothesis
 import pytest
 
+from tests import needs, ports
 from tests.etcd import etcd, etcd_on_path, some_etcd
 from tests.leaks import Leaks, Snapshot
 
@@ -21,14 +32,139 @@ hypothesis.settings.load_profile("torchelastic")
 #: Directories whose tests use real processes and sockets.
 _REAL = ("browser", "process", "contract", "frameworks")
 
+#: What a test needs that uses one of these fixtures.
+_NEEDS_OF_FIXTURES = {
+    "authority": ("openssl",),
+    "browser": ("chromium", "playwright"),
+    "etcd_on_path": ("etcd",),
+    "other_authority": ("openssl",),
+    "seeds_etcd": ("etcd",),
+    "some_etcd": ("etcd",),
+    "tls": ("openssl",),
+}
+
 #: How long what a test has ended may take to be gone, on a busy machine.
 _PATIENCE = 10.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--skips", action="store_true", help="Show which tests would be skipped here and why."
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A shell without job control ignores SIGINT in what it starts in the background, and `nohup`
+    # ignores SIGHUP; what tests start would inherit that.
+    for signum in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    ports.free_port()  # opens what stays open
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two for each processor: most tests wait most of the time."""
+    return 2 * len(os.sched_getaffinity(0))
+
+
+# --- order ---------------------------------------------------------------------------------------
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for fixture in item.fixturenames:  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.needs(*_NEEDS_OF_FIXTURES.get(fixture, ())))
+        if (group := _group(item)) is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=_turn)
+
+
+def _directory(item: pytest.Item) -> str:
+    """The one under `tests` that an item is in."""
+    return item.path.relative_to(Path(__file__).parent).parts[0]
+
+
+def _group(item: pytest.Item) -> str | None:
+    """The name of those that run one after the other in one process; None for one by itself.
+
+    Tests that share a fixture do, so that it is made once.
+    """
+    if _is_alone(item):
+        return "alone"
+    definitions = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
+    for name, (*_, found) in sorted(definitions.items()):
+        if found.scope != "function" and found.baseid.startswith("tests"):
+            return f"{found.baseid}:{name}"
+    return None if _directory(item) in _REAL else str(item.path)
+
+
+def _is_alone(item: pytest.Item) -> bool:
+    return item.get_closest_marker("alone") is not None
+
+
+def _turn(item: pytest.Item) -> int:
+    if _is_alone(item):
+        return 3
+    if _directory(item) not in _REAL:
+        return 2
+    return 0 if item.get_closest_marker("slow") else 1
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Before its time is counted, a test marked `alone` waits for the last of the others to end."""
+    with _room(item):
+        return (yield)
+
+
+@contextmanager
+def _room(item: pytest.Item) -> Iterator[None]:
+    if not hasattr(item.config, "workerinput"):  # there is one process
+        yield
+        return
+    # Beside the temporary directories of all processes of this run.
+    shared = item.config._tmp_path_factory.getbasetemp().parent  # type: ignore[attr-defined]
+    with (shared / "room").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if _is_alone(item) else fcntl.LOCK_SH)
+        yield
+
+
+# --- what tests need -----------------------------------------------------------------------------
+
+
+def _lacks(item: pytest.Item) -> Iterator[tuple[str, str]]:
+    """Names of what a test needs and this machine lacks, with the reason."""
+    for marker in item.iter_markers("needs"):
+        for name in marker.args:
+            if reason := needs.missing(name):
+                yield name, reason
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for name, reason in _lacks(item):
+        (pytest.fail if needs.must_fail(name) else pytest.skip)(reason)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    if not session.config.getoption("--skips"):
+        return None
+    reasons = Counter(next(_lacks(item), ("", ""))[1] for item in session.items)
+    terminal = session.config.pluginmanager.getplugin("terminalreporter")
+    terminal.write_line(f"\n{reasons.pop('', 0):5d} tests run here")
+    for reason, count in sorted(reasons.items()):
+        terminal.write_line(f"{count:5d} skipped: {reason}")
+    return True
+
+
+# --- what tests leave ----------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Own runtime and temporary directories; no process, thread or descriptor afterwards."""
-    if request.path.relative_to(Path(__file__).parent).parts[0] not in _REAL:
+    if _directory(request.node) not in _REAL:
         yield
         return
     runtime_dir = _private_directories(request)

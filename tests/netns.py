@@ -26,10 +26,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import pytest
-
-from tests.etcd import MUST_BE_THERE
-
 #: Of a namespace: the test run that made it, its network, and what it is for.
 _NAME = re.compile(r"tens(\d+)-\d+-\w+")
 _NETWORKS = itertools.count(1)
@@ -39,10 +35,6 @@ _ETC = Path("/etc/netns")
 _NOBODY = "02:00:00:00:ff:ff"
 #: What answers for others with resets.
 _WALL = "02:00:00:00:ff:01"
-
-
-class NoNamespaces(Exception):
-    """Why there can be no network here."""
 
 
 class Host:
@@ -127,7 +119,7 @@ class Network:
         self.hosts = [Host(self, n, f"{self._name}-host{n}") for n in range(1, hosts + 1)]
 
     def __enter__(self) -> Network:
-        need_namespaces()
+        sweep()
         try:
             self._build()
         except BaseException:
@@ -269,35 +261,7 @@ class Network:
             self._slow_bridge = None
 
 
-def need_namespaces() -> None:
-    """Skip the test where there can be no network, saying why."""
-    try:
-        _look_for_tools()
-        _sweep()
-        _try_out()
-    except NoNamespaces as error:
-        sentence = f"no network namespaces here: {error}"
-        (pytest.fail if os.environ.get(MUST_BE_THERE) else pytest.skip)(sentence)
-
-
-def _look_for_tools() -> None:
-    if os.geteuid() != 0:
-        raise NoNamespaces("only root can make them")
-    for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("setpriv", "util-linux")):
-        if shutil.which(tool) is None:
-            raise NoNamespaces(f"there is no '{tool}' (Debian's {package} has it)")
-
-
-def _try_out() -> None:
-    """A container's root may not be allowed what root is."""
-    name = f"tens{os.getpid()}-0-probe"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    if made.returncode:
-        raise NoNamespaces(f"'ip netns add' says: {made.stderr.strip()}")
-    _remove(name)
-
-
-def _sweep() -> None:
+def sweep() -> None:
     """Remove what test runs that were killed have left behind."""
     names = [*_namespaces(), *(path.name for path in _ETC.glob("tens*"))]
     for name in names:

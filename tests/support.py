@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
+
+#: How many times as many seeds and examples as in the suite: `scripts/soak` sets it.
+SOAK = int(os.environ.get("SOAK", "1"))
 
 
 def poll_for(probe: Callable[[], T], *, what: str, timeout: float = 60.0) -> T:

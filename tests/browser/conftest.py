@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,45 +17,22 @@ import pytest
 
 from tests.browser.pictures import told, training
 from tests.browser.serving import Served, Shown, served
-from tests.etcd import MUST_BE_THERE
 from torchelastic.events.view import JobView
 
 #: Milliseconds: of a busy machine, and less than pytest gives a test.
 PATIENCE = 90_000
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.parent.name == "browser":
-            item.add_marker(pytest.mark.browser)
-
-
-def need_chromium() -> str:
-    """The program; skips the test where it, or what drives it, is not there."""
-    chromium = shutil.which("chromium")
-    missing = [] if chromium else ["chromium"]
-    missing += [] if find_spec("playwright") else ["playwright"]
-    if missing:
-        sentence = (
-            f"no {' and no '.join(missing)} here: install Debian's chromium and the extra "
-            "'browser-test' (scripts/test --install installs both)"
-        )
-        (pytest.fail if os.environ.get(MUST_BE_THERE) else pytest.skip)(sentence)
-    assert chromium is not None
-    return chromium
-
-
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
     """Not of the whole session: while it is open an event loop runs in this thread."""
-    chromium = need_chromium()
     from playwright.sync_api import sync_playwright
 
     # As root, in a container, chromium has no sandbox to make.
     flags = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=chromium,
+            executable_path=shutil.which("chromium"),
             args=[*flags, "--disable-dev-shm-usage", "--disable-gpu"],
             timeout=PATIENCE,
         )

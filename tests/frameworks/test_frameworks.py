@@ -6,7 +6,6 @@ and `[rank R] resumed at step N` on every rank, and saves after every 20 steps.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import signal
@@ -14,13 +13,14 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.process.jobs import Node, job
 from tests.support import poll_for
 
-pytestmark = pytest.mark.frameworks
+pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 STEPS, SAVE_EVERY = 60, 20
@@ -47,8 +47,15 @@ FRAMEWORKS = [
 ]
 
 
+def param(value: Any, case: Case) -> Any:
+    """A value of a parameter, for tests that need the framework of a case."""
+    package = case.preload.partition(".")[0]
+    marks = [pytest.mark.needs(package)] if package else []
+    return pytest.param(value, marks=marks, id=case.script if value is case else str(value))
+
+
 def by_script(*cases: Case) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", cases, ids=lambda case: case.script)
+    return pytest.mark.parametrize("case", [param(case, case) for case in cases])
 
 
 @by_script(GPT, *FRAMEWORKS)
@@ -68,7 +75,6 @@ def lose_a_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Case, *, victim: int, flags: str = ""
 ) -> Node:
     """Run a script, kill a worker after the first checkpoint, check all there is to see."""
-    require(case)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     script = [str(HERE / case.script), f"--out={tmp_path / 'out'}", *case.arguments, PACE]
     with job(tmp_path, "--standalone --nproc-per-node=2 --redirects=3") as it:
@@ -113,12 +119,6 @@ def test_a_script_does_the_same_under_torchrun_and_as_one_process(tmp_path):
     assert steps(node.stdout) == steps(theirs)
     assert list(steps(theirs)) == list(range(1, 11))
     assert "finished at step 10\n" in output([sys.executable, *script, str(tmp_path / "alone")])
-
-
-def require(case: Case) -> None:
-    package = case.preload.partition(".")[0]
-    if package and importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed: it comes with the extra 'frameworks'")
 
 
 def output(command: list[str]) -> str:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.frameworks.test_frameworks import Case, printed, require, story
+from tests.frameworks.test_frameworks import Case, by_script, param, printed, story
 from tests.process.jobs import Job, Node, job
 from tests.support import poll_for
 
-pytestmark = pytest.mark.frameworks
+pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 LIGHTNING = Case("kept_lightning.py", (), "lightning")
@@ -80,9 +80,8 @@ def offline(monkeypatch):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kill", KILLS, ids=str)
+@pytest.mark.parametrize("kill", [param(kill, kill.case) for kill in KILLS])
 def test_a_killed_worker_costs_the_step_in_flight_and_nothing_else(tmp_path, kill):
-    require(kill.case)
     expected = undisturbed(tmp_path, kill)
     node = run(tmp_path / "killed", kill, f"--die={kill.rank}:{kill.step}")
     failures = [record["failure"] for record in node.events("worker-failed")]
@@ -126,10 +125,9 @@ def said(node: Node, generation: int, pattern: str) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", [LIGHTNING, ACCELERATE], ids=lambda case: case.script)
+@by_script(LIGHTNING, ACCELERATE)
 def test_a_smaller_world_goes_on_with_the_samples_that_are_left(tmp_path, case):
     """Two ranks have done n batches each: one rank goes on at its batch 2n."""
-    require(case)
     with job(tmp_path, "--nnodes=1:2 --nproc-per-node=1 --redirects=3 --settle=5") as it:
         words = script(case, it, "--pace=0.3")
         first, second = (it.start(f"--preload={case.preload}", script=words) for _ in range(2))

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchelastic import env
 from torchelastic.agent import linux
 from torchelastic.agent.cgroup import Cgroup
 from torchelastic.agent.processes import command_line
@@ -24,13 +23,6 @@ from torchelastic.rendezvous.secret import Secret
 
 #: Long, for a busy machine: a torch that is imported from a cold disk cache takes its time.
 DEADLINE = 90.0
-
-FAKE_TORCH = """
-from types import SimpleNamespace
-cuda = SimpleNamespace(is_initialized=lambda: False)
-default_generator = SimpleNamespace(seed=lambda: None)
-def initial_seed(): return 67280421310721
-"""
 
 
 @dataclass
@@ -53,17 +45,6 @@ def subreaper() -> Iterator[None]:
     finally:
         linux.kill_descendants(keep=before)
         ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-
-
-def fake_torch(directory: Path) -> dict[str, str]:
-    """An environment in which torch is imported in no time, because it is none."""
-    package = directory / "fake" / "torch"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(FAKE_TORCH)
-    (package / "distributed.py").touch()
-    (package / "_dynamo.py").touch()
-    path = [str(package.parent), *filter(None, [env.get("PYTHONPATH")])]
-    return {**env.snapshot(), "PYTHONPATH": os.pathsep.join(path)}
 
 
 class Bench:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,23 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.light import with_light_torch
+from tests.ports import free_port
 from tests.support import poll_for
 
 SCRIPT = Path(__file__).with_name("obedient.py")
-
-
-_given: set[int] = set()
-
-
-def free_port() -> int:
-    """One that this process of tests was not given before: the kernel may name one twice."""
-    while True:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
-        if port not in _given:
-            _given.add(port)
-            return port
 
 
 class Node:
@@ -122,7 +109,8 @@ class Job:
             command += [f"--rdzv-endpoint=127.0.0.1:{self.port}", f"--rdzv-id=job{self.port}"]
         command += [*self.flags, *flags.split()]
         command += script or [str(self.script), str(self._lines), str(self._orders)]
-        node = Node(command, directory, dict(os.environ))
+        light = script is None and self.script == SCRIPT
+        node = Node(command, directory, with_light_torch() if light else dict(os.environ))
         self.nodes.append(node)
         return node
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import socket
 import subprocess
 import sys
@@ -11,22 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.support import poll_for
 
 SCRIPT = Path(__file__).with_name("s3_store.py")
 PATIENCE = 90.0
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.needs("moto", "s3fs")]
 
 
 @pytest.fixture
 def endpoint(tmp_path):
-    missing = [name for name in ("moto", "s3fs") if importlib.util.find_spec(name) is None]
-    if missing:
-        sentence = f"no {' and no '.join(missing)} here: install the extra 's3-test'"
-        (pytest.fail if os.environ.get("TESTS_MUST_NOT_SKIP") else pytest.skip)(sentence)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with (tmp_path / "server.log").open("wb") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log)

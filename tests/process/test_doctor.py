@@ -12,8 +12,7 @@ import threading
 import pytest
 
 from tests.etcd import FAST, running
-from tests.netns import need_namespaces
-from tests.process.jobs import free_port
+from tests.ports import free_port
 from tests.process.test_etcd_cluster import PASSWORD, want_logins
 from tests.support import poll_for
 from torchelastic.config import LaunchConfig
@@ -216,8 +215,8 @@ def in_python(source, *command):
     return json.loads(made.stdout)
 
 
+@pytest.mark.needs("mount")
 def test_a_full_disk_is_a_fault(tmp_path):
-    need_namespaces()
     source = f"""
 import json, subprocess
 from torchelastic.doctor import machine, machine_facts
@@ -236,8 +235,8 @@ print(json.dumps([empty.to_json(), full.to_json()]))
     assert (full["verdict"], "No space left on device" in full["found"]) == ("fault", True)
 
 
+@pytest.mark.needs("namespaces")
 def test_a_machine_without_a_network_cannot_be_one_of_two():
-    need_namespaces()
     source = """
 import json
 from torchelastic.config import LaunchConfig

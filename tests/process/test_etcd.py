@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import socket
 
 import pytest
 
@@ -38,13 +37,6 @@ async def connected(port, run_id, **options):
 
 async def next_of(changes):
     return await within(PATIENCE, changes.__anext__())
-
-
-def has_ipv6() -> bool:
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:
-        probe.bind(("::1", 0))
-        return True
-    return False
 
 
 async def ask(etcd: Etcd, path: str, request: dict) -> dict:
@@ -276,7 +268,7 @@ def test_a_watch_goes_on_after_what_it_asked_for_was_compacted_away(etcd, run_id
     run(story())
 
 
-@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback address")
+@pytest.mark.needs("etcd", "ipv6")
 def test_an_address_of_ipv6(run_id):
     async def story(etcd):
         clock = SystemClock()

@@ -12,7 +12,7 @@ import ssl
 import pytest
 
 from tests.certificates import Authority
-from tests.etcd import FAST, PACKAGED, SYSTEM, Etcd, cluster, need_etcd, running
+from tests.etcd import BOTH, FAST, Etcd, binary, cluster, running
 from tests.support import poll_for
 from tests.unit.rendezvous.embedded_support import within
 from torchelastic.errors import RendezvousLost, RendezvousRefused
@@ -27,9 +27,9 @@ def run_id():
     return secrets.token_hex(4)
 
 
-@pytest.fixture(params=[SYSTEM, PACKAGED])
+@pytest.fixture(params=BOTH)
 def program(request):
-    return need_etcd(request.param)
+    return binary(request.param)
 
 
 @contextlib.asynccontextmanager

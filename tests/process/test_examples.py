@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.etcd import running
-from tests.process.jobs import free_port, job
+from tests.ports import free_port
+from tests.process.jobs import job
 from tests.support import poll_for
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.process.jobs import free_port
+from tests.ports import free_port
 from tests.support import poll_for
 from torchelastic.config import parse_endpoint
 from torchelastic.errors import JobClosed, NotEnoughNodes, RendezvousLost

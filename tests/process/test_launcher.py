@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.process import entrypoints
-from tests.process.jobs import free_port
 from tests.support import poll_for
 from torchelastic import LaunchConfig, elastic_launch
 from torchelastic.errors import NotEnoughNodes

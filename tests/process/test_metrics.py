@@ -10,7 +10,7 @@ import pytest
 from tests.process.jobs import job
 from tests.support import poll_for
 
-pytest.importorskip("prometheus_client")
+pytestmark = pytest.mark.needs("prometheus_client")
 
 
 def test_a_scraper_sees_a_failure_and_the_recovery_from_it(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +12,8 @@ import pytest
 from tests import netns
 from tests.netns import Host, Network
 from tests.support import poll_for
+
+pytestmark = pytest.mark.needs("namespaces")
 
 PORT = 5000
 
@@ -150,22 +151,11 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_test_run_that_is_killed_leaves_nothing_for_long():
-    netns.need_namespaces()
     crashed = subprocess.run([sys.executable, "-c", CRASH], capture_output=True, text=True)
     assert crashed.returncode == -signal.SIGKILL, crashed.stderr
     name, pid = crashed.stdout.split()
     poll_for(lambda: not Path(f"/proc/{pid}").exists(), what="its processes end with it")
     assert Path(f"/run/netns/{name}").exists()
-    netns.need_namespaces()
+    netns.sweep()
     assert not Path(f"/run/netns/{name}").exists()
     assert not Path(f"/etc/netns/{name}").exists()
-
-
-def test_without_root_the_tests_are_skipped_saying_so(monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.delenv("TESTS_MUST_NOT_SKIP", raising=False)
-    with pytest.raises(pytest.skip.Exception, match="only root can make them"):
-        netns.need_namespaces()
-    monkeypatch.setenv("TESTS_MUST_NOT_SKIP", "1")
-    with pytest.raises(pytest.fail.Exception, match="only root can make them"):
-        netns.need_namespaces()

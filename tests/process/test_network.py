@@ -20,7 +20,7 @@ MEET_BY_ENV = Path(__file__).with_name("meet_by_env.py")
 ENDLESS = {"script": RESIDENT, "steps": 1_000_000, "slow": 0.05}
 
 #: Several nodes import torch at the same time, on however few cores.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.needs("namespaces"), pytest.mark.timeout(300)]
 
 
 # --- cut off and back again ----------------------------------------------------------------------

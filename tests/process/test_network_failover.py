@@ -22,7 +22,7 @@ LEASE = 2.0
 ENDLESS = {"script": RESIDENT, "steps": 1_000_000, "slow": 0.05}
 
 #: Several nodes import torch at the same time, on however few cores.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.needs("namespaces"), pytest.mark.timeout(300)]
 
 
 @contextmanager

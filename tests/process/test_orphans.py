@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.light import with_light_torch
 from tests.process import guarded_agent
-from tests.process.bench import fake_torch
 from tests.support import poll_for
 from torchelastic import env
 
@@ -76,7 +76,7 @@ class Job:
         (directory / "train.py").write_text(source)
         self.guard = subprocess.Popen(
             [sys.executable, guarded_agent.__file__, str(directory), *options],
-            env=environ or fake_torch(directory),
+            env=environ or with_light_torch(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
@@ -151,10 +151,9 @@ def test_data_loaders_do_not_survive_kill_9_of_the_agent(start):
     assert_all_gone(job)
 
 
+@pytest.mark.needs("cgroup")
 def test_nothing_survives_kill_9_of_both_where_there_is_a_cgroup(start):
     job = start("zygote", "cgroup")
-    if job.cgroup is None:
-        pytest.skip("cgroups of version 2 are not writable here")
     os.kill(job.guard.pid, signal.SIGSTOP)  # so that it cannot do its work
     os.kill(job.agent, signal.SIGKILL)
     os.kill(job.guard.pid, signal.SIGKILL)

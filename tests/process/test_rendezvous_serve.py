@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from tests.certificates import Authority
-from tests.process.jobs import Job, alive, free_port
+from tests.ports import free_port
+from tests.process.jobs import Job, alive
 from tests.support import poll_for
 from torchelastic.errors import EXIT_RENDEZVOUS_LOST, EXIT_USAGE
 
@@ -173,6 +174,7 @@ def test_without_a_state_file_the_jobs_end_with_it(served, jobs):
 
 
 @pytest.mark.slow
+@pytest.mark.needs("openssl")
 def test_it_takes_a_secret_and_tls(served, jobs, tmp_path):
     authority = Authority(tmp_path, "ca")
     own = authority.issue("server")

@@ -10,7 +10,8 @@ from textwrap import dedent
 import pytest
 
 from tests.certificates import Authority
-from tests.process.bench import bench, fake_torch
+from tests.light import with_light_torch
+from tests.process.bench import bench
 from tests.process.jobs import Job, Node, job
 from torchelastic.config import Entry
 from torchelastic.errors import EXIT_USAGE
@@ -34,8 +35,8 @@ print(sorted(os.readlink(f"/proc/self/fd/{{fd}}")[:4] for fd in os.listdir("/pro
 
 
 @pytest.fixture
-def environ(tmp_path: Path) -> dict[str, str]:
-    return fake_torch(tmp_path)
+def environ() -> dict[str, str]:
+    return with_light_torch()
 
 
 @pytest.fixture
@@ -155,6 +156,7 @@ def test_a_node_without_the_secret_is_told_so_and_the_job_goes_on(
         assert b"another secret" not in written_by(made)
 
 
+@pytest.mark.needs("openssl")
 def test_nodes_with_certificates_of_one_authority_and_the_secret_meet(tmp_path, secret_file):
     authority, other = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
     flags = f"--nnodes=2 --no-zygote --rdzv-secret-file={secret_file}"

@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 
 from tests.etcd import Etcd, any_etcd
-from tests.process.jobs import Job, Node, free_port, job
+from tests.ports import free_port
+from tests.process.jobs import Job, Node, job
 from tests.support import poll_for
 from torchelastic.cli.flavours import DISTRIBUTED_RUN
 from torchelastic.cli.job import launch_config

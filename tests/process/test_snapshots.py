@@ -117,9 +117,7 @@ def test_no_copies_are_made_where_none_are_wanted(tmp_path):
         assert not any(replica for *_, replica in held)
 
 
-@pytest.mark.skipif(
-    not os.access(V1 / "cgroup.procs", os.W_OK), reason="no cgroup (version 1) may be made here"
-)
+@pytest.mark.needs("memory cgroup")
 def test_a_limit_of_the_cgroup_refuses_in_one_sentence_and_the_job_goes_on(tmp_path):
     limited = V1 / f"torchelastic-test-{uuid.uuid4().hex[:8]}"
     limited.mkdir()

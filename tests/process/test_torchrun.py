@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.etcd import Etcd
-from tests.process.jobs import free_port
+from tests.ports import free_port
 from tests.support import poll_for
 
 # Every torchrun, and every worker, imports torch: minutes, on a busy machine.

@@ -77,14 +77,6 @@ def until_full(take: Callable[[int], object]) -> None:
     raise AssertionError("the disk is larger than it should be")
 
 
-def mounts_are_allowed() -> bool:
-    tried = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0"', "/mnt"]
-    try:
-        return subprocess.run(tried, capture_output=True).returncode == 0
-    except FileNotFoundError:
-        return False
-
-
 def start_on(disk: TinyDisk, it: Job) -> Node:
     command = [*disk.prefix, sys.executable, "-m", "torchelastic", "run"]
     command += [f"--log-dir={disk.path}", *it.flags, str(it.script)]
@@ -96,9 +88,8 @@ def start_on(disk: TinyDisk, it: Job) -> Node:
     return node
 
 
+@pytest.mark.needs("mount")
 def test_a_job_whose_log_disk_is_full_goes_on_and_its_log_with_the_first_room(tmp_path):
-    if not mounts_are_allowed():
-        pytest.skip("nobody may mount a file system here")
     disk = TinyDisk(tmp_path / "disk")
     with job(tmp_path / "job", f"{ALONE} --tee=3") as it:
         node = start_on(disk, it)
@@ -246,8 +237,8 @@ NO_SCRAPES = [
 ]
 
 
+@pytest.mark.needs("prometheus_client")
 def test_nothing_that_is_sent_to_the_metrics_endpoint_changes_anything(tmp_path):
-    pytest.importorskip("prometheus_client")
     with job(tmp_path, f"{ALONE} --metrics-address=0") as it:
         node = it.start()
         it.world(0, 1)

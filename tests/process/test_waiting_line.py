@@ -11,7 +11,7 @@ import sys
 import termios
 from pathlib import Path
 
-from tests.process.jobs import free_port
+from tests.ports import free_port
 from torchelastic.errors import EXIT_RENDEZVOUS_LOST
 
 SCRIPT = Path(__file__).with_name("obedient.py")

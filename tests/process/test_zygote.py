@@ -9,7 +9,8 @@ from textwrap import dedent
 
 import pytest
 
-from tests.process.bench import bench, fake_torch, pids_of
+from tests.light import with_light_torch
+from tests.process.bench import bench, pids_of
 from tests.support import poll_for
 from torchelastic.agent import zygote
 from torchelastic.agent.supervisor import WorkerSpawn
@@ -20,8 +21,17 @@ from torchelastic.worker.bootstrap import result_path, write_call
 
 
 @pytest.fixture
-def environ(tmp_path):
-    return fake_torch(tmp_path)
+def own(tmp_path):
+    """A directory that is searched for modules before all others."""
+    directory = tmp_path / "own"
+    directory.mkdir()
+    return directory
+
+
+@pytest.fixture
+def environ(own):
+    light = with_light_torch()
+    return {**light, "PYTHONPATH": f"{own}{os.pathsep}{light['PYTHONPATH']}"}
 
 
 @pytest.fixture
@@ -92,19 +102,16 @@ def test_what_a_preloaded_module_does_to_the_environment_is_kept(made, script, e
     assert ran.stdout == "1 None 7\n"
 
 
-def test_the_users_sitecustomize_is_imported_too(made, script, environ, tmp_path):
-    directory = tmp_path / "fake"
-    (directory / "sitecustomize.py").write_text("import builtins; builtins.said = 'customized'")
+def test_the_users_sitecustomize_is_imported_too(made, script, environ, own):
+    (own / "sitecustomize.py").write_text("import builtins; builtins.said = 'customized'")
     script.write_text("import sitecustomize; print(said, sitecustomize.__file__)")
     made.start_zygote(Entry("script", str(script)), environ)
     ran = made.run(Entry("script", str(script)), environ)
-    assert ran.stdout == f"customized {directory / 'sitecustomize.py'}\n"
+    assert ran.stdout == f"customized {own / 'sitecustomize.py'}\n"
 
 
-def test_an_error_in_the_users_sitecustomize_is_told_as_python_does(
-    made, script, environ, tmp_path
-):
-    (tmp_path / "fake" / "sitecustomize.py").write_text("1 / 0")
+def test_an_error_in_the_users_sitecustomize_is_told_as_python_does(made, script, environ, own):
+    (own / "sitecustomize.py").write_text("1 / 0")
     made.start_zygote(Entry("script", str(script)), environ)
     ran = made.run(Entry("script", str(script)), environ)
     assert (ran.exitcode, ran.stdout) == (0, "ran\n")
@@ -161,8 +168,8 @@ def test_it_looks_before_every_fork(made, script, environ, tmp_path):
     assert not made.zygote.usable
 
 
-def test_without_torch_it_steps_aside(made, script, environ, tmp_path):
-    (tmp_path / "fake" / "torch" / "__init__.py").write_text("raise ImportError('no torch here')")
+def test_without_torch_it_steps_aside(made, script, environ, own):
+    (own / "torch.py").write_text("raise ImportError('no torch here')")
     ready = made.start_zygote(Entry("script", str(script)), environ)
     assert ready == "torch cannot be imported: ImportError: no torch here"
 
@@ -198,10 +205,8 @@ def test_a_python_that_skips_our_start_never_runs_the_program(made, environ, tmp
     assert "does not import sitecustomize" in made.do(made.zygote.wait_ready())
 
 
-def test_a_package_that_is_broken_never_runs_the_program(made, script, environ, tmp_path):
-    broken = tmp_path / "fake" / "torchelastic"
-    broken.mkdir()
-    (broken / "__init__.py").write_text("1 / 0")
+def test_a_package_that_is_broken_never_runs_the_program(made, script, environ, own):
+    (own / "torchelastic.py").write_text("1 / 0")
     assert "exit code 1" in made.start_zygote(Entry("script", str(script)), environ)
 
 

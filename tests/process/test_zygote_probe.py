@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.light import with_light_torch
 from tests.process import probe as probe_module
-from tests.process.bench import bench, fake_torch, run_plain
+from tests.process.bench import bench, run_plain
 from torchelastic.agent.processes import command_line
 from torchelastic.config import Entry
 
@@ -41,7 +42,7 @@ def looks(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("probe")
     (directory / "probe.py").write_text(Path(probe_module.__file__).read_text())
     entry = Entry(request.param, "probe.py" if request.param == "script" else "probe", ARGS)
-    environ = {**fake_torch(directory), "RANK": "3"}
+    environ = {**with_light_torch(), "RANK": "3"}
     before = os.getcwd()
     os.chdir(directory)
     try:

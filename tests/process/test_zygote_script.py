@@ -9,7 +9,8 @@ from textwrap import dedent
 
 import pytest
 
-from tests.process.bench import bench, fake_torch, run_plain
+from tests.light import with_light_torch
+from tests.process.bench import bench, run_plain
 from torchelastic import env
 from torchelastic.agent.processes import command_line
 from torchelastic.config import Entry
@@ -179,7 +180,7 @@ def zygote(tmp_path_factory):
     directory = tmp_path_factory.mktemp("script")
     script = directory / "train.py"
     script.write_text("")
-    environ = fake_torch(directory)
+    environ = with_light_torch()
     with bench(directory) as made:
         ready = made.start_zygote(Entry("script", str(script)), environ)
         assert isinstance(ready, float), ready
