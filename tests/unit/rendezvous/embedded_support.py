@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
+import hypothesis
+
+from tests.support import SOAK
 from torchelastic.rendezvous.embedded import EmbeddedServer, EmbeddedStore, bind_endpoint
 from torchelastic.rendezvous.embedded.dial import Endpoint
 
 JOB = "job-1"
 #: A failed test ends by this, never by hanging.
 LIMIT = 30.0
+#: The same few examples whenever the suite runs; others, and more of them, in a soak.
+a_few_examples = hypothesis.settings(max_examples=40 * SOAK, derandomize=SOAK == 1)
 
 
 def run(story: Coroutine[Any, Any, None]) -> None:
@@ -24,6 +30,16 @@ def run(story: Coroutine[Any, Any, None]) -> None:
     before = set(os.listdir("/proc/self/fd"))
     asyncio.run(_bounded(story))
     assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def story(told: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make a test of a coroutine: it is run as a story is."""
+
+    @functools.wraps(told)
+    def test(*args: Any, **kwargs: Any) -> None:
+        run(told(*args, **kwargs))
+
+    return test
 
 
 async def _bounded(story: Coroutine[Any, Any, None]) -> None:

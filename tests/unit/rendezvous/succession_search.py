@@ -23,22 +23,19 @@ from torchelastic.rendezvous.succession import Candidacy
 
 class Explored(NamedTuple):
     states: int
-    depth: int
     #: Nothing is left within the bounds.
     is_all: bool
 
 
-def search(
-    model: Model, first: State, *, states: int | None = None, depth: int | None = None
-) -> Explored:
-    """Every state within the bounds, nearest first; a violation comes with the way there.
+def search(model: Model, first: State, *, states: int) -> Explored:
+    """That many states within the bounds, nearest first; a violation comes with the way there.
 
     "loses" is left out: it is part of the moves that come next.
     """
     kinds = [kind for kind in model.kinds if kind != "loses"]
-    seen, edge, far = {hash(first)}, [(first, ())], 0
-    while edge and (states is None or len(seen) < states) and (depth is None or far < depth):
-        far, beyond = far + 1, []
+    seen, edge = {hash(first)}, [(first, ())]
+    while edge and len(seen) < states:
+        beyond = []
         for state, way in edge:
             for move in model.moves(state, kinds):
                 after = essence(_explained(model, state, move, way))
@@ -47,7 +44,7 @@ def search(
                     seen.add(hash(after))
                     beyond.append((after, (way, move)))
         edge = beyond
-    return Explored(len(seen), far, not edge)
+    return Explored(len(seen), not edge)
 
 
 def _explained(model: Model, state: State, move: Move, way: Any) -> State:

@@ -85,14 +85,25 @@ def most_at_once(monkeypatch):
     return seen
 
 
-def play(voters, ask):
-    async def run():
+def never(returns):
+    return False
+
+
+def has_answers(count):
+    return lambda returns: len(returns.ballots) == count
+
+
+def ask(voters, places, asked=WISH, enough=never):
+    """What comes back from those who are at the voters' place, or elsewhere."""
+
+    async def asking():
         async with voting(voters) as place:
-            returns = await asyncio.wait_for(ask(place), 30)
+            returns = await asyncio.wait_for(canvass(places(place), asked, enough=enough), 30)
+            voters.heard = len(returns.links)  # over which the winner tells them
             returns.close()
             return returns
 
-    return asyncio.run(run())
+    return asyncio.run(asking())
 
 
 def many(place, count, name="n"):
@@ -100,75 +111,53 @@ def many(place, count, name="n"):
 
 
 def test_all_are_asked_and_few_at_a_time(few, most_at_once):
-    returns = play(
-        Voters(), lambda place: canvass(many(place, 60), WISH, enough=lambda returns: False)
-    )
+    returns = ask(Voters(), lambda place: many(place, 60))
     assert len(returns.ballots) == 60
     assert max(most_at_once) == 8
 
 
 def test_as_many_as_are_usual_are_asked_all_at_once(few):
     """Nobody answers before all eight have been asked."""
-    returns = play(
-        Voters(8), lambda place: canvass(many(place, 8), WISH, enough=lambda returns: False)
-    )
-    assert len(returns.ballots) == 8
+    assert len(ask(Voters(8), lambda place: many(place, 8)).ballots) == 8
 
 
 def test_others_are_asked_while_some_are_silent(few, monkeypatch):
     monkeypatch.setattr(module, "BRISK", 0.01)
     with silence() as nobody:
-        returns = play(
+        returns = ask(
             Voters(),
-            lambda place: canvass(
-                {**many(nobody, 24), **many(place, 12, "m")},
-                WISH,
-                enough=lambda returns: len(returns.ballots) == 12,
-            ),
+            lambda place: {**many(nobody, 24), **many(place, 12, "m")},
+            enough=has_answers(12),
         )
     assert set(returns.ballots) == {f"m{number}" for number in range(12)}
 
 
 def test_votes_that_wait_for_workers_to_stop_do_not_wait_for_each_other(few, monkeypatch):
     monkeypatch.setattr(module, "BRISK", 0.01)
-
-    async def ask(place):
-        returns = await canvass(many(place, 40), VOTE, enough=lambda returns: False)
-        assert len(returns.links) == 40  # over which the winner tells them
-        return returns
-
-    assert len(play(Voters(40), ask).ballots) == 40
+    voters = Voters(40)
+    returns = ask(voters, lambda place: many(place, 40), VOTE)
+    assert len(returns.ballots) == voters.heard == 40
 
 
 def test_where_all_are_silent_their_patience_is_the_end(few, monkeypatch):
     monkeypatch.setattr(module, "BRISK", 0.001)
     monkeypatch.setattr(module, "PATIENCE", 0.05)
     with silence() as nobody:
-        asking = canvass(many(nobody, 40), WISH, enough=lambda returns: False)
-        returns = asyncio.run(asyncio.wait_for(asking, 30))
-    assert not returns.ballots
+        assert not ask(Voters(), lambda place: many(nobody, 40)).ballots
 
 
 def test_when_enough_have_answered_the_silent_are_given_up(few):
     with silence() as nobody:
-        returns = play(
+        returns = ask(
             Voters(),
-            lambda place: canvass(
-                {**many(place, 4, "m"), **many(nobody, 24)},
-                WISH,
-                enough=lambda returns: len(returns.ballots) == 4,
-            ),
+            lambda place: {**many(place, 4, "m"), **many(nobody, 24)},
+            enough=has_answers(4),
         )
     assert len(returns.ballots) == 4
 
 
-def test_nobody_to_ask():
-    returns = asyncio.run(canvass({}, WISH, enough=lambda returns: False))
-    assert not returns.ballots
-
-
-def test_who_refuses_is_noted():
+def test_nobody_to_ask_and_who_refuses():
+    assert not ask(Voters(), lambda place: {}).ballots
     with socket.create_server(("127.0.0.1", 0)) as server:
-        place = Endpoint("127.0.0.1", server.getsockname()[1], JOB)
-    returns = asyncio.run(canvass({"b": place}, WISH, enough=lambda returns: False))
-    assert returns.refused == {"b"}
+        nobody = Endpoint("127.0.0.1", server.getsockname()[1], JOB)
+    assert ask(Voters(), lambda place: {"b": nobody}).refused == {"b"}

@@ -14,9 +14,9 @@ from tests.unit.rendezvous.embedded_support import (
     JOB,
     connected,
     proxied,
-    run,
     serving,
     soon,
+    story,
     within,
 )
 from torchelastic.clock import FakeClock
@@ -54,457 +54,363 @@ async def something_else(
         await server.wait_closed()
 
 
+@contextlib.asynccontextmanager
+async def cut_off(**options):
+    """A server, what lies between it and a client, that client, and one with nothing between."""
+    async with (
+        serving(**options) as server,
+        proxied(server.port) as proxy,
+        connected(proxy.port) as store,
+        connected(server.port) as other,
+    ):
+        yield server, proxy, store, other
+
+
 # Getting a connection
 
 
-def test_a_client_waits_for_its_host():
-    async def story():
-        port = unused_port()
-        tried = asyncio.Event()
+@story
+async def test_a_client_waits_for_its_host():
+    port = unused_port()
+    tried = asyncio.Event()
 
-        async def meanwhile():
-            tried.set()
+    async def meanwhile():
+        tried.set()
 
-        joining = asyncio.create_task(
-            EmbeddedStore.connect(
-                [Endpoint("localhost", port, JOB)], timeout=None, meanwhile=meanwhile
-            )
-        )
-        await within(10, tried.wait())
-        assert not joining.done()
-        async with serving(port):
-            store = await within(10, joining)
-            await store.put("a", {})
-            await store.close()
-
-    run(story())
+    joining = asyncio.create_task(
+        EmbeddedStore.connect([Endpoint("localhost", port, JOB)], timeout=None, meanwhile=meanwhile)
+    )
+    await within(10, tried.wait())
+    assert not joining.done()
+    async with serving(port):
+        store = await within(10, joining)
+        await store.put("a", {})
+        await store.close()
 
 
-def test_waiting_has_an_end():
-    async def story():
-        port = unused_port()
-        with pytest.raises(RendezvousLost, match=rf"127.0.0.1:{port} within 0.1 s \(connection re"):
-            await EmbeddedStore.connect([Endpoint("127.0.0.1", port, JOB)], timeout=0.1)
-
-    run(story())
+@story
+async def test_waiting_has_an_end():
+    port = unused_port()
+    with pytest.raises(RendezvousLost, match=rf"127.0.0.1:{port} within 0.1 s \(connection re"):
+        await EmbeddedStore.connect([Endpoint("127.0.0.1", port, JOB)], timeout=0.1)
 
 
-def test_a_name_that_nobody_knows_yet_is_waited_for(monkeypatch):
-    async def story():
-        loop = asyncio.get_running_loop()
-        real = loop.getaddrinfo
-        asked = []
+@story
+async def test_a_name_that_nobody_knows_yet_is_waited_for(monkeypatch):
+    loop = asyncio.get_running_loop()
+    real = loop.getaddrinfo
+    asked = []
 
-        async def late(host, *args, **kwargs):
-            asked.append(host)
-            if len(asked) < 3:
-                raise socket.gaierror(socket.EAI_NONAME, "no such name")
-            return await real("127.0.0.1", *args, **kwargs)
+    async def late(host, *args, **kwargs):
+        asked.append(host)
+        if len(asked) < 3:
+            raise socket.gaierror(socket.EAI_NONAME, "no such name")
+        return await real("127.0.0.1", *args, **kwargs)
 
-        monkeypatch.setattr(loop, "getaddrinfo", late)
-        async with serving() as server:
-            store = await EmbeddedStore.connect([Endpoint("node1", server.port, JOB)], timeout=10)
-            await store.close()
-        assert asked == ["node1"] * 3
-
-    run(story())
+    monkeypatch.setattr(loop, "getaddrinfo", late)
+    async with serving() as server:
+        store = await EmbeddedStore.connect([Endpoint("node1", server.port, JOB)], timeout=10)
+        await store.close()
+    assert asked == ["node1"] * 3
 
 
-def test_a_name_that_cannot_be_one():
-    async def story():
-        with pytest.raises(ConfigError, match="is no host name"):
-            await EmbeddedStore.connect([Endpoint("a" * 70 + ".example", 1, JOB)], timeout=10)
-
-    run(story())
+@story
+async def test_a_name_that_cannot_be_one():
+    with pytest.raises(ConfigError, match="is no host name"):
+        await EmbeddedStore.connect([Endpoint("a" * 70 + ".example", 1, JOB)], timeout=10)
 
 
-def test_another_job_is_refused_at_once():
-    async def story():
-        async with serving(job="other") as server:
-            with pytest.raises(RendezvousRefused, match="belongs to job 'other'"):
-                await EmbeddedStore.connect([Endpoint("localhost", server.port, JOB)], timeout=None)
-
-    run(story())
+NOT_OURS, MUTE = "not a torchelastic rendezvous", "does not answer as a torchelastic"
 
 
 @pytest.mark.parametrize(
-    "answer",
+    ("answer", "timeout", "sentence"),
     [
-        b"HTTP/1.1 400 Bad Request\r\n\r\n",
-        b"SSH-2.0-OpenSSH_9.2\r\n",
-        b"\x00\x00\x00\x02{}",
-        wire.pack(wire.Done(1, 1)),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", None, NOT_OURS),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", None, NOT_OURS),
+        (b"\x00\x00\x00\x02{}", None, NOT_OURS),
+        (wire.pack(wire.Done(1, 1)), None, NOT_OURS),
+        (None, 0.1, MUTE),
+        (b"", 0.1, MUTE),
     ],
+    ids=["HTTP", "SSH", "no message", "no welcome", "closes", "is silent"],
 )
-def test_something_else_at_the_port_is_refused_at_once(answer):
-    async def story():
-        async with something_else(answer) as port:
-            with pytest.raises(RendezvousRefused, match="not a torchelastic rendezvous"):
-                await EmbeddedStore.connect([Endpoint("localhost", port, JOB)], timeout=None)
-
-    run(story())
-
-
-@pytest.mark.parametrize("answer", [None, b""], ids=["closes", "is silent"])
-def test_something_that_says_nothing_is_refused_in_the_end(answer):
-    async def story():
-        async with something_else(answer) as port:
-            with pytest.raises(RendezvousRefused, match="does not answer as a torchelastic"):
-                await EmbeddedStore.connect([Endpoint("localhost", port, JOB)], timeout=0.1)
-
-    run(story())
+@story
+async def test_something_else_at_the_port_is_refused(answer, timeout, sentence):
+    """At once, unless it says nothing."""
+    async with something_else(answer) as port:
+        with pytest.raises(RendezvousRefused, match=sentence):
+            await EmbeddedStore.connect([Endpoint("localhost", port, JOB)], timeout=timeout)
 
 
-def test_giving_up_while_waiting_leaves_nothing():
-    async def story():
-        met = asyncio.Event()
-        async with something_else(b"", met) as port:
-            joining = asyncio.create_task(
-                EmbeddedStore.connect([Endpoint("localhost", port, JOB)], timeout=None)
-            )
-            await within(10, met.wait())
-            joining.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await joining
-
-    run(story())
+@story
+async def test_giving_up_while_waiting_leaves_nothing():
+    met = asyncio.Event()
+    async with something_else(b"", met) as port:
+        joining = asyncio.create_task(
+            EmbeddedStore.connect([Endpoint("localhost", port, JOB)], timeout=None)
+        )
+        await within(10, met.wait())
+        joining.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await joining
 
 
 # Losing and finding a connection
 
 
-def test_a_broken_connection_is_not_noticed():
-    async def story():
-        async with (
-            serving(grace=5.0) as server,
-            proxied(server.port) as proxy,
-            connected(proxy.port) as store,
-            connected(server.port) as other,
-        ):
-            await store.open_lease(20.0)
-            await store.put("member/1", {}, leased=True)
-            changes = store.watch("member/", after=0)
-            everything = other.watch("", after=0)
-            seen = [await within(10, changes.__anext__())]
-            for n in range(2, 12):
-                if n % 3 == 0:
-                    await proxy.cut()
-                await other.put(f"member/{n}", {})
-                await store.put(f"mine/{n}", {}, leased=True)
-            seen += [await within(10, changes.__anext__()) for _ in range(10)]
-            assert [change.key for change in seen] == [f"member/{n}" for n in range(1, 12)]
-            assert await store.keep_alive()
-            assert not store.lease_lost.is_set()
-            assert (await other.get("")).revision == 21
-            for _ in range(21):
-                assert (await within(10, everything.__anext__())).item is not None
-
-    run(story())
+@story
+async def test_a_broken_connection_is_not_noticed():
+    async with cut_off(grace=5.0) as (_, proxy, store, other):
+        await store.open_lease(20.0)
+        await store.put("member/1", {}, leased=True)
+        changes = store.watch("member/", after=0)
+        everything = other.watch("", after=0)
+        seen = [await within(10, changes.__anext__())]
+        for n in range(2, 12):
+            if n % 3 == 0:
+                await proxy.cut()
+            await other.put(f"member/{n}", {})
+            await store.put(f"mine/{n}", {}, leased=True)
+        seen += [await within(10, changes.__anext__()) for _ in range(10)]
+        assert [change.key for change in seen] == [f"member/{n}" for n in range(1, 12)]
+        assert await store.keep_alive()
+        assert not store.lease_lost.is_set()
+        assert (await other.get("")).revision == 21
+        for _ in range(21):
+            assert (await within(10, everything.__anext__())).item is not None
 
 
-def test_a_report_that_may_not_have_been_heard_is_said_again():
-    async def story():
-        async with (
-            serving(grace=60.0) as server,
-            proxied(server.port) as proxy,
-            connected(proxy.port) as store,
-            connected(server.port) as other,
-        ):
-            await store.open_lease(60.0)
-            changes = other.watch("member/", after=0)
-            for n in (1, 2):
-                await store.report("member/1", {"n": n})
-                await within(10, changes.__anext__())
-            await proxy.cut()
-            again = await within(10, changes.__anext__())
-            assert again.item.value == {"n": 2}  # the last one only
-            assert await store.keep_alive()
-            await proxy.cut()
-            assert await store.keep_alive()
-            await other.put("member/2", {})
-            assert (await within(10, changes.__anext__())).key == "member/2"
-
-    run(story())
+@story
+async def test_a_report_that_may_not_have_been_heard_is_said_again():
+    async with cut_off(grace=60.0) as (_, proxy, store, other):
+        await store.open_lease(60.0)
+        changes = other.watch("member/", after=0)
+        for n in (1, 2):
+            await store.report("member/1", {"n": n})
+            await within(10, changes.__anext__())
+        await proxy.cut()
+        again = await within(10, changes.__anext__())
+        assert again.item.value == {"n": 2}  # the last one only
+        assert await store.keep_alive()
+        await proxy.cut()
+        assert await store.keep_alive()
+        await other.put("member/2", {})
+        assert (await within(10, changes.__anext__())).key == "member/2"
 
 
-def test_a_report_that_is_refused_tells_that_the_lease_is_lost():
-    async def story():
-        async with serving() as server, connected(server.port) as store:
-            await store.open_lease(60.0)
-            server._table.end_lease(store._lease.id)
-            await store.report("member/1", {})
-            await within(10, store.lease_lost.wait())
-
-    run(story())
+@story
+async def test_a_report_that_is_refused_tells_that_the_lease_is_lost():
+    async with serving() as server, connected(server.port) as store:
+        await store.open_lease(60.0)
+        server._table.end_lease(store._lease.id)
+        await store.report("member/1", {})
+        await within(10, store.lease_lost.wait())
 
 
-def test_a_write_whose_answer_was_lost_is_done_once():
-    async def story():
-        async with (
-            serving() as server,
-            proxied(server.port) as proxy,
-            connected(proxy.port) as store,
-            connected(server.port) as other,
-        ):
-            changes = other.watch("leader", after=0)
-            proxy.answers.clear()
-            claim = asyncio.create_task(store.compare_and_set("leader", {}, expected=0))
-            written = await within(10, changes.__anext__())
-            assert not claim.done()
-            await proxy.cut()
-            proxy.answers.set()
-            assert await within(10, claim) == written.revision
-            assert (await other.get("")).revision == written.revision
-
-    run(story())
+@story
+async def test_a_write_whose_answer_was_lost_is_done_once():
+    async with cut_off() as (_, proxy, store, other):
+        changes = other.watch("leader", after=0)
+        proxy.answers.clear()
+        claim = asyncio.create_task(store.compare_and_set("leader", {}, expected=0))
+        written = await within(10, changes.__anext__())
+        assert not claim.done()
+        await proxy.cut()
+        proxy.answers.set()
+        assert await within(10, claim) == written.revision
+        assert (await other.get("")).revision == written.revision
 
 
-def test_a_lease_whose_opening_was_not_answered_is_opened_once():
-    async def story():
-        async with (
-            serving() as server,
-            proxied(server.port) as proxy,
-            connected(proxy.port) as store,
-        ):
-            proxy.answers.clear()
-            opening = asyncio.create_task(store.open_lease(20.0))
-            await soon(lambda: bool(server._holders), "the lease at the server")
-            await proxy.cut()
-            proxy.answers.set()
-            await within(10, opening)
-            assert len(server._table._leases) == 1
-            await store.put("a", {}, leased=True)
-
-    run(story())
+@story
+async def test_a_lease_whose_opening_was_not_answered_is_opened_once():
+    async with cut_off() as (server, proxy, store, _):
+        proxy.answers.clear()
+        opening = asyncio.create_task(store.open_lease(20.0))
+        await soon(lambda: bool(server._holders), "the lease at the server")
+        await proxy.cut()
+        proxy.answers.set()
+        await within(10, opening)
+        assert len(server._table._leases) == 1
+        await store.put("a", {}, leased=True)
 
 
-def test_who_falls_behind_the_history_still_hears_of_deletions():
-    async def story():
-        async with (
-            serving(table=Table(history_rows=2)) as server,
-            proxied(server.port) as proxy,
-            connected(proxy.port) as store,
-            connected(server.port) as writer,
-        ):
-            async with connected(server.port) as leaver:
-                await leaver.open_lease(20.0)
-                await leaver.put("k/gone", {}, leased=True)
-                changes = store.watch("k/", after=0)
-                await within(10, changes.__anext__())
-                await proxy.shut()
-            for n in range(6):
-                await writer.put(f"k/{n % 2}", {"n": n})
-            await proxy.open()
-            seen = [await within(10, changes.__anext__()) for _ in range(3)]
-            assert [(change.key, change.item and change.item.value) for change in seen] == [
-                ("k/gone", None),
-                ("k/0", {"n": 4}),
-                ("k/1", {"n": 5}),
-            ]
-            await writer.put("k/0", {"n": 6})
-            assert (await within(10, changes.__anext__())).revision == seen[-1].revision + 1
-
-    run(story())
-
-
-def test_who_stays_away_too_long_has_lost_its_lease():
-    async def story():
-        async with (
-            serving(grace=0.0) as server,
-            proxied(server.port) as proxy,
-            connected(proxy.port) as store,
-            connected(server.port) as other,
-        ):
-            await store.open_lease(20.0)
-            await store.put("member/1", {}, leased=True)
-            changes = other.watch("member/", after=0)
+@story
+async def test_who_falls_behind_the_history_still_hears_of_deletions():
+    async with cut_off(table=Table(history_rows=2)) as (server, proxy, store, writer):
+        async with connected(server.port) as leaver:
+            await leaver.open_lease(20.0)
+            await leaver.put("k/gone", {}, leased=True)
+            changes = store.watch("k/", after=0)
             await within(10, changes.__anext__())
             await proxy.shut()
-            assert (await within(10, changes.__anext__())).item is None
-            await proxy.open()
-            assert not await store.keep_alive()
-            assert store.lease_lost.is_set()
-            with pytest.raises(LeaseExpired):
-                await store.put("member/1", {}, leased=True)
-            await store.open_lease(20.0)
+        for n in range(6):
+            await writer.put(f"k/{n % 2}", {"n": n})
+        await proxy.open()
+        seen = [await within(10, changes.__anext__()) for _ in range(3)]
+        assert [(change.key, change.item and change.item.value) for change in seen] == [
+            ("k/gone", None),
+            ("k/0", {"n": 4}),
+            ("k/1", {"n": 5}),
+        ]
+        await writer.put("k/0", {"n": 6})
+        assert (await within(10, changes.__anext__())).revision == seen[-1].revision + 1
+
+
+@story
+async def test_who_stays_away_too_long_has_lost_its_lease():
+    async with cut_off(grace=0.0) as (_, proxy, store, other):
+        await store.open_lease(20.0)
+        await store.put("member/1", {}, leased=True)
+        changes = other.watch("member/", after=0)
+        await within(10, changes.__anext__())
+        await proxy.shut()
+        assert (await within(10, changes.__anext__())).item is None
+        await proxy.open()
+        assert not await store.keep_alive()
+        assert store.lease_lost.is_set()
+        with pytest.raises(LeaseExpired):
             await store.put("member/1", {}, leased=True)
-            assert (await within(10, changes.__anext__())).item is not None
-
-    run(story())
-
-
-def test_verbs_wait_for_the_connection_and_then_give_up():
-    async def story():
-        async with serving() as server, proxied(server.port) as proxy:
-            store = await EmbeddedStore.connect(
-                [Endpoint("127.0.0.1", proxy.port, JOB)], timeout=10, reconnect_timeout=0.3
-            )
-            await store.open_lease(20.0)
-            changes = store.watch("", after=0)
-            await proxy.shut()
-            started = time.monotonic()
-            waiting = [
-                asyncio.ensure_future(verb)
-                for verb in (store.get(""), store.put("a", {}), changes.__anext__())
-            ]
-            for verb in waiting:
-                with pytest.raises(RendezvousLost, match=r"was lost and does not answer"):
-                    await within(10, verb)
-            assert time.monotonic() - started > 0.2
-            assert store.lease_lost.is_set()
-            with pytest.raises(RendezvousLost):
-                await store.get("")
-            await store.close()
-            await proxy.open()
-
-    run(story())
+        await store.open_lease(20.0)
+        await store.put("member/1", {}, leased=True)
+        assert (await within(10, changes.__anext__())).item is not None
 
 
-def test_changes_that_came_in_time_are_told_before_the_loss():
-    async def story():
-        async with serving() as server, connected(server.port) as store:
-            changes = store.watch("", after=0)
-            await store.put("a", {"n": 1})
-            await within(10, changes.__anext__())
-            await store.put("a", {"n": 2})
-            await server.close()
-            assert (await within(10, changes.__anext__())).item.value == {"n": 2}
-            with pytest.raises(RendezvousLost):
-                await within(10, changes.__anext__())
-
-    run(story())
-
-
-def test_the_end_of_the_host_is_told_at_once():
-    async def story():
-        async with serving() as server, connected(server.port) as store:
-            await store.open_lease(60.0)
-            changes = store.watch("", after=0)
-            waiting = asyncio.ensure_future(changes.__anext__())
+@story
+async def test_verbs_wait_for_the_connection_and_then_give_up():
+    async with serving() as server, proxied(server.port) as proxy:
+        store = await EmbeddedStore.connect(
+            [Endpoint("127.0.0.1", proxy.port, JOB)], timeout=10, reconnect_timeout=0.3
+        )
+        await store.open_lease(20.0)
+        changes = store.watch("", after=0)
+        await proxy.shut()
+        started = time.monotonic()
+        waiting = [
+            asyncio.ensure_future(verb)
+            for verb in (store.get(""), store.put("a", {}), changes.__anext__())
+        ]
+        for verb in waiting:
+            with pytest.raises(RendezvousLost, match=r"was lost and does not answer"):
+                await within(10, verb)
+        assert time.monotonic() - started > 0.2
+        assert store.lease_lost.is_set()
+        with pytest.raises(RendezvousLost):
             await store.get("")
-            await server.close()
-            with pytest.raises(RendezvousLost, match="hosted the rendezvous has ended"):
-                await within(10, waiting)
-            assert store.lease_lost.is_set()
-
-    run(story())
+        await store.close()
+        await proxy.open()
 
 
-def test_a_host_that_forgot_everything_is_not_the_same():
-    async def story():
-        async with (
-            serving() as first,
-            serving() as second,
-            proxied(first.port) as proxy,
-            connected(proxy.port) as store,
-        ):
-            proxy.server_port = second.port
-            await proxy.cut()
-            with pytest.raises(RendezvousLost, match="started anew"):
-                await within(10, store.get(""))
-
-    run(story())
+@story
+async def test_changes_that_came_in_time_are_told_before_the_loss():
+    async with serving() as server, connected(server.port) as store:
+        changes = store.watch("", after=0)
+        await store.put("a", {"n": 1})
+        await within(10, changes.__anext__())
+        await store.put("a", {"n": 2})
+        await server.close()
+        assert (await within(10, changes.__anext__())).item.value == {"n": 2}
+        with pytest.raises(RendezvousLost):
+            await within(10, changes.__anext__())
 
 
-def test_a_port_taken_over_by_another_job_is_a_loss():
-    async def story():
-        async with (
-            serving() as first,
-            serving(job="other") as second,
-            proxied(first.port) as proxy,
-            connected(proxy.port) as store,
-        ):
-            proxy.server_port = second.port
-            await proxy.cut()
-            with pytest.raises(RendezvousLost, match=r"is gone: .* belongs to job 'other'"):
-                await within(10, store.get(""))
-
-    run(story())
+@story
+async def test_the_end_of_the_host_is_told_at_once():
+    async with serving() as server, connected(server.port) as store:
+        await store.open_lease(60.0)
+        changes = store.watch("", after=0)
+        waiting = asyncio.ensure_future(changes.__anext__())
+        await store.get("")
+        await server.close()
+        with pytest.raises(RendezvousLost, match="hosted the rendezvous has ended"):
+            await within(10, waiting)
+        assert store.lease_lost.is_set()
 
 
-def test_a_host_that_cannot_be_understood_is_a_loss():
-    async def story():
-        async with serving() as server, connected(server.port) as store:
-            (peer,) = server._peers
-            peer.link.send(b"\x00\x00\x00\x02{}")
-            changes = store.watch("", after=0)
-            with pytest.raises(RendezvousLost, match="cannot be understood"):
-                await within(10, changes.__anext__())
+@pytest.mark.parametrize(
+    ("job", "sentence"), [(JOB, "started anew"), ("other", r"is gone: .* belongs to job 'other'")]
+)
+@story
+async def test_another_host_at_the_port_is_a_loss(job, sentence):
+    async with (
+        serving() as first,
+        serving(job=job) as second,
+        proxied(first.port) as proxy,
+        connected(proxy.port) as store,
+    ):
+        proxy.server_port = second.port
+        await proxy.cut()
+        with pytest.raises(RendezvousLost, match=sentence):
+            await within(10, store.get(""))
 
-    run(story())
+
+@story
+async def test_a_host_that_cannot_be_understood_is_a_loss():
+    async with serving() as server, connected(server.port) as store:
+        (peer,) = server._peers
+        peer.link.send(b"\x00\x00\x00\x02{}")
+        changes = store.watch("", after=0)
+        with pytest.raises(RendezvousLost, match="cannot be understood"):
+            await within(10, changes.__anext__())
 
 
-def test_a_defect_in_making_connections_leaves_nobody_waiting(monkeypatch, caplog):
+@story
+async def test_a_defect_in_making_connections_leaves_nobody_waiting(monkeypatch, caplog):
     async def defect(*args, **kwargs):
         raise ZeroDivisionError
 
-    async def story():
-        async with (
-            serving() as server,
-            proxied(server.port) as proxy,
-            connected(proxy.port) as store,
-        ):
-            monkeypatch.setattr("torchelastic.rendezvous.embedded.client.dial", defect)
-            await proxy.cut()
-            with pytest.raises(RendezvousLost, match="ZeroDivisionError"):
-                await within(10, store.get(""))
-
-    run(story())
+    async with cut_off() as (_, proxy, store, _):
+        monkeypatch.setattr("torchelastic.rendezvous.embedded.client.dial", defect)
+        await proxy.cut()
+        with pytest.raises(RendezvousLost, match="ZeroDivisionError"):
+            await within(10, store.get(""))
     assert "ZeroDivisionError" in caplog.text
 
 
 # Silence
 
 
-def test_a_frozen_host_costs_the_lease_and_then_the_store():
-    async def story():
-        async with serving() as server, proxied(server.port) as proxy:
-            store = await EmbeddedStore.connect(
-                [Endpoint("127.0.0.1", proxy.port, JOB)], timeout=10
-            )
-            await store.open_lease(1.0)
-            await store.put("a", {}, leased=True)
-            proxy.answers.clear()
-            asking = asyncio.create_task(store.get(""))
-            await within(10, store.lease_lost.wait())
-            with pytest.raises(RendezvousLost, match="is frozen"):
-                await within(20, asking)
-            await store.close()
-
-    run(story())
-
-
-def test_a_process_that_stood_still_knows_before_it_does_anything():
-    async def story():
-        clock = FakeClock()
-        async with serving() as server, connected(server.port, clock=clock) as store:
-            await store.open_lease(60.0)
-            await store.put("a", {}, leased=True)
-            asking = asyncio.create_task(store.get(""))
-            await asyncio.sleep(0)
-            # The question is out; when the answer is read, the time is over.
-            clock.advance(60.0)
-            await within(10, asking)
-            assert store.lease_lost.is_set()
-
-    run(story())
+@story
+async def test_a_frozen_host_costs_the_lease_and_then_the_store():
+    async with serving() as server, proxied(server.port) as proxy:
+        store = await EmbeddedStore.connect(
+            [Endpoint("127.0.0.1", proxy.port, JOB)], timeout=10, reconnect_timeout=0.3
+        )
+        await store.open_lease(0.5)
+        await store.put("a", {}, leased=True)
+        await asyncio.sleep(0.6)  # longer than it may be silent: it answers renewals meanwhile
+        assert await store.get("")
+        proxy.answers.clear()
+        asking = asyncio.create_task(store.get(""))
+        await within(10, store.lease_lost.wait())
+        with pytest.raises(RendezvousLost, match="is frozen"):
+            await within(20, asking)
+        await store.close()
 
 
-def test_a_verb_that_is_given_up_leaves_nothing():
-    async def story():
-        async with (
-            serving() as server,
-            proxied(server.port) as proxy,
-            connected(proxy.port) as store,
-        ):
-            proxy.answers.clear()
-            with pytest.raises(asyncio.TimeoutError):
-                await within(0.02, store.get(""))
-            assert not store._requests
-            proxy.answers.set()
-            assert (await store.get("")).items == {}
+@story
+async def test_a_process_that_stood_still_knows_before_it_does_anything():
+    clock = FakeClock()
+    async with serving() as server, connected(server.port, clock=clock) as store:
+        await store.open_lease(60.0)
+        await store.put("a", {}, leased=True)
+        asking = asyncio.create_task(store.get(""))
+        await asyncio.sleep(0)
+        # The question is out; when the answer is read, the time is over.
+        clock.advance(60.0)
+        await within(10, asking)
+        assert store.lease_lost.is_set()
 
-    run(story())
+
+@story
+async def test_a_verb_that_is_given_up_leaves_nothing():
+    async with cut_off() as (_, proxy, store, _):
+        proxy.answers.clear()
+        with pytest.raises(asyncio.TimeoutError):
+            await within(0.02, store.get(""))
+        assert not store._requests
+        proxy.answers.set()
+        assert (await store.get("")).items == {}
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
 
 import pytest
 
 from tests.certificates import Authority
-from tests.unit.rendezvous.embedded_support import run
+from tests.unit.rendezvous.embedded_support import run, story
 from tests.unit.rendezvous.reception_support import (
     JOB,
     SECRET,
@@ -24,7 +23,6 @@ from torchelastic.errors import ConfigError, RendezvousRefused
 from torchelastic.rendezvous import credentials
 from torchelastic.rendezvous.embedded import wire
 from torchelastic.rendezvous.embedded.dial import Endpoint, knock
-from torchelastic.rendezvous.embedded.link import Link
 from torchelastic.rendezvous.secret import ANONYMOUS, Credentials, Secret, new_nonce
 
 OTHER = Secret(b"the secret of another job")
@@ -37,14 +35,12 @@ def hello(nonce: str = "", job: str = JOB) -> wire.Hello:
 # The secret
 
 
-def test_both_have_the_secret():
-    async def story():
-        async with receiving(secret=SECRET) as (reception, echo):
-            link = await call(reception.port, Credentials(Secret(SECRET.reveal())))
-            assert await echoed(link)
-            assert echo.hellos[0].job == JOB
-
-    run(story())
+@story
+async def test_both_have_the_secret():
+    async with receiving(secret=SECRET) as (reception, echo):
+        link = await call(reception.port, Credentials(Secret(SECRET.reveal())))
+        assert await echoed(link)
+        assert (echo.hellos[0].job, echo.links[0].remote_addr) == (JOB, "127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -56,78 +52,67 @@ def test_both_have_the_secret():
     ],
     ids=["another one", "none here", "none there"],
 )
-def test_one_sentence_tells_what_is_wrong_with_the_secret(theirs, ours, sentence):
-    async def story():
-        async with receiving(secret=theirs) as (reception, echo):
-            with pytest.raises(RendezvousRefused, match=sentence) as refusal:
-                await call(reception.port, ours)
-            assert "--rdzv-secret-file or TORCHELASTIC_SECRET" in str(refusal.value)
-            assert not echo.links
-
-    run(story())
+@story
+async def test_one_sentence_tells_what_is_wrong_with_the_secret(theirs, ours, sentence):
+    async with receiving(secret=theirs) as (reception, echo):
+        with pytest.raises(RendezvousRefused, match=sentence) as refusal:
+            await call(reception.port, ours)
+        assert "--rdzv-secret-file or TORCHELASTIC_SECRET" in str(refusal.value)
+        assert not echo.links
 
 
-def test_who_has_the_secret_and_means_another_job_is_told_so():
-    async def story():
-        async with receiving(secret=SECRET) as (reception, _):
-            with pytest.raises(RendezvousRefused, match="belongs to job 'job-1', not to 'job-2'"):
-                await call(reception.port, Credentials(SECRET), job="job-2")
-
-    run(story())
+@story
+async def test_who_has_the_secret_and_means_another_job_is_told_so():
+    async with receiving(secret=SECRET) as (reception, _):
+        with pytest.raises(RendezvousRefused, match="belongs to job 'job-1', not to 'job-2'"):
+            await call(reception.port, Credentials(SECRET), job="job-2")
 
 
-def test_a_stranger_learns_nothing_about_the_job():
-    async def story():
-        async with receiving(secret=SECRET, job="confidential") as (reception, echo):
-            for first in (hello(), hello(new_nonce()), hello(new_nonce(), "confidential")):
-                async with stranger(reception.port) as spy:
-                    spy.say(wire.pack(first))
-                    heard = await spy.hear()
-                    if first.nonce:
-                        spy.say(wire.pack(wire.Proof("0" * 64)))
-                    heard += await spy.end()
-                assert b"confidential" not in heard
-                assert SECRET.reveal() not in heard
-                assert b"welcome" not in heard
-            assert not echo.links
-
-    run(story())
+@story
+async def test_a_stranger_learns_nothing_about_the_job():
+    async with receiving(secret=SECRET, job="confidential") as (reception, echo):
+        for first in (hello(), hello(new_nonce()), hello(new_nonce(), "confidential")):
+            async with stranger(reception.port) as spy:
+                spy.say(wire.pack(first))
+                heard = await spy.hear()
+                if first.nonce:
+                    spy.say(wire.pack(wire.Proof("0" * 64)))
+                heard += await spy.end()
+            assert b"confidential" not in heard
+            assert SECRET.reveal() not in heard
+            assert b"welcome" not in heard
+        assert not echo.links
 
 
-def test_what_was_heard_on_one_connection_is_of_no_use_on_another():
-    async def story():
-        async with receiving(secret=SECRET) as (reception, echo):
-            first = wire.pack(hello(new_nonce()))
-            proof = b""
-            for attempt in range(2):
-                async with stranger(reception.port) as spy:
-                    spy.say(first)
-                    challenge = wire.parse(await spy.hear(), wire.ANSWERS_TO_HELLO)
-                    assert isinstance(challenge, wire.Challenge)
-                    if not attempt:
-                        made = SECRET.proof("client", wire.payload_of(first), challenge.nonce)
-                        proof = wire.pack(wire.Proof(made))
-                    spy.say(proof)
-                    welcomed = b"welcome" in await spy.hear() if not attempt else False
-                    assert welcomed is not bool(attempt)
-                    if attempt:
-                        assert await spy.end() == b""
-            assert len(echo.links) == 1
-
-    run(story())
-
-
-def test_the_servers_own_proof_does_not_open_its_door():
-    async def story():
-        async with receiving(secret=SECRET) as (reception, echo), stranger(reception.port) as spy:
-            spy.say(wire.pack(hello(new_nonce())))
-            challenge = wire.parse(await spy.hear(), wire.ANSWERS_TO_HELLO)
+@story
+async def test_what_was_heard_on_one_connection_is_of_no_use_on_another():
+    async with receiving(secret=SECRET) as (reception, echo):
+        first = wire.pack(hello(new_nonce()))
+        async with stranger(reception.port) as node:
+            node.say(first)
+            challenge = wire.parse(await node.hear(), wire.ANSWERS_TO_HELLO)
             assert isinstance(challenge, wire.Challenge)
-            spy.say(wire.pack(wire.Proof(challenge.proof)))
+            made = SECRET.proof("client", wire.payload_of(first), challenge.nonce)
+            proof = wire.pack(wire.Proof(made))
+            node.say(proof)
+            assert b"welcome" in await node.hear()
+        async with stranger(reception.port) as spy:
+            spy.say(first)
+            assert b"challenge" in await spy.hear()
+            spy.say(proof)
             assert await spy.end() == b""
-            assert not echo.links
+        assert len(echo.links) == 1
 
-    run(story())
+
+@story
+async def test_the_servers_own_proof_does_not_open_its_door():
+    async with receiving(secret=SECRET) as (reception, echo), stranger(reception.port) as spy:
+        spy.say(wire.pack(hello(new_nonce())))
+        challenge = wire.parse(await spy.hear(), wire.ANSWERS_TO_HELLO)
+        assert isinstance(challenge, wire.Challenge)
+        spy.say(wire.pack(wire.Proof(challenge.proof)))
+        assert await spy.end() == b""
+        assert not echo.links
 
 
 @pytest.mark.parametrize(
@@ -141,30 +126,28 @@ def test_the_servers_own_proof_does_not_open_its_door():
     ],
     ids=["no proof", "no nonce", "a welcome", "elsewhere", "no text"],
 )
-def test_a_node_does_not_follow_whoever_took_the_hosts_place(answers):
-    async def story():
-        heard: list[bytes] = []
+@story
+async def test_a_node_does_not_follow_whoever_took_the_hosts_place(answers):
+    heard: list[bytes] = []
 
-        async def trap(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            heard.append(await reader.readexactly(4))
-            heard.append(await reader.readexactly(int.from_bytes(heard[0], "big")))
-            for answer in answers:
-                writer.write(wire.pack(answer))
-            heard.append(await reader.read())
-            writer.close()
+    async def trap(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.readexactly(4))
+        heard.append(await reader.readexactly(int.from_bytes(heard[0], "big")))
+        for answer in answers:
+            writer.write(wire.pack(answer))
+        heard.append(await reader.read())
+        writer.close()
 
-        listener = await asyncio.start_server(trap, "127.0.0.1", 0)
-        async with listener:
-            port = listener.sockets[0].getsockname()[1]
-            with pytest.raises(RendezvousRefused, match="secret"):
-                await call(port, Credentials(SECRET))
-            while len(heard) < 3:
-                await asyncio.sleep(0.001)
-        # No proof, which a thief of the port could try secrets on.
-        assert heard[2] == b""
-        assert SECRET.reveal() not in heard[1]
-
-    run(story())
+    listener = await asyncio.start_server(trap, "127.0.0.1", 0)
+    async with listener:
+        port = listener.sockets[0].getsockname()[1]
+        with pytest.raises(RendezvousRefused, match="secret"):
+            await call(port, Credentials(SECRET))
+        while len(heard) < 3:
+            await asyncio.sleep(0.001)
+    # No proof, which a thief of the port could try secrets on.
+    assert heard[2] == b""
+    assert SECRET.reveal() not in heard[1]
 
 
 # Where it comes from
@@ -211,9 +194,8 @@ JOINS = "This job has no secret: whoever can reach node1:29400 can join it and s
 PASSES = "This job has no secret: whoever can reach the agents of its nodes can pass for one of"
 
 
-@pytest.mark.parametrize(
-    ("backend", "endpoint", "warning"),
-    [
+def test_a_job_that_others_can_reach_and_has_no_secret_is_warned_of(caplog, monkeypatch):
+    for backend, endpoint, warning in (
         ("c10d", "", ""),
         ("c10d", "localhost:29400", ""),
         ("c10d", "127.0.0.1:29400", ""),
@@ -224,23 +206,17 @@ PASSES = "This job has no secret: whoever can reach the agents of its nodes can 
         ("etcd", "10.0.0.1:2379", PASSES),
         ("etcd-v2", "localhost:2379,etcd1:2379", PASSES),
         ("etcd-v3", "etcd1", PASSES),
-    ],
-)
-def test_a_job_that_others_can_reach_and_has_no_secret_is_warned_of(
-    caplog, backend, endpoint, warning
-):
-    with caplog.at_level(logging.WARNING):
-        credentials.load(LaunchConfig(rdzv_backend=backend, rdzv_endpoint=endpoint))
-    assert warning in caplog.text
-    assert ("This job has no secret" in caplog.text) is bool(warning)
-
-
-@pytest.mark.parametrize("backend", ["c10d", "etcd"])
-def test_where_the_secret_is_in_the_environment_nobody_is_warned(caplog, monkeypatch, backend):
-    monkeypatch.setenv(credentials.VARIABLE, "0123456789abcdef")
-    with caplog.at_level(logging.WARNING):
-        credentials.load(LaunchConfig(rdzv_backend=backend, rdzv_endpoint="node1:1"))
-    assert not caplog.text
+    ):
+        caplog.clear()
+        monkeypatch.delenv(credentials.VARIABLE, raising=False)
+        config = LaunchConfig(rdzv_backend=backend, rdzv_endpoint=endpoint)
+        credentials.load(config)
+        assert warning in caplog.text, endpoint
+        assert ("This job has no secret" in caplog.text) is bool(warning), endpoint
+        caplog.clear()
+        monkeypatch.setenv(credentials.VARIABLE, "0123456789abcdef")
+        credentials.load(config)
+        assert not caplog.text, endpoint
 
 
 # TLS
@@ -274,39 +250,35 @@ def shown(authority: Authority) -> Credentials:
     return Files(authority, authority).load()
 
 
-def test_nodes_speak_tls_with_and_without_a_secret(shown):
-    async def story(secret: Secret | None):
-        both = Credentials(secret, shown.server_tls, shown.client_tls)
-        async with receiving(secret=secret, tls=both.server_tls) as (reception, _):
-            link = await call(reception.port, both)
-            for size in (1, 100, 70_000, wire.FRAME_LIMIT):
-                assert await echoed(link, b"x" * size)
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "secret"])
+@story
+async def test_nodes_speak_tls_with_and_without_a_secret(shown, secret):
+    both = Credentials(secret, shown.server_tls, shown.client_tls)
+    async with receiving(secret=secret, tls=both.server_tls) as (reception, _):
+        link = await call(reception.port, both)
+        for size in (1, 100, 70_000, wire.FRAME_LIMIT):
+            assert await echoed(link, b"x" * size)
+        link.close()
+        await link.ended
+
+
+@story
+async def test_what_is_said_cannot_be_read_on_the_way(shown):
+    passed: list[bytes] = []
+
+    async with receiving(tls=shown.server_tls) as (reception, _):
+        tapped = await _tap(reception.port, passed)
+        async with tapped:
+            port = tapped.sockets[0].getsockname()[1]
+            link = await call(port, shown)
+            assert await echoed(link, b"confidential")
             link.close()
             await link.ended
-
-    run(story(None))
-    run(story(SECRET))
-
-
-def test_what_is_said_cannot_be_read_on_the_way(shown):
-    async def story():
-        passed: list[bytes] = []
-
-        async with receiving(tls=shown.server_tls) as (reception, _):
-            tapped = await _tap(reception.port, passed)
-            async with tapped:
-                port = tapped.sockets[0].getsockname()[1]
-                link = await call(port, shown)
-                assert await echoed(link, b"confidential")
-                link.close()
-                await link.ended
-                for _ in range(3):
-                    await asyncio.sleep(0)
-        assert passed
-        assert b"confidential" not in b"".join(passed)
-        assert b"hello" not in b"".join(passed)
-
-    asyncio.run(story())
+            for _ in range(3):
+                await asyncio.sleep(0)
+    assert passed
+    assert b"confidential" not in b"".join(passed)
+    assert b"hello" not in b"".join(passed)
 
 
 async def _tap(port: int, passed: list[bytes]) -> asyncio.Server:
@@ -347,31 +319,26 @@ def test_a_certificate_of_another_authority_is_refused_at_both_ends(
     ("with_tls", "sentence"),
     [("there", "nodes without do not meet"), ("here", "does not come about .it speaks no TLS")],
 )
-def test_who_has_no_tls_and_who_has_do_not_meet_and_both_are_told(shown, with_tls, sentence):
-    async def story():
-        theirs, ours = (shown, ANONYMOUS) if with_tls == "there" else (ANONYMOUS, shown)
-        async with receiving(tls=theirs.server_tls) as (reception, echo):
-            with pytest.raises(RendezvousRefused, match=sentence) as error:
-                await call(reception.port, ours)
-            assert "or none" in str(error.value)
-            assert not echo.links
-
-    run(story())
+@story
+async def test_who_has_no_tls_and_who_has_do_not_meet_and_both_are_told(shown, with_tls, sentence):
+    theirs, ours = (shown, ANONYMOUS) if with_tls == "there" else (ANONYMOUS, shown)
+    async with receiving(tls=theirs.server_tls) as (reception, echo):
+        with pytest.raises(RendezvousRefused, match=sentence) as error:
+            await call(reception.port, ours)
+        assert "or none" in str(error.value)
+        assert not echo.links
 
 
-def test_garbage_instead_of_tls_ends_the_connection(shown, caplog):
-    async def story():
-        async with receiving(tls=shown.server_tls) as (reception, echo):
-            for noise in (frame(b"{}"), b"\x16\x03\x01" + b"\xff" * 500, b"\x80" * 4000):
-                async with stranger(reception.port) as spy:
-                    spy.say(noise)
-                    await spy.end()
-            link = await call(reception.port, shown)
-            assert await echoed(link)
-            assert len(echo.links) == 1
-
-    with caplog.at_level(logging.WARNING):
-        run(story())
+@story
+async def test_garbage_instead_of_tls_ends_the_connection(shown, caplog):
+    async with receiving(tls=shown.server_tls) as (reception, echo):
+        for noise in (frame(b"{}"), b"\x16\x03\x01" + b"\xff" * 500, b"\x80" * 4000):
+            async with stranger(reception.port) as spy:
+                spy.say(noise)
+                await spy.end()
+        link = await call(reception.port, shown)
+        assert await echoed(link)
+        assert len(echo.links) == 1
     assert caplog.text.count("no TLS that is ours") == 1
 
 
@@ -393,25 +360,7 @@ def test_files_that_cannot_be_used_are_named(authority, tmp_path, missing):
         LaunchConfig(**files)
 
 
-def test_a_link_that_never_connects_leaves_nothing(shown):
-    async def story():
-        with pytest.raises(OSError, match=r"[Cc]onnect"):
-            await knock(Endpoint("127.0.0.1", 1, JOB, shown), timeout=5)
-
-    run(story())
-
-
-def test_where_the_link_comes_from_is_known():
-    async def story():
-        async with receiving() as (reception, echo):
-            link = await call(reception.port)
-            assert isinstance(link, Link)
-            assert echo.links[0].remote_addr == "127.0.0.1"
-
-    run(story())
-
-
-def test_no_path_of_the_secret_leads_into_a_config():
-    config = LaunchConfig(rdzv_secret_file="/etc/secret")
-    assert config.to_json()["rdzv_secret_file"] == "/etc/secret"
-    assert Path(str(config.rdzv_secret_file)).name in repr(config)
+@story
+async def test_a_link_that_never_connects_leaves_nothing(shown):
+    with pytest.raises(OSError, match=r"[Cc]onnect"):
+        await knock(Endpoint("127.0.0.1", 1, JOB, shown), timeout=5)

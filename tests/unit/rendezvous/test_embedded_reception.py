@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.unit.rendezvous.embedded_support import JOB, run, serving
+from tests.unit.rendezvous.embedded_support import JOB, serving, story
 from torchelastic.clock import SystemClock
 from torchelastic.errors import RendezvousLost, RendezvousRefused
 from torchelastic.rendezvous.embedded import bind_endpoint, wire
@@ -45,33 +45,27 @@ async def call(port: int, timeout: float = 10.0) -> wire.Welcome:
     return welcome
 
 
-def test_a_purpose_nobody_serves_is_refused():
-    async def story():
-        async with receiving() as reception:
-            with pytest.raises(RendezvousRefused, match="Nobody here serves 'store'"):
-                await call(reception.port)
-
-    run(story())
+@story
+async def test_a_purpose_nobody_serves_is_refused():
+    async with receiving() as reception:
+        with pytest.raises(RendezvousRefused, match="Nobody here serves 'store'"):
+            await call(reception.port)
 
 
-def test_who_asks_the_wrong_agent_is_sent_to_the_host():
-    async def story():
-        async with serving() as host:
-            # The first address is nobody's: the next one is asked.
-            places = ["127.0.0.1:1", f"127.0.0.1:{host.port}"]
-            async with receiving(wire.Elsewhere(places, 1)) as other:
-                assert (await call(other.port)).protocol == wire.PROTOCOL
-
-    run(story())
+@story
+async def test_who_asks_the_wrong_agent_is_sent_to_the_host():
+    async with serving() as host:
+        # The first address is nobody's: the next one is asked.
+        places = ["127.0.0.1:1", f"127.0.0.1:{host.port}"]
+        async with receiving(wire.Elsewhere(places, 1)) as other:
+            assert (await call(other.port)).protocol == wire.PROTOCOL
 
 
-def test_agents_that_name_each_other_are_asked_once_in_an_attempt():
-    async def story():
-        places: list[str] = []
-        answer = wire.Elsewhere(places, 1)
-        async with receiving(answer) as one, receiving(answer) as other:
-            places += [f"127.0.0.1:{agent.port}" for agent in (one, other)]
-            with pytest.raises(RendezvousLost, match="nobody hosts it"):
-                await call(one.port, timeout=0.05)
-
-    run(story())
+@story
+async def test_agents_that_name_each_other_are_asked_once_in_an_attempt():
+    places: list[str] = []
+    answer = wire.Elsewhere(places, 1)
+    async with receiving(answer) as one, receiving(answer) as other:
+        places += [f"127.0.0.1:{agent.port}" for agent in (one, other)]
+        with pytest.raises(RendezvousLost, match="nobody hosts it"):
+            await call(one.port, timeout=0.05)

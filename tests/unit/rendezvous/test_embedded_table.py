@@ -1,10 +1,12 @@
+"""The table where it differs from other stores: leases, history. The contract test has the rest."""
+
 from __future__ import annotations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.errors import LeaseExpired
+from tests.unit.rendezvous.embedded_support import a_few_examples
 from torchelastic.rendezvous.embedded.table import Row, Table
 
 NEVER = 1e9
@@ -22,92 +24,6 @@ def with_lease(*keys: str, seconds: float = 3.0, now: float = 0.0) -> Table:
     for key in keys:
         table.put(key, "{}", lease="L")
     return table
-
-
-def test_a_new_table_is_empty_and_at_revision_zero():
-    table = Table()
-    assert (table.revision, table.get(""), table.next_deadline()) == (0, [], None)
-
-
-def test_every_put_has_a_revision_of_its_own_and_keeps_the_day_of_birth():
-    table = filled(Table(), "a", "b", "a")
-    assert table.revision == 3
-    assert table.get("") == [Row("a", "{}", 1, 3), Row("b", "{}", 2, 2)]
-
-
-@pytest.mark.parametrize(
-    ("prefix", "keys"),
-    [
-        ("", ["member/1", "member/2", "world"]),
-        ("member/", ["member/1", "member/2"]),
-        ("member/2", ["member/2"]),
-        ("nothing", []),
-    ],
-)
-def test_get_finds_what_is_under_a_prefix_in_order_of_arrival(prefix, keys):
-    table = filled(Table(), "member/1", "member/2", "world", "member/1")
-    assert [row.key for row in table.get(prefix)] == keys
-
-
-@pytest.mark.parametrize(
-    ("before", "expected", "written"),
-    [
-        ([], 0, True),
-        ([], 1, False),
-        (["a"], 0, False),
-        (["a"], 1, True),
-        (["a", "a"], 1, False),
-        (["a", "b"], 1, True),
-    ],
-)
-def test_compare_and_set(before, expected, written):
-    table = filled(Table(), *before)
-    revision = table.revision
-    rows = table.put("a", '{"new":1}', expected=expected)
-    assert bool(rows) is written
-    assert table.revision == revision + written
-
-
-def test_a_deleted_key_counts_as_absent_and_is_born_anew():
-    table = with_lease("a")
-    table.end_lease("L")
-    assert table.put("a", "{}", expected=0) == [Row("a", "{}", 3, 3)]
-
-
-@pytest.mark.parametrize(
-    ("expected", "provided", "written"),
-    [
-        (0, None, True),
-        (0, ("leader", 1), True),
-        (0, ("leader", 2), False),  # put again, but it came into being before
-        (0, ("nobody", 0), False),
-        (1, ("leader", 1), False),
-    ],
-)
-def test_what_is_set_beside_a_key_is_set_with_it_or_not_at_all(expected, provided, written):
-    table = filled(Table(), "leader", "leader", "part/0")
-    rows = table.put(
-        "world", "{}", expected=expected, beside={"part/0": "[]", "part/1": "[]"}, provided=provided
-    )
-    assert [row.key for row in rows] == (["part/0", "part/1", "world"] if written else [])
-    assert table.since("", 3) == rows
-
-
-@pytest.mark.parametrize(("lease", "left"), [("L", []), (None, ["member/a", "name/a"])])
-def test_what_is_set_beside_a_key_is_under_its_lease(lease, left):
-    table = with_lease()
-    table.put("name/a", "{}", lease=lease, beside={"member/a": "{}"})
-    table.end_lease("L")
-    assert [row.key for row in table.get("")] == left
-
-
-def test_a_request_with_several_keys_is_known_again_by_its_stamp():
-    table = Table()
-    rows = table.put("world", "{}", beside={"part/0": "[]"}, stamp="s")
-    assert table.revision_of("s") == rows[-1].modified == table.revision
-
-
-# Leases
 
 
 @pytest.mark.parametrize(
@@ -139,29 +55,6 @@ def test_the_end_of_a_lease_deletes_its_keys_in_the_order_they_were_put():
     assert table.expire(NEVER) == {}
 
 
-def test_only_leases_whose_time_is_up_end():
-    table = Table()
-    table.open_lease("short", 1.0, 0.0)
-    table.open_lease("long", 2.0, 0.0)
-    assert table.next_deadline() == 1.0
-    assert list(table.expire(1.5)) == ["short"]
-    assert table.next_deadline() == 2.0
-
-
-@pytest.mark.parametrize(("shortened_to", "deadline"), [(0.05, 0.05), (5.0, 3.0)])
-def test_a_lease_can_be_shortened_never_lengthened(shortened_to, deadline):
-    table = with_lease()
-    table.shorten("L", shortened_to)
-    assert table.next_deadline() == deadline
-
-
-def test_a_keep_alive_undoes_the_shortening():
-    table = with_lease()
-    table.shorten("L", 0.05)
-    assert table.keep_alive("L", 0.04)
-    assert table.next_deadline() == 3.04
-
-
 def test_deadlines_are_not_kept_for_ever():
     table = with_lease()
     for now in range(100):  # a client whose connection breaks again and again
@@ -171,6 +64,7 @@ def test_deadlines_are_not_kept_for_ever():
     assert len(table._deadlines) < 10
 
 
+@a_few_examples
 @given(
     st.lists(
         st.tuples(
@@ -206,15 +100,6 @@ def test_a_lease_opened_twice_is_one_lease():
     table.open_lease("L", 4.0, 1.0)
     assert table.next_deadline() == 5.0
     assert [row.key for row in table.end_lease("L")] == ["a"]
-
-
-def test_nothing_is_written_under_an_ended_lease():
-    table = with_lease("a")
-    table.expire(NEVER)
-    revision = table.revision
-    with pytest.raises(LeaseExpired, match="'a' was not written"):
-        table.put("a", "{}", lease="L")
-    assert table.revision == revision
 
 
 @pytest.mark.parametrize(("next_lease", "left"), [(None, ["a"]), ("M", ["a"]), ("L", [])])
@@ -266,6 +151,8 @@ def test_changes_under_a_prefix_whatever_it_ends_in(prefix, keys):
     changes = table.since(prefix, 1)
     assert changes is not None
     assert [row.key for row in changes] == keys
+    there = [row.key for row in table.get(prefix) if row.key != "first"]
+    assert there == list(dict.fromkeys(keys)), "in order of arrival"
 
 
 def test_beyond_the_history_the_last_change_of_each_key_is_told():
@@ -302,8 +189,8 @@ def test_who_missed_forgotten_deletions_is_told_so():
 
 def test_a_request_that_comes_again_is_known_by_its_stamp():
     table = Table(history_rows=2)
-    table.put("a", "{}", stamp="me/1")
-    assert table.revision_of("me/1") == 1
+    table.put("a", "{}", beside={"part/0": "[]"}, stamp="me/1")
+    assert table.revision_of("me/1") == table.revision == 2
     assert table.revision_of("me/2") is None
     filled(table, "b", "c")
     assert table.revision_of("me/1") is None
@@ -314,6 +201,7 @@ STEPS = st.lists(
 )
 
 
+@a_few_examples
 @given(steps=STEPS, history=st.integers(0, 8), watched_from=st.integers(0, 30))
 def test_a_watcher_who_was_away_ends_up_with_what_is_there(steps, history, watched_from):
     table = Table(history_rows=history)

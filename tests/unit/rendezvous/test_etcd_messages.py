@@ -82,10 +82,7 @@ def test_rows_and_changes_are_told_in_our_callers_words():
     assert messages.listing(answer, response, KEYS) == Listing(9, {"a": Item({"n": 1}, 2, 5)})
     gone = {"type": "DELETE", "kv": {"key": b64(KEYS.full("b")), "mod_revision": "6"}}
     events = {"events": [{"kv": row("a", {}, 2, 5)}, gone]}
-    assert messages.changes(events, KEYS) == [
-        Change("a", Item({}, 2, 5), 5),
-        Change("b", None, 6),
-    ]
+    assert messages.changes(events, KEYS) == [Change("a", Item({}, 2, 5), 5), Change("b", None, 6)]
 
 
 @pytest.mark.parametrize("value", [b64("hello"), b64("[]"), b64("{}"), b64("3"), "", "no base64"])

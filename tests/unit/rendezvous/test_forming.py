@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
-from tests.unit.rendezvous.round_support import Job, running
+from tests.unit.rendezvous.round_support import Job
 from torchelastic.config import WorldSizes
 from torchelastic.errors import EXIT_NOT_ENOUGH_NODES
 from torchelastic.rendezvous.forming import SAY_CHANGES, SAY_EVERY, WARM_UP_PATIENCE, limit
@@ -18,17 +20,11 @@ def test_complete_at_once_when_max_is_there():
     assert job.world.phase == "running"
     assert job.names == ["a", "b"]
     assert job.world.reason == "the job starts"
-
-
-def test_a_start_keeps_its_name_whoever_is_lost():
-    job = Job("1:2")
-    job.come("a")
-    job.come("b")
     first = job.world.start
     assert first == job.world.nodes[0].node
     job.die("a")
     job.all_gone()
-    assert (job.world.generation, job.world.start) == (1, first)
+    assert (job.world.generation, job.world.start) == (1, first), "whoever is lost"
 
 
 def test_between_min_and_max_each_arrival_prolongs_the_settle_time():
@@ -49,9 +45,12 @@ def test_a_member_that_warms_up_is_waited_for():
     job.come("b", ready=False)
     job.wait(WARM_UP_PATIENCE / 2)
     assert job.world.phase == "waiting"
+    never = copy.deepcopy(job)
     job.say("b", ready=True)
     job.wait(1.0)
     assert job.names == ["a", "b"]
+    never.wait(WARM_UP_PATIENCE / 2 + 1)
+    assert never.names == ["a"]
 
 
 def test_settling_and_warming_up_go_on_side_by_side():
@@ -59,14 +58,6 @@ def test_settling_and_warming_up_go_on_side_by_side():
     job.come("a", ready=False)
     job.wait(5.0)
     job.say("a", ready=True)
-    assert job.names == ["a"]
-
-
-def test_a_member_that_never_warms_up_does_not_hold_the_others_for_ever():
-    job = Job("1:3")
-    job.come("a")
-    job.come("b", ready=False)
-    job.wait(WARM_UP_PATIENCE + 1)
     assert job.names == ["a"]
 
 
@@ -141,11 +132,6 @@ def test_static_places_are_obeyed_and_a_second_claim_is_a_spare():
     job.come("twin", node_rank=1)
     job.come("first", node_rank=0)
     assert job.names == ["first", "late"]
-
-
-def test_the_world_names_the_first_nodes_own_store():
-    job = running("2:2")
-    assert job.world.store == "a:1"
 
 
 # --- sizes ---------------------------------------------------------------------------------------

@@ -5,12 +5,7 @@ import socket
 import pytest
 
 from torchelastic.rendezvous import interfaces
-from torchelastic.rendezvous.interfaces import (
-    Placed,
-    can_be_told,
-    interface_of,
-    placed_addresses,
-)
+from torchelastic.rendezvous.interfaces import Placed, can_be_told, interface_of, placed_addresses
 
 SOME = [
     Placed("127.0.0.1", "lo"),

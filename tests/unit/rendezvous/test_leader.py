@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 
+from tests.unit.rendezvous.embedded_support import connected, serving
 from torchelastic.clock import SystemClock
-from torchelastic.rendezvous.embedded.client import EmbeddedStore
-from torchelastic.rendezvous.embedded.dial import Endpoint
-from torchelastic.rendezvous.embedded.endpoint import bind_endpoint
-from torchelastic.rendezvous.embedded.server import EmbeddedServer
 from torchelastic.rendezvous.leader import QUIET_LOOKS, CheckpointPath, Leader
 from torchelastic.rendezvous.round_state import RoundRules
 from torchelastic.rendezvous.world import PART_PREFIX, WORLD_KEY, Member, World
@@ -92,22 +89,14 @@ class Node:
 
 @asynccontextmanager
 async def cluster(rules, *names):
-    sockets = bind_endpoint("127.0.0.1", 0)
-    server = EmbeddedServer("job", clock=SystemClock())
-    port = await server.start(sockets)
-    nodes = []
-    try:
+    async with serving() as server, AsyncExitStack() as stack:
+        nodes = []
         for name in names:
-            store = await EmbeddedStore.connect(
-                [Endpoint("127.0.0.1", port, "job")], timeout=DEADLINE
-            )
+            store = await stack.enter_async_context(connected(server.port))
             await store.open_lease(5.0)
             nodes.append(Node(store, name, rules))
+            stack.push_async_callback(nodes[-1].close)
         yield nodes
-    finally:
-        for node in nodes:
-            await node.close()
-        await server.close()
 
 
 def test_one_leads_and_its_successor_takes_the_world_up():

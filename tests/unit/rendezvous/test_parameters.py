@@ -3,7 +3,6 @@ import pytest
 from torchelastic.errors import ConfigError
 from torchelastic.rendezvous import RendezvousParameters
 from torchelastic.rendezvous.parameters import fields_from_conf, keys_without_meaning
-from torchelastic.rendezvous.registry import get_rendezvous_handler
 
 
 def parameters(backend="c10d", nodes=(1, 2), **conf):
@@ -76,25 +75,3 @@ def test_keys_without_a_meaning_are_named():
     conf = {"timeout": 1, "store_type": "file", "etcd_prefix": "/here"}
     assert keys_without_meaning(conf, "c10d") == ["etcd_prefix", "store_type"]
     assert keys_without_meaning(conf, "etcd") == ["store_type"]
-
-
-def test_a_handler_carries_its_parameters():
-    params = parameters()
-    handler = get_rendezvous_handler(params)
-
-    assert handler.params is params
-    assert (handler.get_backend(), handler.get_run_id()) == ("c10d", "job-1")
-    assert handler.shutdown() is True
-
-
-def test_a_rendezvous_that_is_not_there_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"'zookeeper' is not available: write c10d, .* or etcd-v3"
-    ):
-        get_rendezvous_handler(parameters(backend="zookeeper"))
-
-
-@pytest.mark.parametrize("backend", ["etcd", "etcd-v2", "etcd-v3"])
-def test_etcd_has_three_names(backend):
-    params = parameters(backend=backend, etcd_prefix="/torchelastic/p2p", protocol="http")
-    assert get_rendezvous_handler(params).get_backend() == backend

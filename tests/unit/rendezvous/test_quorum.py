@@ -62,8 +62,13 @@ def test_a_majority_of_the_last_world_goes_on(nodes, left, goes_on):
         assert f"{len(left)} of the {len(nodes)} nodes of generation 0" in job.world.reason
 
 
-def test_without_the_rule_whoever_is_with_the_host_goes_on():
-    job = hosted(quorum=False)
+@pytest.mark.parametrize(
+    "job",
+    [lambda: hosted(quorum=False), lambda: Job("1:5", settle=1.0)],
+    ids=["without the rule", "the store is outside"],
+)
+def test_where_nobody_is_asked_whoever_is_with_the_leader_goes_on(job):
+    job = job()
     train(job, *"abcde")
     job.die(*"bcde")
     stop(job, "a")
@@ -101,14 +106,6 @@ def test_a_later_host_without_the_rule_asks_nobody_either():
     assert later.state.roll is None
 
 
-def test_where_the_store_is_outside_nobody_is_asked():
-    job = Job("1:5", settle=1.0)
-    train(job, *"abc")
-    job.die("b", "c")
-    stop(job, "a")
-    assert job.world.phase == "running"
-
-
 def test_who_says_goodbye_agrees():
     job = hosted()
     train(job, *"abcd")
@@ -132,18 +129,7 @@ def test_one_after_the_other_may_fail():
         accept(job, *left)
 
 
-def test_nodes_that_come_back_bring_the_majority():
-    job = hosted()
-    train(job, *"abc")
-    job.die("b", "c")
-    stop(job, "a")
-    assert job.world.phase == "waiting"
-    job.come("b", gone=0)
-    job.wait(1.0)
-    assert [node.node for node in job.world.nodes] == ["a", "b"]
-
-
-def test_strangers_bring_no_majority():
+def test_nodes_that_come_back_bring_the_majority_and_strangers_do_not():
     job = hosted()
     train(job, *"abc")
     job.die("b", "c")
@@ -151,6 +137,10 @@ def test_strangers_bring_no_majority():
     job.come("d", "e")
     job.wait(10.0)
     assert job.world.phase == "waiting"
+    job.come("b", gone=0)
+    job.wait(1.0)
+    assert {"a", "b"} <= {node.node for node in job.world.nodes}
+    assert job.world.phase == "running"
 
 
 def test_a_world_that_is_no_majority_waits_until_enough_have_taken_it_up():

@@ -1,8 +1,5 @@
 """The names of 0.2, and the rendezvous they find."""
 
-import subprocess
-import sys
-
 import pytest
 
 import torchelastic.rendezvous as rendezvous
@@ -33,25 +30,18 @@ def test_public_names():
         "get_rendezvous_handler",
         "register",
     ]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "RendezvousClosedException",
-        "RendezvousNonRetryableError",
-        "RendezvousTimeoutException",
-    ],
-)
-def test_one_base_catches_all(name):
-    assert issubclass(getattr(rendezvous, name), rendezvous.RendezvousException)
+    for name in ("ClosedException", "NonRetryableError", "TimeoutException"):
+        found = getattr(rendezvous, f"Rendezvous{name}")
+        assert issubclass(found, rendezvous.RendezvousException)
 
 
 @pytest.mark.parametrize("backend", ["c10d", "static", "etcd", "etcd-v2", "etcd-v3"])
 def test_what_is_built_in_is_there_and_joins_nothing_yet(backend):
-    handler = get_rendezvous_handler(parameters(backend))
+    params = parameters(backend)
+    handler = get_rendezvous_handler(params)
 
     assert isinstance(handler, RendezvousHandler)
+    assert handler.params is params
     assert (handler.get_backend(), handler.get_run_id()) == (backend, "job-1")
     assert (handler.is_closed(), handler.num_nodes_waiting()) == (False, 0)
     handler.set_closed()
@@ -70,14 +60,7 @@ def test_others_are_registered_once_each():
 
 
 def test_what_nobody_has_registered_is_refused():
-    with pytest.raises(ConfigError, match="'zeus' is not available: write c10d"):
+    with pytest.raises(ConfigError, match=r"'zeus' is not available: write c10d, .* or etcd-v3"):
         get_rendezvous_handler(parameters("zeus"))
     with pytest.raises(ConfigError, match="'c10d' is not registered"):
         RendezvousHandlerFactory().create_handler(parameters())
-
-
-def test_the_names_cost_no_torch():
-    code = "import sys, torchelastic.rendezvous; print('torch' in sys.modules)"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-
-    assert shown.stdout == "False\n"

@@ -56,20 +56,18 @@ def test_a_slow_spare_is_the_last_choice_and_still_one():
     assert job.state.slow == frozenset(), "in the world it is judged anew"
 
 
-def test_without_a_spare_it_stays_until_one_comes():
+@pytest.mark.parametrize("keeps_up_again", [False, True])
+def test_without_a_spare_it_stays_until_one_comes(keeps_up_again):
     job = running("2:2", "ab")
     find_slow(job, "b")
     assert (job.world.phase, job.names) == ("running", ["a", "b"])
+    if keeps_up_again:
+        find_slow(job)
     job.come("c")
-    assert job.world.reason == "b is slow and gives its place to c"
-
-
-def test_who_keeps_up_again_keeps_its_place():
-    job = running("2:2", "ab")
-    find_slow(job, "b")
-    find_slow(job)
-    job.come("c")
-    assert (job.world.phase, job.world.generation) == ("running", 0)
+    if keeps_up_again:
+        assert (job.world.phase, job.world.generation) == ("running", 0)
+    else:
+        assert job.world.reason == "b is slow and gives its place to c"
 
 
 def test_a_spare_that_is_not_ready_takes_no_place():
@@ -109,15 +107,7 @@ def test_a_spare_left_over_by_its_size_steps_in():
     assert (job.world.generation, job.names) == (0, ["a", "b"])
     find_slow(job, "a")
     job.all_gone()
-    assert job.names == ["b", "c"]
-
-
-def test_survivors_keep_their_order():
-    job = running("3:3", "abc")
-    job.come("d")
-    find_slow(job, "a")
-    job.all_gone()
-    assert job.names == ["b", "c", "d"]
+    assert job.names == ["b", "c"], "survivors keep their order"
 
 
 def test_finished_work_is_not_done_again_for_it():

@@ -128,11 +128,14 @@ def test_the_last_node_that_leaves_ends_its_world_at_the_boundary_too():
     assert job.world.phase == "waiting"
 
 
-def test_who_leaves_without_waiting_for_the_boundary_ends_the_generation():
+@pytest.mark.parametrize(("word", "ending"), [("SIGTERM", "leave"), ("", "node-failure")])
+def test_who_goes_without_waiting_for_the_boundary_ends_the_generation(word, ending):
     job = resident_job()
-    job.say("b", leaving="SIGTERM")
+    job.say("b", leaving=word)
     job.die("b")
-    assert (job.world.phase, job.world.ending) == ("over", "leave")
+    assert (job.world.phase, job.world.ending) == ("over", ending)
+    job.say("a", gone=0)
+    assert (job.world.phase, job.world.generation, job.world.ledger.used) == ("running", 1, 0)
 
 
 def leave_at_min() -> Job:
@@ -145,25 +148,19 @@ def leave_at_min() -> Job:
     return job
 
 
-def test_a_leaver_that_dies_in_its_last_step_does_not_leave_the_others_in_it():
+def test_who_falls_in_the_last_agreed_step_does_not_leave_the_others_in_it():
     job = leave_at_min()
     job.die("b")
     assert (job.world.phase, job.world.after) == ("over", None)
     job.say("a", gone=0)
     assert job.world.phase == "waiting"
-
-
-def test_a_leaver_that_goes_after_its_last_step_changes_nothing():
-    job = leave_at_min()
-    job.say("b", gone=0)
-    job.die("b")
-    assert (job.world.phase, job.world.after) == ("over", 3)
-
-
-def test_an_error_in_the_last_agreed_step_ends_it_at_once():
     job = leave_at_min()
     job.say("a", failures=(error("a", 0, step=3),))
     assert (job.world.phase, job.world.after) == ("over", None)
+    job = leave_at_min()
+    job.say("b", gone=0)
+    job.die("b")
+    assert (job.world.phase, job.world.after) == ("over", 3), "it went after the step"
 
 
 @pytest.mark.parametrize("word", ["gone", "failure", "death"])
@@ -209,16 +206,7 @@ def test_nodes_that_have_ended_are_not_waited_for_in_train():
     assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_FAILED)
 
 
-def test_a_lost_node_ends_the_generation():
-    job = resident_job()
-    job.die("b")
-    assert job.world.phase == "over"
-    job.say("a", gone=0)
-    assert (job.world.phase, job.world.generation, job.world.ledger.used) == ("running", 1, 0)
-
-
-@pytest.mark.parametrize("after_leader_change", [False, True])
-def test_the_end_of_the_data_ends_the_training_for_all(after_leader_change):
+def test_the_end_of_the_data_ends_the_training_for_all():
     job = resident_job()
     job.say("a", finished=0, finished_after=12)
     assert (job.world.phase, job.world.ending, job.world.after) == ("over", "finished", 11)
@@ -270,11 +258,7 @@ def test_an_error_is_tried_again_once_then_ends_the_job():
 def test_another_error_or_another_step_is_tried_again():
     job = resident_job()
     for generation, what in enumerate(
-        (
-            error("a", 0, step=7),
-            error("a", 1, step=8),
-            error("a", 2, step=8, message="KeyError: y"),
-        )
+        (error("a", 0, step=7), error("a", 1, step=8), error("a", 2, step=8, message="KeyError: y"))
     ):
         job.say("a", failures=(what,), step=what.step)
         gone(job, generation)

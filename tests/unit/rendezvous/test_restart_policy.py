@@ -17,7 +17,6 @@ from torchelastic.rendezvous.restart_policy import (
     RestartLedger,
     judge,
     pause,
-    why_pause,
 )
 
 BOOM = Failure(
@@ -66,6 +65,7 @@ def test_the_budget_ends():
     verdict = judged(ledger=RestartLedger(used=3))
     assert not verdict.go_on
     assert verdict.sentence == "all 3 restarts are used (--max-restarts)"
+    assert not judged(ledger=RestartLedger(used=3, best_step=7), step=7).go_on, "no progress"
 
 
 @pytest.mark.parametrize("ending", [{"lifetime": PROGRESS_AFTER}, {"step": 8}])
@@ -73,10 +73,6 @@ def test_progress_refills_it(ending):
     verdict = judged(ledger=RestartLedger(used=3, best_step=7), **ending)
     assert verdict.go_on
     assert verdict.ledger.used == 1
-
-
-def test_a_step_reached_before_is_no_progress():
-    assert not judged(ledger=RestartLedger(used=3, best_step=7), step=7).go_on
 
 
 def fall(times, failures, lifetime=1.0):
@@ -109,7 +105,9 @@ def test_the_same_failure_at_once_again_and_again_stops_early():
     ids=["different", "later", "killed from outside", "no worker's"],
 )
 def test_what_is_not_the_same_failure_at_once(failures, lifetime):
-    assert fall(2 * SAME_FAILURE_LIMIT, failures, lifetime).go_on
+    verdict = fall(2 * SAME_FAILURE_LIMIT, failures, lifetime)
+    assert verdict.go_on
+    assert failures != [KILLED] or pause(verdict.ledger) == 0, "kills from outside are no defect"
 
 
 # --- worlds that fail as soon as they begin ------------------------------------------------------
@@ -172,6 +170,7 @@ def test_the_first_retry_is_immediate_and_the_next_ones_wait_where_worlds_fail_i
     endings, seconds
 ):
     assert pauses(*endings) == seconds
+    assert pause(RestartLedger(in_vain=10**6)) == LONGEST_PAUSE
 
 
 def test_kills_for_want_of_memory_are_not_from_outside():
@@ -182,21 +181,3 @@ def test_kills_for_want_of_memory_are_not_from_outside():
         verdict = judged(failure=starved, ledger=ledger, budget=100, lifetime=IN_VAIN / 2)
         ledger = verdict.ledger
         assert (ledger.repeats, verdict.go_on) == (number, number < SAME_FAILURE_LIMIT)
-
-
-def test_kills_from_outside_are_followed_at_once_however_many():
-    ledger = RestartLedger()
-    for _ in range(5):
-        ledger = judged(ledger=ledger, budget=100, lifetime=0.01, failure=KILLED).ledger
-    assert pause(ledger) == 0
-
-
-def test_a_pause_has_a_limit():
-    assert pause(RestartLedger(in_vain=10**6)) == LONGEST_PAUSE
-
-
-def test_it_is_said_why():
-    assert why_pause(RestartLedger(in_vain=3)) == (
-        "the last 3 generations failed as soon as they began, without a step: the next one begins "
-        "in 0.5 s"
-    )

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.unit.rendezvous.embedded_support import JOB, run, within
+from tests.unit.rendezvous.embedded_support import JOB, story, within
 from torchelastic.rendezvous.doubts import Doubts
 from torchelastic.rendezvous.embedded import wire
 from torchelastic.rendezvous.embedded.dial import Endpoint
@@ -23,13 +23,7 @@ SILENCE = 1.0
 
 @pytest.mark.parametrize(
     ("nodes", "node", "expected"),
-    [
-        ("abc", "a", "b"),
-        ("abc", "c", "a"),
-        ("ab", "b", "a"),
-        ("a", "a", None),
-        ("ab", "x", None),
-    ],
+    [("abc", "a", "b"), ("abc", "c", "a"), ("ab", "b", "a"), ("a", "a", None), ("ab", "x", None)],
 )
 def test_the_next_one_is_in_order_and_round(nodes, node, expected):
     found = successor([(name, f"{name}:1") for name in nodes], node)
@@ -88,70 +82,58 @@ async def ring_of(names: str) -> AsyncIterator[list[Node]]:
             await node.close()
 
 
-def test_both_neighbours_doubt_an_agent_whose_connections_end():
-    async def story():
-        async with ring_of("abc") as (a, b, c):
-            for link in list(b.ring._guests):
-                link.abort()
-            await b.close()
-            await a.doubts("b")
-            assert c.doubted <= {"b"}
-            assert (
-                await lives(Endpoint("127.0.0.1", int(b.address.partition(":")[2]), JOB)) is False
-            )
-
-    run(story())
+@story
+async def test_both_neighbours_doubt_an_agent_whose_connections_end():
+    async with ring_of("abc") as (a, b, c):
+        for link in list(b.ring._guests):
+            link.abort()
+        await b.close()
+        await a.doubts("b")
+        assert c.doubted <= {"b"}
+        assert await lives(Endpoint("127.0.0.1", int(b.address.partition(":")[2]), JOB)) is False
 
 
-def test_a_silent_neighbour_is_doubted_and_trusted_when_it_speaks_again(monkeypatch):
-    async def story():
-        async with ring_of("ab") as (a, b):
+@story
+async def test_a_silent_neighbour_is_doubted_and_trusted_when_it_speaks_again(monkeypatch):
+    async with ring_of("ab") as (a, b):
 
-            async def say_nothing(link):
-                await asyncio.Event().wait()
+        async def say_nothing(link):
+            await asyncio.Event().wait()
 
-            monkeypatch.setattr(b.ring, "_beat", say_nothing)
-            for link in list(b.ring._guests):
-                link.abort()  # it is called again, and does not speak now
-            await a.doubts("b")
-            monkeypatch.undo()
-            await a.doubts()
-
-    run(story())
+        monkeypatch.setattr(b.ring, "_beat", say_nothing)
+        for link in list(b.ring._guests):
+            link.abort()  # it is called again, and does not speak now
+        await a.doubts("b")
+        monkeypatch.undo()
+        await a.doubts()
 
 
-def test_who_turns_to_another_neighbour_is_not_doubted():
-    async def story():
-        async with ring_of("abc") as (a, b, c):
-            a.ring.turn_to([("a", a.address), ("c", c.address)])
-            await within(PATIENCE, c.connected(2))
-            while len(b.ring._guests):
-                await asyncio.sleep(0.01)
-            assert b.doubted == set()
-
-    run(story())
+@story
+async def test_who_turns_to_another_neighbour_is_not_doubted():
+    async with ring_of("abc") as (a, b, c):
+        a.ring.turn_to([("a", a.address), ("c", c.address)])
+        await within(PATIENCE, c.connected(2))
+        while len(b.ring._guests):
+            await asyncio.sleep(0.01)
+        assert b.doubted == set()
 
 
-def test_who_lives_says_so():
-    async def story():
-        async with ring_of("ab") as (a, _):
-            assert await lives(Endpoint("127.0.0.1", a.reception.port, JOB)) is True
-            assert a.doubted == set()
-
-    run(story())
+@story
+async def test_who_lives_says_so():
+    async with ring_of("ab") as (a, _):
+        assert await lives(Endpoint("127.0.0.1", a.reception.port, JOB)) is True
+        assert a.doubted == set()
 
 
-def test_a_port_that_goes_while_it_is_asked_is_gone():
-    async def story():
-        def end_all(reader, writer):
-            writer.transport.abort()
-            server.close()
+@story
+async def test_a_port_that_goes_while_it_is_asked_is_gone():
+    def end_all(reader, writer):
+        writer.transport.abort()
+        server.close()
 
-        server = await asyncio.start_server(end_all, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        assert await lives(Endpoint("127.0.0.1", port, JOB)) is False
-
-    run(story())
+    server = await asyncio.start_server(end_all, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    assert await lives(Endpoint("127.0.0.1", port, JOB)) is False
 
 
 def member(name: str, *doubts: str) -> Member:
@@ -168,25 +150,23 @@ def member(name: str, *doubts: str) -> Member:
         (None, True, []),
     ],
 )
-def test_the_leader_asks_whom_others_doubt_and_decides(answer, is_heard_of, given_up):
-    async def story():
-        gone = []
+@story
+async def test_the_leader_asks_whom_others_doubt_and_decides(answer, is_heard_of, given_up):
+    gone = []
 
-        async def ask(address):
-            assert address == "b:1"
-            if is_heard_of:
-                doubts.heard(member("b", "a"))
-            return answer
+    async def ask(address):
+        assert address == "b:1"
+        if is_heard_of:
+            doubts.heard(member("b", "a"))
+        return answer
 
-        async def give_up(node):
-            gone.append(node)
+    async def give_up(node):
+        gone.append(node)
 
-        doubts = Doubts(ask, give_up)
-        doubts.heard(member("b"))
-        doubts.heard(member("a", "b"))
-        while doubts._asking:
-            await asyncio.gather(*doubts._asking.values())
-        assert [node for node in gone if node == "b"] == given_up
-        await doubts.close()
-
-    run(story())
+    doubts = Doubts(ask, give_up)
+    doubts.heard(member("b"))
+    doubts.heard(member("a", "b"))
+    while doubts._asking:
+        await asyncio.gather(*doubts._asking.values())
+    assert [node for node in gone if node == "b"] == given_up
+    await doubts.close()

@@ -66,52 +66,53 @@ SILENT = failure("exit code 1", 1)
 ABORTED_SHELL = failure("exit code 134", 134)
 #: Resident workers that live on, and say so.
 PEER = failure("lost a peer: Connection closed by peer", alive=True)
+IN_HANDLER = failure("ValueError: x", -15, traceback="ValueError: x")
 WAITED = told("RuntimeError: training failed", waited=True, entered=7)
 NODE, OTHER_NODE = (node_failure(name, 3, "its lease has ended") for name in ("b", "c"))
 
 
 @pytest.mark.parametrize(
-    ("failures", "cause"),
-    [
-        ([BUG], BUG),
-        ([GLOO], GLOO),
-        ([STOPPED], STOPPED),
-        ([ABORTED], ABORTED),
-        ([BUG, KILLED], BUG),
-        ([KILLED, BUG], KILLED),
-        ([GLOO, BUG], BUG),
-        ([GLOO, NCCL, SEGFAULT, BUG], SEGFAULT),
-        ([NCCL, KILLED], KILLED),
-        ([STORE, KILLED], KILLED),
-        ([WRAPPED, KILLED], KILLED),
-        ([SPEAKS_OF_IT, KILLED], SPEAKS_OF_IT),
-        ([STOPPED, GLOO, BUG], BUG),
-        ([STOPPED, GLOO], GLOO),
-        ([STOPPED_SHELL, GLOO], GLOO),
-        ([GLOO, STORE], GLOO),
-        # An abort says little, but more than a broken connection, and less than an exception.
-        ([ABORTED, BUG], ABORTED),
-        ([GLOO, ABORTED], ABORTED),
-        ([GLOO, ABORTED, BUG], BUG),
-        # Only failures of the same generation explain one another.
-        ([GLOO, OLDER], GLOO),
-    ],
-)
-def test_pick(failures, cause):
-    first, others = pick(failures)
-    assert first is cause
-    mates = [item for item in failures if item.generation == cause.generation]
-    assert list(others) == [item for item in mates if item is not cause]
-
-
-@pytest.mark.parametrize(
     ("failures", "lost", "cause"),
     [
+        ([BUG], [], BUG),
+        ([GLOO], [], GLOO),
+        ([STOPPED], [], STOPPED),
+        ([ABORTED], [], ABORTED),
+        ([BUG, KILLED], [], BUG),
+        ([KILLED, BUG], [], KILLED),
+        ([GLOO, BUG], [], BUG),
+        ([GLOO, NCCL, SEGFAULT, BUG], [], SEGFAULT),
+        ([NCCL, KILLED], [], KILLED),
+        ([STORE, KILLED], [], KILLED),
+        ([WRAPPED, KILLED], [], KILLED),
+        ([SPEAKS_OF_IT, KILLED], [], SPEAKS_OF_IT),
+        ([STOPPED, GLOO, BUG], [], BUG),
+        ([STOPPED, GLOO], [], GLOO),
+        ([STOPPED_SHELL, GLOO], [], GLOO),
+        ([GLOO, STORE], [], GLOO),
+        # An abort says little, but more than a broken connection, and less than an exception.
+        ([ABORTED, BUG], [], ABORTED),
+        ([GLOO, ABORTED], [], ABORTED),
+        ([GLOO, ABORTED, BUG], [], BUG),
+        # Only failures of the same generation explain one another.
+        ([GLOO, OLDER], [], GLOO),
+        # The user's own goes before what a lost peer leaves behind.
+        ([GLOO, DATA_SERVER, NCCL], [], DATA_SERVER),
+        ([DATA_SERVER, BUG], [], BUG),
+        ([PEER, OWN_DEVICE], [], OWN_DEVICE),
+        ([SILENT, GLOO], [], SILENT),
+        ([GLOO, SILENT], [], SILENT),
+        ([SILENT, BUG], [], SILENT),
+        ([GLOO, ABORTED_SHELL], [], ABORTED_SHELL),
+        ([PEER, KILLED], [], KILLED),
+        ([PEER, GLOO, BUG], [], BUG),
+        # A worker that told why it died of SIGTERM is believed.
+        ([STOPPED, IN_HANDLER], [], IN_HANDLER),
         # A node is killed: its peers' workers fall, in whatever words and order.
         ([], [NODE], NODE),
         ([], [NODE, OTHER_NODE], NODE),
         ([GLOO, NCCL], [NODE], NODE),
-        ([PEER, PEER], [NODE], NODE),
+        ([PEER, GLOO], [NODE], NODE),
         ([DATA_SERVER], [NODE], NODE),
         ([SILENT, GLOO], [NODE], NODE),
         ([WAITED], [NODE], NODE),
@@ -125,34 +126,11 @@ def test_pick(failures, cause):
         ([SEGFAULT], [NODE], SEGFAULT),
     ],
 )
-def test_a_node_that_is_lost(failures, lost, cause):
+def test_pick(failures, lost, cause):
     first, others = pick(failures, lost)
     assert first is cause
-    assert list(others) == [item for item in (*failures, *lost) if item is not cause]
-
-
-@pytest.mark.parametrize("text_only", TEXT_ONLY)
-def test_an_exception_that_merely_speaks_of_connections_is_a_cause(text_only):
-    assert pick([GLOO, text_only, KILLED])[0] is text_only
-    assert not is_consequence(text_only)
-
-
-@pytest.mark.parametrize(
-    ("failures", "cause"),
-    [
-        ([GLOO, DATA_SERVER, NCCL], DATA_SERVER),
-        ([DATA_SERVER, BUG], BUG),
-        ([PEER, OWN_DEVICE], OWN_DEVICE),
-        ([SILENT, GLOO], SILENT),
-        ([GLOO, SILENT], SILENT),
-        ([SILENT, BUG], SILENT),
-        ([GLOO, ABORTED_SHELL], ABORTED_SHELL),
-        ([PEER, KILLED], KILLED),
-        ([PEER, PEER, BUG], BUG),
-    ],
-)
-def test_what_is_the_user_s_own_goes_before_what_a_lost_peer_leaves_behind(failures, cause):
-    assert pick(failures)[0] is cause
+    mates = [item for item in (*failures, *lost) if item.generation == cause.generation]
+    assert list(others) == [item for item in mates if item is not cause]
 
 
 def test_who_waits_for_others_in_a_collective_has_not_failed_first():
@@ -182,16 +160,13 @@ def test_no_failures_have_no_cause():
     assert pick([]) == (None, ())
 
 
-@pytest.mark.parametrize("item", [GLOO, NCCL, STORE, WRAPPED, STOPPED, STOPPED_SHELL, ABORTED])
-def test_these_can_be_explained_by_the_loss_of_somebody_else(item):
-    assert is_consequence(item)
+def test_what_can_be_explained_by_the_loss_of_somebody_else():
+    for item in (GLOO, NCCL, STORE, WRAPPED, STOPPED, STOPPED_SHELL, ABORTED):
+        assert is_consequence(item), item
+    for item in (BUG, KILLED, SEGFAULT, SPEAKS_OF_IT, *TEXT_ONLY):
+        assert not is_consequence(item), item
 
 
-@pytest.mark.parametrize("item", [BUG, KILLED, SEGFAULT, SPEAKS_OF_IT])
-def test_these_cannot(item):
-    assert not is_consequence(item)
-
-
-def test_a_worker_that_told_why_it_died_of_sigterm_is_believed():
-    told = failure("ValueError: in the handler", -15, traceback="ValueError: in the handler")
-    assert pick([STOPPED, told])[0] is told
+def test_an_exception_that_merely_speaks_of_connections_is_a_cause():
+    for text_only in TEXT_ONLY:
+        assert pick([GLOO, text_only, KILLED])[0] is text_only

@@ -7,29 +7,14 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.rendezvous.round_support import failure, running
-from torchelastic.errors import EXIT_FAILED
 
 BROKEN = "RuntimeError: Connection closed by peer [127.0.0.1]:1"
-
-
-def test_a_lost_node_is_named_as_the_cause():
-    job = running("1:4", "abc")
-    job.die("b")
-    assert job.world.phase == "over"
-    assert (job.world.cause.node, job.world.cause.is_node) == ("b", True)
-    job.all_gone()
-    assert job.world.phase == "running"
-    assert job.world.cause.sentence().startswith("b failed: its connection or its lease has ended")
-    assert job.world.consequences == ()
 
 
 @pytest.mark.parametrize("first", ["the peers", "the node"])
 def test_workers_that_fell_with_a_node_are_its_consequences_whoever_is_heard_first(first):
     job = running("1:4", "abc", max_restarts=0)
-    told = [
-        failure("a", message=BROKEN),
-        failure("c", rank=4, message="exit code 1", traceback=""),
-    ]
+    told = [failure("a", message=BROKEN), failure("c", rank=4, message="exit code 1", traceback="")]
     if first == "the node":
         job.die("b")
     job.say("a", failures=(told[0],))
@@ -62,14 +47,6 @@ def test_what_a_worker_told_before_its_node_went_is_the_cause():
     assert job.world.cause == killed
     assert [one.is_node for one in job.world.consequences] == [True]
     assert job.kinds[-1] == "failure"
-
-
-def test_a_node_failure_that_ends_the_job_is_told_with_its_last_world():
-    job = running("1:4", "abc", max_restarts=0, count_resizes=True)
-    job.die("b")
-    job.all_gone()
-    assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_FAILED)
-    assert job.world.cause.node == "b"
 
 
 def test_only_the_cause_is_sent_with_its_traceback_and_lines():

@@ -23,12 +23,6 @@ def test_newcomers_within_the_settle_time_come_in_one_resize():
     assert job.world.ledger.used == 0
 
 
-def test_a_newcomer_that_fills_the_job_comes_in_at_once():
-    job = running("1:3", "ab")
-    job.come("c")
-    assert job.world.phase == "over"
-
-
 def test_a_newcomer_is_admitted_only_when_ready():
     job = running("1:3", "ab")
     job.come("c", ready=False)

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.process.jobs import free_port as unused_port
-from tests.unit.rendezvous.embedded_support import JOB, run, within
+from tests.ports import free_port as unused_port
+from tests.unit.rendezvous.embedded_support import JOB, run, story, within
 from torchelastic.clock import SystemClock
 from torchelastic.errors import RendezvousLost
 from torchelastic.rendezvous import succession
@@ -104,71 +104,52 @@ async def members(seat: Seat) -> set[str]:
     return {key.removeprefix(MEMBER_PREFIX) for key in listing.items}
 
 
-def test_the_first_hosts_and_the_others_join():
-    async def story():
-        async with seats_at() as table:
-            a, b = await table.sit("a", "b")
-            assert (a.is_host, b.is_host) == (True, False)
-            assert (a.term, b.term) == (1, 1)
-            assert await members(b) == {"a", "b"}
-
-    run(story())
-
-
-def test_a_host_whose_name_comes_late_still_hosts(monkeypatch):
-    async def story():
-        answers = [False, False, True]
-        monkeypatch.setattr(endpoint, "_is_this_machine", lambda host: answers.pop(0))
-        monkeypatch.setattr("torchelastic.rendezvous.embedded.endpoints.LOOK_AGAIN", 0.0)
-        place = Endpoint("0.0.0.0", unused_port(), JOB)
-        seat = Seat([place], "a", clock=SystemClock(), lease=LEASE)
-        await within(PATIENCE, seat.open(PATIENCE))
-        assert seat.is_host
-        await seat.close()
-
-    run(story())
+@story
+async def test_a_host_whose_name_comes_late_still_hosts(monkeypatch):
+    answers = [False, False, True]
+    monkeypatch.setattr(endpoint, "_is_this_machine", lambda host: answers.pop(0))
+    monkeypatch.setattr("torchelastic.rendezvous.embedded.endpoints.LOOK_AGAIN", 0.0)
+    place = Endpoint("0.0.0.0", unused_port(), JOB)
+    seat = Seat([place], "a", clock=SystemClock(), lease=LEASE)
+    await within(PATIENCE, seat.open(PATIENCE))
+    assert seat.is_host
+    await seat.close()
 
 
-def test_a_store_that_may_be_known_elsewhere_waits_a_lease_for_its_first_world():
-    async def story():
-        async with seats_at() as table:
-            (a,) = await table.sit("a")
-            assert a.may_begin_at > SystemClock().now()
-        private = Seat([Endpoint("127.0.0.1", 0, JOB)], "a", clock=SystemClock(), lease=LEASE)
-        await private.open(PATIENCE)
-        assert private.may_begin_at == 0.0
-        await private.close()
-
-    run(story())
+@story
+async def test_a_store_that_may_be_known_elsewhere_waits_a_lease_for_its_first_world():
+    async with seats_at() as table:
+        (a,) = await table.sit("a")
+        assert a.may_begin_at > SystemClock().now()
+    private = Seat([Endpoint("127.0.0.1", 0, JOB)], "a", clock=SystemClock(), lease=LEASE)
+    await private.open(PATIENCE)
+    assert private.may_begin_at == 0.0
+    await private.close()
 
 
-def test_the_next_in_order_is_host_when_the_host_ends_and_has_what_the_voters_had():
-    async def story():
-        async with seats_at() as table:
-            a, b, c = await table.sit("a", "b", "c")
-            await end(a)
-            kept = await asyncio.gather(table.regain(b), table.regain(c))
-            assert kept == [True, True]  # their leases and records are in the new store
-            assert (b.is_host, c.is_host) == (True, False)
-            assert b.term == c.term > 1
-            assert await members(c) == {"b", "c"}
-            listing = await c.store.get(WORLD_KEY)
-            assert listing.items[WORLD_KEY].value == {"generation": 0}
-
-    run(story())
+@story
+async def test_the_next_in_order_is_host_when_the_host_ends_and_has_what_the_voters_had():
+    async with seats_at() as table:
+        a, b, c = await table.sit("a", "b", "c")
+        await end(a)
+        kept = await asyncio.gather(table.regain(b), table.regain(c))
+        assert kept == [True, True]  # their leases and records are in the new store
+        assert (b.is_host, c.is_host) == (True, False)
+        assert b.term == c.term > 1
+        assert await members(c) == {"b", "c"}
+        listing = await c.store.get(WORLD_KEY)
+        assert listing.items[WORLD_KEY].value == {"generation": 0}
 
 
-def test_who_has_a_host_that_answers_does_not_vote():
-    async def story():
-        async with seats_at() as table:
-            a, b, c = await table.sit("a", "b", "c")
-            b.store.lose("cut off")
-            assert await table.regain(b) is False
-            assert not b.is_host  # c told it where the host is
-            assert await members(c) >= {"a", "c"}
-            assert a.is_host
-
-    run(story())
+@story
+async def test_who_has_a_host_that_answers_does_not_vote():
+    async with seats_at() as table:
+        a, b, c = await table.sit("a", "b", "c")
+        b.store.lose("cut off")
+        assert await table.regain(b) is False
+        assert not b.is_host  # c told it where the host is
+        assert await members(c) >= {"a", "c"}
+        assert a.is_host
 
 
 def test_a_host_that_was_given_up_is_not_waited_for_while_others_still_name_it(monkeypatch):
@@ -203,152 +184,133 @@ def test_a_host_that_was_given_up_is_not_waited_for_while_others_still_name_it(m
     run(story())
 
 
-def test_a_voter_stops_its_workers_first():
-    async def story():
-        async with seats_at() as table:
-            a, b, c = await table.sit("a", "b", "c")
-            await end(a)
-            regaining = asyncio.create_task(table.regain(b))
-            with pytest.raises(asyncio.TimeoutError):
-                await asyncio.wait_for(asyncio.shield(regaining), 1.0)
-            await asyncio.gather(regaining, table.regain(c))  # now c's workers have stopped
-            assert b.is_host
-
-    run(story())
+@story
+async def test_a_voter_stops_its_workers_first():
+    async with seats_at() as table:
+        a, b, c = await table.sit("a", "b", "c")
+        await end(a)
+        regaining = asyncio.create_task(table.regain(b))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(regaining), 0.7)
+        await asyncio.gather(regaining, table.regain(c))  # now c's workers have stopped
+        assert b.is_host
 
 
-def test_a_minority_waits_says_why_and_follows_when_the_others_are_back():
-    async def story():
-        async with seats_at() as table:
-            a, b, c = await table.sit("a", "b", "c")
-            await end(a)
-            for seat in (b, c):  # a cut between them
-                seat._reception.serve(wire.SUCCESSION, lambda link, hello: link.abort())
-            for seat in (b, c):
-                with pytest.raises(RendezvousLost, match="1 of 3 nodes are no majority"):
-                    await table.regain(seat, timeout=0.3)
-            for seat in (b, c):  # it heals
-                seat._reception.serve(wire.SUCCESSION, seat._converse)
-            await asyncio.gather(table.regain(b), table.regain(c))
-            assert sum(seat.is_host for seat in (b, c)) == 1
-
-    run(story())
+@story
+async def test_a_minority_waits_says_why_and_follows_when_the_others_are_back():
+    async with seats_at() as table:
+        a, b, c = await table.sit("a", "b", "c")
+        await end(a)
+        for seat in (b, c):  # a cut between them
+            seat._reception.serve(wire.SUCCESSION, lambda link, hello: link.abort())
+        for seat in (b, c):
+            with pytest.raises(RendezvousLost, match="1 of 3 nodes are no majority"):
+                await table.regain(seat, timeout=0.3)
+        for seat in (b, c):  # it heals
+            seat._reception.serve(wire.SUCCESSION, seat._converse)
+        await asyncio.gather(table.regain(b), table.regain(c))
+        assert sum(seat.is_host for seat in (b, c)) == 1
 
 
-def test_of_two_nodes_the_other_waits_unless_it_may_take_over():
-    async def story(may: bool):
-        async with seats_at() as table:
-            a, b = await table.sit("a", "b", two_node_takeover=may)
-            await end(a)
-            if may:
-                assert await table.regain(b)
-                assert b.is_host
-            else:
-                with pytest.raises(RendezvousLost, match="--two-node-takeover"):
-                    await table.regain(b, timeout=0.5)
-
-    run(story(False))
-    run(story(True))
-
-
-def test_a_host_that_leaves_votes_before_it_goes():
-    async def story():
-        async with seats_at() as table:
-            a, b = await table.sit("a", "b")
-            a.say_goodbye()
-            rows = {MEMBER_PREFIX + "a": {"node": "a", "leaving": "SIGTERM"}}
-            handing = asyncio.create_task(a.hand_over(rows, PATIENCE))
-            await within(PATIENCE, lost(b))
+@pytest.mark.parametrize("may", [False, True])
+@story
+async def test_of_two_nodes_the_other_waits_unless_it_may_take_over(may):
+    async with seats_at() as table:
+        a, b = await table.sit("a", "b", two_node_takeover=may)
+        assert (a.is_host, b.is_host, a.term, b.term) == (True, False, 1, 1)
+        assert await members(b) == {"a", "b"}
+        await end(a)
+        if may:
             assert await table.regain(b)
-            await within(PATIENCE, handing)
             assert b.is_host
-            assert await members(b) == {"a", "b"}  # until its lease ends, as one who leaves
+        else:
+            with pytest.raises(RendezvousLost, match="--two-node-takeover"):
+                await table.regain(b, timeout=0.5)
 
-    run(story())
+
+@story
+async def test_a_host_that_leaves_votes_before_it_goes():
+    async with seats_at() as table:
+        a, b = await table.sit("a", "b")
+        a.say_goodbye()
+        rows = {MEMBER_PREFIX + "a": {"node": "a", "leaving": "SIGTERM"}}
+        handing = asyncio.create_task(a.hand_over(rows, PATIENCE))
+        await within(PATIENCE, lost(b))
+        assert await table.regain(b)
+        await within(PATIENCE, handing)
+        assert b.is_host
+        assert await members(b) == {"a", "b"}  # until its lease ends, as one who leaves
 
 
-def test_an_agent_that_is_new_at_the_old_address_says_that_the_old_one_is_dead():
+@story
+async def test_an_agent_that_is_new_at_the_old_address_says_that_the_old_one_is_dead():
     """Where that is trusted, as a refusal is."""
-
-    async def story():
-        async with seats_at() as table:
-            a, b = await table.sit("a", "b", two_node_takeover=True)
-            await end(a)
-            again = table.seat("a2")
-            await within(PATIENCE, again.open(PATIENCE))
-            await table.regain(b)
-            assert b.is_host
-            await within(PATIENCE, lost(again))
-            await table.regain(again)
-            assert not again.is_host
-            assert again.term == b.term
-
-    run(story())
+    async with seats_at() as table:
+        a, b = await table.sit("a", "b", two_node_takeover=True)
+        await end(a)
+        again = table.seat("a2")
+        await within(PATIENCE, again.open(PATIENCE))
+        await table.regain(b)
+        assert b.is_host
+        await within(PATIENCE, lost(again))
+        await table.regain(again)
+        assert not again.is_host
+        assert again.term == b.term
 
 
-def test_a_host_that_was_succeeded_yields_and_follows():
-    async def story():
-        async with seats_at() as table:
-            a, b, c = await table.sit("a", "b", "c")
-            for seat in (b, c):  # as if a had been frozen for them
-                seat.store.lose("it does not answer")
-            a._reception.serve(wire.SUCCESSION, lambda link, hello: link.abort())
-            await asyncio.gather(table.regain(b), table.regain(c))
-            a._reception.serve(wire.SUCCESSION, a._converse)  # it wakes
-            await within(PATIENCE, lost(a))
-            assert not a.is_host
-            await table.regain(a)
-            assert a.term == b.term
-            assert sum(seat.is_host for seat in (a, b, c)) == 1
-
-    run(story())
+@story
+async def test_a_host_that_was_succeeded_yields_and_follows():
+    async with seats_at() as table:
+        a, b, c = await table.sit("a", "b", "c")
+        for seat in (b, c):  # as if a had been frozen for them
+            seat.store.lose("it does not answer")
+        a._reception.serve(wire.SUCCESSION, lambda link, hello: link.abort())
+        await asyncio.gather(table.regain(b), table.regain(c))
+        a._reception.serve(wire.SUCCESSION, a._converse)  # it wakes
+        await within(PATIENCE, lost(a))
+        assert not a.is_host
+        await table.regain(a)
+        assert a.term == b.term
+        assert sum(seat.is_host for seat in (a, b, c)) == 1
 
 
-def test_a_list_of_endpoints_needs_a_majority_of_it():
-    async def story():
-        async with seats_at(unused_port(), unused_port(), unused_port()) as table:
-            a = table.seat("a")
-            with pytest.raises(RendezvousLost, match="1 of 3 endpoints are no majority"):
-                await within(PATIENCE, a.open(0.5))
-
-    run(story())
+@story
+async def test_a_list_of_endpoints_needs_a_majority_of_it():
+    async with seats_at(unused_port(), unused_port(), unused_port()) as table:
+        a = table.seat("a")
+        with pytest.raises(RendezvousLost, match="1 of 3 endpoints are no majority"):
+            await within(PATIENCE, a.open(0.5))
 
 
-def test_agents_of_a_list_may_start_in_any_order():
-    async def story():
-        async with seats_at(unused_port(), unused_port(), unused_port()) as table:
-            seats = [table.seat(name) for name in "abc"]
-            late = seats.pop(0)
-            await within(PATIENCE, asyncio.gather(*(seat.open(PATIENCE) for seat in seats)))
-            await within(PATIENCE, late.open(PATIENCE))
-            assert sum(seat.is_host for seat in table.seats) == 1
-
-    run(story())
+@story
+async def test_agents_of_a_list_may_start_in_any_order():
+    async with seats_at(unused_port(), unused_port(), unused_port()) as table:
+        seats = [table.seat(name) for name in "abc"]
+        late = seats.pop(0)
+        await within(PATIENCE, asyncio.gather(*(seat.open(PATIENCE) for seat in seats)))
+        await within(PATIENCE, late.open(PATIENCE))
+        assert sum(seat.is_host for seat in table.seats) == 1
 
 
-def test_a_newcomer_finds_the_host_at_any_living_member():
-    async def story():
-        async with seats_at() as table:
-            a, b, c = await table.sit("a", "b", "c")
-            await end(a)
-            await asyncio.gather(table.regain(b), table.regain(c))
-            port = int(c.peer.rpartition(":")[2])
-            late = Seat([Endpoint("localhost", port, JOB)], "d", clock=SystemClock(), lease=LEASE)
-            await within(PATIENCE, late.open(PATIENCE))
-            assert await members(late) == {"b", "c"}
-            await late.close()
-
-    run(story())
+@story
+async def test_a_newcomer_finds_the_host_at_any_living_member():
+    async with seats_at() as table:
+        a, b, c = await table.sit("a", "b", "c")
+        await end(a)
+        await asyncio.gather(table.regain(b), table.regain(c))
+        port = int(c.peer.rpartition(":")[2])
+        late = Seat([Endpoint("localhost", port, JOB)], "d", clock=SystemClock(), lease=LEASE)
+        await within(PATIENCE, late.open(PATIENCE))
+        assert await members(late) == {"b", "c"}
+        await late.close()
 
 
-def test_an_agent_is_waited_for_unless_its_machine_says_that_it_is_gone():
-    async def story():
-        async with seats_at() as table:
-            host, other = await table.sit("a", "b")
-            unused = f"127.0.0.1:{unused_port()}"
-            for peer, grace in {other.peer: None, unused: 0.0, "": GRACE}.items():
-                record = Row(MEMBER_PREFIX + "b", json.dumps({"peer": peer}), 1, 1)
-                assert await within(PATIENCE, host._grace_of([record])) == grace
-            assert await host._grace_of([]) == GRACE
-
-    run(story())
+@story
+async def test_an_agent_is_waited_for_unless_its_machine_says_that_it_is_gone():
+    async with seats_at() as table:
+        host, other = await table.sit("a", "b")
+        unused = f"127.0.0.1:{unused_port()}"
+        for peer, grace in {other.peer: None, unused: 0.0, "": GRACE}.items():
+            record = Row(MEMBER_PREFIX + "b", json.dumps({"peer": peer}), 1, 1)
+            assert await within(PATIENCE, host._grace_of([record])) == grace
+        assert await host._grace_of([]) == GRACE

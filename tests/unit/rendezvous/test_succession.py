@@ -59,19 +59,16 @@ def test_those_before_have_a_say_until_a_majority_of_them_has_the_world():
     assert settled(roll, {"a": 4, "b": 4, "c": 4}).electorates == (roll.latest,)
 
 
-def test_its_host_has_a_world_by_forming_it():
+def test_its_host_has_a_world_by_forming_it_and_a_goodbye_settles_too():
     assert settled(formed(Roll(3, ABC), 4, "ab", "a"), {"b": 4}).before == ()
     assert settled(formed(Roll(0, AB), 1, "abc", "a"), {}).before == ()
+    assert settled(formed(Roll(3, ABC), 4, "a", "a"), {}, gone="b").before == ()
 
 
 def test_who_has_another_world_has_not_taken_this_one_up():
     """A newer number is that of another host's world: its holder may never have seen this one."""
     roll = formed(Roll(3, ABC), 4, "ab", "a")
     assert settled(roll, {"b": 3, "c": 7}) == roll
-
-
-def test_a_goodbye_settles_too():
-    assert settled(formed(Roll(3, ABC), 4, "a", "a"), {}, gone="b").before == ()
 
 
 def test_worlds_that_nobody_took_up_add_up():
@@ -94,18 +91,12 @@ def test_a_world_with_a_majority_of_the_last_settles_itself(nodes, gone, itself)
 # --- numbers -------------------------------------------------------------------------------------
 
 
-def test_the_first_world_of_a_job_is_number_0():
-    term = succession.next_term(Elector("a"))
-    assert (term, succession.next_generation(-1, term)) == (1, 0)
-
-
-def test_a_host_counts_on():
+def test_the_numbers_of_worlds():
+    first = succession.next_term(Elector("a"))
+    assert (first, succession.next_generation(-1, first)) == (1, 0)
     assert [succession.next_generation(known, 1) for known in (0, 1, 2)] == [1, 2, 3]
-
-
-def test_a_new_host_leaves_out_the_number_that_the_old_one_may_have_given():
-    term = succession.next_term(Elector("b", term=1, generation=4))
-    assert succession.next_generation(4, term) == 6
+    second = succession.next_term(Elector("b", term=1, generation=4))
+    assert succession.next_generation(4, second) == 6, "5 may be a number of the old host's"
 
 
 @pytest.mark.parametrize(
@@ -159,17 +150,14 @@ def test_a_vote_binds_and_a_wish_does_not():
     assert succession.voted(LOST, replace(ASKED, binding=False)) == LOST
 
 
-def test_a_majority_of_the_last_world_elects():
-    assert succession.elected(Roll(7, ABC), {"b": 7, "c": 5})
-    assert not succession.elected(Roll(7, ABC), {"b": 7})
-
-
 def test_voters_who_have_the_world_show_that_it_was_settled():
     """d crashed; a formed a world of the rest, and crashed before it could say that it is settled:
     of the four, two are no majority, but with a they were one when they took it up."""
     roll = formed(Roll(7, ABCD), 8, "abc", "a")
     assert succession.elected(roll, {"b": 8, "c": 8})
     assert not succession.elected(roll, {"b": 8, "c": 7})
+    assert succession.elected(Roll(7, ABC), {"b": 7, "c": 5})
+    assert not succession.elected(Roll(7, ABC), {"b": 7})
 
 
 @pytest.mark.parametrize(
@@ -178,9 +166,6 @@ def test_voters_who_have_the_world_show_that_it_was_settled():
 )
 def test_whom_to_follow(has_host, term, may):
     assert succession.may_follow(replace(LOST, has_host=has_host), term) is may
-
-
-def test_who_follows_has_a_host():
     followed = succession.following(LOST, 9, "c")
     assert followed == replace(LOST, term=9, chosen="c", has_host=True)
 

@@ -2,15 +2,19 @@
 
 1. At most one world makes progress: once a world has made a step, no older one does.
 2. Generations only grow, and no number is given twice.
+
+`SOAK` says how many times as many states and walks as in the suite: 100 searches most of it whole.
 """
 
 from __future__ import annotations
 
 import faulthandler
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 
+from tests.support import SOAK
 from tests.unit.rendezvous.succession_model import (
     PROPER,
     Bounds,
@@ -25,80 +29,65 @@ from tests.unit.rendezvous.succession_search import calm_down, outcome, search, 
 from torchelastic.rendezvous import succession
 from torchelastic.rendezvous.succession import Electorate, Roll
 
+pytestmark = pytest.mark.timeout(120 * SOAK)
 WIDE = Bounds(elections=12, worlds=12, leaves=1, crashes=1)
+STATES = 500 * SOAK
+NO_QUORUM = Options(quorum=False)
+HOST_TRAINS = Options(quorum=False, hosts_train=True)
+TWO_JOBS = Options(quorum=False, may_split=True)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def without_watchdog():
     """Looking at the stack of a thread that runs Python, after a minute, can crash the process."""
-    faulthandler.cancel_dump_traceback_later()
+    if SOAK > 1:
+        faulthandler.cancel_dump_traceback_later()
 
 
 # --- the laws ------------------------------------------------------------------------------------
 
+SEARCHES = {
+    "two": (running(2), Bounds(2, 2, leaves=1, crashes=1), PROPER),
+    "two, newcomer": (running(2, 1), Bounds(1, 1), PROPER),
+    "two, newcomer, two worlds": (running(2, 1), Bounds(1, 2), PROPER),
+    "three": (running(3), Bounds(2, 2), PROPER),
+    "three, newcomer": (running(3, 1), Bounds(1, 1), PROPER),
+    "three, leave": (running(3), Bounds(1, 2, leaves=1), PROPER),
+    "three, everything": (running(3, 1), Bounds(3, 3, leaves=1, crashes=1), PROPER),
+    "four": (running(4), Bounds(1, 1), PROPER),
+    "cold": (cold(3), Bounds(2, 1), PROPER),
+    "two, takeover": (running(2), Bounds(1, 1, crashes=1), Options(takeover="right")),
+    # While the only host trains itself, and else what is left of the laws where a job may split.
+    "no quorum": (running(3), Bounds(0, 2, leaves=1, crashes=1), HOST_TRAINS),
+    "no quorum, newcomer": (running(2, 1), Bounds(0, 2, leaves=1, crashes=1), HOST_TRAINS),
+    "two jobs of two": (running(2), Bounds(2, 2), TWO_JOBS),
+    "two jobs of three": (running(3), Bounds(1, 1), TWO_JOBS),
+}
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_in_every_order_of_events(name):
+    first, bounds, options = SEARCHES[name]
+    explored = search(Model(bounds, options), first, states=STATES)
+    assert explored.is_all or explored.states >= STATES
+
 
 @pytest.mark.parametrize(
-    ("first", "bounds", "states"),
+    ("first", "options"),
     [
-        (running(2), Bounds(2, 2, leaves=1, crashes=1), 10_000),
-        (running(2, 1), Bounds(1, 1), 1000),
-        (running(3), Bounds(1, 1, leaves=1), 5000),
-        (running(3), Bounds(2, 1), 10_000),
-        (cold(3), Bounds(1, 1), 2000),
+        (running(3, 1), PROPER),
+        (running(4, 1), PROPER),
+        (running(5, 2), PROPER),
+        (cold(3), PROPER),
+        (running(4, 1), TWO_JOBS),
     ],
-    ids=["two", "two, newcomer", "three, leave", "three", "cold"],
+    ids=["three", "four", "five", "cold", "two jobs"],
 )
-def test_in_every_order_of_events(first, bounds, states):
-    explored = search(Model(bounds), first)
-    assert explored.is_all
-    assert explored.states > states
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.usefixtures("without_watchdog")
-@pytest.mark.parametrize(
-    ("first", "bounds"),
-    [
-        (running(2, 1), Bounds(1, 2)),
-        (running(3), Bounds(2, 2)),
-        (running(3, 1), Bounds(1, 1)),
-        (running(3), Bounds(1, 2, leaves=1)),
-        (running(4), Bounds(1, 1)),
-        (cold(3), Bounds(2, 1)),
-    ],
-    ids=["two, newcomer", "three", "three, newcomer", "three, leave", "four", "cold"],
-)
-def test_in_every_order_of_more_events(first, bounds):
-    assert search(Model(bounds), first).is_all
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.usefixtures("without_watchdog")
-def test_as_far_as_a_hundred_thousand_states_reach():
-    search(Model(Bounds(3, 3, leaves=1, crashes=1)), running(3, 1), states=100_000)
-
-
-@pytest.mark.parametrize(
-    ("first", "walks"),
-    [(running(3, 1), 200), (running(4, 1), 100), (running(5, 1), 100), (cold(3), 100)],
-    ids=["three", "four", "five", "cold"],
-)
-def test_by_chance(first, walks):
-    made_steps = 0
-    for seed in range(walks):
-        made_steps += wander(Model(WIDE), first, 150, seed).stepped[0] > 0
+def test_by_chance(first, options):
+    walks = 25 * SOAK
+    ends = [wander(Model(WIDE, options), first, 150, seed) for seed in range(walks)]
+    made_steps = sum(end.stepped[0] > 0 for end in ends)
     assert made_steps > walks / 2, "a way that leads nowhere shows nothing"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.usefixtures("without_watchdog")
-@pytest.mark.parametrize("count", [3, 4, 5])
-def test_by_chance_for_longer(count):
-    for seed in range(3000):
-        wander(Model(WIDE), running(count, 2), 250, seed)
 
 
 # --- checks of the check: without any one of the rules it must fail ------------------------------
@@ -114,95 +103,103 @@ def forgets_who_had_to_agree(roll, generation, nodes, host):
     return Roll(generation, Electorate(frozenset(nodes), host))
 
 
-WITHOUT = {
-    "majority": ("agreed", any_vote_will_do),
-    "one vote a term": (
-        "refusal",
-        lambda elector, asked: REFUSAL(replace(elector, chosen=asked.node), asked),
-    ),
-    "no vote for who knows less": (
-        "refusal",
-        lambda elector, asked: REFUSAL(replace(elector, generation=-1), asked),
-    ),
-    "no vote of a leaver": (
-        "refusal",
-        lambda elector, asked: REFUSAL(replace(elector, leaving=False), asked),
-    ),
-    "those before": ("formed", forgets_who_had_to_agree),
-    "leaving a number out": ("next_term", lambda elector, heard=0: max(elector.term, heard) + 1),
-    "not following an earlier term": (
-        "may_follow",
-        lambda elector, term: not elector.has_host,
-    ),
-    "taking up only the host's own worlds": (
-        "may_take_up",
-        lambda elector, generation: generation > elector.generation,
-    ),
-}
+def votes_as_if(**changes):
+    return "refusal", lambda elector, asked: REFUSAL(replace(elector, **changes), asked)
 
-#: Where the shortest way to a violation is too long to be searched for.
-WAYS = {
+
+class Fault(NamedTuple):
+    """A rule that is broken, and where the shortest way to a violation is long, that way."""
+
+    rule: tuple[str, object] | None = None
+    options: Options = PROPER
+    way: str = ""
+    bounds: Bounds = Bounds(2, 2)
+    first: str = "three"
+
+
+FAULTS = {
+    "majority": Fault(("agreed", any_vote_will_do)),
+    "one vote a term": Fault(
+        ("refusal", lambda elector, asked: REFUSAL(replace(elector, chosen=asked.node), asked))
+    ),
     # a and b go on while c, which knows nothing of that, is elected by b.
-    "no vote for who knows less": """
-        b stops
-        a forms a b
-        b takes 1
-        c asks 3
-        b votes 3 c
-        c forms c
-        a forms a""",
+    "no vote for who knows less": Fault(
+        votes_as_if(generation=-1),
+        way="b stops; a forms a b; b takes 1; c asks 3; b votes 3 c; c forms c; a forms a",
+    ),
+    "no vote of a leaver": Fault(
+        votes_as_if(leaving=False),
+        way="b asks 3; c leaves; c votes 3 b; b forms b; c takes 2; a forms a",
+    ),
+    "those before": Fault(("formed", forgets_who_had_to_agree)),
+    "leaving a number out": Fault(
+        ("next_term", lambda elector, heard=0: max(elector.term, heard) + 1)
+    ),
+    "not following an earlier term": Fault(
+        ("may_follow", lambda elector, term: not elector.has_host)
+    ),
     # Two worlds that nobody else has: 1 of a, 2 of c. a is elected and shows 1 to b. Were 1 settled
     # by that, a could go on with d alone; and b would still vote for c, which has the newer 2.
-    "taking up only the host's own worlds": """
-        d follows 1 a
-        e follows 1 a
-        b stops
-        a forms a d e
-        c asks 3
-        b votes 3 c
-        c forms c
-        a asks 4
-        b votes 4 a
-        d votes 4 a
-        b takes 1
-        a forms a d
-        d takes 3
-        c asks 5
-        b votes 5 c
-        c forms c
-        a forms a""",
+    "taking up only the host's own worlds": Fault(
+        ("may_take_up", lambda elector, generation: generation > elector.generation),
+        way=(
+            "d follows 1 a; e follows 1 a; b stops; a forms a d e; c asks 3; b votes 3 c; "
+            "c forms c; a asks 4; b votes 4 a; d votes 4 a; b takes 1; a forms a d; "
+            "d takes 3; c asks 5; b votes 5 c; c forms c; a forms a"
+        ),
+    ),
+    # b knows of neither 1 nor 2: so no majority does, and the next host would use 2 again.
+    "who agrees has the world that is left behind": Fault(
+        options=Options(agree_to_what_they_have=False),
+        way="b stops; a forms a; a forms a; c asks 3; b votes 3 c; c forms c",
+    ),
+    "stop first": Fault(
+        options=Options(stops_first=False),
+        way="b stops; a forms a; b takes 1; a forms b; b takes 2; a asks 5",
+    ),
+    "leavers stop first": Fault(
+        options=Options(leavers_stop=False),
+        way="b stops; a forms b; b takes 1; b leaves; a forms a; a asks 5",
+    ),
+    "wait until settled": Fault(options=Options(waits_until_settled=False)),
+    "the dead do not vote": Fault(
+        options=Options(counts_the_dead=True), bounds=Bounds(2, 2, crashes=1)
+    ),
+    # A takeover trusts that the host died in the world of the two: why it is done only when asked
+    # for. Otherwise both go on, or a number comes twice.
+    "takeover: the host lives": Fault(
+        options=Options(takeover="blind"), bounds=Bounds(2, 2, crashes=1), first="two"
+    ),
+    "takeover: it had gone on alone": Fault(
+        options=Options(takeover="right"), bounds=Bounds(2, 3, crashes=1), first="two"
+    ),
+    "takeover: it had gone on with a newcomer": Fault(
+        options=Options(takeover="right"), bounds=Bounds(2, 3, crashes=1), first="two, newcomer"
+    ),
+    # Without quorum a job can become two, unless its only host trains itself.
+    "no quorum: the host does not train": Fault(options=NO_QUORUM, bounds=Bounds(0, 2)),
+    "no quorum: another host": Fault(options=HOST_TRAINS, bounds=Bounds(1, 2)),
+    "no quorum: newer worlds": Fault(
+        ("may_take_up", lambda elector, generation: True), TWO_JOBS, bounds=Bounds(1, 2)
+    ),
 }
 
 
-@pytest.mark.parametrize("rule", sorted(WITHOUT.keys() - WAYS.keys()))
-def test_every_rule_is_needed(rule, monkeypatch):
-    monkeypatch.setattr(succession, *WITHOUT[rule])
-    with pytest.raises(Violation):
-        search(Model(Bounds(2, 2, leaves=int("leaver" in rule))), running(3), states=20_000)
-
-
-@pytest.mark.parametrize("rule", WAYS)
-def test_every_rule_is_needed_on_a_long_way(rule, monkeypatch):
-    assert not isinstance(end_of(WAYS[rule]), Violation)
-    monkeypatch.setattr(succession, *WITHOUT[rule])
-    assert isinstance(end_of(WAYS[rule]), Violation)
-
-
-def test_who_agrees_has_the_world_that_is_left_behind():
-    """b knows of neither 1 nor 2: so no majority does, and the next host would use 2 again."""
-    way = """
-        b stops
-        a forms a
-        a forms a
-        c asks 3
-        b votes 3 c
-        c forms c"""
-    assert not isinstance(end_of(way), Violation)
-    assert isinstance(end_of(way, Options(agree_to_what_they_have=False)), Violation)
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_rule_is_needed(name, monkeypatch):
+    fault = FAULTS[name]
+    assert not isinstance(end_of(fault.way), Violation)
+    if fault.rule:
+        monkeypatch.setattr(succession, *fault.rule)
+    if fault.way:
+        assert isinstance(end_of(fault.way, fault.options), Violation)
+    else:
+        with pytest.raises(Violation):
+            search(Model(fault.bounds, fault.options), SEARCHES[fault.first][0], states=20_000)
 
 
 def end_of(way, options=PROPER):
-    moves = [move(line) for line in way.split("\n") if line]
+    moves = [move(line) for line in way.split(";") if line]
     return outcome(Model(options=options), running(3, 2), moves)
 
 
@@ -214,105 +211,19 @@ def move(line):
     return Move(kind, node, tuple(int(word) if word.isdigit() else word for word in words))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        Options(stops_first=False),
-        Options(leavers_stop=False),
-        Options(waits_until_settled=False),
-        Options(counts_the_dead=True),
-    ],
-    ids=[
-        "stop first",
-        "leavers stop first",
-        "wait until settled",
-        "the dead do not vote",
-    ],
-)
-def test_everything_done_is_needed(options):
-    leaves, crashes = int(not options.leavers_stop), int(options.counts_the_dead)
-    bounds = Bounds(2, 2, leaves=leaves, crashes=crashes)
-    with pytest.raises(Violation):
-        search(Model(bounds, options), running(3), states=20_000)
-
-
 # --- two nodes -----------------------------------------------------------------------------------
 
 
-def test_of_two_the_host_goes_on_alone_and_the_other_does_not():
-    model = Model()
-    cut = running(2)
+def test_of_two_the_host_goes_on_alone_and_the_other_only_by_a_takeover():
+    model, cut = Model(), running(2)
     assert calm_down(model, cut, "a").stepped[1].nodes == {"a"}
     assert calm_down(model, cut, "b").stepped == cut.stepped
-
-
-def test_the_other_of_two_takes_over_from_a_dead_host():
+    dead = outcome(model, cut, [Move("crashes", "a")])
     right = Options(takeover="right")
-    assert search(Model(Bounds(1, 1, crashes=1), right), running(2)).is_all
-    dead = outcome(Model(), running(2), [Move("crashes", "a")])
     assert calm_down(Model(options=right), dead, "b").stepped[1].nodes == {"b"}
 
 
-@pytest.mark.parametrize(
-    ("first", "options", "worlds"),
-    [
-        (running(2), Options(takeover="blind"), 2),
-        (running(2), Options(takeover="right"), 3),
-        (running(2, 1), Options(takeover="right"), 3),
-    ],
-    ids=["the host lives", "it had gone on alone", "it had gone on with a newcomer"],
-)
-def test_a_takeover_trusts_that_the_host_died_in_the_world_of_the_two(first, options, worlds):
-    """Otherwise both go on, or a number comes twice: why it is only done when asked for."""
-    with pytest.raises(Violation):
-        search(Model(Bounds(2, worlds, crashes=1), options), first)
-
-
 # --- without quorum ------------------------------------------------------------------------------
-
-NO_QUORUM = Options(quorum=False)
-TWO_JOBS = Options(quorum=False, may_split=True)
-
-
-@pytest.mark.parametrize("first", [running(2, 1), running(3)], ids=["two, newcomer", "three"])
-def test_without_quorum_the_laws_hold_while_the_only_host_trains_itself(first):
-    bounds = Bounds(elections=0, worlds=2, leaves=1, crashes=1)
-    explored = search(Model(bounds, NO_QUORUM._replace(hosts_train=True)), first)
-    assert explored.is_all
-    assert explored.states > 1000
-
-
-@pytest.mark.parametrize(
-    ("options", "elections"),
-    [(NO_QUORUM, 0), (NO_QUORUM._replace(hosts_train=True), 1)],
-    ids=["the host does not train", "another host"],
-)
-def test_without_quorum_a_job_can_become_two(options, elections):
-    """Which is why it is only done when asked for."""
-    with pytest.raises(Violation):
-        search(Model(Bounds(elections, 2), options), running(3))
-
-
-@pytest.mark.parametrize(
-    ("first", "bounds"),
-    [(running(2), Bounds(2, 2)), (running(3), Bounds(1, 1))],
-    ids=["two", "three"],
-)
-def test_without_quorum_generations_grow_on_every_node(first, bounds):
-    explored = search(Model(bounds, TWO_JOBS), first)
-    assert explored.is_all
-    assert explored.states > 1000
-
-
-def test_without_quorum_they_grow_by_chance_too():
-    for seed in range(100):
-        wander(Model(WIDE, TWO_JOBS), running(4, 1), 150, seed)
-
-
-def test_the_check_of_that_needs_the_rule_about_newer_worlds(monkeypatch):
-    monkeypatch.setattr(succession, "may_take_up", lambda elector, generation: True)
-    with pytest.raises(Violation):
-        search(Model(Bounds(1, 2), TWO_JOBS), running(3), states=20_000)
 
 
 @pytest.mark.parametrize("side", ["a", "ab", "abc", "abcd"])
@@ -342,11 +253,11 @@ def names(state):
     return {node.name for node in state.nodes if not node.crashed}
 
 
-@pytest.mark.parametrize("first", [running(3), running(3, 1), running(4), running(5)])
-def test_when_the_host_dies_the_others_go_on(first):
-    dead = outcome(Model(), first, [Move("crashes", "a")])
-    after = calm_down(Model(), dead, names(dead))
-    assert after.stepped[1].nodes == names(dead)
+def test_when_the_host_dies_the_others_go_on():
+    for first in (running(3), running(3, 1), running(4), running(5)):
+        dead = outcome(Model(), first, [Move("crashes", "a")])
+        after = calm_down(Model(), dead, names(dead))
+        assert after.stepped[1].nodes == names(dead)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +283,7 @@ def test_who_voted_in_vain_is_not_shut_out():
 @pytest.mark.parametrize("first", [running(3, 1), running(5), cold(3)], ids=["3", "5", "cold"])
 def test_from_wherever_chance_has_led_all_come_together(first):
     """Nobody has crashed or left for good: then nothing may keep them apart for ever."""
-    for seed in range(60):
+    for seed in range(10 * SOAK):
         state = wander(Model(Bounds(6, 6)), first, 60, seed)
         after = calm_down(Model(), state, names(first))
         assert after.stepped[1].nodes == names(first), f"after {seed}"

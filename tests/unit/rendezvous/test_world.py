@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.rendezvous.embedded_support import a_few_examples
 from torchelastic.failure import Failure
+from torchelastic.rendezvous.restart_policy import RestartLedger
 from torchelastic.rendezvous.world import (
     CANDIDATES,
     PART_NODES,
@@ -69,6 +71,7 @@ def test_places_are_found_by_node(node, local_rank, node_rank, rank):
     assert (world.find(node) is None) == (node_rank is None)
 
 
+@a_few_examples
 @given(st.integers(0, 300), st.integers(0, 20))
 def test_a_summary_and_all_parts_are_the_world(count, leavers):
     world = world_of(count, leavers)
@@ -149,8 +152,11 @@ def test_another_phase_has_the_same_list_and_another_list_another_digest():
 
 
 def test_a_world_as_an_agent_holds_it_survives_json():
-    world = world_of(3, cause=FAILURE, consequences=(FAILURE,), after=7, spares=("s",))
+    ledger = RestartLedger(used=2)
+    told = {"cause": FAILURE, "consequences": (FAILURE,), "ledger": ledger}
+    world = world_of(3, after=7, spares=("s",), **told)
     assert World.from_json(sent(world.to_json())) == world
+    assert World.from_json({**sent(world.to_json()), "from_a_newer_release": 1}) == world
 
 
 def test_what_a_newer_peer_says_more_is_left_alone():
@@ -164,8 +170,7 @@ def test_what_a_newer_peer_says_more_is_left_alone():
 
 
 @pytest.mark.parametrize(
-    "said",
-    [{}, {"failures": (FAILURE,), "standing": (0, 1), "gone": 3, "leaving": "SIGTERM"}],
+    "said", [{}, {"failures": (FAILURE,), "standing": (0, 1), "gone": 3, "leaving": "SIGTERM"}]
 )
 def test_a_member_says_what_is_not_at_its_default(said):
     member = Member(node="n", name="h", addr="10.0.0.1", nproc=2, **said)
