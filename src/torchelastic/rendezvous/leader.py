@@ -264,9 +264,12 @@ class Leader:
         if await self._awaits_checkpoint():
             timeout = CHECKPOINT_POLL if timeout is None else min(CHECKPOINT_POLL, timeout)
         getting = asyncio.ensure_future(self._changes.get())
-        await asyncio.wait(
-            {getting, watching}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
-        )
+        try:
+            await asyncio.wait(
+                {getting, watching}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            getting.cancel()  # does nothing to one that is done
         if getting.done():
             if self._pause > SHORTEST_PAUSE:
                 await asyncio.sleep(min(self._pause, LONGEST_PAUSE))
@@ -274,10 +277,8 @@ class Leader:
             while not self._changes.empty():
                 changes.append(self._changes.get_nowait())
             self._take_up([change for change in changes if change is not None])
-        else:
-            getting.cancel()
-            if watching.done():
-                watching.result()
+        elif watching.done():
+            watching.result()
         # In a thread: a slow file system must not keep the lease from being renewed.
         if self._checkpoint is not None and await asyncio.to_thread(self._checkpoint.written):
             self._state = round_state.checkpoint_seen(self._state, True)

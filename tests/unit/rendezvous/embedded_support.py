@@ -12,6 +12,7 @@ from typing import Any
 
 import hypothesis
 
+from tests.ports import free_port
 from tests.support import SOAK
 from torchelastic.rendezvous.embedded import EmbeddedServer, EmbeddedStore, bind_endpoint
 from torchelastic.rendezvous.embedded.dial import Endpoint
@@ -95,12 +96,11 @@ class Proxy:
         #: Whether what the server says gets through; what is held is lost when the line is cut.
         self.answers = asyncio.Event()
         self.answers.set()
-        self.port = 0
+        self.port = free_port()
 
     async def open(self) -> None:
         """Take connections, at the same port as before."""
         self._listener = await asyncio.start_server(self._connect, "127.0.0.1", self.port)
-        self.port = self._listener.sockets[0].getsockname()[1]
 
     async def shut(self) -> None:
         """Take no more connections, and cut those that are."""

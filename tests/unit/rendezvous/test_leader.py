@@ -7,7 +7,7 @@ import os
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 
-from tests.unit.rendezvous.embedded_support import connected, serving
+from tests.unit.rendezvous.embedded_support import connected, serving, story
 from torchelastic.clock import SystemClock
 from torchelastic.rendezvous.leader import QUIET_LOOKS, CheckpointPath, Leader
 from torchelastic.rendezvous.round_state import RoundRules
@@ -99,79 +99,73 @@ async def cluster(rules, *names):
         yield nodes
 
 
-def test_one_leads_and_its_successor_takes_the_world_up():
-    async def run():
-        # All three begin together, however long they take to come.
-        rules = RoundRules(min_nodes=1, max_nodes=3, settle=60.0)
-        async with cluster(rules, "a", "b", "c") as (a, b, c):
-            await asyncio.wait_for(a.told.leads.wait(), DEADLINE)
-            for node in (a, b, c):
-                await node.say()
-            first = await b.world(0)
-            assert [node.name for node in first.nodes] == ["a", "b", "c"]
-            assert not b.told.leads.is_set()
+@story
+async def test_one_leads_and_its_successor_takes_the_world_up():
+    # All three begin together, however long they take to come.
+    rules = RoundRules(min_nodes=1, max_nodes=3, settle=60.0)
+    async with cluster(rules, "a", "b", "c") as (a, b, c):
+        await asyncio.wait_for(a.told.leads.wait(), DEADLINE)
+        for node in (a, b, c):
+            await node.say()
+        first = await b.world(0)
+        assert [node.name for node in first.nodes] == ["a", "b", "c"]
+        assert not b.told.leads.is_set()
 
-            await a.close()
-            leads = [asyncio.create_task(node.told.leads.wait()) for node in (b, c)]
-            done, rest = await asyncio.wait(
-                leads, timeout=DEADLINE, return_when=asyncio.FIRST_COMPLETED
-            )
-            assert len(done) == 1
-            for task in rest:
-                task.cancel()
-            await b.world(0, "over")
-            await b.say(gone=0, store="b:2")
-            await c.say(gone=0, store="c:2")
-            second = await c.world(1)
-            assert [node.name for node in second.nodes] == ["b", "c"]
-            assert second.store == "b:2"
-
-    asyncio.run(run())
+        await a.close()
+        leads = [asyncio.create_task(node.told.leads.wait()) for node in (b, c)]
+        done, rest = await asyncio.wait(
+            leads, timeout=DEADLINE, return_when=asyncio.FIRST_COMPLETED
+        )
+        assert len(done) == 1
+        for task in rest:
+            task.cancel()
+        await b.world(0, "over")
+        await b.say(gone=0, store="b:2")
+        await c.say(gone=0, store="c:2")
+        second = await c.world(1)
+        assert [node.name for node in second.nodes] == ["b", "c"]
+        assert second.store == "b:2"
 
 
-def test_a_leader_that_was_overtaken_publishes_nothing():
-    async def run():
-        rules = RoundRules(min_nodes=1, max_nodes=2, settle=0.05)
-        async with cluster(rules, "a") as (a,):
-            await asyncio.wait_for(a.told.leads.wait(), DEADLINE)
-            await a.say()
-            await a.world(0)
-            usurped = replace(await a.world(0), generation=9, reason="another leader's")
-            await a.store.compare_and_set(
-                WORLD_KEY,
-                usurped.summary(),
-                expected=(await a.store.get(WORLD_KEY)).items[WORLD_KEY].modified,
-                beside=usurped.parts(),
-            )
-            await a.say(done=0)  # of a generation that is history: its end must not be published
-            await a.say(done=9)
-            closed = await a.world(9, "closed")
-            assert closed.generation == 9
-            assert a.told.decisions == [("waiting", None), ("running", None), ("closed", None)]
-
-    asyncio.run(run())
+@story
+async def test_a_leader_that_was_overtaken_publishes_nothing():
+    rules = RoundRules(min_nodes=1, max_nodes=2, settle=0.05)
+    async with cluster(rules, "a") as (a,):
+        await asyncio.wait_for(a.told.leads.wait(), DEADLINE)
+        await a.say()
+        await a.world(0)
+        usurped = replace(await a.world(0), generation=9, reason="another leader's")
+        await a.store.compare_and_set(
+            WORLD_KEY,
+            usurped.summary(),
+            expected=(await a.store.get(WORLD_KEY)).items[WORLD_KEY].modified,
+            beside=usurped.parts(),
+        )
+        await a.say(done=0)  # of a generation that is history: its end must not be published
+        await a.say(done=9)
+        closed = await a.world(9, "closed")
+        assert closed.generation == 9
+        assert a.told.decisions == [("waiting", None), ("running", None), ("closed", None)]
 
 
-def test_a_slow_node_is_replaced_when_a_spare_is_there_and_else_that_is_said_once():
-    async def run():
-        async with cluster(RoundRules(min_nodes=2, max_nodes=2), "a", "b", "c") as (a, b, c):
-            await asyncio.wait_for(a.told.leads.wait(), DEADLINE)
-            await a.say()
-            await b.say()
-            await b.world(0)
-            a.leader.replace_slow(-1, {"b"})  # of a world that is history
-            a.leader.replace_slow(0, {"b"})
-            await asyncio.wait_for(a.told.has_said.wait(), DEADLINE)
-            a.leader.replace_slow(0, {"b"})
-            await c.say()
-            over = await b.world(0, "over")
-            assert over.reason == "b is slow and gives its place to c"
-            assert a.told.said == ["there is no spare node that could take the place of b"]
-            await a.say(gone=0, store="a:2")
-            await b.say(gone=0, store="b:2")
-            assert [node.name for node in (await c.world(1)).nodes] == ["a", "c"]
-
-    asyncio.run(run())
+@story
+async def test_a_slow_node_is_replaced_when_a_spare_is_there_and_else_that_is_said_once():
+    async with cluster(RoundRules(min_nodes=2, max_nodes=2), "a", "b", "c") as (a, b, c):
+        await asyncio.wait_for(a.told.leads.wait(), DEADLINE)
+        await a.say()
+        await b.say()
+        await b.world(0)
+        a.leader.replace_slow(-1, {"b"})  # of a world that is history
+        a.leader.replace_slow(0, {"b"})
+        await asyncio.wait_for(a.told.has_said.wait(), DEADLINE)
+        a.leader.replace_slow(0, {"b"})
+        await c.say()
+        over = await b.world(0, "over")
+        assert over.reason == "b is slow and gives its place to c"
+        assert a.told.said == ["there is no spare node that could take the place of b"]
+        await a.say(gone=0, store="a:2")
+        await b.say(gone=0, store="b:2")
+        assert [node.name for node in (await c.world(1)).nodes] == ["a", "c"]
 
 
 def test_a_checkpoint_counts_once_it_is_written(tmp_path):
