@@ -22,6 +22,7 @@ import pytest
 from tests import needs, ports
 from tests.etcd import etcd, etcd_on_path, some_etcd
 from tests.leaks import Leaks, Snapshot
+from tests.support import SOAK
 
 __all__ = ["etcd", "etcd_on_path", "some_etcd"]
 
@@ -70,8 +71,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 # --- order ---------------------------------------------------------------------------------------
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if SOAK == 1:
+        long = [item for item in items if item.get_closest_marker("soak")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in set(long)]
     for item in items:
+        if SOAK > 1:
+            item.add_marker(pytest.mark.timeout(0), append=False)
         for fixture in item.fixturenames:  # type: ignore[attr-defined]
             item.add_marker(pytest.mark.needs(*_NEEDS_OF_FIXTURES.get(fixture, ())))
         if (group := _group(item)) is not None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -325,10 +328,32 @@ def test_user_signals_reach_the_workers(tmp_path):
         assert node.wait() == 130
 
 
+@pytest.mark.parametrize("flags", ["", "--no-zygote"])
+def test_a_job_that_nohup_starts_in_the_background(tmp_path, flags):
+    """It survives the end of its terminal, and its workers can be interrupted all the same."""
+    ignored = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+    with job(tmp_path, f"--standalone {flags}") as it:
+        before = [signal.signal(number, signal.SIG_IGN) for number in ignored]
+        node = it.start()
+        for number, handler in zip(ignored, before, strict=True):
+            signal.signal(number, handler)
+        (worker,) = it.world(0, 1)
+        assert not signals_ignored_by(worker["pid"]) & set(ignored)
+        os.kill(node.pid, signal.SIGHUP)
+        it.order("exit 3", generation=0)
+        it.world(1, 1)
+        os.kill(node.pid, signal.SIGINT)
+        assert node.wait() == 128 + signal.SIGINT, node.stderr
+
+
+def signals_ignored_by(pid: int) -> set[int]:
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = int(re.search(r"SigIgn:\s*(\w+)", status)[1], 16)
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
+
+
 @pytest.mark.parametrize("flags", ["--no-zygote", "--no-python"])
 def test_plain_processes(tmp_path, flags):
-    import sys
-
     with job(tmp_path, f"--standalone {flags}") as it:
         script = None
         if flags == "--no-python":
