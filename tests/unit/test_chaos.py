@@ -8,13 +8,14 @@ import pytest
 
 from tests.process.chaos_record import compare, judge
 from tests.process.chaos_schedule import KINDS, LOSING, MOST_NODES, NEED_ENOUGH, NODES, schedule
+from tests.support import SOAK
 from torchelastic.data.verdict import Line
 
 SAMPLES = 8
 
 
 @pytest.mark.parametrize("mode", ["script", "train"])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5 * SOAK))
 def test_a_schedule_has_all_faults_and_keeps_enough_nodes(seed, mode):
     faults = schedule(seed, mode)
     assert faults == schedule(seed, mode)

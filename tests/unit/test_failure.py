@@ -34,11 +34,8 @@ FAILURE = Failure(
 )
 
 
-def test_there_and_back():
+def test_there_and_back_and_an_older_version_says_less_and_a_newer_one_more():
     assert Failure.from_json(json.loads(json.dumps(FAILURE.to_json()))) == FAILURE
-
-
-def test_an_older_version_says_less_and_a_newer_one_more():
     old = {
         name: value
         for name, value in FAILURE.to_json().items()
@@ -48,33 +45,23 @@ def test_an_older_version_says_less_and_a_newer_one_more():
     assert read == replace(FAILURE, hint="", log_lines=(), collective="", entered=-1, waited=False)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("rank", "2"),
-        ("rank", True),
-        ("exitcode", 1.5),
-        ("message", ["boom"]),
-        ("message", None),
-        ("step", "seven"),
-        ("alive", "yes"),
-        ("wall_time", float("nan")),
-        ("wall_time", 1e300),
-        ("wall_time", -1),
-        ("hint", 3),
-        ("log_lines", "one line"),
-        ("log_lines", [3]),
-        ("log_lines", {"0": "line"}),
-        ("collective", {}),
-    ],
-)
-def test_what_makes_no_sense_is_left_out(name, value):
-    read = Failure.from_json(FAILURE.to_json() | {name: value})
-    assert read.node == "node-b"
-    assert getattr(read, name) != value
-
-
-def test_nothing_at_all_can_be_shown():
+def test_what_makes_no_sense_is_left_out():
+    wrong = {
+        "rank": ["2", True],
+        "exitcode": [1.5],
+        "message": [["boom"], None],
+        "step": ["seven"],
+        "alive": ["yes"],
+        "wall_time": [float("nan"), 1e300, -1],
+        "hint": [3],
+        "log_lines": ["one line", [3], {"0": "line"}],
+        "collective": [{}],
+    }
+    for name, values in wrong.items():
+        for value in values:
+            read = Failure.from_json(FAILURE.to_json() | {name: value})
+            assert read.node == "node-b"
+            assert getattr(read, name) != value, name
     assert Failure.from_json({}).sentence() == "? failed: not told"
 
 
@@ -98,7 +85,9 @@ def test_what_travels_is_bounded_whoever_sends_it():
         ("bell\x07 and \x1bthe rest\u202e", ("bell� and �the rest�",)),
         ("a\tb", ("a       b",)),
         ("x" * 2 * MOST_LINE, ("x" * MOST_LINE,)),
+        ("\n".join(map(str, range(1000))), tuple(map(str, range(1000 - MOST_LINES, 1000)))),
     ],
+    ids=range(10),
 )
 def test_last_lines(text, lines):
     assert last_lines(text) == lines
@@ -110,11 +99,6 @@ def test_a_traceback_that_is_told_is_not_told_twice():
     assert last_lines(f"loading\n{traceback}bye\n", traceback) == ("loading", "bye")
     assert last_lines(f"loading\n\x1b[31m{ranked}\x1b[0m", traceback) == ("loading",)
     assert last_lines("loading\n", "\n \n") == ("loading",)
-
-
-def test_of_many_lines_the_last_ones_are_kept():
-    kept = last_lines("\n".join(map(str, range(1000))))
-    assert kept == tuple(map(str, range(1000 - MOST_LINES, 1000)))
 
 
 def test_a_node_that_is_gone():

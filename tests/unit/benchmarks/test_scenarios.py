@@ -10,7 +10,7 @@ from benchmarks.harness import scenarios
 from benchmarks.harness.cold_start import Comparison, measure_pairs
 from benchmarks.harness.launchers import FAST, OURS, SAFE, STOCK, TORCHRUN
 from benchmarks.harness.scenarios import interleave, quiet_seconds
-from benchmarks.recovery import counts, is_ours
+from benchmarks.recovery import counts
 
 
 def test_launchers_alternate_until_each_has_its_count():
@@ -42,19 +42,6 @@ def test_faults_come_at_many_phases_of_a_heartbeat():
 def test_the_better_setting_of_torchrun_gets_all_repetitions(scenario, expected):
     found = {launcher.name: count for launcher, count in counts(scenario, 10, 1)}
     assert found == expected
-
-
-def test_every_launcher_is_measured_at_least_once():
-    rows = (
-        *(scenarios.WORKER, scenarios.NODE, scenarios.GROW),
-        *(scenarios.KEEP, scenarios.IMPORTS),
-    )
-    assert all(count >= 1 for row in rows for _, count in counts(row, 1, 1))
-
-
-def test_whose_a_launcher_is():
-    assert is_ours(OURS)
-    assert not is_ours(SAFE)
 
 
 def test_pairs_alternate_their_order_and_keep_their_sides():

@@ -52,59 +52,41 @@ def results():
     return made
 
 
-@pytest.mark.parametrize(
-    ("ours", "copy", "met"),
-    [
+def test_so_many_copies_at_most():
+    for ours, copy, met in (
         (summary(0.12), summary(0.1), True),
         (summary(0.121), summary(0.1), False),
         (summary(0.1, 0.1, 9.0), summary(0.1), True),
         (NOTHING, summary(0.1), None),
         (summary(0.1), NOTHING, None),
-    ],
-)
-def test_so_many_copies_at_most(ours, copy, met):
-    assert bars.in_copies(ours, copy, 1.2, "a copy").met is met
+    ):
+        assert bars.in_copies(ours, copy, 1.2, "a copy").met is met, (ours, copy)
 
 
-@pytest.mark.parametrize(
-    ("pairs", "met"),
-    [
+def test_an_overhead_is_judged_by_its_interval():
+    for pairs, met in (
         ([(1.01, 1.0), (1.012, 1.0), (1.011, 1.0)], True),
         ([(1.10, 1.0), (1.11, 1.0), (1.12, 1.0)], False),
         ([(1.00, 1.0), (1.10, 1.0), (1.03, 1.0)], None),  # the interval has the limit in it
         ([(1.10, 1.0)], None),
         ([], None),
-    ],
-)
-def test_an_overhead_is_judged_by_its_interval(pairs, met):
-    assert bars.overhead(pairs, 0.05, copies=22, free=1.0).met is met
+    ):
+        assert bars.overhead(pairs, 0.05, copies=22, free=1.0).met is met, pairs
+    # It proves nothing where the promise does not hold.
+    for copies, free, why in ((19, 1.0, "shorter than 20 copies"), (22, 0.3, "no core was free")):
+        bar = bars.overhead([(1.0, 1.0), (1.001, 1.0)], 0.05, copies=copies, free=free)
+        assert bar.met is None
+        assert why in bar.wanted
 
 
-@pytest.mark.parametrize(
-    ("copies", "free", "why"), [(19, 1.0, "shorter than 20 copies"), (22, 0.3, "no core was free")]
-)
-def test_an_overhead_proves_nothing_where_the_promise_does_not_hold(copies, free, why):
-    bar = bars.overhead([(1.0, 1.0), (1.001, 1.0)], 0.05, copies=copies, free=free)
-    assert bar.met is None
-    assert why in bar.wanted
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "met"), [(0.1, 1.0, True), (0.11, 1.0, False), (0.1, None, None)]
-)
-def test_ten_times_less_than_saving(ours, theirs, met):
-    basis = NOTHING if theirs is None else summary(theirs)
-    assert bars.less_than_saving(summary(ours), basis).met is met
-
-
-@pytest.mark.parametrize(("ours", "met"), [(0.2, True), (0.21, False)])
-def test_not_more_than_the_best_of_the_others(ours, met):
-    assert bars.not_more(summary(ours), [summary(1.0), summary(0.2), NOTHING]).met is met
-
-
-@pytest.mark.parametrize(("ours", "met"), [(0.8, True), (0.9, False)])
-def test_a_share_of_the_bandwidth(ours, met):
-    assert bars.bandwidth_share(summary(ours), summary(0.5)).met is met
+def test_others_are_held_against_it():
+    for ours, theirs, met in ((0.1, summary(1.0), True), (0.11, summary(1.0), False)):
+        assert bars.less_than_saving(summary(ours), theirs).met is met
+    assert bars.less_than_saving(summary(0.1), NOTHING).met is None
+    for ours, met in ((0.2, True), (0.21, False)):
+        assert bars.not_more(summary(ours), [summary(1.0), summary(0.2), NOTHING]).met is met
+    for ours, met in ((0.8, True), (0.9, False)):
+        assert bars.bandwidth_share(summary(ours), summary(0.5)).met is met
 
 
 def test_the_report_has_every_row_and_its_verdict():
@@ -142,21 +124,13 @@ def test_what_every_tenth_step_costs_follows_from_one_that_holds_all_of_it():
     assert beginning not in render(made)
 
 
-def test_a_row_that_failed_is_named():
-    made = results()
-    made.failed_rows.append("peer")
-    assert "no job of peer ended well" in render(made)
-
-
-def test_a_run_of_nothing_has_a_report():
-    assert "State of 84 MB" in render(
-        StateResults(dict(ABOUT), bytes=SIZES[QUICK.size].state_bytes)
-    )
-
-
-def test_results_are_read_again_as_they_were_saved():
+def test_results_are_read_again_as_they_were_saved_and_any_has_a_report():
     made = results()
     assert StateResults.from_json(made.to_json()) == made
+    made.failed_rows.append("peer")
+    assert "no job of peer ended well" in render(made)
+    nothing = StateResults(dict(ABOUT), bytes=SIZES[QUICK.size].state_bytes)
+    assert "State of 84 MB" in render(nothing)
 
 
 def test_the_sizes_are_a_look_and_a_gigabyte():
@@ -165,14 +139,11 @@ def test_the_sizes_are_a_look_and_a_gigabyte():
     assert SIZES[QUICK.size].state_bytes > 64 << 20
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
+def test_milliseconds():
+    for seconds, text in (
         ((0.001234,), "1.23 ms (1.23 to 1.23)"),
         ((0.0312, 0.028, 0.0401), "31.2 ms (28.0 to 40.1)"),
         ((1.5, 1.5), "1,500 ms (1,500 to 1,500)"),
         ((), "not measured"),
-    ],
-)
-def test_milliseconds(seconds, text):
-    assert milliseconds(Summary(seconds)) == text
+    ):
+        assert milliseconds(Summary(seconds)) == text

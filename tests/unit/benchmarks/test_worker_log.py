@@ -36,36 +36,17 @@ def both_ranks(world, number, finished):
 def test_a_step_is_finished_when_its_last_rank_has_finished_it():
     made = history(step(1, 0, 7, 10.0), step(1, 1, 7, 10.3))
     assert [(finish.number, finish.time) for finish in made.finishes] == [(7, 10.3)]
-
-
-def test_a_step_that_one_rank_did_not_finish_does_not_count():
     assert history(step(1, 0, 7, 10.0)).finishes == []
-
-
-def test_equal_step_numbers_of_two_worlds_are_two_steps():
+    # Equal numbers of two worlds are two steps.
     assert history(step(1, 0, 7, 10.0), step(2, 1, 7, 10.3)).finishes == []
-
-
-def test_other_events_are_no_steps():
-    made = History()
-    made.add_line(json.dumps({"event": "start", "pid": 1, "t": 1.0}))
-    assert made.spans == {}
 
 
 def test_a_line_of_a_worker_is_read():
     made = History()
-    line = {
-        "t": 2.0,
-        "event": "step",
-        "pid": 5,
-        "rank": 0,
-        "size": 1,
-        "generation": 3,
-        "world": 9,
-        "step": 4,
-        "began": 1.5,
-    }
-    made.add_line(json.dumps(line))
+    made.add_line(json.dumps({"event": "start", "pid": 1, "t": 1.0}))  # no step
+    assert made.spans == {}
+    line = {"t": 2.0, "event": "step", "pid": 5, "rank": 0, "size": 1, "generation": 3}
+    made.add_line(json.dumps(line | {"world": 9, "step": 4, "began": 1.5}))
     span = made.spans[9]
     assert (span.began, span.ended, span.generations, span.pids) == (1.5, 2.0, {3}, {0: 5})
     assert made.first_finish(after=1.9).number == 4
@@ -99,10 +80,7 @@ def test_the_first_finish_is_of_a_new_world_of_the_wanted_size(after, size, not_
 def test_how_long_a_world_has_trained(size, now, expected):
     made = history(*both_ranks(1, 1, 10.0), *both_ranks(1, 2, 12.0))
     assert made.trained_for(size, now) == pytest.approx(expected)
-
-
-def test_a_job_without_steps_has_not_trained():
-    assert History().trained_for(2, 5.0) == 0.0
+    assert History().trained_for(size, now) == 0.0
 
 
 def test_the_latest_world_is_the_one_that_stepped_last():
@@ -110,19 +88,14 @@ def test_the_latest_world_is_the_one_that_stepped_last():
     assert made.latest().pids == {0: 200, 1: 201}
 
 
-def test_worlds_one_after_the_other_do_not_overlap():
+def test_two_worlds_that_train_in_turns_overlap():
     made = history(*both_ranks(1, 1, 10.0), *both_ranks(2, 1, 20.0), *both_ranks(3, 1, 30.0))
     assert made.overlapping() == []
-
-
-def test_two_worlds_that_train_in_turns_overlap():
     made = history(step(1, 0, 1, 10.0), step(2, 0, 1, 11.0), step(1, 0, 2, 12.0))
     assert [(a.world, b.world) for a, b in made.overlapping()] == [(1, 2)]
     assert made.overlapping(known={1, 2}) == []
     assert len(made.overlapping(known={1})) == 1
-
-
-def test_a_step_begun_before_the_last_step_of_the_old_world_overlaps():
+    # A step begun before the last one of the old world.
     made = history(step(1, 0, 1, 10.0), step(2, 0, 1, 10.5, began=9.9))
     assert len(made.overlapping()) == 1
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from tests.support import poll_for
-from tests.unit.checkpoint.conftest import Number
+from tests.unit.checkpoint.conftest import Number, after
 from torchelastic import checkpoint, faults
 from torchelastic.checkpoint import Checkpoint, CheckpointManager, set_checkpoint_manager
 from torchelastic.errors import CheckpointError
@@ -16,29 +17,6 @@ from torchelastic.errors import CheckpointError
 EVERY_WRITE_FAILS = ";".join(
     f"raise@place=checkpoint.write,generation=any,n={n}" for n in range(1, 9)
 )
-
-
-class Held(CheckpointManager):
-    """Hands on to another manager, when it is allowed to."""
-
-    def __init__(self, manager):
-        self.manager = manager
-        self.allowed = threading.Event()
-        self.waiting = threading.Event()
-
-    def create_checkpoint(self):
-        self.waiting.set()
-        assert self.allowed.wait(30)
-        return self.manager.create_checkpoint()
-
-    def get_checkpoint(self, sequence_id):
-        return self.manager.get_checkpoint(sequence_id)
-
-    def get_latest_checkpoint(self):
-        return self.manager.get_latest_checkpoint()
-
-    def list_checkpoints(self):
-        return self.manager.list_checkpoints()
 
 
 class OfTheUser(CheckpointManager):
@@ -68,12 +46,19 @@ def streams(manager):
     return used
 
 
-@pytest.fixture(params=["store", "of the user"])
-def either(request, manager):
+@pytest.fixture(params=["manager", "streams"])
+def either(request):
     """A store, and a manager that knows streams only."""
-    used = manager if request.param == "store" else OfTheUser(manager)
-    set_checkpoint_manager(used)
-    return used
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def held(streams, monkeypatch):
+    """Storage that hangs: `begun` is set when something is written, which waits for `allowed`."""
+    made = SimpleNamespace(begun=threading.Event(), allowed=threading.Event())
+    create = after(made.allowed, streams.create_checkpoint)
+    monkeypatch.setattr(streams, "create_checkpoint", lambda: made.begun.set() or create())
+    return made
 
 
 def steps(manager):
@@ -89,12 +74,18 @@ def left_over(manager):
 
 
 def test_a_state_comes_back_with_its_step(either):
+    state = Number(3)
+    assert checkpoint.load_latest(state) is None
+    assert state.value == 3
     checkpoint.save(Number(41), 7)
     checkpoint.save(Number(42), 9)
     checkpoint.finish()
-    state = Number()
     assert checkpoint.load_latest(state) == 9
     assert state.value == 42
+    poll_for(
+        lambda: "torchelastic-checkpoint" not in [t.name for t in threading.enumerate()],
+        what="the end of the writer's thread",
+    )
 
 
 def test_no_manager_no_checkpoints():
@@ -104,15 +95,7 @@ def test_no_manager_no_checkpoints():
     assert checkpoint.load_latest(Number()) is None
 
 
-def test_no_checkpoint_leaves_the_state_alone(either):
-    state = Number(3)
-    assert checkpoint.load_latest(state) is None
-    assert state.value == 3
-
-
-def test_saving_does_not_wait_for_storage_and_keeps_what_was_then(manager):
-    held = Held(manager)
-    set_checkpoint_manager(held)
+def test_saving_does_not_wait_for_storage_and_keeps_what_was_then(manager, held):
     state = Number(1)
     checkpoint.save(state, 1)  # returns, although nothing can be written
     state.value = 2
@@ -124,26 +107,15 @@ def test_saving_does_not_wait_for_storage_and_keeps_what_was_then(manager):
     assert loaded.value == 1
 
 
-def test_storage_that_is_too_slow_gets_the_newest_and_the_log_says_so(manager, caplog):
-    held = Held(manager)
-    set_checkpoint_manager(held)
+def test_storage_that_is_too_slow_gets_the_newest_and_the_log_says_so(manager, held, caplog):
     checkpoint.save(Number(1), 1)
-    assert held.waiting.wait(30)
+    assert held.begun.wait(30)
     checkpoint.save(Number(2), 2)
     checkpoint.save(Number(3), 3)
     held.allowed.set()
     checkpoint.finish()
     assert steps(manager) == [3, 1]
     assert "No checkpoint of step 2" in caplog.text
-
-
-def test_the_thread_ends_with_its_work(either):
-    checkpoint.save(Number(1), 1)
-    checkpoint.finish()
-    poll_for(
-        lambda: "torchelastic-checkpoint" not in [t.name for t in threading.enumerate()],
-        what="the end of the writer's thread",
-    )
 
 
 def test_a_failed_write_is_told_and_leaves_nothing_behind(either, caplog):
@@ -156,39 +128,16 @@ def test_a_failed_write_is_told_and_leaves_nothing_behind(either, caplog):
     checkpoint.finish()  # told once
 
 
-def test_training_goes_on_after_a_failed_write(manager):
-    faults.plan("raise@place=checkpoint.write,generation=any")
-    checkpoint.save(Number(1), 1)
-    manager._runner.wait()
-    checkpoint.save(Number(2), 2)
-    checkpoint.finish()
-    assert steps(manager) == [2]
-
-
 def test_training_goes_on_however_often_a_write_fails(either, caplog):
-    faults.plan(EVERY_WRITE_FAILS)
-    for step in range(4):
-        checkpoint.save(Number(step), step)
-        with pytest.raises(CheckpointError, match=f"of step {step} could not be written"):
-            checkpoint.finish()
-    assert caplog.text.count("the training goes on") == 4
-    assert left_over(either) == []
-
-
-def test_waiting_raises_nothing_and_leaves_it_to_finish(either):
-    faults.plan("raise@place=checkpoint.write,generation=any")
-    checkpoint.save(Number(1), 1)
-    checkpoint.wait()
-    with pytest.raises(CheckpointError, match="of step 1 could not be written"):
-        checkpoint.finish()
-
-
-def test_failures_in_a_row_are_counted_in_the_log(manager, caplog):
     faults.plan(EVERY_WRITE_FAILS)
     for step in range(3):
         checkpoint.save(Number(step), step)
-        manager._runner.wait()
+        checkpoint.wait()  # raises nothing: that is left to finish
+    assert caplog.text.count("the training goes on") == 3
     assert "(3 in a row)" in caplog.text
+    assert left_over(either) == []
+    with pytest.raises(CheckpointError, match="of step 2 could not be written"):
+        checkpoint.finish()
 
 
 def test_a_checkpoint_that_cannot_be_made_keeps_its_cause(manager):

@@ -114,30 +114,26 @@ def test_a_world_voids_what_is_beyond_its_base():
     assert not fence.is_void(4, None, second.worlds)
 
 
-def test_what_a_later_world_says_again_is_forgotten():
-    worlds = Fence("a", "job", "", 1, (World(3, 50), World(5, 90)))
-    assert fence.taken(worlds, MINE, sequence=8, base=70).worlds == (World(3, 50), World(8, 70))
-    assert fence.taken(worlds, MINE, sequence=8, base=0).worlds == (World(8, 0),)
+@pytest.mark.parametrize(
+    ("base", "worlds"),
+    [
+        (70, (World(3, 50), World(8, 70))),
+        (0, (World(8, 0),)),  # what a later world says again is forgotten
+        (None, (World(3, 50), World(5, 90))),  # without a base nothing is void
+    ],
+)
+def test_what_worlds_say_together(base, worlds):
+    before = Fence("a", "job", "", 1, (World(3, 50), World(5, 90)))
+    assert fence.taken(before, MINE, sequence=8, base=base).worlds == worlds
 
 
-def test_a_world_that_says_no_base_voids_nothing():
-    worlds = Fence("a", "job", "", 1, (World(3, 50),))
-    assert fence.taken(worlds, MINE, sequence=8, base=None).worlds == (World(3, 50),)
-
-
-def test_a_fence_is_read_back():
+def test_a_fence_is_read_back_and_junk_is_none():
     whole = Fence("a", "job", "", 1, (World(3, 50),))
     assert fence.from_json(fence.to_json(whole)) == whole
-
-
-def test_where_there_is_none():
     assert fence.from_json(None) == Fence()
-
-
-@pytest.mark.parametrize("junk", [b"", b"[]", b"{", b'{"token": 1}', b"\xff"])
-def test_junk_is_no_fence(junk):
-    with pytest.raises(ValueError, match="no fence"):
-        fence.from_json(junk)
+    for junk in (b"", b"[]", b"{", b'{"token": 1}', b"\xff"):
+        with pytest.raises(ValueError, match="no fence"):
+            fence.from_json(junk)
 
 
 # --- the marker -----------------------------------------------------------------------------------
@@ -145,25 +141,13 @@ def test_junk_is_no_fence(junk):
 WHOLE = Marker(7, 2, {"a": File(10, 123), "b": File(0, 0)})
 
 
-def test_a_marker_is_read_back():
-    assert marker.from_json(marker.to_json(WHOLE)) == WHOLE
+def test_a_marker_is_read_back_and_junk_is_none():
+    text = marker.to_json(WHOLE)
+    assert marker.from_json(text) == WHOLE
     assert WHOLE.size == 10
-
-
-@pytest.mark.parametrize(
-    "junk",
-    [
-        b"",
-        b"{}",
-        b"null",
-        b"[1]",
-        marker.to_json(WHOLE)[:-20],
-        marker.to_json(WHOLE).replace(b"checkpoint 1", b"checkpoint 9"),
-        marker.to_json(WHOLE).replace(b"7", b'"7"'),
-    ],
-)
-def test_junk_is_no_marker(junk):
-    assert marker.from_json(junk) is None
+    bent = [text[:-20], text.replace(b"checkpoint 1", b"checkpoint 9"), text.replace(b"7", b'"7"')]
+    for junk in (b"", b"{}", b"null", b"[1]", *bent):
+        assert marker.from_json(junk) is None, junk
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.unit.checkpoint.conftest import after, saved, state, steps
-from torchelastic import checkpoint, faults
+from torchelastic import TorchState, checkpoint, faults
+from torchelastic.checkpoint import agreement
 from torchelastic.checkpoint import store as store_module
 from torchelastic.errors import CheckpointError
 from torchelastic.snapshot import room
@@ -32,26 +33,23 @@ def large(value):
     return torch.full((1 << 15,), float(value))
 
 
-def test_what_is_lasting_is_copied_when_it_is_about_to_be_written(behind, monkeypatch):
-    """Nobody has copied it by then: who waits does it."""
-    go, weight = held(behind, monkeypatch), large(1)
-    assert behind.save({"w": weight}, 1, lasting=[weight])
+def test_what_is_lasting_is_copied_when_it_is_about_to_be_written_the_rest_at_once(
+    behind, monkeypatch
+):
+    """Nobody has copied it by then: who waits does it, and that is the cost."""
+    go, weight, other = held(behind, monkeypatch), large(1), large(1)
+    assert behind.save({"w": weight, "b": other}, 1, lasting=[weight])
+    other.fill_(2)
+    before = behind._blocked
     behind.before_write()
     weight.fill_(2)
     behind.before_write()  # once is enough
     go.set()
     behind.finish()
-    assert behind.load().tree["w"].eq(1).all()
-
-
-def test_what_is_not_lasting_is_copied_before_save_returns(behind, monkeypatch):
-    go, weight, other = held(behind, monkeypatch), large(1), large(1)
-    assert behind.save({"w": weight, "b": other}, 1, lasting=[weight])
-    other.fill_(2)
-    behind.before_write()
-    go.set()
-    behind.finish()
-    assert behind.load().tree["b"].eq(1).all()
+    found = behind.load().tree
+    assert found["w"].eq(1).all()
+    assert found["b"].eq(1).all()
+    assert behind._measured.blocked == behind._blocked > before
 
 
 def test_a_state_that_is_written_to_meanwhile_is_not_stored(behind, monkeypatch, caplog):
@@ -70,16 +68,11 @@ def test_a_state_that_is_written_to_meanwhile_is_not_stored(behind, monkeypatch,
     assert behind.load().tree["w"].eq(2).all()
 
 
-def test_what_training_waits_for_counts_as_the_cost(behind, monkeypatch):
-    """The automatic interval follows it."""
-    go, weight = held(behind, monkeypatch), large(1)
-    assert behind.save({"w": weight}, 1, lasting=[weight])
-    before = behind._blocked
-    behind.before_write()
-    go.set()
-    behind.finish()
-    assert behind._blocked > before
-    assert behind._measured.blocked == behind._blocked
+def test_large_states_are_written_by_another_process(open_store, tmp_path):
+    store = open_store(tmp_path)
+    small = store._way(store_module.LARGE - 1)
+    assert store._process is None
+    assert store._way(store_module.LARGE) == store._process.run != small
 
 
 @pytest.fixture
@@ -110,8 +103,7 @@ def test_without_memory_storage_that_fails_is_told_and_training_goes_on(behind, 
 
 def test_a_state_that_is_loaded_is_copied_first(used, monkeypatch):
     """What is read back must not get into the checkpoint that is being written."""
-    from torchelastic import TorchState
-
+    monkeypatch.setattr(used, "_writer", "thread")
     model = torch.nn.Linear(300, 300)
     trained = TorchState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     torch.nn.init.ones_(model.weight)
@@ -130,9 +122,7 @@ def test_a_state_that_is_loaded_is_copied_first(used, monkeypatch):
 
 
 def test_optimizers_wait_until_checkpoints_have_their_copy(used, monkeypatch):
-    """And nothing else has to be done for it."""
-    from torchelastic import TorchState
-
+    """And nothing else has to be done for it; here the process that writes is a real one."""
     monkeypatch.setattr(store_module, "LARGE", 1)
     go = held(used, monkeypatch)
     model = torch.nn.Linear(300, 300)
@@ -160,8 +150,6 @@ def test_optimizers_wait_until_checkpoints_have_their_copy(used, monkeypatch):
 @pytest.fixture
 def one_of_two(monkeypatch):
     """This process takes part as rank 1 of 2; what is agreed on is what it says itself."""
-    from torchelastic.checkpoint import agreement
-
     monkeypatch.setattr(agreement, "world", lambda: (1, 2))
     monkeypatch.setattr(agreement, "largest", lambda *numbers: list(numbers))
     monkeypatch.setattr(agreement, "of_rank_0", lambda _: {"token": "abcdef", "sequence": 7})

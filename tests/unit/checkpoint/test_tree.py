@@ -17,34 +17,18 @@ def again(value):
     return tree.restore(json.loads(json.dumps(skeleton)), tensors)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        True,
-        3,
-        2**80,
-        0.1,
-        -math.inf,
-        "text",
-        b"\x00\xff",
-        [],
-        {},
-        (),
+def test_plain_values_come_back_as_they_were():
+    values = [None, True, 3, 2**80, 0.1, -math.inf, "text", b"\x00\xff", [], {}, ()]
+    values += [
         [1, [2, (3, {})]],
         {"a": {"b": [None]}, "!": "mine"},
         {0: "int", True: "bool", None: "none", "1": "text", 1.5: "float"},
         {"dtype": torch.bfloat16},
-    ],
-    ids=str,
-)
-def test_plain_values_come_back_as_they_were(value):
-    found = again(value)
-    assert found == value
-    assert repr(found) == repr(value)
-
-
-def test_nan_comes_back():
+    ]
+    for value in values:
+        found = again(value)
+        assert found == value
+        assert repr(found) == repr(value)
     assert math.isnan(again([math.nan])[0])
 
 
@@ -55,10 +39,10 @@ def test_tensors_have_dotted_names():
     assert again({"m": (one, {"x": two})})["m"][1]["x"] is two
 
 
-@pytest.mark.parametrize("value", [{1, 2}, object(), 1j, range(3)], ids=repr)
-def test_what_json_cannot_hold_is_refused_by_its_place(value):
-    with pytest.raises(CheckpointError, match=r"'a\.b\.1' is of type .* cannot hold"):
-        tree.flatten({"a": {"b": [0, value]}})
+def test_what_json_cannot_hold_is_refused_by_its_place():
+    for value in ({1, 2}, object(), 1j, range(3)):
+        with pytest.raises(CheckpointError, match=r"'a\.b\.1' is of type .* cannot hold"):
+            tree.flatten({"a": {"b": [0, value]}})
 
 
 # --- who writes what ------------------------------------------------------------------------------
@@ -79,11 +63,7 @@ def test_what_all_have_is_shared_out(sizes, ranks, loads):
     assert set(owners) == set(sizes)
     found = [sum(sizes[n] for n, rank in owners.items() if rank == r) for r in range(ranks)]
     assert sorted(found) == sorted(loads)
-
-
-def test_the_order_of_names_does_not_matter():
-    sizes = {"a": 1, "b": 1, "c": 2}
-    assert plan.owners_of(sizes, 2) == plan.owners_of(dict(reversed(sizes.items())), 2)
+    assert plan.owners_of(dict(reversed(sizes.items())), ranks) == owners
 
 
 def test_each_tensor_falls_to_one_rank_and_own_ones_to_their_own():

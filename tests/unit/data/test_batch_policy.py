@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.data.worlds import examples
 from torchelastic.data.batch_policy import BatchPolicy, Cut
 from torchelastic.errors import ConfigError
 
@@ -55,39 +56,25 @@ def test_a_rank_with_fewer_samples_than_micro_batches_has_empty_ones():
     assert policy.cuts(4, 5, batch=3) == (Cut(0, 0, 0.0),)
 
 
+@examples(50)
 @given(policies(), SIZES, REMAINDERS)
-def test_shares_add_up_and_differ_by_one_at_most(policy, size, batch):
+def test_shares_add_up_and_every_sample_weighs_the_same(policy, size, batch):
+    total = batch or policy.batch(size)
     shares = policy.shares(size, batch)
     assert len(shares) == size
-    assert sum(shares) == (batch or policy.batch(size))
+    assert sum(shares) == total
     assert max(shares) - min(shares) <= 1
     assert list(shares) == sorted(shares, reverse=True)
-
-
-@given(policies(), SIZES, REMAINDERS)
-def test_cuts_cover_each_share_in_equally_many_pieces_of_at_most_micro(policy, size, batch):
     count = policy.micro_batches(size, batch)
-    for rank, share in enumerate(policy.shares(size, batch)):
+    for rank, share in enumerate(shares):
         cuts = policy.cuts(rank, size, batch)
         assert len(cuts) == count
         assert [cut.start for cut in cuts] == [0, *(cut.stop for cut in cuts[:-1])]
         assert cuts[-1].stop == share
         assert all(cut.stop - cut.start <= (policy.micro or share) for cut in cuts)
-        assert sum(cut.scale for cut in cuts) == pytest.approx(policy.weight(rank, size, batch))
-
-
-@given(policies(), SIZES, REMAINDERS)
-def test_weights_make_the_mean_over_ranks_that_over_samples(policy, size, batch):
-    """Every sample has the weight 1 / batch in the end."""
-    total = batch or policy.batch(size)
-    for rank, share in enumerate(policy.shares(size, batch)):
-        assert policy.weight(rank, size, batch) / size == pytest.approx(share / total)
-        for cut in policy.cuts(rank, size, batch):
-            if cut.stop > cut.start:
-                each = cut.scale / (cut.stop - cut.start) / size
-                assert each == pytest.approx(1 / total)
-            else:
-                assert cut.scale == 0.0
+        assert policy.weight(rank, size, batch) == pytest.approx(share * size / total)
+        for cut in cuts:
+            assert cut.scale == pytest.approx((cut.stop - cut.start) * size / total)
 
 
 def test_the_batch_grows_with_the_world():
@@ -108,9 +95,6 @@ def test_the_batch_grows_with_the_world():
 def test_the_learning_rate_follows_the_batch(rule, base_size, factors):
     policy = BatchPolicy.scale_with_world(8, lr_rule=rule, base_size=base_size)
     assert {size: policy.lr_factor(size) for size in factors} == factors
-
-
-def test_a_constant_batch_needs_no_other_learning_rate():
     assert BatchPolicy.constant_global(8).lr_factor(5) == 1.0
 
 
@@ -129,8 +113,3 @@ def test_a_constant_batch_needs_no_other_learning_rate():
 def test_what_makes_no_sense_is_refused(make, told):
     with pytest.raises(ConfigError, match=told):
         make()
-
-
-def test_policies_are_values():
-    assert BatchPolicy.constant_global(8, micro=2) == BatchPolicy.constant_global(8, micro=2)
-    assert BatchPolicy.constant_global(8) != BatchPolicy.constant_global(9)

@@ -1,29 +1,21 @@
 """The loader: worlds change, steps are undone, and the loop of the user notices nothing."""
 
+from array import array
+
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from tests.unit.data.worlds import PlacedSampler, World, sampled
+from torchelastic import stalls
 from torchelastic.data import BatchPolicy, DataLoader, ElasticSampler
 from torchelastic.data.order import Order
 from torchelastic.data.own_rank import OwnRank
 from torchelastic.errors import ConfigError
 
-EVENTS = st.one_of(
-    st.just(("step",)),
-    st.tuples(st.just("fail"), st.sets(st.integers(0, 4))),
-    st.tuples(st.just("resize"), st.integers(1, 5)),
-    st.tuples(st.just("lose"), st.sets(st.integers(0, 4), max_size=4), st.integers(1, 5)),
-)
-
 
 def play(world, events):
     for name, *arguments in events:
-        if name == "lose" and len(arguments[0]) >= len(world.workers):
-            continue  # one is always left
         getattr(world, name)(*arguments)
 
 
@@ -36,21 +28,6 @@ def expected(length, steps_of):
     ][:steps_of]
 
 
-@given(
-    length=st.integers(1, 40),
-    policy=st.one_of(
-        st.builds(BatchPolicy.scale_with_world, st.integers(1, 4)),
-        st.builds(BatchPolicy.constant_global, st.integers(1, 12)),
-    ),
-    events=st.lists(EVENTS, max_size=15),
-)
-@settings(max_examples=60)
-def test_each_sample_is_used_once_an_epoch_in_the_same_order_in_any_history(length, policy, events):
-    world = World(sampled(length, policy=policy), 2)
-    play(world, [*events, ("step",), ("step",)])
-    assert world.used == expected(length, len(world.used))
-
-
 @pytest.mark.parametrize("persistent", [True, False])
 def test_what_workers_have_loaded_in_advance_is_not_lost(persistent):
     loader = sampled(60, batch_size=3, num_workers=1, persistent_workers=persistent)
@@ -59,16 +36,6 @@ def test_what_workers_have_loaded_in_advance_is_not_lost(persistent):
     play(world, [("step",)] * 20)
     assert world.used == expected(60, len(world.used))
     assert world.used[-1][0] == 1
-
-
-def test_a_commit_takes_all_that_was_handed_out_for_the_step():
-    loader = sampled(20, batch_size=2)()
-    batches = iter(loader)
-    next(batches), next(batches)
-    assert loader.sampler.state_dict()["consumed"] == 0
-    loader.sampler.committed()
-    assert loader.sampler.state_dict()["consumed"] == 4
-    assert [handed.span for handed in loader.sampler.latest] == [(0, 2), (2, 4)]
 
 
 def test_the_end_of_an_epoch_is_seen_by_who_comes_after_it():
@@ -129,24 +96,10 @@ def test_unequal_shares_have_weights_and_an_empty_one_a_sample_that_counts_for_n
     assert [len(loader.handed.ids) for loader in loaders] == [1, 0, 0]
 
 
-def test_weights_make_the_mean_over_ranks_that_over_samples():
-    policy = BatchPolicy.constant_global(7)
-    loaders = [sampled(7, policy=policy)() for _ in range(3)]
-    means = []
-    for rank, loader in enumerate(loaders):
-        loader.sampler.here = OwnRank(rank, 3)
-        (batch,) = loader
-        means.append(batch.double().mean().item() * loader.weight)
-    assert sum(means) / 3 == pytest.approx(sum(range(7)) / 7)
-
-
 def test_drop_last_may_be_said_to_either():
-    for loader in (sampled(7, batch_size=2, drop_last=True)(), _dropping_loader()):
+    dropping = DataLoader(range(7), 2, sampler=PlacedSampler(7), drop_last=True)
+    for loader in (sampled(7, batch_size=2, drop_last=True)(), dropping):
         assert len(loader) == len(list(loader)) == 3
-
-
-def _dropping_loader():
-    return DataLoader(range(7), 2, sampler=PlacedSampler(7), drop_last=True)
 
 
 def test_an_error_of_the_dataset_loses_no_sample():
@@ -188,17 +141,6 @@ def test_what_frameworks_look_for():
     assert not DataLoader(range(6)).sampler.shuffle
 
 
-def test_the_world_is_that_of_the_environment(monkeypatch):
-    loader = DataLoader(range(8), batch_size=1)
-    batches = iter(loader)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert next(batches).tolist() == [1]
-    monkeypatch.setenv("RANK", "2")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert next(batches).tolist() == [4]
-
-
 class Endless(IterableDataset):
     def __iter__(self):
         return iter(int, 1)
@@ -224,3 +166,27 @@ def test_what_cannot_be_is_refused(arguments, message):
 def test_there_is_no_weight_before_the_first_batch():
     with pytest.raises(RuntimeError, match="No batch"):
         _ = DataLoader(range(4)).weight
+
+
+class Slow(list):
+    """Takes a second for a sample, by the clock it is given."""
+
+    def __init__(self, clock):
+        super().__init__(range(2))
+        self.clock = clock
+
+    def __getitem__(self, index):
+        self.clock[0] += 1.0
+        return super().__getitem__(index)
+
+
+def test_waiting_for_a_batch_is_counted_and_nothing_else(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("torchelastic.data.loader.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(stalls, "seconds", array("d", [0.0] * len(stalls.KINDS)))
+    batches = iter(DataLoader(Slow(clock), batch_size=1))
+    next(batches)
+    clock[0] += 100.0  # a step
+    assert list(stalls.seconds) == [1.0, 0.0, 0.0, 0.0]
+    assert len(list(batches)) == 1
+    assert list(stalls.seconds) == [2.0, 0.0, 0.0, 0.0]

@@ -13,10 +13,14 @@ def hand_out(one, begin, end, epoch=0):
 
 def test_handed_out_is_not_committed():
     one = progress()
-    hand_out(one, 0, 4)
+    hand_out(one, 0, 2)
+    hand_out(one, 2, 4)
     assert (one.consumed, one.state_dict()["consumed"]) == (4, 0)
     one.committed()
     assert (one.consumed, one.state_dict()["consumed"]) == (4, 4)
+    assert [handed.span for handed in one.latest] == [(0, 2), (2, 4)]
+    one.committed()
+    assert one.latest == ()
 
 
 def test_what_is_loaded_forgets_what_was_handed_out():
@@ -29,14 +33,6 @@ def test_what_is_loaded_forgets_what_was_handed_out():
     hand_out(one, 0, 2)
     one.committed()
     assert [handed.span for handed in one.latest] == [(0, 2)]
-
-
-def test_the_latest_are_those_of_the_last_commit():
-    one = progress()
-    hand_out(one, 0, 4)
-    one.committed()
-    one.committed()
-    assert one.latest == ()
 
 
 def test_where_nobody_commits_memory_does_not_grow():

@@ -5,10 +5,11 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler as lrs
 
+from tests.unit.data.worlds import examples
 from torchelastic.data.batch_policy import BatchPolicy
 from torchelastic.data.schedule import SampleSchedule
 from torchelastic.errors import ConfigError
@@ -76,30 +77,21 @@ def world(monkeypatch):
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_equal_batches_are_the_scheduler_itself(name):
-    made = optimizer()
-    schedule = SampleSchedule(SCHEDULERS[name](made), unit=UNIT)
-    for steps in range(1, 30):
-        made.step()
-        schedule.step(UNIT)
-        assert rates(made) == schedule.get_last_lr() == plain(name, steps)
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-@settings(max_examples=10)
+@examples(10)
+@example(batches=[UNIT] * 29)  # equal ones are the scheduler itself
 @given(batches=BATCHES)
 def test_the_rate_depends_on_the_samples_alone(name, batches):
     made = optimizer()
     schedule = SampleSchedule(SCHEDULERS[name](made), unit=UNIT)
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
         made.step()
         schedule.step(batch)
-    assert schedule.samples == sum(batches)
-    assert rates(made) == plain(name, sum(batches) // UNIT)
+        assert schedule.samples == sum(batches[:number])
+        assert rates(made) == schedule.get_last_lr() == plain(name, schedule.samples // UNIT)
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-@settings(max_examples=10)
+@examples(10)
 @given(sizes=st.lists(st.integers(1, 7), min_size=1, max_size=12), data=st.data())
 def test_the_factor_of_one_world_leaves_nothing_in_the_next(name, sizes, data):
     """Bitwise, and though everything is loaded into new objects somewhere on the way."""
@@ -179,15 +171,14 @@ def test_a_step_of_a_torch_state_is_undone_with_it(world):
         (lambda made: SampleSchedule(lrs.ReduceLROnPlateau(made), unit=1), "step it yourself"),
         (lambda made: SampleSchedule(lrs.StepLR(made, 1), unit=1).step(), "How many samples"),
         (lambda made: SampleSchedule(lrs.StepLR(made, 1), unit=1).step(-1), "-1 samples"),
+        (
+            lambda made: SampleSchedule(lrs.StepLR(made, 1), unit=9).load_state_dict(
+                SampleSchedule(lrs.StepLR(made, 1), unit=8).state_dict()
+            ),
+            "unit is 9, but this state was kept with 8",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(wrong, told):
     with pytest.raises(ConfigError, match=told):
         wrong(optimizer())
-
-
-def test_another_unit_is_another_schedule():
-    schedule = SampleSchedule(lrs.StepLR(optimizer(), 1), unit=8)
-    other = SampleSchedule(lrs.StepLR(optimizer(), 1), unit=9)
-    with pytest.raises(ConfigError, match="unit is 9, but this state was kept with 8"):
-        other.load_state_dict(schedule.state_dict())

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.data.worlds import examples
 from torchelastic.data.batch_policy import BatchPolicy
-from torchelastic.data.shares import Plan, Share, every_nth, share_of, turns_left
+from torchelastic.data.shares import Plan, Share, every_nth, turns_left
 from torchelastic.errors import ConfigError
 
 EACH_2 = BatchPolicy.scale_with_world(2)
@@ -30,11 +31,6 @@ def test_the_steps_of_two_ranks(policy, position, length, size, drop_last, spans
     assert list(first) == [Share(begin, middle, begin, end) for begin, middle, end in spans]
     assert list(second) == [Share(middle, end, begin, end) for begin, middle, end in spans]
     assert len(first) == len(spans)
-
-
-def test_a_share_of_some_rank():
-    assert share_of(1, (3, 2, 0), 10) == Share(13, 15, 10, 15)
-    assert share_of(2, (3, 2, 0), 10) == Share(15, 15, 10, 15)
 
 
 class Own(BatchPolicy):
@@ -62,6 +58,7 @@ policies = st.one_of(
 )
 
 
+@examples(50)
 @given(
     length=st.integers(0, 60),
     policy=policies,

@@ -84,13 +84,32 @@ def test_a_sample_used_twice_is_repeated_and_named_with_its_places():
     assert where in str(verdict)
 
 
-def test_twice_by_one_rank_in_one_step_is_twice():
-    assert not one_epoch([*UNDISTURBED[:3], line(0, 2, [5, 4, 4], rank=1)]).ok
-
-
-def test_the_same_sample_in_two_epochs_is_not_repeated():
-    verdict = check([line(0, 1, [0, 1]), line(0, 2, [1, 0], epoch=1)], epochs=2)
-    assert verdict.ok
+@pytest.mark.parametrize(
+    ("lines", "options", "ok"),
+    [
+        pytest.param(
+            [line(0, 1, [0, 1]), line(0, 2, [1, 0], epoch=1)],
+            {"epochs": 2},
+            True,
+            id="the same sample in two epochs",
+        ),
+        pytest.param(UNDISTURBED, {"epochs": 2}, False, id="an epoch that never began"),
+        pytest.param(
+            [*UNDISTURBED[:3], line(0, 2, [5, 4, 4], rank=1)],
+            {"expected": range(8), "epochs": 1},
+            False,
+            id="twice by one rank in one step",
+        ),
+        pytest.param(
+            UNDISTURBED, {"expected": range(10), "epochs": 1, "dropped": 2}, True, id="dropped"
+        ),
+        pytest.param(
+            UNDISTURBED, {"expected": range(11), "epochs": 1, "dropped": 2}, False, id="too many"
+        ),
+    ],
+)
+def test_what_is_exactly_once(lines, options, ok):
+    assert check(lines, **options).ok is ok
 
 
 def test_the_last_epoch_need_not_be_complete_unless_it_is_said():
@@ -99,15 +118,6 @@ def test_the_last_epoch_need_not_be_complete_unless_it_is_said():
     assert "epoch 1: 1 sample; it need not be complete." in str(check(lines))
     verdict = check(lines, epochs=2)
     assert list(verdict.epochs[1].missing) == [0, 1]
-
-
-def test_an_epoch_that_never_began_is_missing():
-    assert not check(UNDISTURBED, epochs=2).ok
-
-
-def test_samples_that_are_dropped_may_be_missing():
-    assert one_epoch(UNDISTURBED, samples=10, dropped=2).ok
-    assert not one_epoch(UNDISTURBED, samples=11, dropped=2).ok
 
 
 def test_a_sample_that_does_not_exist_is_wrong():

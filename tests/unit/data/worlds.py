@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from hypothesis import settings
+
+from tests.support import SOAK
 from torchelastic.data.loader import DataLoader
 from torchelastic.data.own_rank import OwnRank
 from torchelastic.data.progress import Progress
 from torchelastic.data.sampler import ElasticSampler
 from torchelastic.data.streaming import ElasticStream
+
+
+def examples(count):
+    """So many, always the same ones; more, and others each time, when they are to be searched."""
+    return settings(max_examples=count * SOAK, derandomize=SOAK == 1)
 
 
 class Placed(Progress):
@@ -63,11 +71,6 @@ class World:
                 self.workers[-1].data.load_state_dict(state)
         for rank, worker in enumerate(self.workers):
             worker.data.here = OwnRank(rank, size)
-
-    def lose(self, lost, size):
-        """Some ranks are gone; the first of those that are left takes the lead."""
-        self.workers = [one for rank, one in enumerate(self.workers) if rank not in lost][:size]
-        self.resize(size)
 
     def step(self):
         """All train and commit."""

@@ -24,28 +24,25 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize("message", ALL, ids=lambda message: type(message).__name__)
-def test_a_message_survives_its_journey(message):
-    assert messages.from_json(json.loads(json.dumps(messages.to_json(message)))) == message
-
-
-def test_other_messages_are_none_of_ours():
-    assert messages.from_json({"type": "progress", "step": 3}) is None
+def test_a_message_survives_its_journey():
+    for message in ALL:
+        assert messages.from_json(json.loads(json.dumps(messages.to_json(message)))) == message
+    assert messages.from_json({"type": "progress", "step": 3}) is None  # none of ours
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("kind", "fields"),
     [
-        {"type": "snapshot.open", "request": 1, "piece": "shared"},
-        {"type": "snapshot.open", "request": 1, "piece": 7, "version": [0, 1]},
-        {"type": "snapshot.open", "request": True, "piece": "shared", "version": [0, 1]},
-        {"type": "snapshot.open", "request": 1, "piece": "shared", "version": [0]},
-        {"type": "snapshot.open", "request": 1, "piece": "shared", "version": [0, "1"]},
-        {"type": "snapshot.room", "request": 1, "piece": "s", "bytes": -1, "skeleton_bytes": 0},
-        {"type": "snapshot.holdings", "request": 1, "holdings": "many"},
-        {"type": "snapshot.holdings", "request": 1, "holdings": [{"piece": "shared"}]},
+        ("open", {"piece": "shared"}),
+        ("open", {"piece": 7, "version": [0, 1]}),
+        ("open", {"request": True, "piece": "shared", "version": [0, 1]}),
+        ("open", {"piece": "shared", "version": [0]}),
+        ("open", {"piece": "shared", "version": [0, "1"]}),
+        ("room", {"piece": "s", "bytes": -1, "skeleton_bytes": 0}),
+        ("holdings", {"holdings": "many"}),
+        ("holdings", {"holdings": [{"piece": "shared"}]}),
     ],
 )
-def test_a_field_that_is_wrong_is_refused(data):
+def test_a_field_that_is_wrong_is_refused(kind, fields):
     with pytest.raises(ValueError, match="message"):
-        messages.from_json(data)
+        messages.from_json({"type": f"snapshot.{kind}", "request": 1, **fields})

@@ -42,6 +42,8 @@ def test_a_piece_keeps_its_memory(shelf):
     first = shelf.make_room(SHARED, 1000, 100)
     assert shelf.make_room(SHARED, 1000, 100) is first
     assert shelf.make_room(SHARED, 900, 50) is first
+    with pytest.raises(ValueError, match="no piece"):
+        shelf.make_room("own:x", 10, 10)
 
 
 def test_a_piece_that_has_grown_gets_another_and_keeps_the_old_until_it_is_of_no_use(shelf):
@@ -84,12 +86,6 @@ def test_without_replicas_no_more_than_the_generation_before_is_kept(shelf):
         for step in (1, 2, 3):
             write(shelf, own(generation), (generation, step))
     assert {piece for piece, _, _ in held(shelf)} == {own(2), own(3)}
-
-
-def test_replicas_are_told_from_what_was_written_here(shelf):
-    write(shelf, own(0), (0, 5))
-    write(shelf, own(1), (0, 4), origin="b")
-    assert held(shelf) == [(own(0), (0, 5), False), (own(1), (0, 4), True)]
 
 
 def test_void_versions_are_dropped(shelf):
@@ -197,7 +193,8 @@ def test_own_pieces_have_a_buffer_more_to_be_copied_from():
     with_replicas = Shelf(replicated=True)
     try:
         assert with_replicas.make_room(own(0), 10, 10).sizes.buffers == 4
-        assert with_replicas.make_room(SHARED, 10, 10).sizes.buffers == 2
+        for piece in (SHARED, shard(0)):
+            assert with_replicas.make_room(piece, 10, 10).sizes.buffers == 2
     finally:
         with_replicas.close()
 
@@ -222,12 +219,6 @@ def test_only_so_many_copies_are_held_and_those_that_never_came_go_first(shelf, 
     assert len(held(shelf)) == 4
 
 
-@pytest.mark.parametrize("piece", ["mine", "own:x", ""])
-def test_what_is_no_piece_has_no_room(shelf, piece):
-    with pytest.raises(ValueError, match="no piece"):
-        shelf.make_room(piece, 10, 10)
-
-
 def test_where_nobody_takes_copies_none_is_waited_for(shelf):
     assert write(shelf, shard(0), (0, 5)).memory.replicated() == (0, 5)
     shelf.awaits_replicas = True
@@ -235,12 +226,6 @@ def test_where_nobody_takes_copies_none_is_waited_for(shelf):
     assert kept.memory.replicated() == (0, 5)
     shelf.note_replicated(shard(0), (0, 6))
     assert kept.memory.replicated() == (0, 6)
-
-
-def test_shards_have_two_buffers():
-    replicated = Shelf(replicated=True)
-    assert replicated.make_room(shard(0), 10, 10).sizes.buffers == 2
-    replicated.close()
 
 
 def test_a_version_that_is_told_of_twice_counts_once(shelf):
