@@ -1,15 +1,29 @@
-"""What tests of the loop run in."""
+"""Fixtures of tests of the loop, of snapshots and of slates."""
 
 import os
 import socket
 import threading
 
 import pytest
+import torch
 
 from tests.unit.training.fake_agent import Coordinator, FakeAgent, store
+from tests.unit.training.keep_support import Shelf
 from tests.unit.training.loop_support import Counting
 from torchelastic import train_loop
+from torchelastic.checkpoint import CheckpointStore, finish, set_checkpoint_manager
+from torchelastic.training import keeping_agent
+from torchelastic.worker import slate as slates
 from torchelastic.worker.orders import Enlisted
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread():
+    """The tensors are tiny, and torch's idle threads spin."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -41,3 +55,39 @@ def run(monkeypatch):
                     raise failures[0]
 
     return run
+
+
+@pytest.fixture
+def shelf(monkeypatch):
+    """The memory of the agent that every state of the test connects to."""
+    made = Shelf()
+    monkeypatch.setattr(keeping_agent, "connect", lambda: made)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def slate():
+    descriptor = slates.create()
+    made = slates.Slate(descriptor)
+    yield made
+    made.close()
+    os.close(descriptor)
+
+
+@pytest.fixture
+def make_store(tmp_path):
+    """Make the checkpoint store that all states of the test use."""
+    made = []
+
+    def make(**options):
+        made.append(CheckpointStore(tmp_path / "checkpoints", writer="thread", **options))
+        set_checkpoint_manager(made[-1])
+        return made[-1]
+
+    yield make
+    finish()
+    set_checkpoint_manager(None)
+    for one in made:
+        one.close()

@@ -160,6 +160,14 @@ def train(state: TorchState, until: int) -> None:
         state.commit()
 
 
+def trained(until: int) -> TorchState:
+    """A state that was kept up to this step."""
+    state = build()
+    state.restore()
+    train(state, until)
+    return state
+
+
 def finish(state: TorchState) -> None:
     """The worker ends; until then its last snapshot may not be sealed."""
     assert state._keeper is not None

@@ -3,7 +3,7 @@
 from tests.support import poll_for
 from torchelastic import State
 from torchelastic.training import session
-from torchelastic.worker.orders import Finished, Over, Stopped, Up
+from torchelastic.worker.orders import Erred, Finished, Over, Stopped
 
 STEPS = 6
 
@@ -53,7 +53,13 @@ def once(error):
     return act
 
 
-def finish(agent, generation, step=STEPS):
+def begin(agent, generation=0, step=0):
+    """Let the worker enter a world, in which it trains after this many steps."""
+    agent.enter(generation)
+    assert agent.up() == (generation, step)
+
+
+def finish(agent, generation=0, step=STEPS):
     """Hear of the end of the data, and end the training."""
     assert agent.hear(Finished) == Finished(generation, step)
     agent.say(Over(generation, "the training is done", finished=True))
@@ -65,12 +71,37 @@ def over(agent, generation, step, reason="a failure"):
     assert agent.hear(Stopped) == Stopped(generation, step)
 
 
-def script_of_one_world(agent):
-    agent.enter(0)
-    agent.hear(Up)
-    agent.hear(Finished)
-    agent.say(Over(0, "", finished=True))
-    agent.hear(Stopped)
+def again(agent, step, end=STEPS):
+    """End the first world; the second begins with this step and trains to the end."""
+    over(agent, 0, step)
+    begin(agent, 1, step)
+    finish(agent, 1, end)
+
+
+def one_world(end=STEPS, generation=0):
+    """The script of a training that nothing disturbs."""
+
+    def script(agent):
+        begin(agent, generation)
+        finish(agent, generation, end)
+
+    return script
+
+
+def one_error(step, end=STEPS):
+    """The script of a training whose first world ends with an error that rolls back to `step`."""
+
+    def script(agent):
+        begin(agent)
+        assert agent.hear(Erred).step == step
+        again(agent, step, end)
+
+    return script
+
+
+def up_then_error(agent):
+    begin(agent)
+    return agent.hear(Erred)
 
 
 def wait_until_aborted():

@@ -106,10 +106,7 @@ def test_nobody_is_stopped_where_all_are_alike():
     store = HashStore()
     assert [verdict(store, rank, LINEAR, LINEAR, LINEAR) for rank in range(3)] == [None] * 3
     assert store.num_keys() == 0
-
-
-def test_states_that_say_nothing_of_their_form_are_alike():
-    assert verdict(HashStore(), 0, (), ()) is None
+    assert verdict(store, 0, (), ()) is None, "states that say nothing of their form are alike"
 
 
 @pytest.mark.parametrize("holder", [0, 1, 2])

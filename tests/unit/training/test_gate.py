@@ -2,74 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import pytest
 
 from torchelastic.training.gate import Gate, Verdict
 
 
-def test_nobody_asks():
+@pytest.mark.parametrize(
+    ("calls", "verdicts"),
+    [
+        ("enter 1", {1: Verdict.GO}),
+        ("ask", {0: Verdict.WAIT}),
+        ("ask, run_through -1", {0: Verdict.STOP}),
+        ("enter 5, ask", {5: Verdict.GO, 6: Verdict.WAIT}),
+        ("enter 5, ask, run_through 6", {6: Verdict.GO, 7: Verdict.STOP}),
+        ("ask, run_through 3, run_through 7", {4: Verdict.STOP}),  # the first word stands
+        ("enter 5, ask, run_through 9, end", {6: Verdict.OVER}),  # whatever was agreed
+    ],
+)
+def test_what_follows_from_what_was_said(calls, verdicts):
     gate = Gate(0)
-    assert gate.enter(0)
-    assert gate.enter(1)
-    assert gate.verdict(1) is Verdict.GO
-
-
-def test_asked_before_the_first_step():
-    gate = Gate(0)
-    assert gate.ask() == -1
-    assert not gate.enter(0)
-    assert gate.verdict(0) is Verdict.WAIT
-    gate.run_through(-1)
-    assert gate.verdict(0) is Verdict.STOP
-
-
-def test_the_step_that_was_answered_is_run():
-    gate = Gate(0)
-    gate.enter(5)
-    assert gate.ask() == 5
-    assert gate.verdict(5) is Verdict.GO
-    assert gate.verdict(6) is Verdict.WAIT
-    gate.run_through(6)
-    assert gate.verdict(6) is Verdict.GO
-    assert gate.verdict(7) is Verdict.STOP
+    for call in calls.split(", "):
+        name, *step = call.split()
+        getattr(gate, name)(*map(int, step))
+    assert {step: gate.verdict(step) for step in verdicts} == verdicts
 
 
 def test_the_answer_stays_the_same():
     """What is announced later waits at the gate: it must not be counted as entered."""
     gate = Gate(0)
-    gate.enter(5)
+    assert gate.enter(5)
     assert gate.ask() == 5
     assert not gate.enter(6)
     assert gate.ask() == 5
     gate.run_through(8)
     assert gate.ask() == 5
-
-
-def test_the_first_word_on_the_last_step_stands():
-    gate = Gate(0)
-    gate.ask()
-    gate.run_through(3)
-    gate.run_through(7)
-    assert gate.verdict(4) is Verdict.STOP
-
-
-def test_over_whatever_was_agreed():
-    gate = Gate(0)
-    gate.enter(5)
-    gate.ask()
-    gate.run_through(9)
-    gate.end()
-    assert gate.verdict(6) is Verdict.OVER
-
-
-@pytest.mark.parametrize(("entered", "goes_on"), [(4, True), (5, True), (6, False)])
-def test_at_the_end_of_the_data_the_last_step_is_run_to_its_end(entered, goes_on):
-    gate = Gate(0)
-    gate.enter(entered)
-    assert gate.finish(5) is goes_on
-    assert gate.verdict(6) is (Verdict.STOP if goes_on else Verdict.OVER)
 
 
 class Recorded(Gate):
@@ -133,8 +101,7 @@ def freeze(gate):
     return tuple(getattr(gate, name) for name in FIELDS)
 
 
-@dataclass(frozen=True)
-class Worker:
+class Worker(NamedTuple):
     at: str = "boundary"  # announced, looking, inside, stopped, over, finished, dead
     step: int = 0
     #: The last step it really was in.
@@ -145,8 +112,7 @@ class Worker:
     locked: bool = False
 
 
-@dataclass(frozen=True)
-class Leader:
+class Leader(NamedTuple):
     #: `watching`, `asking`, `telling`, `ending`.
     phase: str = "watching"
     answers: tuple = ()
@@ -154,8 +120,7 @@ class Leader:
     told: int = 0
 
 
-@dataclass(frozen=True)
-class System:
+class System(NamedTuple):
     workers: tuple
     leader: Leader = Leader()
     #: What may still happen.
@@ -169,8 +134,8 @@ class System:
     why_over: str = ""
 
     def with_worker(self, index, **changes):
-        worker = replace(self.workers[index], **changes)
-        return replace(self, workers=(*self.workers[:index], worker, *self.workers[index + 1 :]))
+        worker = self.workers[index]._replace(**changes)
+        return self._replace(workers=(*self.workers[:index], worker, *self.workers[index + 1 :]))
 
 
 def successors(system):
@@ -181,7 +146,7 @@ def successors(system):
         yield from control_thread(system, index, worker)
         if system.deaths:
             dead = system.with_worker(index, at="dead", orders=())
-            yield replace(dead, deaths=system.deaths - 1)
+            yield dead._replace(deaths=system.deaths - 1)
     yield from leader(system)
 
 
@@ -235,8 +200,8 @@ def control_thread(system, index, worker):
         after = system.with_worker(index, locked=False, gate=freeze(gate), **done)
         answers = dict(system.leader.answers) | {index: answer}
         if system.leader.phase == "asking" and values == [system.changes_of_leader]:
-            leader = replace(system.leader, answers=tuple(sorted(answers.items())))
-            after = replace(after, leader=leader)
+            leader = system.leader._replace(answers=tuple(sorted(answers.items())))
+            after = after._replace(leader=leader)
         yield after
     elif kind == "through":
         gate.run_through(*values)
@@ -262,28 +227,28 @@ def leader(system):
         yield from leader_notices(system)
     if state.phase == "watching":
         asked = send(system, ("ask", system.changes_of_leader))
-        yield replace(asked, leader=Leader("asking"))
+        yield asked._replace(leader=Leader("asking"))
     elif state.phase == "asking" and len(state.answers) == len(system.workers):
         last = max(answer for _, answer in state.answers)
         found = system.found | {last}
-        yield replace(system, leader=Leader("telling", last=last), found=found)
+        yield system._replace(leader=Leader("telling", last=last), found=found)
     elif state.phase == "telling" and state.told < len(system.workers):
         told = send(system, ("through", state.last), only=state.told)
-        yield replace(told, leader=replace(state, told=state.told + 1))
+        yield told._replace(leader=state._replace(told=state.told + 1))
     if state.phase in ("asking", "telling") and system.changes_of_leader:
         # The next leader knows nothing of what was answered and told.
-        changed = replace(system, changes_of_leader=system.changes_of_leader - 1)
-        yield replace(changed, leader=Leader("watching"))
+        changed = system._replace(changes_of_leader=system.changes_of_leader - 1)
+        yield changed._replace(leader=Leader("watching"))
 
 
 def leader_notices(system):
     """A failure, or the end of the data, voids what was asked."""
     if any(worker.at == "dead" for worker in system.workers):
         over = send(system, ("over",))
-        yield replace(over, leader=Leader("ending"), why_over="death")
+        yield over._replace(leader=Leader("ending"), why_over="death")
     elif any(worker.at == "finished" for worker in system.workers):
         over = send(system, ("finish", system.data_ends[1] - 1))
-        yield replace(over, leader=Leader("ending"), why_over="end of data")
+        yield over._replace(leader=Leader("ending"), why_over="end of data")
 
 
 def explore(first):
@@ -342,48 +307,3 @@ def workers(count):
 )
 def test_in_every_order_of_events(system):
     assert explore(system) > 100
-
-
-def test_the_model_finds_a_gate_that_looks_first(monkeypatch):
-    """A check of the check: with the two lines of `ask` the other way round it must fail."""
-
-    def answer_first(gate):
-        if gate.answer is None:
-            gate.answer = gate.entered
-        return gate.answer
-
-    monkeypatch.setattr(Gate, "ask", answer_first)  # and `asked` is set later, or never
-    with pytest.raises(AssertionError):
-        explore_with_late_flag(System(workers(2)))
-
-
-def explore_with_late_flag(first):
-    """As `explore`, with a control thread that answers before it sets the flag."""
-    seen, waiting = {first}, [first]
-    while waiting:
-        system = waiting.pop()
-        check(system)
-        for after in (*late_flag(system), *successors_without_asking(system)):
-            if after not in seen:
-                seen.add(after)
-                waiting.append(after)
-
-
-def successors_without_asking(system):
-    for after in successors(system):
-        if not any(
-            worker.locked and not before.locked
-            for worker, before in zip(after.workers, system.workers, strict=True)
-        ):
-            yield after
-
-
-def late_flag(system):
-    for index, worker in enumerate(system.workers):
-        gate = thaw(worker.gate)
-        if worker.orders and worker.orders[0][0] == "ask" and gate.answer is None:
-            gate.ask()
-            yield system.with_worker(index, gate=freeze(gate))
-        elif gate.answer is not None and not gate.asked:
-            gate.asked = True
-            yield system.with_worker(index, gate=freeze(gate))

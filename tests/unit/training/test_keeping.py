@@ -12,14 +12,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import poll_for
-from tests.unit.training.keep_support import Data, Shelf, build, fingerprint, finish, step, train
-from torchelastic.checkpoint import (
-    CheckpointStore,
-    FileSystemCheckpointManager,
-    save,
-    set_checkpoint_manager,
+from tests.unit.training.keep_support import (
+    Data,
+    build,
+    fingerprint,
+    finish,
+    step,
+    train,
+    trained,
 )
 from torchelastic.checkpoint import finish as finish_checkpoints
+from torchelastic.checkpoint import save
 from torchelastic.data import DataLoader, ElasticSampler, Ledger
 from torchelastic.errors import CheckpointError, SnapshotError
 from torchelastic.snapshot.layout import SHARED, own
@@ -33,15 +36,6 @@ from torchelastic.training import (
 )
 from torchelastic.training.keeping_tree import Staging
 from torchelastic.training.torch_state import TorchState
-
-
-@pytest.fixture
-def shelf(monkeypatch):
-    made = Shelf()
-    monkeypatch.setattr(keeping_agent, "connect", lambda: made)
-    generation(monkeypatch, 0)
-    yield made
-    made.close()
 
 
 def generation(monkeypatch, number):
@@ -79,9 +73,7 @@ def test_a_restarted_script_goes_on_to_the_same_bits(shelf, expected, monkeypatc
 def test_what_is_small_is_of_the_moment_of_the_commit(shelf, monkeypatch):
     """The next forward changes buffers and random states while the rest is copied."""
     goes_on = hold_copies(monkeypatch)
-    state = build()
-    state.restore()
-    train(state, 1)
+    state = trained(1)
     before = fingerprint(state)[0]
     state.model(state.sampler.next())
     state.best.add_(1)
@@ -106,9 +98,7 @@ def hold_copies(monkeypatch):
 
 def test_the_optimizer_waits_for_the_copy_and_nothing_else_does(shelf, monkeypatch):
     goes_on = hold_copies(monkeypatch)
-    state = build()
-    state.restore()
-    train(state, 1)
+    state = trained(1)
     before = state.module[3].weight.detach().clone()
     trainer = threading.Thread(target=step, args=(state,))
     trainer.start()
@@ -125,9 +115,7 @@ def test_the_optimizer_waits_for_the_copy_and_nothing_else_does(shelf, monkeypat
 
 def test_a_write_outside_the_optimizer_voids_the_snapshot_and_is_told(shelf, monkeypatch, caplog):
     goes_on = hold_copies(monkeypatch)
-    state = build()
-    state.restore()
-    train(state, 1)
+    state = trained(1)
     with torch.no_grad():
         state.module[3].weight.mul_(0.5)
     goes_on.set()
@@ -143,10 +131,7 @@ def test_a_write_outside_the_optimizer_voids_the_snapshot_and_is_told(shelf, mon
 
 
 def test_a_damaged_snapshot_is_passed_over(shelf, caplog):
-    state = build()
-    state.restore()
-    train(state, 5)
-    finish(state)
+    finish(trained(5))
     shelf.damage(SHARED, (0, 5))
     assert build().restore() == 4
     assert "The snapshot of step 5 cannot be used here" in caplog.text
@@ -160,10 +145,7 @@ def test_a_damaged_snapshot_is_passed_over(shelf, caplog):
 
 def test_a_large_one_is_checked_behind_and_nothing_is_committed_from_it(shelf, monkeypatch):
     monkeypatch.setattr(keeping_search, "CHECKED_FIRST", 0)
-    state = build()
-    state.restore()
-    train(state, 5)
-    finish(state)
+    finish(trained(5))
     shelf.damage(SHARED, (0, 5))
     generation(monkeypatch, 1)
     state = build()
@@ -182,10 +164,7 @@ def test_a_large_one_is_checked_behind_and_nothing_is_committed_from_it(shelf, m
 
 
 def test_another_model_is_not_loaded_over_this_one(shelf, caplog):
-    state = build()
-    state.restore()
-    train(state, 2)
-    finish(state)
+    finish(trained(2))
     with pytest.raises(SnapshotError, match="To begin anew is for you to decide"):
         build(width=128).restore()
     assert "another model" in caplog.text
@@ -193,11 +172,8 @@ def test_another_model_is_not_loaded_over_this_one(shelf, caplog):
 
 def test_a_refusal_is_told_once_and_training_goes_on(shelf, caplog):
     shelf.refusal = "The node has no room for it."
-    state = build()
-    state.restore()
-    train(state, 4)
-    finish(state)
-    assert state.step == 4
+    finish(trained(4))
+    assert shelf.steps == [0, 1, 2, 3, 4], "the agent is told how far it is"
     assert [record.getMessage() for record in caplog.records if record.levelno >= 30] == [
         f"Training goes on without snapshots of '{piece}': {shelf.refusal}"
         for piece in (own(0), SHARED)
@@ -209,9 +185,7 @@ def test_what_is_not_kept_is_not_copied_either(shelf, monkeypatch):
     monkeypatch.setattr(Staging, "copy", lambda *of: (copied.append(of), copy(*of)))
     monkeypatch.setattr(keeping_writer, "FIRST_WAIT", 0.01)
     shelf.answering.clear()
-    state = build()
-    state.restore()
-    train(state, 2)
+    state = trained(2)
     assert copied == []  # there is no memory yet
     shelf.refusal = "The node has no room for it."
     shelf.answering.set()
@@ -233,9 +207,7 @@ def test_an_answer_that_comes_too_late_is_no_refusal(shelf, monkeypatch, caplog)
         return room(*wanted)
 
     monkeypatch.setattr(shelf, "room", busy)
-    state = build()
-    state.restore()
-    train(state, 3)
+    state = trained(3)
     poll_for(lambda: train(state, state.step + 1) or shelf.versions(SHARED), what="a snapshot")
     finish(state)
     assert caplog.text.count("it is asked for again") == 2
@@ -244,9 +216,7 @@ def test_an_answer_that_comes_too_late_is_no_refusal(shelf, monkeypatch, caplog)
 def test_an_agent_that_does_not_answer_holds_up_nobody(shelf, monkeypatch):
     monkeypatch.setattr(keeping_writer, "FIRST_WAIT", 0.01)
     shelf.answering.clear()
-    state = build()
-    state.restore()
-    train(state, 3)
+    state = trained(3)
     assert shelf.versions(SHARED) == []
     shelf.answering.set()
     poll_for(lambda: set(shelf.descriptors) == {SHARED, own(0)}, what="its answers")
@@ -255,9 +225,7 @@ def test_an_agent_that_does_not_answer_holds_up_nobody(shelf, monkeypatch):
 
 
 def test_a_state_that_grows_gets_more_room(shelf):
-    state = build()
-    state.restore()
-    train(state, 1)
+    state = trained(1)
     state.best = torch.ones(100_000)
     train(state, 2)
     finish(state)
@@ -266,31 +234,18 @@ def test_a_state_that_grows_gets_more_room(shelf):
     assert len(again.best) == 100_000
 
 
-def test_the_agent_is_told_how_far_it_is(shelf):
-    state = build()
-    state.restore()
-    train(state, 3)
-    finish(state)
-    assert shelf.steps == [0, 1, 2, 3]
-
-
 def test_a_snapshot_that_cannot_be_written_stops_nothing(shelf, monkeypatch, caplog):
     def fails(job, begin):
         raise OSError("no")
 
     monkeypatch.setattr(keeping_writer, "_copy", fails)
-    state = build()
-    state.restore()
-    train(state, 3)
-    finish(state)
+    finish(trained(3))
     assert caplog.text.count("could not be written") == 1
     assert shelf.versions(SHARED) == []
 
 
 def test_flattened_once_as_long_as_the_tensors_are_the_same(shelf):
-    state = build()
-    state.restore()
-    train(state, 1)
+    state = trained(1)
     tree = state._keeper._tree
     first = tree._flat
     train(state, 2)
@@ -385,19 +340,17 @@ def test_train_restores_by_itself(monkeypatch):
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def stored(tmp_path):
-    manager = FileSystemCheckpointManager(tmp_path / "checkpoints")
-    set_checkpoint_manager(manager)
-    yield manager
-    finish_checkpoints()
-    set_checkpoint_manager(None)
+def refused_amid_a_generation():
+    """Memory stays behind at step 3, and training goes on."""
+    state = trained(3)
+    state._keeper._writer.finish()
+    state._keeper._writer._shared.refuse()
+    return state
 
 
-def test_the_checkpoint_is_for_when_no_memory_is_left(shelf, stored, monkeypatch):
-    state = build()
-    state.restore()
-    train(state, 2)
+def test_the_checkpoint_is_for_when_no_memory_is_left(shelf, make_store, monkeypatch):
+    make_store()
+    state = trained(2)
     save(state, 2)
     finish_checkpoints()
     parameters = [one.detach().clone() for one in state.module.parameters()]
@@ -411,15 +364,9 @@ def test_the_checkpoint_is_for_when_no_memory_is_left(shelf, stored, monkeypatch
     train(again, 3)
 
 
-def test_a_checkpoint_that_is_fresher_than_memory_is_taken_and_not_void(shelf, tmp_path):
-    """The room was refused amid a generation: memory stays behind, training goes on."""
-    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1, every=5, writer="thread")
-    set_checkpoint_manager(store)
-    state = build()
-    state.restore()
-    train(state, 3)
-    state._keeper._writer.finish()
-    state._keeper._writer._shared.refuse()
+def test_a_checkpoint_that_is_fresher_than_memory_is_taken_and_not_void(shelf, make_store):
+    store = make_store(keep_last=1, every=5)
+    state = refused_amid_a_generation()
     for done in (5, 10):
         train(state, done)
         finish_checkpoints()
@@ -429,18 +376,11 @@ def test_a_checkpoint_that_is_fresher_than_memory_is_taken_and_not_void(shelf, t
     assert build().restore() == 10
     store._turn.ensure()
     assert [one.step for one in store.catalog.records()] == [10]
-    set_checkpoint_manager(None)
-    store.close()
 
 
-def test_a_corrupt_checkpoint_does_not_beat_memory(shelf, tmp_path):
-    store = CheckpointStore(tmp_path / "checkpoints", every=5, writer="thread")
-    set_checkpoint_manager(store)
-    state = build()
-    state.restore()
-    train(state, 3)
-    state._keeper._writer.finish()
-    state._keeper._writer._shared.refuse()
+def test_a_corrupt_checkpoint_does_not_beat_memory(shelf, make_store, tmp_path):
+    make_store(every=5)
+    state = refused_amid_a_generation()
     train(state, 5)
     finish_checkpoints()
     finish(state)
@@ -449,16 +389,12 @@ def test_a_corrupt_checkpoint_does_not_beat_memory(shelf, tmp_path):
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
     assert build().restore() == 3
-    set_checkpoint_manager(None)
-    store.close()
 
 
-def test_storage_that_hangs_keeps_nobody_from_memory(shelf, stored, monkeypatch, caplog):
+def test_storage_that_hangs_keeps_nobody_from_memory(shelf, make_store, monkeypatch, caplog):
+    stored = make_store()
     monkeypatch.setattr(keeping, "STORAGE_PATIENCE", 0.01)
-    state = build()
-    state.restore()
-    train(state, 3)
-    finish(state)
+    finish(trained(3))
     goes_on = threading.Event()
     monkeypatch.setattr(stored.catalog, "records", lambda: goes_on.wait(30) and iter(()))
     assert build().restore() == 3
@@ -468,21 +404,8 @@ def test_storage_that_hangs_keeps_nobody_from_memory(shelf, stored, monkeypatch,
     poll_for(lambda: names.isdisjoint(one.name for one in threading.enumerate()), what="their end")
 
 
-def test_commit_takes_the_checkpoints_that_are_due(shelf, tmp_path):
-    store = CheckpointStore(tmp_path / "checkpoints", every=2, writer="thread")
-    set_checkpoint_manager(store)
-    state = build()
-    state.restore()
-    for step_number in (1, 2, 3, 4, 5):
-        train(state, step_number)
-        finish_checkpoints()
-    set_checkpoint_manager(None)
-    finish(state)
-    assert [one.step for one in store.catalog.records()] == [4, 2]
-    store.close()
-
-
-def test_a_checkpoint_that_cannot_be_loaded_is_an_error(shelf, stored):
+def test_a_checkpoint_that_cannot_be_loaded_is_an_error(shelf, make_store):
+    make_store()
     save(build(width=128), 7)
     finish_checkpoints()
     with pytest.raises(CheckpointError, match="cannot be loaded"):

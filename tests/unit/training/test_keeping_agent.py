@@ -53,13 +53,6 @@ def answer(theirs, *answers):
     return thread
 
 
-def test_what_is_held_is_told(ends):
-    agent, theirs = ends
-    thread = answer(theirs, (lambda number: Holdings(number, (HELD,), "host:1", "n0"), []))
-    assert agent.inventory() == Holdings(1, (HELD,), "host:1", "n0")
-    thread.join()
-
-
 @pytest.mark.parametrize(("kind", "writable"), [(Granted, True), (Opened, False)])
 def test_a_memory_comes_with_the_answer(ends, kind, writable):
     agent, theirs = ends
@@ -100,10 +93,12 @@ def test_what_is_damaged_is_dropped_when_the_agent_says_so(ends):
     thread.join()
 
 
-def test_it_is_waited_for_longer_the_more_is_asked_for(ends, monkeypatch):
+def test_patience_ends_later_the_more_is_asked_for(ends, monkeypatch):
     agent, _ = ends
     monkeypatch.setattr(keeping_agent, "PATIENCE", 0.0)
     monkeypatch.setattr(keeping_agent, "ROOM_PACE", 1e4)
+    with pytest.raises(SnapshotError, match="not answered in time"):
+        agent.inventory()
     began = time.monotonic()
     with pytest.raises(keeping_agent.Unanswered):
         agent.room(SHARED, 1000, 64)
@@ -162,12 +157,6 @@ def test_the_word_to_leave_may_come_before_an_answer(listening):
     assert heard == [leave]
 
 
-def test_patience_ends(ends, monkeypatch):
-    monkeypatch.setattr(keeping_agent, "PATIENCE", 0.01)
-    with pytest.raises(SnapshotError, match="not answered in time"):
-        ends[0].inventory()
-
-
 def test_an_agent_that_is_gone_is_no_surprise(ends):
     agent, theirs = ends
     theirs.close()
@@ -194,8 +183,8 @@ def test_the_slate_that_comes_before_an_answer_shows_the_steps(ends):
     agent.progress((1, 4), rank=2)  # nowhere to show it yet
     descriptor = slate.create()
     socket.send_fds(theirs, [json.dumps(orders.to_json(orders.Slate())).encode()], [descriptor])
-    thread = answer(theirs, (lambda number: Holdings(number, (), "host:1", "n0"), []))
-    agent.inventory()
+    thread = answer(theirs, (lambda number: Holdings(number, (HELD,), "host:1", "n0"), []))
+    assert agent.inventory() == Holdings(1, (HELD,), "host:1", "n0")
     thread.join()
     agent.progress((1, 5), rank=2)
     shown = slate.read(descriptor)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support import SOAK
 from torchelastic.training.keeping_boxes import Box, Take, takes, within
 
 
@@ -60,6 +61,7 @@ worlds = st.integers(1, 7)
     st.tuples(worlds, worlds),
     st.tuples(worlds, worlds),
 )
+@settings(max_examples=50 * SOAK)
 def test_any_world_reads_what_any_other_has_written(shape, old, new):
     pieces = pieces_of(boxes(shape, old))
     held = dict(pieces)
@@ -73,6 +75,7 @@ def test_any_world_reads_what_any_other_has_written(shape, old, new):
 
 
 @given(st.integers(1, 12), worlds, worlds, st.integers(0, 6))
+@settings(max_examples=50 * SOAK)
 def test_a_lost_piece_is_noticed_by_whom_it_concerns(length, old, new, missing):
     held = boxes((length,), (old,))
     lost_cells = cells(held[missing % old])
@@ -82,15 +85,10 @@ def test_a_lost_piece_is_noticed_by_whom_it_concerns(length, old, new, missing):
         assert bool(lost) == bool(cells(need) & lost_cells)
 
 
-def test_of_copies_the_first_is_taken():
-    whole = Box((0,), (4,))
-    found, lost = takes({"w": whole}, pieces_of([whole, whole]))
-    assert found == [Take("w", "piece 0", whole)]
-    assert lost == []
-
-
-def test_a_number_is_a_box_without_dimensions():
-    number = Box((), ())
-    assert takes({"w": number}, pieces_of([number])) == ([Take("w", "piece 0", number)], [])
+def test_of_copies_the_first_is_taken_and_a_number_is_a_box_without_dimensions():
+    whole, number = Box((0,), (4,)), Box((), ())
+    for box in (whole, number):
+        found = takes({"w": box}, pieces_of([box, box]))
+        assert found == ([Take("w", "piece 0", box)], [])
     assert takes({"w": number}, []) == ([], ["w"])
     assert within(number, number) == ()

@@ -5,14 +5,15 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from tests.support import poll_for
-from tests.unit.training.keep_support import Shelf, build, fingerprint, finish, step, train
-from torchelastic.checkpoint import CheckpointStore, set_checkpoint_manager
+from tests.unit.training.keep_support import build, fingerprint, finish, step, train, trained
+from torchelastic.checkpoint import set_checkpoint_manager
 from torchelastic.snapshot.layout import SHARED
 from torchelastic.training import keeping_agent, keeping_leave, shared
 from torchelastic.training.torch_state import TorchState
@@ -22,20 +23,8 @@ SAVE, GO = Leave(signal.SIGTERM, None, saves=True), Leave(signal.SIGTERM, None, 
 
 
 @pytest.fixture
-def shelf(monkeypatch):
-    made = Shelf()
-    monkeypatch.setattr(keeping_agent, "connect", lambda: made)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def store(tmp_path):
-    made = CheckpointStore(tmp_path / "checkpoints", writer="thread")
-    set_checkpoint_manager(made)
-    yield made
-    set_checkpoint_manager(None)
-    made.close()
+def store(make_store):
+    return make_store()
 
 
 @pytest.fixture
@@ -57,13 +46,6 @@ def leave(shelf, *orders):
 
 def steps_in(store):
     return [one.step for one in store.catalog.records()]
-
-
-def trained(until):
-    state = build()
-    state.restore()
-    train(state, until)
-    return state
 
 
 def test_what_was_committed_is_stored_wherever_the_step_is(shelf, store, signals, monkeypatch):
@@ -97,27 +79,23 @@ def test_no_step_is_committed_any_more(shelf, store, signals):
     finish(state)
 
 
-def test_another_node_writes(shelf, store, signals):
+@pytest.mark.parametrize(
+    ("orders", "verdict", "seconds", "expected"),
+    [
+        ([Leave(signal.SIGINT, None), GO], 60.0, None, []),
+        ([Leave(signal.SIGTERM, None)], 0.01, None, [2]),
+        ([SAVE], 60.0, 1000.0, []),
+        ([SAVE], 60.0, 0.001, [2]),
+    ],
+    ids=["another node writes", "the leader does not choose", "too little time", "enough time"],
+)
+def test_who_stores_it(orders, verdict, seconds, expected, shelf, store, signals, monkeypatch):
+    monkeypatch.setattr(keeping_leave, "VERDICT", verdict)
     state = trained(2)
-    leave(shelf, Leave(signal.SIGINT, None), GO)
-    assert steps_in(store) == []
-    assert signals == [signal.SIGTERM]
-    finish(state)
-
-
-def test_a_leader_that_does_not_choose_is_not_waited_for(shelf, store, signals, monkeypatch):
-    monkeypatch.setattr(keeping_leave, "VERDICT", 0.01)
-    state = trained(2)
-    leave(shelf, Leave(signal.SIGTERM, None))
-    assert steps_in(store) == [2]
-    finish(state)
-
-
-@pytest.mark.parametrize(("seconds", "expected"), [(1000.0, []), (0.001, [2])])
-def test_only_if_the_time_is_enough(seconds, expected, shelf, store, signals):
-    state = trained(2)
-    store.seconds = seconds
-    leave(shelf, Leave(signal.SIGTERM, time.monotonic() + 60, saves=True))
+    if seconds is not None:
+        store.seconds = seconds
+        orders = [replace(one, deadline=time.monotonic() + 60) for one in orders]
+    leave(shelf, *orders)
     assert steps_in(store) == expected
     assert signals == [signal.SIGTERM]
     finish(state)
@@ -182,15 +160,14 @@ def test_a_snapshot_that_is_being_sealed_is_waited_for(shelf, store, signals, mo
     finish(state)
 
 
-def test_who_could_store_nothing_is_asked_for_nothing(shelf, tmp_path):
+def test_who_could_store_nothing_is_asked_for_nothing(shelf, make_store):
     finish(trained(1))
     assert shelf.on_leave == []
-    set_checkpoint_manager(CheckpointStore(tmp_path / "checkpoints", writer="thread"))
+    make_store()
     state = trained(2)
     assert len(shelf.on_leave) == 1
     state.restore()
     assert len(shelf.on_leave) == 1, "once is enough"
-    set_checkpoint_manager(None)
     finish(state)
 
 

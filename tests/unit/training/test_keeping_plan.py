@@ -150,23 +150,14 @@ def test_whose_own_pieces_are_lost(size, written, held, expected):
     assert lacking(nodes(held, "", size=written), (0, 5), size) == expected
 
 
-def test_what_is_here_is_taken_here():
-    assert source(nodes("s5", "s5"), "n1", SHARED, (0, 5)) == "n1"
-
-
-def test_those_who_lack_it_do_not_all_ask_the_same():
-    world = nodes("s5", "", "s5", "", "", "s4")
-    lack = ["n1", "n3", "n4", "n5"]
-    assert [source(world, name, SHARED, (0, 5)) for name in lack] == ["n0", "n2", "n0", "n2"]
-
-
-def test_who_has_tried_one_in_vain_asks_another():
-    world = nodes("s5", "", "s5")
-    assert [source(world, "n1", SHARED, (0, 5), tried) for tried in range(3)] == ["n0", "n2", "n0"]
-
-
-def test_what_nobody_has_is_found_nowhere():
-    assert source(nodes("s5", ""), "n1", own(0), (0, 5)) is None
+def test_where_a_piece_is_taken_from():
+    assert source(nodes("s5", "s5"), "n1", SHARED, (0, 5)) == "n1", "here, if it is here"
+    assert source(nodes("s5", ""), "n1", own(0), (0, 5)) is None, "nobody has it"
+    world, lack = nodes("s5", "", "s5", "", "", "s4"), ["n1", "n3", "n4", "n5"]
+    asked = [source(world, name, SHARED, (0, 5)) for name in lack]
+    assert asked == ["n0", "n2", "n0", "n2"], "those who lack it do not all ask the same"
+    asked = [source(nodes("s5", "", "s5"), "n1", SHARED, (0, 5), tried) for tried in range(3)]
+    assert asked == ["n0", "n2", "n0"], "who has tried one in vain asks another"
 
 
 def test_what_lacks_shards_is_known():

@@ -7,7 +7,6 @@ import torch
 
 from tests.unit.training.keep_support import Shelf, build, finish, train
 from tests.unit.training.rank_support import Ranks
-from torchelastic.checkpoint import CheckpointStore, set_checkpoint_manager
 from torchelastic.checkpoint import finish as finish_checkpoints
 from torchelastic.errors import SnapshotError
 from torchelastic.snapshot.layout import SHARED, own
@@ -85,10 +84,9 @@ def test_what_cannot_be_had_once_is_asked_for_again(world, nodes, monkeypatch, c
     assert "could not be had" not in caplog.text
 
 
-def test_what_nobody_can_have_now_is_not_given_up(world, nodes, monkeypatch, tmp_path):
+def test_what_nobody_can_have_now_is_not_given_up(world, nodes, monkeypatch, make_store):
     """Neither for the checkpoint nor for an older version: the next generation has it."""
-    store = CheckpointStore(tmp_path, every=5, writer="thread")
-    set_checkpoint_manager(store)
+    make_store(every=5)
     trained(world, 9)
     finish_checkpoints()
     for node in nodes:
@@ -101,8 +99,6 @@ def test_what_nobody_can_have_now_is_not_given_up(world, nodes, monkeypatch, tmp
         assert "Step 9 is in memory, but could not be had now (rank 0: The agent at" in str(error)
     assert not any(isinstance(said, Settled) for node in nodes for said in node.told)
     assert restored(world, monkeypatch, 2)[0] == [9, 9]
-    set_checkpoint_manager(None)
-    store.close()
 
 
 def test_what_is_damaged_on_one_node_is_sent_by_the_other(world, nodes, monkeypatch):
@@ -113,13 +109,6 @@ def test_what_is_damaged_on_one_node_is_sent_by_the_other(world, nodes, monkeypa
     assert same(states)
 
 
-def test_what_is_damaged_everywhere_is_passed_over_by_all(world, nodes, monkeypatch):
-    trained(world, 4)
-    for node in nodes:
-        node.damage(SHARED, (0, 4))
-    assert restored(world, monkeypatch, 1)[0] == [3, 3]
-
-
 def test_nodes_that_cannot_reach_each_other_send_it_over_the_group(world, nodes, monkeypatch):
     trained(world, 3)
     nodes[1].close()
@@ -128,15 +117,6 @@ def test_nodes_that_cannot_reach_each_other_send_it_over_the_group(world, nodes,
     begun, states = restored(world, monkeypatch, 1)
     assert begun == [3, 3]
     assert same(states)
-
-
-def test_own_pieces_that_cannot_be_had_cost_random_states_and_no_step(
-    world, nodes, monkeypatch, caplog
-):
-    trained(world, 3)
-    nodes[1].damage(own(1), (0, 3))
-    assert restored(world, monkeypatch, 1)[0] == [3, 3]
-    assert "What this rank had of its own at step 3 is lost" in caplog.text
 
 
 def test_nobody_commits_what_came_of_a_damaged_snapshot(world, nodes, monkeypatch):

@@ -8,11 +8,22 @@ import torch
 import torch.distributed as dist
 
 from tests.unit.training.fake_agent import Coordinator
-from tests.unit.training.loop_support import STEPS, Steps, finish, once, over, wait_until_aborted
+from tests.unit.training.loop_support import (
+    STEPS,
+    Steps,
+    again,
+    begin,
+    finish,
+    once,
+    one_world,
+    over,
+    up_then_error,
+    wait_until_aborted,
+)
 from torchelastic import train_loop
 from torchelastic.errors import NonRetryableException
 from torchelastic.training import session
-from torchelastic.training.group import Group
+from torchelastic.training.group import Group, PeerLostError
 from torchelastic.worker.orders import (
     Ask,
     Entered,
@@ -24,18 +35,12 @@ from torchelastic.worker.orders import (
     Pong,
     Stopped,
     Through,
-    Up,
 )
 
 
 def test_to_the_end(run):
-    def script(agent):
-        agent.enter(0)
-        assert agent.up() == (0, 0)
-        finish(agent, 0)
-
     steps = Steps()
-    state = run(script, steps)
+    state = run(one_world(), steps)
     assert state.count == STEPS
     assert state.synced == [(0, 0, ((-1, 0),))]
     assert steps.taken == [(0, step) for step in range(STEPS)]
@@ -44,15 +49,10 @@ def test_to_the_end(run):
 
 def test_an_error_is_reported_rolled_back_and_the_step_taken_again(run):
     def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
-        erred = agent.hear(Erred)
+        erred = up_then_error(agent)
         assert (erred.step, erred.message, erred.retry) == (3, "ValueError: bad batch", True)
         assert "in act" in erred.traceback
-        over(agent, 0, 3)
-        agent.enter(1)
-        assert agent.up() == (1, 3)
-        finish(agent, 1)
+        again(agent, 3)
 
     steps = Steps(_3=once(ValueError("bad batch")))
     state = run(script, steps)
@@ -63,52 +63,35 @@ def test_an_error_is_reported_rolled_back_and_the_step_taken_again(run):
 
 def test_nothing_is_entered_before_the_broken_world_is_over(run):
     def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
-        agent.hear(Erred)
+        up_then_error(agent)
         agent.enter(1, after=9)
         over(agent, 1, 3)
-        agent.enter(2)
-        agent.hear(Up)
+        begin(agent, 2, 3)
         finish(agent, 2)
 
     assert run(script, Steps(_3=once(ValueError()))).count == STEPS
 
 
-def test_what_cannot_be_retried_is_raised(run):
-    def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
-        assert not agent.hear(Erred).retry
-
-    with pytest.raises(NonRetryableException, match="no such file"):
-        run(script, Steps(_2=once(NonRetryableException("no such file"))))
-    assert not dist.is_initialized()
-
-
-def test_a_group_that_cannot_be_left_hides_no_error(run, monkeypatch, caplog):
+def test_what_cannot_be_retried_is_raised_also_if_the_group_cannot_be_left(
+    run, monkeypatch, caplog
+):
     leave = Group.leave
     monkeypatch.setattr(Group, "leave", lambda group: leave(group) and False)
 
     def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
-        agent.hear(Erred)
+        assert not up_then_error(agent).retry
 
     with pytest.raises(NonRetryableException, match="no such file"):
         run(script, Steps(_2=once(NonRetryableException("no such file"))))
     assert "may still write" in caplog.text
     assert not [one for one in threading.enumerate() if "control" in one.name]
+    assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=["exit", "interrupt"])
 def test_the_end_of_the_process_is_not_held_up(run, error):
-    def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
-
     with pytest.raises(type(error)):
-        run(script, Steps(_2=once(error)))
+        run(begin, Steps(_2=once(error)))
 
 
 def test_failures_are_counted_until_a_step_is_further_than_ever(run):
@@ -116,91 +99,51 @@ def test_failures_are_counted_until_a_step_is_further_than_ever(run):
         raise ValueError("always")
 
     def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
-        for generation in range(2):
+        begin(agent)
+        for generation, step in enumerate((1, 4, 4)):
             assert agent.hear(Erred).retry
-            over(agent, generation, 4)
-            agent.enter(generation + 1)
-            agent.hear(Up)
+            over(agent, generation, step)
+            begin(agent, generation + 1, step)
         assert not agent.hear(Erred).retry
 
-    steps = Steps(_4=fail)
+    steps = Steps(_1=once(ValueError()), _4=fail)
     with pytest.raises(RuntimeError, match=r"failed 3 times .* beyond step 4") as raised:
         run(script, steps, max_failures=2)
     assert "always" in str(raised.value.__cause__)
-
-
-def test_failures_at_different_steps_are_not_added_up(run):
-    def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
-        for generation, step in enumerate((1, 3, 5)):
-            assert agent.hear(Erred).retry
-            over(agent, generation, step)
-            agent.enter(generation + 1)
-            agent.hear(Up)
-        finish(agent, 3)
-
-    errors = {f"_{step}": once(ValueError()) for step in (1, 3, 5)}
-    assert run(script, Steps(**errors), max_failures=1).count == STEPS
 
 
 def test_the_limit_of_release_01(run, monkeypatch):
     monkeypatch.setattr(train_loop, "MAX_FAILURES", 0)
 
     def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
-        assert not agent.hear(Erred).retry
+        assert not up_then_error(agent).retry
 
     with pytest.raises(RuntimeError, match="max_failures is 0"):
         run(script, Steps(_1=once(ValueError())))
 
 
-def in_a_collective_when_the_world_ends(world_over):
-    def act():
-        if session.current().generation == 0:
-            world_over.set()
-            wait_until_aborted()
-            dist.all_reduce(torch.zeros(1))
-
-    return act
+def in_a_collective():
+    dist.all_reduce(torch.zeros(1))
 
 
-def test_the_end_of_a_world_in_a_step(run):
-    reached = threading.Event()
-
-    def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
-        assert reached.wait(30)
-        over(agent, 0, 2, "node b is lost")
-        agent.enter(1)
-        assert agent.up() == (1, 2)
-        finish(agent, 1)
-
-    steps = Steps(_2=in_a_collective_when_the_world_ends(reached))
-    assert run(script, steps).count == STEPS
+def in_user_code():
+    raise KeyError("what the end of the world has led to")
 
 
-def test_an_error_after_the_end_of_the_world_is_none_of_user_code(run):
+@pytest.mark.parametrize("fails", [in_a_collective, in_user_code])
+def test_an_error_after_the_end_of_the_world_is_none_of_user_code(run, fails):
     reached = threading.Event()
 
     def act():
         if session.current().generation == 0:
             reached.set()
             wait_until_aborted()
-            raise KeyError("what the end of the world has led to")
+            fails()
 
     def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
+        begin(agent)
         assert reached.wait(30)
-        over(agent, 0, 2)
-        agent.enter(1)
-        agent.hear(Up)
-        finish(agent, 1)
+        again(agent, 2)
 
     assert run(script, Steps(_2=act), max_failures=0).count == STEPS
 
@@ -209,8 +152,7 @@ def test_a_world_that_is_over_without_a_collective_is_noticed_at_the_boundary(ru
     steps = Steps(end=10**9)
 
     def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
+        begin(agent)
         agent.say(Over(0, "", finished=True))
         agent.hear(Stopped)
 
@@ -219,17 +161,11 @@ def test_a_world_that_is_over_without_a_collective_is_noticed_at_the_boundary(ru
 
 
 def test_a_lost_peer_is_a_hint(run):
-    from torchelastic.training.group import PeerLostError
-
     def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
+        begin(agent)
         lost = agent.hear(PeerLost)
         assert (lost.step, lost.message) == (1, "PeerLostError: connection reset")
-        over(agent, 0, 1)
-        agent.enter(1)
-        agent.hear(Up)
-        finish(agent, 1)
+        again(agent, 1)
 
     assert run(script, Steps(_1=once(PeerLostError("connection reset")))).count == STEPS
 
@@ -241,14 +177,11 @@ def test_a_store_out_of_reach_is_a_lost_peer(run):
         agent._store_port, kept = port, agent._store_port
         agent.enter(0)
         assert agent.hear(PeerLost).step == 0
-        over(agent, 0, 0)
         agent._store_port = kept
-        agent.enter(1)
-        agent.hear(Up)
-        finish(agent, 1)
+        again(agent, 0)
 
     def coordinator(end):
-        return Coordinator(end, process_group_timeout=1000)
+        return Coordinator(end, process_group_timeout=100)
 
     assert run(script, Steps(), coordinator=coordinator).count == STEPS
 
@@ -256,72 +189,70 @@ def test_a_store_out_of_reach_is_a_lost_peer(run):
 # --- step boundaries -----------------------------------------------------------------------------
 
 
-def held_at(step, reached, go_on):
-    """A step that lasts until the test lets it go on."""
+class Held:
+    """Steps of which the third lasts until the script lets it go on."""
 
-    def act():
+    def __init__(self):
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.steps = Steps(_2=self.hold)
+
+    def hold(self):
         if session.current().generation == 0:
-            reached.set()
-            assert go_on.wait(30)
+            self.reached.set()
+            assert self.go_on.wait(30)
 
-    return {f"_{step}": act}
+    def begin(self, agent):
+        begin(agent)
+        assert self.reached.wait(30)
 
 
 def test_to_the_next_world_at_a_boundary(run):
-    reached, go_on = threading.Event(), threading.Event()
+    held = Held()
 
     def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
-        assert reached.wait(30)
+        held.begin(agent)
         agent.say(Ask(0))
         assert agent.hear(Entered) == Entered(0, 2)
         agent.enter(1, after=3)
         agent.say(Ping())  # answered after the order before it was taken
         agent.hear(Pong)
-        go_on.set()
+        held.go_on.set()
         assert agent.hear(Stopped) == Stopped(0, 4)
         assert agent.up() == (1, 4)
         finish(agent, 1)
 
-    steps = Steps(**held_at(2, reached, go_on))
-    state = run(script, steps)
-    assert steps.taken == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 4), (1, 5)]
+    state = run(script, held.steps)
+    assert held.steps.taken == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 4), (1, 5)]
     assert state.synced[1] == (1, 4, ((0, 4),))
 
 
 def test_stop_at_a_boundary_and_leave(run):
-    reached, go_on = threading.Event(), threading.Event()
+    held = Held()
 
     def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
-        assert reached.wait(30)
+        held.begin(agent)
         agent.say(Ask(0))
         agent.hear(Entered)
         agent.say(Through(0, 2))
-        go_on.set()
+        held.go_on.set()
         assert agent.hear(Stopped) == Stopped(0, 3)
         agent.say(Leave(15))
 
-    steps = Steps(**held_at(2, reached, go_on))
     with pytest.raises(SystemExit) as ended:
-        run(script, steps)
+        run(script, held.steps)
     assert ended.value.code == 143
-    assert steps.taken[-1] == (0, 2)
+    assert held.steps.taken[-1] == (0, 2)
 
 
 def test_at_the_end_of_the_data_elsewhere_the_last_step_is_run_to_its_end(run):
-    reached, go_on = threading.Event(), threading.Event()
+    held = Held()
 
     def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
-        assert reached.wait(30)
+        held.begin(agent)
         agent.say(Over(0, "done", finished=True, through=2))
         agent.say(Ping())
         assert not agent.hear(Pong).aborted
-        go_on.set()
+        held.go_on.set()
         assert agent.hear(Stopped) == Stopped(0, 3)
 
-    assert run(script, Steps(**held_at(2, reached, go_on))).count == 3
+    assert run(script, held.steps).count == 3

@@ -12,17 +12,18 @@ from tests.unit.training.loop_support import (
     STEPS,
     Counting,
     Steps,
-    finish,
+    again,
     once,
-    over,
-    script_of_one_world,
+    one_error,
+    one_world,
+    up_then_error,
 )
 from torchelastic import env, faults
 from torchelastic.errors import ChannelLost, ConfigError, JobClosed
 from torchelastic.p2p import CoordinatorP2P
 from torchelastic.training import coordinator as coordinators
 from torchelastic.worker import channel, slate
-from torchelastic.worker.orders import Closed, Erred, Slate, Up
+from torchelastic.worker.orders import Closed, Erred, Slate
 
 
 def test_the_world_is_seen_by_the_script(run):
@@ -32,12 +33,7 @@ def test_the_world_is_seen_by_the_script(run):
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT")
         seen.append([env.get(name) for name in names])
 
-    def script(agent):
-        agent.enter(7)
-        agent.hear(Up)
-        finish(agent, 7, 1)
-
-    run(script, Steps(end=1, _0=look))
+    run(one_world(end=1, generation=7), Steps(end=1, _0=look))
     assert seen == [["0", "1", "127.0.0.1", "7"]]
 
 
@@ -46,9 +42,7 @@ def test_progress_is_written_to_the_slate(run):
 
     def script(agent):
         agent.say(Slate(), descriptor)
-        agent.enter(4)
-        agent.hear(Up)
-        finish(agent, 4)
+        one_world(generation=4)(agent)
 
     run(script, Steps())
     assert slate.read_progress(descriptor) == (4, STEPS, math.inf)
@@ -57,18 +51,8 @@ def test_progress_is_written_to_the_slate(run):
 
 def test_faults_strike_at_their_step(run):
     faults.plan("raise@step=3,place=step.end")
-
-    def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
-        assert agent.hear(Erred).step == 3
-        over(agent, 0, 3)
-        agent.enter(1)
-        agent.hear(Up)
-        finish(agent, 1)
-
     try:
-        assert run(script, Steps()).count == STEPS
+        assert run(one_error(3), Steps()).count == STEPS
     finally:
         faults.plan("")
 
@@ -86,10 +70,7 @@ def test_a_sync_that_fails_is_rolled_back(run):
     def script(agent):
         agent.enter(0)
         assert agent.hear(Erred).step == 0
-        over(agent, 0, 0)
-        agent.enter(1)
-        agent.hear(Up)
-        finish(agent, 1)
+        again(agent, 0)
 
     state = run(script, Steps(), Failing())
     assert [count for _, count, _ in state.synced] == [0, 0]
@@ -97,9 +78,7 @@ def test_a_sync_that_fails_is_rolled_back(run):
 
 def test_an_agent_that_is_gone_ends_the_training_with_what_was_wrong(run):
     def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
-        agent.hear(Erred)
+        up_then_error(agent)
         agent.end.close()
 
     with pytest.raises(ChannelLost) as raised:
@@ -109,15 +88,14 @@ def test_an_agent_that_is_gone_ends_the_training_with_what_was_wrong(run):
 
 def test_a_job_that_has_ended_otherwise_is_an_error(run):
     def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
-        agent.hear(Erred)
+        up_then_error(agent)
         agent.say(Closed("The job has ended: the same error came twice at step 1."))
 
     with pytest.raises(JobClosed, match="twice at step 1"):
         run(script, Steps(_1=once(ValueError())))
 
 
+@pytest.mark.alone
 def test_a_step_costs_little(run):
     """CPU time of the training thread for what is not the user's, with a slate."""
     descriptor, count, spent = slate.create(), 20_000, []
@@ -132,7 +110,7 @@ def test_a_step_costs_little(run):
 
     def script(agent):
         agent.say(Slate(), descriptor)
-        script_of_one_world(agent)
+        one_world(count)(agent)
 
     run(script, step)
     os.close(descriptor)

@@ -2,17 +2,39 @@
 
 import threading
 
+import pytest
+
 from tests.unit.training.fake_agent import Coordinator
 from tests.unit.training.loop_support import (
     Steps,
-    finish,
+    again,
+    begin,
     once,
-    over,
-    script_of_one_world,
+    one_error,
+    one_world,
     wait_until_aborted,
 )
 from torchelastic import SimpleWorkerStats
-from torchelastic.worker.orders import Erred, Up
+
+
+@pytest.fixture
+def made():
+    """The coordinators of a test."""
+    return []
+
+
+@pytest.fixture
+def run(run, made):
+    """As `run`, with a coordinator of this class, which the steps find in `made`."""
+
+    def with_coordinator(script, steps, kind=Coordinator):
+        def coordinator(end):
+            made.append(kind(end))
+            return made[0]
+
+        return run(script, steps, coordinator=coordinator)
+
+    return with_coordinator
 
 
 class Hooked(Coordinator):
@@ -37,49 +59,14 @@ class Hooked(Coordinator):
         return len(self.calls) > 8
 
 
-def test_hooks_that_somebody_has_written_are_called(run):
-    made = []
-
-    def coordinator(end):
-        made.append(Hooked(end))
-        return made[0]
-
-    def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
-        agent.hear(Erred)
-        over(agent, 0, 1)
-        agent.enter(1)
-        agent.hear(Up)
-        finish(agent, 1, 3)
-
-    steps = Steps(end=100, _1=once(ValueError("odd")))
-    run(script, steps, coordinator=coordinator)
-    one = ["monitor 1", "save?", "report 1"]
-    two = ["monitor 2", "save?", "report 2"]
-    three = ["monitor 3", "save?", "report 3"]
+def test_hooks_that_somebody_has_written_are_called(run, made):
+    run(one_error(1, end=3), Steps(end=100, _1=once(ValueError("odd"))), Hooked)
+    one, two, three = ([f"monitor {n}", "save?", f"report {n}"] for n in (1, 2, 3))
     assert made[0].calls == [*one, "error odd", *two, *three]
 
 
-def test_the_training_is_done_when_the_coordinator_is_told_so(run):
-    made = []
-
-    def coordinator(end):
-        made.append(Coordinator(end))
-        return made[0]
-
-    steps = Steps(end=100, _2=lambda: made[0].signal_training_done())
-
-    def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
-        finish(agent, 0, 3)
-
-    assert run(script, steps, coordinator=coordinator).count == 3
-
-
-def test_a_training_that_is_done_when_its_world_ends_takes_no_step_in_the_next(run):
-    made, reached = [], threading.Event()
+def test_a_training_that_is_done_when_its_world_ends_takes_no_step_in_the_next(run, made):
+    reached = threading.Event()
 
     class Waiting(Coordinator):
         def report_progress(self, state):
@@ -87,56 +74,30 @@ def test_a_training_that_is_done_when_its_world_ends_takes_no_step_in_the_next(r
                 reached.set()
                 wait_until_aborted()
 
-    def coordinator(end):
-        made.append(Waiting(end))
-        return made[0]
-
     def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
+        begin(agent)
         assert reached.wait(30)
-        over(agent, 0, 3)
-        agent.enter(1)
-        assert agent.up() == (1, 3)
-        finish(agent, 1, 3)
+        again(agent, 3, end=3)
 
     steps = Steps(end=100, _2=lambda: made[0].signal_training_done())
-    assert run(script, steps, coordinator=coordinator).count == 3
+    assert run(script, steps, Waiting).count == 3
     assert steps.taken == [(0, 0), (0, 1), (0, 2)]
 
 
-def test_a_last_step_that_fails_is_taken_again(run):
-    made = []
+def test_a_last_step_that_fails_is_taken_again(run, made):
     fail = once(ValueError())
-
-    def coordinator(end):
-        made.append(Coordinator(end))
-        return made[0]
 
     def act():
         made[0].signal_training_done()
         fail()
 
-    def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
-        agent.hear(Erred)
-        over(agent, 0, 2)
-        agent.enter(1)
-        agent.hear(Up)
-        finish(agent, 1, 3)
-
-    assert run(script, Steps(end=100, _2=act), coordinator=coordinator).count == 3
+    assert run(one_error(2, end=3), Steps(end=100, _2=act)).count == 3
 
 
-def test_slow_workers_are_noticed(run, monkeypatch):
+def test_slow_workers_are_noticed(run, made, monkeypatch):
     monkeypatch.setattr("torchelastic.training.coordinator.MONITOR_PROGRESS_FREQ", 2)
     monkeypatch.setattr("torchelastic.training.coordinator._gather", lambda rate: [rate, 2 * rate])
-    made, seen = [], []
-
-    def coordinator(end):
-        made.append(Coordinator(end))
-        return made[0]
+    seen = []
 
     def step(state):
         seen.append(made[0].is_worker_straggler)
@@ -145,5 +106,5 @@ def test_slow_workers_are_noticed(run, monkeypatch):
         state.count += 1
         return state, SimpleWorkerStats(5.0)
 
-    run(script_of_one_world, step, coordinator=coordinator)
+    run(one_world(3), step)
     assert seen == [False, False, True, True]

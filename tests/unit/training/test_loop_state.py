@@ -10,30 +10,24 @@ from tests.unit.training.loop_support import (
     STEPS,
     Counting,
     Steps,
-    finish,
+    again,
+    begin,
     once,
+    one_error,
+    one_world,
     over,
-    script_of_one_world,
+    up_then_error,
 )
 from torchelastic import SimpleWorkerStats, State, checkpoint
 from torchelastic.errors import NonRetryableException
 from torchelastic.training import session
 from torchelastic.training.state import Torn
-from torchelastic.worker.orders import Erred, Finished, Over, Stopped, Up
+from torchelastic.worker.orders import Erred, Finished, Over, Stopped
 
 
 def test_snapshots_may_be_taken_less_often(run):
-    def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
-        assert agent.hear(Erred).step == 3
-        over(agent, 0, 3)
-        agent.enter(1)
-        assert agent.up() == (1, 3)
-        finish(agent, 1)
-
     steps = Steps(_5=once(ValueError()))
-    state = run(script, steps, snapshot_every=3)
+    state = run(one_error(3), steps, snapshot_every=3)
     assert state.synced[1] == (1, 3, ((0, 3),))
     assert [step for generation, step in steps.taken if generation == 1] == [3, 4, 5]
 
@@ -47,19 +41,10 @@ def test_a_torch_state_takes_its_snapshot_at_every_step(run):
         if state.step == 5 and session.current().generation == 0:
             raise ValueError
 
-    def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
-        assert agent.hear(Erred).step == 5
-        over(agent, 0, 5)
-        agent.enter(1)
-        assert agent.up() == (1, 5)
-        finish(agent, 1)
-
     model = torch.nn.Linear(1, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     state = torchelastic.TorchState(model=model, optimizer=sgd, copy_before_write=True)
-    assert run(script, step, state, snapshot_every=3).step == STEPS
+    assert run(one_error(5), step, state, snapshot_every=3).step == STEPS
 
 
 def test_without_snapshots_nothing_is_rolled_back(run):
@@ -67,12 +52,9 @@ def test_without_snapshots_nothing_is_rolled_back(run):
         snapshot, apply = State.snapshot, State.apply
 
     def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
-        assert agent.hear(Erred).step == 2
+        assert up_then_error(agent).step == 2
         over(agent, 0, 2)
-        agent.enter(1)
-        assert agent.up() == (1, 2)
+        begin(agent, 1, 2)
         agent.hear(Finished)
         agent.say(Over(1, "", finished=True))
         agent.hear(Stopped)
@@ -87,9 +69,7 @@ def test_a_state_that_nobody_can_roll_back_ends_the_job(run):
             raise Torn("the optimizer was in the middle")
 
     def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
-        agent.hear(Erred)
+        up_then_error(agent)
         over(agent, 0, -1)
         agent.enter(1)
         assert not agent.hear(Erred).retry
@@ -107,34 +87,27 @@ def manager(tmp_path):
 
 
 def test_checkpoints_are_written_and_loaded_where_nobody_has_more(run, manager):
-    def first(agent):
-        agent.enter(0)
-        agent.hear(Up)
-        finish(agent, 0, 5)
-
-    run(first, Steps(end=5), checkpoint_every=2)
+    run(one_world(5), Steps(end=5), checkpoint_every=2)
 
     def second(agent):
-        agent.enter(0)
-        assert agent.up() == (0, 4)
+        begin(agent, 0, 4)
         agent.hear(Erred)
-        over(agent, 0, 5)
-        agent.enter(1)
-        assert agent.up() == (1, 5), "memory is fresher than the checkpoint"
-        finish(agent, 1)
+        again(agent, 5)  # memory is fresher than the checkpoint
 
     state = run(second, Steps(_5=once(ValueError())))
     assert state.synced == [(0, 4, ((-1, 4),)), (1, 5, ((0, 5),))]
 
 
-@pytest.mark.parametrize("error", [NonRetryableException("no such file"), SystemExit(3)])
+@pytest.mark.parametrize(
+    "error", [NonRetryableException("no such file"), SystemExit(3)], ids=["error", "exit"]
+)
 def test_a_checkpoint_in_flight_is_not_lost_to_an_error(run, manager, monkeypatch, error):
     waited_for = threading.Event()
-    begin, wait = manager.catalog.begin, checkpoint.finish
+    create, wait = manager.catalog.begin, checkpoint.finish
 
     def begin_when_waited_for(name):
         assert waited_for.wait(30)
-        return begin(name)
+        return create(name)
 
     def finish():
         waited_for.set()
@@ -144,8 +117,7 @@ def test_a_checkpoint_in_flight_is_not_lost_to_an_error(run, manager, monkeypatc
     monkeypatch.setattr(checkpoint, "finish", finish)
 
     def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
+        begin(agent)
         if isinstance(error, Exception):
             agent.hear(Erred)
 
@@ -162,12 +134,7 @@ def test_a_state_says_when_a_checkpoint_is_due(run, manager):
         def should_save_checkpoint(self, rank):
             return self.count == 3
 
-    def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
-        finish(agent, 0)
-
-    run(script, Steps(), Asking())
+    run(one_world(), Steps(), Asking())
     assert len(manager.list_checkpoints()) == 1
 
 
@@ -183,7 +150,7 @@ def test_a_step_may_return_another_state(run):
         return other, SimpleWorkerStats(1.0)
 
     first = Counting()
-    assert run(script_of_one_world, step, first).count == 3
+    assert run(one_world(3), step, first).count == 3
     assert first.count == 0
 
 
@@ -198,17 +165,7 @@ def test_a_generator_is_made_anew_in_every_world(run):
             yield
 
     fail = once(ValueError())
-
-    def script(agent):
-        agent.enter(0)
-        agent.hear(Up)
-        agent.hear(Erred)
-        over(agent, 0, 2)
-        agent.enter(1)
-        agent.hear(Up)
-        finish(agent, 1)
-
-    assert run(script, steps, how=torchelastic.run_train).count == STEPS
+    assert run(one_error(2), steps, how=torchelastic.run_train).count == STEPS
     assert made == [0, 1]
 
 
@@ -222,4 +179,4 @@ def test_the_end_of_the_data_inside_a_generator(run):
             state.count += 1
             yield state, SimpleWorkerStats(None)
 
-    assert run(script_of_one_world, steps, how=torchelastic.run_train).count == 4
+    assert run(one_world(4), steps, how=torchelastic.run_train).count == 4

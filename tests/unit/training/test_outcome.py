@@ -4,7 +4,7 @@ import pytest
 
 from torchelastic.errors import NonRetryableException, StopException, UnfitError
 from torchelastic.training.group import GenerationOver, PeerLostError
-from torchelastic.training.outcome import TABLE, Action, Kind, Where, chain, decide, kind_of
+from torchelastic.training.outcome import Action, Kind, Where, chain, decide, kind_of
 
 
 def caused_by(error, cause):
@@ -55,17 +55,22 @@ def test_kinds_of_errors_in_a_step(error, kind):
     assert kind_of(error, Where.STEP) is kind
 
 
-@pytest.mark.parametrize("where", [Where.SYNC, Where.BETWEEN])
-def test_no_data_is_ended_outside_of_a_step(where):
-    assert kind_of(StopIteration(), where) is Kind.USER
-    assert kind_of(leaked(), where) is Kind.USER
-
-
-def test_building_is_not_user_code():
-    assert kind_of(RuntimeError("connection refused"), Where.BUILD) is Kind.PEER_LOST
-    assert kind_of(GenerationOver(), Where.BUILD) is Kind.OVER
-    assert kind_of(KeyboardInterrupt(), Where.BUILD) is Kind.EXIT
-    assert kind_of(UnfitError(), Where.BUILD) is Kind.UNFIT
+@pytest.mark.parametrize(
+    ("error", "where", "kind"),
+    [
+        (StopIteration(), Where.SYNC, Kind.USER),  # no data is ended outside of a step
+        (leaked(), Where.SYNC, Kind.USER),
+        (StopIteration(), Where.BETWEEN, Kind.USER),
+        (leaked(), Where.BETWEEN, Kind.USER),
+        (RuntimeError("connection refused"), Where.BUILD, Kind.PEER_LOST),  # not user code
+        (GenerationOver(), Where.BUILD, Kind.OVER),
+        (KeyboardInterrupt(), Where.BUILD, Kind.EXIT),
+        (UnfitError(), Where.BUILD, Kind.UNFIT),
+    ],
+    ids=repr,
+)
+def test_kinds_of_errors_elsewhere(error, where, kind):
+    assert kind_of(error, where) is kind
 
 
 def test_a_chain_may_be_a_ring():
@@ -75,28 +80,18 @@ def test_a_chain_may_be_a_ring():
     assert kind_of(first, Where.STEP) is Kind.USER
 
 
-def test_the_table_is_whole():
-    assert {*TABLE} == {*Kind}
-    assert {action for actions in TABLE.values() for action in actions} == {*Action}
-
-
-@pytest.mark.parametrize(
-    ("kind", "standing", "over"),
-    [
-        (Kind.OVER, Action.WAIT, Action.WAIT),
-        (Kind.PEER_LOST, Action.HINT, Action.WAIT),
-        (Kind.USER, Action.RETRY, Action.WAIT),
-        (Kind.END_OF_DATA, Action.FINISH, Action.WAIT),
-        (Kind.STOP, Action.FINISH, Action.WAIT),
-        (Kind.FATAL, Action.GIVE_UP, Action.GIVE_UP),
-        (Kind.UNFIT, Action.WITHDRAW, Action.WITHDRAW),
-        (Kind.EXIT, Action.RAISE, Action.RAISE),
-    ],
-    ids=lambda value: value.name,
-)
-def test_what_is_done(kind, standing, over):
-    assert decide(kind, over=False) is standing
-    assert decide(kind, over=True) is over
+def test_what_is_done():
+    """While the world stands, and when it is over."""
+    assert {kind: (decide(kind, over=False), decide(kind, over=True)) for kind in Kind} == {
+        Kind.OVER: (Action.WAIT, Action.WAIT),
+        Kind.PEER_LOST: (Action.HINT, Action.WAIT),
+        Kind.USER: (Action.RETRY, Action.WAIT),
+        Kind.END_OF_DATA: (Action.FINISH, Action.WAIT),
+        Kind.STOP: (Action.FINISH, Action.WAIT),
+        Kind.FATAL: (Action.GIVE_UP, Action.GIVE_UP),
+        Kind.UNFIT: (Action.WITHDRAW, Action.WITHDRAW),
+        Kind.EXIT: (Action.RAISE, Action.RAISE),
+    }
 
 
 def test_only_errors_of_user_code_use_up_the_failures():

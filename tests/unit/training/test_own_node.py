@@ -23,9 +23,6 @@ def test_the_secret_and_the_certificates_of_a_url():
     assert config.rdzv_secret_file == "/s"
     assert (config.rdzv_tls_cert, config.rdzv_tls_key, config.rdzv_tls_ca) == ("c", "k", "a")
     assert "secret_file" not in config.rdzv_configs
-
-
-def test_a_url_without_them():
     config = config_for(url.parse("tcp://h/r?min_workers=2"), None)
     assert config.rdzv_secret_file is None
     assert config.rdzv_tls_cert is None

@@ -1,7 +1,6 @@
 """TorchState: its parts, what peers give to each other, checkpoints."""
 
 import io
-import os
 from types import SimpleNamespace
 
 import numpy
@@ -23,7 +22,6 @@ from torchelastic.errors import TransferError
 from torchelastic.training import parts, rng, session, transfer
 from torchelastic.training.state import Torn
 from torchelastic.training.torch_state import TorchState, holders_of, is_worthless
-from torchelastic.worker import slate as slates
 
 # --- parts ----------------------------------------------------------------------------------------
 
@@ -48,9 +46,11 @@ def test_values_may_be_assigned_and_objects_may_not():
         state.best = object()
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
+def test_what_cannot_be_a_part_is_refused_by_name():
+    unsendable = Sampler()
+    unsendable.position = object()
+    for given, named in (
+        ({"tracker": unsendable}, "position"),
         ({"wrong": object()}, "wrong"),
         ({"wrong": {"deep": [lambda: None]}}, r"wrong\['deep'\]\[0\]"),
         ({"sampler": iter([1])}, "sampler"),
@@ -60,19 +60,9 @@ def test_values_may_be_assigned_and_objects_may_not():
         ({"sync": 1}, "sync"),
         ({"_undo": 1}, "_undo"),
         ({"module": nn.Linear(1, 1)}, "module"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_a_part_is_refused_by_name(given, named):
-    with pytest.raises(TypeError, match=named):
-        TorchState(**given)
-
-
-def test_an_object_whose_state_cannot_be_sent_is_refused():
-    part = Sampler()
-    part.position = object()
-    with pytest.raises(TypeError, match="position"):
-        TorchState(tracker=part)
+    ):
+        with pytest.raises(TypeError, match=named):
+            TorchState(**given)
 
 
 # --- worlds ---------------------------------------------------------------------------------------
@@ -104,15 +94,6 @@ def test_who_has_what_all_are_brought_to(versions, holders):
 )
 def test_only_a_state_that_nobody_can_want_is_overwritten_on_the_way(own, base, worthless):
     assert is_worthless(own, base) is worthless
-
-
-@pytest.fixture
-def slate():
-    descriptor = slates.create()
-    made = slates.Slate(descriptor)
-    yield made
-    made.close()
-    os.close(descriptor)
 
 
 class Wire:
@@ -170,16 +151,22 @@ def one_more(state, step, generation):
     state._committed((generation, state.step + 1))
 
 
+def trained(name, steps, slate=None, **options):
+    """Alone in the first world, up to this step."""
+    state, step = built(name, ddp=False, **options)
+    enter(state, 0, [(-1, 0)], slate=slate)
+    for _ in range(steps):
+        one_more(state, step, 0)
+    return state, step
+
+
 def without_random(state):
     return {place: value for place, value in outcome(state).items() if place != "random"}
 
 
 @pytest.mark.parametrize("name", [name for name in TRAININGS if name != "two optimizers"])
 def test_a_newcomer_is_given_everything_and_goes_on_to_the_same_bits(name, wire):
-    holder, step = built(name, ddp=False, copy_before_write=False)
-    enter(holder, 0, [(-1, 0)])
-    for _ in range(4):
-        one_more(holder, step, 0)
+    holder, step = trained(name, 4, copy_before_write=False)
     newcomer, _ = built(name, ddp=False, copy_before_write=False)
     parameters = list(newcomer.module.parameters())
     versions = [(0, 4), (-1, 0)]
@@ -221,10 +208,7 @@ def test_first_states_that_differ_are_made_equal(wire):
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_replacement_goes_on_with_what_the_dead_had_drawn(ahead, wire, slate):
     """Killed at the beginning of a step, or after its last collective with its peers a step on."""
-    peer, step = built("foreach Adam", ddp=False)
-    enter(peer, 0, [(-1, 0)], slate=slate)
-    for _ in range(3):
-        one_more(peer, step, 0)
+    peer, step = trained("foreach Adam", 3, slate=slate)
     peer.snapshot()
     if ahead:
         step(peer, lambda: peer._undo.before_collective())
@@ -243,14 +227,8 @@ def test_a_replacement_goes_on_with_what_the_dead_had_drawn(ahead, wire, slate):
 
 
 def test_a_survivor_whose_peers_finished_the_step_follows_with_what_it_had_drawn(wire):
-    states = []
-    for _ in range(2):
-        state, step = built("foreach Adam", ddp=False)
-        enter(state, 0, [(-1, 0)])
-        for _ in range(3):
-            one_more(state, step, 0)
-        states.append(state)
-    survivor, finished = states
+    survivor, step = trained("foreach Adam", 3)
+    finished, _ = trained("foreach Adam", 3)
     torch.manual_seed(5)
     begin = survivor.snapshot()
     with pytest.raises(Interrupted):
@@ -266,9 +244,7 @@ def test_a_survivor_whose_peers_finished_the_step_follows_with_what_it_had_drawn
 
 
 def test_a_survivor_stays_as_it_rolled_back_if_nobody_is_further(wire):
-    survivor, step = built("foreach Adam", ddp=False)
-    enter(survivor, 0, [(-1, 0)])
-    one_more(survivor, step, 0)
+    survivor, step = trained("foreach Adam", 1)
     begin = survivor.snapshot()
     before = outcome(survivor)
     with pytest.raises(Interrupted):
@@ -279,15 +255,14 @@ def test_a_survivor_stays_as_it_rolled_back_if_nobody_is_further(wire):
 
 
 def test_a_newcomer_knows_from_its_peers_whether_to_copy_before_it_writes(wire):
-    holder, step = built("momentum", ddp=False)
-    enter(holder, 0, [(-1, 0)])
-    one_more(holder, step, 0)
-    newcomer, _ = built("momentum", ddp=False)
+    holder, _ = trained("zeroed in place", 1)
+    newcomer, _ = built("zeroed in place", ddp=False)
+    told, _ = built("zeroed in place", ddp=False, copy_before_write=True)
     assert newcomer._undo.writes.known is None
-    versions = [(0, 1), (-1, 0)]
-    enter(holder, 0, versions, generation=1)
-    enter(newcomer, 1, versions, generation=1)
-    assert newcomer._undo.writes.known is holder._undo.writes.known is not None
+    for rank, state in enumerate((holder, newcomer, told)):
+        enter(state, rank, [(0, 1), (-1, 0), (-1, 0)], generation=1)
+    assert newcomer._undo.writes.known is holder._undo.writes.known is False
+    assert told._undo.writes.copying, "what the script has said stands"
 
 
 def test_another_model_is_refused(wire):

@@ -1,17 +1,21 @@
-"""What the training thread waits for others is counted, and what other threads wait is not."""
+"""The time a training thread waits for others is counted, in a world and in a script."""
 
 import threading
 
 import pytest
+import torch
+from torch import nn
 
 from tests.support import poll_for
 from torchelastic import stalls
+from torchelastic.training import keeping_waits
 from torchelastic.training import waits as waits_module
+from torchelastic.training.keeping_waits import BackwardWaits
 from torchelastic.training.waits import Operation, Waits
 
 
 class Hands:
-    """A second at each look."""
+    """A clock that goes on by itself: a second at each look."""
 
     at = 0.0
 
@@ -21,8 +25,15 @@ class Hands:
 
 
 @pytest.fixture
-def waited(monkeypatch):
-    monkeypatch.setattr(waits_module, "time", Hands())
+def hands(monkeypatch):
+    made = Hands()
+    monkeypatch.setattr(waits_module, "time", made)
+    monkeypatch.setattr(keeping_waits, "time", made)
+    return made
+
+
+@pytest.fixture
+def waited(hands):
     before = list(stalls.seconds)
     place = stalls.COUNTED.index("peers")
     yield lambda: stalls.seconds[place] - before[place]
@@ -58,3 +69,57 @@ def test_what_is_done_already_is_not_waited_for(waited):
     operation.finish(None, None)
     operation.wait()
     assert waited() == 0.0
+
+
+# --- in a script: from the last gradient to the optimizer's step, and nothing else ----------------
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 2))
+
+
+@pytest.fixture
+def backward(model):
+    return lambda: model(torch.ones(1, 3)).sum().backward()
+
+
+def test_it_is_waited_from_the_last_gradient_to_the_step_of_the_optimizer(
+    hands, waited, model, backward
+):
+    waits = BackwardWaits([model])
+    backward()
+    assert hands.at == 2.0, "a look for the first parameter and one for the last"
+    hands.at += 7.0
+    stalls.add("checkpoint", 5.0)  # not counted twice
+    waits.before_write()
+    assert waited() == 3.0
+    waits.before_write()  # a second optimizer waits for nothing
+    assert waited() == 3.0
+
+
+def test_of_several_backwards_the_last_counts(hands, waited, model, backward):
+    waits = BackwardWaits([model])
+    for _ in range(3):
+        hands.at += 50.0
+        backward()
+    waits.before_write()
+    assert waited() == 1.0
+
+
+def test_gradients_that_no_optimizer_takes_up_are_forgotten(hands, waited, model, backward):
+    waits = BackwardWaits([model])
+    backward()
+    waits.committed()
+    hands.at += 50.0
+    waits.before_write()
+    assert waited() == 0.0
+
+
+def test_parameters_that_are_not_trained_are_passed_over_and_shared_ones_noted_once(
+    hands, model, backward
+):
+    model[0].requires_grad_(False)
+    BackwardWaits([model, model])
+    backward()
+    assert hands.at == 2.0

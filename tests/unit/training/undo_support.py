@@ -2,12 +2,13 @@
 
 import random
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy
 import torch
 from torch import nn
-from torch.optim import SGD, Adam
-from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, OneCycleLR
 
 from torchelastic.training import rng
 from torchelastic.training.torch_state import TorchState
@@ -132,25 +133,32 @@ def scaled(state: TorchState, point: Point) -> None:
 # --- the trainings --------------------------------------------------------------------------------
 
 
-def one(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Callable[..., TorchState]:
+def halving(optimizer: Optimizer) -> LRScheduler:
+    return MultiStepLR(optimizer, [2, 4], gamma=0.5)
+
+
+def cyclic(optimizer: Optimizer) -> LRScheduler:
+    return OneCycleLR(optimizer, max_lr=0.2, total_steps=100)
+
+
+def nesterov(parameters: Iterator[nn.Parameter]) -> Optimizer:
+    return SGD(parameters, lr=torch.tensor(0.1), momentum=0.9, nesterov=True)
+
+
+def one(
+    make: Callable[..., Optimizer],
+    schedule: Callable[[Optimizer], LRScheduler] = halving,
+    **arguments: object,
+) -> Callable[..., TorchState]:
     def build(**options: object) -> TorchState:
         model = network()
-        optimizer = make(list(model.parameters()))
-        scheduler = MultiStepLR(optimizer, [2, 4], gamma=0.5)
+        optimizer = make(model.parameters(), **arguments)
+        scheduler = schedule(optimizer)
         return TorchState(
             model=model, optimizer=optimizer, scheduler=scheduler, sampler=Sampler(), **options
         )
 
     return build
-
-
-def cyclic(**options: object) -> TorchState:
-    model = network()
-    optimizer = SGD(model.parameters(), lr=torch.tensor(0.1), momentum=0.9, nesterov=True)
-    scheduler = OneCycleLR(optimizer, max_lr=0.2, total_steps=100)
-    return TorchState(
-        model=model, optimizer=optimizer, scheduler=scheduler, sampler=Sampler(), **options
-    )
 
 
 def pair(**options: object) -> TorchState:
@@ -170,17 +178,25 @@ def with_scaler(**options: object) -> TorchState:
     )
 
 
-TRAININGS: dict[str, tuple[Callable[..., TorchState], Step]] = {
-    "foreach Adam": (one(lambda p: Adam(p, lr=0.01, foreach=True)), zero_at_end),
-    "fused Adam": (one(lambda p: Adam(p, lr=0.01, fused=True)), zero_at_end),
-    "single-tensor Adam": (one(lambda p: Adam(p, lr=0.01, foreach=False)), zero_at_start),
-    "momentum": (one(lambda p: SGD(p, lr=0.1, momentum=0.9)), zero_at_start),
-    "cyclic": (cyclic, zero_at_end),
-    "zeroed in place": (one(lambda p: SGD(p, lr=0.1, momentum=0.9)), zero_in_place),
-    "accumulated within a step": (one(lambda p: Adam(p, lr=0.01)), accumulated_within),
-    "accumulated across steps": (one(lambda p: Adam(p, lr=0.01)), accumulated_across),
-    "two optimizers": (pair, two_optimizers),
-    "GradScaler": (with_scaler, scaled),
+class Training(NamedTuple):
+    """How one is built and stepped, and how many points of a step come before its first write."""
+
+    build: Callable[..., TorchState]
+    step: Step
+    before_write: int
+
+
+TRAININGS = {
+    "foreach Adam": Training(one(Adam, lr=0.01, foreach=True), zero_at_end, 3),
+    "fused Adam": Training(one(Adam, lr=0.01, fused=True), zero_at_end, 3),
+    "single-tensor Adam": Training(one(Adam, lr=0.01, foreach=False), zero_at_start, 3),
+    "momentum": Training(one(SGD, lr=0.1, momentum=0.9), zero_at_start, 3),
+    "cyclic": Training(one(nesterov, cyclic), zero_at_end, 3),
+    "zeroed in place": Training(one(SGD, lr=0.1, momentum=0.9), zero_in_place, 2),
+    "accumulated within a step": Training(one(Adam, lr=0.01), accumulated_within, 4),
+    "accumulated across steps": Training(one(Adam, lr=0.01), accumulated_across, 2),
+    "two optimizers": Training(pair, two_optimizers, 1),
+    "GradScaler": Training(with_scaler, scaled, 3),
 }
 
 
@@ -192,8 +208,7 @@ def built(name: str, **options: object) -> tuple[TorchState, Step]:
     torch.manual_seed(1)
     random.seed(2)
     numpy.random.seed(3)
-    build, step = TRAININGS[name]
-    return build(**options), step
+    return TRAININGS[name].build(**options), TRAININGS[name].step
 
 
 def stop_at(number: int) -> Point:
@@ -220,11 +235,13 @@ def take(state: TorchState, step: Step, *, interrupted_at: int = -1) -> None:
     state._committed((0, state.step + 1))
 
 
-def points_of(step: Step, state: TorchState) -> int:
-    """How many points a step of the training passes."""
-    passed = []
-    step(state, lambda: passed.append(1))
-    return len(passed)
+def points_of(name: str) -> range:
+    """The points that a step of the training passes."""
+    state, step = built(name)
+    state.snapshot()
+    passed: list[None] = []
+    step(state, lambda: passed.append(None))
+    return range(len(passed))
 
 
 def tensors_of(state: TorchState) -> Iterator[tuple[str, object]]:
