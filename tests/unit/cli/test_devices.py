@@ -2,10 +2,8 @@
 
 import os
 
-import pytest
-
+from tests.unit.cli.tables import not_refused, wrong
 from torchelastic.cli.devices import workers_for
-from torchelastic.errors import ConfigError
 
 NVIDIA = {f"dev/nvidia{index}": "" for index in range(4)} | {
     "dev/nvidiactl": "",
@@ -31,35 +29,38 @@ def plant(root, files):
         path.write_text(text)
 
 
-@pytest.mark.parametrize(
-    ("asked", "files", "environ", "workers"),
-    [
-        (7, {}, {}, 7),
-        ("cpu", NVIDIA, {}, CPUS),
-        ("auto", {}, {}, CPUS),
-        ("auto", NVIDIA, {}, 4),
-        ("gpu", NVIDIA, {}, 4),
-        ("gpu", DRIVER, {}, 2),
-        ("gpu", NVIDIA | DRIVER, {}, 4),
-        ("gpu", NVIDIA, {"CUDA_VISIBLE_DEVICES": "0,2"}, 2),
-        ("gpu", NVIDIA, {"CUDA_VISIBLE_DEVICES": "3,9,1"}, 1),
-        ("gpu", NVIDIA, {"CUDA_VISIBLE_DEVICES": "0,-1,1"}, 1),
-        ("gpu", NVIDIA, {"CUDA_VISIBLE_DEVICES": "GPU-ab, MIG-cd"}, 2),
-        ("auto", NVIDIA, {"CUDA_VISIBLE_DEVICES": ""}, CPUS),
-        ("auto", {}, {"CUDA_VISIBLE_DEVICES": "0,1"}, CPUS),
-        ("gpu", AMD, {}, 2),
-        ("gpu", AMD, {"HIP_VISIBLE_DEVICES": "1"}, 1),
-        ("gpu", AMD, {"CUDA_VISIBLE_DEVICES": "0"}, 1),
-        ("xpu", INTEL, {}, 1),
-        ("auto", INTEL, {}, CPUS),
-    ],
-)
-def test_workers(tmp_path, asked, files, environ, workers):
-    plant(tmp_path, files)
-    assert workers_for(asked, environ, tmp_path) == workers
+CASES = [
+    (7, {}, {}, 7),
+    ("cpu", NVIDIA, {}, CPUS),
+    ("auto", {}, {}, CPUS),
+    ("auto", NVIDIA, {}, 4),
+    ("gpu", NVIDIA, {}, 4),
+    ("gpu", DRIVER, {}, 2),
+    ("gpu", NVIDIA | DRIVER, {}, 4),
+    ("gpu", NVIDIA, {"CUDA_VISIBLE_DEVICES": "0,2"}, 2),
+    ("gpu", NVIDIA, {"CUDA_VISIBLE_DEVICES": "3,9,1"}, 1),
+    ("gpu", NVIDIA, {"CUDA_VISIBLE_DEVICES": "0,-1,1"}, 1),
+    ("gpu", NVIDIA, {"CUDA_VISIBLE_DEVICES": "GPU-ab, MIG-cd"}, 2),
+    ("auto", NVIDIA, {"CUDA_VISIBLE_DEVICES": ""}, CPUS),
+    ("auto", {}, {"CUDA_VISIBLE_DEVICES": "0,1"}, CPUS),
+    ("gpu", AMD, {}, 2),
+    ("gpu", AMD, {"HIP_VISIBLE_DEVICES": "1"}, 1),
+    ("gpu", AMD, {"CUDA_VISIBLE_DEVICES": "0"}, 1),
+    ("xpu", INTEL, {}, 1),
+    ("auto", INTEL, {}, CPUS),
+]
 
 
-@pytest.mark.parametrize("asked", ["gpu", "xpu"])
-def test_no_such_device_is_refused(tmp_path, asked):
-    with pytest.raises(ConfigError, match=f"--nproc-per-node {asked} finds no {asked.upper()} on"):
-        workers_for(asked, {}, tmp_path)
+def test_workers(tmp_path):
+    for number, (_, files, _, _) in enumerate(CASES):
+        plant(tmp_path / str(number), files)
+    cases = [
+        (asked, environ, tmp_path / str(number), workers)
+        for number, (asked, _, environ, workers) in enumerate(CASES)
+    ]
+    assert wrong(workers_for, cases) == []
+    refused = [
+        (asked, {}, tmp_path, f"--nproc-per-node {asked} finds no {asked.upper()} on")
+        for asked in ("gpu", "xpu")
+    ]
+    assert not_refused(workers_for, refused) == []

@@ -31,6 +31,7 @@ def test_the_launch_is_the_one_that_run_would_make():
     assert (config.rdzv_endpoint, config.lease) == ("node1:29400", 5.0)
     assert subject.entry == Entry("script", "train.py", ("-x",))
     assert (subject.refusals, subject.alone) == ([], False)
+    assert all(launch_of(*argv).alone for argv in ((), ("--gpu",), ("--json",)))
 
 
 def test_its_own_flags_go_before_the_script_and_those_after_are_the_scripts():
@@ -40,11 +41,6 @@ def test_its_own_flags_go_before_the_script_and_those_after_are_the_scripts():
     assert not parsed["json"]
     with pytest.raises(ConfigError, match="no flag --gpu"):
         parse(["--gpu", "train.py"], RUN, {})
-
-
-@pytest.mark.parametrize("argv", [(), ("--gpu",), ("--json",)])
-def test_without_a_word_of_a_launch_it_is_about_the_machine(argv):
-    assert launch_of(*argv).alone
 
 
 @pytest.mark.parametrize(
@@ -63,8 +59,10 @@ def test_what_run_refuses_is_told_in_its_words(argv, words):
     assert cli.main(["run", *argv]) == 2
 
 
-def test_all_that_run_would_refuse_one_after_the_other_is_told_at_once():
+def test_everything_that_run_would_refuse_is_told_at_once(capsys):
     assert len(launch_of("--nnodes", "2", "--preload", "nothing_here", "missing.py").refusals) == 3
+    assert cli.main(["doctor", "--nnodes", "3:1"]) == 2
+    assert capsys.readouterr().err.startswith("torchelastic doctor: --nnodes '3:1'")
 
 
 def test_no_log_directory_is_left_behind(tmp_path):
@@ -80,11 +78,6 @@ def test_variables_that_set_flags_and_those_the_command_line_contradicts():
     assert subject.used == ["PET_RDZV_ENDPOINT"]
     assert subject.overridden == ["PET_NNODES"]
     assert set(environ) <= set(subject.known)
-
-
-def test_a_command_line_that_cannot_be_read_is_a_usage_error(capsys):
-    assert cli.main(["doctor", "--nnodes", "3:1"]) == 2
-    assert capsys.readouterr().err.startswith("torchelastic doctor: --nnodes '3:1'")
 
 
 def test_help_is_short_and_names_the_exit_codes(capsys):

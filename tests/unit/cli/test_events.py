@@ -9,18 +9,12 @@ import threading
 import pytest
 
 from tests.support import poll_for
-from tests.unit.cli.test_status import HOSTILE, Agent, trained
+from tests.unit.cli.test_status import HOSTILE, Agent, harmless, trained
 from torchelastic.cli import events as command
 from torchelastic.cli import trace
 from torchelastic.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from torchelastic.events import types as events
 from torchelastic.events.log import EventLog
-
-
-@pytest.fixture(autouse=True)
-def runtime_dir(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return tmp_path
 
 
 @pytest.fixture
@@ -43,21 +37,19 @@ def test_events_are_lines_with_time_node_and_generation(show):
     ]
 
 
-def test_how_far_workers_are_is_shown_when_asked_for(show):
-    trained("job").log.close()
-    assert not any("at step" in line and "ranks" in line for line in show("job"))
-    assert sum("ranks 0, 1 at step" in line for line in show("job", "--all")) == 13
-
-
-def test_programs_get_the_lines_themselves(show):
+def test_how_far_workers_are_is_shown_when_asked_for_and_programs_get_the_lines(show):
     agent = trained("job")
     agent.log.close()
+    assert not any("at step" in line and "ranks" in line for line in show("job"))
+    assert sum("ranks 0, 1 at step" in line for line in show("job", "--all")) == 13
     told = [json.loads(line) for line in show("job", "--json")]
     written = [json.loads(line) for line in agent.log.path.read_text().splitlines()]
     assert told == written
 
 
 def test_the_job_that_runs_is_meant_or_else_the_last_one(show, capsys):
+    assert command.main([]) == EXIT_USAGE
+    assert "This machine knows no job: name the --log-dir of one." in capsys.readouterr().err
     Agent("old").end(0, "done")
     assert "done" in show()[-1]
     Agent("live").tell(events.Note("alive")).log.close()
@@ -67,21 +59,14 @@ def test_the_job_that_runs_is_meant_or_else_the_last_one(show, capsys):
     assert "Several jobs run here: name one of " in capsys.readouterr().err
 
 
-def test_a_directory_may_be_meant(show, tmp_path, capsys):
-    agent = Agent("job").tell(events.Note("here"))
+def test_a_directory_may_be_meant(show, capsys):
+    agent = Agent("job")
     agent.end(0, "done")
     place = str(agent.log.path.parent)
     assert show(place) == show("job")
     assert show(place, "--job", "job") == show("job")
     assert command.main([place, "--job", "another"]) == EXIT_USAGE
     assert "has no events of job 'another'" in capsys.readouterr().err
-
-
-def test_what_is_not_there_is_told_in_a_sentence(capsys, tmp_path):
-    assert command.main([]) == EXIT_USAGE
-    assert "This machine knows no job: name the --log-dir of one." in capsys.readouterr().err
-    assert command.main(["nope"]) == EXIT_USAGE
-    assert "This machine knows no job 'nope'" in capsys.readouterr().err
     assert command.main(["/nope", "--job", "x"]) == EXIT_USAGE
     assert "no directory or file /nope" in capsys.readouterr().err
 
@@ -90,9 +75,7 @@ def test_no_text_of_a_users_reaches_the_terminal_as_more_than_text(show):
     agent = Agent("job", f"n{HOSTILE}").tell(events.Note(HOSTILE))
     agent.tell(events.WorkerFailed({"message": HOSTILE, "rank": HOSTILE}), 0)
     agent.end(1, HOSTILE)
-    for line in show("job"):
-        assert not set(line) & {"\x1b", "\x07", "\r", "\u202e", "\x9b"}
-        assert not line.startswith("root:")
+    assert harmless("\n".join(show("job")))
 
 
 def test_following_goes_on_until_the_job_has_ended(monkeypatch):
@@ -121,17 +104,13 @@ def test_following_goes_on_until_the_job_has_ended(monkeypatch):
 # --- trace ---------------------------------------------------------------------------------------
 
 
-def test_a_trace_is_written(tmp_path, capsys):
+def test_a_trace_is_written_or_it_is_told_why_not(tmp_path, capsys):
     trained("job").end(0, "done")
     path = tmp_path / "trace.json"
     assert trace.main(["job", "-o", str(path)]) == EXIT_OK
     assert "open it at ui.perfetto.dev" in capsys.readouterr().out
     entries = json.loads(path.read_text())["traceEvents"]
     assert {"generation 0", "generation 1", "step 3"} <= {entry["name"] for entry in entries}
-
-
-def test_a_trace_that_cannot_be_written_is_told(tmp_path, capsys):
-    trained("job").end(0, "done")
     assert trace.main(["job", "-o", str(tmp_path / "no" / "trace.json")]) == EXIT_FAILED
     assert "cannot be written" in capsys.readouterr().err
     assert trace.main(["nope"]) == EXIT_USAGE
@@ -142,5 +121,5 @@ def test_an_error_that_names_jobs_is_text_too(capsys):
     Agent(f"two{HOSTILE}").log.close()
     assert command.main([]) == EXIT_USAGE
     text = capsys.readouterr().err
-    assert not set(text) & {"\x1b", "\x07", "\r", "\u202e", "\x9b"}
+    assert harmless(text)
     assert text.count("\n") == 1

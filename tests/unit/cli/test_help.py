@@ -14,14 +14,14 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS, ids=lambda flavour: flavour.prog)
-@pytest.mark.parametrize("width", [80, 100])
-def test_help_names_every_flag_and_fits(flavour, width):
-    text = help_text(flavour, width)
-    assert all(f"\n{group}:\n" in text for group in GROUPS)
-    assert all(flag.name in text for flag in FLAGS)
-    prose, _, _ = text.partition("\nExamples:\n")
-    assert max(map(len, prose.splitlines())) <= width
-    assert "\0" not in text
+def test_help_names_every_flag_and_fits(flavour):
+    for width in (80, 100):
+        text = help_text(flavour, width)
+        assert all(f"\n{group}:\n" in text for group in GROUPS)
+        assert all(flag.name in text for flag in FLAGS)
+        prose, _, _ = text.partition("\nExamples:\n")
+        assert max(map(len, prose.splitlines())) <= width
+        assert "\0" not in text
 
 
 def test_help_shows_the_commands_own_defaults():

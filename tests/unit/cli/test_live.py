@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import pytest
-
 from tests.unit.cli.test_status import Agent, trained
 from torchelastic.cli.live import LivePicture
 from torchelastic.cli.story import Story, choose
@@ -10,10 +8,13 @@ from torchelastic.events.log import EventLog, read, read_files
 from torchelastic.events.view import fold
 
 
-@pytest.fixture(autouse=True)
-def runtime_dir(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return tmp_path
+def gathered(agent: Agent, records=()) -> EventLog:
+    """What a leader has heard, beside the agent's own log."""
+    path = agent.log.path.with_name("job.jsonl")
+    log = EventLog(path, job="job", node="id-node-b", clock=agent.clock)
+    for record in sorted(records, key=lambda record: record.mono):
+        log.append(record.heard_at(record.mono))
+    return log
 
 
 def test_the_picture_is_that_of_all_records_at_any_time():
@@ -38,11 +39,10 @@ def test_lines_that_come_late_are_put_in_order():
     live = LivePicture(choose("job"))
     agent.world(2, "node-a", reason="later")
     live.look()
-    path = agent.log.path.with_name("job.jsonl")
-    gathered = EventLog(path, job="job", node="id-node-b", clock=agent.clock)
     agent.clock.advance(-0.5)
-    gathered.emit(events.GenerationOver("failure", "boom"), generation=0)
-    gathered.close()
+    late = gathered(agent)
+    late.emit(events.GenerationOver("failure", "boom"), generation=0)
+    late.close()
     seen = live.look()
     assert seen.phase == "running"
     assert [change.what for change in seen.history][-2:] == [
@@ -56,11 +56,7 @@ def test_a_line_and_its_gathered_copy_are_one():
     agent = trained("job")
     live = LivePicture(choose("job"))
     before = live.look(now=0.0)
-    path = agent.log.path.with_name("job.jsonl")
-    gathered = EventLog(path, job="job", node="x", clock=agent.clock)
-    for record in read_files([agent.log.path]):
-        gathered.append(record.heard_at(record.mono))
-    gathered.close()
+    gathered(agent, read(agent.log.path)).close()
     assert live.look(now=0.0) == before
     live.close()
 
@@ -76,15 +72,11 @@ def test_the_story_of_nodes_that_were_not_heard_before_is_put_in_its_place(monke
         agent.tell(events.Note("time passes"))
     live = LivePicture(choose("job"))
     assert live.look().nodes["node-b"].agent is None
-    path = agent.log.path.with_name("job.jsonl")
-    gathered = EventLog(path, job="job", node="x", clock=agent.clock)
-    told = [*read(agent.log.path), *read(other.path)]
-    for record in sorted(told, key=lambda record: record.mono):
-        gathered.append(record.heard_at(record.mono))
-    gathered.close()
+    told = gathered(agent, [*read(agent.log.path), *read(other.path)])
+    told.close()
     monkeypatch.setattr("torchelastic.cli.live._READ_AGAIN", 0.0)
     seen = live.look(now=0.0)
-    assert seen == fold(read_files([path, agent.log.path]))
+    assert seen == fold(read_files([told.path, agent.log.path]))
     assert seen.nodes["node-b"].agent == "b"
     assert live.look(now=0.0) == seen
     live.close()
@@ -106,7 +98,7 @@ def test_the_lines_of_another_job_in_the_directory_are_not_taken(tmp_path):
 def test_what_has_been_heard_takes_no_more_room_the_longer_the_story_is():
     agent = Agent("job").world(0, "node-a")
     live = LivePicture(choose("job"))
-    for step in range(300):
+    for step in range(50):
         agent.tell(events.Progress([0], [step], [agent.clock.now()]), 0)
         live.read()
     assert len(live._heard._upto) == 1

@@ -4,6 +4,7 @@ import argparse
 
 import pytest
 
+from tests.unit.cli.test_parser import EXAMPLES
 from torchelastic.cli.flags import FLAGS
 from torchelastic.cli.flavours import Flavour
 from torchelastic.cli.job import launch_config
@@ -15,28 +16,7 @@ run = pytest.importorskip("torch.distributed.run")
 TORCHRUN = Flavour("torchrun", "", {"rdzv_backend": "static", "max_restarts": "0"})
 
 BY_DEST = {flag.dest: flag for flag in FLAGS}
-# Values torch's own parser takes; for the other options any word will do.
-VALUES = {
-    "nnodes": "2:3",
-    "nproc_per_node": "4",
-    "max_restarts": "5",
-    "monitor_interval": "2.5",
-    "start_method": "fork",
-    "redirects": "0:1,1:3",
-    "tee": "3",
-    "local_ranks_filter": "0,1",
-    "duplicate_stdout_filters": "a,,b,c",
-    "duplicate_stderr_filters": "a",
-    "node_rank": "1",
-    "master_addr": "node1",
-    "master_port": "1234",
-    "rdzv_endpoint": "node1:80",
-    "rdzv_conf": "a=1,b=2",
-    "numa_binding": "socket",
-    "logs_specs": "default",
-    "signals_to_handle": "SIGTERM,SIGUSR1",
-    "shutdown_timeout": "9",
-}
+VALUES = EXAMPLES | {"duplicate_stdout_filters": "a,,b,c", "redirects": "0:1,1:3", "nnodes": "2:3"}
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +26,11 @@ def no_variables(monkeypatch):
             monkeypatch.delenv(name, raising=False)
 
 
-def options():
-    actions = run.get_args_parser()._actions
-    return [
-        (option, action)
-        for action in actions
-        for option in action.option_strings
-        if action.dest != "help"
-    ]
+ACTIONS = [
+    action
+    for action in run.get_args_parser()._actions
+    if action.option_strings and not isinstance(action, argparse._HelpAction)
+]
 
 
 def as_ours(dest, value):
@@ -63,16 +40,19 @@ def as_ours(dest, value):
     return tuple(value) if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize(("option", "action"), options(), ids=[option for option, _ in options()])
-def test_every_option_of_torchrun_is_understood(option, action):
-    takes_value = action.nargs != 0
-    argv = [option, *([VALUES.get(action.dest, "word")] if takes_value else []), "train.py", "-x"]
-    theirs = vars(run.parse_args(argv))
-    ours = parse(argv, TORCHRUN, {})
-    assert ours.given(action.dest)
-    assert ours[action.dest] == as_ours(action.dest, theirs[action.dest])
-    assert list(ours.command) == [theirs["training_script"], *theirs["training_script_args"]]
-    assert BY_DEST[action.dest].torchrun
+def test_every_option_of_torchrun_is_understood():
+    for dest, option, nargs in [
+        (action.dest, option, action.nargs)
+        for action in ACTIONS
+        for option in action.option_strings
+    ]:
+        argv = [option, *([VALUES.get(dest, "77")] if nargs != 0 else []), "train.py", "-x"]
+        theirs = vars(run.parse_args(argv))
+        ours = parse(argv, TORCHRUN, {})
+        assert ours.given(dest), option
+        assert ours[dest] == as_ours(dest, theirs[dest]), option
+        assert list(ours.command) == ["train.py", "-x"], option
+        assert BY_DEST[dest].torchrun, option
 
 
 @pytest.mark.parametrize(
@@ -98,23 +78,16 @@ def test_command_lines_mean_the_same(line):
     argv = line.split()
     theirs = vars(run.parse_args(argv))
     ours = parse(argv, TORCHRUN, {})
-    for dest in BY_DEST.keys() & theirs.keys() - {
-        "shutdown_timeout"
-    }:  # where torch has None for 30
+    for dest in BY_DEST.keys() & theirs.keys() - {"shutdown_timeout"}:  # torch has None for 30
         assert ours[dest] == as_ours(dest, theirs[dest]), dest
     assert list(ours.command) == [theirs["training_script"], *theirs["training_script_args"]]
 
 
 def test_the_same_flags_have_variables(monkeypatch):
     """torch reads PET_<DEST> where the action says so; ours are read for the same flags."""
-    actions = [
-        action
-        for action in run.get_args_parser()._actions
-        if action.option_strings and not isinstance(action, argparse._HelpAction)
-    ]
-    for action in actions:
+    for action in ACTIONS:
         name = f"PET_{action.dest.upper()}"
-        text = "1" if action.nargs == 0 else VALUES.get(action.dest, "word")
+        text = "1" if action.nargs == 0 else VALUES.get(action.dest, "77")
         monkeypatch.setenv(name, text)
         theirs = vars(run.parse_args(["train.py"]))[action.dest]
         monkeypatch.delenv(name)
@@ -128,19 +101,10 @@ def test_the_same_flags_have_variables(monkeypatch):
 def test_torchruns_rule_for_a_single_node():
     theirs, _, _ = run.config_from_args(run.parse_args(["--master-port", "29500", "train.py"]))
     ours = launch_config(parse(["--master-port", "29500"], TORCHRUN, {}), {})
-    for name in (
-        "min_nodes",
-        "max_nodes",
-        "nproc_per_node",
-        "role",
-        "rdzv_backend",
-        "rdzv_endpoint",
-        "max_restarts",
-        "monitor_interval",
-        "start_method",
-        "local_addr",
-        "event_log_handler",
-        "virtual_local_rank",
-    ):
+    names = (
+        "min_nodes max_nodes nproc_per_node role rdzv_backend rdzv_endpoint max_restarts "
+        "monitor_interval start_method local_addr event_log_handler virtual_local_rank"
+    )
+    for name in names.split():
         assert getattr(ours, name) == getattr(theirs, name), name
     assert ",".join(ours.signals_to_handle) == theirs.signals_to_handle

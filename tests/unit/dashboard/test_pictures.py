@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import zlib
+from dataclasses import replace
 
 import pytest
 
@@ -101,44 +102,23 @@ def view(*nodes, count=None):
     return JobView(nodes={node.name: node for node in nodes}, worlds=(world,) if nodes else ())
 
 
-@pytest.mark.parametrize(
-    ("seen", "leader", "whole"),
-    [
+def test_whose_view_it_is():
+    me = NodeView(name="a", state="running", agent="1")
+    joined = NodeView(name="c", state="joined", agent="3")  # heard, though no world names it
+    leader = NodeView(name="b", state="running", leader=True)
+    cases = [
         (view(), None, True),
-        (view(NodeView(name="a", state="running", agent="1")), None, True),
-        (view(NodeView(name="a", state="running", agent="1", leader=True)), "a", True),
-        (
-            view(
-                NodeView(name="a", state="running", agent="1"),
-                NodeView(name="b", state="running", leader=True),
-            ),
-            "b",
-            False,
-        ),
-        (
-            view(
-                NodeView(name="a", state="running", agent="1"),
-                NodeView(name="b", state="lost"),
-            ),
-            None,
-            True,
-        ),
-        (view(NodeView(name="a", state="running", agent="1"), count=2), None, False),
-        (
-            view(
-                NodeView(name="a", state="running", agent="1"),
-                NodeView(name="c", state="joined", agent="3"),  # heard, though no world names it
-                count=2,
-            ),
-            None,
-            True,
-        ),
-    ],
-)
-def test_whose_view_it_is(seen, leader, whole):
-    told = picture(seen, [], 0.0, live=True, agent="1")
-    assert (told["leader"], told["whole"]) == (leader, whole)
-    assert told["node"] == ("a" if seen.nodes else None)
+        (view(me), None, True),
+        (view(replace(me, leader=True)), "a", True),
+        (view(me, leader), "b", False),
+        (view(me, NodeView(name="b", state="lost")), None, True),
+        (view(me, count=2), None, False),
+        (view(me, joined, count=2), None, True),
+    ]
+    for seen, leads, whole in cases:
+        told = picture(seen, [], 0.0, live=True, agent="1")
+        assert (told["leader"], told["whole"]) == (leads, whole), seen
+        assert told["node"] == ("a" if seen.nodes else None), seen
 
 
 def test_hostile_text_is_data_in_one_line(agent):

@@ -6,20 +6,12 @@ def verdicts(*servers):
     return [finding.verdict for finding in servers_found(list(servers))]
 
 
-def test_one_server_that_answers_is_enough_and_the_others_are_named():
-    assert verdicts(Server("a:2379", "3.5.9")) == []
-    assert verdicts(Server("a:2379", "3.5.9"), Server("b:2379", trouble="No etcd.")) == [
-        Verdict.WARNING
-    ]
-
-
-def test_where_none_answers_the_reason_is_told_once():
-    assert verdicts(Server("a", trouble="No."), Server("b", trouble="No.")) == [Verdict.FAULT]
-
-
-def test_an_etcd_without_what_is_needed_is_too_old():
+def test_one_server_that_answers_and_is_new_enough_will_do():
+    good, silent = Server("a:2379", "3.5.9"), Server("b:2379", trouble="No etcd.")
+    assert verdicts(good) == verdicts(Server("a", "of an unknown version")) == []
+    assert verdicts(good, silent) == [Verdict.WARNING], "it is named"
+    assert verdicts(silent, silent) == [Verdict.FAULT], "the reason is told once"
     assert verdicts(Server("a", "3.3.27"), Server("b", "3.4.0")) == [Verdict.FAULT]
-    assert verdicts(Server("a", "of an unknown version")) == []
 
 
 def test_the_lease():

@@ -2,8 +2,6 @@
 
 import threading
 
-import pytest
-
 from torchelastic.config import Entry, Grow, LaunchConfig
 from torchelastic.doctor import examination
 from torchelastic.doctor.examination import side_by_side
@@ -51,19 +49,14 @@ def test_a_check_that_fails_says_so_and_hides_no_other():
     assert found[1].verdict is Verdict.OK
 
 
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("there/*.pt", []),
-        ("there", []),
-        ("*/last.pt", []),
-        ("nowhere/last.pt", [Verdict.WARNING]),
-    ],
-)
-def test_newcomers_that_would_wait_for_ever(tmp_path, path, expected):
+def test_newcomers_that_would_wait_for_ever(tmp_path):
+    def told(path):
+        grow = Grow.parse(f"after-checkpoint:{tmp_path}/{path}")
+        return [finding.verdict for finding in examination._grow(LaunchConfig(grow=grow))]
+
     (tmp_path / "there").mkdir()
-    config = LaunchConfig(grow=Grow.parse(f"after-checkpoint:{tmp_path}/{path}"))
-    assert [finding.verdict for finding in examination._grow(config)] == expected
+    assert told("there/*.pt") == told("there") == told("*/last.pt") == []
+    assert told("nowhere/last.pt") == [Verdict.WARNING]
 
 
 def test_directories_that_are_written_to(tmp_path):
@@ -81,6 +74,8 @@ def test_what_is_beside_a_script_is_seen_and_a_directory_that_is_no_package_is_n
     assert [finding.verdict for finding in examination._beside(entry)] == [Verdict.OK]
     (tmp_path / "torch.py").write_text("")
     (tmp_path / "random" / "__init__.py").write_text("")
-    found = [finding.verdict for finding in examination._beside(entry)]
-    assert found == [Verdict.FAULT, Verdict.WARNING]
+    found = examination._beside(entry)
+    assert [finding.verdict for finding in found] == [Verdict.FAULT, Verdict.WARNING]
+    assert found[0].found.startswith(f"torch in {tmp_path} hides")
+    assert found[1].found.startswith(f"random in {tmp_path}")
     assert examination._beside(Entry("program", str(script))) == []

@@ -1,7 +1,6 @@
 """Each rule alone, at its edge; and launches that contradict nothing."""
 
-import pytest
-
+from tests.unit.cli.tables import wrong
 from torchelastic.config import LaunchConfig, WorldSizes
 from torchelastic.doctor.finding import Verdict
 from torchelastic.doctor.times import ETCD_RECONNECT, RULES, contradictions
@@ -16,59 +15,56 @@ def launch(low=2, high=4, workers=1, **more):
     return LaunchConfig(low, high, workers, **{**AT_NODE, **more})
 
 
-@pytest.mark.parametrize(
-    ("config", "environ"),
-    [
-        (LaunchConfig(), {}),
-        (launch(), {}),
-        (launch(**AT_ETCD), {}),
-        (launch(1, 2, two_node_takeover=True), {}),
-        (launch(1, 2, quorum="none"), {}),
-        (launch(1, 2, **AT_ETCD), {}),
-        (launch(2, 2), {}),
-        (launch(), KUBERNETES),
-        (launch(progress_timeout=0), {}),  # off
-        (launch(progress_timeout=60.0), {}),
-        (LaunchConfig(progress_timeout=1.0), {}),
-        (launch(wait_for_nodes=0), {}),  # for ever
-        (launch(rdzv_endpoint="a,b,c"), {}),
-        (launch(workers=4, world_sizes=WorldSizes.parse("8,16")), {}),
-        (LaunchConfig(shutdown_timeout=600), {}),
-        (launch(), {"SLURM_JOB_NUM_NODES": "4"}),
-        (LaunchConfig(), {"SLURM_JOB_NUM_NODES": "1"}),
-        (LaunchConfig(), {"SLURM_JOB_NUM_NODES": "many"}),
-    ],
-)
-def test_a_launch_without_contradiction(config, environ):
-    (found,) = contradictions(config, environ)
-    assert found.verdict is Verdict.OK
+def told(config, environ):
+    return [item for item in contradictions(config, environ) if item.verdict is not Verdict.OK]
 
 
-@pytest.mark.parametrize(
-    ("config", "environ", "words"),
-    [
-        (launch(lease=0.5), {}, "--lease 0.5"),
-        (launch(progress_timeout=3.0), {}, "--progress-timeout 3 is over before --lease 3"),
-        (launch(wait_for_nodes=30), {}, "--wait-for-nodes 30"),
-        (launch(**AT_ETCD, rdzv_configs={"etcd_outage": "90"}), {}, "etcd_outage"),
-        (launch(shutdown_timeout=120), KUBERNETES, "given 120 s"),
-        (launch(shutdown_timeout=31), {"SLURM_JOB_ID": "1"}, "given 31 s"),
-        (launch(workers=3, world_sizes=WorldSizes.parse("8")), {}, "--world-sizes 8 allows no"),
-        (launch(1, 2), {}, "only the host"),
-        (launch(rdzv_endpoint="a,b"), {}, "both must be there"),
-        (launch(snapshot_replicas=4), {}, "--snapshot-replicas 4"),
-        (LaunchConfig(), {"SLURM_JOB_NUM_NODES": "4"}, "given this job 4 nodes"),
-    ],
-)
-def test_a_contradiction_is_one_warning_with_what_to_do(config, environ, words):
-    found = [item for item in contradictions(config, environ) if item.verdict is not Verdict.OK]
-    assert [(item.verdict, words in item.found) for item in found] == [(Verdict.WARNING, True)]
-    assert found[0].advice
+FINE = [
+    (LaunchConfig(), {}),
+    (launch(), {}),
+    (launch(**AT_ETCD), {}),
+    (launch(1, 2, two_node_takeover=True), {}),
+    (launch(1, 2, quorum="none"), {}),
+    (launch(1, 2, **AT_ETCD), {}),
+    (launch(2, 2), {}),
+    (launch(), KUBERNETES),
+    (launch(progress_timeout=0), {}),  # off
+    (launch(progress_timeout=60.0), {}),
+    (LaunchConfig(progress_timeout=1.0), {}),
+    (launch(wait_for_nodes=0), {}),  # for ever
+    (launch(rdzv_endpoint="a,b,c"), {}),
+    (launch(workers=4, world_sizes=WorldSizes.parse("8,16")), {}),
+    (LaunchConfig(shutdown_timeout=600), {}),
+    (launch(), {"SLURM_JOB_NUM_NODES": "4"}),
+    (LaunchConfig(), {"SLURM_JOB_NUM_NODES": "1"}),
+    (LaunchConfig(), {"SLURM_JOB_NUM_NODES": "many"}),
+]
 
 
-def test_every_rule_is_seen_to_hold_above():
-    assert len(RULES) == 10
+def test_a_launch_without_contradiction():
+    assert len(contradictions(LaunchConfig(), {})) == 1
+    assert wrong(told, [(*case, []) for case in FINE]) == []
 
 
-def test_the_time_without_etcd_is_the_one_the_store_has():
+CONTRADICTIONS = [
+    (launch(lease=0.5), {}, "--lease 0.5"),
+    (launch(progress_timeout=3.0), {}, "--progress-timeout 3 is over before --lease 3"),
+    (launch(wait_for_nodes=30), {}, "--wait-for-nodes 30"),
+    (launch(**AT_ETCD, rdzv_configs={"etcd_outage": "90"}), {}, "etcd_outage"),
+    (launch(shutdown_timeout=120), KUBERNETES, "given 120 s"),
+    (launch(shutdown_timeout=31), {"SLURM_JOB_ID": "1"}, "given 31 s"),
+    (launch(workers=3, world_sizes=WorldSizes.parse("8")), {}, "--world-sizes 8 allows no"),
+    (launch(1, 2), {}, "only the host"),
+    (launch(rdzv_endpoint="a,b"), {}, "both must be there"),
+    (launch(snapshot_replicas=4), {}, "--snapshot-replicas 4"),
+    (LaunchConfig(), {"SLURM_JOB_NUM_NODES": "4"}, "given this job 4 nodes"),
+]
+
+
+def test_a_contradiction_is_one_warning_with_what_to_do():
+    assert len(RULES) == 10, "each is seen to hold above"
     assert ETCD_RECONNECT == RECONNECT_TIMEOUT
+    for config, environ, words in CONTRADICTIONS:
+        (found,) = told(config, environ)
+        assert (found.verdict, words in found.found) == (Verdict.WARNING, True), words
+        assert found.advice, words

@@ -13,6 +13,13 @@ def failure(**changes) -> Failure:
     return Failure(**(facts | {"message": "killed by SIGKILL", "step": 7} | changes))
 
 
+def record(at: float, event: Event | None, node: str = "n", **more) -> Record:
+    """A record `at` so many seconds; of a later version's type without an event."""
+    told = {"type": event.type if event is not None else "later-type", "generation": None}
+    times = {"wall": 1000 + at, "mono": 100 + at}
+    return Record(**told | {"job": "job", "node": node, "event": event} | times | more)
+
+
 class Story:
     """What the agents of nodes a, b, … wrote; node a leads. Times are seconds from its start."""
 
@@ -24,17 +31,7 @@ class Story:
             self.tell(0, events.Joined(name, "a:1", name == "a"), by=name)
 
     def tell(self, at: float, event: Event, *, by: str = "a", generation: int | None = None):
-        self.records.append(
-            Record(
-                type=event.type,
-                job="job",
-                node=f"id-{by}",
-                wall=1000 + at,
-                mono=100 + at,
-                generation=generation,
-                event=event,
-            )
-        )
+        self.records.append(record(at, event, f"id-{by}", generation=generation))
         return self
 
     def world(self, at: float, generation: int, names: str = "ab", reason: str = "it begins"):

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support import SOAK
 from tests.unit.events.stories import Story, failure
 from torchelastic.events import types as events
 from torchelastic.events.goodput import PARTS, GoodputFold, goodput
@@ -17,17 +18,20 @@ def seconds(story: Story) -> dict[str, float]:
     return {part: micros / 1e6 for part, micros in found.micros.items() if micros}
 
 
+def stepping(upto: int) -> Story:
+    """A second for each step, from the beginning."""
+    story = Story().world(0, 0).trains(0, 0, step=0)
+    for step in range(1, upto + 1):
+        story.steps(step, 0, step)
+    return story
+
+
 def undisturbed() -> Story:
     """Ten steps of a second each, after a start of 5 s."""
     story = Story().world(2, 0).workers_start(2.5, 0).trains(5, 0, step=0, built=0.5, fetched=0.25)
     for step in range(1, 10):
         story.steps(5 + step, 0, step)
     return story.over(15, 0, "finished").end(16)
-
-
-def test_nothing_is_known_of_nothing():
-    found = goodput([])
-    assert (found.total, found.ratio, found.active_nodes) == (0.0, None, None)
 
 
 def test_a_run_without_any_failure():
@@ -41,6 +45,8 @@ def test_a_run_without_any_failure():
     found = goodput(undisturbed().records)
     assert (found.disruptions, found.redone_steps, found.steps_known) == (0, 0, True)
     assert found.ratio == 10 / 16
+    nothing = goodput([])
+    assert (nothing.total, nothing.ratio, nothing.active_nodes) == (0.0, None, None)
 
 
 def test_what_the_first_steps_take_beyond_the_usual_belongs_to_the_start():
@@ -51,9 +57,7 @@ def test_what_the_first_steps_take_beyond_the_usual_belongs_to_the_start():
 
 
 def test_the_step_in_flight_is_lost_with_a_failure_and_no_more():
-    story = Story().world(0, 0).trains(0, 0, step=0)
-    for step in range(1, 6):
-        story.steps(step, 0, step)
+    story = stepping(5)
     story.fails(5.3, 0).over(5.4, 0).world(5.5, 1).trains(5.8, 1, step=5, built=0.1, fetched=0.2)
     story.steps(6.8, 1, 6).steps(7.8, 1, 7)
     found = seconds(story)
@@ -65,17 +69,12 @@ def test_the_step_in_flight_is_lost_with_a_failure_and_no_more():
 
 
 def test_a_hang_is_no_redone_work():
-    story = Story().world(0, 0).trains(0, 0, step=0).steps(1, 0, 1).steps(2, 0, 2).steps(3, 0, 3)
-    story.over(63, 0).world(64, 1)
-    found = seconds(story)
+    found = seconds(stepping(3).over(63, 0).world(64, 1))
     assert (found["redone"], found["other"], found["rendezvous"]) == (1.0, 59.0, 1.0)
 
 
 def test_steps_beyond_the_base_of_the_next_world_are_redone():
-    story = Story().world(0, 0).trains(0, 0, step=0)
-    for step in range(1, 11):
-        story.steps(step, 0, step)
-    story.over(10.5, 0).world(11, 1).trains(12, 1, step=4).steps(13, 1, 5)
+    story = stepping(10).over(10.5, 0).world(11, 1).trains(12, 1, step=4).steps(13, 1, 5)
     found = seconds(story)
     assert found["redone"] == pytest.approx(6 + 0.5)
     assert found["productive"] == pytest.approx(4 + 1)
@@ -84,10 +83,7 @@ def test_steps_beyond_the_base_of_the_next_world_are_redone():
 
 
 def test_a_roll_back_over_several_generations():
-    story = Story().world(0, 0).trains(0, 0, step=0)
-    for step in range(1, 11):
-        story.steps(step, 0, step)
-    story.over(10, 0, "resize").world(10, 1).trains(10, 1, step=11)
+    story = stepping(10).over(10, 0, "resize").world(10, 1).trains(10, 1, step=11)
     for step in range(12, 20):
         story.steps(step - 1, 1, step)
     story.over(18, 1).world(18, 2).trains(18, 2, step=5)
@@ -95,17 +91,14 @@ def test_a_roll_back_over_several_generations():
 
 
 def test_a_change_between_steps_loses_nothing():
-    story = Story().world(0, 0).trains(0, 0, step=0).steps(1, 0, 1).steps(2, 0, 2)
-    story.over(3, 0, "resize").world(3.5, 1).trains(4, 1, step=3)
+    story = stepping(2).over(3, 0, "resize").world(3.5, 1).trains(4, 1, step=3)
     found = seconds(story)
     assert (found["productive"], found["rendezvous"]) == (3.0, 1.0)
     assert goodput(story.records).disruptions == 0
 
 
 def test_the_last_sample_of_a_generation_may_come_after_its_end():
-    story = Story().world(0, 0).trains(0, 0, step=0).steps(1, 0, 1).steps(2, 0, 2)
-    story.over(5, 0).steps(5.1, 0, 4, entered=4.5).world(6, 1)
-    found = seconds(story)
+    found = seconds(stepping(2).over(5, 0).steps(5.1, 0, 4, entered=4.5).world(6, 1))
     assert (found["productive"], found["redone"]) == (4.5, 0.5)
 
 
@@ -192,21 +185,19 @@ def test_a_leader_that_was_never_heard_of_is_not_needed():
 
 
 def test_a_disruption_is_counted_once_in_whatever_order_it_is_told():
-    story = Story().world(0, 0).trains(0, 0, step=0).steps(1, 0, 1)
+    story = stepping(1)
     story.tell(2, events.WorkersStopped(0.1), by="b", generation=0).fails(2.1, 0).over(2.2, 0)
     assert goodput(story.over(2.3, 0).world(3, 1).records).disruptions == 1
 
 
 def test_the_time_between_two_runs_is_waiting():
-    story = undisturbed()
-    story.tell(30, events.AgentStarted(1, "a:1", ["t.py"], 1, 2, 1))
+    story = undisturbed().tell(30, events.AgentStarted(1, "a:1", ["t.py"], 1, 2, 1))
     assert seconds(story)["waiting"] == 14.0
 
 
 def test_what_is_told_after_the_end_is_not_counted():
-    story = undisturbed()
-    before = goodput(story.records)
-    assert goodput(story.tell(99, events.Note("late"), by="c").records) == before
+    late = undisturbed().steps(17, 0, 11).tell(99, events.Note("late"), by="c")
+    assert goodput(late.records) == goodput(undisturbed().records)
 
 
 def test_a_node_that_was_lost_does_not_keep_the_job_alive():
@@ -234,9 +225,8 @@ def test_node_efficiency_is_weighted_by_time():
 
 
 def test_a_live_job_is_counted_up_to_now():
-    story = Story().world(0, 0).trains(0, 0, step=0).steps(1, 0, 1).steps(2, 0, 2)
     fold = GoodputFold()
-    for record in story.records:
+    for record in stepping(2).records:
         fold.feed(record)
     assert fold.at(100 + 10).total == 10
     assert fold.at(100 + 10).productive == 10
@@ -278,7 +268,7 @@ TELLINGS = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60 * SOAK, deadline=None)
 @given(TELLINGS)
 def test_the_parts_add_up_to_the_total_whatever_is_told(tellings):
     story, now, fold, latest = Story(nodes=""), 0.0, GoodputFold(), None

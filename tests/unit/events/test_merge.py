@@ -4,25 +4,16 @@ import random
 
 import pytest
 
+from tests.unit.events.stories import record
 from torchelastic.clock import FakeClock
 from torchelastic.errors import ConfigError
 from torchelastic.events.log import EventLog, read_job
 from torchelastic.events.merge import last_run, merged
-from torchelastic.events.record import Record
 from torchelastic.events.types import Note
 
 
-def note(node: str, mono: float, *, wall: float | None = None, heard: float | None = None):
-    return Record(
-        type="note",
-        job="job",
-        node=node,
-        wall=1000 + mono if wall is None else wall,
-        mono=mono,
-        generation=None,
-        event=Note(f"{node} {mono}"),
-        heard=heard,
-    )
+def note(node: str, mono: float, **more):
+    return record(mono, Note(f"{node} {mono}"), node, **{"mono": mono} | more)
 
 
 def told(records) -> list[tuple[str, float]]:
@@ -53,6 +44,7 @@ def test_a_second_leader_goes_on_with_the_clock_of_the_first():
 
 
 def test_the_order_of_the_files_does_not_matter():
+    assert merged([]) == merged([[]]) == []
     a = [note("a", time / 10) for time in range(40)]
     b = [note("b", time / 7) for time in range(30)]
     c = [note("c", time / 5, heard=time / 5) for time in range(20)]
@@ -61,10 +53,6 @@ def test_the_order_of_the_files_does_not_matter():
         files = [a, b, c]
         random.Random(seed).shuffle(files)
         assert merged(files) == expected
-
-
-def test_nothing_is_the_story_of_no_logs():
-    assert merged([]) == merged([[]]) == []
 
 
 def test_a_run_begins_when_all_earlier_logs_have_ended():
@@ -101,20 +89,16 @@ def test_a_job_is_read_from_a_file_a_run_directory_and_a_log_directory(tmp_path)
     assert texts(read_job(tmp_path / "job_y" / "events.jsonl")) == ["two"]
 
 
-def test_one_of_several_jobs_must_be_named(tmp_path):
-    write(tmp_path / "x" / "events.jsonl", "one", "a", "x")
-    write(tmp_path / "y" / "events.jsonl", "two", "b", "y")
-    with pytest.raises(ConfigError, match="several jobs: name one of 'one', 'two'"):
-        list(read_job(tmp_path))
-    assert texts(read_job(tmp_path, job="two")) == ["y"]
-
-
-def test_a_place_without_events_is_told_in_a_sentence(tmp_path):
+def test_which_job_of_a_place_is_meant_or_a_sentence(tmp_path):
     with pytest.raises(ConfigError, match="has no events"):
         list(read_job(tmp_path))
     write(tmp_path / "x" / "events.jsonl", "one", "a", "x")
     with pytest.raises(ConfigError, match="has no events of job 'two'"):
         list(read_job(tmp_path, job="two"))
+    write(tmp_path / "y" / "events.jsonl", "two", "b", "y")
+    with pytest.raises(ConfigError, match="several jobs: name one of 'one', 'two'"):
+        list(read_job(tmp_path))
+    assert texts(read_job(tmp_path, job="two")) == ["y"]
 
 
 def test_the_gathered_log_is_read_with_the_agents_own(tmp_path):

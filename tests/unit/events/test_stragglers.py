@@ -105,18 +105,19 @@ def test_a_threshold_of_its_own():
     assert Job(0.1, 0.3, 0.1, threshold=4.0).rounds(5).said == []
 
 
-@pytest.mark.parametrize("at", [15, 25, 45])
-def test_one_long_step_makes_nobody_a_straggler(at):
-    assert Job(slow_between(at, at + 1, slow=60.0), 0.1, 0.1).rounds(12).said == []
-
-
-def test_the_first_steps_of_a_generation_do_not_count():
-    warm_up = slow_between(0, 3, slow=60.0)
-    assert Job(warm_up, 0.1, 0.1).rounds(12, 1).said == []
-
-
-def test_slow_now_and_then_is_no_straggler():
-    assert Job(lambda step: 0.3 if step // 20 % 2 else 0.1, 0.1, 0.1).rounds(20).said == []
+@pytest.mark.parametrize(
+    ("own", "steps"),
+    [
+        (slow_between(15, 16, slow=60.0), 10),
+        (slow_between(25, 26, slow=60.0), 10),
+        (slow_between(45, 46, slow=60.0), 10),
+        (slow_between(0, 3, slow=60.0), 1),
+        (lambda step: 0.3 if step // 20 % 2 else 0.1, 10),
+    ],
+    ids=["one step", "a later one", "one later still", "the warm-up", "now and then"],
+)
+def test_a_long_step_the_warm_up_and_slowness_now_and_then_make_nobody_a_straggler(own, steps):
+    assert Job(own, 0.1, 0.1).rounds(20, steps).said == []
 
 
 def test_when_it_is_over_it_is_said_and_forgotten():
@@ -194,9 +195,7 @@ def test_a_world_is_judged_anew():
 def test_a_node_that_cannot_tell_does_not_hide_another():
     job = Job(0.1, 0.3, 0.1, 0.1).rounds(2)
     assert job.rounds(20, silent=[3]).said[0] == (1, False)
-
-
-def test_half_of_them_are_too_few_to_judge_by():
+    # but half of them are too few to judge by
     assert Job(0.1, 0.3, 0.1, 0.1).rounds(1).rounds(40, silent=[2, 3]).said == []
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given, settings
 
+from tests.support import SOAK
 from tests.unit.events.stories import Story
 from tests.unit.events.test_goodput import TELLINGS
 from torchelastic.cli.trace import write
@@ -67,7 +68,7 @@ def bars(entries, pid: int | None = None) -> list[tuple[str, float, float]]:
 
 
 def killed() -> Story:
-    story = Story().world(1, 0).workers_start(1, 0).trains(2, 0, step=0)
+    story = Story().world(1, 0).workers_start(1, 0).world(1.5, 0).trains(2, 0, step=0)
     story.steps(3, 0, 1).steps(6, 0, 7).fails(6.5, 0).over(6.75, 0, reason="rank 2 was killed")
     return (
         story.world(7, 1, reason="rank 2 was killed")
@@ -77,7 +78,7 @@ def killed() -> Story:
     )
 
 
-def test_a_job_is_drawn():
+def test_a_job_is_drawn_with_names_that_people_know_and_its_failures_as_moments():
     entries = checked(killed().records)
     assert bars(entries, 1) == [
         ("generation 0", 1.0, 5.75),
@@ -95,16 +96,8 @@ def test_a_job_is_drawn():
         ("step 7", 7.5, 1.0),
         ("step 8", 8.5, 0.5),
     ]
-
-
-def test_tracks_have_names_that_people_know():
-    entries = checked(killed().records)
     names = {e["args"]["name"] for e in entries if e["name"].endswith("_name")}
     assert {"job job", "node a", "node b", "rank 0", "rank 1", "generations"} <= names
-
-
-def test_failures_are_moments_on_the_track_of_their_rank():
-    entries = checked(killed().records)
     (failed,) = [e for e in entries if e["ph"] == "i" and e["name"] == "failure"]
     assert (failed["pid"], failed["tid"], failed["ts"]) == (3, 3, 6.5e6)
     assert failed["args"]["said"] == "rank 2 failed at step 7: killed by SIGKILL"
@@ -121,7 +114,7 @@ def test_a_failure_before_the_last_one_is_over_does_not_overlap_it():
     checked(story.records)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30 * SOAK, deadline=None)
 @given(TELLINGS)
 def test_whatever_is_told_the_format_holds(tellings):
     story, now = Story(nodes=""), 0.0

@@ -2,35 +2,22 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
-
-from tests.unit.events.stories import Story, failure
+from tests.unit.cli.tables import wrong
+from tests.unit.events.stories import Story, failure, record
 from tests.unit.events.test_goodput import undisturbed
 from torchelastic.events import types as events
 from torchelastic.events import words
 from torchelastic.events.goodput import Goodput, goodput
-from torchelastic.events.record import Record
 from torchelastic.events.recoveries import Recovery
 from torchelastic.events.view import JobView, NodeView, StoredView, WorldView
 
 
 def said(event: events.Event | None, **fields) -> str:
-    record = Record(
-        type=event.type if event is not None else "later-type",
-        job="job",
-        node="n",
-        wall=0.0,
-        mono=0.0,
-        generation=None,
-        event=event,
-        fields=fields,
-    )
-    return words.sentence(record)
+    return words.sentence(record(0.0, event, fields=fields))
 
 
-@pytest.mark.parametrize(
-    ("event", "sentence"),
-    [
+def test_an_event_is_a_sentence():
+    cases = [
         (events.AgentStarted(7, "", ["t.py", "-v"], 1, 2, 1), "the agent starts (pid 7): t.py -v"),
         (events.Joined("a", "a:1", True), "hosts the job at a:1"),
         (events.NodeLost("b", "its lease ended"), "b was lost: its lease ended"),
@@ -70,81 +57,78 @@ def said(event: events.Event | None, **fields) -> str:
         ),
         (events.RestartDecided(False, "no"), "the job is not restarted: no"),
         (events.Note("x" * 300), "x" * 199 + "…"),
-    ],
-)
-def test_an_event_is_a_sentence(event, sentence):
-    assert said(event) == sentence
+    ]
+    assert wrong(said, cases) == []
 
 
-FILL = {int: 1, float: 1.0, str: "x", bool: True, dict: {}}
+FILL = {"int": 1, "float": 1.0, "bool": True}
 
 
-@pytest.mark.parametrize("cls", events.EVENTS.values())
-def test_every_event_has_words(cls):
-    filled = {}
-    for item in dataclasses.fields(cls):
-        kind = str(item.type)
-        filled[item.name] = (
-            ["x"] if "Sequence[str]" in kind else [1] if "Sequence" in kind
-            else {} if "Json" in kind or "Mapping" in kind
-            else FILL.get({"int": int, "float": float, "bool": bool}.get(kind, str))
-        )  # fmt: skip
-    text = said(cls(**filled))
-    assert text
-    assert "\n" not in text
+def filled(kind: str) -> object:
+    if "Sequence" in kind:
+        return ["x"] if "Sequence[str]" in kind else [1]
+    return {} if "Json" in kind or "Mapping" in kind else FILL.get(kind, "x")
+
+
+def test_every_event_has_words():
+    for cls in events.EVENTS.values():
+        text = said(cls(**{item.name: filled(str(item.type)) for item in dataclasses.fields(cls)}))
+        assert text, cls
+        assert "\n" not in text, cls
 
 
 def test_an_event_of_a_later_version_is_shown_as_it_is():
     assert said(None, extra=5) == 'later-type {"extra": 5}'
 
 
-@pytest.mark.parametrize(
-    ("duration", "text"),
-    [
+def test_durations_are_as_exact_as_it_is_of_use():
+    cases = [
         (0, "0 ms"),
         (0.0123, "12 ms"),
         (0.9996, "1.0 s"),
-        (3.14, "3.1 s"),
         (9.96, "10 s"),
         (13.9, "14 s"),
         (59.4, "59 s"),
         (59.6, "1 min"),
         (61, "1 min 1 s"),
         (119.7, "2 min"),
-        (120, "2 min"),
         (599.6, "10 min"),
         (3599, "1 h"),
         (8000, "2 h 13 min"),
-    ],
-)
-def test_durations_are_as_exact_as_it_is_of_use(duration, text):
-    assert words.seconds(duration) == text
+    ]
+    assert wrong(words.seconds, cases) == []
 
 
-@pytest.mark.parametrize(
-    ("rate", "text"), [(12.345, "12.3 steps/s"), (0.05, "20 s/step"), (0.0, "0 steps/s")]
-)
-def test_rates(rate, text):
-    assert words.rate(rate) == text
+def test_how_long_a_job_has_run_is_told_more_roughly():
+    cases = [
+        (-1, "0 s"),
+        (59.9, "59 s"),
+        (60, "1 min"),
+        (3599, "59 min"),
+        (3600, "1 h"),
+        (8000, "2 h 13 min"),
+        (86400, "1 d"),
+        (100000, "1 d 3 h"),
+    ]
+    assert wrong(words.span, cases) == []
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
+def test_rates_and_sizes():
+    rates = [(12.345, "12.3 steps/s"), (0.05, "20 s/step"), (0.0, "0 steps/s")]
+    assert wrong(words.rate, rates) == []
+
+    cases = [
         (1, "1 byte"),
         (890, "890 bytes"),
         (6890, "6.9 kB"),
         (5_000_000, "5.0 MB"),
         (12_345_678_900, "12.3 GB"),
-    ],
-)
-def test_sizes(count, text):
-    assert words.size(count) == text
+    ]
+    assert wrong(words.size, cases) == []
 
 
-@pytest.mark.parametrize(
-    ("view", "now", "text"),
-    [
+def test_how_far_a_job_is_and_whether_it_stands_still():
+    cases = [
         (JobView(), 0.0, ""),
         (JobView(step=3), 0.0, "step 3"),
         (JobView(step=3, rate=2.0, stepped=100.0), 101.0, "step 3, 2 steps/s"),
@@ -153,15 +137,12 @@ def test_sizes(count, text):
         (JobView(step=3, rate=2.0, stepped=100.0), None, "step 3, 2 steps/s"),
         (JobView(step=3, rate=0.01, stepped=100.0), 400.0, "step 3, 100 s/step"),
         (JobView(step=3, rate=0.01, stepped=100.0), 1400.0, "step 3, for 21 min now"),
-    ],
-)
-def test_how_far_a_job_is_and_whether_it_stands_still(view, now, text):
-    assert words.pace(view, now) == text
+    ]
+    assert wrong(words.pace, cases) == []
 
 
-@pytest.mark.parametrize(
-    ("view", "text"),
-    [
+def test_how_a_job_stands():
+    cases = [
         (JobView(), "starting"),
         (JobView(phase="starting", started=100.0), "starting for 6 min"),
         (JobView(phase="running", started=100.0), "running for 6 min"),
@@ -180,44 +161,36 @@ def test_how_far_a_job_is_and_whether_it_stands_still(view, now, text):
             "killed 1 min ago after 5 min",
         ),
         (JobView(phase="died"), "killed"),
-    ],
-)
-def test_how_a_job_stands(view, text):
-    assert words.standing(view, 460.0) == text
+    ]
+    assert wrong(lambda view: words.standing(view, 460.0), cases) == []
 
 
 WORLD = WorldView(generation=0, nodes=("a",), count=3, size=6, began=1.0, why="")
 
 
-@pytest.mark.parametrize(
-    ("view", "text"),
-    [
+def test_how_big_a_world_is_or_was():
+    cases = [
         (JobView(size=2, nodes={"a": NodeView(name="a", state="running")}), "2 workers on 1 node"),
         (JobView(size=6, unnamed=3, worlds=(WORLD,)), "6 workers on 3 nodes"),
         (JobView(size=6, worlds=(WORLD,), phase="ended"), "6 workers on 3 nodes"),
         (JobView(size=1), "1 worker"),
-    ],
-)
-def test_how_big_a_world_is_or_was(view, text):
-    assert words.workers(view) == text
+    ]
+    assert wrong(words.workers, cases) == []
 
 
 STORED = StoredView(wall=100.0, step=40, seconds=1.0, size=1)
 
 
-@pytest.mark.parametrize(
-    ("view", "now", "text"),
-    [
+def test_how_old_the_last_checkpoint_is():
+    cases = [
         (JobView(), 1.0, ""),
         (JobView(checkpoint=STORED), 280.0, "checkpoint of step 40, 3 min old"),
         (JobView(checkpoint=STORED, step=41), 280.0, "checkpoint of step 40, 3 min and 1 step old"),
         (JobView(checkpoint=STORED, step=52), None, "checkpoint of step 40, 12 steps old"),
         (JobView(checkpoint=STORED, step=30), None, "checkpoint of step 40, 0 steps old"),
         (JobView(checkpoint=STORED), None, "checkpoint of step 40"),
-    ],
-)
-def test_how_old_the_last_checkpoint_is(view, now, text):
-    assert words.checkpoint(view, now) == text
+    ]
+    assert wrong(words.checkpoint, cases) == []
 
 
 def test_what_a_script_reports_in_a_line():
@@ -250,24 +223,16 @@ def test_goodput_has_every_part_in_words():
 def test_the_cost_of_a_recovery_in_a_line():
     begun = Recovery(generation=0, wall=0, kind="failure", why="", detect=0.1)
     assert words.cost(begun) == "100 ms so far: detect 100 ms"
+    assert words.cost(begun, over=True) == "the job ended"
+    stepless = dataclasses.replace(begun, rebuild=0.1)
+    assert words.cost(stepless) == "200 ms without redo: detect 100 ms, rebuild 100 ms"
     done = dataclasses.replace(begun, agree=0.2, rebuild=0.75, transfer=0.25, redo=0.6)
+    assert words.cost(done) == words.cost(done, over=True)
     assert words.cost(done) == (
         "1.9 s: detect 100 ms, agree 200 ms, rebuild 750 ms, transfer 250 ms, redo 600 ms"
     )
     quick = dataclasses.replace(done, transfer=0.0, redo=0.0)
     assert words.cost(quick) == "1.1 s: detect 100 ms, agree 200 ms, rebuild 750 ms"
-
-
-def test_a_job_that_is_over_recovers_from_nothing_more():
-    begun = Recovery(generation=0, wall=0, kind="failure", why="", detect=0.1)
-    assert words.cost(begun, over=True) == "the job ended"
-    done = dataclasses.replace(begun, rebuild=0.1, redo=0.1)
-    assert words.cost(done, over=True).startswith("300 ms: ")
-
-
-def test_what_a_script_without_steps_does_again_is_not_said_to_be_nothing():
-    done = Recovery(generation=0, wall=0, kind="failure", why="", detect=0.1, rebuild=0.1)
-    assert words.cost(done) == "200 ms without redo: detect 100 ms, rebuild 100 ms"
 
 
 def test_the_cause_of_a_recovery_is_the_failure_and_not_why_the_next_world_was_formed():

@@ -61,15 +61,10 @@ def test_a_process_that_did_not_tell_has_the_words_of_its_exit(exitcode, message
     assert failed.timestamp <= time.time()
 
 
-def test_an_error_file_of_plain_text_gives_that_text(tmp_path):
+def test_an_error_file_of_plain_text_gives_that_text_and_a_broken_one_is_none(tmp_path):
     path = tmp_path / "error.json"
     path.write_text('{"message": "out of memory"}')
-
     assert ProcessFailure(0, 42, 1, str(path)).message == "out of memory"
-
-
-def test_a_broken_error_file_is_no_error_file(tmp_path):
-    path = tmp_path / "error.json"
     path.write_text('{"message": {"mess')
 
     failed = ProcessFailure(0, 42, 1, str(path))
@@ -90,23 +85,17 @@ def test_the_agents_record_of_a_failure_keeps_all_it_has():
     assert made.to_failure(3) == known
 
 
-def test_the_first_failure_is_the_one_that_is_known_to_be():
-    early = ProcessFailure.from_failure(failure(0, wall_time=1.0))
-    late = ProcessFailure.from_failure(failure(1, wall_time=2.0))
-
-    error = ChildFailedError("train", {0: early, 1: late}, first=1)
-
-    assert error.get_first_failure() == (1, late)
-
-
-def test_without_that_knowledge_it_is_the_earliest():
+def test_the_first_failure_is_the_one_that_is_known_to_be_or_else_the_earliest():
     early = ProcessFailure.from_failure(failure(1, wall_time=1.0))
     late = ProcessFailure.from_failure(failure(0, wall_time=2.0))
+    both = {0: late, 1: early}
+    assert ChildFailedError("train", both, first=0).get_first_failure() == (0, late)
+    assert ChildFailedError("train", both).get_first_failure() == (1, early)
+    with pytest.raises(ValueError, match="at least one"):
+        ChildFailedError("train", {})
 
-    assert ChildFailedError("train", {0: late, 1: early}).get_first_failure() == (1, early)
 
-
-def test_the_text_names_the_cause_and_the_others(told):
+def test_the_text_names_the_cause_and_the_others():
     cause = ProcessFailure.from_failure(failure(3))
     other = ProcessFailure(0, 42, -6, "")
 
@@ -127,8 +116,3 @@ def test_the_error_is_one_of_ours_and_survives_pickling():
     assert isinstance(again, TorchElasticError)
     assert str(again) == str(error)
     assert again.get_first_failure()[0] == 1
-
-
-def test_an_error_without_failures_is_a_mistake():
-    with pytest.raises(ValueError, match="at least one"):
-        ChildFailedError("train", {})

@@ -34,17 +34,25 @@ class Quiet(ErrorHandler):
         super().record_exception(error)
 
 
+def fail(error, handler=None):
+    """A recorded function that raises this error."""
+
+    @record(error_handler=handler or Quiet())
+    def main(error):
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        main(error)
+    assert caught.value is error
+
+
 def test_an_exception_is_written_as_torch_writes_it_and_raised(told):
-    @record(error_handler=Quiet())
-    def main(word):
-        raise RuntimeError(word)
-
-    with pytest.raises(RuntimeError, match="boom"):
-        main("boom")
-
+    handler, boom = Quiet(), RuntimeError("boom")
+    fail(boom, handler)
+    assert handler.calls == ["initialize", boom]
     message = json.loads(told.read_text())["message"]
     assert message["message"] == "RuntimeError: boom"
-    assert "raise RuntimeError(word)" in message["extraInfo"]["py_callstack"]
+    assert "raise error" in message["extraInfo"]["py_callstack"]
     assert int(message["extraInfo"]["timestamp"]) > 0
 
 
@@ -57,20 +65,6 @@ def test_results_arguments_and_name_pass_through(told):
     assert main(1, b=2) == 3
     assert (main.__name__, main.__doc__) == ("main", "What it does.")
     assert not told.exists()
-
-
-def test_a_handler_of_the_users_is_used_and_prepared_first(told):
-    handler = Quiet()
-
-    @record(error_handler=handler)
-    def main():
-        raise KeyError("x")
-
-    with pytest.raises(KeyError):
-        main()
-
-    assert handler.calls[0] == "initialize"
-    assert isinstance(handler.calls[1], KeyError)
 
 
 def test_exit_with_success_is_a_return_and_exit_with_failure_is_no_exception(told):
@@ -86,59 +80,27 @@ def test_exit_with_success_is_a_return_and_exit_with_failure_is_no_exception(tol
 def test_of_a_failed_child_its_own_error_is_recorded(told, tmp_path):
     child = str(tmp_path / "child.json")
     error_file.write(child, "ValueError: the cause", "Traceback of the child")
-
-    @record(error_handler=Quiet())
-    def main():
-        raise ChildFailedError("child", {0: ProcessFailure(0, 42, 1, child)})
-
-    with pytest.raises(ChildFailedError):
-        main()
-
+    fail(ChildFailedError("child", {0: ProcessFailure(0, 42, 1, child)}))
     assert error_file.read(str(told)) == error_file.read(child)
 
 
 def test_a_child_without_an_error_file_is_recorded_by_the_words_of_its_end(told):
-    @record(error_handler=Quiet())
-    def main():
-        raise ChildFailedError("child", {0: ProcessFailure(0, 42, -9, "")})
-
-    with pytest.raises(ChildFailedError):
-        main()
-
+    fail(ChildFailedError("child", {0: ProcessFailure(0, 42, -9, "")}))
     assert "killed by SIGKILL" in error_file.read(str(told)).message
 
 
 def test_the_first_to_tell_is_kept(told):
     error_file.write(str(told), "ValueError: first", "")
-
-    @record(error_handler=Quiet())
-    def main():
-        raise RuntimeError("second")
-
-    with pytest.raises(RuntimeError):
-        main()
-
+    fail(RuntimeError("second"))
     assert error_file.read(str(told)).message == "ValueError: first"
 
 
-def test_an_error_file_that_cannot_be_written_hides_nothing(monkeypatch, tmp_path, caplog):
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "missing" / "error.json"))
-
-    @record(error_handler=Quiet())
-    def main():
-        raise RuntimeError("boom")
-
-    with pytest.raises(RuntimeError, match="boom"):
-        main()
-    assert "could not be written" in caplog.text
-
-
-def test_without_an_error_file_nothing_is_written(monkeypatch):
+def test_an_error_file_that_is_not_there_or_cannot_be_written_hides_nothing(
+    monkeypatch, tmp_path, caplog
+):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-
-    @record(error_handler=Quiet())
-    def main():
-        raise RuntimeError("boom")
-
-    with pytest.raises(RuntimeError, match="boom"):
-        main()
+    fail(RuntimeError("boom"))
+    assert caplog.text == ""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "missing" / "error.json"))
+    fail(RuntimeError("boom"))
+    assert "could not be written" in caplog.text

@@ -35,12 +35,9 @@ def test_a_block_has_a_timer_as_long_as_it_runs(client):
     assert (what, scope) == ("acquire", "load")
     assert before + 10 <= at <= time.monotonic() + 10
     assert client.said[1:] == [("release", "load")]
-
-
-def test_an_exception_releases_the_timer_and_goes_on(client):
     with pytest.raises(KeyError), expires(10, "load", client):
         raise KeyError
-    assert client.said[-1] == ("release", "load")
+    assert client.said[3:] == [("release", "load")]
 
 
 def test_the_scope_is_the_place_by_default(client):
@@ -80,10 +77,10 @@ def test_without_anybody_to_look_after_it_there_is_no_timer(client):
         raise AssertionError("not reached")
 
 
-@pytest.mark.parametrize("after", [0, -1, math.inf, math.nan])
-def test_what_is_no_time_is_refused(client, after):
-    with pytest.raises(ValueError, match="is no time: write a number of seconds above 0"):
-        expires(after, client=client)
+def test_what_is_no_time_is_refused(client):
+    for after in (0, -1, math.inf, math.nan):
+        with pytest.raises(ValueError, match="is no time: write a number of seconds above 0"):
+            expires(after, client=client)
 
 
 def line_of(text: str) -> int:

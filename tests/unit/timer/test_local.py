@@ -24,13 +24,10 @@ from torchelastic.timer import (
 from torchelastic.timer.requests import RequestQueue
 
 
-class Plain(queue.Queue):
-    """A queue of one process in place of multiprocessing's, which has the same methods."""
-
-
 @pytest.fixture
 def requests():
-    return Plain()
+    """A queue of one process in place of multiprocessing's, which has the same methods."""
+    return queue.Queue()
 
 
 @pytest.fixture
@@ -46,10 +43,6 @@ def sleeper():
     yield process
     process.kill()
     process.wait()
-
-
-def ask(pid, scope, at):
-    return TimerRequest(pid, scope, at)
 
 
 def test_the_client_speaks_of_its_own_process(requests):
@@ -68,7 +61,7 @@ def test_the_queue_gives_what_there_is(requests):
     it = MultiprocessingRequestQueue(requests)
     assert it.get(1, timeout=0) == []
     for number in range(3):
-        requests.put(ask(number, "", 1))
+        requests.put(TimerRequest(number, "", 1))
     assert it.size() == 3
     assert [request.worker_id for request in it.get(2, timeout=60)] == [0, 1]
     it.wake()
@@ -77,9 +70,8 @@ def test_the_queue_gives_what_there_is(requests):
 
 def test_expired_timers_by_worker(server):
     me, parent = os.getpid(), os.getppid()
-    server.register_timers(
-        [ask(me, "a", 10), ask(me, "b", 20), ask(parent, "a", 5), ask(me, "c", 30)]
-    )
+    timers = [(me, "a", 10), (me, "b", 20), (parent, "a", 5), (me, "c", 30)]
+    server.register_timers([TimerRequest(*timer) for timer in timers])
     assert server.next_deadline() == 5
     assert server.get_expired_timers(4) == {}
     expired = server.get_expired_timers(20)
@@ -93,9 +85,10 @@ def test_expired_timers_by_worker(server):
 
 def test_a_release_ends_the_timer_acquired_last_in_that_scope(server):
     me = os.getpid()
-    server.register_timers([ask(me, "a", 10), ask(me, "a", 20), ask(me, "a", -1)])
+    for scope, at in (("a", 10), ("a", 20), ("a", -1)):
+        server.register_timers([TimerRequest(me, scope, at)])
     assert server.next_deadline() == 10
-    server.register_timers([ask(me, "never", -1), ask(me, "a", -1), ask(me, "a", -1)])
+    server.register_timers([TimerRequest(me, scope, -1) for scope in ("never", "a", "a")])
     assert server.next_deadline() is None
     assert server._watched == {}, "no descriptor is kept of a process without timers"
 
@@ -103,30 +96,22 @@ def test_a_release_ends_the_timer_acquired_last_in_that_scope(server):
 def test_timers_of_processes_that_are_gone_are_none(server, sleeper):
     sleeper.kill()
     sleeper.wait()
-    server.register_timers([ask(sleeper.pid, "a", 10), ask(os.getpid(), "b", 20)])
+    server.register_timers([TimerRequest(sleeper.pid, "a", 10), TimerRequest(os.getpid(), "b", 20)])
     assert server.next_deadline() == 20
 
 
 def test_a_pid_that_has_become_anothers_is_not_held_to_the_timers_of_the_first(server, sleeper):
-    server.register_timers([ask(sleeper.pid, "old", 10)])
+    server.register_timers([TimerRequest(sleeper.pid, "old", 10)])
     sleeper.kill()  # but not waited for: its pid is as good as another's
     poll_for(lambda: server._watched[sleeper.pid].has_ended(), what="its end")
-    server.register_timers([ask(sleeper.pid, "new", 20)])
+    server.register_timers([TimerRequest(sleeper.pid, "new", 20)])
     assert server.next_deadline() == 20
-
-
-def test_a_process_is_killed_when_its_time_is_up_not_when_it_pleases_the_server(server, sleeper):
-    """`max_interval` is a minute, and nobody sends another request."""
-    server.start()
-    server._request_queue._mp_queue.put(ask(sleeper.pid, "nap", time.monotonic() + 0.05))
-    assert sleeper.wait(30) == -signal.SIGKILL
-    poll_for(lambda: not server._watched, what="its timers are forgotten")
 
 
 def test_a_released_process_lives(server, sleeper, requests):
     server.start()
-    requests.put(ask(sleeper.pid, "nap", time.monotonic() + 600))
-    requests.put(ask(sleeper.pid, "nap", -1))
+    requests.put(TimerRequest(sleeper.pid, "nap", time.monotonic() + 600))
+    requests.put(TimerRequest(sleeper.pid, "nap", -1))
     poll_for(lambda: requests.empty() and not server._watched, what="the release")
     assert sleeper.poll() is None
 
@@ -142,7 +127,8 @@ def test_stop_is_at_once_and_start_again_is_possible(server):
     server.stop()  # nothing to do
 
 
-def test_by_a_real_queue_from_another_process():
+def test_a_process_is_killed_when_its_time_is_up_not_when_it_pleases_the_server():
+    """`max_interval` is a minute, and nobody sends another request, by a real queue."""
     context = multiprocessing.get_context("spawn")
     requests = context.Queue()
     server = LocalTimerServer(requests)
@@ -150,8 +136,9 @@ def test_by_a_real_queue_from_another_process():
     try:
         worker = context.Process(target=hang, args=(requests,))
         worker.start()
-        worker.join(60)
+        worker.join(50)
         assert worker.exitcode == -signal.SIGKILL
+        poll_for(lambda: not server._watched, what="its timers are forgotten")
     finally:
         server.stop()
         requests.close()

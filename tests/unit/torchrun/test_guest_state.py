@@ -17,17 +17,7 @@ FAILURE = Failure(
 
 def world(phase="running", generation=3, nodes=("me",), **more):
     placed = [
-        WorldNode(
-            node=node,
-            name=node,
-            addr="h",
-            node_rank=rank,
-            nproc=1,
-            role="default",
-            first_rank=rank,
-            first_role_rank=rank,
-            local_ranks=(0,),
-        )
+        WorldNode(node, node, "h", rank, 1, "default", rank, rank, local_ranks=(0,))
         for rank, node in enumerate(nodes)
     ]
     return World(generation=generation, phase=phase, **more).with_nodes(placed)
@@ -37,49 +27,40 @@ def guest(held=3, **known):
     return GuestState(node="me", held=held, **{"world": world(), **known})
 
 
-@pytest.mark.parametrize(
-    ("state", "stop"),
-    [
-        pytest.param(guest(held=-1, world=None), False, id="nothing was started"),
-        pytest.param(guest(), False, id="in the world that runs"),
-        pytest.param(guest(world=world("over")), True, id="over"),
-        pytest.param(guest(world=world("waiting")), True, id="too few are left"),
-        pytest.param(guest(world=world("closed")), True, id="closed"),
-        pytest.param(guest(world=world(generation=4)), True, id="a later world runs"),
-        pytest.param(guest(given_up=True), True, id="given up"),
-        pytest.param(guest(world=world("over"), asking=True), False, id="stopped already"),
-    ],
-)
-def test_workers_are_to_be_stopped_when_their_world_does_not_run(state, stop):
-    assert guest_state.must_stop(state) is stop
+def test_workers_are_to_be_stopped_when_their_world_does_not_run():
+    for case, state, stop in (
+        ("nothing was started", guest(held=-1, world=None), False),
+        ("in the world that runs", guest(), False),
+        ("over", guest(world=world("over")), True),
+        ("too few are left", guest(world=world("waiting")), True),
+        ("closed", guest(world=world("closed")), True),
+        ("a later world runs", guest(world=world(generation=4)), True),
+        ("given up", guest(given_up=True), True),
+        ("stopped already", guest(world=world("over"), asking=True), False),
+    ):
+        assert guest_state.must_stop(state) is stop, case
 
 
-@pytest.mark.parametrize(
-    ("state", "generation"),
-    [
-        pytest.param(guest(held=-1, world=None), None, id="none yet"),
-        pytest.param(guest(held=-1), 3, id="the first"),
-        pytest.param(guest(), None, id="never the same twice"),
-        pytest.param(guest(world=world(generation=4)), 4, id="the next"),
-        pytest.param(guest(world=world(generation=4, nodes=("x",))), None, id="a spare waits"),
-        pytest.param(guest(world=world("over", generation=4)), None, id="over already"),
-        pytest.param(guest(world=world(generation=4), given_up=True), None, id="given up"),
-    ],
-)
-def test_a_world_is_entered_once_and_only_with_a_place_in_it(state, generation):
-    found = guest_state.next_world(state)
-
-    assert (found and found.generation) == generation
+def test_a_world_is_entered_once_and_only_with_a_place_in_it():
+    for case, state, generation in (
+        ("none yet", guest(held=-1, world=None), None),
+        ("the first", guest(held=-1), 3),
+        ("never the same twice", guest(), None),
+        ("the next", guest(world=world(generation=4)), 4),
+        ("a spare waits", guest(world=world(generation=4, nodes=("x",))), None),
+        ("over already", guest(world=world("over", generation=4)), None),
+        ("given up", guest(world=world(generation=4), given_up=True), None),
+    ):
+        found = guest_state.next_world(state)
+        assert (found and found.generation) == generation, case
 
 
-@pytest.mark.parametrize(
-    ("exitcode", "error"), [(0, JobClosed), (1, JobClosed), (EXIT_NOT_ENOUGH_NODES, NotEnoughNodes)]
-)
-def test_who_asks_after_the_end_is_told_why(exitcode, error):
-    closed = world("closed", reason="it is done", exitcode=exitcode)
-
-    with pytest.raises(error, match="it is done"):
-        guest_state.next_world(guest(world=closed))
+def test_who_asks_after_the_end_is_told_why():
+    ends = {0: JobClosed, 1: JobClosed, EXIT_NOT_ENOUGH_NODES: NotEnoughNodes}
+    for exitcode, error in ends.items():
+        closed = world("closed", reason="it is done", exitcode=exitcode)
+        with pytest.raises(error, match="it is done"):
+            guest_state.next_world(guest(world=closed))
 
 
 def test_workers_that_ended_by_themselves_are_explained_and_those_that_were_stopped_not():
