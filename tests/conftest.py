@@ -39,6 +39,7 @@ _NEEDS_OF_FIXTURES = {
     "browser": ("chromium", "playwright"),
     "etcd_on_path": ("etcd",),
     "other_authority": ("openssl",),
+    "screen": ("rich",),
     "seeds_etcd": ("etcd",),
     "some_etcd": ("etcd",),
     "tls": ("openssl",),

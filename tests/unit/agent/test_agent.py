@@ -1,10 +1,10 @@
 """What the agent does about its workers where no process is needed to see it."""
 
-import asyncio
 from types import SimpleNamespace
 
 import pytest
 
+from tests.unit.agent.support import in_loop
 from torchelastic.agent.agent import Agent
 from torchelastic.agent.crew import CrewState, Status, Worker
 from torchelastic.agent.group_state import GroupState
@@ -61,15 +61,12 @@ def test_a_lost_store_host_ends_a_generation_only_where_it_is_needed(state, ente
     [(False, False, [1]), (True, False, []), (False, True, [])],
     ids=["in time", "the agent closes", "the workers are stopped"],
 )
-def test_no_worker_is_started_that_nobody_would_stop(closing, stopping, started):
-    async def main():
-        workers = Workers()
-        made = agent_with(workers, GroupState(node="n", nproc=3))
-        made._state = SimpleNamespace(world=object())
-        made._closing, workers.stopping = closing, stopping
-        await made._start_standby(1)
-        if made._action is not None:
-            await made._action
-        return workers.started
-
-    assert asyncio.run(main()) == started
+@in_loop
+async def test_no_worker_is_started_that_nobody_would_stop(closing, stopping, started):
+    workers = Workers()
+    made = agent_with(workers, SimpleNamespace(world=object()))
+    made._closing, workers.stopping = closing, stopping
+    await made._start_standby(1)
+    if made._action is not None:
+        await made._action
+    assert workers.started == started

@@ -15,43 +15,33 @@ HYBRID = V1 + "41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2
 BOUND = "31 23 0:28 /docker/7 /sys/fs/cgroup ro - cgroup2 cgroup2 ro\n"
 SPACE = "31 23 0:28 / /my\\040groups rw - cgroup2 cgroup2 rw\n"
 
-PLACES = [
-    ("/", V2, "/sys/fs/cgroup"),
-    ("/user.slice/job", V2, "/sys/fs/cgroup/user.slice/job"),
-    ("/", HYBRID, "/sys/fs/cgroup/unified"),
-    ("/docker/7", BOUND, "/sys/fs/cgroup"),
-    ("/docker/7/x", BOUND, "/sys/fs/cgroup/x"),
-    ("/docker/77", BOUND, None),
-    ("/x", SPACE, "/my groups/x"),
-    ("/..", V2, None),
-    ("/../other", V2, None),
-    ("/", V1, None),
-    ("/", "", None),
-    (None, V2, None),
-]
-
-
-@pytest.mark.parametrize(("own", "mounts", "expected"), PLACES)
-def test_the_directory_of_a_cgroup(own, mounts, expected):
-    assert find_directory(own, mounts) == expected
-
-
 MEMORY = "33 31 0:32 /docker/7 /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n"
 
 
 @pytest.mark.parametrize(
-    ("own", "mounts", "expected"),
+    ("own", "mounts", "controller", "expected"),
     [
-        ("/docker/7", HYBRID + MEMORY, "/sys/fs/cgroup/memory"),
-        ("/docker/7/x", MEMORY, "/sys/fs/cgroup/memory/x"),
-        ("/docker/8", MEMORY, None),
-        ("/", HYBRID, None),
-        ("/", V2, None),
-        (None, MEMORY, None),
+        ("/", V2, "", "/sys/fs/cgroup"),
+        ("/user.slice/job", V2, "", "/sys/fs/cgroup/user.slice/job"),
+        ("/", HYBRID, "", "/sys/fs/cgroup/unified"),
+        ("/docker/7", BOUND, "", "/sys/fs/cgroup"),
+        ("/docker/7/x", BOUND, "", "/sys/fs/cgroup/x"),
+        ("/docker/77", BOUND, "", None),
+        ("/x", SPACE, "", "/my groups/x"),
+        ("/..", V2, "", None),
+        ("/../other", V2, "", None),
+        ("/", V1, "", None),
+        ("/", "", "", None),
+        (None, V2, "", None),
+        ("/docker/7", HYBRID + MEMORY, "memory", "/sys/fs/cgroup/memory"),
+        ("/docker/7/x", MEMORY, "memory", "/sys/fs/cgroup/memory/x"),
+        ("/docker/8", MEMORY, "memory", None),
+        ("/", HYBRID, "memory", None),
+        ("/", V2, "memory", None),
     ],
 )
-def test_the_directory_of_a_controller_of_version_1(own, mounts, expected):
-    assert find_directory(own, mounts, "memory") == expected
+def test_the_directory_of_a_cgroup(own, mounts, controller, expected):
+    assert find_directory(own, mounts, *filter(None, [controller])) == expected
 
 
 @pytest.mark.parametrize(
@@ -76,41 +66,22 @@ def made():
     group.remove()
 
 
-def inside(group):
-    return subprocess.Popen(["sleep", "1000"], preexec_fn=group.join)
+def inside(group, times=1):
+    """A process that joins so often."""
+    return subprocess.Popen(
+        ["sleep", "1000"], preexec_fn=lambda: [group.join() for _ in range(times)]
+    )
 
 
-def test_each_process_has_one_of_its_own(made):
-    first, second = inside(made), inside(made)
-    assert made.of(first.pid).processes() == [first.pid]
+def test_each_process_has_one_of_its_own_however_often_it_joins(made):
+    assert made.processes() == []
+    first, second = inside(made), inside(made, times=2)
+    assert made.of(second.pid).processes() == [second.pid]
     made.of(first.pid).remove()
     assert first.wait(10) == -signal.SIGKILL
     assert made.processes() == [second.pid]
     made.kill()
     second.wait(10)
-
-
-def test_a_process_may_join_twice(made):
-    def join_twice():
-        made.join()
-        made.join()
-
-    process = subprocess.Popen(["sleep", "1000"], preexec_fn=join_twice)
-    assert made.of(process.pid).processes() == [process.pid]
-    made.kill()
-    process.wait(10)
-
-
-def test_it_is_named_after_its_process(made):
-    assert os.path.basename(made.path).startswith(cgroup.prefix_of(os.getpid()))
-    assert made.processes() == []
-
-
-def test_everything_inside_is_killed(made):
-    processes = [inside(made) for _ in range(3)]
-    assert sorted(made.processes()) == sorted(process.pid for process in processes)
-    made.kill()
-    assert [process.wait(10) for process in processes] == [-signal.SIGKILL] * 3
 
 
 def test_removing_it_kills_what_is_inside(made):
@@ -122,7 +93,9 @@ def test_removing_it_kills_what_is_inside(made):
     assert made.processes() == []
 
 
-def test_an_old_kernel_without_a_kill_file_kills_one_by_one(made, monkeypatch):
+@pytest.mark.parametrize("old", [False, True], ids=["at once", "one by one"])
+def test_everything_inside_is_killed(made, monkeypatch, old):
+    """An old kernel has no file for that."""
     write = cgroup._write
 
     def refuse_kill(path, text):
@@ -130,10 +103,12 @@ def test_an_old_kernel_without_a_kill_file_kills_one_by_one(made, monkeypatch):
             raise FileNotFoundError(path)
         write(path, text)
 
-    process = inside(made)
-    monkeypatch.setattr(cgroup, "_write", refuse_kill)
+    processes = [inside(made) for _ in range(2)]
+    assert sorted(made.processes()) == sorted(process.pid for process in processes)
+    if old:
+        monkeypatch.setattr(cgroup, "_write", refuse_kill)
     made.kill()
-    assert process.wait(10) == -signal.SIGKILL
+    assert [process.wait(10) for process in processes] == [-signal.SIGKILL] * 2
 
 
 def test_those_of_a_dead_agent_are_found_by_name(made):

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from tests.unit.agent.support import place
 from torchelastic.agent import crew, group_state
-from torchelastic.agent.crew import CrewState, LeaveOverdue, Said, Spawn, Status, Tell
+from torchelastic.agent.crew import CrewState, LeaveOverdue, Said, Spawn, Tell
 from torchelastic.agent.group_state import (
     GroupState,
     LeaseLost,
@@ -22,82 +23,75 @@ from torchelastic.agent.group_state import (
     WorldSeen,
 )
 from torchelastic.failure import Failure
-from torchelastic.rendezvous.world import World, WorldNode
+from torchelastic.rendezvous.world import World
 from torchelastic.worker import orders
+from torchelastic.worker.orders import Enlisted, Entered, Finished, Stopped, Unfit
 
 
 def world(generation: int = 0, phase: str = "running", me=(0, 1), **fields) -> World:
     """This node `a` with these workers, beside a node `b` with two."""
-    nodes = []
-    for name, ranks in (("a", me), ("b", (0, 1))):
-        if ranks:
-            nodes.append(
-                WorldNode(
-                    node=name,
-                    name=name,
-                    addr=name,
-                    node_rank=len(nodes),
-                    nproc=len(ranks),
-                    role="default",
-                    first_rank=sum(node.nproc for node in nodes),
-                    first_role_rank=0,
-                    local_ranks=tuple(ranks),
-                )
-            )
+    others = place("b", bool(me), first_rank=len(me))
+    nodes = [place("a", nproc=len(me), local_ranks=me), others] if me else [others]
     made = World(generation=generation, phase=phase, store="b:1", resident=True)
     return replace(made.with_nodes(nodes), **fields)
+
+
+def see(*args, **fields) -> WorldSeen:
+    return WorldSeen(world(*args, **fields))
+
+
+FINISHED = see(phase="over", ending="finished", after=11)
+FAILED = see(phase="over", ending="failure")
 
 
 class Node:
     def __init__(self, state: CrewState) -> None:
         self.state = state
 
-    def feed(self, event: crew.Event) -> list[crew.Command]:
+    def feed(self, event) -> list[crew.Command]:
+        """An event, or a function that makes one of this node."""
+        event = event(self) if callable(event) else event
         self.state, commands = crew.handle(self.state, event)
         return commands
-
-    def see(self, seen: World) -> list[crew.Command]:
-        return self.feed(WorldSeen(seen))
-
-    def say(self, local_rank: int, report: orders.Report) -> list[crew.Command]:
-        return self.feed(Said(local_rank, report))
-
-    def die(self, local_rank: int, generation: int | None = None, **fields) -> list[crew.Command]:
-        return self.feed(WorkerFailed(failure(self, local_rank, generation, **fields)))
 
     def statuses(self) -> str:
         return " ".join(worker.status.value for worker in self.state.workers.values())
 
 
-def failure(node: Node, local_rank: int, generation: int | None = None, **fields) -> Failure:
-    if generation is None:
-        generation = node.state.workers[local_rank].generation
-    facts = {"node": "a", "rank": local_rank, "pid": 9, "exitcode": -9, "message": "killed"}
-    return Failure(generation=generation, local_rank=local_rank, **{**facts, **fields})
+def dies(local_rank: int, generation: int | None = None, **fields):
+    """In the generation it is in, unless another one is given."""
+    facts = {"pid": 9, "exitcode": -9, "message": "killed", **fields}
+
+    def event(node: Node) -> WorkerFailed:
+        now = node.state.workers[local_rank].generation if generation is None else generation
+        return WorkerFailed(
+            Failure(generation=now, node="a", rank=local_rank, local_rank=local_rank, **facts)
+        )
+
+    return event
 
 
 def training(generation: int = 0) -> Node:
     """A node whose two workers are in a world with those of another one."""
-    group = GroupState(
-        node="a",
-        nproc=2,
-        phase=group_state.Phase.RUNNING,
-        generation=generation,
-        world=world(generation),
-    )
-    state, _ = crew.take_over(group, "a")
+    state, commands = crew.take_over(running(generation), "a")
+    assert spawned(commands) == []
     node = Node(state)
-    node.see(world(generation))
+    node.feed(see(generation))
     return node
 
 
-def told(commands: list[crew.Command]) -> list[tuple[int, str]]:
+def running(generation: int = 0) -> GroupState:
+    group = GroupState(node="a", nproc=2, phase=group_state.Phase.RUNNING)
+    return replace(group, generation=generation, world=world(generation))
+
+
+def told(commands: list[crew.Command]) -> str:
     """Who is told what, in short."""
-    return [
-        (command.local_rank, type(command.order).__name__)
+    return ", ".join(
+        f"{command.local_rank} {type(command.order).__name__}"
         for command in commands
         if isinstance(command, Tell)
-    ]
+    )
 
 
 def reported(commands: list[crew.Command]) -> dict[str, object]:
@@ -108,18 +102,176 @@ def reported(commands: list[crew.Command]) -> dict[str, object]:
     return merged
 
 
+def spawned(commands: list[crew.Command]) -> list[int]:
+    return [command.local_rank for command in commands if isinstance(command, Spawn)]
+
+
+def then(event, **expected):
+    """A step, and what is expected of it; `reported` as None is not reported."""
+    return event, expected
+
+
+STORIES = {
+    "a dead worker is reported and replaced": [
+        then(dies(1), spawned=[1], reported={"standing": (0,)}, statuses="training starting")
+    ],
+    "gone is said when every worker has stopped or died": [
+        then(dies(1)),
+        then(
+            see(phase="over", reason="why", ending="failure"),
+            told="0 Over",
+            reported={"gone": None},
+        ),
+        then(Said(0, Stopped(0, 7)), reported={"gone": 0}, statuses="standing starting"),
+    ],
+    "gone is said at once where nobody trains": [
+        then(dies(0)),
+        then(dies(1)),
+        then(FAILED, reported={"gone": 0}),
+    ],
+    "a death while stopping counts as stopped": [
+        then(FAILED),
+        then(Said(0, Stopped(0, 7)), reported={"gone": None}),
+        then(dies(1), reported={"gone": 0}),
+    ],
+    "a stop of an older generation means nothing": [
+        then(FAILED),
+        then(Said(0, Stopped(-1, 7)), commands=[]),
+    ],
+    "the largest step is the node's answer": [
+        then(see(phase="pausing", ending="resize"), told="0 Ask, 1 Ask"),
+        then(Said(0, Entered(0, 8)), commands=[]),
+        then(Said(1, Entered(0, 7)), reported={"paused": 0, "entered": 8}),
+    ],
+    "a death does not leave the question unanswered": [
+        then(see(phase="pausing", ending="resize")),
+        then(Said(0, Entered(0, 8))),
+        then(dies(1), reported={"paused": 0}),
+    ],
+    "the next world is entered after the agreed step": [
+        then(see(1, after=8), told="0 Enter, 1 Enter", orders={"after": [8, 8]}),
+        then(Said(0, Stopped(0, 9)), commands=[], statuses="training training"),
+    ],
+    "who is not in the next world stops at the agreed step": [
+        then(see(1, me=(0,), after=8), told="0 Enter, 1 Through"),
+        then(Said(1, Stopped(0, 9)), statuses="training standing"),
+    ],
+    "the end of the data is reported and ends with the scripts": [
+        then(Said(1, Finished(0, 12)), reported={"finished": 0}),
+        then(FINISHED, orders={"finished": [True, True], "through": [11, 11]}),
+        then(Said(0, Stopped(0, 12)), reported={"gone": None}),
+        then(Said(1, Stopped(0, 12)), reported={"gone": None}, statuses="finished finished"),
+        then(WorkerSucceeded(0, 0), commands=[]),
+        then(WorkerSucceeded(0, 1), reported={"done": 0}),
+    ],
+    "a worker that ends well before the training does has failed": [
+        then(WorkerSucceeded(0, 1), failed="before the training was done", spawned=[1])
+    ],
+    "a failure after the training is reported and nobody replaced": [
+        then(FINISHED),
+        then(Said(0, Stopped(0, 12))),
+        then(dies(0, exitcode=1), failed="killed", spawned=[]),
+    ],
+    "an error of a living worker is reported and it lives on": [
+        then(dies(0, alive=True), failed="killed", spawned=[], statuses="training training")
+    ],
+    "nobody takes the place of one that does not fit unless the others wait for it": [
+        then(Said(1, Unfit()), commands=[]),
+        then(dies(1, message="UnfitError: no"), failed="Unfit", spawned=[]),
+        then(see(phase="waiting"), spawned=[1]),
+    ],
+    "one that is started again after it did not fit has one try until it stands": [
+        then(Said(1, Unfit())),
+        then(dies(1), statuses="training gone"),
+        then(see(phase="waiting")),
+        then(dies(1, -1), spawned=[]),
+        then(see(phase="waiting")),
+        then(Said(1, Enlisted()), statuses="training standing"),
+        then(dies(1, -1), spawned=[1]),
+    ],
+    "nobody is replaced on a node that leaves": [
+        then(LeaveRequested(15)),
+        then(dies(1), spawned=[]),
+    ],
+    "nobody is started for one that does not fit on a node that leaves": [
+        then(LeaveRequested(15)),
+        then(Said(1, Unfit())),
+        then(dies(1), spawned=[]),
+    ],
+    "a lost lease stops the workers, which keep their memory, and no world is entered": [
+        then(LeaseLost(), told="0 Over, 1 Over"),
+        then(see(1, after=8), commands=[]),
+        then(Said(0, Stopped(0, 7)), commands=[]),
+        then(Said(1, Stopped(0, 7)), first=Rejoin(0), reported={"standing": (0, 1)}),
+        then(see(5), told="0 Enter, 1 Enter"),
+    ],
+    "data that ends in the last step before a world ends that one too": [
+        then(see(1, after=8)),
+        then(Said(0, Finished(0, 8)), reported={"finished": 1}),
+    ],
+    "through is revoked when the world breaks": [
+        then(see(phase="over", ending="leave", after=8), told="0 Through, 1 Through"),
+        then(FAILED, told="0 Over, 1 Over"),
+    ],
+    "who has left train gets the signal": [
+        then(FINISHED),
+        then(Said(0, Stopped(0, 12))),
+        then(Said(1, Stopped(0, 12))),
+        then(LeaveRequested(15), last=Stop(15)),
+    ],
+    "who dies before it has heard that the training is done has not failed": [
+        then(FINISHED),
+        then(Said(0, Stopped(0, 12))),
+        then(dies(1), spawned=[]),
+        then(WorkerSucceeded(0, 0), reported={"done": 0}),
+    ],
+    "a leave that takes too long kills": [
+        then(LeaveRequested(2)),
+        then(LeaveOverdue(), commands=[Stop(9)]),
+    ],
+    "a second interrupt kills": [
+        then(LeaveRequested(2)),
+        then(LeaveRequested(2), commands=[Stop(9)]),
+    ],
+}
+
+
+@pytest.mark.parametrize("steps", STORIES.values(), ids=STORIES)
+def test_what_is_done_about_what_happens(steps):
+    node = training()
+    for event, expected in steps:
+        commands = node.feed(event)
+        said = reported(commands)
+        asked = [one.order for one in commands if isinstance(one, Tell)]
+        found = {
+            "commands": commands,
+            "first": commands[0] if commands else None,
+            "last": commands[-1] if commands else None,
+            "told": told(commands),
+            "orders": {
+                name: [getattr(order, name) for order in asked]
+                for name in expected.get("orders", ())
+            },
+            "reported": {name: said.get(name) for name in expected.get("reported", ())},
+            "spawned": spawned(commands),
+            "statuses": node.statuses(),
+        }
+        if "failed" in expected:
+            assert expected["failed"] in said["failures"][0].message
+            assert said["failures"][0].generation == 0
+            assert not said["failures"][0].fatal
+        wanted = {name: value for name, value in expected.items() if name != "failed"}
+        assert {name: found[name] for name in wanted} == wanted, event
+
+
 def test_workers_that_run_already_are_told_to_enter_their_world():
-    group = GroupState(
-        node="a", nproc=2, phase=group_state.Phase.RUNNING, generation=0, world=world()
-    )
-    state, commands = crew.take_over(group, "a")
-    assert not [command for command in commands if isinstance(command, Spawn)]
-    node = Node(state)
-    commands = node.see(world())
-    assert told(commands) == [(0, "Enter"), (1, "Enter")]
+    node = Node(crew.take_over(running(), "a")[0])
+    commands = node.feed(see())
+    assert told(commands) == "0 Enter, 1 Enter"
     order = commands[1].order
     assert (order.rank, order.size, order.local_rank, order.node_rank) == (1, 4, 1, 0)
-    assert node.see(world()) == []
+    assert node.feed(see()) == []
+    assert node.state.sentence() == "serving: workers 2 training"
 
 
 def test_a_newcomer_starts_workers_before_it_is_in_any_world():
@@ -128,236 +280,82 @@ def test_a_newcomer_starts_workers_before_it_is_in_any_world():
     assert commands[:2] == [Spawn(0), Spawn(1)]
     assert reported(commands)["starting"] == 2
     node = Node(state)
-    node.say(0, orders.Enlisted())
-    assert reported(node.say(1, orders.Enlisted())) == {
+    node.feed(Said(0, Enlisted()))
+    assert reported(node.feed(Said(1, Enlisted()))) == {
         "resident": True,
         "standing": (0, 1),
         "starting": 0,
     }
-    assert told(node.see(world(1, after=5))) == [(0, "Enter"), (1, "Enter")]
+    assert told(node.feed(see(1, after=5))) == "0 Enter, 1 Enter"
 
 
-def test_a_dead_worker_is_reported_and_replaced():
+OOM = "killed by SIGKILL: out of memory"
+STOP = (see(phase="over", ending="resize"), Said(0, Stopped(0, 7)), Said(1, Stopped(0, 7)))
+
+
+@pytest.mark.parametrize(
+    ("events", "message"),
+    [
+        ([dies(1, message=OOM)], OOM),
+        ([dies(1, message=OOM), dies(1, -1, message="killed by SIGSEGV")], "lost a peer: "),
+        ([*STOP, dies(1)], "killed"),
+    ],
+    ids=["died in the world before", "its replacement did not live", "died while it stood"],
+)
+def test_a_world_that_counts_on_a_dead_worker_is_told_what_it_died_of(events, message):
     node = training()
-    commands = node.die(1)
-    assert Spawn(1) in commands
-    assert reported(commands)["standing"] == (0,)
-    assert reported(commands)["failures"][0].generation == 0
-    assert node.statuses() == "training starting"
-
-
-def test_gone_is_said_when_every_worker_has_stopped_or_died():
-    node = training()
-    node.die(1)
-    commands = node.see(world(phase="over", reason="why", ending="failure"))
-    assert told(commands) == [(0, "Over")]
-    assert "gone" not in reported(commands)
-    assert reported(node.say(0, orders.Stopped(0, 7)))["gone"] == 0
-    assert node.statuses() == "standing starting"
-
-
-def test_gone_is_said_at_once_where_nobody_trains():
-    node = training()
-    node.die(0)
-    node.die(1)
-    assert reported(node.see(world(phase="over", ending="failure")))["gone"] == 0
-
-
-def test_a_death_while_stopping_counts_as_stopped():
-    node = training()
-    node.see(world(phase="over", ending="failure"))
-    node.say(0, orders.Stopped(0, 7))
-    assert reported(node.die(1))["gone"] == 0
-
-
-def test_a_world_that_counts_on_a_dead_worker_is_told_what_it_died_of():
-    node = training()
-    node.die(1, message="killed by SIGKILL: out of memory")
-    *_, told = reported(node.see(world(1)))["failures"]
-    assert (told.generation, told.rank, told.local_rank) == (1, 1, 1)
-    assert told.message == "killed by SIGKILL: out of memory"
-
-
-def test_a_world_that_counts_on_a_replacement_which_did_not_live_is_told_no_more():
-    node = training()
-    node.die(1, message="killed by SIGKILL: out of memory")
-    node.die(1, generation=-1, message="killed by SIGSEGV")
-    *_, told = reported(node.see(world(1)))["failures"]
-    assert (told.generation, told.rank, told.local_rank) == (1, 1, 1)
-    assert told.message.startswith("lost a peer: ")
-
-
-def test_a_stop_of_an_older_generation_means_nothing():
-    node = training(3)
-    node.see(world(3, phase="over", ending="failure"))
-    assert node.say(0, orders.Stopped(2, 7)) == []
-
-
-def test_the_largest_step_is_the_nodes_answer():
-    node = training()
-    assert told(node.see(world(phase="pausing", ending="resize"))) == [(0, "Ask"), (1, "Ask")]
-    assert node.say(0, orders.Entered(0, 8)) == []
-    answer = reported(node.say(1, orders.Entered(0, 7)))
-    assert (answer["paused"], answer["entered"]) == (0, 8)
-
-
-def test_a_death_does_not_leave_the_question_unanswered():
-    node = training()
-    node.see(world(phase="pausing", ending="resize"))
-    node.say(0, orders.Entered(0, 8))
-    assert reported(node.die(1))["paused"] == 0
-
-
-def test_the_next_world_is_entered_after_the_agreed_step():
-    node = training()
-    commands = node.see(world(1, after=8))
-    assert [command.order.after for command in commands] == [8, 8]
-    assert node.say(0, orders.Stopped(0, 9)) == []  # on its way into the next world
-    assert node.statuses() == "training training"
-
-
-def test_who_is_not_in_the_next_world_stops_at_the_agreed_step():
-    node = training()
-    commands = node.see(world(1, me=(0,), after=8))
-    assert told(commands) == [(0, "Enter"), (1, "Through")]
-    node.say(1, orders.Stopped(0, 9))
-    assert node.statuses() == "training standing"
-
-
-def test_a_world_that_counts_on_a_dead_worker_is_told_so():
-    node = training()
-    node.see(world(phase="over", ending="resize"))
-    node.say(0, orders.Stopped(0, 7))
-    node.say(1, orders.Stopped(0, 7))
-    node.die(1)
-    commands = node.see(world(1))
-    assert told(commands) == [(0, "Enter")]
-    failures = reported(commands)["failures"]
-    assert (failures[-1].generation, failures[-1].local_rank) == (1, 1)
-
-
-def test_the_end_of_the_data_is_reported_and_ends_with_the_scripts():
-    node = training()
-    assert reported(node.say(1, orders.Finished(0, 12)))["finished"] == 0
-    commands = node.see(world(phase="over", ending="finished", after=11))
-    assert [(c.order.finished, c.order.through) for c in commands] == [(True, 11), (True, 11)]
-    for rank in (0, 1):
-        assert "gone" not in reported(node.say(rank, orders.Stopped(0, 12)))
-    assert node.statuses() == "finished finished"
-    assert node.feed(WorkerSucceeded(0, 0)) == []
-    assert reported(node.feed(WorkerSucceeded(0, 1)))["done"] == 0
-
-
-def test_a_worker_that_ends_well_before_the_training_does_has_failed():
-    node = training()
-    commands = node.feed(WorkerSucceeded(0, 1))
-    assert "before the training was done" in reported(commands)["failures"][0].message
-    assert Spawn(1) in commands
-
-
-def test_a_failure_after_the_training_is_reported_and_nobody_replaced():
-    node = training()
-    node.see(world(phase="over", ending="finished", after=11))
-    node.say(0, orders.Stopped(0, 12))
-    commands = node.die(0, exitcode=1)
-    assert reported(commands)["failures"]
-    assert Spawn(0) not in commands
-
-
-def test_an_error_of_a_living_worker_is_reported_and_it_lives_on():
-    node = training()
-    assert reported(node.die(0, alive=True))["failures"]
-    assert node.statuses() == "training training"
+    for event in events:
+        node.feed(event)
+    commands = node.feed(see(1))
+    assert told(commands) == "0 Enter"
+    *_, failure = reported(commands)["failures"]
+    assert (failure.generation, failure.rank, failure.local_rank) == (1, 1, 1)
+    assert failure.message.startswith(message)
 
 
 def test_workers_that_die_before_they_train_are_not_started_for_ever():
+    """A node of many leaves when none of its workers can start."""
     node = training()
-    commands = node.die(1)
-    starts = 0
-    while Spawn(1) in commands:
-        starts += 1
-        commands = node.die(1, generation=-1)
-    assert starts == crew.MOST_TRIES
-    assert node.statuses() == "training gone"
-
-
-def test_a_node_of_many_leaves_when_none_of_its_workers_can_start():
-    node = training()
-    for rank in (0, 1):
-        commands = node.die(rank)
+    for rank, statuses in ((0, "gone training"), (1, "gone gone")):
+        commands = node.feed(dies(rank))
+        starts = 0
         while Spawn(rank) in commands:
-            commands = node.die(rank, generation=-1)
+            starts += 1
+            commands = node.feed(dies(rank, -1))
+        assert starts == crew.MOST_TRIES
+        assert node.statuses() == statuses
     assert reported(commands)["leaving"].startswith("its workers cannot train: ")
     assert Stop(9) in commands
 
 
-def test_nobody_takes_the_place_of_one_that_does_not_fit_unless_the_others_wait_for_it():
-    node = training()
-    node.say(1, orders.Unfit())
-    assert Spawn(1) not in node.die(1)
-    assert node.statuses() == "training gone"
-    assert Spawn(1) in node.see(world(phase="waiting"))
-
-
-def test_one_that_is_started_again_after_it_did_not_fit_has_one_try_until_it_stands():
-    """It is waited for, and may have been given the right model meanwhile."""
-    node = training()
-    node.say(1, orders.Unfit())
-    node.die(1)
-    node.see(world(phase="waiting"))
-    assert Spawn(1) not in node.die(1, generation=-1)
-    node.see(world(phase="waiting"))
-    node.say(1, orders.Enlisted())
-    assert node.statuses() == "training standing"
-    assert Spawn(1) in node.die(1, generation=-1)
-
-
-def test_nobody_is_started_for_one_that_does_not_fit_on_a_node_that_leaves():
-    node = training()
-    node.feed(LeaveRequested(15))
-    node.say(1, orders.Unfit())
-    assert Spawn(1) not in node.die(1)
-
-
-def test_what_one_that_does_not_fit_has_said_is_the_failure_that_is_reported():
-    node = training()
-    assert node.say(1, orders.Unfit()) == []
-    (told,) = reported(node.die(1, message="UnfitError: another model", exitcode=1))["failures"]
-    assert told.message == "UnfitError: another model"
-    assert not told.fatal
-
-
-def test_a_job_of_one_node_ends_when_none_of_its_workers_fits():
+@pytest.mark.parametrize("alone", [True, False])
+def test_where_no_worker_fits_a_job_of_one_node_ends_and_a_node_of_many_leaves(alone):
     """Of whom else could the freshest state be? Of workers that are gone by now."""
     node = training()
-    alone = world()
-    node.see(replace(alone, phase="over", ending="failure").with_nodes(alone.nodes[:1]))
+    if alone:
+        seen = world()
+        node.feed(
+            WorldSeen(replace(seen, phase="over", ending="failure").with_nodes(seen.nodes[:1]))
+        )
     for rank in (0, 1):
-        node.say(rank, orders.Unfit())
-        commands = node.die(rank)
-    assert reported(commands)["failures"][-1].fatal
-    assert Stop(9) not in commands
-
-
-def test_a_node_of_many_leaves_when_none_of_its_workers_fits():
-    node = training()
-    for rank in (0, 1):
-        node.say(rank, orders.Unfit())
-        commands = node.die(rank)
-    assert reported(commands)["leaving"].startswith("its workers cannot train: ")
-    assert Stop(9) in commands
+        node.feed(Said(rank, Unfit()))
+        commands = node.feed(dies(rank))
+    said = reported(commands)
+    assert said["failures"][-1].fatal is alone
+    assert (Stop(9) in commands) is not alone
+    if not alone:
+        assert said["leaving"].startswith("its workers cannot train: ")
 
 
 def test_a_leave_waits_for_the_boundary_then_sends_the_workers_home():
     node = training()
     commands = node.feed(LeaveRequested(15, 99.0))
     assert reported(commands)["leaving"] == "SIGTERM"
-    assert not told(commands)
-    node.see(world(phase="pausing", ending="leave"))
-    commands = node.see(world(1, me=(), after=8))
-    assert told(commands) == [(0, "Through"), (1, "Through")]
-    node.say(0, orders.Stopped(0, 9))
-    commands = node.say(1, orders.Stopped(0, 9))
+    assert told(commands) == ""
+    node.feed(see(phase="pausing", ending="leave"))
+    assert told(node.feed(see(1, me=(), after=8))) == "0 Through, 1 Through"
+    node.feed(Said(0, Stopped(0, 9)))
+    commands = node.feed(Said(1, Stopped(0, 9)))
     leave = orders.Leave(15, 99.0)
     assert [one for one in commands if isinstance(one, Tell)] == [Tell(0, leave), Tell(1, leave)]
     assert commands[-1] == Stop(0)
@@ -366,98 +364,31 @@ def test_a_leave_waits_for_the_boundary_then_sends_the_workers_home():
 
 
 def test_a_leave_while_nobody_trains_is_immediate():
-    group = GroupState(node="a", nproc=1, world=world(me=()))
-    node = Node(crew.take_over(group, "a")[0])
-    commands = node.feed(LeaveRequested(15))
-    assert commands[-1] == Stop(15)
-
-
-@pytest.mark.parametrize("event", [LeaveOverdue(), LeaveRequested(2)])
-def test_a_leave_that_takes_too_long_or_a_second_interrupt_kills(event):
-    node = training()
-    node.feed(LeaveRequested(2))
-    assert node.feed(event) == [Stop(9)]
-
-
-def test_nobody_is_replaced_on_a_node_that_leaves():
-    node = training()
-    node.feed(LeaveRequested(15))
-    assert Spawn(1) not in node.die(1)
-
-
-def test_a_lost_lease_stops_the_workers_which_keep_their_memory():
-    node = training()
-    assert told(node.feed(LeaseLost())) == [(0, "Over"), (1, "Over")]
-    assert node.say(0, orders.Stopped(0, 7)) == []
-    commands = node.say(1, orders.Stopped(0, 7))
-    assert commands[0] == Rejoin(0)
-    assert reported(commands)["standing"] == (0, 1)
-    assert told(node.see(world(5))) == [(0, "Enter"), (1, "Enter")]
+    node = Node(crew.take_over(GroupState(node="a", nproc=1, world=world(me=())), "a")[0])
+    assert node.feed(LeaveRequested(15))[-1] == Stop(15)
 
 
 @pytest.mark.parametrize(
     ("event", "code"),
     [
-        (WorldSeen(world(phase="closed", exitcode=1)), 1),
-        (WorldSeen(world(phase="closed", exitcode=0)), 0),
+        (see(phase="closed", exitcode=1), 1),
+        (see(phase="closed", exitcode=0), 0),
         (StoreLost("gone"), 171),
     ],
+    ids=["failed", "done", "without a store"],
 )
 def test_the_end_of_the_job_stops_everything(event, code):
     node = training()
     assert node.feed(event) == [Stop(15)]
-    assert node.feed(Said(0, orders.Stopped(0, 1))) == []
+    assert node.feed(Said(0, Stopped(0, 1))) == []
     node.feed(WorkersGone())
     assert (node.state.is_terminal, node.state.exitcode) == (True, code)
 
 
-def test_data_that_ends_in_the_last_step_before_a_world_ends_that_one_too():
-    node = training()
-    node.see(world(1, after=8))
-    assert reported(node.say(0, orders.Finished(0, 8)))["finished"] == 1
-
-
 def test_what_a_worker_told_before_the_next_world_was_seen_is_said_again_of_that():
     node = training()
-    node.say(0, orders.Finished(0, 8))
-    node.die(1, alive=True)
-    said = reported(node.see(world(1, after=8)))
+    node.feed(Said(0, Finished(0, 8)))
+    node.feed(dies(1, alive=True))
+    said = reported(node.feed(see(1, after=8)))
     assert (said["finished"], said["finished_after"]) == (1, 8)
     assert said["failures"][-1].generation == 1
-
-
-def test_through_is_revoked_when_the_world_breaks():
-    node = training()
-    assert told(node.see(world(phase="over", ending="leave", after=8))) == [
-        *((0, "Through"), (1, "Through"))
-    ]
-    assert told(node.see(world(phase="over", ending="failure"))) == [(0, "Over"), (1, "Over")]
-
-
-def test_a_world_seen_after_the_lease_was_lost_is_not_entered():
-    node = training()
-    node.feed(LeaseLost())
-    assert node.see(world(1, after=8)) == []
-
-
-def test_who_has_left_train_gets_the_signal():
-    node = training()
-    node.see(world(phase="over", ending="finished", after=11))
-    for rank in (0, 1):
-        node.say(rank, orders.Stopped(0, 12))
-    assert node.feed(LeaveRequested(15))[-1] == Stop(15)
-
-
-def test_who_dies_before_it_has_heard_that_the_training_is_done_has_not_failed():
-    node = training()
-    node.see(world(phase="over", ending="finished", after=11))
-    node.say(0, orders.Stopped(0, 12))
-    assert Spawn(1) not in node.die(1)
-    assert reported(node.feed(WorkerSucceeded(0, 0)))["done"] == 0
-
-
-def test_every_status_has_a_word():
-    assert training().state.sentence() == "serving: workers 2 training"
-    assert {status.value for status in Status} == {
-        *("starting", "standing", "training", "finished", "gone")
-    }

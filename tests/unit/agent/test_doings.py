@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 from types import SimpleNamespace
 
 import pytest
 
+from tests.unit.agent.support import in_loop, place
 from torchelastic.agent import doings
 from torchelastic.agent.doings import Doings, Found, Which, from_json, lines_of, to_json
 from torchelastic.errors import RendezvousRefused
@@ -18,17 +18,9 @@ from torchelastic.rendezvous.embedded import bind_endpoint, wire
 from torchelastic.rendezvous.embedded.dial import Endpoint, knock
 from torchelastic.rendezvous.embedded.reception import Reception
 from torchelastic.rendezvous.secret import ANONYMOUS, Credentials, Secret
-from torchelastic.rendezvous.world import World, WorldNode
+from torchelastic.rendezvous.world import World
 
 GENERATION = 3
-
-
-def in_loop(test):
-    @functools.wraps(test)
-    def run(**fixtures):
-        asyncio.run(asyncio.wait_for(test(**fixtures), 30.0))
-
-    return run
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +69,7 @@ class Node:
     @property
     def place(self):
         peer = f"127.0.0.1:{self.port}" if self.port else ""
-        return WorldNode(self.name, self.name, "", 0, 1, "", 0, 0, (0,), peer)
+        return place(self.name, nproc=1, peer=peer)
 
     async def close(self):
         await self.doings.close()
@@ -128,28 +120,26 @@ async def test_who_is_gone_or_silent_is_named(monkeypatch):
 
 
 @in_loop
-async def test_a_stack_that_cannot_be_read_in_time_is_left_out(monkeypatch):
-    monkeypatch.setattr(doings, "HERE", 0.05)
-    async with nodes([0, 1]) as (_, a):
-        a.slow.add(1)
-        found = await a.doings.everywhere()
-    assert [one.stack for one in found.doings] == ["stack 0 of a", "no stack could be read"]
-
-
-@in_loop
-async def test_a_stack_that_cannot_be_read_at_all_keeps_nobody_from_telling():
+async def test_a_stack_that_cannot_be_read_keeps_nobody_from_telling(monkeypatch):
     async with nodes([0, 1], [2]) as (_, a, b):
+        nothing = "no stack could be read"
         a.broken.add(1)
         b.broken.add(0)
         found = await a.doings.everywhere()
-    nothing = "no stack could be read"
-    assert [one.stack for one in found.doings] == ["stack 0 of a", nothing, nothing]
+        assert [one.stack for one in found.doings] == ["stack 0 of a", nothing, nothing]
+        a.broken.clear()
+        a.slow.add(1)
+        monkeypatch.setattr(doings, "HERE", 0.05)
+        found = await a.doings.everywhere()
+        assert [one.stack for one in found.doings] == ["stack 0 of a", nothing, nothing]
 
 
 @in_loop
 async def test_all_nodes_together_have_two_seconds(monkeypatch):
     monkeypatch.setattr(doings, "AT_A_TIME", 1)
     monkeypatch.setattr(doings, "THERE", 0.2)
+    # Else a call that takes as long would end before the time for all has begun.
+    monkeypatch.setattr(doings, "knock", lambda *to, **how: knock(*to, **how | {"timeout": 30.0}))
     async with nodes([0], [1], [2]) as (_, a, b, c):
         monkeypatch.setattr(b.doings, "here", lambda generation: asyncio.sleep(3600))
         found = await a.doings.everywhere()
@@ -165,14 +155,14 @@ JUNK = {
 }
 
 
-@pytest.mark.parametrize("line", JUNK.values(), ids=JUNK)
 @in_loop
-async def test_who_tells_junk_is_not_heard(line, monkeypatch):
-    monkeypatch.setattr(doings, "lines_of", lambda _: line.encode())
+async def test_who_tells_junk_is_not_heard(monkeypatch):
     async with nodes([0], [1]) as (_, a, _b):
-        found = await a.doings.everywhere()
-    assert [one.rank for one in found.doings] == [0]
-    assert found.unheard == ("b",)
+        for name, line in JUNK.items():
+            monkeypatch.setattr(doings, "lines_of", lambda _, line=line: line.encode())
+            found = await a.doings.everywhere()
+            assert [one.rank for one in found.doings] == [0], name
+            assert found.unheard == ("b",), name
 
 
 @in_loop
@@ -180,23 +170,9 @@ async def test_of_a_world_of_which_some_nodes_are_known_the_others_are_counted()
     async with nodes([0]) as (worlds, a):
         worlds.append(worlds[0].with_nodes([a.place] * 5))
         worlds.append(dataclasses.replace(worlds[-1], nodes=(a.place,)))
-        found = await a.doings.everywhere()
-    assert found.unheard == ("4 more nodes",)
-
-
-@in_loop
-async def test_without_a_world_nobody_does_anything():
-    async with nodes([0]) as (worlds, a):
+        assert (await a.doings.everywhere()).unheard == ("4 more nodes",)
         worlds.clear()
-        assert await a.doings.everywhere() == Found()
-
-
-@in_loop
-async def test_who_has_no_secret_is_told_nothing():
-    async with nodes([0], secret=Secret(b"x" * 32)) as (_, a):
-        place = Endpoint.at(f"127.0.0.1:{a.port}", "job", Credentials(Secret(b"y" * 32)))
-        with pytest.raises(RendezvousRefused):
-            await knock(place, purpose=wire.DOINGS, timeout=5.0)
+        assert await a.doings.everywhere() == Found(), "without a world nobody does anything"
 
 
 async def guest(node):
@@ -241,29 +217,20 @@ async def test_who_asks_again_is_sent_away_without_an_answer():
 
 
 @in_loop
-async def test_guests_leave_with_the_agent():
+async def test_junk_ends_the_connection_and_so_does_the_end_of_the_agent():
     async with nodes([0]) as (_, a):
-        link = await guest(a)
+        junk, link = await guest(a), await guest(a)
+        junk.send(wire.pack_before(Which(1), b"junk"))
+        await junk.ended
     await link.ended
 
 
-@in_loop
-async def test_junk_ends_the_connection():
-    async with nodes([0]) as (_, a):
-        link = await guest(a)
-        link.send(wire.pack_before(Which(1), b"junk"))
-        await link.ended
-
-
-def test_what_was_found_survives_a_journey():
+def test_what_was_found_survives_a_journey_and_junk_is_no_finding():
     found = Found(3, (Doing(rank=0, node="a", stack="x"),), ("b",))
     assert from_json(to_json(found)) == found
-
-
-@pytest.mark.parametrize("junk", [{}, {"doings": [], "unheard": []}, {"doings": [{}]}])
-def test_junk_is_no_finding(junk):
-    with pytest.raises(ValueError, match=r"."):
-        from_json(junk)
+    for junk in ({}, {"doings": [], "unheard": []}, {"doings": [{}]}):
+        with pytest.raises(ValueError, match=r"."):
+            from_json(junk)
 
 
 def test_too_long_an_answer_has_no_stacks():

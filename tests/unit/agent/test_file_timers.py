@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.unit.agent.support import in_loop
 from torchelastic.agent import file_timers
 from torchelastic.agent.file_timers import Asked, FileTimers, parse
 from torchelastic.errors import ConfigError
@@ -35,11 +36,9 @@ def test_what_torch_writes_is_understood():
     assert parse(request.to_json().encode()) == Asked(17, "load", 1060.5, 9)
 
 
-@pytest.mark.parametrize(
-    "line", [b"", b"{}", b"[]", b"7", b"\xff", ask()[:20], ask(pid="x"), ask(at=None), b"[" * 9999]
-)
-def test_what_it_does_not_write_is_nothing(line):
-    assert parse(line) is None
+def test_what_it_does_not_write_is_nothing():
+    junk = [b"", b"{}", b"[]", b"7", b"\xff", ask()[:20], ask(pid="x"), ask(at=None), b"[" * 9999]
+    assert [parse(line) for line in junk] == [None] * len(junk)
 
 
 def test_the_wall_clock_is_left_behind(made):
@@ -51,18 +50,15 @@ def test_the_wall_clock_is_left_behind(made):
 
 
 def test_timers_are_acquired_and_released_by_process_and_scope(made):
-    made._take(ask(1, "a") + ask(1, "b") + ask(2, "a") + ask(1, "a", -1, 0), 1000.0, 50.0)
+    """One without a signal ends nobody."""
+    released, harmless = ask(1, "a", -1, 0), ask(2, "c", signum=0)
+    made._take(ask(1, "a") + ask(1, "b") + ask(2, "a") + released + harmless, 1000.0, 50.0)
     assert [timer.scope for timer in made.of(1)] == ["b"]
     assert [timer.scope for timer in made.of(2)] == ["a"]
     made.keep({2})
     assert made.of(1) == []
     made.forget(2)
     assert made.of(2) == []
-
-
-def test_a_timer_without_a_signal_ends_nobody(made):
-    made._take(ask(signum=0), 1000.0, 50.0)
-    assert made.of(1) == []
 
 
 def test_lines_come_in_pieces_and_with_junk(made):
@@ -80,42 +76,27 @@ def test_scopes_are_bounded_and_can_be_shown(made, monkeypatch):
     assert [(timer.scope, timer.after) for timer in made.of(1)] == [("a?b", 60.0), ("c", 70.0)]
 
 
-def test_a_client_that_opens_the_pipe_as_torchs_does_is_heard(tmp_path):
-    async def run():
-        it, heard = FileTimers(tmp_path / "pipe"), asyncio.Event()
-        it.listen(heard.set)
-        pipe = os.open(it.path, os.O_WRONLY | os.O_NONBLOCK)
-        os.write(pipe, ask(at=time.time() + 60))
-        os.close(pipe)
-        await asyncio.wait_for(heard.wait(), 30)
-        (timer,) = it.of(1)
-        it.close()
-        return timer
-
-    assert asyncio.run(run()).after <= 60
+@in_loop
+async def test_a_client_that_opens_the_pipe_as_torchs_does_is_heard(tmp_path):
+    it, heard = FileTimers(tmp_path / "pipe"), asyncio.Event()
+    it.listen(heard.set)
+    pipe = os.open(it.path, os.O_WRONLY | os.O_NONBLOCK)
+    os.write(pipe, ask(at=time.time() + 60))
+    os.close(pipe)
+    await heard.wait()
+    (timer,) = it.of(1)
+    it.close()
+    assert timer.after <= 60
     assert not (tmp_path / "pipe").exists()
 
 
-@pytest.mark.parametrize(
-    ("environ", "name"),
-    [
-        ({}, None),
-        ({"TORCHELASTIC_TIMER_FILE": "x"}, None),
-        ({"TORCHELASTIC_ENABLE_FILE_TIMER": "0"}, None),
-        ({"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}, "timers"),
-    ],
-)
-def test_it_is_there_when_the_environment_says_so(tmp_path, environ, name):
-    it = FileTimers.wanted(environ, tmp_path)
-    assert (it and it.path.name) == name
-    if it is not None:
-        asyncio.run(closed(it))
-
-
-def test_a_path_that_cannot_be_is_refused(tmp_path):
-    environ = {
-        "TORCHELASTIC_ENABLE_FILE_TIMER": "1",
-        "TORCHELASTIC_TIMER_FILE": str(tmp_path / "no" / "where"),
-    }
+def test_it_is_there_when_the_environment_says_so(tmp_path):
+    for environ in ({}, {"TORCHELASTIC_TIMER_FILE": "x"}, {"TORCHELASTIC_ENABLE_FILE_TIMER": "0"}):
+        assert FileTimers.wanted(environ, tmp_path) is None
+    enabled = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
+    it = FileTimers.wanted(enabled, tmp_path)
+    assert it.path == tmp_path / "timers"
+    asyncio.run(closed(it))
+    nowhere = {"TORCHELASTIC_TIMER_FILE": str(tmp_path / "no" / "where")}
     with pytest.raises(ConfigError, match=r"cannot be a pipe .*: name another file"):
-        FileTimers.wanted(environ, tmp_path)
+        FileTimers.wanted(enabled | nowhere, tmp_path)

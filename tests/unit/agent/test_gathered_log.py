@@ -15,14 +15,6 @@ def numbers(path) -> list[int]:
     return [json.loads(text)["number"] for text in path.read_text().splitlines()]
 
 
-def test_lines_are_appended(tmp_path):
-    log = GatheredLog(tmp_path / "job.jsonl")
-    log.write(line("note", 1) + line("note", 2))
-    log.write(line("note", 3))
-    log.close()
-    assert numbers(tmp_path / "job.jsonl") == [1, 2, 3]
-
-
 def test_a_full_log_becomes_the_older_part_and_what_matters_of_that_is_kept(tmp_path):
     log = GatheredLog(tmp_path / "job.jsonl", max_bytes=10 * len(line("progress", 10)))
     log.write(line("note", 10))

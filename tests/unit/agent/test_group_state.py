@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.unit.agent.support import place
 from torchelastic.agent.group_state import (
     GroupState,
     InvalidTransition,
@@ -26,39 +27,22 @@ from torchelastic.agent.group_state import (
     handle,
 )
 from torchelastic.failure import Failure
-from torchelastic.rendezvous.world import World, WorldNode
+from torchelastic.rendezvous.world import World
 from torchelastic.worker.orders import Leave
 
 
 def world(generation=0, phase="running", nodes="ab", **fields):
-    placed = tuple(
-        WorldNode(
-            node=name,
-            name=name,
-            addr=name,
-            node_rank=place,
-            nproc=2,
-            role="default",
-            first_rank=0,
-            first_role_rank=0,
-            local_ranks=(0, 1),
-        )
-        for place, name in enumerate(nodes)
-    )
     made = World(generation=generation, phase=phase, store="a:1", **fields)
-    return made.with_nodes(placed)
+    return made.with_nodes(place(name, at) for at, name in enumerate(nodes))
 
 
-def failure(local_rank=0, generation=0):
-    return Failure(
-        generation=generation,
-        node="a",
-        rank=local_rank,
-        local_rank=local_rank,
-        pid=7,
-        exitcode=1,
-        message="ValueError: no",
-    )
+def failure(rank):
+    facts = {"pid": 7, "exitcode": 1, "message": "ValueError: no"}
+    return Failure(generation=0, node="a", rank=rank, local_rank=rank, **facts)
+
+
+def seen(*args, **fields) -> WorldSeen:
+    return WorldSeen(world(*args, **fields))
 
 
 def gone(generation: int, **more: int) -> Report:
@@ -67,135 +51,165 @@ def gone(generation: int, **more: int) -> Report:
 
 
 class Node:
-    """Feeds events and remembers commands."""
+    """Feeds events and returns commands."""
 
-    def __init__(self, *events, nproc=2):
-        self.state = GroupState(node="a", nproc=nproc)
-        self.commands = []
+    def __init__(self, *events):
+        self.state = GroupState(node="a", nproc=2)
         self.feed(*events)
 
     def feed(self, *events):
-        self.commands = []
+        found = []
         for event in events:
             self.state, commands = handle(self.state, event)
-            self.commands += commands
-        return self.commands
+            found += commands
+        return found
 
 
-def running():
-    return Node(WorldSeen(world()), WorkersUp(0))
+RUNNING = (seen(), WorkersUp(0))
+#: One worker can put the state into storage.
+SAVING = (*RUNNING, WorkerCanSave(0))
+DONE = (*RUNNING, WorkerSucceeded(0, 0), WorkerSucceeded(0, 1), WorkersGone())
+OVER = seen(phase="over")
+LEAVES = [Report({"leaving": "SIGTERM"}), Stop(15)]
 
 
-def test_a_world_with_a_place_for_us_starts_workers():
-    node = Node()
-    assert node.feed(WorldSeen(world())) == [Start(world())]
-    assert node.state.phase is Phase.STARTING
-    assert node.feed(WorkersUp(0)) == []
-    assert node.state.phase is Phase.RUNNING
+def story(before, *steps, **state):
+    """What has happened, what happens and is done about it, and what the state is then."""
+    return before, steps, state
 
 
-@pytest.mark.parametrize("phase", ["waiting", "running"])
-def test_a_world_without_us_starts_nothing(phase):
-    node = Node()
-    assert node.feed(WorldSeen(world(phase=phase, nodes="bc"))) == []
-    assert node.state.phase is Phase.IDLE
+STORIES = {
+    "a world with a place for us starts workers": story(
+        (), (seen(), [Start(world())]), (WorkersUp(0), []), phase=Phase.RUNNING
+    ),
+    "a world without us starts nothing, and its end finds nobody here": story(
+        (),
+        (seen(nodes="bc"), []),
+        (seen(phase="over", nodes="bc"), [Report({"gone": 0})]),
+        phase=Phase.IDLE,
+    ),
+    "nobody starts while others are waited for": story(
+        (), (seen(phase="waiting", nodes="bc"), []), phase=Phase.IDLE
+    ),
+    "the first failure is reported before anything is stopped": story(
+        RUNNING,
+        (WorkerFailed(failure(0)), [Report({"failures": (failure(0),)}), Stop(15)]),
+        (WorkerFailed(failure(1)), [Report({"failures": (failure(0), failure(1))})]),
+        (WorkersGone(), [gone(0)]),
+        (seen(1), [Start(world(1))]),
+        failures=(),
+    ),
+    "over stops the workers and the next world starts them": story(
+        RUNNING,
+        (OVER, [Stop(15)]),
+        (WorkersGone(), [gone(0), Report({"gone": 0})]),
+        (seen(1), [Start(world(1))]),
+    ),
+    "a world that came while stopping is not forgotten": story(
+        (*RUNNING, OVER, seen(1)), (WorkersGone(), [gone(0), Start(world(1))])
+    ),
+    "a newer world stops the workers of the older one first": story(
+        RUNNING, (seen(3), [Stop(15)]), (WorkersGone(), [gone(0), Start(world(3))])
+    ),
+    "the same world twice starts once": story(RUNNING, (seen(), []), phase=Phase.RUNNING),
+    "success is reported when the last worker is done": story(
+        RUNNING,
+        (WorkerSucceeded(0, 1), []),
+        (WorkerSucceeded(0, 0), [Stop(15)]),
+        (WorkersGone(), [gone(0, done=0)]),
+    ),
+    "workers are quicker than the news of their start": story(
+        (seen(),),
+        (WorkerSucceeded(0, 0), []),
+        (WorkerSucceeded(0, 1), []),
+        (WorkersUp(0), [Stop(15)]),
+        (WorkersGone(), [gone(0, done=0)]),
+    ),
+    "done nodes start again when another node failed": story(
+        DONE, (OVER, [Report({"gone": 0})]), (seen(1), [Start(world(1))])
+    ),
+    "closed ends with the job's exit code after the workers are gone": story(
+        RUNNING,
+        (seen(phase="closed", exitcode=1, reason="no"), [Stop(15)]),
+        (WorkersGone(), None),
+        phase=Phase.ENDED,
+        exitcode=1,
+        reason="no",
+    ),
+    "a leave is announced and the signal passed on at once": story(
+        RUNNING,
+        (LeaveRequested(15), LEAVES),
+        (LeaveRequested(15), []),
+        (WorkersGone(), None),
+        phase=Phase.ENDED,
+        exitcode=143,
+    ),
+    "who can store the state is told before anybody else and ends by itself": story(
+        SAVING,
+        (
+            LeaveRequested(15, 99.0),
+            [Tell(0, Leave(15, 99.0)), LEAVES[0], Stop(15, told=frozenset({0}))],
+        ),
+    ),
+    "a second interrupt means now": story(
+        RUNNING,
+        (LeaveRequested(2), [Report({"leaving": "SIGINT"}), Stop(2)]),
+        (LeaveRequested(2), [Stop(9)]),
+    ),
+    "a second interrupt is also for who stores the state": story(
+        (*SAVING, LeaveRequested(2, 99.0)), (LeaveRequested(2, 99.0), [Stop(9)])
+    ),
+    "a leave reaches workers that are being stopped, and they store nothing": story(
+        (*SAVING, OVER), (LeaveRequested(15, 99.0), LEAVES), (seen(phase="over", saver="a"), [])
+    ),
+    "a worker that has ended is not waited for": story(
+        (*SAVING, WorkerSucceeded(0, 0)), (LeaveRequested(15, 99.0), LEAVES)
+    ),
+    "workers of the next generation have yet to say what they can": story(
+        (*SAVING, OVER, WorkersGone(), seen(1), WorkersUp(1)), (LeaveRequested(15), LEAVES)
+    ),
+    "a leave while idle ends at once": story(
+        (), (LeaveRequested(2), [Report({"leaving": "SIGINT"})]), phase=Phase.ENDED, exitcode=130
+    ),
+    "a lost lease stops the workers before joining anew": story(
+        RUNNING,
+        (LeaseLost(), [Stop(9)]),
+        (seen(1, nodes="bc"), []),
+        (WorkersGone(), [Rejoin(0)]),
+        phase=Phase.IDLE,
+    ),
+    "a lost store stops the workers and ends": story(
+        RUNNING,
+        (StoreLost("out of reach"), [Stop(15)]),
+        (WorkersGone(), None),
+        phase=Phase.ENDED,
+        exitcode=171,
+        reason="out of reach",
+    ),
+    "a lost store while idle ends at once": story(
+        (), (StoreLost("out of reach"), None), phase=Phase.ENDED, exitcode=171
+    ),
+}
 
 
-def test_a_spare_says_so():
-    node = Node(WorldSeen(world(nodes="bc")))
-    assert node.state.sentence() == "spare beside generation 0"
+@pytest.mark.parametrize(("before", "steps", "state"), STORIES.values(), ids=STORIES)
+def test_what_is_done_about_what_happens(before, steps, state):
+    node = Node(*before)
+    for event, commands in steps:
+        found = node.feed(event)
+        assert commands is None or found == commands, event
+    assert {name: getattr(node.state, name) for name in state} == state
 
 
-def test_a_spare_reports_gone_when_the_world_is_over():
-    node = Node(WorldSeen(world(nodes="bc")))
-    assert node.feed(WorldSeen(world(phase="over", nodes="bc"))) == [Report({"gone": 0})]
-
-
-def test_the_first_failure_is_reported_before_anything_is_stopped():
-    node = running()
-    assert node.feed(WorkerFailed(failure())) == [Report({"failures": (failure(),)}), Stop(15)]
-    assert node.feed(WorkerFailed(failure(1))) == [Report({"failures": (failure(), failure(1))})]
-    assert node.feed(WorkersGone()) == [gone(0)]
-    assert node.state.phase is Phase.IDLE
-    assert node.feed(WorldSeen(world(1))) == [Start(world(1))]
-    assert node.state.failures == ()
-
-
-def test_over_stops_the_workers_and_the_next_world_starts_them():
-    node = running()
-    assert node.feed(WorldSeen(world(phase="over"))) == [Stop(15)]
-    assert node.feed(WorkersGone()) == [gone(0), Report({"gone": 0})]
-    assert node.feed(WorldSeen(world(1))) == [Start(world(1))]
-
-
-def test_a_world_that_came_while_stopping_is_not_forgotten():
-    node = running()
-    node.feed(WorldSeen(world(phase="over")), WorldSeen(world(1)))
-    assert node.feed(WorkersGone()) == [gone(0), Start(world(1))]
-
-
-def test_a_newer_world_stops_the_workers_of_the_older_one_first():
-    node = running()
-    assert node.feed(WorldSeen(world(3))) == [Stop(15)]
-    assert node.feed(WorkersGone()) == [gone(0), Start(world(3))]
-
-
-def test_the_same_world_twice_starts_once():
-    node = running()
-    assert node.feed(WorldSeen(world())) == []
-    assert node.state.phase is Phase.RUNNING
-
-
-def test_success_is_reported_when_the_last_worker_is_done():
-    node = running()
-    assert node.feed(WorkerSucceeded(0, 1)) == []
-    assert node.feed(WorkerSucceeded(0, 0)) == [Stop(15)]
-    assert node.feed(WorkersGone()) == [gone(0, done=0)]
-    assert node.state.sentence() == "done with generation 0, waiting for the others"
-
-
-def test_workers_quicker_than_the_news_of_their_start():
-    node = Node(WorldSeen(world()))
-    assert node.feed(WorkerSucceeded(0, 0), WorkerSucceeded(0, 1)) == []
-    assert node.feed(WorkersUp(0)) == [Stop(15)]
-    assert node.feed(WorkersGone()) == [gone(0, done=0)]
-
-
-def test_done_nodes_start_again_when_another_node_failed():
-    node = running()
-    node.feed(WorkerSucceeded(0, 0), WorkerSucceeded(0, 1), WorkersGone())
-    assert node.feed(WorldSeen(world(phase="over"))) == [Report({"gone": 0})]
-    assert node.feed(WorldSeen(world(1))) == [Start(world(1))]
-
-
-def test_closed_ends_with_the_jobs_exit_code_after_the_workers_are_gone():
-    node = running()
-    assert node.feed(WorldSeen(world(phase="closed", exitcode=1, reason="no"))) == [Stop(15)]
-    node.feed(WorkersGone())
-    assert (node.state.phase, node.state.exitcode, node.state.reason) == (Phase.ENDED, 1, "no")
-
-
-def test_a_leave_is_announced_and_the_signal_passed_on_at_once():
-    node = running()
-    assert node.feed(LeaveRequested(15)) == [Report({"leaving": "SIGTERM"}), Stop(15)]
-    assert node.feed(LeaveRequested(15)) == []
-    node.feed(WorkersGone())
-    assert (node.state.phase, node.state.exitcode) == (Phase.ENDED, 143)
-
-
-def saving():
-    """A node that leaves, one worker of which can put the state into storage."""
-    node = running()
-    node.feed(WorkerCanSave(0))
-    return node
-
-
-def test_who_can_store_the_state_is_told_before_anybody_else_and_ends_by_itself():
-    assert saving().feed(LeaveRequested(15, 99.0)) == [
-        Tell(0, Leave(15, 99.0)),
-        Report({"leaving": "SIGTERM"}),
-        Stop(15, told=frozenset({0})),
-    ]
+@pytest.mark.parametrize(
+    ("events", "sentence"),
+    [
+        ((seen(nodes="bc"),), "spare beside generation 0"),
+        (DONE, "done with generation 0, waiting for the others"),
+    ],
+)
+def test_a_node_that_waits_says_what_for(events, sentence):
+    assert Node(*events).state.sentence() == sentence
 
 
 @pytest.mark.parametrize(
@@ -212,89 +226,20 @@ def test_who_can_store_the_state_is_told_before_anybody_else_and_ends_by_itself(
     ],
 )
 def test_the_leader_has_said_which_node_stores_the_state(seen, saves):
-    node = saving()
-    node.feed(LeaveRequested(15, 99.0))
+    node = Node(*SAVING, LeaveRequested(15, 99.0))
     told = [] if saves is None else [Tell(0, Leave(15, 99.0, saves))]
     assert node.feed(WorldSeen(seen)) == told
 
 
-def test_a_second_interrupt_is_also_for_who_stores_the_state():
-    node = saving()
-    node.feed(LeaveRequested(2, 99.0))
-    assert node.feed(LeaveRequested(2, 99.0)) == [Stop(9)]
-
-
-def test_workers_that_are_being_stopped_store_nothing():
-    node = saving()
-    node.feed(WorldSeen(world(phase="over")))
-    assert node.feed(LeaveRequested(15, 99.0)) == [Report({"leaving": "SIGTERM"}), Stop(15)]
-    assert node.feed(WorldSeen(world(phase="over", saver="a"))) == []
-
-
-def test_a_worker_that_has_ended_is_not_waited_for():
-    node = saving()
-    node.feed(WorkerSucceeded(0, 0))
-    commands = node.feed(LeaveRequested(15, 99.0))
-    assert commands == [Report({"leaving": "SIGTERM"}), Stop(15)]
-
-
-def test_workers_of_the_next_generation_have_yet_to_say_what_they_can():
-    node = saving()
-    node.feed(WorldSeen(world(phase="over")), WorkersGone(), WorldSeen(world(1)), WorkersUp(1))
-    assert node.feed(LeaveRequested(15)) == [Report({"leaving": "SIGTERM"}), Stop(15)]
-
-
-def test_a_second_interrupt_means_now():
-    node = running()
-    assert node.feed(LeaveRequested(2)) == [Report({"leaving": "SIGINT"}), Stop(2)]
-    assert node.feed(LeaveRequested(2)) == [Stop(9)]
-
-
-def test_a_leave_while_idle_ends_at_once():
-    node = Node()
-    assert node.feed(LeaveRequested(2)) == [Report({"leaving": "SIGINT"})]
-    assert (node.state.phase, node.state.exitcode) == (Phase.ENDED, 130)
-
-
-def test_a_leave_while_stopping_reaches_the_workers_too():
-    node = running()
-    node.feed(WorldSeen(world(phase="over")))
-    assert node.feed(LeaveRequested(15)) == [Report({"leaving": "SIGTERM"}), Stop(15)]
-
-
-def test_a_lost_lease_stops_the_workers_before_joining_anew():
-    node = running()
-    assert node.feed(LeaseLost()) == [Stop(9)]
-    assert node.feed(WorldSeen(world(1, nodes="bc"))) == []
-    assert node.feed(WorkersGone()) == [Rejoin(0)]
-    assert node.state.phase is Phase.IDLE
-
-
-def test_a_lost_store_stops_the_workers_and_ends():
-    node = running()
-    assert node.feed(StoreLost("out of reach")) == [Stop(15)]
-    node.feed(WorkersGone())
-    assert (node.state.phase, node.state.exitcode) == (Phase.ENDED, 171)
-    assert node.state.reason == "out of reach"
-
-
-def test_a_lost_store_while_idle_ends_at_once():
-    node = Node(StoreLost("out of reach"))
-    assert (node.state.phase, node.state.exitcode) == (Phase.ENDED, 171)
-
-
 def test_an_event_out_of_place_is_a_bug_and_tells_where():
     with pytest.raises(InvalidTransition, match="WorkersGone while running, generation 0"):
-        running().feed(WorkersGone())
+        Node(*RUNNING, WorkersGone())
 
 
-@pytest.mark.parametrize("first", ["ends", "enlists"])
-def test_workers_that_wait_in_train_for_one_that_has_ended_fail(first):
-    node = running()
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_workers_that_wait_in_train_for_one_that_has_ended_fail(ends_first):
     events = [WorkerSucceeded(0, 1), WorkerEnlisted(0)]
-    commands: list = []
-    for event in events if first == "ends" else reversed(events):
-        commands += node.feed(event)
+    commands = Node(*RUNNING).feed(*(events if ends_first else reversed(events)))
     failures = next(command for command in commands if isinstance(command, Report))
     failure = failures.changes["failures"][0]
     assert failure.fatal

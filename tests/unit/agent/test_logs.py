@@ -14,13 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from torchelastic.agent import tee
+from tests.unit.agent.support import in_loop
+from torchelastic.agent import output, tee
 from torchelastic.agent.logs import NodeLogs, WorkerStreams, line_prefix, make_run_dir, route
 from torchelastic.agent.outlet import Outlet
 from torchelastic.agent.output import Console
 from torchelastic.agent.tee import CHUNK, Backlog, Lines
 from torchelastic.config import LaunchConfig, Std
 from torchelastic.errors import ConfigError
+from torchelastic.failure import MOST_LINES
 
 
 def config_for(log_dir: Path | str | None, **changes) -> LaunchConfig:
@@ -45,8 +47,7 @@ def say(fd: int, data: bytes) -> None:
 class Run:
     """One node whose console is a file."""
 
-    def __init__(self, tmp_path: Path, config: LaunchConfig, console_fd: int) -> None:
-        self.config = config
+    def __init__(self, config: LaunchConfig, console_fd: int = 1) -> None:
         self.run_dir = make_run_dir(config)
         self.logs = NodeLogs(config, self.run_dir, consoles=(console_fd, console_fd))
 
@@ -70,10 +71,10 @@ class Run:
 
 
 def run_one(tmp_path: Path, said: dict[tuple[int, Std], bytes], **changes) -> tuple[Run, bytes]:
-    """One generation under `--log-dir`; returns what the console got as well."""
+    """One generation, under `--log-dir` by default; returns what the console got as well."""
     console = tmp_path / "console"
     with console_file(console) as fd:
-        run = Run(tmp_path, config_for(tmp_path / "logs", **changes), fd)
+        run = Run(config_for(**{"log_dir": tmp_path / "logs", **changes}), fd)
         asyncio.run(run.generation(0, said))
         run.logs.close(True)
     return run, console.read_bytes()
@@ -84,36 +85,30 @@ FILES, NO_FILES = "logs", os.devnull
 
 
 @pytest.mark.parametrize(
-    ("log_dir", "redirects", "tee", "shown", "expected"),
+    ("log_dir", "redirects", "tee", "ranks", "expected"),
     [
-        (FILES, NONE, NONE, True, "inherit"),
-        (FILES, NONE, NONE, False, "discard"),
-        (FILES, OUT, NONE, True, "file"),
-        (FILES, OUT, NONE, False, "file"),
-        (FILES, ERR, NONE, True, "inherit"),
-        (FILES, NONE, OUT, True, "tee"),
-        (FILES, NONE, OUT, False, "file"),
-        (FILES, ALL, ALL, True, "tee"),
-        (FILES, {1: ALL}, NONE, True, "inherit"),
-        (FILES, {0: ALL}, NONE, True, "file"),
-        (NO_FILES, OUT, NONE, True, "inherit"),
-        (NO_FILES, OUT, NONE, False, "discard"),
-        (NO_FILES, NONE, OUT, True, "tee"),
-        (NO_FILES, NONE, OUT, False, "discard"),
+        (FILES, NONE, NONE, {0}, "inherit"),
+        (FILES, NONE, NONE, {7}, "discard"),
+        (FILES, NONE, NONE, {}, "inherit"),
+        (FILES, OUT, NONE, {0}, "file"),
+        (FILES, OUT, NONE, {7}, "file"),
+        (FILES, ERR, NONE, {0}, "inherit"),
+        (FILES, NONE, OUT, {0}, "tee"),
+        (FILES, NONE, OUT, {7}, "file"),
+        (FILES, ALL, ALL, {0}, "tee"),
+        (FILES, {1: ALL}, NONE, {0}, "inherit"),
+        (FILES, {0: ALL}, NONE, {0}, "file"),
+        (NO_FILES, OUT, NONE, {0}, "inherit"),
+        (NO_FILES, OUT, NONE, {7}, "discard"),
+        (NO_FILES, NONE, OUT, {0}, "tee"),
+        (NO_FILES, NONE, OUT, {7}, "discard"),
     ],
 )
-def test_where_stdout_of_local_rank_0_goes(log_dir, redirects, tee, shown, expected):
-    config = config_for(
-        log_dir,
-        redirects=redirects,
-        tee=tee,
-        local_ranks_filter=frozenset({0 if shown else 7}),
-    )
+def test_where_stdout_of_local_rank_0_goes(log_dir, redirects, tee, ranks, expected):
+    """An empty filter shows every rank."""
+    shown = frozenset(ranks)
+    config = config_for(log_dir, redirects=redirects, tee=tee, local_ranks_filter=shown)
     assert route(config, 0, Std.OUT) == expected
-
-
-def test_an_empty_filter_shows_every_rank():
-    assert route(config_for(None, local_ranks_filter=frozenset()), 3, Std.OUT) == "inherit"
 
 
 @pytest.mark.parametrize(
@@ -150,8 +145,9 @@ def test_lines(chunks, expected):
     assert found + lines.rest() == expected
 
 
-@pytest.mark.parametrize("size", [CHUNK, CHUNK + 1, 3 * CHUNK + 5])
-@pytest.mark.parametrize("step", [1000, CHUNK, 10 * CHUNK])
+@pytest.mark.parametrize(
+    ("size", "step"), [(CHUNK, CHUNK), (CHUNK + 1, 10 * CHUNK), (3 * CHUNK + 5, 1000)]
+)
 def test_a_long_line_is_passed_on_in_pieces(size, step):
     line = bytes(65 + index % 26 for index in range(size))
     lines = Lines()
@@ -165,23 +161,21 @@ def test_a_long_line_is_passed_on_in_pieces(size, step):
 
 
 def test_by_default_streams_are_inherited_and_only_the_error_file_is_named(tmp_path):
-    run = Run(tmp_path, config_for(tmp_path / "logs"), 1)
+    run = Run(config_for(tmp_path / "logs"))
     logs = run.logs.open(3, {0: 0, 1: 1})
     logs.started()
-    assert (logs.streams[1].stdout, logs.streams[1].stderr) == (None, None)
-    error_file = Path(logs.streams[1].error_file)
-    assert error_file == run.run_dir / "attempt_3" / "1" / "error.json"
+    error_file = run.run_dir / "attempt_3" / "1" / "error.json"
+    assert logs.streams[1] == WorkerStreams(None, None, str(error_file))
     assert error_file.parent.is_dir()
     run.logs.close(True)
+    assert (run.run_dir.parent, run.run_dir.name[:4]) == (tmp_path / "logs", "job_"), "torchrun's"
 
 
 def test_the_layout_is_torchruns(tmp_path):
     said = {(0, OUT): b"out\n", (0, ERR): b"err\n"}
     run, console = run_one(tmp_path, said, redirects=ALL)
-    assert run.run_dir.parent == tmp_path / "logs"
-    assert run.run_dir.name.startswith("job_")
     assert run.file(0, "0/stdout.log") == b"out\n"
-    assert run.file(0, "0/stderr.log") == b"err\n"
+    assert run.file(0, "0/stderr.log") == b"err\n", "also when the job has ended well"
     assert console == b""
 
 
@@ -192,18 +186,20 @@ def test_tee_writes_the_bytes_to_the_file_and_prefixed_lines_to_the_console(tmp_
     assert console == b"[default0]:first\n[default0]:\xff not utf-8\n[default0]:no end\n"
 
 
-def test_streams_may_be_chosen_per_local_rank(tmp_path):
-    said = {(0, OUT): b"zero\n", (1, OUT): b"one\n"}
-    run, console = run_one(tmp_path, said, tee={0: OUT}, redirects={1: OUT})
-    assert console == b"[default0]:zero\n"
-    assert run.file(0, "1/stdout.log") == b"one\n"
-
-
 def test_the_filter_hides_a_rank_from_the_console_but_not_from_its_file(tmp_path):
     said = {(0, OUT): b"zero\n", (1, OUT): b"one\n"}
     run, console = run_one(tmp_path, said, tee=OUT, local_ranks_filter=frozenset({1}))
     assert console == b"[default1]:one\n"
     assert run.file(0, "0/stdout.log") == b"zero\n"
+
+
+def test_no_files_with_dev_null(tmp_path):
+    none = {"log_dir": os.devnull, "tee": OUT, "duplicate_stdout_filters": ("a",)}
+    run, console = run_one(tmp_path, {(0, OUT): b"a\n"}, **none)
+    assert (run.run_dir, console) == (Path(os.devnull), b"[default0]:a\n")
+    logs = NodeLogs(config_for(os.devnull), run.run_dir)
+    assert logs.open(0, {0: 0}).streams[0].error_file == ""
+    logs.close(True)
 
 
 def test_matching_lines_of_all_tee_d_workers_are_gathered_in_one_file(tmp_path):
@@ -218,31 +214,6 @@ def test_matching_lines_of_all_tee_d_workers_are_gathered_in_one_file(tmp_path):
     lines = sorted(run.file(0, "filtered_stdout.log").splitlines())
     assert lines == [b"[default0]:loss 1", b"[default1]:acc 2"]
     assert run.file(0, "filtered_stderr.log") == b""
-
-
-def test_a_generation_leaves_the_logs_of_others_alone(tmp_path):
-    with console_file(tmp_path / "console") as fd:
-        run = Run(tmp_path, config_for(tmp_path / "logs", redirects=OUT), fd)
-        for generation in range(3):
-            asyncio.run(run.generation(generation, {(0, OUT): b"%d" % generation}))
-        run.logs.close(True)
-    assert [run.file(generation, "0/stdout.log") for generation in range(3)] == [b"0", b"1", b"2"]
-
-
-def test_no_files_with_dev_null(tmp_path):
-    with console_file(tmp_path / "console") as fd:
-        run = Run(tmp_path, config_for(os.devnull, tee=OUT, duplicate_stdout_filters=("a",)), fd)
-        asyncio.run(run.generation(0, {(0, OUT): b"a\n" * 100_000}))
-        run.logs.close(True)
-    assert run.run_dir == Path(os.devnull)
-    assert (tmp_path / "console").read_bytes() == b"[default0]:a\n" * 100_000
-
-
-def test_no_error_file_with_dev_null():
-    config = config_for(os.devnull)
-    logs = NodeLogs(config, make_run_dir(config))
-    assert logs.open(0, {0: 0}).streams[0].error_file == ""
-    logs.close(True)
 
 
 @pytest.mark.parametrize(
@@ -265,27 +236,15 @@ def test_temporary_logs_stay_only_where_a_failure_left_something(
     assert run_dir.parent.exists() is left
 
 
-def test_logs_under_log_dir_are_kept(tmp_path):
-    config = config_for(tmp_path / "logs")
-    run_dir = make_run_dir(config)
-    NodeLogs(config, run_dir).close(True)
-    assert run_dir.is_dir()
-
-
-def test_a_job_id_makes_a_plain_directory_name(tmp_path):
+def test_the_directory_of_a_run(tmp_path, monkeypatch):
+    """It is absolute, a job's name cannot lead out of it, and what is wrong is said."""
     config = LaunchConfig(run_id="team/../x y" + "z" * 300, log_dir=str(tmp_path))
     assert make_run_dir(config).parent == tmp_path
-
-
-def test_a_log_dir_that_cannot_be_used_is_refused_in_a_sentence(tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert make_run_dir(config_for("logs")).parent == tmp_path / "logs"
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"--log-dir .*/file cannot be used for logs .*: give"):
         make_run_dir(config_for(tmp_path / "file"))
-
-
-def test_a_relative_log_dir_holds_wherever_a_worker_goes(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert make_run_dir(config_for("logs")).parent == tmp_path / "logs"
 
 
 def small_pipe() -> tuple[int, int]:
@@ -294,21 +253,18 @@ def small_pipe() -> tuple[int, int]:
     return read_end, write_end
 
 
-def test_a_console_nobody_reads_holds_up_neither_loop_nor_worker(tmp_path, caplog):
-    data = b"x" * 99 + b"\n"
+@in_loop
+async def test_a_console_nobody_reads_holds_up_neither_loop_nor_worker(tmp_path, caplog):
+    data = (b"x" * 99 + b"\n") * 50_000
     read_end, write_end = small_pipe()
-    run = Run(tmp_path, config_for(tmp_path / "logs", tee=OUT), write_end)
-
-    async def chatter() -> None:
-        logs = run.logs.open(0, {0: 0})
-        stream = os.dup(logs.streams[0].stdout)
-        logs.started()
-        await asyncio.wait_for(asyncio.to_thread(say, stream, data * 50_000), 20)
-        await logs.drained(0.01)
-
-    asyncio.run(chatter())
+    run = Run(config_for(tmp_path / "logs", tee=OUT), write_end)
+    logs = run.logs.open(0, {0: 0})
+    stream = os.dup(logs.streams[0].stdout)
+    logs.started()
+    await asyncio.to_thread(say, stream, data)
+    await logs.drained(0.01)
     run.logs.close(True)
-    assert run.file(0, "0/stdout.log") == data * 50_000
+    assert run.file(0, "0/stdout.log") == data
     assert "The console is too slow" in caplog.text
     assert os.get_blocking(write_end), "workers share this descriptor and must be able to print"
     os.close(read_end)
@@ -316,34 +272,37 @@ def test_a_console_nobody_reads_holds_up_neither_loop_nor_worker(tmp_path, caplo
 
 
 @pytest.mark.parametrize("log_dir", ["logs", os.devnull])
-def test_a_slow_console_gets_everything_in_the_end(tmp_path, log_dir):
-    lines = b"".join(b"line %d\n" % number for number in range(100_000))
+@in_loop
+async def test_a_slow_console_gets_everything_in_the_end(tmp_path, log_dir, monkeypatch):
+    monkeypatch.setattr(output, "QUEUE", 2 * CHUNK)
+    lines = [b"%0100d\n" % number for number in range(10_000)]
     read_end, write_end = small_pipe()
-    chosen = tmp_path / log_dir if log_dir != os.devnull else log_dir
-    run = Run(tmp_path, config_for(chosen, tee=OUT), write_end)
+    run = Run(config_for(tmp_path / log_dir, tee=OUT), write_end)
     shown: list[bytes] = []
+    paused: list[bool] = []
+    pause = tee.Tee._pause
+    monkeypatch.setattr(tee.Tee, "_pause", lambda self: paused.append(True) or pause(self))
 
     def read_slowly() -> None:
         with open(read_end, "rb") as stream:
             shown.extend(iter(lambda: stream.read(1000), b""))
 
-    async def chatter() -> None:
-        reader = threading.Thread(target=read_slowly)
-        saying = asyncio.create_task(run.generation(0, {(0, OUT): lines}))
-        reader.start()
-        await saying
-        run.logs.close(True)
-        os.close(write_end)
-        await asyncio.to_thread(reader.join)
-
-    asyncio.run(chatter())
-    expected = b"".join(b"[default0]:" + line + b"\n" for line in lines.splitlines())
-    assert b"".join(shown) == expected
+    reader = threading.Thread(target=read_slowly)
+    saying = asyncio.create_task(run.generation(0, {(0, OUT): b"".join(lines)}))
+    written = run.run_dir / "attempt_0" / "0" / "stdout.log"
+    while not (paused or (written.exists() and written.stat().st_size > 5 * CHUNK)):
+        await asyncio.sleep(0.001)  # until there is much more than the console may keep
+    reader.start()
+    await saying
+    run.logs.close(True)
+    os.close(write_end)
+    await asyncio.to_thread(reader.join)
+    assert b"".join(shown) == b"".join(b"[default0]:" + line for line in lines)
 
 
 def test_a_console_that_is_closed_ends_the_showing_not_the_file(tmp_path):
     read_end, write_end = os.pipe()
-    run = Run(tmp_path, config_for(tmp_path / "logs", tee=OUT), write_end)
+    run = Run(config_for(tmp_path / "logs", tee=OUT), write_end)
     os.close(read_end)
     asyncio.run(run.generation(0, {(0, OUT): b"said\n" * 50_000}))
     run.logs.close(True)
@@ -351,33 +310,26 @@ def test_a_console_that_is_closed_ends_the_showing_not_the_file(tmp_path):
     assert run.file(0, "0/stdout.log") == b"said\n" * 50_000
 
 
-def test_a_stream_held_open_by_a_stranger_does_not_hold_up_the_end(tmp_path):
+@in_loop
+async def test_a_stream_held_open_by_a_stranger_does_not_hold_up_the_end(tmp_path):
     with console_file(tmp_path / "console") as fd:
-        run = Run(tmp_path, config_for(tmp_path / "logs", tee=OUT), fd)
-
-        async def leave_open() -> int:
-            logs = run.logs.open(0, {0: 0})
-            held = os.dup(logs.streams[0].stdout)
-            logs.started()
-            os.write(held, b"last words")
-            await logs.drained(0.01)
-            return held
-
-        os.close(asyncio.run(leave_open()))
+        run = Run(config_for(tmp_path / "logs", tee=OUT), fd)
+        logs = run.logs.open(0, {0: 0})
+        held = os.dup(logs.streams[0].stdout)
+        logs.started()
+        os.write(held, b"last words")
+        await logs.drained(0.01)
+        os.close(held)
         run.logs.close(True)
     assert run.file(0, "0/stdout.log") == b"last words"
     assert (tmp_path / "console").read_bytes() == b"[default0]:last words\n"
 
 
-def test_a_generation_that_never_started_is_closed_too(tmp_path):
-    run = Run(tmp_path, config_for(tmp_path / "logs", tee=ALL), 1)
+@in_loop
+async def test_a_generation_that_never_started_is_closed_too(tmp_path):
+    run = Run(config_for(tmp_path / "logs", tee=ALL))
     before = len(os.listdir("/proc/self/fd"))
-
-    async def give_up() -> None:
-        logs = run.logs.open(0, {0: 0, 1: 1})
-        await logs.drained(10)
-
-    asyncio.run(give_up())
+    await run.logs.open(0, {0: 0, 1: 1}).drained(10)
     assert len(os.listdir("/proc/self/fd")) == before
     run.logs.close(True)
 
@@ -431,20 +383,17 @@ def test_a_log_file_cut_short_by_somebody_does_not_stop_the_showing(tmp_path):
 
 @pytest.mark.parametrize("reopen", [True, False])
 @pytest.mark.parametrize("kind", ["pipe", "socket", "terminal"])
-def test_every_kind_of_console_shows_all(kind, reopen, monkeypatch):
+@in_loop
+async def test_every_kind_of_console_shows_all(kind, reopen, monkeypatch):
     if not reopen:
         monkeypatch.setattr(Outlet, "_reopened", staticmethod(lambda fd: None))
     read_end, write_end = make_console(kind)
     data = b"".join(b"%06d\n" % number for number in range(20_000))
     console = Console(write_end)
-
-    async def show() -> bytes:
-        console.write(data)
-        reading = asyncio.create_task(asyncio.to_thread(read_exactly, read_end, len(data)))
-        await asyncio.wait_for(console.flushed(), 20)
-        return await reading
-
-    assert asyncio.run(show()) == data
+    console.write(data)
+    reading = asyncio.create_task(asyncio.to_thread(read_exactly, read_end, len(data)))
+    await console.flushed()
+    assert await reading == data
     console.close()
     os.close(read_end)
     os.close(write_end)
@@ -480,22 +429,84 @@ def test_a_console_that_was_never_open_shows_nothing():
     assert console.room
 
 
-def test_a_generation_whose_files_cannot_be_made_has_none(tmp_path, caplog):
-    config = config_for(tmp_path / "logs", redirects={0: ALL}, tee={1: OUT})
-    run_dir = make_run_dir(config)
-    (run_dir / "attempt_3").write_text("")  # as good as a disk without room for a directory
-
-    async def open_both() -> None:
-        logs = NodeLogs(config, run_dir)
-        without = logs.open(3, {0: 0, 1: 1})
-        assert without.streams[0] == WorkerStreams(None, None, "")
-        assert without.streams[1].stdout is not None, "and is shown as before"
-        without.close()
-        after = logs.open(4, {0: 0, 1: 1})
-        assert after.streams[0].error_file == str(run_dir / "attempt_4" / "0" / "error.json")
-        after.close()
-        logs.close(True)
-
-    asyncio.run(open_both())
+@in_loop
+async def test_a_generation_whose_files_cannot_be_made_has_none(tmp_path, caplog):
+    run = Run(config_for(tmp_path / "logs", redirects={0: ALL}, tee={1: OUT}))
+    (run.run_dir / "attempt_3").write_text("")  # as good as a disk without room for a directory
+    without = run.logs.open(3, {0: 0, 1: 1})
+    assert without.streams[0] == WorkerStreams(None, None, "")
+    assert without.streams[1].stdout is not None, "and is shown as before"
+    without.close()
+    after = run.logs.open(4, {0: 0, 1: 1})
+    assert after.streams[0].error_file == str(run.run_dir / "attempt_4" / "0" / "error.json")
+    after.close()
+    run.logs.close(True)
     [warned] = caplog.messages
     assert warned.startswith("Generation 3 has no log files: ")
+
+
+# --- what is known of a worker's last lines -------------------------------------------------------
+
+
+def last_lines(tmp_path: Path, said: dict[Std, bytes], **config) -> tuple[str, ...]:
+    """Of a worker that says this and ends, asked at once."""
+
+    async def run() -> tuple[str, ...]:
+        wanted = LaunchConfig(**{"log_dir": str(tmp_path), **config})
+        logs = NodeLogs(wanted, tmp_path, consoles=(console, console))
+        opened = logs.open(0, {0: 0})
+        streams = opened.streams[0]
+        for stream, fd in ((OUT, streams.stdout), (ERR, streams.stderr)):
+            if fd is not None:
+                os.write(fd, said.get(stream, b""))
+        opened.started()
+        before = opened.last_lines(0)
+        await opened.drained(10)
+        assert opened.last_lines(0) == before, "also when all of it has been shown"
+        logs.close(False)
+        return before
+
+    console = os.open(os.devnull, os.O_WRONLY)
+    try:
+        return asyncio.run(run())
+    finally:
+        os.close(console)
+
+
+SAID = {OUT: b"step 6\nstep 7\n", ERR: b"terminate called\n"}
+LINES = ("step 6", "step 7", "terminate called")
+
+
+@pytest.mark.parametrize(
+    ("said", "config", "lines"),
+    [
+        (SAID, {"redirects": ALL}, LINES),
+        (SAID, {"tee": ALL}, LINES),
+        (SAID, {"tee": ALL, "log_dir": os.devnull}, LINES),
+        (SAID, {}, ()),  # it goes to the terminal
+        (SAID, {"redirects": ERR}, LINES[-1:]),
+        ({}, {"redirects": ALL}, ()),
+        ({ERR: b"\xff broken \x00\n"}, {"redirects": ALL}, ("\ufffd broken \ufffd",)),
+    ],
+)
+def test_what_is_seen_of_a_workers_output(tmp_path, said, config, lines):
+    assert last_lines(tmp_path, said, **config) == lines
+
+
+def test_of_much_output_both_streams_are_heard(tmp_path):
+    much = b"".join(b"line %d\n" % number for number in range(10_000))
+    for said, kept in (({OUT: much}, MOST_LINES), ({OUT: much, ERR: much}, 10)):
+        lines = last_lines(tmp_path, said, redirects=ALL)
+        assert lines[-kept:] == tuple(f"line {number}" for number in range(10_000 - kept, 10_000))
+        assert len(lines) == MOST_LINES
+
+
+@in_loop
+async def test_a_file_that_somebody_has_taken_away(tmp_path):
+    logs = NodeLogs(LaunchConfig(log_dir=str(tmp_path), redirects=ALL), tmp_path)
+    opened = logs.open(0, {0: 0})
+    for path in tmp_path.rglob("*.log"):
+        path.unlink()
+    assert opened.last_lines(0) == ()
+    opened.close()
+    logs.close(False)

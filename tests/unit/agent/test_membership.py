@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 from itertools import islice
 
-from tests.unit.rendezvous.embedded_support import connected, run, serving, soon
+from tests.unit.agent.support import in_loop
+from tests.unit.rendezvous.embedded_support import connected, serving, soon
 from torchelastic.agent.membership import NEIGHBOURS, Membership, _numbers
 from torchelastic.rendezvous.world import Member
 
@@ -19,21 +20,19 @@ async def record(store, node: str) -> Member:
     return Member.from_json((await store.get(f"member/{node}")).items[f"member/{node}"].value)
 
 
-def test_agents_of_one_host_are_told_apart_by_numbers():
-    async def story():
-        async with serving() as server:
-            names = []
-            async with contextlib.AsyncExitStack() as stack:
-                for node in "abc":
-                    store = await stack.enter_async_context(connected(server.port))
-                    await store.open_lease(60.0)
-                    membership = Membership(member(node))
-                    await membership.enlist(store, "host")
-                    names.append(membership.member.name)
-                    assert (await record(store, node)).name == names[-1]
-            assert names == ["host", "host-2", "host-3"]
-
-    run(story())
+@in_loop
+async def test_agents_of_one_host_are_told_apart_by_numbers():
+    async with serving() as server:
+        names = []
+        async with contextlib.AsyncExitStack() as stack:
+            for node in "abc":
+                store = await stack.enter_async_context(connected(server.port))
+                await store.open_lease(60.0)
+                membership = Membership(member(node))
+                await membership.enlist(store, "host")
+                names.append(membership.member.name)
+                assert (await record(store, node)).name == names[-1]
+        assert names == ["host", "host-2", "host-3"]
 
 
 def test_the_last_of_thousands_of_one_host_does_not_try_every_number():
@@ -44,32 +43,30 @@ def test_the_last_of_thousands_of_one_host_does_not_try_every_number():
         assert start < number <= end
 
 
-def test_a_record_is_put_when_it_differs_from_what_the_store_has():
-    async def story():
-        async with serving() as server, connected(server.port) as store:
-            await store.open_lease(60.0)
-            membership = Membership(member("a"))
-            await membership.enlist(store, "host")
-            running = asyncio.create_task(membership.run(store))
-            before = (await store.get("")).revision
-            membership.update(ready=False)
-            await membership.flush(store)
-            assert (await store.get("")).revision == before
-            membership.update(ready=True)
-            await membership.flush(store)
-            assert (await record(store, "a")).ready
-            membership.unsaid()
-            await membership.flush(store)
-            assert (await store.get("")).revision == before + 2
-            membership.mention(accepted=3)
-            membership.update(gone=2)
-            await membership.flush(store)
-            said = await record(store, "a")
-            assert (said.accepted, said.gone) == (3, 2)
-            membership.mention(accepted=4)
-            while (await record(store, "a")).accepted != 4:
-                await asyncio.sleep(0.01)
-            running.cancel()
-            await soon(running.done, "the record is put no more")
-
-    run(story())
+@in_loop
+async def test_a_record_is_put_when_it_differs_from_what_the_store_has():
+    async with serving() as server, connected(server.port) as store:
+        await store.open_lease(60.0)
+        membership = Membership(member("a"))
+        await membership.enlist(store, "host")
+        running = asyncio.create_task(membership.run(store))
+        before = (await store.get("")).revision
+        membership.update(ready=False)
+        await membership.flush(store)
+        assert (await store.get("")).revision == before
+        membership.update(ready=True)
+        await membership.flush(store)
+        assert (await record(store, "a")).ready
+        membership.unsaid()
+        await membership.flush(store)
+        assert (await store.get("")).revision == before + 2
+        membership.mention(accepted=3)
+        membership.update(gone=2)
+        await membership.flush(store)
+        said = await record(store, "a")
+        assert (said.accepted, said.gone) == (3, 2)
+        membership.mention(accepted=4)
+        while (await record(store, "a")).accepted != 4:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await soon(running.done, "the record is put no more")

@@ -100,20 +100,20 @@ def test_a_node_that_looks_for_the_others_for_a_while_says_so(tmp_path, said, mo
     assert said == ([] if finds else [expected])
 
 
-@pytest.mark.parametrize("waiting", [True, False])
-def test_a_hang_in_which_nobody_waits_is_written_down_and_not_said(tmp_path, said, waiting):
+def test_a_hang_in_which_nobody_waits_is_written_down_and_not_said(tmp_path, said):
     narrator = narrator_of(tmp_path)
-    rank = {"rank": 0, "node": "a", "step": 3, "collective": "", "waiting": waiting}
-    narrator.hang(0, events.Hang("rank 1 is missing", [1], [rank]))
-    assert said == (["workers stand still: rank 1 is missing"] if waiting else [])
+    for waiting in (False, True):
+        assert said == []
+        rank = {"rank": 0, "node": "a", "step": 3, "collective": "", "waiting": waiting}
+        narrator.hang(0, events.Hang("rank 1 is missing", [1], [rank]))
+    assert said == ["workers stand still: rank 1 is missing"]
 
 
-@pytest.mark.parametrize("enough", [True, False])
-def test_whether_nodes_are_waited_for_or_only_get_ready_is_told(tmp_path, said, enough):
+def test_whether_nodes_are_waited_for_or_only_get_ready_is_told(tmp_path, said):
     narrator = narrator_of(tmp_path)
     told: list[events.Event] = []
     narrator._log.listen(lambda record: told.append(record.event))
-    narrator.world_seen(
-        World(generation=0, phase="waiting", count=1, reason="no world", enough=enough)
-    )
-    assert told == [events.Waiting(1, [], "no world", enough=enough)]
+    for enough in (True, False):
+        seen = World(generation=0, phase="waiting", count=1, reason="no world", enough=enough)
+        narrator.world_seen(seen)
+    assert told == [events.Waiting(1, [], "no world", enough=enough) for enough in (True, False)]

@@ -23,7 +23,6 @@ MACHINE = [
         ("node", 1, 2, {4, 5, 12, 13}),
         ("socket", 0, 4, {0, 1, 2, 3, 8, 9, 10, 11}),
         ("exclusive", 0, 8, {0, 8}),
-        ("exclusive", 1, 8, {1, 9}),
         ("exclusive", 15, 16, {7, 15}),
         ("core-complex", 1, 8, {0, 1, 8, 9}),
     ],
@@ -32,20 +31,13 @@ def test_choice(binding, local_rank, nproc, cpus):
     assert choose(binding, MACHINE, local_rank, nproc) == cpus
 
 
-def test_a_gpu_decides_the_node():
+def test_a_gpu_decides_the_node_and_nobody_is_left_without_a_cpu():
     assert choose("node", MACHINE, 0, 2, gpu_nodes=[3, 0]) == {6, 7, 14, 15}
+    assert all(choose("exclusive", MACHINE, rank, 40) for rank in range(40))
 
 
-def test_no_worker_is_left_without_a_cpu():
-    for rank in range(40):
-        assert choose("exclusive", MACHINE, rank, 40)
-
-
-def test_this_machine_can_be_read():
+def test_this_machine_is_read_and_its_gpus_in_bus_order(tmp_path):
     assert {cpu.number for cpu in machine()} == os.sched_getaffinity(0)
-
-
-def test_gpus_are_read_in_bus_order(tmp_path):
     for bus, node in (("0000:81:00.0", 1), ("0000:01:00.0", 0)):
         (tmp_path / "gpus" / bus).mkdir(parents=True)
         device = tmp_path / "sys/bus/pci/devices" / bus

@@ -20,70 +20,57 @@ COUNTED = "the container's count of such kills rose"
 PERHAPS = "perhaps out of memory: the kernel has killed a process of this machine"
 
 
+KILLED = "out of memory: the kernel killed"
+LOADER = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. "
+
+
 @pytest.mark.parametrize(
-    ("facts", "words"),
+    ("exitcode", "facts", "words"),
     [
         # The kernel's counts, of a worker that was killed.
-        (Facts(exitcode=-9, in_container=1), f"out of memory: the kernel killed it ({COUNTED})"),
-        (
-            Facts(exitcode=-9, in_container=2, limit=2 * GIGABYTE),
-            f"out of memory: the kernel killed it (limit 2.0 GiB; {COUNTED})",
-        ),
-        (
-            Facts(exitcode=137, in_container=1, limit=300 << 20),
-            f"out of memory: the kernel killed it (limit 300 MiB; {COUNTED})",
-        ),
-        (
-            Facts(exitcode=-9, in_container=0, named=True),
-            "out of memory: the kernel killed it (its log names the process)",
-        ),
-        (Facts(exitcode=-9, in_container=0, on_machine=0), OUTSIDE),
-        (Facts(exitcode=-9, on_machine=0), OUTSIDE),
+        (-9, {"in_container": 1}, f"{KILLED} it ({COUNTED})"),
+        (-9, {"in_container": 2, "limit": 2 << 30}, f"{KILLED} it (limit 2.0 GiB; {COUNTED})"),
+        (137, {"in_container": 1, "limit": 300 << 20}, f"{KILLED} it (limit 300 MiB; {COUNTED})"),
+        (-9, {"in_container": 0, "named": True}, f"{KILLED} it (its log names the process)"),
+        (-9, {"in_container": 0, "on_machine": 0}, OUTSIDE),
+        (-9, {"on_machine": 0}, OUTSIDE),
         # Somebody else's container.
-        (Facts(exitcode=-9, in_container=0, on_machine=5), OUTSIDE),
-        (Facts(exitcode=-9), ""),
+        (-9, {"in_container": 0, "on_machine": 5}, OUTSIDE),
+        (-9, {}, ""),
+        (1, {"in_container": 1}, ""),
+        (-11, {"in_container": 1}, ""),
         # A process that it had started.
         (
-            Facts(
-                exitcode=1,
-                message="RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. ",
-                in_container=1,
-            ),
-            f"out of memory: the kernel killed a process it had started ({COUNTED})",
+            1,
+            {"message": LOADER, "in_container": 1},
+            f"{KILLED} a process it had started ({COUNTED})",
         ),
-        (
-            Facts(
-                exitcode=1,
-                message="RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. ",
-                in_container=0,
-            ),
-            "",
-        ),
-        # What errors say themselves.
-        (Facts(exitcode=1, message="torch.OutOfMemoryError: CUDA out of memory. Tried"), DEVICE),
-        (Facts(exitcode=1, message="torch.cuda.OutOfMemoryError: CUDA out of memory."), DEVICE),
-        (Facts(exitcode=1, message="RuntimeError: CUDA out of memory. Tried to"), DEVICE),
-        (Facts(exitcode=1, message="MemoryError: "), REFUSED),
-        (Facts(exitcode=1, message="MemoryError"), REFUSED),
-        (Facts(exitcode=1, message="numpy._core._exceptions._ArrayMemoryError: Unable"), REFUSED),
-        (
-            Facts(
-                exitcode=1,
-                message="RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory",
-            ),
-            REFUSED,
-        ),
-        (Facts(exitcode=1, message="OSError: [Errno 12] Cannot allocate memory"), REFUSED),
-        (Facts(exitcode=1, message="RuntimeError: std::bad_alloc"), REFUSED),
-        # What only speaks of it.
-        (Facts(exitcode=1, message="ValueError: no MemoryError here"), ""),
-        (Facts(exitcode=1, message="ValueError: CUDA out of memory is what I expected"), ""),
-        (Facts(exitcode=1, in_container=1), ""),
-        (Facts(exitcode=-11, in_container=1), ""),
+        (1, {"message": LOADER, "in_container": 0}, ""),
     ],
 )
-def test_memory_hint(facts, words):
-    assert memory_hint(facts) == words
+def test_memory_hint(exitcode, facts, words):
+    assert memory_hint(Facts(exitcode=exitcode, **facts)) == words
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried", DEVICE),
+        ("torch.cuda.OutOfMemoryError: CUDA out of memory.", DEVICE),
+        ("RuntimeError: CUDA out of memory. Tried to", DEVICE),
+        ("MemoryError: ", REFUSED),
+        ("MemoryError", REFUSED),
+        ("numpy._core._exceptions._ArrayMemoryError: Unable", REFUSED),
+        ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory", REFUSED),
+        ("OSError: [Errno 12] Cannot allocate memory", REFUSED),
+        ("RuntimeError: std::bad_alloc", REFUSED),
+        # What only speaks of it.
+        ("ValueError: no MemoryError here", ""),
+        ("ValueError: CUDA out of memory is what I expected", ""),
+    ],
+)
+def test_what_an_error_says_itself(message, words):
+    assert memory_hint(Facts(exitcode=1, message=message)) == words
 
 
 def test_a_count_of_the_machine_alone_is_no_certainty():
@@ -113,10 +100,8 @@ def kernel(request, tmp_path):
 def test_one_kill_explains_the_end_of_one_worker(kernel):
     memory = Memory(kernel.sources)
     kernel.tell(container=5, machine=12)
-    first, second, third = (memory.look(pid, -9, "") for pid in (7, 8, 9))
-    assert (first.in_container, first.on_machine) == (2, 2)
-    assert (second.in_container, second.on_machine) == (1, 1)
-    assert (third.in_container, third.on_machine) == (0, 0)
+    looks = [memory.look(pid, -9, "") for pid in (7, 8, 9)]
+    assert [(one.in_container, one.on_machine) for one in looks] == [(2, 2), (1, 1), (0, 0)]
     memory.close()
 
 
@@ -155,20 +140,19 @@ def test_the_least_limit_counts(tmp_path, whole, name, none):
 
 
 @pytest.mark.parametrize("text", ["", "oom_kill", "oom_kill \n", "oom_kill many\n", "other 1\n"])
-def test_counts_that_cannot_be_read_say_nothing(kernel, text):
+def test_counts_that_cannot_be_read_say_nothing(tmp_path, text):
+    kernel = Kernel(tmp_path, whole=True)
     kernel.counts.write_text(text)
     kernel.sources.vmstat.unlink()
     memory = Memory(kernel.sources)
-    facts = memory.look(7, -9, "")
-    assert (facts.in_container, facts.on_machine) == (None, None)
-    assert memory_hint(facts) == ""
+    assert memory.look(7, -9, "") == Facts(exitcode=-9)
     memory.close()
 
 
 def test_a_machine_without_any_of_it(tmp_path):
-    nothing = tmp_path / "nothing"
-    memory = Memory(Sources(None, vmstat=nothing, log=nothing))
-    assert memory.look(7, -9, "") == Facts(exitcode=-9)
+    sources = Sources(None, vmstat=tmp_path / "no", log=tmp_path / "no")
+    memory = Memory(sources)
+    assert (memory.look(7, -9, ""), sources.limit()) == (Facts(exitcode=-9), None)
     memory.close()
 
 
@@ -188,6 +172,9 @@ def counting_files() -> list[Path]:
 
 
 def test_the_sources_of_this_process_are_what_this_machine_has():
+    memory = Memory()
+    assert not memory.look(os.getpid(), -9, "").named
+    memory.close()
     counting = counting_files()
     if not counting:
         pytest.skip("no group at /sys/fs/cgroup counts for this process")

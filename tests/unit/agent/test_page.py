@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.agent.support import in_loop
 from torchelastic.agent import linux, page
 from torchelastic.agent.page import Page
 from torchelastic.config import LaunchConfig
@@ -49,77 +50,45 @@ def watched(it):
     return said
 
 
-def test_it_is_off_unless_asked_for():
+def test_it_is_off_unless_asked_for_and_a_file_without_a_token_is_refused(tmp_path):
     assert Page.wanted(LaunchConfig()) is None
+    (tmp_path / "short").write_bytes(b"short")
+    for name in ("short", "none"):
+        with pytest.raises(ConfigError, match="--dashboard-token-file"):
+            made(dashboard_token_file=str(tmp_path / name))
 
 
-@pytest.mark.parametrize("content", [None, b"short"])
-def test_a_file_without_a_token_is_refused(tmp_path, content):
-    path = tmp_path / "token"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ConfigError, match="--dashboard-token-file"):
-        made(dashboard_token_file=str(path))
-
-
-def test_where_it_is_goes_to_the_terminal_only(instead, caplog):
-    caplog.set_level("INFO")
-    instead(f"print('''{URL}''')")
-    assert watched(made()) == ["the dashboard has ended: exit code 0; the job goes on"]
-    assert "dashboard: http://127.0.0.1:1/" in caplog.text
-
-
-def test_why_it_is_nowhere_is_said(instead):
-    instead("""print('{"error": "Address already in use"}')""")
-    (said,) = watched(made())
-    assert said == "no dashboard at 127.0.0.1:0: Address already in use; the job goes on"
+NOISE = f"""
+import sys
+print("hello from sitecustomize\\n[1]\\n{{}}\\n" + "x" * 1_000_000, flush=True)
+sys.stdout.buffer.write(b'\\xff\\x00{{\\n{URL}\\n\\xff{{')
+"""
 
 
 @pytest.mark.parametrize(
-    "code",
-    [
-        "",
-        "print('hello from sitecustomize'); print([1]); print('{}'); print('\\xff')",
-        "print('x' * 1_000_000)",
-        "import os; os.write(1, b'\\xff\\x00{')",
-    ],
+    ("code", "exitcode"), [(NOISE, 0), ("raise SystemExit(3)", 3)], ids=["noise", "nothing"]
 )
-def test_a_process_that_says_what_it_likes_does_no_harm(instead, code):
-    instead(code)
-    (said,) = watched(made())
-    assert said.startswith("the dashboard has ended: ")
-
-
-def test_its_address_is_found_among_what_others_print(instead, caplog):
+def test_where_it_is_goes_to_the_terminal_only_whatever_else_is_printed(
+    instead, caplog, code, exitcode
+):
     caplog.set_level("INFO")
-    instead(f"print('hello', flush=True); print('''{URL}''')")
-    watched(made())
-    assert "dashboard: http://127.0.0.1:1/" in caplog.text
+    instead(code)
+    assert watched(made()) == [f"the dashboard has ended: exit code {exitcode}; the job goes on"]
+    assert ("dashboard: http://127.0.0.1:1/" in caplog.text) is (exitcode == 0)
 
 
-def test_it_is_asked_to_end_and_then_ended(instead, monkeypatch):
-    monkeypatch.setattr(page, "GRACE", 0.1)
-    instead("import time; time.sleep(600)")
+@pytest.mark.parametrize(
+    ("code", "grace"),
+    [("import time; time.sleep(600)", 0.1), ("import sys; sys.stdin.read()", 600)],
+)
+@in_loop
+async def test_it_is_asked_to_end_and_then_ended(instead, monkeypatch, code, grace):
+    monkeypatch.setattr(page, "GRACE", grace)
+    instead(code)
     it = made()
-
-    async def run():
-        (pid,) = it.start({}, "id")
-        await it.close()
-        assert not Path(f"/proc/{pid}").exists()
-
-    asyncio.run(run())
-
-
-def test_it_may_end_by_itself_when_asked(instead, monkeypatch):
-    monkeypatch.setattr(page, "GRACE", 600.0)
-    instead("import sys; sys.stdin.read()")
-    it = made()
-
-    async def run():
-        it.start({}, "id")
-        await asyncio.wait_for(it.close(), 60)
-
-    asyncio.run(run())
+    (pid,) = it.start({}, "id")
+    await it.close()
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_one_that_cannot_be_started_costs_nothing_else(monkeypatch, caplog):
@@ -131,15 +100,12 @@ def test_one_that_cannot_be_started_costs_nothing_else(monkeypatch, caplog):
     assert "no dashboard: no more processes. The job goes on." in caplog.text
 
 
-def test_it_runs_out_of_the_way(instead, monkeypatch):
+def test_it_runs_out_of_the_way_and_why_it_is_nowhere_is_said(instead):
     instead(
         "import os, json; told = [os.nice(0), open('/proc/self/oom_score_adj').read().strip()]\n"
-        "if os.path.exists('/proc/self/autogroup'):\n"
-        "    told += open('/proc/self/autogroup').read().split()[-1:]\n"
         "print(json.dumps({'error': ' '.join(map(str, told))}))"
     )
-    (said,) = watched(made())
-    assert f"{linux.POLITE} 1000" in said
+    assert watched(made()) == [f"no dashboard at 127.0.0.1:0: {linux.POLITE} 1000; the job goes on"]
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,11 @@ def shown(
 @pytest.mark.parametrize(
     ("age", "nodes", "expected"),
     [
-        (0.0, 1, 1.0),
         (599.0, 1, 1.0),
         (3600.0, 1, 6.0),
         (86400.0, 1, 15.0),
         (0.0, 32, 1.0),
         (0.0, 256, 8.0),
-        (0.0, 1024, 32.0),
         (86400.0, 1024, 60.0),
         (0.0, 100_000, 60.0),
     ],
@@ -51,13 +49,9 @@ def test_workers_are_told_of_together_by_rank_with_the_sum_of_their_stalls():
     }
 
 
-def test_workers_in_different_generations_are_told_of_apart():
-    told = progress_of([shown(0, 5), shown(1, 6, generation=1)])
+def test_generations_are_told_of_apart_and_nobody_who_has_entered_no_step():
+    told = progress_of([shown(0, 5), shown(1, 6, generation=1), shown(-1, -1, generation=-1)])
     assert {generation: progress.ranks for generation, progress in told.items()} == {0: [0], 1: [1]}
-
-
-def test_a_worker_that_has_entered_no_step_is_not_told_of():
-    assert progress_of([shown(-1, -1, generation=-1)]) == {}
 
 
 @pytest.fixture
@@ -70,23 +64,23 @@ def sampling(told):
     return Sampling(lambda generation, one: told.append((generation, one.steps)), FakeClock())
 
 
-def test_nothing_is_told_twice(sampling, told):
-    sampling.look([shown(0, 5), shown(1, 5)])
-    sampling.look([shown(0, 5), shown(1, 5)])
-    assert told == [(0, [5, 5])]
+BOTH_AT_5 = [shown(0, 5), shown(1, 5)]
+NEXT = [shown(0, 5), shown(1, 5, generation=1)]
 
 
-def test_one_worker_that_gets_on_is_news_of_all(sampling, told):
-    sampling.look([shown(0, 5), shown(1, 5)])
-    sampling.look([shown(0, 6), shown(1, 5)])
-    assert told == [(0, [5, 5]), (0, [6, 5])]
-
-
-def test_the_last_word_of_a_generation_is_not_told_again_in_the_next(sampling, told):
-    sampling.look([shown(0, 5), shown(1, 5)])
-    sampling.look([shown(0, 5), shown(1, 5, generation=1)])
-    sampling.look([shown(0, 6, generation=1), shown(1, 6, generation=1)])
-    assert told == [(0, [5, 5]), (1, [5]), (1, [6, 6])]
+@pytest.mark.parametrize(
+    ("looks", "expected"),
+    [
+        ([BOTH_AT_5], []),
+        ([[shown(0, 6), shown(1, 5)]], [(0, [6, 5])]),
+        ([NEXT, [replace(one, generation=1, step=6) for one in NEXT]], [(1, [5]), (1, [6, 6])]),
+    ],
+    ids=["nothing new", "one gets on", "not again what is of the generation before"],
+)
+def test_what_is_new_is_told_once_and_of_all(sampling, told, looks, expected):
+    for look in [BOTH_AT_5, *looks]:
+        sampling.look(look)
+    assert told == [(0, [5, 5]), *expected]
 
 
 # --- what the script reports ---------------------------------------------------------------------

@@ -33,22 +33,13 @@ class Workers:
     """Local ranks 0 and 1, which have committed step 7 long ago in generation 1."""
 
     def __init__(self, *doings, first=0, since=100.0):
-        self.doings, self.first = doings, first
-        self.alive, self.stopping = (0, 1), False
-        self.seen = (1, 7, time.monotonic() - since)
+        self.doings, self.alive, self.stopping = doings, (0, 1), False
         self.killed, self.told, self.looks = [], [], 0
-
-    def pid(self, local_rank):
-        return os.getpid()
-
-    def generation(self, local_rank):
-        return 1
-
-    def first_step(self, local_rank):
-        return 3
-
-    def rank(self, local_rank):
-        return self.first + local_rank
+        self.seen = (1, 7, time.monotonic() - since)
+        self.pid = lambda local_rank: os.getpid()
+        self.generation = lambda local_rank: 1
+        self.first_step = lambda local_rank: 3
+        self.rank = lambda local_rank: first + local_rank
 
     def progress(self, local_rank):
         self.looks += 1
@@ -61,48 +52,36 @@ class Workers:
         return Found(1, self.doings)
 
 
-def watch(workers, limit, monkeypatch):
-    """Until it has looked a few times, or killed."""
+def watch(workers, limit, monkeypatch, looks=100):
+    """Until it has looked so often, or a few times at a worker, or killed."""
     monkeypatch.setattr(script_vigil, "LOOK", 0.001)
+    ends = iter([False] * looks)
 
     async def main():
         report = HangReport(workers.everywhere, lambda _, event: workers.told.append(event))
         vigil = ScriptVigil(workers, report, limit)
-        await vigil.run(lambda: workers.looks > 40 or bool(workers.killed))
+        await vigil.run(lambda: next(ends, True) or workers.looks > 40 or bool(workers.killed))
         report.close()
 
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    ("doings", "first", "killed", "told"),
-    [
-        ([waits(0), works(1)], 0, [1], 1),
-        ([waits(0), works(1, frozen=True)], 0, [1], 1),
-        ([waits(0), waits(1), works(2, "b")], 0, [], 0),  # the other node's agent tells
-        ([works(0, "b"), waits(1), waits(2)], 1, [], 0),
-        ([waits(0), waits(1)], 0, [], 1),
-        ([waits(0, "b"), waits(1), waits(2)], 1, [], 0),
-        ([works(0), works(1)], 0, [], 1),  # an evaluation, of all that is known
-        ([waits(0), works(1), unread(2, "b")], 0, [1], 1),
-        ([waits(0), unread(1)], 0, [], 1),
-        ([waits(0, "b"), works(1), unread(2)], 1, [1], 1),
-        ([], 0, [], 0),
-    ],
-    ids=[
-        "missing",
-        "frozen",
-        "missing elsewhere",
-        "missing elsewhere, rank 0",
-        "all wait",
-        "all wait, and another node has rank 0",
-        "nobody waits",
-        "missing, and one elsewhere cannot be seen",
-        "cannot be seen",
-        "missing, and one here cannot be seen",
-        "nothing is known",
-    ],
-)
+ENDED = {
+    "missing": ([waits(0), works(1)], 0, [1], 1),
+    "frozen": ([waits(0), works(1, frozen=True)], 0, [1], 1),
+    "missing elsewhere, whose agent tells": ([waits(0), waits(1), works(2, "b")], 0, [], 0),
+    "missing elsewhere, rank 0": ([works(0, "b"), waits(1), waits(2)], 1, [], 0),
+    "all wait": ([waits(0), waits(1)], 0, [], 1),
+    "all wait, and another node has rank 0": ([waits(0, "b"), waits(1), waits(2)], 1, [], 0),
+    "nobody waits, as in an evaluation": ([works(0), works(1)], 0, [], 1),
+    "missing, and one elsewhere unseen": ([waits(0), works(1), unread(2, "b")], 0, [1], 1),
+    "unseen": ([waits(0), unread(1)], 0, [], 1),
+    "missing, and one here unseen": ([waits(0, "b"), works(1), unread(2)], 1, [1], 1),
+    "nothing is known": ([], 0, [], 0),
+}
+
+
+@pytest.mark.parametrize(("doings", "first", "killed", "told"), ENDED.values(), ids=ENDED)
 def test_who_is_ended(doings, first, killed, told, monkeypatch):
     workers = Workers(*doings, first=first)
     watch(workers, 50, monkeypatch)
@@ -148,7 +127,7 @@ def test_a_learned_limit_counts_for_who_is_frozen(monkeypatch):
 
 def test_what_shows_no_steps_of_this_world_is_not_watched(monkeypatch):
     workers = Workers(waits(0), works(1))
-    monkeypatch.setattr(workers, "generation", lambda local_rank: 2)
+    workers.generation = lambda local_rank: 2
     watch(workers, 50, monkeypatch)
     assert workers.told == []
 
@@ -156,22 +135,14 @@ def test_what_shows_no_steps_of_this_world_is_not_watched(monkeypatch):
 def test_workers_that_are_being_stopped_do_not_hang(monkeypatch):
     workers = Workers(waits(0), works(1))
     workers.stopping = True
-    monkeypatch.setattr(script_vigil, "LOOK", 0.001)
-    report = HangReport(workers.everywhere, lambda *_: None)
-    ends = iter([False, False, True])
-    asyncio.run(ScriptVigil(workers, report, 50).run(lambda: next(ends)))
+    watch(workers, 50, monkeypatch, looks=3)
     assert workers.killed == []
 
 
-@pytest.mark.parametrize(
-    ("doing", "judged", "expected"),
-    [
-        (None, Judgement("", (1,), True), False),
-        (works(1), Judgement("", (1,), True), True),
-        (works(1), Judgement("", (1,), False), False),
-        (works(1), Judgement("", (2,), True), False),
-        (works(1, frozen=True), Judgement("", (), False), True),
-    ],
-)
-def test_who_is_the_cause(doing, judged, expected):
-    assert is_cause(doing, judged) is expected
+def test_who_is_the_cause():
+    certain = Judgement("", (1,), True)
+    assert is_cause(works(1), certain)
+    assert is_cause(works(1, frozen=True), Judgement("", (), False))
+    assert not is_cause(None, certain)
+    assert not is_cause(works(1), Judgement("", (1,), False))
+    assert not is_cause(works(1), Judgement("", (2,), True))

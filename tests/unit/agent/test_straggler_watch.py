@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from tests.unit.agent.support import in_loop
 from torchelastic.agent import narrator
 from torchelastic.agent.straggler_watch import StragglerWatch
 from torchelastic.clock import FakeClock
@@ -102,20 +103,18 @@ def test_nobody_need_be_replaced(said):
     assert len(said) == 1
 
 
-def test_of_a_job_of_one_node_its_own_log_is_followed(tmp_path, watch, said):
-    async def run() -> None:
-        log = EventLog(tmp_path / "events.jsonl", job="j", node="a", clock=FakeClock())
-        watch.follow(log)
-        log.emit(Joined("node-a", "", True))
-        for look in range(1, 6):
-            own = [1.25 * look, 5.0 * look]
-            told = Progress([0, 1], [10 * look] * 2, [10.0 * look] * 2, own=own)
-            log.emit(told, generation=3)
-            assert said == []
-        await asyncio.sleep(0)
-        log.close()
-
-    asyncio.run(run())
+@in_loop
+async def test_of_a_job_of_one_node_its_own_log_is_followed(tmp_path, watch, said):
+    log = EventLog(tmp_path / "events.jsonl", job="j", node="a", clock=FakeClock())
+    watch.follow(log)
+    log.emit(Joined("node-a", "", True))
+    for look in range(1, 6):
+        own = [1.25 * look, 5.0 * look]
+        told = Progress([0, 1], [10 * look] * 2, [10.0 * look] * 2, own=own)
+        log.emit(told, generation=3)
+        assert said == []
+    await asyncio.sleep(0)
+    log.close()
     assert [(one.rank, one.name) for _, one in said] == [(1, "node-a")]
 
 

@@ -2,11 +2,11 @@
 
 import asyncio
 import contextlib
-import functools
 from types import SimpleNamespace
 
 import pytest
 
+from tests.unit.agent.support import PATIENCE, in_loop
 from torchelastic.agent import gathering as gathering_module
 from torchelastic.agent import heard, telling
 from torchelastic.agent.gathered_log import GatheredLog
@@ -23,25 +23,15 @@ from torchelastic.rendezvous.secret import ANONYMOUS
 from torchelastic.rendezvous.store import Item, Listing
 from torchelastic.rendezvous.world import LEADER_KEY, MEMBER_PREFIX
 
-PATIENCE = 30.0
-
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     """Nobody waits for anything that a test does not wait for."""
-    monkeypatch.setattr(telling, "SETTLING", 0.0)
+    for name in ("SETTLING", "SETTLING_MORE", "SPREAD"):
+        monkeypatch.setattr(telling, name, 0.0)
     monkeypatch.setattr(telling, "TRY_AGAIN", 0.01)
     monkeypatch.setattr(heard, "LINGER", 0.0)
-    monkeypatch.setattr(heard, "SPREAD", 0.0)
     monkeypatch.setattr(gathering_module, "PAUSE", 0.001)
-
-
-def in_loop(test):
-    @functools.wraps(test)
-    def run(**fixtures):
-        asyncio.run(asyncio.wait_for(test(**fixtures), PATIENCE))
-
-    return run
 
 
 class Store:
@@ -139,19 +129,6 @@ def begin(*made, count=None):
 
 
 @in_loop
-async def test_the_leader_has_what_all_say_before_and_after(tmp_path):
-    async with nodes(tmp_path, "a", "b", "c") as (_, a, b, c):
-        for one in (a, b, c):
-            one.say("early")
-        begin(a, b, c)
-        await until(lambda: len(a.has()) == 3)
-        b.say("late")
-        await until(lambda: len(a.has()) == 4)
-        assert sorted(a.has()) == [("a", "early"), ("b", "early"), ("b", "late"), ("c", "early")]
-        assert b.has() == c.has() == []
-
-
-@in_loop
 async def test_times_are_the_leaders_whatever_clock_the_others_have(tmp_path):
     async with nodes(tmp_path, "a", "b", ahead=[("b", 1e6)]) as (_, a, b):
         b.say("x")
@@ -167,18 +144,22 @@ async def test_times_are_the_leaders_whatever_clock_the_others_have(tmp_path):
 
 
 @in_loop
-async def test_a_new_leader_has_the_whole_story_of_the_living(tmp_path):
+async def test_the_leader_has_what_all_say_and_a_new_one_the_whole_story_of_the_living(tmp_path):
     async with nodes(tmp_path, "a", "b", "c") as (store, a, b, c):
         for one in (a, b, c):
             one.say("1")
         begin(a, b, c)
         await until(lambda: len(a.has()) == 3)
+        b.say("2")
+        await until(lambda: len(a.has()) == 4)
+        assert sorted(a.has()) == [("a", "1"), ("b", "1"), ("b", "2"), ("c", "1")]
+        assert b.has() == c.has() == []
         await a.close()
         store.values[LEADER_KEY] = {"node": "b"}
-        c.say("2")
+        c.say("3")
         begin(b, c)
-        await until(lambda: len(b.has()) == 3)
-        assert sorted(b.has()) == [("b", "1"), ("c", "1"), ("c", "2")]
+        await until(lambda: len(b.has()) == 4)
+        assert sorted(b.has()) == [("b", "1"), ("b", "2"), ("c", "1"), ("c", "3")]
         assert (a.leaders, b.leaders, c.leaders) == ([], ["node-a"], ["node-a", "node-b"])
 
 
@@ -267,17 +248,18 @@ async def test_a_leader_whose_disk_is_full_takes_all_and_keeps_nothing(tmp_path)
 @in_loop
 async def test_a_leader_that_does_not_answer_is_waited_for_by_nobody(tmp_path, monkeypatch):
     """As one that is frozen: it takes the connection, and nothing more."""
+    monkeypatch.setattr(telling, "RECENT", 16)
     async with nodes(tmp_path, "a", "b") as (_, a, b):
         frozen = asyncio.Event()
         a.reception.serve(wire.EVENTS, lambda link, hello: frozen.set())
         begin(b)
         await frozen.wait()
-        for number in range(5000):
+        for number in range(100):
             b.say(str(number))
         assert len(b.telling._recent) == telling.RECENT, "what is kept in memory is bounded"
         a.reception.serve(wire.EVENTS, a.gathering.admit)
         b.telling._talk.cancel()  # as when its patience ends
-        await until(lambda: len(a.has()) == 5000)
+        await until(lambda: len(a.has()) == 100)
 
 
 @in_loop
@@ -350,29 +332,26 @@ async def call(node):
     return link
 
 
-@pytest.mark.parametrize(
-    "frames",
-    [
-        [wire.pack_before(Lines(1.0), b"{}\n")],
-        [wire.pack(Begin("b")), wire.pack_before(Lines(1.0), b"half a li")],
-        [wire.pack(Begin("b")), wire.pack_before(Lines(float("inf")), b"{}\n")],
-        [wire.pack(Begin("b")), *[wire.pack_before(Lines(1.0), b"{}\n")] * 2],
-        [wire.pack(Begin("b")), wire.pack_before(Lines(1.0), b" " * (2 << 20) + b"\n")],
-        [wire.pack(Heard(1.0, 1.0))],
-    ],
-    ids=["who?", "no line", "no time", "out of turn", "too much", "not for us"],
-)
-def test_who_does_not_keep_to_the_rules_is_sent_away(frames, tmp_path):
-    @in_loop
-    async def talk():
-        async with nodes(tmp_path, "a") as (_, a):
-            link = await call(a)
-            for frame in frames:
-                link.send(frame)
-            link.deliver_to(lambda answer: None)
-            await link.ended
+BEGIN = wire.pack(Begin("b"))
+RUDE = {
+    "who?": [wire.pack_before(Lines(1.0), b"{}\n")],
+    "no line": [BEGIN, wire.pack_before(Lines(1.0), b"half a li")],
+    "no time": [BEGIN, wire.pack_before(Lines(float("inf")), b"{}\n")],
+    "out of turn": [BEGIN, *[wire.pack_before(Lines(1.0), b"{}\n")] * 2],
+    "too much": [BEGIN, wire.pack_before(Lines(1.0), b" " * (2 << 20) + b"\n")],
+    "not for us": [wire.pack(Heard(1.0, 1.0))],
+}
 
-    talk()
+
+@pytest.mark.parametrize("frames", RUDE.values(), ids=RUDE)
+@in_loop
+async def test_who_does_not_keep_to_the_rules_is_sent_away(frames, tmp_path):
+    async with nodes(tmp_path, "a") as (_, a):
+        link = await call(a)
+        for frame in frames:
+            link.send(frame)
+        link.deliver_to(lambda answer: None)
+        await link.ended
 
 
 @in_loop

@@ -11,9 +11,10 @@ import time
 import pytest
 
 from tests.support import poll_for
+from tests.unit.agent.support import in_loop
 from torchelastic.agent import stacks, timers
 from torchelastic.agent.file_timers import FileTimers
-from torchelastic.agent.timers import Timers, first, pause, words
+from torchelastic.agent.timers import Timers, first, pause
 from torchelastic.timer.table import STACKS_AT, Table, Timer, read
 
 SIGNUM = signal.SIGRTMIN + 7
@@ -53,27 +54,18 @@ def test_when_to_look_again(found, seconds):
     assert pause(found, now=100) == seconds
 
 
-def test_what_a_worker_has_failed_by():
-    assert words(timer(1, "load", 60.0)) == "timer 'load' expired after 60 s"
-    assert words(timer(1, "load", 0.25)) == "timer 'load' expired after 0.25 s"
-
-
 class Workers:
     """What timers know of the workers of a node."""
 
     def __init__(self, *pids):
-        self.stopping = False
-        self.killed, self.condemned = [], {}
-        self.helpers = set()
+        self.stopping, self.killed, self.condemned, self.helpers = False, [], {}, set()
         self.some = asyncio.Event()
         self.pids = dict(enumerate(pids))
+        self.pid = self.pids.get
 
     @property
     def alive(self):
         return tuple(self.pids)
-
-    def pid(self, local_rank):
-        return self.pids.get(local_rank)
 
     def condemn(self, local_rank, why, stack=""):
         self.condemned[local_rank] = why, stack
@@ -110,159 +102,143 @@ async def watched_until_killed(watch, workers):
     finally:
         watching.cancel()
         watch.close()
+    return workers.killed
 
 
-def test_an_expired_timer_ends_its_worker_and_no_other(table, sleeper, monkeypatch):
+def watching(table, process):
+    """Timers of one worker, of which one has expired."""
+    watch, workers = Timers(), Workers(process.pid)
+    watch.handed(0, process.pid, MESSAGE, os.dup(table.descriptor))
+    table.set("x", 1.0, time.monotonic() - 1)
+    return watch, workers
+
+
+@pytest.fixture
+def stack(table, sleeper, monkeypatch):
+    """The stack that is read of a worker that writes this at the signal."""
+
+    def read_stack(written):
+        def write(*_):
+            os.pwrite(table.descriptor, written, STACKS_AT)
+
+        monkeypatch.setattr(timers.os, "kill", write)
+        watched = timers.Watched(sleeper.pid, table.descriptor, int(SIGNUM))
+        return asyncio.run(timers._stack(watched, set()))
+
+    return read_stack
+
+
+@in_loop
+async def test_an_expired_timer_ends_its_worker_and_no_other(table, sleeper, monkeypatch):
     """The stack is what the worker writes; a stack from before does not count."""
     os.pwrite(table.descriptor, b"an older stack\n", STACKS_AT)
-    innocent, condemned = Table(), {}
+    innocent = Table()
     innocent.set("in time", 600.0, time.monotonic() + 600)
 
     def write_stacks(pid, signum):
         assert (pid, signum) == (sleeper.pid, SIGNUM)
         os.pwrite(table.descriptor, b"in train.py\n", os.fstat(table.descriptor).st_size)
 
-    async def run():
-        watch, workers = Timers(), Workers(os.getpid(), sleeper.pid)
-        watch.handed(0, os.getpid(), MESSAGE, os.dup(innocent.descriptor))
-        watch.handed(1, sleeper.pid, MESSAGE, os.dup(table.descriptor))
-        table.set("long", 600.0, time.monotonic() + 600)
-        table.set("short", 0.05, time.monotonic() + 0.05)
-        monkeypatch.setattr(timers.os, "kill", write_stacks)
-        await watched_until_killed(watch, workers)
-        condemned.update(workers.condemned)
-        return workers.killed
-
+    watch, workers = Timers(), Workers(os.getpid(), sleeper.pid)
+    watch.handed(0, os.getpid(), MESSAGE, os.dup(innocent.descriptor))
+    watch.handed(1, sleeper.pid, MESSAGE, os.dup(table.descriptor))
+    table.set("long", 600.0, time.monotonic() + 600)
+    table.set("short", 0.05, time.monotonic() + 0.05)
+    monkeypatch.setattr(timers.os, "kill", write_stacks)
     words = "timer 'short' expired after 0.05 s"
-    assert asyncio.run(run()) == [(1, words, "in train.py")]
-    assert condemned == {1: (words, "in train.py")}
+    assert await watched_until_killed(watch, workers) == [(1, words, "in train.py")]
+    assert workers.condemned == {1: (words, "in train.py")}
     innocent.close()
 
 
-def test_a_worker_that_writes_no_stack_is_ended_all_the_same(table, sleeper, monkeypatch):
-    monkeypatch.setattr(timers, "WRITTEN", 0.05)
+@pytest.mark.parametrize("frozen", [False, True])
+@in_loop
+async def test_a_worker_that_writes_no_stack_is_ended_all_the_same(
+    frozen, table, sleeper, monkeypatch
+):
     monkeypatch.setattr(stacks.shutil, "which", lambda name: None)
-    table.set("x", 1.0, time.monotonic() - 1)
-
-    async def run():
-        watch, workers = Timers(), Workers(sleeper.pid)
-        watch.handed(0, sleeper.pid, MESSAGE, os.dup(table.descriptor))
-        await watched_until_killed(watch, workers)
-        return workers.killed
-
-    assert asyncio.run(run()) == [(0, "timer 'x' expired after 1 s", "no stack could be read")]
-
-
-def test_a_frozen_worker_is_not_asked_for_its_stack(table, sleeper, monkeypatch):
-    monkeypatch.setattr(timers, "is_frozen", lambda pid: True)
-    monkeypatch.setattr(stacks.shutil, "which", lambda name: None)
-    monkeypatch.setattr(timers.os, "kill", lambda *_: pytest.fail("it was sent a signal"))
-    table.set("x", 1.0, time.monotonic() - 1)
-
-    async def run():
-        watch, workers = Timers(), Workers(sleeper.pid)
-        watch.handed(0, sleeper.pid, MESSAGE, os.dup(table.descriptor))
-        await watched_until_killed(watch, workers)
-        return workers.killed
-
-    ((_, _, stack),) = asyncio.run(run())
-    assert stack == "it is frozen: no stack could be read"
+    if frozen:
+        monkeypatch.setattr(timers, "is_frozen", lambda pid: True)
+        monkeypatch.setattr(timers.os, "kill", lambda *_: pytest.fail("it was sent a signal"))
+    else:
+        monkeypatch.setattr(timers, "WRITTEN", 0.05)
+    found = await watched_until_killed(*watching(table, sleeper))
+    stack = "no stack could be read"
+    stack = f"it is frozen: {stack}" if frozen else stack
+    assert found == [(0, "timer 'x' expired after 1 s", stack)]
 
 
-def test_workers_that_are_being_stopped_are_left_to_that(table, sleeper, monkeypatch):
+@in_loop
+async def test_workers_that_are_being_stopped_are_left_to_that(table, sleeper, monkeypatch):
     looks = []
     monkeypatch.setattr(timers, "LOOK", 0.001)
     monkeypatch.setattr(timers, "read", lambda fd: looks.append(fd) or read(fd))
-    table.set("x", 1.0, time.monotonic() - 1)
-
-    async def run():
-        watch, workers = Timers(), Workers(sleeper.pid)
-        workers.stopping = True
-        watch.handed(0, sleeper.pid, MESSAGE, os.dup(table.descriptor))
-        watching = asyncio.create_task(watch.watch(workers))
-        while len(looks) < 3:
-            await asyncio.sleep(0.001)
-        watching.cancel()
-        watch.close()
-        return workers.killed
-
-    assert asyncio.run(run()) == []
+    watch, workers = watching(table, sleeper)
+    workers.stopping = True
+    task = asyncio.create_task(watch.watch(workers))
+    while len(looks) < 3:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    watch.close()
+    assert workers.killed == []
 
 
-def test_one_that_ends_while_its_stack_is_read_is_not_killed_again(table, sleeper, monkeypatch):
-    table.set("x", 1.0, time.monotonic() - 1)
+@in_loop
+async def test_one_that_ends_while_its_stack_is_read_is_not_killed_again(
+    table, sleeper, monkeypatch
+):
+    watch, workers = watching(table, sleeper)
+    ended = asyncio.Event()
 
-    async def run():
-        watch, workers = Timers(), Workers(sleeper.pid)
-        ended = asyncio.Event()
+    async def stack(watched, helpers):
+        watch.ended(0)
+        workers.pids.clear()
+        assert read(watched.descriptor), "its table can be read all the same"
+        words = "timer 'x' expired after 1 s"
+        assert workers.condemned == {0: (words, "")}, "its words are not lost"
+        ended.set()
+        return ""
 
-        async def stack(watched, helpers):
-            watch.ended(0)
-            workers.pids.clear()
-            assert read(watched.descriptor), "its table can be read all the same"
-            words = "timer 'x' expired after 1 s"
-            assert workers.condemned == {0: (words, "")}, "its words are not lost"
-            ended.set()
-            return ""
-
-        monkeypatch.setattr(timers, "_stack", stack)
-        watch.handed(0, sleeper.pid, MESSAGE, os.dup(table.descriptor))
-        watching = asyncio.create_task(watch.watch(workers))
-        await asyncio.wait_for(ended.wait(), 30)
-        await asyncio.sleep(0)
-        watching.cancel()
-        return workers.killed
-
-    assert asyncio.run(run()) == []
+    monkeypatch.setattr(timers, "_stack", stack)
+    task = asyncio.create_task(watch.watch(workers))
+    await asyncio.wait_for(ended.wait(), 30)
+    await asyncio.sleep(0)
+    task.cancel()
+    assert workers.killed == []
 
 
-def test_torchs_timers_end_their_worker_too(tmp_path, sleeper, monkeypatch):
+@in_loop
+async def test_torchs_timers_end_their_worker_too(tmp_path, sleeper, monkeypatch):
     monkeypatch.setattr(stacks.shutil, "which", lambda name: None)
-
-    async def run():
-        watch, workers = Timers(), Workers(os.getpid(), sleeper.pid)
-        watch.take_also(FileTimers(tmp_path / "pipe"))
-        ask = {"pid": sleeper.pid, "scope_id": "torch", "signal": 9}
-        with open(tmp_path / "pipe", "w") as pipe:
-            print(json.dumps(ask | {"expiration_time": time.time() + 0.05}), file=pipe)
-        await watched_until_killed(watch, workers)
-        return workers.killed
-
-    ((local_rank, why, stack),) = asyncio.run(run())
-    assert local_rank == 1
+    watch, workers = Timers(), Workers(os.getpid(), sleeper.pid)
+    watch.take_also(FileTimers(tmp_path / "pipe"))
+    ask = {"pid": sleeper.pid, "scope_id": "torch", "signal": 9}
+    with open(tmp_path / "pipe", "w") as pipe:
+        print(json.dumps(ask | {"expiration_time": time.time() + 0.05}), file=pipe)
+    ((local_rank, why, stack),) = await watched_until_killed(watch, workers)
+    assert (local_rank, stack) == (1, "no stack could be read")
     assert why.startswith("timer 'torch' expired after ")
-    assert stack == "no stack could be read"
     assert not (tmp_path / "pipe").exists()
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        {},
-        {"type": "other", "signal": int(SIGNUM)},
-        {"type": "timers"},
-        {"type": "timers", "signal": "41"},
-        {"type": "timers", "signal": int(signal.SIGKILL)},
-    ],
-)
-def test_junk_is_closed_and_forgotten(table, message):
-    watch = Timers()
-    handed = os.dup(table.descriptor)
-    watch.handed(0, os.getpid(), message, handed)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(handed)
-
-
-def test_a_table_is_memory_and_nothing_that_can_be_waited_for():
-    watch = Timers()
-    read_end, write_end = os.pipe()
-    watch.handed(0, os.getpid(), MESSAGE, read_end)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(read_end)
+def test_junk_is_closed_and_forgotten(table):
+    """Also a descriptor that could be waited for: a table is memory."""
+    watch, (read_end, write_end) = Timers(), os.pipe()
+    for message, handed in (
+        ({}, os.dup(table.descriptor)),
+        ({"type": "other", "signal": int(SIGNUM)}, os.dup(table.descriptor)),
+        ({"type": "timers"}, os.dup(table.descriptor)),
+        ({"type": "timers", "signal": "41"}, os.dup(table.descriptor)),
+        ({"type": "timers", "signal": int(signal.SIGKILL)}, os.dup(table.descriptor)),
+        (MESSAGE, read_end),
+    ):
+        watch.handed(0, os.getpid(), message, handed)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(handed)
     os.close(write_end)
 
 
-def test_a_stack_is_read_when_all_of_it_is_written(table, sleeper, monkeypatch):
+def test_a_stack_is_read_when_all_of_it_is_written(table, stack, monkeypatch):
     """A worker that waits for a processor in the middle of writing is waited for."""
     busy = iter([True, True, False])
     looks = []
@@ -274,21 +250,13 @@ def test_a_stack_is_read_when_all_of_it_is_written(table, sleeper, monkeypatch):
         return next(busy)
 
     monkeypatch.setattr(timers, "is_busy", is_busy)
-    monkeypatch.setattr(
-        timers.os, "kill", lambda *_: os.pwrite(table.descriptor, b"first line\n", STACKS_AT)
-    )
-    watched = timers.Watched(sleeper.pid, table.descriptor, int(SIGNUM))
-    assert asyncio.run(timers._stack(watched, set())) == "first line\nsecond line"
+    assert stack(b"first line\n") == "first line\nsecond line"
 
 
-def test_one_that_is_always_busy_is_not_waited_for_in_vain(table, monkeypatch):
+def test_one_that_is_always_busy_is_not_waited_for_in_vain(stack, monkeypatch):
     monkeypatch.setattr(timers, "is_busy", lambda pid: True)
     monkeypatch.setattr(timers, "LOOK_AGAIN", 0.0001)
-    monkeypatch.setattr(
-        timers.os, "kill", lambda *_: os.pwrite(table.descriptor, b"a line\n", STACKS_AT)
-    )
-    watched = timers.Watched(os.getpid(), table.descriptor, int(SIGNUM))
-    assert asyncio.run(timers._stack(watched, set())) == "a line"
+    assert stack(b"a line\n") == "a line"
 
 
 def test_who_is_busy(sleeper):
@@ -300,37 +268,11 @@ def test_who_is_busy(sleeper):
     assert not stacks.is_busy(2**22 + 1), "no such process"
 
 
-def test_of_a_long_stack_the_end_is_shown(table, sleeper, monkeypatch):
+def test_of_a_long_stack_the_end_is_shown(stack, monkeypatch):
     monkeypatch.setattr(timers, "STACK_BYTES", 12)
-    monkeypatch.setattr(
-        timers.os,
-        "kill",
-        lambda *_: os.pwrite(table.descriptor, b"x" * 99 + b"main thread\n", STACKS_AT),
-    )
-    watched = timers.Watched(sleeper.pid, table.descriptor, int(SIGNUM))
-    assert asyncio.run(timers._stack(watched, set())) == "main thread"
+    assert stack(b"x" * 99 + b"main thread\n") == "main thread"
 
 
-DUMP = b"""Thread 0x00007f02 (most recent call first):
-  File "/site/torchelastic/training/control.py", line 70 in _listen
-
-Thread 0x00007f01 (most recent call first):
-  File "/job/loader.py", line 3 in fetch
-
-Current thread 0x00007f00 (most recent call first):
-  File "/job/train.py", line 12 in load
-  File "/job/train.py", line 40 in <module>
-"""
-
-
-def test_the_main_thread_comes_first_and_ours_not_at_all(table, sleeper, monkeypatch):
-    """As in the stacks of a hang: the line that one needs is the second."""
-    monkeypatch.setattr(timers.os, "kill", lambda *_: os.pwrite(table.descriptor, DUMP, STACKS_AT))
-    watched = timers.Watched(sleeper.pid, table.descriptor, int(SIGNUM))
-    assert asyncio.run(timers._stack(watched, set())).splitlines() == [
-        "main thread, most recent call first:",
-        '  File "/job/train.py", line 12 in load',
-        '  File "/job/train.py", line 40 in <module>',
-        "another thread:",
-        '  File "/job/loader.py", line 3 in fetch',
-    ]
+def test_a_stack_is_shown_as_those_of_a_hang(stack):
+    written = b'Current thread 0x7f00 (most recent call first):\n  File "t.py", line 12 in load\n'
+    assert stack(written) == 'main thread, most recent call first:\n  File "t.py", line 12 in load'

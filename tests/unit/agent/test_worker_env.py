@@ -6,25 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from tests.unit.agent.support import place
 from torchelastic.agent.worker_env import entry_for, node_env, worker_env
 from torchelastic.config import Entry, LaunchConfig
-from torchelastic.rendezvous.world import World, WorldNode
+from torchelastic.rendezvous.world import World
 
-NODES = tuple(
-    WorldNode(
-        node=name,
-        name=name,
-        addr=name,
-        node_rank=node_rank,
-        nproc=nproc,
-        role=role,
-        first_rank=first_rank,
-        first_role_rank=first_role_rank,
-        local_ranks=tuple(range(nproc)),
-    )
-    for node_rank, (name, nproc, role, first_rank, first_role_rank) in enumerate(
-        [("a", 1, "actor", 0, 0), ("b", 3, "learner", 1, 0), ("c", 2, "actor", 4, 1)]
-    )
+NODES = (
+    place("a", 0, 1, role="actor"),
+    place("b", 1, 3, role="learner", first_rank=1),
+    place("c", 2, 2, role="actor", first_rank=4, first_role_rank=1),
 )
 WHOLE = World(generation=7, start="a", phase="running", store="[fe80::1]:4321").with_nodes(NODES)
 #: As node `c` may hold it: without the others.
@@ -57,17 +47,18 @@ def test_a_worker_of_an_unequal_world():
 
 
 @pytest.mark.parametrize(
-    ("environ", "nproc", "threads"),
-    [({}, 2, "1"), ({}, 1, None), ({"OMP_NUM_THREADS": "3"}, 2, "3")],
+    ("environ", "nproc", "name", "value"),
+    [
+        ({}, 2, "OMP_NUM_THREADS", "1"),
+        ({}, 1, "OMP_NUM_THREADS", None),
+        ({"OMP_NUM_THREADS": "3"}, 2, "OMP_NUM_THREADS", "3"),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, 1, "TORCH_NCCL_ASYNC_ERROR_HANDLING", "3"),
+    ],
 )
-def test_threads_are_limited_only_where_workers_share_a_node(environ, nproc, threads):
-    env = node_env(environ, LaunchConfig(nproc_per_node=nproc))
-    assert env.get("OMP_NUM_THREADS") == threads
-
-
-def test_what_the_user_set_for_nccl_stays():
-    env = node_env({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, LaunchConfig())
-    assert env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+def test_threads_are_limited_where_workers_share_a_node_and_what_the_user_set_stays(
+    environ, nproc, name, value
+):
+    assert node_env(environ, LaunchConfig(nproc_per_node=nproc)).get(name) == value
 
 
 @pytest.mark.parametrize(("visible", "device"), [("4,5,6", "5"), (None, "1")])

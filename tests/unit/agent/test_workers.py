@@ -1,4 +1,4 @@
-"""What is known of workers without asking them: who is on its way into a world."""
+"""What is known of workers without asking them, and what is told of the end of one."""
 
 import math
 import os
@@ -9,22 +9,38 @@ import pytest
 
 from tests.unit.worker import entering
 from torchelastic.agent import workers as module
+from torchelastic.agent.oom import Memory, Sources
 from torchelastic.agent.sampling import Sampling
+from torchelastic.agent.supervisor import WorkerExit
 from torchelastic.agent.workers import Workers
 from torchelastic.clock import FakeClock
 from torchelastic.config import Entry, LaunchConfig
-from torchelastic.worker import orders, slate
+from torchelastic.worker import error_file, orders, slate
 from torchelastic.worker.orders import Erred, Keeps, PeerLost, Stopped, Up
 
 
 @pytest.fixture
 def told():
-    """Progress, as it is told."""
+    """Progress and failures, as they are told."""
     return []
 
 
 @pytest.fixture
-def workers(monkeypatch, told):
+def killed(tmp_path):
+    """Makes the kernel count so many kills for want of memory."""
+
+    def tell(number):
+        (tmp_path / "memory.events").write_text(f"oom_kill {number}\n")
+
+    tell(0)
+    return tell
+
+
+@pytest.fixture
+def workers(monkeypatch, told, killed, tmp_path):
+    """Without processes; local rank 0 has a slate."""
+    sources = Sources(tmp_path, vmstat=tmp_path / "no", log=tmp_path / "no")
+    monkeypatch.setattr(module, "Memory", lambda: Memory(sources))
     monkeypatch.setattr(module.Cgroup, "create", lambda: None)
     made = Workers(
         LaunchConfig(),
@@ -33,7 +49,11 @@ def workers(monkeypatch, told):
         nursery=SimpleNamespace(zygote=None, pids=set()),
         node_logs=None,
         narrator=SimpleNamespace(
-            name="n", worker_failed=lambda failure: None, training=lambda rank, up: None
+            name="node-a",
+            training=lambda *_: None,
+            worker_failed=told.append,
+            worker_exited=lambda *_: None,
+            worker_killed=lambda *_, **__: None,
         ),
         clock=None,
         tell_event=lambda event: None,
@@ -64,16 +84,16 @@ def enter(workers, generation):
     workers.tell(0, entering.enter(generation))
 
 
-def test_nobody_is_on_the_way_who_was_told_nothing(workers):
-    assert workers.entering_since(0) is None
-
-
 def test_on_the_way_from_the_order_to_the_first_step(workers, worker):
+    assert workers.entering_since(0) is None
     before = time.monotonic()
     enter(workers, 0)
     assert before <= workers.entering_since(0) <= time.monotonic()
     worker.entered(0, 0)
     assert workers.entering_since(0) is None
+    enter(workers, 1)
+    workers._forget(0)
+    assert workers.entering_since(0) is None, "a replacement is told first"
 
 
 def test_a_last_step_of_the_world_before_is_progress(workers, worker):
@@ -120,29 +140,19 @@ def test_who_tells_that_it_does_not_go_there_is_not_on_the_way(workers, report, 
     assert (workers.entering_since(0) is not None) is on_the_way
 
 
-@pytest.mark.parametrize(
-    "garbage",
-    [
+def test_a_workers_garbage_changes_nothing(workers):
+    enter(workers, 1)
+    for garbage in (
         {"type": "stopped", "generation": 1},
         {"type": "stopped", "generation": 1, "step": "three"},
         {"type": "up", "generation": None, "step": 3},
         {"type": ["stopped"], "generation": 1, "step": 3},
         {"type": "progress", "step": "three"},
         {},
-    ],
-    ids=str,
-)
-def test_a_workers_garbage_changes_nothing(workers, garbage):
-    enter(workers, 1)
-    workers._heard(0, garbage)
-    assert workers.entering_since(0) is not None
+    ):
+        workers._heard(0, garbage)
+        assert workers.entering_since(0) is not None, garbage
     assert workers.best_step == -1
-
-
-def test_a_replacement_is_on_no_way_before_it_is_told(workers):
-    enter(workers, 1)
-    workers._forget(0)
-    assert workers.entering_since(0) is None
 
 
 # --- how far they are ----------------------------------------------------------------------------
@@ -172,3 +182,107 @@ def test_a_script_that_keeps_its_state_is_given_a_slate_and_shows_its_step(worke
     assert workers.best_step == 12
     shown.close()
     os.close(workers._slates.pop(1))
+
+
+# --- how they end --------------------------------------------------------------------------------
+
+EARLY = error_file.ErrorRecord("ValueError: early", "Traceback")
+
+
+@pytest.fixture
+def in_world(workers):
+    """Two of them, in generation 3: ranks 4 and 5."""
+    workers._places.update({0: (3, 4), 1: (3, 5)})
+    ended = workers.ended = set()
+    workers._supervisor = SimpleNamespace(
+        alive=(0, 1), has_ended=lambda rank: rank in ended, pid=lambda rank: None, kill=lambda _: 0
+    )
+    return workers
+
+
+def ends(workers, exitcode: int, local_rank: int = 0) -> None:
+    workers._exited(WorkerExit(local_rank, 42, exitcode))
+
+
+def test_a_kill_by_the_kernel(in_world, killed, told):
+    killed(1)
+    ends(in_world, -9)
+    assert told[0].message == "killed by SIGKILL: out of memory"
+    assert (told[0].generation, told[0].rank, told[0].stopped) == (3, 4, False)
+    assert told[0].out_of_memory
+
+
+def test_a_kill_from_outside(in_world, told):
+    ends(in_world, -9)
+    assert told[0].message == "killed by SIGKILL"
+    assert told[0].hint.startswith("somebody sent SIGKILL: the kernel counts no kill")
+
+
+def test_a_kill_of_ours_is_not_the_kernel_s(in_world, killed, told):
+    killed(1)
+    in_world.kill(0, "it hangs", "its stack")
+    ends(in_world, -9)
+    assert (told[0].message, told[0].traceback, told[0].hint) == ("it hangs", "its stack", "")
+    assert not told[0].stopped
+
+
+def test_of_who_crashes_before_we_kill_it_our_word_stands(in_world, told):
+    assert in_world.last_stack(0) is None
+    in_world.condemn(0, "timer 'data' expired after 3 s", "its stack")
+    assert in_world.last_stack(0) == "its stack"
+    ends(in_world, -11)
+    assert (told[0].message, told[0].exitcode) == ("timer 'data' expired after 3 s", -11)
+
+
+def test_who_is_killed_because_its_world_is_over_was_stopped(in_world, told):
+    in_world.kill(0, "not free 100 ms after its world was over", over=True)
+    ends(in_world, -9)
+    assert told[0].stopped
+
+
+def test_who_ends_after_the_order_to_stop_was_stopped(in_world, told):
+    in_world.begin_to_stop()
+    in_world._last_words_of[0] = EARLY
+    ends(in_world, 1)
+    ends(in_world, -15, local_rank=1)
+    assert [(one.rank, one.stopped) for one in told] == [(4, True)]
+
+
+def test_who_told_why_or_was_dead_before_the_order_to_stop_was_not_stopped(in_world, killed, told):
+    in_world._last_words_of[0] = EARLY
+    in_world.ended.add(1)
+    killed(1)
+    in_world.begin_to_stop()
+    ends(in_world, 1)
+    ends(in_world, -9, local_rank=1)
+    assert [(one.rank, one.stopped, one.message) for one in told] == [
+        (4, False, EARLY.message),
+        (5, False, "killed by SIGKILL: out of memory"),
+    ]
+
+
+def test_an_error_of_a_worker_that_lives_on(in_world, told):
+    in_world._erred(0, Erred(3, 7, "MemoryError: ", "Traceback", True))
+    in_world._erred(0, PeerLost(3, 7, "Connection closed by peer"))
+    refused = "out of memory: an allocation in main memory was refused"
+    assert [(one.hint, one.alive) for one in told] == [(refused, True), ("", True)]
+
+
+def test_the_last_collective_of_a_worker(in_world, worker, told):
+    shown = worker.collectives
+    shown.enter(3)
+    row = shown.row_of("0")
+    shown.launched(1, row, 14, b"all_reduce")
+    ends(in_world, -9)
+    shown.waits(row, 14, b"all_reduce")
+    ends(in_world, 1)
+    shown.enter(4)
+    shown.launched(1, shown.row_of("0"), 1, b"broadcast")
+    ends(in_world, 1)
+    ends(in_world, 1, local_rank=1)  # it shows nothing
+    assert [(one.collective, one.entered, one.waited) for one in told] == [
+        ("all_reduce #14", 14, False),
+        ("all_reduce #14, in which it waited", 14, True),
+        ("", -1, False),
+        ("", -1, False),
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fsspec
 import pytest
 
 from torchelastic.checkpoint.catalog import Catalog, Fenced, name_of
@@ -16,7 +17,6 @@ def storage(request, tmp_path):
     if request.param == "local":
         yield LocalStorage(tmp_path)
         return
-    fsspec = pytest.importorskip("fsspec")
     yield open_storage(f"memory://{tmp_path.name}")
     fsspec.filesystem("memory").store.clear()
 
@@ -120,7 +120,6 @@ def test_without_its_fence_nobody_knows_what_is_void(catalog, storage):
 
 
 def test_who_has_lost_the_fence_removes_nobodys_draft(tmp_path):
-    fsspec = pytest.importorskip("fsspec")
     catalog = Catalog(open_storage(f"memory://{tmp_path.name}"), keep_last=1)
     old, new = of_generation(0), of_generation(1)
     catalog.take(old, base=0)
@@ -141,7 +140,6 @@ def test_paths_and_urls_of_this_machine(tmp_path, monkeypatch):
 
 
 def test_a_file_system_with_directories_makes_them(tmp_path):
-    pytest.importorskip("fsspec")
     from torchelastic.checkpoint.fsspec_storage import FsspecStorage
 
     storage = FsspecStorage(f"file://{tmp_path}/not/there", {})

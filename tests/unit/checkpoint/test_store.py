@@ -10,6 +10,7 @@ import threading
 import warnings
 from dataclasses import replace
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -29,7 +30,6 @@ def url(request, tmp_path):
     if request.param == "file":
         yield f"file://{tmp_path}/c"
         return
-    fsspec = pytest.importorskip("fsspec")
     yield f"memory://{tmp_path.name}"
     fsspec.filesystem("memory").store.clear()
 
@@ -115,7 +115,6 @@ def test_old_ones_are_removed(open_store, url):
     ],
 )
 def test_nonsense_is_refused(url, options, told):
-    pytest.importorskip("fsspec")
     with pytest.raises(ConfigError, match=told):
         CheckpointStore(url, **options)
 
@@ -279,7 +278,6 @@ def test_a_job_started_anew_counts_generations_from_0_and_may_write(open_store, 
 
 
 def test_what_killed_writers_left_in_an_object_store_is_cleared(open_store, tmp_path):
-    pytest.importorskip("fsspec")
     url = f"memory://{tmp_path.name}"
     dead = open_store(url)
     dead.catalog.storage.put("000000-step5-abcdef/__0_0.distcp", b"half")

@@ -14,7 +14,6 @@ at_one_moment = status.at_one_moment  # a fixture of these tests, too
 @pytest.fixture
 def screen(monkeypatch, capsys):
     """What is shown of the job, so many columns wide."""
-    pytest.importorskip("rich", reason="needs the extra 'top'")
 
     def show(agent: Agent, columns: int = 160) -> str:
         agent.log.close()

@@ -3,14 +3,13 @@
 import argparse
 
 import pytest
+from torch.distributed import run
 
 from tests.unit.cli.test_parser import EXAMPLES
 from torchelastic.cli.flags import FLAGS
 from torchelastic.cli.flavours import Flavour
 from torchelastic.cli.job import launch_config
 from torchelastic.cli.parser import parse
-
-run = pytest.importorskip("torch.distributed.run")
 
 #: Our parser with torchrun's defaults.
 TORCHRUN = Flavour("torchrun", "", {"rdzv_backend": "static", "max_restarts": "0"})

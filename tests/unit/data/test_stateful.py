@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from torch import nn
+from torchdata import stateful_dataloader as torchdata
 
 from tests.unit.data.test_loader import expected, play
 from tests.unit.data.worlds import PlacedSampler, World
@@ -23,7 +24,6 @@ def test_who_lacks_torchdata_is_told_so(monkeypatch):
 
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True)])
 def test_what_was_loaded_in_advance_is_not_lost(workers, persistent):
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
 
     def make():
         loader = data.StatefulDataLoader(
@@ -44,7 +44,6 @@ def test_what_was_loaded_in_advance_is_not_lost(workers, persistent):
 
 
 def test_its_state_is_good_for_any_world():
-    pytest.importorskip("torchdata")
     one, other = (data.StatefulDataLoader(range(10), 2) for _ in range(2))
     next(iter(one))
     one.committed()
@@ -55,7 +54,6 @@ def test_its_state_is_good_for_any_world():
 
 @pytest.mark.parametrize("with_sampler", [False, True])
 def test_a_state_with_the_loader_knows_what_each_step_used(tmp_path, with_sampler):
-    pytest.importorskip("torchdata")
     sampler = data.ElasticSampler(12, shuffle=False)
     loader = data.StatefulDataLoader(range(12), 4, sampler=sampler)
     ledger = data.Ledger(tmp_path)
@@ -72,7 +70,6 @@ def test_a_state_with_the_loader_knows_what_each_step_used(tmp_path, with_sample
 
 
 def test_torchdatas_own_loader_goes_on_where_the_sampler_is():
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     sampler = data.ElasticSampler(10, shuffle=False, rank=0, size=1)
     loader = torchdata.StatefulDataLoader(range(10), 2, sampler=sampler)
     batches = iter(loader)

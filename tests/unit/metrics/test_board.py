@@ -88,7 +88,8 @@ class Raises:
 
 
 def test_what_is_no_number_is_for_handlers_only_and_does_not_end_the_training(shown):
-    torch = pytest.importorskip("torch")
+    import torch
+
     tensors = torch.zeros(2), torch.ones(()) * 1j, torch.ones((), device="meta")
     raising = Raises(RuntimeError), Raises(OverflowError)
     for value in ("text", None, [1.0], {}, 10**400, -(10**400), 1j, *raising, *tensors):

@@ -15,9 +15,11 @@ def as_it_was(monkeypatch):
     monkeypatch.setattr(streams, "_handlers", {})
 
 
+@pytest.mark.needs("opentelemetry")
 def test_open_telemetry_gets_a_gauge_for_every_name():
-    export = pytest.importorskip("opentelemetry.sdk.metrics.export")
-    sdk = pytest.importorskip("opentelemetry.sdk.metrics")
+    from opentelemetry.sdk import metrics as sdk
+    from opentelemetry.sdk.metrics import export
+
     reader = export.InMemoryMetricReader()
     provider = sdk.MeterProvider(metric_readers=[reader])
     metrics.configure(metrics.OpenTelemetryMetricHandler(provider, {"rank": 3}))
@@ -39,8 +41,8 @@ def test_open_telemetry_gets_a_gauge_for_every_name():
     }
 
 
+@pytest.mark.needs("tensorboard")
 def test_tensor_board_gets_scalars_at_their_steps(tmp_path):
-    pytest.importorskip("tensorboard")
     handler = metrics.TensorBoardMetricHandler(str(tmp_path), step=iter([10, 11]).__next__)
     metrics.configure(handler)
     metrics.put_metric("loss", 0.5)
@@ -49,8 +51,8 @@ def test_tensor_board_gets_scalars_at_their_steps(tmp_path):
     assert scalars(tmp_path) == {"torchelastic/loss": [(10, 0.5)], "my_app/loss": [(11, 0.25)]}
 
 
+@pytest.mark.needs("tensorboard")
 def test_what_is_done_again_after_a_restart_is_shown_once(tmp_path):
-    pytest.importorskip("tensorboard")
     for first, value in ((None, 1.0), (2, 2.0)):
         handler = metrics.TensorBoardMetricHandler(str(tmp_path), purge_step=first)
         metrics.configure(handler)

@@ -90,10 +90,6 @@ def test_this_machine_has_limits():
     assert any(limit.place == "this machine" and limit.left > 0 for limit in room.limits())
 
 
-def writable_cgroup():
-    return os.access(V1, os.W_OK) and os.access(V1 / "cgroup.procs", os.W_OK)
-
-
 LIMITED = """
 import sys
 from torchelastic.snapshot import room
@@ -107,7 +103,7 @@ except room.NoRoom as error:
 """
 
 
-@pytest.mark.skipif(not writable_cgroup(), reason="no cgroup (version 1) may be made here")
+@pytest.mark.needs("memory cgroup")
 def test_a_real_limit_is_respected():
     """Of a parent: the process itself is in a cgroup below it, without a limit."""
     limited = V1 / f"torchelastic-test-{uuid.uuid4().hex[:8]}"
@@ -142,7 +138,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs to mount")
+@pytest.mark.needs("mount")
 def test_a_full_dev_shm_is_no_limit():
     said = subprocess.run(
         ["unshare", "--mount", sys.executable, "-c", SMALL_SHM],

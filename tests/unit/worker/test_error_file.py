@@ -2,53 +2,35 @@
 
 import json
 
-import pytest
-
 from torchelastic.worker import error_file
 from torchelastic.worker.error_file import ErrorRecord
 
 
-def test_what_is_written_can_be_read(tmp_path):
-    path = str(tmp_path / "error.json")
-    assert error_file.write(path, "ValueError: ü", "Traceback …")
-    record = error_file.read(path)
+def test_what_is_written_can_be_read_and_the_first_to_tell_is_kept(tmp_path):
+    path = tmp_path / "error.json"
+    assert error_file.write(str(path), "ValueError: ü", "Traceback …")
+    assert not error_file.write(str(path), "second", "")
+    record = error_file.read(str(path))
     assert (record.message, record.traceback) == ("ValueError: ü", "Traceback …")
     assert record.timestamp > 1_600_000_000
     assert [item.name for item in tmp_path.iterdir()] == ["error.json"]
+    said = json.loads(path.read_text())  # in torch's format
+    assert isinstance(said["message"]["extraInfo"].pop("timestamp"), str)
+    extra = {"py_callstack": "Traceback …"}
+    assert said == {"message": {"message": "ValueError: ü", "extraInfo": extra}}
 
 
-def test_the_first_to_tell_is_kept(tmp_path):
-    path = str(tmp_path / "error.json")
-    assert error_file.write(path, "first", "")
-    assert not error_file.write(path, "second", "")
-    assert error_file.read(path).message == "first"
-
-
-def test_the_format_is_torchs(tmp_path):
-    path = tmp_path / "error.json"
-    error_file.write(str(path), "E: x", "T")
-    said = json.loads(path.read_text())
-    timestamp = said["message"]["extraInfo"].pop("timestamp")
-    assert isinstance(timestamp, str)
-    assert said == {"message": {"message": "E: x", "extraInfo": {"py_callstack": "T"}}}
+def of(**extra):
+    return {"message": {"message": "m", "extraInfo": extra}}
 
 
 RECORDS = [
     ({"message": "text"}, ErrorRecord("text")),
     ({"message": {"message": "m"}}, ErrorRecord("m")),
     ({"message": {"message": "m", "extraInfo": None}}, ErrorRecord("m")),
-    (
-        {"message": {"message": "m", "extraInfo": {"py_callstack": "t", "timestamp": "7"}}},
-        ErrorRecord("m", "t", 7),
-    ),
-    (
-        {"message": {"message": "m", "extraInfo": {"py_callstack": 3, "timestamp": "soon"}}},
-        ErrorRecord("m"),
-    ),
-    (
-        {"message": {"message": "m", "extraInfo": {"timestamp": 9}, "errorCode": 3}},
-        ErrorRecord("m", "", 9),
-    ),
+    (of(py_callstack="t", timestamp="7"), ErrorRecord("m", "t", 7)),
+    (of(py_callstack=3, timestamp="soon"), ErrorRecord("m")),
+    (of(timestamp=9), ErrorRecord("m", "", 9)),
     ({"message": {"message": 3}}, None),
     ({"message": None}, None),
     ({}, None),
@@ -57,18 +39,15 @@ RECORDS = [
 ]
 
 
-@pytest.mark.parametrize(("data", "expected"), RECORDS)
-def test_records_may_be_incomplete(data, expected):
-    assert error_file.parse(data) == expected
+def test_records_may_be_incomplete():
+    for data, expected in RECORDS:
+        assert error_file.parse(data) == expected, data
 
 
-@pytest.mark.parametrize("junk", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"message": {}}'])
-def test_junk_says_nothing(tmp_path, junk):
+def test_junk_or_no_file_says_nothing(tmp_path):
     path = tmp_path / "error.json"
-    path.write_bytes(junk)
-    assert error_file.read(str(path)) is None
-
-
-def test_no_file_says_nothing(tmp_path):
+    for junk in (b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"message": {}}'):
+        path.write_bytes(junk)
+        assert error_file.read(str(path)) is None, junk[:20]
     assert error_file.read(str(tmp_path / "none")) is None
     assert error_file.read(str(tmp_path)) is None

@@ -40,11 +40,13 @@ def test_no_two_generations_meet_at_one_store(stores):
     assert is_there(first)
 
 
-def test_what_no_world_has_taken_is_offered_on(stores):
+def test_what_no_world_has_taken_is_offered_on_and_nothing_listens_after_the_end(stores):
     port = stores.offer()
     assert not begins(stores, 0, 1, offered=port)
     assert begins(stores, 1, port)
     assert is_there(port)
+    stores.close()
+    assert not is_there(port)
 
 
 @pytest.mark.parametrize(("after", "kept"), [(None, 1), (7, 2)], ids=["at once", "after a step"])
@@ -52,10 +54,3 @@ def test_a_store_goes_with_its_generation_or_after_the_last_step_of_it(stores, a
     begins(stores, 0, stores.offer())
     begins(stores, 1, stores.offer(), after=after)
     assert len(stores._stores) == kept
-
-
-def test_nothing_listens_after_the_end(stores):
-    port = stores.offer()
-    assert is_there(port)
-    stores.close()
-    assert not is_there(port)

@@ -4,6 +4,7 @@ import math
 import os
 import time
 from array import array
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,8 +35,10 @@ def seen(descriptor):
         other.close()
 
 
-def test_an_empty_slate_holds_nothing(descriptor):
+def test_an_empty_slate_holds_nothing_and_shows_no_generation(descriptor):
     assert seen(descriptor) == [None] * slates.SLOTS
+    assert slates.read(descriptor).generation == -1
+    assert slates.read_progress(descriptor) == (-1, -1, math.inf)
 
 
 def test_what_is_steady_is_held_before_what_changes(descriptor, slate):
@@ -56,7 +59,12 @@ def test_what_is_there_already_is_not_written_and_is_held(descriptor, slate):
 def test_slots_keep_what_they_hold_when_one_grows(descriptor, slate):
     for slot in range(slates.SLOTS):
         slate.publish(slot, (0, slot), b"%d" % slot)
+    slate.entered(4, 8)
+    shown = slates.read(descriptor)
     slate.publish(2, (0, 9), b"x" * 50_000)
+    assert slates.read(descriptor) == shown
+    slate.entered(4, 9)
+    assert slates.read(descriptor).step == 9
     held = seen(descriptor)
     assert held[2] == ((0, 9), b"x" * 50_000)
     others = [slot for slot in range(slates.SLOTS) if slot != 2]
@@ -90,11 +98,6 @@ def stalled(monkeypatch):
     seconds = array("d", [0.0] * len(stalls.COUNTED))
     monkeypatch.setattr(stalls, "seconds", seconds)
     return seconds
-
-
-def test_an_empty_slate_shows_no_generation(descriptor):
-    assert slates.read(descriptor).generation == -1
-    assert slates.read_progress(descriptor) == (-1, -1, math.inf)
 
 
 def test_a_step_is_shown_with_its_rank_and_time(descriptor, slate, stalled):
@@ -152,29 +155,10 @@ def test_another_process_counts_its_own_stalls(descriptor, slate, stalled):
     successor.close()
 
 
-def test_a_slate_that_grows_shows_what_it_showed(descriptor, slate, stalled):
-    slate.rank = 1
-    slate.entered(4, 8)
-    before = slates.read(descriptor)
-    slate.publish(0, (4, 8), b"x" * 50_000)
-    assert slates.read(descriptor) == before
-    slate.entered(4, 9)
-    assert slates.read(descriptor).step == 9
-
-
-class Hands:
-    """A clock that is moved by hand."""
-
-    def __init__(self) -> None:
-        self.at = 1000.0
-
-    def monotonic(self) -> float:
-        return self.at
-
-
 @pytest.fixture
 def hands(monkeypatch):
-    made = Hands()
+    """A clock that is moved by hand."""
+    made = SimpleNamespace(at=1000.0, monotonic=lambda: made.at)
     monkeypatch.setattr(slates, "time", made)
     return made
 
