@@ -31,7 +31,8 @@ def ask(pid=1, scope="load", at=1060.0, signum=9):
 
 
 def test_what_torch_writes_is_understood():
-    timer = pytest.importorskip("torch.distributed.elastic.timer")
+    from torch.distributed.elastic import timer
+
     request = timer.FileTimerRequest(17, "load", 1060.5, signal.SIGKILL)
     assert parse(request.to_json().encode()) == Asked(17, "load", 1060.5, 9)
 

@@ -14,7 +14,7 @@ from torchelastic.errors import ConfigError
 from torchelastic.events.log import EventLog
 from torchelastic.events.types import Note, WorldFormed
 
-pytest.importorskip("prometheus_client")
+pytestmark = pytest.mark.needs("prometheus_client")
 
 GET = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 

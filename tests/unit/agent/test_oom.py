@@ -176,9 +176,10 @@ def test_the_sources_of_this_process_are_what_this_machine_has():
     assert not memory.look(os.getpid(), -9, "").named
     memory.close()
     counting = counting_files()
-    if not counting:
-        pytest.skip("no group at /sys/fs/cgroup counts for this process")
     sources, machine = Sources.find(), Path("/proc/vmstat")
+    assert (sources.killed_on_machine() is not None) == ("oom_kill " in machine.read_text())
+    if not counting:  # a machine whose cgroups cannot be seen from here
+        assert sources.killed_in_container() is None
+        return
     assert sources.group == counting[0].parent
     assert (sources.killed_in_container() is not None) == ("oom_kill " in counting[0].read_text())
-    assert (sources.killed_on_machine() is not None) == ("oom_kill " in machine.read_text())

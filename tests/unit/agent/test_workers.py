@@ -268,6 +268,16 @@ def test_an_error_of_a_worker_that_lives_on(in_world, told):
     assert [(one.hint, one.alive) for one in told] == [(refused, True), ("", True)]
 
 
+def test_a_peer_that_left_because_training_is_done_is_not_lost(in_world, told):
+    lost = orders.to_json(PeerLost(3, 7, "Connection closed by peer"))
+    in_world.tell(0, orders.Over(3, "the training is done", finished=True, through=7))
+    in_world._reported(0, lost)
+    assert told == []
+    in_world.tell(0, entering.enter(4))
+    in_world._reported(0, lost)
+    assert [one.message for one in told] == ["lost a peer: Connection closed by peer"]
+
+
 def test_the_last_collective_of_a_worker(in_world, worker, told):
     shown = worker.collectives
     shown.enter(3)
