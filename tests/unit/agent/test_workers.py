@@ -195,7 +195,11 @@ def in_world(workers):
     workers._places.update({0: (3, 4), 1: (3, 5)})
     ended = workers.ended = set()
     workers._supervisor = SimpleNamespace(
-        alive=(0, 1), has_ended=lambda rank: rank in ended, pid=lambda rank: None, kill=lambda _: 0
+        alive=(0, 1),
+        has_ended=lambda rank: rank in ended,
+        pid=lambda rank: None,
+        kill=lambda _: 0,
+        tell=lambda *_: None,
     )
     return workers
 
