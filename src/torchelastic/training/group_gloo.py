@@ -136,8 +136,21 @@ def _blocking(
 class OwnedGloo(dist.ProcessGroup):
     """Stands where torch expects a group of gloo's."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        *,
+        enable_reconfigure: bool = False,  # torch 2.14 and later
+    ) -> None:
         assert _owner is not None, "made while installed"
+        if enable_reconfigure:
+            raise NotImplementedError(
+                "torchelastic.train rebuilds its groups itself: make them without "
+                "enable_reconfigure."
+            )
         # The form that C++ calls back; it takes no store.
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._waits = _owner.waits
