@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import multiprocessing
 import os
@@ -39,6 +41,10 @@ def become(descriptors: Sequence[int], agent: int, env_changes: Mapping[str, str
             os.sched_setaffinity(0, request["cpus"])
         _take_command(request["command"], request["args"])
         _reseed()
+        if "triton" in sys.modules:
+            # Python collects nothing that is frozen when it ends, and nanobind, which is below
+            # triton, prints a page about whatever is left.
+            atexit.register(gc.unfreeze)
     except BaseException as error:
         traceback.print_exc()
         bootstrap.report(error, error.__traceback__)
