@@ -18,8 +18,9 @@ from torchelastic.training.waits import Waits
 
 #: How long the connections of a group left in order stay open for the other ranks, in seconds.
 GRACE = 1.0
-#: How long the end of the process waits for the threads of groups, in seconds.
-LAST = 0.5
+#: How long the end of the process waits for the threads of groups, in seconds. An abort frees them
+#: in milliseconds, on a busy machine in a second; what takes longer is stuck until its time-out.
+LAST = 5.0
 #: How often the reaper looks, in seconds: at first, and when nothing has changed for long.
 _SOON, _SELDOM = 0.05, 2.0
 

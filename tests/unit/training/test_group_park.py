@@ -50,8 +50,24 @@ class Endless:
     def is_completed(self):
         return False
 
-stuck = Waits()
+class Late:
+    until = time.monotonic() + 1  # on a machine that is busy
+
+    def is_completed(self):
+        return time.monotonic() > self.until
+
+    def wait(self):
+        return True
+
+class Freed:
+    def __del__(self):
+        print("late", flush=True)
+
+group_park.LAST = min(group_park.LAST, 2.0)
+stuck, late = Waits(), Waits()
 stuck.enter(Operation(stuck, stuck.announce(), Endless()))
+late.enter(Operation(late, late.announce(), Late()))
+group_park.park([Freed()], late, silent=[], aborted=True)
 group_park.park([Stuck()], stuck, silent=[], aborted=True)
 group_park.park([Waiting()], Waits(), silent=[], aborted=False)
 group_park.park([Slow()], Waits(), silent=[], aborted=True)
@@ -81,5 +97,5 @@ def test_a_script_may_end_while_groups_are_dropped_or_stuck():
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SOON
     )
-    expected = ["dropped", "this one, too", "ended 0", *["ended 0"] * real]
+    expected = ["dropped", "this one, too", "late", "ended 0", *["ended 0"] * real]
     assert (done.stdout.splitlines(), done.returncode) == (expected, 0)
