@@ -69,9 +69,9 @@ class Tab:
         width: int = 1240,
         height: int = 900,
         scheme: str = "light",
-        motion: str = "no-preference",
+        motion: str = "reduce",
     ) -> None:
-        """What the reader's screen is like."""
+        """What the reader's screen is like. To draw what moves takes most of the CPU time."""
         self.page.set_viewport_size({"width": width, "height": height})
         self.page.emulate_media(color_scheme=scheme, reduced_motion=motion)
 
@@ -148,19 +148,23 @@ def show(tab: Tab) -> Iterator[Show]:
         tab.leave()  # before the server goes
 
 
-@pytest.fixture
-def modules(tab: Tab, show: Show) -> Callable[..., Any]:
+@pytest.fixture(scope="module")
+def modules(one_tab: Tab) -> Iterator[Callable[..., Any]]:
     """Calls a function of one of the page's modules: `modules("words", "seconds", 0.18)`."""
-    show()
 
     def call(module: str, name: str, *arguments: Any) -> Any:
-        return tab.page.evaluate(
+        return one_tab.page.evaluate(
             "([module, name, given]) =>"
             " import(`/static/${module}.js`).then((loaded) => loaded[name](...given))",
             [module, name, list(arguments)],
         )
 
-    return call
+    with served(told(training())) as (server, _):
+        one_tab.begin()
+        one_tab.go(server.url)
+        yield call
+        one_tab.leave()
+        one_tab.check()
 
 
 def address(said: str) -> str:

@@ -17,6 +17,7 @@ TRAINER = Path(__file__).parents[1] / "process" / "resident.py"
 
 @pytest.mark.timeout(300)
 def test_a_kill_and_its_recovery_are_shown_live(tab, tmp_path):
+    """Its zygote imports torch."""
     flags = "--nnodes=1 --nproc-per-node=2 --dashboard=0 --redirects=3"
     with job(tmp_path / "job", flags, script=TRAINER) as made:
         arguments = [str(made._lines), str(made._orders), "steps=1000000", "slow=0.02"]
@@ -59,3 +60,4 @@ def test_a_job_that_failed_can_be_looked_at_later(tab, tmp_path):
             assert "The failure that ended the job" in failure
             assert "ValueError: <script>alert(1)</script>" in failure
             assert "Traceback (most recent call last)" in failure
+            tab.leave()  # before the server goes

@@ -1,14 +1,6 @@
-"""The Trainer with Keep: a tiny GPT-2 with dropout, and a line per rank at its end.
+"""The Trainer with Keep: a tiny GPT-2 with dropout."""
 
-The tests start it with `--die rank:step`: that rank is killed in its first life when so many steps
-are done, in the batch after them.
-"""
-
-import argparse
-import hashlib
-import os
-import signal
-
+import kept
 import torch
 from torch.utils.data import Dataset
 from transformers import (
@@ -21,9 +13,6 @@ from transformers import (
 )
 
 from torchelastic.integrations.transformers import Keep
-
-RANK = int(os.environ["RANK"])
-FIRST_LIFE = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 
 
 class Counting(Dataset):
@@ -42,38 +31,19 @@ class Counting(Dataset):
 
 class Report(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
-        print(f"[rank {RANK}] goes on from step {state.global_step}")
+        kept.goes_on(state.global_step)
 
 
 class Mortal(Trainer):
-    die = ""
+    orders = None
 
     def training_step(self, *args, **kwargs):
-        if FIRST_LIFE and self.die == f"{RANK}:{self.state.global_step}":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if self.orders is not None:
+            kept.trains(self.orders, self.state.global_step)
         return super().training_step(*args, **kwargs)
 
 
-def fingerprint(trainer):
-    digest = hashlib.sha256()
-    tensors = [*trainer.model.state_dict().values(), torch.get_rng_state()]
-    for entries in trainer.optimizer.state.values():
-        tensors.extend(entries.values())
-    for tensor in tensors:
-        digest.update(tensor.numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", default="out")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=96)
-    parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--die", default="")
-    args = parser.parse_args()
-
-    torch.set_num_threads(1)
+def train(args, keeps):
     set_seed(0)
     sizes = {"vocab_size": 32, "n_positions": 8, "n_embd": 64, "n_layer": 1, "n_head": 2}
     trainer = Mortal(
@@ -90,17 +60,15 @@ def main():
             use_cpu=True,
         ),
         train_dataset=Counting(args.samples),
-        callbacks=[Report()],
     )
-    trainer.die = args.die
-    Keep(trainer)
-    torch.manual_seed(RANK)
+    if keeps:
+        trainer.orders = args
+        trainer.add_callback(Report())
+        Keep(trainer)
+    torch.manual_seed(kept.RANK)
     trainer.train()
-    print(
-        f"[rank {RANK}] ends at step {trainer.state.global_step} "
-        f"epoch {trainer.state.epoch:g} with {fingerprint(trainer)}"
-    )
+    return trainer.state.global_step, trainer.state.epoch, trainer.model, trainer.optimizer
 
 
 if __name__ == "__main__":
-    main()
+    kept.run(train, kept.parser().parse_args())

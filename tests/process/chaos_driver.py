@@ -73,10 +73,10 @@ class Chaos:
 
     # --- nodes -----------------------------------------------------------------------------------
 
-    def join(self) -> None:
+    def join(self, workers: int = 0) -> None:
         """Another node: every second one has two workers, every other second loading processes."""
         number = len(self.job.nodes)
-        workers, loaders = 1 + number % 2, number // 2 % 2
+        workers, loaders = workers or 1 + number % 2, number // 2 % 2
         keys = {"node": number, "loaders": loaders, **self.keys}
         words = [self.mode, str(self.record.directory), str(self._orders), str(self.ledger)]
         words += [f"{name}={value}" for name, value in keys.items()]
@@ -303,18 +303,21 @@ def family(*pids: int) -> list[int]:
 
 
 def kill_all(nodes: Sequence[Node]) -> None:
-    """All agents and all workers, at once."""
+    """All agents and all workers, at once; wait for their end."""
     pids = [pid for node in nodes for pid in family(node.agent_pid, node.pid)]
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     for node in nodes:
-        node.process.wait(10)
+        node.process.wait(PATIENCE)
+    poll_for(lambda: not any(map(alive, pids)), what="the end of all", timeout=PATIENCE)
 
 
-def started(job: Job, mode: str, *, nodes: int = NODES, start: int = 0, **keys: Any) -> Chaos:
-    """A job of so many nodes."""
+def started(
+    job: Job, mode: str, *, nodes: int = NODES, workers: int = 0, start: int = 0, **keys: Any
+) -> Chaos:
+    """A job of so many nodes, each with so many workers, if it is said how many."""
     made = Chaos(job, mode, keys, start)
     for _ in range(nodes):
-        made.join()
+        made.join(workers)
     return made

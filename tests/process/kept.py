@@ -5,7 +5,8 @@
 Keys: steps; pause, seconds in each step; hold, steps before which it waits for the order `go`, or
 for one with the step's number, `go-4`, and with replicas=1 for its copy on another node;
 checkpoints, a directory for one after every third step; took, the seconds that the last one is said
-to have taken; bare=1, no DDP around the model.
+to have taken; bare=1, no DDP around the model; expected=1: before generation 0 trains, it writes
+down the fingerprints of a training that keeps nothing and that nobody interrupts.
 """
 
 from __future__ import annotations
@@ -55,19 +56,49 @@ class Data:
         self.position, self.taken = state["position"], 0
 
 
+class Training:
+    """The same at each start, but for the random numbers, which a restart must bring back."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.model: nn.Module = nn.Sequential(
+            nn.Linear(16, 256), nn.BatchNorm1d(256), nn.Dropout(0.2), nn.Linear(256, 256)
+        )
+        self.wrapped = self.model
+        if not KEYS.get("bare"):  # without broadcasts every rank has buffers of its own
+            self.wrapped = DistributedDataParallel(self.model, broadcast_buffers=False)
+        self.optimizer = torch.optim.Adam(self.wrapped.parameters(), lr=0.01)
+        self.data = Data()
+        torch.manual_seed(5 + RANK + 100 * GENERATION)
+        random.seed(5 + RANK + 100 * GENERATION)
+
+    def step(self) -> None:
+        loss = self.wrapped(self.data.next()).square().mean() * (1 + random.random())
+        self.optimizer.zero_grad()
+        loss.backward()
+        if faults.planned:
+            faults.at("step.begin")
+        self.optimizer.step()
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        entries = [tensor for of in self.optimizer.state.values() for tensor in of.values()]
+        for tensor in (*self.model.state_dict().values(), torch.get_rng_state(), *entries):
+            digest.update(tensor.numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+
 def write(event: str, **more: object) -> None:
     said = {"event": event, "generation": GENERATION, "rank": RANK, "world_size": SIZE, **more}
     lines.write(json.dumps(said) + "\n")
 
 
-def fingerprint() -> str:
-    digest = hashlib.sha256()
-    for tensor in (*model.state_dict().values(), torch.get_rng_state()):
-        digest.update(tensor.numpy().tobytes())
-    for entries in optimizer.state.values():
-        for tensor in entries.values():
-            digest.update(tensor.numpy().tobytes())
-    return digest.hexdigest()[:16]
+def write_expected() -> None:
+    undisturbed = Training()
+    for step in range(1, 1 + STEPS):
+        undisturbed.step()
+        undisturbed.data.committed()
+        write("expected", step=step, fingerprint=undisturbed.fingerprint())
 
 
 def wait_for_go() -> None:
@@ -88,43 +119,26 @@ def wait_for_go() -> None:
 
 torch.set_num_threads(1)
 warnings.simplefilter("ignore", FutureWarning)  # torch's, of the name broadcast_buffers
-torch.manual_seed(5 + RANK + 100 * GENERATION)
-random.seed(5 + RANK + 100 * GENERATION)
 lines = open(LINES / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
 dist.init_process_group("gloo")
-with torch.random.fork_rng():
-    torch.manual_seed(1)
-    model: nn.Module = nn.Sequential(
-        nn.Linear(16, 256), nn.BatchNorm1d(256), nn.Dropout(0.2), nn.Linear(256, 256)
-    )
-# Without broadcasts every rank has buffers of its own.
-wrapped = model if KEYS.get("bare") else DistributedDataParallel(model, broadcast_buffers=False)
-optimizer = torch.optim.Adam(wrapped.parameters(), lr=0.01)
-data = Data()
+if "expected" in KEYS and GENERATION == 0:
+    write_expected()
+it = Training()
 if "checkpoints" in KEYS:
     checkpoint.set_checkpoint_manager(checkpoint.FileSystemCheckpointManager(KEYS["checkpoints"]))
-
-if GENERATION == 0:
-    torch.manual_seed(5 + RANK)
-    random.seed(5 + RANK)
-kept = torchelastic.TorchState(model=wrapped, optimizer=optimizer, sampler=data)
+kept = torchelastic.TorchState(model=it.wrapped, optimizer=it.optimizer, sampler=it.data)
 start = kept.restore()
-write("start", step=start, pid=os.getpid())
+write("start", step=start, position=it.data.position, pid=os.getpid())
 for step in range(start, STEPS):
     if str(step) in KEYS.get("hold", "").split(","):
         wait_for_go()
-    loss = wrapped(data.next()).square().mean() * (1 + random.random())
-    optimizer.zero_grad()
-    loss.backward()
-    if faults.planned:
-        faults.at("step.begin")
-    optimizer.step()
+    it.step()
     time.sleep(PAUSE)
     kept.commit()
-    write("step", step=kept.step)
+    write("step", step=kept.step, fingerprint=it.fingerprint())
     if kept.step % 3 == 0 and RANK == 0:
         checkpoint.save(kept, kept.step)
 checkpoint.finish()
-write("end", step=kept.step, position=data.position, fingerprint=fingerprint())
+write("end", step=kept.step, position=it.data.position)
 dist.barrier()
 dist.destroy_process_group()

@@ -2,10 +2,10 @@
 
     kept_sharded.py LINES ORDERS [key=value ...]
 
-Keys: steps; hold, a step before which it waits for the order `go`, once all that is done and copies
-of it are in memory; tell=1, a line for every step; mesh=2d, hybrid sharding: two groups of ranks
-that are replicas of each other; checkpoints, a directory for one of every second step, waited for
-each time.
+Keys: steps; hold, steps before which it waits for the order `go-STEP`, once all that is done and
+copies of it are in memory; mesh=2d, hybrid sharding where the number of ranks is even: two groups
+of ranks that are replicas of each other; checkpoints, a directory for one of every second step,
+waited for each time.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from torchelastic.training.keeping_writer import Standing
 LINES, ORDERS = Path(sys.argv[1]), Path(sys.argv[2])
 KEYS = dict(text.split("=", 1) for text in sys.argv[3:])
 STEPS = int(KEYS["steps"])
+HOLD = KEYS.get("hold", "").split(",")
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 GENERATION = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
@@ -68,7 +69,7 @@ def hold() -> None:
     print_of = fingerprint()
     wait_until(is_safe)
     write("holding", step=kept.step, fingerprint=print_of)
-    wait_until((ORDERS / "go").exists)
+    wait_until((ORDERS / f"go-{kept.step}").exists)
 
 
 torch.set_num_threads(1)
@@ -93,17 +94,17 @@ kept = torchelastic.TorchState(model=model, optimizer=optimizer)
 start = kept.restore()
 write("start", step=start, fingerprint=fingerprint(), pid=os.getpid())
 for step in range(start, STEPS):
-    if str(step) == KEYS.get("hold"):
+    if str(step) in HOLD:
         hold()
     torch.manual_seed(step)
     model(torch.randn(4, 7)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    if "tell" in KEYS:  # before it is committed: it may be killed in between
-        write("step", step=step + 1, fingerprint=fingerprint())
+    # Before it is committed: it may be killed in between.
+    write("step", step=step + 1, fingerprint=fingerprint())
     with torch.no_grad():
         model(torch.randn(4, 7))  # leaves the last layer whole
-    if str(step + 1) == KEYS.get("hold"):
+    if str(step + 1) in HOLD:
         wait_until(is_safe)  # so that this step is kept, too
     kept.commit()
     checkpoint.wait()

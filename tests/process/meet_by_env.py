@@ -20,7 +20,7 @@ line = {
     "event": "met",
     "rank": dist.get_rank(),
     "total": int(total),
-    "env": {name: value for name, value in os.environ.items() if name.startswith("MASTER_")},
+    "master": os.environ["MASTER_ADDR"],
 }
 (Path(sys.argv[1]) / f"{os.getpid()}").write_text(json.dumps(line) + "\n")
 dist.destroy_process_group()

@@ -11,20 +11,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.light import with_light_torch
 from tests.netns import Host, Network
-from tests.process.jobs import SCRIPT, Job, Node
+from tests.process.jobs import Job, Node
 from tests.support import poll_for
 from torchelastic.config import format_endpoint
 
-RESIDENT = Path(__file__).with_name("resident.py")
+ROUNDS = Path(__file__).with_name("rounds.py")
 PORT = 29400
 
 
 class HostNode(Node):
     """One `torchelastic run` on a host."""
 
-    def __init__(self, host: Host, command: list[str], directory: Path) -> None:
-        super().__init__(host.command(command), directory, dict(os.environ))
+    def __init__(
+        self, host: Host, command: list[str], directory: Path, env: dict[str, str]
+    ) -> None:
+        super().__init__(host.command(command), directory, env)
         self.host = host
 
 
@@ -46,7 +49,8 @@ class NetworkJob(Job):
         command += [f"--rdzv-endpoint={endpoint or self.endpoint}", f"--rdzv-id={run_id}"]
         command += [*self.flags, *flags.split()]
         command += [str(self.script), str(self._lines), str(self._orders), *self._keys]
-        node = HostNode(host, command, directory)
+        env = with_light_torch() if self.script == ROUNDS else dict(os.environ)
+        node = HostNode(host, command, directory, env)
         self.nodes.append(node)
         return node
 
@@ -62,6 +66,10 @@ class NetworkJob(Job):
 
     def steps(self, **wanted: Any) -> list[dict[str, Any]]:
         return self.lines(event="step", **wanted)
+
+    def newest(self) -> int:
+        """The generation of the last steps."""
+        return max(line["generation"] for line in self.steps())
 
     def wait_steps(
         self, number: int = 3, *, after: int = -1, timeout: float = 60.0, **wanted: Any
@@ -86,7 +94,7 @@ def network_job(
     flags: str = "",
     *,
     endpoint: str | None = None,
-    script: Path = SCRIPT,
+    script: Path = ROUNDS,
     **keys: Any,
 ) -> Iterator[NetworkJob]:
     """A job on a network; the first host's name is where it meets, unless told otherwise."""
@@ -118,7 +126,7 @@ def check_one_world_at_a_time(made: NetworkJob) -> None:
     assert all(len(found) == 1 for found in sizes.values()), f"two worlds of one number: {sizes}"
     results: dict[tuple[int, int], set[str]] = defaultdict(set)
     for line in steps:
-        results[line["generation"], line["step"]].add(line["hash"])
+        results[line["generation"], line["step"]].add(line.get("hash", ""))
     assert all(len(found) == 1 for found in results.values()), "workers of a world differ"
     for node in made.nodes:
         formed = [record["generation"] for record in node.events("world-formed")]

@@ -1,12 +1,12 @@
-"""A worker of a world of two whose agent is the test: `pair_worker.py DESCRIPTOR FLAG`.
+"""A worker of a world of two whose agent is the test.
 
 Rank 1 has data for three steps. Rank 0 has more, and stays in its third step, after the step's
-collective, until the file FLAG is there.
+collective, until the flag is there.
 """
 
-import os
 import socket
-import sys
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,18 +33,18 @@ class Sum(torchelastic.State):
         self.step, self.total = snapshot
 
 
-def train_step(state: Sum) -> None:
+def train_step(flag: Path, state: Sum) -> None:
     if dist.get_rank() == 1 and state.step == 3:
         raise StopIteration
     state.step += 1
     ones = torch.ones(1)
     dist.all_reduce(ones)
     if dist.get_rank() == 0 and state.step == 3:
-        poll_for(lambda: os.path.exists(sys.argv[2]), what="the flag")
+        poll_for(flag.exists, what="the flag")
     state.total += int(ones.item())
 
 
-if __name__ == "__main__":
-    coordinator = Coordinator(socket.socket(fileno=int(sys.argv[1])))
-    final = torchelastic.train(coordinator, train_step, Sum())
-    print(final.step, final.total)
+def work(end: socket.socket, flag: Path) -> None:
+    torch.set_num_threads(1)
+    final = torchelastic.train(Coordinator(end), partial(train_step, flag), Sum())
+    assert (final.step, final.total) == (3, 6)

@@ -3,8 +3,8 @@
     resident.py LINES ORDERS [key=value ...]
 
 Lines and orders as `obedient.py` has them. Keys: steps, model (plain, norm, wide: another one),
-optimizer (adam, half: an SGD with a fault point in the middle), ends (rank:step, where the data of
-one rank ends early).
+ends (rank:step, where the data of one rank ends early), slow (seconds in each step), url (of a job
+without a launcher).
 """
 
 from __future__ import annotations
@@ -33,16 +33,21 @@ torch.manual_seed(5)
 random.seed(5)
 
 
-class HalfSGD(torch.optim.SGD):
+class HalfAdam(torch.optim.Adam):
     """Passes a fault point after half of its parameters are written."""
 
-    @torch.no_grad()
     def step(self, closure=None):
-        parameters = self.param_groups[0]["params"]
-        for number, parameter in enumerate(parameters):
-            if number == len(parameters) // 2:
-                faults.at("optimizer.inside")
-            parameter.add_(parameter.grad, alpha=-self.param_groups[0]["lr"])
+        group = self.param_groups[0]
+        parameters = group["params"]
+        middle = len(parameters) // 2
+        try:
+            group["params"] = parameters[:middle]
+            super().step()
+            faults.at("optimizer.inside")
+            group["params"] = parameters[middle:]
+            super().step()
+        finally:
+            group["params"] = parameters
 
 
 def make_model() -> nn.Module:
@@ -60,10 +65,7 @@ def is_wide() -> bool:
 
 
 model = make_model()
-if KEYS.get("optimizer") == "half":
-    optimizer: torch.optim.Optimizer = HalfSGD(model.parameters(), lr=0.05)
-else:
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+optimizer = HalfAdam(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3)
 lines = open(LINES / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
 

@@ -1,4 +1,4 @@
-"""Checkpoints at an S3 server: `s3_store.py ENDPOINT WRITER` ends with 0 if all is right."""
+"""Checkpoints at an S3 server: `s3_store.py ENDPOINT` ends with 0 if all is right."""
 
 from __future__ import annotations
 
@@ -12,15 +12,10 @@ from torchelastic.checkpoint import CheckpointStore
 from torchelastic.errors import CheckpointError
 
 OPTIONS = {"key": "test", "secret": "test", "endpoint_url": sys.argv[1]}
-URL = "s3://checkpoints/job"
 
 
 def state(value):
     return {"w": torch.full((1000,), float(value)), "n": value}
-
-
-def open_store(**options):
-    return CheckpointStore(URL, storage_options=OPTIONS, writer=sys.argv[2], **options)
 
 
 def saved(store, step, **options):
@@ -32,9 +27,11 @@ def steps(store):
     return [found.step for found in store.list_checkpoints()]
 
 
-def main():
-    files = s3fs.S3FileSystem(**OPTIONS)
-    files.mkdir("checkpoints")
+def check(files, writer):
+    def open_store(**more):
+        return CheckpointStore(f"s3://{writer}/job", storage_options=OPTIONS, writer=writer, **more)
+
+    files.mkdir(writer)
     store = open_store(keep_last=2)
     assert store.load() is None
     for step in (1, 2, 3):
@@ -44,8 +41,8 @@ def main():
     assert torch.equal(fresh.load().tree["w"], state(3)["w"])
 
     # Torn: an object is gone.
-    latest = files.cat_file("checkpoints/job/latest").decode().strip()
-    files.rm_file(f"checkpoints/job/{latest}/__0_0.distcp")
+    latest = files.cat_file(f"{writer}/job/latest").decode().strip()
+    files.rm_file(f"{writer}/job/{latest}/__0_0.distcp")
     assert fresh.load().step == 2
 
     # A later world begins: the first one's writer is kept out.
@@ -57,11 +54,13 @@ def main():
     assert steps(fresh)[0] == 4
 
     # What a killed writer left is cleared by the next one.
-    files.pipe_file("checkpoints/job/000099-step7-abcdef/__0_0.distcp", b"half")
+    files.pipe_file(f"{writer}/job/000099-step7-abcdef/__0_0.distcp", b"half")
     saved(fresh, 5, generation=1)
-    assert not files.exists("checkpoints/job/000099-step7-abcdef/__0_0.distcp")
+    assert not files.exists(f"{writer}/job/000099-step7-abcdef/__0_0.distcp")
     for one in (store, fresh):
         one.close()
 
 
-main()
+files = s3fs.S3FileSystem(**OPTIONS)
+for writer in ("thread", "process"):
+    check(files, writer)

@@ -2,9 +2,9 @@
 
     stuck.py LINES ORDERS HOW
 
-HOW is `resident` (torchelastic.train), `kept` (a script that commits) or `plain`. The order `sleep`
-makes rank 1 sleep instead of entering the all-reduce of its step, the order `other` makes it call a
-broadcast there.
+HOW is `resident` (torchelastic.train) or `kept` (a script that commits). The order `sleep` makes
+rank 1 sleep, in the first generation, instead of entering the all-reduce of its step, the order
+`other` makes it call a broadcast there.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ torch.set_num_threads(1)
 torch.manual_seed(1)
 model = nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+kept = torchelastic.TorchState(model=model, optimizer=optimizer)
 lines = open(LINES / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
 
 
@@ -60,23 +61,19 @@ def train_step(state: torchelastic.TorchState) -> None:
 
 def run_script() -> None:
     dist.init_process_group("gloo")
-    kept = torchelastic.TorchState(model=model, optimizer=optimizer)
-    if HOW == "kept":
-        kept.restore()
+    kept.restore()
     number = 0
     done = torch.zeros(1)
     while not done:
         step()
         write("step", step=number)
         number += 1
-        if HOW == "kept":
-            kept.commit()
+        kept.commit()
         done.fill_((ORDERS / "finish").exists())
         dist.all_reduce(done)
 
 
 if HOW == "resident":
-    kept = torchelastic.TorchState(model=model, optimizer=optimizer)
     torchelastic.train(CoordinatorP2P(), train_step, kept)
 else:
     run_script()

@@ -15,10 +15,7 @@ SOON = 0.1
 #: On any machine: before the time-outs of the groups, of two seconds and more, would free it.
 IN_TIME = 1.5
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _forks():
-    forked.prepare()
+pytestmark = pytest.mark.usefixtures("forks")
 
 
 def survivors(answers):

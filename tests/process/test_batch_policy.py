@@ -12,12 +12,9 @@ from tests.process.weighted_ddp import (
     in_every_world,
 )
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 LARGEST = 5
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _forks():
-    forked.prepare()
 
 
 def check(answers, sizes):

@@ -1,4 +1,4 @@
-"""Checkpoints of real workers: what is left when all are gone, and what is not touched before."""
+"""Checkpoints of resident workers: what is left when all are gone."""
 
 from __future__ import annotations
 
@@ -7,90 +7,78 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.jobs import job
+from tests.process.chaos_driver import kill_all
+from tests.process.jobs import Job, Node, job
 from tests.support import poll_for
 from torchelastic.checkpoint import FileSystemCheckpointManager
 
 COUNTING = Path(__file__).with_name("counting.py")
-FLAGS = "--nnodes=1 --nproc-per-node=2 --world-sizes=2"
-PATIENCE = 90.0
+ONE_NODE = "--nnodes=1 --nproc-per-node=2 --world-sizes=2"
+PATIENCE = 120.0
 
 
-def total(steps):
-    return steps * (steps + 1) // 2
+def begins(node: Node) -> list[int]:
+    return [int(step) for step in re.findall(r"begin at (\d+) ", node.stdout)]
 
 
-def ends(text):
-    return re.findall(r"end at (\d+) with (\d+)", text)
+@pytest.mark.timeout(600)
+def test_a_job_in_three_starts(tmp_path, monkeypatch):
+    """One after the other, four nodes in all, which import torch.
 
+    1. A worker killed while it writes leaves no half checkpoint; its peer has the steps since, and
+       none is loaded over them, as 0.1 did. Storage that fails for a while stops no step, and is
+       told. Then the whole node is killed.
+    2. The next nodes begin from the latest checkpoint. SIGTERM to both: the state is stored, once,
+       though nothing else has asked for it.
+    3. The last one begins where they ended, and comes to the end with the right sum.
+    """
+    stored = FileSystemCheckpointManager(tmp_path / "checkpoints")
 
-def begins(text):
-    return [int(step) for step in re.findall(r"begin at (\d+) ", text)]
+    def steps() -> list[int]:
+        return [found.step for found in stored.list_checkpoints()]
 
+    def start(made: Job, steps: int, seconds: float = 0.0, every: int = 0) -> Node:
+        words = [stored.directory, steps, seconds, every]
+        return made.start(script=[str(COUNTING), *map(str, words)])
 
-@pytest.fixture
-def stored(tmp_path):
-    return FileSystemCheckpointManager(tmp_path / "checkpoints")
+    def wait_for_newer(than: int) -> None:
+        poll_for(lambda: steps()[:1] > [than], what=f"one after {than}", timeout=PATIENCE)
 
+    monkeypatch.setenv("TORCHELASTIC_FAULTS", "kill@place=checkpoint.write,rank=0")
+    with job(tmp_path / "first", ONE_NODE) as first:
+        node = start(first, 100_000, 0.01, every=5)
+        wait_for_newer(0)
+        assert [ended["exitcode"] for ended in node.events("worker-exited")] == [-9]
+        away = stored.directory.rename(tmp_path / "away")
+        stored.directory.touch()
+        told = r"The checkpoint of step (\d+) could not be written"
+        failed = poll_for(lambda: re.search(told, node.stderr), what=told, timeout=PATIENCE)
+        stored.directory.unlink()
+        away.rename(stored.directory)
+        wait_for_newer(int(failed[1]))
+        kill_all([node])
+    assert begins(node)[:2] == [0, 0]
+    assert min(begins(node)[2:]) >= 5
+    assert len(begins(node)) == 4
+    before = steps()
+    assert {step % 5 for step in before} == {0}, before
+    monkeypatch.delenv("TORCHELASTIC_FAULTS")
 
-def steps_of(manager):
-    return [found.step for found in manager.list_checkpoints()]
+    with job(tmp_path / "second", "--nnodes=2 --nproc-per-node=1") as second:
+        nodes = [start(second, 100_000, 0.01) for _ in range(2)]
+        for node in nodes:
+            poll_for(lambda node=node: begins(node), what="the training", timeout=PATIENCE)
+        for node in nodes:
+            node.process.terminate()
+        assert [node.wait(PATIENCE) for node in nodes] == [143, 143], second.said()
+    assert [begins(node) for node in nodes] == [before[:1]] * 2
+    (left,) = set(steps()) - set(before)
 
-
-def counting(manager, steps, seconds=0.0, every=5):
-    return [str(COUNTING), str(manager.directory), str(steps), str(seconds), str(every)]
-
-
-def test_when_all_are_gone_the_next_ones_begin_from_the_latest(stored, tmp_path):
-    with job(tmp_path / "first", FLAGS) as first:
-        node = first.start(script=counting(stored, 100_000, 0.01))
-        poll_for(lambda: len(steps_of(stored)) >= 2, what="checkpoints", timeout=PATIENCE)
-        node.kill()
-    latest = steps_of(stored)[0]
-    assert latest % 5 == 0
-    with job(tmp_path / "second", FLAGS) as second:
-        node = second.start(script=counting(stored, latest + 3))
+    with job(tmp_path / "third", ONE_NODE) as third:
+        node = start(third, left + 3)
         assert node.wait(PATIENCE) == 0, node.stderr
-    assert begins(node.stdout) == [latest, latest]
-    assert ends(node.stdout) == [(str(latest + 3), str(total(latest + 3)))] * 2
-    assert steps_of(stored)[0] == latest
-
-
-def test_a_worker_killed_while_it_writes_leaves_no_half_checkpoint(stored, tmp_path, monkeypatch):
-    """Its peer has the steps since, and no checkpoint is loaded over them, as 0.1 did."""
-    monkeypatch.setenv("TORCHELASTIC_FAULTS", "kill@place=checkpoint.write,rank=0,generation=0")
-    with job(tmp_path / "job", FLAGS) as one:
-        node = one.start(script=counting(stored, 24, 0.02))
-        assert node.wait(PATIENCE) == 0, node.stderr
-    assert [ended["exitcode"] for ended in node.events("worker-exited")] == [-9, 0, 0]
-    assert begins(node.stdout)[:2] == [0, 0]
-    assert min(begins(node.stdout)[2:]) >= 5
-    assert ends(node.stdout) == [("24", str(total(24)))] * 2
-    assert steps_of(stored) == [20, 15, 10]
+    assert begins(node) == [left, left]
+    end = left + 3
+    assert node.stdout.count(f"end at {end} with {end * (end + 1) // 2}\n") == 2
+    assert steps()[0] == left
     assert list(stored.directory.glob(".new-*")) == []
-
-
-def test_storage_that_fails_stops_no_step_and_is_told(stored, tmp_path, monkeypatch):
-    """The first checkpoint fails, the training goes on, the next one is good."""
-    monkeypatch.setenv("TORCHELASTIC_FAULTS", "raise@place=checkpoint.write,step=5")
-    with job(tmp_path / "job", FLAGS) as one:
-        node = one.start(script=counting(stored, 12, 0.02))
-        assert node.wait(PATIENCE) == 0, node.stderr
-    assert "The checkpoint of step 5 could not be written" in node.stderr
-    assert ends(node.stdout) == [("12", str(total(12)))] * 2
-    assert steps_of(stored) == [10]
-
-
-def test_before_a_job_leaves_its_state_is_stored(stored, tmp_path):
-    """Nothing else has asked for a checkpoint; the next job begins where this one ended."""
-    with job(tmp_path / "first", FLAGS) as first:
-        node = first.start(script=counting(stored, 100_000, 0.01, every=0))
-        poll_for(lambda: begins(node.stdout), what="the training", timeout=PATIENCE)
-        node.process.terminate()
-        assert node.wait(PATIENCE) == 143, node.stderr
-    (step,) = steps_of(stored)
-    with job(tmp_path / "second", FLAGS) as second:
-        node = second.start(script=counting(stored, step + 2, every=0))
-        assert node.wait(PATIENCE) == 0, node.stderr
-    assert begins(node.stdout) == [step, step]
-    assert ends(node.stdout) == [(str(step + 2), str(total(step + 2)))] * 2

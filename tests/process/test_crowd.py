@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.harness.crowd import EMBEDDED, measure_failures, measure_join
 
 
@@ -11,7 +13,9 @@ def test_agents_join():
     assert found.details["leases_lost"] == 0
 
 
+@pytest.mark.slow
 def test_agents_go_on_without_those_that_fail():
+    """The harness gives its agents leases of half a minute, and one of them runs out."""
     found = list(measure_failures(EMBEDDED, 6, processes=2, repetitions=2, limit=60))
     assert [each.seconds is not None for each in found] == [True, True], found
     assert all(each.details["received"] > 0 for each in found)

@@ -11,17 +11,12 @@ import pytest
 from tests.process import forked
 from tests.process.kept_ddp import Run, World, train
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 FOUR = (0, 1, 2, 3)
-#: After worker 2 has died; another takes its rank.
-REPLACED = (0, 1, 4, 3)
 STEPS = 7
 #: Small enough for several buckets.
 CAP = {"bucket_cap_mb": 0.003}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _forks():
-    forked.prepare()
 
 
 def run(*worlds, **how):
@@ -45,8 +40,14 @@ def undisturbed(options=(), **how):
     return run(World(FOUR, STEPS), options=CAP | dict(options), **how)
 
 
-def killed(step, at, **how):
-    return final(run(World(FOUR, step + 1, dies=2, at=at), World(REPLACED, STEPS), **how))
+def killed(*deaths, **how):
+    """The parameters after rank 2 has died in each of these steps, after so many collectives, and
+    another worker has taken its place each time."""
+    worlds, members = [], list(FOUR)
+    for newcomer, (step, at) in enumerate(deaths, len(FOUR)):
+        worlds.append(World(tuple(members), step + 1, dies=members[2], at=at))
+        members[2] = newcomer
+    return final(run(*worlds, World(tuple(members), STEPS), **how))
 
 
 def test_the_bits_are_those_of_plain_ddp():
@@ -63,35 +64,32 @@ def test_a_new_ddp_in_the_middle_of_a_run_would_change_the_bits():
     assert final(run(*worlds, options=CAP)) == final(undisturbed())
 
 
-@pytest.mark.parametrize(("step", "at"), [(0, 0), (1, 0), (1, 1), (2, 1), (5, 0)])
-def test_a_worker_killed_in_backward_is_replaced(step, at):
-    assert killed(step, at, options=CAP) == final(undisturbed())
+@pytest.mark.parametrize("deaths", [[(0, 0), (2, 1), (5, 0)], [(1, 0), (1, 1)]])
+def test_workers_killed_in_backward_are_replaced(deaths):
+    assert killed(*deaths, options=CAP) == final(undisturbed())
 
 
-@pytest.mark.parametrize(("step", "at"), [(0, 0), (4, 1)])
 @pytest.mark.parametrize(
     "option", ["gradient_as_bucket_view", "find_unused_parameters", "static_graph"]
 )
-def test_options_of_ddp_hold(option, step, at):
+def test_options_of_ddp_hold(option):
     usual = final(undisturbed(options=((option, True),)))
-    assert killed(step, at, options=CAP | {option: True}) == usual
+    assert killed((0, 0), (4, 1), options=CAP | {option: True}) == usual
 
 
 def test_sizes_given_one_by_one_hold():
     sizes = {"bucket_cap_mb_list": (0.002, 0.004)}
-    usual = final(run(World(FOUR, STEPS), options=sizes))
-    assert killed(0, 0, options=sizes) == killed(3, 1, options=sizes) == usual
+    assert killed((0, 0), (3, 1), options=sizes) == final(run(World(FOUR, STEPS), options=sizes))
 
 
 def test_the_first_step_is_done_again_as_it_was_begun():
     """Its second backward has other buckets than its first."""
     usual = final(undisturbed(backwards=2))
-    assert killed(0, 3, options=CAP, backwards=2) == usual
+    assert killed((0, 3), options=CAP, backwards=2) == usual
 
 
-@pytest.mark.parametrize(("step", "at"), [(2, 0), (3, 1)])
-def test_a_model_may_be_used_late(step, at):
-    assert killed(step, at, options=CAP, idle=2) == final(undisturbed(idle=2))
+def test_a_model_may_be_used_late():
+    assert killed((2, 0), (3, 1), options=CAP, idle=2) == final(undisturbed(idle=2))
 
 
 def test_shrink_and_grow():

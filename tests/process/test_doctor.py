@@ -341,7 +341,7 @@ def test_a_path_that_does_not_work_says_why():
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("way", paths.PATHS, ids=lambda way: way.name)
 def test_each_path_works_on_the_cpu_with_gloo(way):
-    """The lines that `doctor --gpu` runs with CUDA and NCCL."""
+    """The lines that `doctor --gpu` runs with CUDA and NCCL, which import torch."""
     environ = {**os.environ, "PET_NNODES": "2", "OMP_NUM_THREADS": "1"}
     found = paths.take(way, "cpu", 2, environ)
     assert found.verdict is Verdict.OK, found

@@ -1,22 +1,26 @@
-"""A worker killed at every place of a step, one after the other: each sample is used once.
+"""Workers are killed and replaced, and each sample is used once.
 
-Between its last collective and its commit a worker has used its samples and left no line of it.
+Samples of a stream, with loading processes and without; `test_exactly_once_chaos` proves the same
+for those of a sampler.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import os
+import signal
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
 
-from tests.process.jobs import job
-from tests.process.test_data import used
+from tests.process.jobs import Job, Node, job
+from tests.support import poll_for
 from torchelastic.data import checker
-from torchelastic.data.verdict import check
+from torchelastic.data.verdict import Verdict, check
 
 SCRIPT = Path(__file__).with_name("sampled.py")
-SAMPLES, EPOCHS = 120, 2
+SAMPLES, EPOCHS, SHARD = 300, 2, 13
+PATIENCE = 120.0
 
 PLACES = (
     "step.begin",
@@ -28,29 +32,83 @@ PLACES = (
     "step.end",
 )
 
-
-def faults(rank: int) -> str:
-    """One in each generation; the world waits for the replacement, and is the next generation."""
-    return ";".join(
-        f"kill@rank={rank},step={3 * number + 2},place={place},generation={number}"
-        for number, place in enumerate(PLACES)
-    )
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_killed_anywhere_in_a_step_each_sample_is_used_once(tmp_path, monkeypatch, rank):
-    monkeypatch.setenv("TORCHELASTIC_FAULTS", faults(rank))
-    with job(tmp_path, "--nnodes=1 --nproc-per-node=2 --world-sizes=2", script=SCRIPT) as made:
-        script = [str(SCRIPT), str(made._lines), str(made._orders), str(tmp_path / "ledger")]
-        node = made.start(script=[*script, f"samples={SAMPLES}", f"epochs={EPOCHS}", "workers=0"])
-        assert node.wait(90) == 0, made.said()
-        killed = [event for event in node.events("worker-exited") if event["exitcode"] == -9]
-        assert len(killed) == len(PLACES), made.said()
-        once = Counter(range(SAMPLES))
-        assert used(made) == {epoch: once for epoch in range(EPOCHS)}
-    found = checker.read([tmp_path / "ledger"])
-    verdict = check(found.lines, expected=range(SAMPLES), epochs=EPOCHS, lost=found.lost)
+def start(made: Job, **more: int) -> Node:
+    keys = {"samples": SAMPLES, "epochs": EPOCHS, "stream": 1, **more}
+    words = [made.directory / name for name in ("lines", "orders", "ledger")]
+    words += [f"{key}={value}" for key, value in keys.items()]
+    return made.start(script=[str(SCRIPT), *map(str, words)])
+
+
+def each_was_used_once(made: Job) -> Verdict:
+    """By the test's own record and by the ledger."""
+    settled: dict[int, int] = {}  # by step the generation that finished it last, which counts
+    for line in made.lines(event="finished"):
+        settled[line["step"]] = max(line["generation"], settled.get(line["step"], -1))
+    taken: dict[int, Counter[int]] = defaultdict(Counter)
+    for line in made.lines(event="took"):
+        if line["generation"] == settled.get(line["step"]):
+            taken[line["epoch"]].update(line["samples"])
+    assert taken == {epoch: Counter(range(SAMPLES)) for epoch in range(EPOCHS)}
+    expected = {divmod(sample, SHARD) for sample in range(SAMPLES)}
+    found = checker.read([made.directory / "ledger"])
+    verdict = check(found.lines, expected=expected, epochs=EPOCHS, lost=found.lost)
     assert verdict.ok, str(verdict)
+    return verdict
+
+
+def test_killed_anywhere_in_a_step(tmp_path, monkeypatch):
+    """Each rank at each place, one in each generation; the world waits for the replacement.
+
+    Between its last collective and its commit a worker has used its samples and left no line of it.
+    """
+    kills = [
+        f"kill@rank={number % 2},step={2 * number + 2},place={place},generation={number}"
+        for number, place in enumerate(place for place in PLACES for _ in range(2))
+    ]
+    monkeypatch.setenv("TORCHELASTIC_FAULTS", ";".join(kills))
+    with job(tmp_path / "job", "--nnodes=1 --nproc-per-node=2 --world-sizes=2") as made:
+        node = start(made, workers=0)
+        assert node.wait(PATIENCE) == 0, made.said()
+        killed = [event for event in node.events("worker-exited") if event["exitcode"] == -9]
+        assert len(killed) == len(kills), made.said()
+    verdict = each_was_used_once(made)
     # Others have committed what it was killed in, at the last places at least.
     assert sum(epoch.unwitnessed for epoch in verdict.epochs) > 0, str(verdict)
+
+
+def test_with_loading_processes_in_worlds_of_several_sizes(tmp_path):
+    """Those who are left take steps before the replacement comes."""
+    with job(tmp_path / "job", "--nnodes=1 --nproc-per-node=3") as made:
+        node = start(made, workers=1, full=3)
+        step = 3
+        for rank in (1, 0):
+            found = victim(made, rank=rank, after=step)
+            os.kill(found["pid"], signal.SIGKILL)
+            step = found["step"] + 3
+        assert node.wait(PATIENCE) == 0, made.said()
+    each_was_used_once(made)
+    assert set(worlds(made).values()) > {3}, "no step was taken by those who were left"
+    weights = {str(line["weights"]) for line in made.lines(event="finished", step=step)}
+    assert len(weights) == 1
+    assert {line["state"]["epoch"] for line in made.lines(event="done")} == {EPOCHS - 1}
+
+
+def victim(made: Job, *, rank: int, after: int) -> dict:
+    """The last line of a rank in a world of three, some steps after another."""
+
+    def seen() -> dict | None:
+        found = [
+            line
+            for line in made.lines(event="finished", rank=rank)
+            if line["step"] >= after and worlds(made).get(line["generation"]) == 3
+        ]
+        return found[-1] if found else None
+
+    return poll_for(seen, what=f"rank {rank} at step {after}", timeout=PATIENCE)
+
+
+def worlds(made: Job) -> dict[int, int]:
+    return {line["generation"]: line["size"] for line in made.lines(event="took")}

@@ -19,16 +19,18 @@ from tests.support import SOAK
 SAMPLES = 96
 #: Workers are started hundreds of times: what all of them import is imported once a node.
 PRELOAD = "torchelastic.data,torchelastic.p2p,torchelastic.training.torch_state"
-FLAGS = f"--nnodes=2:4 --settle=0.2 --progress-timeout=4 --preload={PRELOAD}"
-#: What two nodes can do without starting another one, which has to import torch.
+FLAGS = f"--settle=0.2 --progress-timeout=4 --preload={PRELOAD}"
+#: What a single node can do, which has to import torch but once.
 FEW = {"kill": 4, "kill-entering": 1}
 #: Some of each.
 SOME = {kind: 1 for kind in KINDS} | {"kill": 6, "join": 2}
 
 
-def run(directory, mode: str, kinds: dict[str, int], *, nodes: int = NODES, seed: int = 1) -> None:
-    with job(directory / "job", FLAGS) as made:
-        chaos = started(made, mode, nodes=nodes, samples=SAMPLES)
+def run(
+    directory, mode: str, kinds: dict[str, int], *, nodes: int = NODES, seed: int = 1, **more: int
+) -> None:
+    with job(directory / "job", f"{FLAGS} --nnodes={'2:4' if nodes > 1 else 1}") as made:
+        chaos = started(made, mode, nodes=nodes, samples=SAMPLES, **more)
         try:
             for fault in schedule(seed, mode, kinds, nodes):
                 chaos.strike(fault)
@@ -42,7 +44,8 @@ def run(directory, mode: str, kinds: dict[str, int], *, nodes: int = NODES, seed
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("mode", ["script", "train"])
 def test_a_few_faults(tmp_path, mode):
-    run(tmp_path, mode, FEW, nodes=2)
+    """To three workers, each with a loading process."""
+    run(tmp_path, mode, FEW, nodes=1, workers=3, loaders=1)
 
 
 @pytest.mark.slow

@@ -43,7 +43,8 @@ def steps_of(made: Job, rank: int) -> int:
 
 
 def test_the_next_leader_has_the_whole_story_of_the_living(tmp_path):
-    with job(tmp_path, "--nnodes=2:3 --no-zygote") as it:
+    """And it alone says what the goodput of the job was, once."""
+    with job(tmp_path, "--nnodes=2:3 --settle=60 --no-zygote") as it:
         first, second, third = it.start(), it.start(), it.start()
         it.world(0, 3)
         poll_for(lambda: has_all(first, first, second, third), what="the story", timeout=PATIENCE)
@@ -61,6 +62,10 @@ def test_the_next_leader_has_the_whole_story_of_the_living(tmp_path):
         assert all(record.heard is not None for record in story)
         it.order("finish")
         assert [second.wait(), third.wait()] == [0, 0], it.said()
+        assert [node.stderr.count("] goodput ") for node in left] == [
+            int(node is leader) for node in left
+        ], it.said()
+        assert "by the events of this node" not in leader.stderr
 
 
 def is_world_of_two(node: Node) -> bool:
@@ -106,18 +111,6 @@ def test_a_job_of_one_node_needs_no_second_file(tmp_path):
         assert node.wait() == 0, node.stderr
         assert own(node)[-1].type == "job-ended"
         assert gathered(node) == []
-
-
-def test_the_goodput_of_the_job_is_said_once_by_the_leader(tmp_path):
-    with job(tmp_path, "--nnodes=2 --no-zygote") as it:
-        leader, other = it.start(), it.start()
-        it.world(0, 2)
-        poll_for(lambda: has_all(leader, leader, other), what="the story", timeout=PATIENCE)
-        it.order("finish")
-        assert [leader.wait(), other.wait()] == [0, 0], it.said()
-        assert leader.stderr.count("] goodput ") == 1, it.said()
-        assert "by the events of this node" not in leader.stderr
-        assert "goodput" not in other.stderr
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.jobs import Job, Node, job
+from tests.process.jobs import Job, job
 from tests.support import poll_for
 
 SCRIPT = Path(__file__).with_name("stuck.py")
@@ -30,41 +30,42 @@ pytestmark = pytest.mark.timeout(300)
 def stuck(directory: Path, flags: str, how: str):
     with job(directory, flags, script=SCRIPT) as made:
         made.program = [str(PROGRAM)]
+        words = [str(SCRIPT), str(directory / "lines"), str(directory / "orders"), how]
         for _ in range(2 if "--nnodes=2" in flags else 1):
-            start(made, how)
+            made.start(script=words)
         poll_for(lambda: made.lines(event="step", rank=1, step=3), what="steps", timeout=90)
         yield made
-
-
-def start(made: Job, how: str) -> Node:
-    lines, orders = made.directory / "lines", made.directory / "orders"
-    return made.start(script=[str(SCRIPT), str(lines), str(orders), how])
 
 
 def order(made: Job, what: str) -> None:
     (made.directory / "orders" / what).touch()
 
 
-def pid_of(made: Job, rank: int) -> int:
-    return made.lines(event="step", rank=rank)[0]["pid"]
+def freeze(made: Job, rank: int) -> None:
+    latest = max(made.lines(event="step", rank=rank), key=lambda line: line["generation"])
+    os.kill(latest["pid"], signal.SIGSTOP)
 
 
 def told(made: Job, kind: str) -> list[dict]:
-    return [event for node in made.nodes for event in node.events(kind)]
+    events = (event for node in made.nodes for event in node.events(kind))
+    return sorted(events, key=lambda event: event["mono"])
 
 
-def hang(made: Job) -> dict:
-    found = poll_for(lambda: told(made, "hang"), what="a hang", timeout=90)
+def hang(made: Job, number: int = 1) -> dict:
+    """The hang of that number, the last one so far."""
+    found = poll_for(lambda: told(made, "hang")[number - 1 :], what=f"hang {number}", timeout=90)
     assert len(found) == 1, made.said()
     return found[0]
 
 
-def goes_on(made: Job) -> None:
-    """In another generation, with all ranks."""
+def goes_on(made: Job, number: int = 1) -> None:
+    """After so many workers were killed: all ranks, in another generation."""
+    killed = poll_for(lambda: told(made, "worker-killed")[number - 1 :], what="its end")
+    assert [event["rank"] for event in killed] == [1]
     for rank in (0, 1):
         poll_for(
             lambda rank=rank: [
-                line for line in made.lines(event="step", rank=rank) if line["generation"] > 0
+                line for line in made.lines(event="step", rank=rank) if line["generation"] >= number
             ],
             what=f"a step of rank {rank} in a later generation",
             timeout=90,
@@ -94,11 +95,14 @@ def shown(job_id: str) -> dict:
     return json.loads(asked.stdout)
 
 
-# --- torchelastic.train --------------------------------------------------------------------------
+def test_who_keeps_the_others_waiting_in_train_is_told_with_what_all_of_them_do(tmp_path):
+    """Rank 1 of two nodes is asked, sleeps, is frozen, and calls another collective.
 
+    Both nodes import torch, and each time five seconds of no progress are waited for."""
+    flags = f"{TWO_NODES} {LIMIT} --shutdown-timeout=1"  # in the end they are stuck
+    with stuck(tmp_path, flags, "resident") as made:
+        check_asked_while_training(made)
 
-def test_who_sleeps_instead_of_entering_a_collective_is_missing_from_it(tmp_path):
-    with stuck(tmp_path, f"{ONE_NODE} {LIMIT}", "resident") as made:
         order(made, "sleep")
         event = hang(made)
         assert event["missing"] == [1]
@@ -106,92 +110,69 @@ def test_who_sleeps_instead_of_entering_a_collective_is_missing_from_it(tmp_path
         assert event["text"].endswith("in which rank 0 waits")
         assert "in sleep_for_ever" in stack_of(event, 1)
         assert "in all_reduce" in stack_of(event, 0)
-        assert event["ranks"][0]["waiting"]
-        assert not event["ranks"][1]["waiting"]
-        [killed] = poll_for(lambda: told(made, "worker-killed"), what="its end")
+        assert [row["waiting"] for row in event["ranks"]] == [True, False]
+        goes_on(made)
+        [killed] = told(made, "worker-killed")
         assert event["text"] in killed["reason"]
         assert "in sleep_for_ever" in killed["stack"]
-        goes_on(made)
-        finish(made)
 
-
-@pytest.mark.slow
-def test_a_frozen_rank_of_another_node_is_missing_and_both_nodes_tell_what_theirs_do(tmp_path):
-    with stuck(tmp_path, f"{TWO_NODES} {LIMIT}", "resident") as made:
-        frozen = pid_of(made, 1)
-        os.kill(frozen, signal.SIGSTOP)
-        event = hang(made)
+        freeze(made, 1)
+        event = hang(made, 2)
         assert event["text"].startswith("rank 1 (frozen) is missing from all_reduce #")
         assert "in all_reduce" in stack_of(event, 0)
         assert len({row["node"] for row in event["ranks"]}) == 2
-        poll_for(lambda: told(made, "worker-killed"), what="its end")
-        goes_on(made)
-        finish(made)
+        goes_on(made, 2)
 
-
-@pytest.mark.slow
-def test_ranks_that_call_different_collectives_are_told_so_and_nobody_is_killed(tmp_path):
-    flags = f"{ONE_NODE} {LIMIT} --shutdown-timeout=1"  # in the end they are stuck
-    with stuck(tmp_path, flags, "resident") as made:
         order(made, "other")
-        event = hang(made)
+        event = hang(made, 3)
         assert event["text"].startswith("the ranks call different collectives (rank 0 in all")
         assert "rank 1 in broadcast #" in event["text"]
         assert event["missing"] == []
-        assert told(made, "worker-killed") == []
+        asked = stacks(f"job{made.port}").stdout
+        assert "waits in all_reduce #" in asked
+        assert "waits in broadcast #" in asked
+        assert len(told(made, "worker-killed")) == 2, "nobody else is killed"
 
 
-# --- scripts -------------------------------------------------------------------------------------
+def check_asked_while_training(made: Job) -> None:
+    job_id = f"job{made.port}"
+    found = shown(job_id)
+    assert [row["rank"] for row in found["ranks"]] == [0, 1]
+    assert all("stuck.py" in row["stack"] for row in found["ranks"])
+    assert all(row["step"] >= 3 for row in found["ranks"])
+    assert all("#" in row["collective"] for row in found["ranks"])
+    assert len({row["node"] for row in found["ranks"]}) == 2
+    assert found["unheard"] == []
+    assert stacks(job_id, "--rank=0").stdout.startswith("rank 0\n")
+    assert "There is no rank 7: the world has ranks 0, 1." in stacks(job_id, "--rank=7").stderr
 
 
-@pytest.mark.parametrize("how", ["sleep", pytest.param("freeze", marks=pytest.mark.slow)], ids=str)
-def test_a_script_that_keeps_its_state_is_watched_too(tmp_path, how):
+def test_a_script_that_keeps_its_state_is_watched_too(tmp_path):
+    """Rank 1 sleeps, and then is frozen: twice five seconds are waited for."""
     with stuck(tmp_path, f"{ONE_NODE} {LIMIT}", "kept") as made:
-        if how == "sleep":
-            order(made, "sleep")
-        else:
-            os.kill(pid_of(made, 1), signal.SIGSTOP)
-        event = hang(made)
-        assert event["missing"] == [1]
-        who = "rank 1" if how == "sleep" else "rank 1 (frozen)"
-        assert event["text"] == f"{who} is missing from all_reduce, in which rank 0 waits"
-        [killed] = poll_for(lambda: told(made, "worker-killed"), what="its end")
-        assert killed["rank"] == 1
-        goes_on(made)
+        for number, who in enumerate(("rank 1", "rank 1 (frozen)"), start=1):
+            if number == 1:
+                order(made, "sleep")
+            else:
+                freeze(made, 1)
+            event = hang(made, number)
+            assert event["missing"] == [1]
+            assert event["text"] == f"{who} is missing from all_reduce, in which rank 0 waits"
+            goes_on(made, number)
         finish(made)
-
-
-# --- by hand -------------------------------------------------------------------------------------
-
-
-def test_what_the_ranks_of_both_nodes_do_can_be_asked_while_they_train(tmp_path):
-    with stuck(tmp_path, TWO_NODES, "resident") as made:
-        job_id = f"job{made.port}"
-        found = shown(job_id)
-        assert [row["rank"] for row in found["ranks"]] == [0, 1]
-        assert all("stuck.py" in row["stack"] for row in found["ranks"])
-        assert all(row["step"] >= 3 for row in found["ranks"])
-        assert all("#" in row["collective"] for row in found["ranks"])
-        assert len({row["node"] for row in found["ranks"]}) == 2
-        assert found["unheard"] == []
-        os.kill(pid_of(made, 1), signal.SIGSTOP)
-        poll_for(lambda: ", frozen" in stacks(job_id).stdout, what="a frozen rank", timeout=60)
-        poll_for(
-            lambda: "waits in all_reduce #" in stacks(job_id).stdout, what="who waits", timeout=60
-        )
-        os.kill(pid_of(made, 1), signal.SIGCONT)
-        assert stacks(job_id, "--rank=0").stdout.startswith("rank 0\n")
-        assert "There is no rank 7: the world has ranks 0, 1." in stacks(job_id, "--rank=7").stderr
-        assert told(made, "worker-killed") == []
 
 
 def test_a_plain_script_can_be_asked_and_goes_on(tmp_path):
-    with stuck(tmp_path, f"{ONE_NODE} --rdzv-id=plain-{os.getpid()}", "plain") as made:
+    with job(tmp_path, f"{ONE_NODE} --rdzv-id=plain-{os.getpid()}") as made:
+        made.program = [str(PROGRAM)]
+        node = made.start()
+        made.world(0, 2)
         asked = stacks(f"plain-{os.getpid()}")
         assert asked.returncode == 0, asked.stderr
         assert "main thread, most recent call first:" in asked.stdout
-        assert "stuck.py" in asked.stdout
-        finish(made)
+        assert "obedient.py" in asked.stdout
+        made.order("finish")
+        assert node.wait() == 0, made.said()
 
 
 def test_nobody_answers_for_a_job_that_is_not_there():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.light import with_light_torch
 from tests.ports import free_port
 from tests.process import entrypoints
 from tests.support import poll_for
@@ -21,6 +22,13 @@ from torchelastic.errors import NotEnoughNodes
 from torchelastic.multiprocessing.errors import ChildFailedError
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def light_torch(monkeypatch) -> None:
+    """The real one is where a test says so."""
+    path = with_light_torch({"PYTHONPATH": str(ROOT)})["PYTHONPATH"]
+    monkeypatch.setenv("PYTHONPATH", path)
 
 
 @pytest.fixture
@@ -174,10 +182,7 @@ if __name__ == "__main__":
     ("signum", "caught"),
     [(signal.SIGINT, "caught KeyboardInterrupt"), (signal.SIGTERM, "caught JobInterrupted")],
 )
-def test_a_signal_to_the_caller_ends_the_job_and_is_raised(
-    signum, caught, script, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def test_a_signal_to_the_caller_ends_the_job_and_is_raised(signum, caught, script, tmp_path):
     ready = tmp_path / "ready"
     caller = script(CALLER, str(ready))
     poll_for(ready.exists, what="a worker", timeout=60)
@@ -189,8 +194,7 @@ def test_a_signal_to_the_caller_ends_the_job_and_is_raised(
     assert caught in out
 
 
-def test_nothing_outlives_a_caller_that_is_killed(script, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def test_nothing_outlives_a_caller_that_is_killed(script, tmp_path):
     ready = tmp_path / "ready"
     caller = script(CALLER, str(ready))
     poll_for(ready.exists, what="a worker", timeout=60)
@@ -199,8 +203,7 @@ def test_nothing_outlives_a_caller_that_is_killed(script, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_a_handler_of_the_callers_that_raises_ends_the_job(script, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def test_a_handler_of_the_callers_that_raises_ends_the_job(script, tmp_path):
     ready = tmp_path / "ready"
     handler = """
 import signal
@@ -238,7 +241,7 @@ def test_torchs_own_record_tells_as_ours_does(tmp_path):
     config = LaunchConfig(max_restarts=0, log_dir=str(tmp_path / "logs"))
 
     with pytest.raises(ChildFailedError) as caught:
-        elastic_launch(config, sys.executable)("-u", str(train))
+        elastic_launch(config, "env")("-u", "PYTHONPATH", sys.executable, "-u", str(train))
 
     _, failed = caught.value.get_first_failure()
     assert failed.message["message"] == "RuntimeError: told by torch"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.light import with_light_torch
 from tests.process import entrypoints
 from tests.process.jobs import alive
 from tests.support import poll_for
@@ -185,6 +186,11 @@ def test_it_works_in_a_thread_that_waits(log_dir):
     assert results[0].return_values == {0: ("a", "0")}
 
 
+@pytest.fixture
+def light_torch(monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", with_light_torch()["PYTHONPATH"])
+
+
 def agent_for(entrypoint, *args, log_dir=None, **options):
     params = RendezvousParameters("c10d", "localhost:0", "job-1", 1, 1)
     spec = WorkerSpec(
@@ -198,6 +204,7 @@ def agent_for(entrypoint, *args, log_dir=None, **options):
     return LocalElasticAgent(spec, log_dir=log_dir)
 
 
+@pytest.mark.usefixtures("light_torch")
 def test_an_agent_runs_its_spec_to_success():
     agent = agent_for(entrypoints.fail_in_generation_0, "a", max_restarts=1)
 
@@ -211,7 +218,7 @@ def test_an_agent_runs_its_spec_to_success():
     assert (group.group_rank, group.group_world_size) == (0, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("light_torch")
 def test_an_agent_returns_failures(log_dir):
     agent = agent_for(entrypoints.fail_on_rank_1, "boom", max_restarts=0, log_dir=log_dir)
 

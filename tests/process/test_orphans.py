@@ -145,7 +145,9 @@ def test_nothing_survives_kill_9(start, victim, options):
     assert job.cgroup is None or not os.path.exists(job.cgroup)
 
 
+@pytest.mark.slow
 def test_data_loaders_do_not_survive_kill_9_of_the_agent(start):
+    """As the forked children above, with torch's own processes and a zygote that imports it."""
     job = start("zygote", environ=env.snapshot(), source=LOADER, files=4)
     os.kill(job.agent, signal.SIGKILL)
     assert_all_gone(job)

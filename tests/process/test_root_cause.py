@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.jobs import Job, Node, job
+from tests.light import with_light_torch
+from tests.process.jobs import Job, Node, alive, job
 from tests.support import poll_for
 
 LINKED = Path(__file__).with_name("linked.py")
@@ -25,6 +26,12 @@ def runtime_dir(tmp_path, monkeypatch) -> None:
     runtime = tmp_path / "runtime"
     runtime.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+
+
+@pytest.fixture
+def light_torch(monkeypatch) -> None:
+    """`linked.py` needs no other."""
+    monkeypatch.setenv("PYTHONPATH", with_light_torch()["PYTHONPATH"])
 
 
 def linked(tmp_path: Path, flags: str):
@@ -41,10 +48,20 @@ def shown() -> dict:
     return told["failure"]
 
 
-def verdict(node: Node) -> dict:
-    """What the leader has found in the end."""
-    found = poll_for(lambda: node.events("restart-decided"), what="the leader's verdict")
-    return found[0]
+def verdict(node: Node, number: int = 0) -> dict:
+    """What the leader has found in the end, of the first generation or a later one."""
+    return poll_for(lambda: node.events("restart-decided")[number:], what="the leader's verdict")[0]
+
+
+def of_generation(node: Node, kind: str, generation: int) -> dict:
+    def found() -> list[dict]:
+        return [one for one in node.events(kind) if one["generation"] == generation]
+
+    return poll_for(found, what=f"{kind} of generation {generation}")[0]
+
+
+def ranks(failures: list[dict]) -> list[int]:
+    return sorted(one["rank"] for one in failures)
 
 
 def reports(it: Job) -> list[str]:
@@ -58,143 +75,122 @@ def fell(report: str) -> str:
     return report.partition("Fell because of it:")[2]
 
 
-@pytest.mark.timeout(200)
-def test_a_worker_raises_and_every_node_says_so_and_who_fell_because_of_it(tmp_path):
-    with linked(tmp_path, "--nnodes=3 --max-restarts=0") as it:
-        for _ in range(3):
-            it.start()
-        it.world(0, 3)
-        it.order("raise out of luck", generation=0, rank=1)
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("light_torch")
+def test_who_failed_first_is_the_cause_and_the_others_fell_because_of_it(tmp_path):
+    """In a row: a worker is killed, a node is killed, a worker fails slowly, a worker raises."""
+    with linked(tmp_path, "--nnodes=2:3 --settle=60 --max-restarts=2") as it:
+        first, second, third = it.start(), it.start(), it.start()
+        killed_worker(it, first)
+        killed_node(it, first, third)
+        peers_that_tell_first_are_not_the_cause(it, first, second)
+        it.nodes.remove(third)
+        workers = it.world(3, 2)
+        it.order("raise out of luck", generation=3, rank=1)
         for report in reports(it):
             cause = report.partition("-----")[0]
             assert "  rank      : 1 (local_rank: 0)\n" in cause
             assert "  error     : ValueError: out of luck\n" in cause
             assert "linked.py" in cause
             assert cause.endswith("  last lines:\n    linking\n    linked\n")
-            assert [f"rank {rank} on" in fell(report) for rank in range(3)] == [True, False, True]
-            assert fell(report).count(BROKEN) == 2
+            assert [f"rank {rank} on" in fell(report) for rank in (0, 1)] == [True, False]
+            assert fell(report).count(BROKEN) == 1
+        for node in it.nodes:
+            assert "all 2 restarts are used (--max-restarts)" in node.stderr
+        assert not any(alive(worker["pid"]) for worker in workers)
         failure = shown()
         assert failure["cause"]["rank"] == 1
         assert failure["cause"]["log_lines"] == ["linking", "linked"]
-        assert sorted(one["rank"] for one in failure["consequences"]) == [0, 2]
+        assert ranks(failure["consequences"]) == [0]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_a_killed_worker_is_the_cause_whatever_its_peers_say(tmp_path):
-    with linked(tmp_path, "--nnodes=2 --max-restarts=0") as it:
-        it.start(), it.start()
-        workers = it.world(0, 2)
-        os.kill(workers[1]["pid"], signal.SIGKILL)
-        for report in reports(it):
-            assert "  exitcode  : -9 " in report
-            assert "  error     : killed by SIGKILL\n" in report
-            assert "  hint      : out of memory" not in report
-            assert "rank 0 on" in fell(report)
-            assert BROKEN in fell(report)
+def killed_worker(it: Job, leader: Node) -> None:
+    """It cannot say anything itself, whatever its peers say."""
+    workers = it.world(0, 3)
+    os.kill(workers[1]["pid"], signal.SIGKILL)
+    found = verdict(leader, 0)
+    cause = found["cause"]
+    assert (found["kind"], cause["rank"], cause["exitcode"]) == ("failure", 1, -9), it.said()
+    assert cause["message"] == "killed by SIGKILL"
+    assert not cause["hint"].startswith("out of memory")
+    assert ranks(found["consequences"]) == [0, 2]
+    assert all(BROKEN in one["message"] for one in found["consequences"])
 
 
-@pytest.mark.timeout(200)
-def test_a_killed_node_is_the_cause_and_its_peers_workers_fell_because_of_it(tmp_path):
-    with linked(tmp_path, "--nnodes=2:3 --settle=60 --max-restarts=0") as it:
-        first, _, third = it.start(), it.start(), it.start()
-        it.world(0, 3)
-        name = third.events("joined")[0]["name"]
-        started = poll_for(lambda: third.events("workers-started"), what="its worker's rank")
-        others = sorted({0, 1, 2} - set(started[0]["ranks"]))
-        third.kill()
-        found = verdict(first)
-        assert found["kind"] == "node-failure", it.said()
-        assert (found["cause"]["node"], found["cause"]["rank"]) == (name, -1)
-        assert sorted(one["rank"] for one in found["consequences"]) == others
-        assert all(BROKEN in one["message"] for one in found["consequences"])
-        it.world(1, 2)
-        failure = shown()
-        assert failure["sentence"].startswith(f"{name} failed: ")
-        assert sorted(one["rank"] for one in failure["consequences"]) == others
-        it.order("finish", generation=1)
-        assert it.nodes[0].wait() == 0, it.said()
-        assert it.nodes[1].wait() == 0, it.said()
+def killed_node(it: Job, leader: Node, node: Node) -> None:
+    it.world(1, 3)
+    name = node.events("joined")[0]["name"]
+    others = sorted({0, 1, 2} - set(of_generation(node, "workers-started", 1)["ranks"]))
+    node.kill()
+    found = verdict(leader, 1)
+    assert found["kind"] == "node-failure", it.said()
+    assert (found["cause"]["node"], found["cause"]["rank"]) == (name, -1)
+    assert ranks(found["consequences"]) == others
+    assert all(BROKEN in one["message"] for one in found["consequences"])
+    it.world(2, 2)
+    failure = shown()
+    assert failure["sentence"].startswith(f"{name} failed: ")
+    assert ranks(failure["consequences"]) == others
 
 
-@pytest.mark.timeout(200)
-def test_peers_that_tell_first_are_not_the_cause(tmp_path):
+def peers_that_tell_first_are_not_the_cause(it: Job, leader: Node, other: Node) -> None:
     """The failing worker has raised, and its connections are closed, but its process is not gone
     before its peers have told of that and the leader has ended the generation."""
-    with linked(tmp_path, "--nnodes=2 --max-restarts=0") as it:
-        first, second = it.start(), it.start()
-        it.world(0, 2)
-        it.order("raise-slowly out of luck", generation=0, rank=1)
-        over = poll_for(lambda: first.events("generation-over"), what="the end of the generation")
-        assert over[0]["cause"]["rank"] == 0, "its peer was heard first"
-        poll_for(lambda: "generation 0 is over" in second.stderr, what="its own agent knows it")
-        assert not second.events("worker-failed")
-        it._orders.joinpath("release").touch()
-        for report in reports(it):
-            assert "  error     : ValueError: out of luck\n" in report
-            assert "rank 0 on" in fell(report)
-        assert shown()["cause"]["rank"] == 1
+    it.order("raise-slowly out of luck", generation=2, rank=1)
+    over = of_generation(leader, "generation-over", 2)
+    assert over["cause"]["rank"] == 0, "its peer was heard first"
+    poll_for(lambda: "generation 2 is over" in other.stderr, what="its own agent knows it")
+    assert all(one["generation"] < 2 for one in other.events("worker-failed"))
+    it._orders.joinpath("release").touch()
+    found = verdict(leader, 2)
+    assert (found["cause"]["rank"], found["cause"]["message"]) == (1, "ValueError: out of luck")
+    assert ranks(found["consequences"]) == [0]
+    it.world(3, 2)
+    assert shown()["cause"]["rank"] == 1
 
 
 # --- training, with real collectives -------------------------------------------------------------
-
-
-def resident(tmp_path: Path, flags: str, monkeypatch, faults: str = ""):
-    if faults:
-        monkeypatch.setenv("TORCHELASTIC_FAULTS", faults)
-    return job(tmp_path / "job", f"--redirects=3 {flags}", script=RESIDENT)
 
 
 def train(it: Job, *keys: str) -> Node:
     return it.start(script=[str(it.script), str(it._lines), str(it._orders), *keys])
 
 
-def trained(it: Job) -> None:
-    for node in it.nodes:
-        assert node.wait(100) == 0, it.said()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("fault", "kind", "message"),
-    [
-        ("kill", "failure", "killed by SIGKILL"),
-        ("raise", "error", "FaultInjected: A fault was planned at collective.launched"),
-    ],
-)
-def test_a_worker_fails_while_the_others_are_in_the_all_reduce(
-    tmp_path, monkeypatch, fault, kind, message
-):
-    faults = f"{fault}@rank=1,step=2,place=collective.launched"
-    with resident(tmp_path, "--nnodes=3", monkeypatch, faults) as it:
+def test_a_worker_and_a_node_fail_while_the_others_are_in_the_all_reduce(tmp_path, monkeypatch):
+    """A worker raises there, one is killed, and then a node is killed. Two nodes import torch."""
+    faults = ("raise@rank=1,step=2", "kill@rank=1,step=4,generation=1")
+    monkeypatch.setenv(
+        "TORCHELASTIC_FAULTS", ";".join(f"{one},place=collective.launched" for one in faults)
+    )
+    flags = "--redirects=3 --nnodes=1:2 --nproc-per-node=2 --settle=60"
+    with job(tmp_path / "job", flags, script=RESIDENT) as it:
         # A model without buffers: what its step launches first is an all-reduce.
-        first, _, _ = (train(it, "model=plain") for _ in range(3))
-        trained(it)
-        found = verdict(first)
-        assert (found["kind"], found["cause"]["rank"]) == (kind, 1), it.said()
-        assert found["cause"]["message"].startswith(message)
-        assert found["cause"]["step"] == 2
-        assert re.match(r"all_reduce #\d+$", found["cause"]["collective"])
-        # Others may have heard that the generation is over before they noticed anything.
-        assert {one["rank"] for one in found["consequences"]} <= {0, 2}
-        assert all(one["alive"] for one in found["consequences"])
-        assert shown()["cause"]["message"].startswith(message)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_node_is_killed_while_the_others_train(tmp_path, monkeypatch):
-    with resident(tmp_path, "--nnodes=2:3 --settle=60", monkeypatch) as it:
-        keys = ("steps=60", "slow=0.05")
-        first, _, third = train(it, *keys), train(it, *keys), train(it, *keys)
-        poll_for(lambda: it.lines(event="step", size=3), what="steps of three", timeout=100)
-        name = third.events("joined")[0]["name"]
-        third.kill()
-        it.nodes.remove(third)
-        trained(it)
-        found = verdict(first)
-        assert (found["kind"], found["cause"]["node"]) == ("node-failure", name), it.said()
+        first, second = (train(it, "model=plain", "steps=100000", "slow=0.02") for _ in range(2))
+        poll_for(
+            lambda: [one for one in it.lines(event="step", size=4) if one["step"] > 4],
+            what="steps of four again",
+            timeout=200,
+        )
+        name = second.events("joined")[0]["name"]
+        second.kill()
+        poll_for(lambda: it.lines(event="step", size=2), what="steps of two", timeout=100)
+        it.order("finish", rank=0)
+        assert first.wait(100) == 0, it.said()
+        raised, killed, lost = [one for one in first.events("restart-decided") if one["cause"]]
+        for found, kind, step, message in (
+            (raised, "error", 2, "FaultInjected: A fault was planned at collective.launched"),
+            (killed, "failure", 4, "killed by SIGKILL"),
+        ):
+            cause = found["cause"]
+            assert (found["kind"], cause["rank"], cause["step"]) == (kind, 1, step), it.said()
+            assert cause["message"].startswith(message)
+            assert re.match(r"all_reduce #\d+$", cause["collective"])
+            # Others may have heard that the generation is over before they noticed anything.
+            assert set(ranks(found["consequences"])) <= {0, 2, 3}
+            assert all(one["alive"] for one in found["consequences"])
+        assert (lost["kind"], lost["cause"]["node"]) == ("node-failure", name), it.said()
         assert shown()["sentence"].startswith(f"{name} failed: ")
 
 
@@ -227,6 +223,7 @@ def start_in(group: Path, it: Job, *keys: str) -> Node:
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.usefixtures("light_torch")
 @pytest.mark.needs("memory cgroup")
 def test_a_worker_that_the_kernel_kills_for_want_of_memory(tmp_path, small):
     flags = "--standalone --nproc-per-node=2 --max-restarts=0 --rdzv-id=job"
@@ -247,14 +244,13 @@ def test_a_worker_that_the_kernel_kills_for_want_of_memory(tmp_path, small):
 @pytest.mark.slow
 @pytest.mark.needs("memory cgroup")
 @pytest.mark.timeout(300)
-def test_a_worker_that_trains_and_starves_is_replaced_and_the_job_says_why(
-    tmp_path, monkeypatch, small
-):
-    flags = "--standalone --nproc-per-node=2 --rdzv-id=job"
-    with resident(tmp_path, flags, monkeypatch) as it:
+def test_a_worker_that_trains_and_starves_is_replaced_and_the_job_says_why(tmp_path, small):
+    """Its zygote imports torch."""
+    flags = "--redirects=3 --standalone --nproc-per-node=2 --rdzv-id=job"
+    with job(tmp_path / "job", flags, script=RESIDENT) as it:
         it.order("eat", generation=3, rank=1)  # at step 3
         node = start_in(small, it, "steps=6", "model=plain")
-        trained(it)
+        assert node.wait(100) == 0, it.said()
         (failed,) = [
             one["failure"] for one in node.events("worker-failed") if not one["failure"]["alive"]
         ]

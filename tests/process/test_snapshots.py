@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import os
+import signal
 import uuid
 from pathlib import Path
 
 import pytest
 
+from tests.light import with_light_torch
 from tests.process.jobs import Job, job
 from tests.support import poll_for
 
 SCRIPT = Path(__file__).with_name("holding.py")
 V1 = Path("/sys/fs/cgroup/memory")
 #: Both begin together, however long the second takes to come.
-FLAGS = "--nnodes=1:2 --no-zygote --settle=60 --lease=2"
+FLAGS = "--nnodes=1:2 --settle=60 --lease=2"
+
+
+@pytest.fixture(autouse=True)
+def _light(monkeypatch):
+    """The script uses no torch."""
+    monkeypatch.setenv("PYTHONPATH", with_light_torch()["PYTHONPATH"])
 
 
 def order(made: Job, number: int, what: str, *, rank: int, generation: int) -> None:
@@ -52,9 +60,16 @@ def holds(made: Job, rank: int, generation: int, piece: list) -> dict:
     raise AssertionError(f"{piece} is not among {inventory['held']}\n{made.said()}")
 
 
+def finish(made: Job, generation: int) -> None:
+    for rank in (0, 1):
+        order(made, 999, "finish", rank=rank, generation=generation)
+    for node in made.nodes:
+        assert node.wait() in (0, -signal.SIGKILL), made.said()
+
+
 def test_snapshots_outlive_workers_and_generations(tmp_path):
-    with job(tmp_path / "job", "--nnodes=1 --nproc-per-node=2 --no-zygote", script=SCRIPT) as made:
-        node = made.start()
+    with job(tmp_path / "job", "--nnodes=1 --nproc-per-node=2", script=SCRIPT) as made:
+        made.start()
         assert seen(made, "inventory", rank=0, generation=0)["held"] == []
         for rank in (0, 1):
             seen(made, "ready", rank=rank, generation=0)
@@ -69,9 +84,7 @@ def test_snapshots_outlive_workers_and_generations(tmp_path):
         seen(made, "ready", rank=0, generation=1)
         order(made, 1, "fetch own:1 0 3 nowhere:1", rank=0, generation=1)  # it is here
         assert seen(made, "fetched", rank=0)["right"]
-        for rank in (0, 1):
-            order(made, 999, "finish", rank=rank, generation=1)
-        assert node.wait() == 0, made.said()
+        finish(made, generation=1)
 
 
 def test_a_lost_nodes_pieces_are_held_by_another_and_brought_to_its_replacement(tmp_path):
@@ -102,10 +115,11 @@ def test_a_lost_nodes_pieces_are_held_by_another_and_brought_to_its_replacement(
             what="a refusal",
         )
         assert "does not hold that version of 'shared'" in refused[0]["refused"]
+        finish(made, generation=2)
 
 
 def test_no_copies_are_made_where_none_are_wanted(tmp_path):
-    flags = "--nnodes=2 --no-zygote --snapshot-replicas=0"
+    flags = "--nnodes=2 --snapshot-replicas=0"
     with job(tmp_path / "job", flags, script=SCRIPT) as made:
         made.start()
         made.start()
@@ -115,6 +129,7 @@ def test_no_copies_are_made_where_none_are_wanted(tmp_path):
             commit(made, step, ranks=[0, 1])
         held = holds(made, 0, 0, ["own:0", 0, 2, False])["held"]
         assert not any(replica for *_, replica in held)
+        finish(made, generation=0)
 
 
 @pytest.mark.needs("memory cgroup")
@@ -128,7 +143,7 @@ def test_a_limit_of_the_cgroup_refuses_in_one_sentence_and_the_job_goes_on(tmp_p
     )
     try:
         (limited / "memory.limit_in_bytes").write_text(str(1 << 30))
-        with job(tmp_path / "job", "--nnodes=1 --no-zygote", script=SCRIPT) as made:
+        with job(tmp_path / "job", "--nnodes=1", script=SCRIPT) as made:
             words = [str(SCRIPT), str(made._lines), str(made._orders), str(600 << 20)]
             (limited / "cgroup.procs").write_text(str(os.getpid()))
             try:

@@ -71,6 +71,7 @@ def test_a_step_makes_no_system_call(tmp_path):
     assert len(lines[ends[0] + 1 : ends[1]]) < 200, "nor one of these in each of a thousand steps"
 
 
+@pytest.mark.alone
 def test_a_step_takes_no_more_than_a_few_microseconds():
     ran = subprocess.run(program(250), capture_output=True, text=True, timeout=60, check=True)
     # The best of many: a busy machine makes every instruction take longer, not this code.

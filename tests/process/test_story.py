@@ -1,4 +1,4 @@
-"""A real job, a real kill, and what the commands then say of it."""
+"""A real job, a real kill, and what the commands and the page then say of it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.process.jobs import job
+from tests.process.test_dashboard import Tab, dashboard, picture, tab, url_of
 from tests.support import poll_for
 from tests.unit.events.test_trace import check_nesting
 
 SCRIPT = Path(__file__).with_name("resident.py")
-FLAGS = "--nnodes=1 --nproc-per-node=2 --rdzv-id=told --redirects=3"
+FLAGS = "--nnodes=1 --nproc-per-node=2 --rdzv-id=told --redirects=3 --dashboard=0"
 
 
 @pytest.fixture(autouse=True)
@@ -40,25 +41,68 @@ def status() -> dict:
 
 
 @pytest.mark.timeout(300)
-def test_a_killed_worker_is_seen_in_every_command(tmp_path):
+def test_a_killed_worker_is_seen_in_every_command_and_on_the_page(tmp_path):
+    """Its zygote imports torch."""
     with job(tmp_path / "job", FLAGS, script=SCRIPT) as made:
-        script = [str(SCRIPT), str(made._lines), str(made._orders), "steps=40", "slow=0.02"]
+        script = [str(SCRIPT), str(made._lines), str(made._orders), "steps=100000", "slow=0.02"]
         node = made.start(script=script)
-        begun = poll_for(
-            lambda: [line for line in made.lines(event="step") if line["step"] >= 3],
-            what="steps",
-            timeout=100,
-        )
-        os.kill(begun[0]["pid"], signal.SIGKILL)
+        with tab(url_of(node)) as opened:
+            begun = poll_for(
+                lambda: [line for line in made.lines(event="step") if line["step"] >= 3],
+                what="steps",
+                timeout=100,
+            )
+            opened.until(lambda seen: seen["view"]["phase"] == "running")
+            os.kill(begun[0]["pid"], signal.SIGKILL)
+            seen = opened.until(recovered)
+            check_recovery(seen)
+            assert (seen["live"], seen["whole"]) == (True, True)
+            assert seen["leader"] == seen["node"] == seen["view"]["nodes"][0]["name"]
+            assert {line["node"] for line in seen["log"]} == {seen["node"]}
+            made.order("finish", rank=0)
+            check_end(opened)
         assert node.wait(100) == 0, made.said()
-        ended = status()
-        check_status(ended)
+        check_status(status())
         assert "goodput " in node.stderr
         check_events(torchelastic("events", "told"))
         check_trace(tmp_path, node.directory / "logs")
         shown = torchelastic("status", "told")
         assert "  recoveries\n" in shown
         assert "killed by SIGKILL" in shown
+        (run_dir,) = (node.directory / "logs").iterdir()
+        assert f"torchelastic dashboard {run_dir} shows this job again" in node.stderr
+        check_afterwards(run_dir)
+
+
+def recovered(seen: dict) -> bool:
+    return any(one["kind"] == "failure" and one["done"] for one in seen["view"]["recoveries"])
+
+
+def check_recovery(seen: dict) -> None:
+    (failure,) = [one for one in seen["view"]["recoveries"] if one["kind"] == "failure"]
+    assert failure["failure"]["exitcode"] == -signal.SIGKILL
+    assert failure["cost"] > 0
+    assert any("killed by SIGKILL" in line["text"] for line in seen["log"])
+
+
+def check_end(opened: Tab) -> None:
+    """The last picture shows it, unless the page was too slow: nobody waits for it for long."""
+    last: dict = {}
+    while seen := opened.next():
+        last = seen
+    if last and not last["live"]:
+        assert (last["view"]["phase"], last["view"]["exitcode"]) == ("ended", 0)
+
+
+def check_afterwards(run_dir: Path) -> None:
+    """The finished job is shown as it was."""
+    with dashboard(str(run_dir)) as url:
+        again = picture(url)
+        assert (again["live"], again["node"]) == (False, None)
+        assert (again["view"]["phase"], again["view"]["exitcode"]) == ("ended", 0)
+        check_recovery(again)
+        with tab(url) as opened:
+            assert opened.next()["view"] == again["view"]
 
 
 def check_status(told: dict) -> None:

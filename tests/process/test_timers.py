@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.light import with_light_torch
 from tests.process.jobs import job
 
 SCRIPT = Path(__file__).with_name("timed.py")
+#: The worlds of so many generations cannot be built.
+FAILING = 5
 
 
 def line_of(text: str) -> int:
@@ -17,6 +20,7 @@ def line_of(text: str) -> int:
 def test_whatever_a_worker_hangs_in_it_is_ended_and_says_where(tmp_path, monkeypatch):
     """In Python, in another thread, by torch's timers, in C with the GIL: a generation each."""
     monkeypatch.setenv("TORCHELASTIC_ENABLE_FILE_TIMER", "1")
+    monkeypatch.setenv("PYTHONPATH", with_light_torch()["PYTHONPATH"])
     place = f"{SCRIPT}#{line_of('with expires(after=0.3):')}"
     with job(tmp_path, "--standalone --no-zygote --max-restarts=3") as it:
         node = it.start(script=[str(SCRIPT), "script"])
@@ -38,9 +42,12 @@ def test_whatever_a_worker_hangs_in_it_is_ended_and_says_where(tmp_path, monkeyp
         assert "in holding_the_gil" in report
 
 
-def test_a_resident_worker_is_replaced_and_the_training_goes_on(tmp_path):
+def test_a_resident_worker_is_replaced_and_the_training_goes_on(tmp_path, monkeypatch):
+    """It hangs in a step. Before, worlds could not be built, and others were tried after pauses."""
+    faults = [f"raise@rank=1,place=group.build,generation={number}" for number in range(FAILING)]
+    monkeypatch.setenv("TORCHELASTIC_FAULTS", ";".join(faults))
     with job(tmp_path, "--standalone --nproc-per-node=2") as it:
-        node = it.start(script=[str(SCRIPT), "train"])
+        node = it.start(script=[str(SCRIPT), "train", str(FAILING)])
         assert node.wait(100) == 0, node.stderr
         stacks = {event["reason"]: event["stack"] for event in node.events("worker-killed")}
         assert "timed.py" in stacks["timer 'slow step' expired after 0.3 s"]
@@ -51,3 +58,11 @@ def test_a_resident_worker_is_replaced_and_the_training_goes_on(tmp_path):
         ]
         assert failure["step"] == 3, "it has not gone on when it was looked at"
         assert "trained 6 steps" in node.stdout
+        assert failure["pid"] in node.events("workers-started")[0]["pids"], "it was replaced before"
+        reasons = [event["reason"] for event in node.events("generation-over")]
+        paused = [reason for reason in reasons if "failed as soon as they began" in reason]
+        assert len(paused) >= FAILING - 3, (
+            node.stderr
+        )  # workers start in the first, which lives longer
+        assert "A fault was planned" in paused[0]
+        assert paused[0].endswith("the next one begins in 0.25 s")

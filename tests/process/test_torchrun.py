@@ -92,85 +92,61 @@ class Torchruns:
             except ProcessLookupError:
                 continue
 
+    def __enter__(self):
+        return self
 
-@pytest.fixture
-def torchruns(tmp_path):
-    made = Torchruns(tmp_path)
-    yield made
-    made.close()
-
-
-def test_a_worker_that_dies_is_restarted_and_all_meet_anew(torchruns):
-    torchruns.start()
-    torchruns.start()
-    before = torchruns.world(2)
-
-    (torchruns.directory / f"die-{before[1].pid}").touch()
-    after = torchruns.world(2, besides={before[0].store})
-
-    assert {up.pid for up in before}.isdisjoint(up.pid for up in after)
-    torchruns.finish()
+    def __exit__(self, *_):
+        self.close()
 
 
-def test_agents_come_and_are_killed(torchruns):
-    torchruns.start()
-    torchruns.start()
-    of_two = torchruns.world(2)
+def test_workers_and_agents_come_and_go(tmp_path):
+    """One job: a worker dies, and all are restarted; an agent comes; the one that hosts the
+    rendezvous is killed; one is asked to go. Three agents and ten workers import torch."""
+    with Torchruns(tmp_path) as torchruns:
+        host = torchruns.start("--rdzv-conf=is_host=1")
+        stays = torchruns.start("--rdzv-conf=is_host=0")
+        first = torchruns.world(2)
+        stores = {first[0].store}
 
-    third = torchruns.start()
-    of_three = torchruns.world(3, besides={of_two[0].store})
-    assert [up.agent for up in of_three[:2]] == [up.agent for up in of_two]
-    third.kill()
-    third.wait()
-    again = torchruns.world(2, besides={of_two[0].store, of_three[0].store})
-    assert [up.agent for up in again] == [up.agent for up in of_two]
+        (tmp_path / f"die-{first[1].pid}").touch()
+        second = torchruns.world(2, besides=stores)
+        assert {up.pid for up in first}.isdisjoint(up.pid for up in second)
+        stores.add(second[0].store)
 
-    torchruns.finish()
+        goes = torchruns.start("--rdzv-conf=is_host=0")
+        third = torchruns.world(3, besides=stores)
+        assert [up.agent for up in third[:2]] == [up.agent for up in second]
+        stores.add(third[0].store)
 
+        host.kill()
+        host.wait()
+        fourth = torchruns.world(2, besides=stores)
+        assert {up.agent for up in fourth} == {stays.pid, goes.pid}
+        stores.add(fourth[0].store)
 
-def test_the_host_of_the_rendezvous_is_killed_and_another_takes_its_place(torchruns):
-    host = torchruns.start("--rdzv-conf=is_host=1")
-    torchruns.start("--rdzv-conf=is_host=0")
-    torchruns.start("--rdzv-conf=is_host=0")
-    before = torchruns.world(3)
-
-    host.kill()
-    host.wait()
-    after = torchruns.world(2, besides={up.store for up in before})
-
-    assert host.pid not in {up.agent for up in after}
-    torchruns.finish()
-
-
-def test_an_agent_that_is_asked_to_go_leaves_and_the_other_goes_on(torchruns):
-    stays = torchruns.start("--rdzv-conf=is_host=1")
-    goes = torchruns.start("--rdzv-conf=is_host=0")
-    before = torchruns.world(2)
-
-    goes.send_signal(signal.SIGTERM)
-    assert goes.wait(TIMEOUT) != 0
-    torchruns.world(1, besides={before[0].store})
-
-    assert stays.poll() is None
-    torchruns.finish()
+        goes.send_signal(signal.SIGTERM)
+        assert goes.wait(TIMEOUT) != 0
+        torchruns.world(1, besides=stores)
+        assert stays.poll() is None
+        torchruns.finish()
 
 
-def test_workers_that_fail_too_often_end_the_job_on_every_node(torchruns):
-    first = torchruns.start("--max-restarts=0")
-    second = torchruns.start("--max-restarts=3")
-    before = torchruns.world(2)
+def test_workers_that_fail_too_often_end_the_job_on_every_node(tmp_path):
+    with Torchruns(tmp_path) as torchruns:
+        first = torchruns.start("--max-restarts=0")
+        second = torchruns.start("--max-restarts=3")
+        before = torchruns.world(2)
 
-    (failing,) = (up for up in before if up.agent == first.pid)
-    (torchruns.directory / f"die-{failing.pid}").touch()
+        (failing,) = (up for up in before if up.agent == first.pid)
+        (tmp_path / f"die-{failing.pid}").touch()
 
-    assert (first.wait(TIMEOUT), second.wait(TIMEOUT)) == (1, 1)
-    assert "RendezvousClosedError" in torchruns.log(second)
-    assert "torchrun restarts its workers no more" in torchruns.log(second)
+        assert (first.wait(TIMEOUT), second.wait(TIMEOUT)) == (1, 1)
+        assert "RendezvousClosedError" in torchruns.log(second)
+        assert "torchrun restarts its workers no more" in torchruns.log(second)
 
 
-def test_they_meet_at_etcd(tmp_path, etcd: Etcd):
-    torchruns = Torchruns(tmp_path, f"etcd://{etcd.endpoint}")
-    try:
+def test_they_meet_at_etcd_and_one_is_killed(tmp_path, some_etcd: Etcd):
+    with Torchruns(tmp_path, f"etcd://{some_etcd.endpoint}") as torchruns:
         torchruns.start()
         torchruns.start()
         before = torchruns.world(2)
@@ -178,5 +154,3 @@ def test_they_meet_at_etcd(tmp_path, etcd: Etcd):
         torchruns.processes[0].wait()
         torchruns.world(1, besides={before[0].store})
         torchruns.finish()
-    finally:
-        torchruns.close()

@@ -1,8 +1,9 @@
-"""Resident workers under a real agent: killed at every point of a step, joined, left, frozen."""
+"""Resident workers under a real agent: killed at every point of a step, frozen, unfit, joined."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -65,231 +66,256 @@ def stepped(made: Job, step: int, **wanted) -> bool:
     return bool([line for line in made.lines(event="step", **wanted) if line["step"] >= step])
 
 
-def final(made: Job, workers: int) -> tuple[str, float]:
+def final(made: Job, workers: int) -> tuple[str, float, int]:
     done = made.lines(event="done")
     assert len(done) == workers, made.said()
-    ends = {(line["hash"], line["lr"], line["step"]) for line in done}
-    assert len(ends) == 1, ends
-    return done[0]["hash"], done[0]["lr"]
+    [end] = {(line["hash"], line["lr"], line["step"]) for line in done}
+    return end
 
 
-def undisturbed(tmp_path, **keys) -> tuple[dict[int, set[str]], tuple[str, float]]:
-    with training(tmp_path / "undisturbed", "--nnodes=1 --nproc-per-node=3", **keys) as made:
-        assert start(made).wait(60) == 0, made.said()
-        return steps(made), final(made, 3)
+def newest(made: Job) -> int:
+    return max(line["generation"] for line in made.lines(event="step"))
 
 
-HALF = {"model": "plain", "optimizer": "half"}
+def stepped_after(made: Job, generation: int, size: int) -> None:
+    """Wait for steps of a later generation, with so many workers."""
+
+    def found() -> bool:
+        lines = made.lines(event="step", size=size)
+        return len([line for line in lines if line["generation"] > generation]) > 5 * size
+
+    poll_for(found, what=f"steps of {size} workers after generation {generation}")
+
+
+def pids(made: Job, **wanted) -> set[int]:
+    return {line["pid"] for line in made.lines(event="step", **wanted)}
+
+
+def killed_at(places: tuple[str, ...], ranks: tuple[int, int]) -> str:
+    """One kill per generation, each at another place, of one rank and the other in turn."""
+    return ";".join(
+        f"kill@rank={ranks[number % 2]},place={place},generation={number}"
+        + (f",step={2 + number}" if place.startswith(("step", "collective", "optimizer")) else "")
+        for number, place in enumerate(places)
+    )
+
+
+#: The first generation after the kills, and what is done to rank 1 in it and in the next ones.
+CALM = len(PLACES)
+FROZEN = (f"stop@rank=1,step=13,place=collective.before,generation={CALM}",)
+STUCK = (
+    f"stop@rank=1,place=group.build,generation={CALM}",
+    f"stop@rank=1,place=sync.begin,generation={CALM + 1}",
+    f"sleep=600@rank=1,step=13,place=step.begin,generation={CALM + 2}",
+)
 
 
 @pytest.mark.parametrize(
-    ("rank", "keys"),
+    ("ranks", "stopped"),
     [
-        pytest.param(0, {"model": "norm"}, id="adam-0"),
-        pytest.param(2, {"model": "norm"}, id="adam-2", marks=pytest.mark.slow),
-        pytest.param(0, HALF, id="half-written-0", marks=pytest.mark.slow),
-        pytest.param(2, HALF, id="half-written-2", marks=pytest.mark.slow),
+        pytest.param((0, 2), FROZEN, id="frozen"),
+        pytest.param((2, 0), STUCK, id="stuck", marks=pytest.mark.slow),
     ],
 )
 def test_killed_anywhere_and_replaced_the_result_is_the_same_to_the_bit(
-    tmp_path, monkeypatch, rank, keys
+    tmp_path, monkeypatch, ranks, stopped
 ):
-    """One kill per generation, each at another place; the world waits for the replacement."""
-    places = [place for place in PLACES if keys.get("optimizer") or place != "optimizer.inside"]
-    faults = ";".join(
-        f"kill@rank={rank},step={2 + number},place={place},generation={number}"
-        if place.startswith(("step", "collective", "optimizer"))
-        else f"kill@rank={rank},place={place},generation={number}"
-        for number, place in enumerate(places)
-    )
-    keys = {"steps": 16, **keys}
-    flags = "--nnodes=1 --nproc-per-node=3 --world-sizes=3"
+    """A dozen generations, each ended by a fault; the world waits for the replacement.
+
+    A kill at every place of a step and of the way into a world; freezes and a hang, which are told
+    with their stack; an error, which is tried again by the same processes; and data that ends early
+    on one rank. Two nodes import torch: the second job is undisturbed.
+    """
+    keys = {"steps": 20, "ends": "1:16"}
+    faults = ";".join([killed_at(PLACES, ranks), *stopped])
+    flags = "--nnodes=1 --nproc-per-node=3 --world-sizes=3 --progress-timeout=5"
+    if stopped is STUCK:
+        monkeypatch.setenv("PATH", str(tmp_path))  # no py-spy
     with training(tmp_path / "killed", flags, monkeypatch, faults, **keys) as made:
+        made.order("raise-once a flaky disk", generation=15, rank=1)
         node = start(made)
         assert node.wait(120) == 0, made.said()
-        killed = [event for event in node.events("worker-exited") if event["exitcode"] == -9]
-        assert len(killed) == len(places), made.said()
+        ended = [event for event in node.events("worker-exited") if event["exitcode"] == -9]
+        # On a busy machine more: who is not free soon after its world is over is killed, too.
+        assert len(ended) >= len(PLACES) + len(stopped), made.said()
+        assert len(made.lines(event="start")) == 3 + len(ended), "replaced for an error"
+        assert "a flaky disk" in node.stderr
+        check_stopped(node.events("worker-killed"), stopped)
         found, end = steps(made), final(made, 3)
     assert all(len(hashes) == 1 for hashes in found.values()), found
-    expected, expected_end = undisturbed(tmp_path, **keys)
-    assert found == expected
-    assert end == expected_end
+    assert end[2] == 16, "the data of rank 1 ends there"
+    with training(tmp_path / "undisturbed", "--nnodes=1 --nproc-per-node=3", **keys) as made:
+        assert start(made).wait(60) == 0, made.said()
+        assert (found, end) == (steps(made), final(made, 3))
 
 
-def test_the_others_train_on_until_the_replacement_is_ready(tmp_path):
-    flags = "--nnodes=1 --nproc-per-node=3"
-    with training(tmp_path, flags, steps=100000, slow=0.01) as made:
-        node = start(made)
+def check_stopped(killed: list[dict], stopped: tuple[str, ...]) -> None:
+    assert [event["rank"] for event in killed] == [1] * len(stopped)
+    reasons, stack = [event["reason"] for event in killed], killed[-1]["stack"]
+    if stopped is FROZEN:
+        assert "frozen" in reasons[0]
+        assert ("train_step" if shutil.which("py-spy") else "it is frozen") in stack
+        return
+    for number, reason in enumerate(reasons[:2]):
+        assert f"on the way into generation {CALM + number}" in reason
+        assert "(frozen)" in reason
+    assert reasons[2].startswith("no progress for ")
+    assert "(faults.py, line " in reasons[2]
+    assert "faults.py" in stack
+    assert "_take_steps" in stack
+
+
+def test_workers_and_nodes_come_and_go_until_an_error_stays(tmp_path):
+    """One job: the others train on until a killed worker is replaced; a node joins and leaves at
+    boundaries of steps; a node is lost; an error that comes back ends the job and is shown.
+
+    Three nodes import torch, one after the other."""
+    flags = "--nnodes=1:2 --nproc-per-node=2 --settle=0.2"
+    with training(tmp_path, flags, steps=100000, slow=0.1) as made:
+        first = start(made)
         poll_for(lambda: stepped(made, 5), what="steps")
         victim = made.lines(event="step", rank=1)[0]["pid"]
-        others = {line["pid"] for line in made.lines(event="start")} - {victim}
+        survivors = pids(made) - {victim}
         os.kill(victim, signal.SIGKILL)
-        poll_for(lambda: stepped(made, 0, size=2, generation=1), what="a step of the survivors")
-        poll_for(lambda: stepped(made, 0, size=3, generation=2), what="a step with a replacement")
-        poll_for(
-            lambda: others < {line["pid"] for line in made.lines(event="step", generation=2)},
-            what="the survivors' own processes in it",
-        )
-        assert all(len(hashes) == 1 for hashes in steps(made).values())
-        node.process.terminate()
-        assert node.wait() == 143
+        poll_for(lambda: stepped(made, 0, size=1, generation=1), what="a step of the survivor")
+        poll_for(lambda: stepped(made, 0, size=2, generation=2), what="a step with a replacement")
+        poll_for(lambda: survivors < pids(made, generation=2), what="the survivor in it")
+        survivors = pids(made, generation=2)
 
-
-def test_a_node_joins_and_leaves_at_a_boundary(tmp_path):
-    with training(tmp_path, "--nnodes=1:2 --nproc-per-node=2", steps=100000, slow=0.01) as made:
-        first = start(made)
-        poll_for(lambda: stepped(made, 5, size=2), what="steps of one node")
-        pids = {line["pid"] for line in made.lines(event="step")}
         second = start(made)
-        poll_for(lambda: stepped(made, 5, size=4), what="steps of two nodes", timeout=60)
-        poll_for(
-            lambda: pids < {line["pid"] for line in made.lines(event="step", size=4)},
-            what="the same processes among them",
-        )
+        stepped_after(made, 2, 4)
+        assert survivors < pids(made, size=4), "the same processes are among them"
+        before = newest(made)
         second.process.terminate()
         assert second.wait() == 143
-        last = max(line["generation"] for line in made.lines(event="step", size=4))
-        poll_for(lambda: stepped(made, 0, size=2, generation=last + 1), what="steps of one again")
+        stepped_after(made, before, 2)
         entered = {(line["step"], line["rank"]) for line in made.lines(event="enter", size=4)}
         ran = {(line["step"], line["rank"]) for line in made.lines(event="step", size=4)}
         assert entered == ran, "a step was begun and not run to its end"
+        done = [line for line in made.lines(event="step", rank=0) if line["generation"] > 2]
+        counts = sorted(line["step"] for line in done)
+        assert counts == list(range(counts[0], counts[0] + len(counts))), "lost, or run twice"
+
+        before = newest(made)
+        third = start(made)
+        stepped_after(made, before, 4)
+        before = newest(made)
+        third.kill()
+        stepped_after(made, before, 2)
         assert all(len(hashes) == 1 for hashes in steps(made).values())
-        counts = [line["step"] for line in made.lines(event="step", rank=0)]
-        assert sorted(counts) == list(range(len(counts))), "a step was lost or run twice"
-        first.process.terminate()
-        assert first.wait() == 143
 
-
-def test_a_lost_node_is_no_reason_to_stop(tmp_path):
-    flags = "--nnodes=1:2 --nproc-per-node=1"
-    with training(tmp_path, flags, steps=100000, slow=0.01) as made:
-        first = start(made)
-        second = start(made)
-        poll_for(lambda: stepped(made, 5, size=2), what="steps of two nodes", timeout=60)
-        second.kill()
-        poll_for(lambda: stepped(made, 5, size=1), what="steps of the survivor")
-        assert all(len(hashes) == 1 for hashes in steps(made).values())
-        first.process.terminate()
-        assert first.wait() == 143
-
-
-def test_a_frozen_worker_is_killed_and_replaced(tmp_path):
-    flags = "--nnodes=1 --nproc-per-node=2 --progress-timeout=3"
-    with training(tmp_path, flags, steps=100000, slow=0.01) as made:
-        node = start(made)
-        poll_for(lambda: stepped(made, 5), what="steps")
-        frozen = made.lines(event="step", rank=1)[0]["pid"]
-        os.kill(frozen, signal.SIGSTOP)
-        poll_for(lambda: stepped(made, 0, size=1, generation=1), what="a step without it")
-        poll_for(lambda: stepped(made, 0, size=2, generation=2), what="a step with another")
-        killed = node.events("worker-killed")
-        assert [event["rank"] for event in killed] == [1]
-        assert "frozen" in killed[0]["reason"]
-        readable = shutil.which("py-spy") is not None
-        assert ("train_step" if readable else "it is frozen") in killed[0]["stack"]
-        node.process.terminate()
-        assert node.wait() == 143
-
-
-@pytest.mark.parametrize("place", ["group.build", "sync.begin"])
-@pytest.mark.slow
-def test_who_freezes_on_the_way_into_a_world_is_killed(tmp_path, monkeypatch, place):
-    flags = "--nnodes=1 --nproc-per-node=2 --progress-timeout=3"
-    with training(tmp_path, flags, monkeypatch, f"stop@rank=1,place={place}", steps=4) as made:
-        node = start(made)
-        assert node.wait(60) == 0, made.said()
-        killed = node.events("worker-killed")
-        assert [event["rank"] for event in killed] == [1], made.said()
-        assert "on the way into generation 0" in killed[0]["reason"]
-        assert "(frozen)" in killed[0]["reason"]
-
-
-@pytest.mark.slow
-def test_a_worker_that_hangs_says_where(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))  # no py-spy
-    flags = "--nnodes=1 --nproc-per-node=2 --progress-timeout=3"
-    faults = "sleep=600@rank=1,step=2,place=step.begin"
-    with training(tmp_path, flags, monkeypatch, faults, steps=4) as made:
-        node = start(made)
-        assert node.wait(60) == 0, made.said()
-        [killed] = node.events("worker-killed")
-        assert killed["reason"].startswith("no progress for ")
-        assert "(faults.py, line " in killed["reason"]
-        assert "faults.py" in killed["stack"]
-        assert "_take_steps" in killed["stack"]
+        made.order("raise a bug", rank=1)
+        assert first.wait() == 1
+        [step] = re.findall(r"the same error came back at step (\d+) after a roll", first.stderr)[
+            :1
+        ]
+        assert "train_step" in first.stderr
+        assert len(made.lines(event="enter", rank=1, step=int(step))) <= 2
 
 
 @pytest.mark.slow
 def test_the_end_of_the_process_that_holds_the_stores_disturbs_nobody(tmp_path):
+    """Two workers and two processes with stores import torch, each by itself."""
     flags = "--nnodes=1 --nproc-per-node=2 --no-zygote"
-    with training(tmp_path, flags, steps=100000, slow=0.01) as made:
+    with training(tmp_path, flags, steps=100000, slow=0.1) as made:
         node = start(made)
         poll_for(lambda: stepped(made, 5, size=2), what="steps")
-        pids = {line["pid"] for line in made.lines(event="step")}
+        workers = pids(made)
         os.kill(child_running(node.agent_pid, "store_host"), signal.SIGKILL)
         poll_for(lambda: "starting another one" in node.stderr, what="another one")
-        reached = max(line["step"] for line in made.lines(event="step"))
+        reached = latest(made)
         poll_for(lambda: stepped(made, reached + 5, generation=0), what="steps of the same world")
-        assert {line["pid"] for line in made.lines(event="start")} == pids
-        os.kill(max(pids), signal.SIGKILL)
+        assert pids(made) == workers
+        os.kill(max(workers), signal.SIGKILL)
         poll_for(lambda: stepped(made, 0, size=2, generation=2), what="a world at a new store")
         node.process.terminate()
         assert node.wait() == 143
 
 
-@pytest.mark.slow
-def test_an_error_is_tried_again_and_the_result_is_the_same(tmp_path):
-    with training(tmp_path / "erring", "--nnodes=1 --nproc-per-node=3") as made:
-        made.order("raise-once a flaky disk", generation=5, rank=1)
-        node = start(made)
-        assert node.wait(60) == 0, made.said()
-        assert len({line["pid"] for line in made.lines()}) == 3, "nobody was replaced"
-        end = final(made, 3)
-    assert end == undisturbed(tmp_path)[1]
+# --- another model -------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("order", "rank", "says"),
-    [
-        ("raise a bug", 1, "the same error came back at step 5 after a rollback"),
-        ("fatal no use", 1, "trying again cannot help"),
-    ],
+UNFIT = (
+    "UnfitError: This worker's state does not fit into the training: parameter '0.weight' is "
+    "float32 of shape (64, 16) here and float32 of shape (32, 16) in the others. Start it with "
+    "the script and the arguments that the others have."
 )
-def test_an_error_that_stays_ends_the_job_and_is_shown(tmp_path, order, rank, says):
-    with training(tmp_path, "--nnodes=1 --nproc-per-node=2") as made:
-        made.order(order, generation=5, rank=rank)
-        node = start(made)
-        assert node.wait(60) == 1
-        assert says in node.stderr
-        assert "train_step" in node.stderr
-        tries = [line for line in made.lines(event="enter", rank=rank) if line["step"] == 5]
-        assert len(tries) <= 2
 
 
-def test_data_that_ends_early_on_one_rank_ends_the_training_for_all(tmp_path):
-    with training(tmp_path, "--nnodes=1 --nproc-per-node=3", ends="1:7") as made:
+def latest(made: Job) -> int:
+    return max(line["step"] for line in made.lines(event="step"))
+
+
+def trains_on(made: Job, size: int) -> None:
+    reached = latest(made)
+    poll_for(lambda: stepped(made, reached + 10, size=size), what=f"steps of {size} workers")
+
+
+def test_who_has_another_model_ends_and_the_others_train_on(tmp_path):
+    """A node that does not fit ends; a replacement that does not fit is done without; the last
+    error cannot be helped by trying again, and ends the job.
+
+    Two nodes import torch, one after the other."""
+    flags = "--nnodes=1:3 --nproc-per-node=2 --settle=0.2"
+    with training(tmp_path, flags, steps=100000, slow=0.1) as made:
+        first = start(made)
+        poll_for(lambda: stepped(made, 5, size=2), what="steps of one node")
+        workers = pids(made)
+        made.keys.append("model=wide")
+        second = start(made)
+        assert second.wait() == 1
+        assert UNFIT in second.stderr, made.said()
+        trains_on(made, 2)
+        assert pids(made) == workers
+        assert len(made.lines(event="start")) == 4, "others were started in their place"
+        assert len(first.events("world-formed")) <= 5, "they were taken again and again"
+
+        (made._orders / "wide").touch()
+        os.kill(made.lines(event="step", rank=1)[0]["pid"], signal.SIGKILL)
+        poll_for(lambda: UNFIT in first.stderr, what="the misfit")
+        trains_on(made, 1)
+        assert len(made.lines(event="start")) == 5, "others were started in its place"
+        assert all(len(hashes) == 1 for hashes in steps(made).values())
+
+        made.order("fatal no use", rank=0)
+        assert first.wait() == 1
+        assert "trying again cannot help" in first.stderr
+        assert "train_step" in first.stderr
+
+
+@pytest.mark.slow
+def test_a_replacement_with_another_model_that_is_waited_for_ends_the_job(tmp_path):
+    flags = "--nnodes=1 --nproc-per-node=2 --world-sizes=2"
+    with training(tmp_path, flags, steps=100000, slow=0.1) as made:
         node = start(made)
-        assert node.wait(60) == 0, made.said()
-        assert {line["step"] for line in made.lines(event="done")} == {7}
-        final(made, 3)
+        poll_for(lambda: stepped(made, 5), what="steps")
+        (made._orders / "wide").touch()
+        os.kill(made.lines(event="step", rank=1)[0]["pid"], signal.SIGKILL)
+        assert node.wait(120) == 1
+        assert "the same failure came back at once" in node.stderr
+        assert UNFIT in node.stderr
 
 
 def test_without_a_launcher_every_process_is_its_own_node(tmp_path):
-    with training(tmp_path, steps=100000, slow=0.01) as made, ExitStack() as stack:
+    """One does not fit, one joins and is killed. All three import torch."""
+    with training(tmp_path, steps=100000, slow=0.1) as made, ExitStack() as stack:
         url = f"tcp://127.0.0.1:{made.port}/job?min_workers=1&max_workers=2"
         command = [sys.executable, str(made.script), str(made._lines), str(made._orders)]
         command += [*made.keys, f"url={url}"]
 
-        def start_process() -> subprocess.Popen[bytes]:
-            process = stack.enter_context(subprocess.Popen(command))
+        def start_process(*keys: str, **options) -> subprocess.Popen[str]:
+            process = stack.enter_context(subprocess.Popen([*command, *keys], text=True, **options))
             stack.callback(process.kill)
             return process
 
         start_process()
         poll_for(lambda: stepped(made, 3, size=1), what="steps alone")
+        wide = start_process("model=wide", stderr=subprocess.PIPE)
+        assert UNFIT in wide.communicate(timeout=90)[1]
+        assert wide.returncode == 1
+        trains_on(made, 1)
         second = start_process()
-        poll_for(lambda: stepped(made, 3, size=2), what="steps together")
+        stepped_after(made, 0, 2)
+        before = newest(made)
         second.kill()
-        last = max(line["generation"] for line in made.lines(event="step"))
-        poll_for(lambda: stepped(made, 0, size=1, generation=last + 1), what="steps alone again")
+        stepped_after(made, before, 1)
         assert all(len(hashes) == 1 for hashes in steps(made).values())

@@ -9,10 +9,7 @@ from hypothesis import strategies as st
 from tests.process import forked, sharing
 from torchelastic.training import transfer
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _forks():
-    forked.prepare()
+pytestmark = pytest.mark.usefixtures("forks")
 
 
 @given(st.lists(st.integers(0, 3 * transfer.LARGEST), max_size=30), st.integers(1, 5))

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.light import with_light_torch
 from tests.process.jobs import Job, Node, job
 from tests.process.test_gathering import gathered, has_all, is_world_of_two, own
 from tests.support import poll_for
@@ -81,7 +82,7 @@ def start_on(disk: TinyDisk, it: Job) -> Node:
     command = [*disk.prefix, sys.executable, "-m", "torchelastic", "run"]
     command += [f"--log-dir={disk.path}", *it.flags, str(it.script)]
     command += [str(it._lines), str(it._orders)]
-    node = Node(command, it.directory / "node0", dict(os.environ))
+    node = Node(command, it.directory / "node0", with_light_torch())
     it.nodes.append(node)
     disk.look_from(node.pid)
     (node.directory / "logs").symlink_to(disk.seen)
@@ -174,7 +175,9 @@ def test_a_stderr_that_nobody_reads_holds_up_nobody(tmp_path):
     with job(tmp_path, f"{ALONE} --event-log-handler=console --log-dir={tmp_path}/logs") as it:
         command = [sys.executable, "-m", "torchelastic", "run", *it.flags, str(it.script)]
         command += [str(it._lines), str(it._orders)]
-        with subprocess.Popen(command, stderr=write_end, stdin=subprocess.DEVNULL) as process:
+        with subprocess.Popen(
+            command, stderr=write_end, stdin=subprocess.DEVNULL, env=with_light_torch()
+        ) as process:
             os.close(write_end)
             try:
                 it.world(0, 1)
@@ -193,7 +196,7 @@ def test_a_stderr_that_nobody_reads_holds_up_nobody(tmp_path):
 @pytest.mark.timeout(400)
 def test_a_leader_killed_in_the_middle_of_the_story_costs_no_event_of_the_others(tmp_path):
     """They have much to tell, and the leader dies while it is told."""
-    with job(tmp_path, "--nnodes=2:3 --no-zygote") as it:
+    with job(tmp_path, "--nnodes=2:3 --settle=60 --no-zygote") as it:
         nodes = [it.start(), it.start(), it.start()]
         it.world(0, 3)
         poll_for(lambda: gathered(nodes[0]), what="a beginning", timeout=PATIENCE)

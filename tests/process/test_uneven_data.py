@@ -1,55 +1,62 @@
 """The data of one worker ends before that of the others: nobody hangs, nobody has less."""
 
+import multiprocessing
 import socket
-import subprocess
-import sys
-from contextlib import ExitStack
-from pathlib import Path
+from contextlib import contextmanager
 
 import pytest
 
+from tests.process import pair_worker
 from tests.unit.training.fake_agent import FakeAgent, store
 from torchelastic.worker.orders import Enlisted, Finished, Over, PeerLost, Stopped, Up
 
-ROOT = Path(__file__).parents[2]
+#: As `forked` has it: its workers have imported torch.
+CONTEXT = multiprocessing.get_context("forkserver")
 
-with store():
-    pass  # libuv, under the first one, opens a pipe for the life of the process
+pytestmark = pytest.mark.usefixtures("forks")
 
 
-def start(stack, port, flag):
-    """A worker, and its agent's end of the channel."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    stack.enter_context(ours)
-    with theirs:
-        command = [sys.executable, "-m", "tests.process.pair_worker", str(theirs.fileno()), flag]
-        worker = subprocess.Popen(
-            command, cwd=ROOT, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE, text=True
-        )
-    stack.enter_context(worker)  # closes its pipe and waits for it
-    stack.callback(worker.kill)
-    return worker, FakeAgent(ours, port)
+@contextmanager
+def pair(flag):
+    """The agents of a world of two, until rank 1 has no more data; its workers end well."""
+    with store() as port:
+        agents, workers = [], []
+        for _ in range(2):
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                workers.append(CONTEXT.Process(target=pair_worker.work, args=(theirs, flag)))
+                workers[-1].start()
+            agents.append(FakeAgent(ours, port))
+        try:
+            for rank, agent in enumerate(agents):
+                agent.hear(Enlisted, timeout=60)
+                agent.enter(0, rank=rank, size=2)
+            for agent in agents:
+                agent.hear(Up, timeout=60)
+            assert agents[1].hear(Finished) == Finished(0, 3)
+            yield agents
+            for worker in workers:
+                worker.join(60)
+                assert worker.exitcode == 0
+        finally:
+            for agent, worker in zip(agents, workers, strict=True):
+                agent.end.close()
+                worker.kill()
+                worker.join()
+                worker.close()
+
+
+OVER = Over(0, "the training is done", finished=True, through=2)
 
 
 def test_who_is_behind_runs_the_last_step_to_its_end_and_who_is_ahead_is_freed(tmp_path):
     flag = tmp_path / "flag"
-    with ExitStack() as stack:
-        port = stack.enter_context(store())
-        workers, agents = zip(*(start(stack, port, str(flag)) for _ in range(2)), strict=True)
-        for rank, agent in enumerate(agents):
-            agent.hear(Enlisted, timeout=60)
-            agent.enter(0, rank=rank, size=2)
+    with pair(flag) as agents:
         for agent in agents:
-            agent.hear(Up, timeout=60)
-        assert agents[1].hear(Finished) == Finished(0, 3)
-        for agent in agents:
-            agent.say(Over(0, "the training is done", finished=True, through=2))
+            agent.say(OVER)
         assert agents[1].hear(Stopped) == Stopped(0, 3)
         flag.touch()
         assert agents[0].hear(Stopped) == Stopped(0, 3)
-        for worker in workers:
-            assert worker.communicate(timeout=60)[0].split() == ["3", "6"]
-            assert worker.returncode == 0
 
 
 @pytest.mark.parametrize("hears_first", [0, 1])
@@ -57,20 +64,9 @@ def test_who_waits_for_a_worker_without_data_is_freed(tmp_path, hears_first):
     """Rank 0 waits in a collective. Where its peer hears first, and leaves, it has lost a peer."""
     flag = tmp_path / "flag"
     flag.touch()
-    with ExitStack() as stack:
-        port = stack.enter_context(store())
-        workers, agents = zip(*(start(stack, port, str(flag)) for _ in range(2)), strict=True)
-        for rank, agent in enumerate(agents):
-            agent.hear(Enlisted, timeout=60)
-            agent.enter(0, rank=rank, size=2)
-        for agent in agents:
-            agent.hear(Up, timeout=60)
-        agents[1].hear(Finished)
+    with pair(flag) as agents:
         for rank in (hears_first, 1 - hears_first):
             if rank < hears_first:
                 assert agents[0].hear(PeerLost).step == 3
-            agents[rank].say(Over(0, "the training is done", finished=True, through=2))
+            agents[rank].say(OVER)
             assert agents[rank].hear(Stopped) == Stopped(0, 3)
-        for worker in workers:
-            assert worker.communicate(timeout=60)[0].split() == ["3", "6"]
-            assert worker.returncode == 0

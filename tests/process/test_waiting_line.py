@@ -11,10 +11,18 @@ import sys
 import termios
 from pathlib import Path
 
+import pytest
+
+from tests.light import with_light_torch
 from tests.ports import free_port
 from torchelastic.errors import EXIT_RENDEZVOUS_LOST
 
 SCRIPT = Path(__file__).with_name("obedient.py")
+
+
+@pytest.fixture(autouse=True)
+def light_torch(monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", with_light_torch()["PYTHONPATH"])
 
 
 def command(tmp_path: Path) -> list[str]:
@@ -60,8 +68,11 @@ def test_in_a_file_there_are_whole_lines_only(tmp_path):
     ended = subprocess.run(
         command(tmp_path), stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
     )
+    assert ended.returncode == 170
     assert b"\r" not in ended.stderr
     assert b"] waiting for nodes: 1 of at least 2 there, for 2 s more\n" in ended.stderr
+    sentence = b"waiting for nodes: 1 of at least 2 there: giving up after 2 s (--wait-for-nodes)"
+    assert sentence in ended.stderr
 
 
 def test_a_node_that_finds_nobody_says_where_it_has_looked(tmp_path):

@@ -119,6 +119,14 @@ def test_an_error_in_the_users_sitecustomize_is_told_as_python_does(made, script
     assert "ZeroDivisionError" in ran.stderr
 
 
+def test_what_triton_has_made_is_given_back_at_the_end(made, script, environ, own):
+    """Else nanobind, which is below it, prints a page about leaks."""
+    ring = "import os\nclass Ring:\n    __del__ = lambda self: os.write(1, b'given back')\n"
+    (own / "triton.py").write_text(ring + "ring = Ring()\nring.self = ring\n")
+    made.start_zygote(Entry("script", str(script)), environ, preload=["triton"])
+    assert made.run(Entry("script", str(script)), environ).stdout == "ran\ngiven back"
+
+
 def test_it_is_not_taken_for_a_worker(made, script, environ):
     made.start_zygote(Entry("script", str(script), ("--flag",)), environ)
     assert pids_of(str(script)) == []

@@ -294,7 +294,9 @@ def torch_zygote(tmp_path_factory):
         yield made, script, env.snapshot()
 
 
+@pytest.mark.slow
 def test_torch_works_as_it_would(torch_zygote):
+    """Torch is imported twice, and compiles."""
     made, script, environ = torch_zygote
     script.write_text(TORCH_SCRIPT)
     entry = Entry("script", str(script))
@@ -306,6 +308,7 @@ def test_torch_works_as_it_would(torch_zygote):
 
 
 def test_every_worker_has_random_numbers_of_its_own(torch_zygote):
+    """Its zygote imports torch."""
     made, script, environ = torch_zygote
     script.write_text(SEEDS)
     first, second = (
@@ -316,6 +319,7 @@ def test_every_worker_has_random_numbers_of_its_own(torch_zygote):
 
 @pytest.mark.slow
 def test_inductor_compiles_in_a_forked_worker(torch_zygote):
+    """A compiler runs."""
     made, script, environ = torch_zygote
     script.write_text(INDUCTOR)
     ran = made.run(Entry("script", str(script)), environ)

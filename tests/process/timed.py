@@ -1,4 +1,4 @@
-"""A worker that hangs in a timed block: timed.py HOW."""
+"""A worker that hangs in a timed block: timed.py HOW [GENERATION]."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def train() -> None:
         here = session.current()
         if state.step == 6:
             raise StopIteration
-        if state.step == 3 and here.rank == 0 and here.generation == 0:
+        if state.step == 3 and here.rank == 0 and here.generation == int(sys.argv[2]):
             with expires(after=0.3, scope="slow step"):
                 ctypes.PyDLL(None).sleep(LONG)
         with expires(after=LONG, scope="step"):

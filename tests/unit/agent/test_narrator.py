@@ -24,8 +24,10 @@ def said(monkeypatch):
     handler.emit = lambda record: found.append(record.getMessage())
     logger = logging.getLogger("torchelastic")
     monkeypatch.setattr(logger, "handlers", [handler])
-    monkeypatch.setattr(logger, "level", logging.INFO)
-    return found
+    before = logger.level
+    logger.setLevel(logging.INFO)  # not the attribute: loggers remember what they let through
+    yield found
+    logger.setLevel(before)
 
 
 def narrator_of(tmp_path, *, nodes: int = 2, generation: int = 0) -> Narrator:
