@@ -9,6 +9,7 @@ from torchelastic.checkpoint import CheckpointStore
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("writer", ["thread", "process"])
 def test_two_ranks_save_and_others_load(tmp_path, writer):
