@@ -72,18 +72,22 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 # --- order ---------------------------------------------------------------------------------------
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Say what it needs and whom it runs with; xdist reads that when all are collected."""
+    for fixture in item.fixturenames:  # type: ignore[attr-defined]
+        item.add_marker(pytest.mark.needs(*_NEEDS_OF_FIXTURES.get(fixture, ())))
+    if (group := _group(item)) is not None:
+        item.add_marker(pytest.mark.xdist_group(group))
+    if SOAK > 1:
+        item.add_marker(pytest.mark.timeout(0), append=False)
+
+
+@pytest.hookimpl(trylast=True)  # after those that choose or shuffle
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if SOAK == 1:
         long = [item for item in items if item.get_closest_marker("soak")]
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if item not in set(long)]
-    for item in items:
-        if SOAK > 1:
-            item.add_marker(pytest.mark.timeout(0), append=False)
-        for fixture in item.fixturenames:  # type: ignore[attr-defined]
-            item.add_marker(pytest.mark.needs(*_NEEDS_OF_FIXTURES.get(fixture, ())))
-        if (group := _group(item)) is not None:
-            item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=_turn)
 
 

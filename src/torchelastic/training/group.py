@@ -204,7 +204,9 @@ class Group:
         owned, self._owned = self._owned, []
         aborted = bool(self.pending) or self.aborted
         gloos = [group.take() for group in owned]
-        group_park.park(gloos, self.waits, silent=self._silent or [], aborted=aborted)
+        group_park.park(
+            gloos, self.waits, silent=self._silent or [], rank=self.rank, aborted=aborted
+        )
 
     def _wait_until_quiet(self) -> bool:
         """Until no thread of gloo can write into a tensor of an aborted operation any more.

@@ -18,9 +18,10 @@ from torchelastic.training.waits import Waits
 
 #: How long the connections of a group left in order stay open for the other ranks, in seconds.
 GRACE = 1.0
-#: How long the end of the process waits for the threads of groups, in seconds. An abort frees them
-#: in milliseconds, on a busy machine in a second; what takes longer is stuck until its time-out.
-LAST = 5.0
+#: How long the end of the process waits for the threads of groups, in seconds: rank 0, and how much
+#: longer each next rank does. A thread that is stuck in spite of an abort is freed when its peer's
+#: process ends. If all ranks gave up at once, that would meet them while Python shuts down.
+LAST, APART, APART_RANKS = 1.0, 1.5, 8
 #: How often the reaper looks, in seconds: at first, and when nothing has changed for long.
 _SOON, _SELDOM = 0.05, 2.0
 
@@ -31,6 +32,7 @@ class _Parked(NamedTuple):
     gloos: list[Any]
     waits: Waits
     silent: list[socket.socket]
+    rank: int
     since: float
     aborted: bool
 
@@ -57,13 +59,15 @@ _wake = threading.Event()
 _reaper: threading.Thread | None = None
 
 
-def park(gloos: list[Any], waits: Waits, *, silent: list[socket.socket], aborted: bool) -> None:
+def park(
+    gloos: list[Any], waits: Waits, *, silent: list[socket.socket], rank: int, aborted: bool
+) -> None:
     """Keep these until they can be dropped, and drop them then."""
     global _reaper
     if not gloos:
         return
     with _lock:
-        _parked.append(_Parked(gloos, waits, silent, time.monotonic(), aborted))
+        _parked.append(_Parked(gloos, waits, silent, rank, time.monotonic(), aborted))
         if _reaper is None:
             _reaper = threading.Thread(target=_reap, name="torchelastic-reaper", daemon=True)
             _reaper.start()
@@ -117,8 +121,9 @@ def _end() -> None:
     global _ending
     _ending = True
     _wake.set()
+    rank = max((entry.rank for entry in list(_parked)), default=0)
     if (reaper := _reaper) is not None:
-        reaper.join(LAST)
+        reaper.join(LAST + APART * (rank % APART_RANKS))
     _dropping.acquire(timeout=LAST)  # not given back: from now on nothing is dropped
     for entry in list(_parked):
         for gloo in entry.gloos:

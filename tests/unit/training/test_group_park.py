@@ -63,14 +63,13 @@ class Freed:
     def __del__(self):
         print("late", flush=True)
 
-group_park.LAST = min(group_park.LAST, 2.0)
 stuck, late = Waits(), Waits()
 stuck.enter(Operation(stuck, stuck.announce(), Endless()))
 late.enter(Operation(late, late.announce(), Late()))
-group_park.park([Freed()], late, silent=[], aborted=True)
-group_park.park([Stuck()], stuck, silent=[], aborted=True)
-group_park.park([Waiting()], Waits(), silent=[], aborted=False)
-group_park.park([Slow()], Waits(), silent=[], aborted=True)
+group_park.park([Freed()], late, silent=[], rank=1, aborted=True)
+group_park.park([Stuck()], stuck, silent=[], rank=1, aborted=True)
+group_park.park([Waiting()], Waits(), silent=[], rank=1, aborted=False)
+group_park.park([Slow()], Waits(), silent=[], rank=1, aborted=True)
 assert begun.wait(30)
 """
 
