@@ -58,7 +58,6 @@ def test_a_resident_worker_is_replaced_and_the_training_goes_on(tmp_path, monkey
         ]
         assert failure["step"] == 3, "it has not gone on when it was looked at"
         assert "trained 6 steps" in node.stdout
-        assert failure["pid"] in node.events("workers-started")[0]["pids"], "it was replaced before"
         reasons = [event["reason"] for event in node.events("generation-over")]
         paused = [reason for reason in reasons if "failed as soon as they began" in reason]
         assert len(paused) >= FAILING - 3, (
