@@ -142,6 +142,7 @@ def test_a_node_is_replaced_and_then_all_leave(stored, tmp_path):
         lost = first.start(script=words)
         holding(first, 4, ranks=2)
         lost.kill()
+        poll_for(lambda: first.nodes[0].events("generation-over"), what="the end of their world")
         go(first, 4)
         first.start(script=words)
         holding(first, 8, ranks=2)
