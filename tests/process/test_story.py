@@ -59,6 +59,15 @@ def test_a_killed_worker_is_seen_in_every_command_and_on_the_page(tmp_path):
             assert (seen["live"], seen["whole"]) == (True, True)
             assert seen["leader"] == seen["node"] == seen["view"]["nodes"][0]["name"]
             assert {line["node"] for line in seen["log"]} == {seen["node"]}
+            poll_for(
+                lambda: [
+                    line
+                    for line in made.lines(event="step", size=2)
+                    if line["generation"] > begun[-1]["generation"]
+                ],
+                what="steps of both after the kill",
+                timeout=100,
+            )
             made.order("finish", rank=0)
             check_end(opened)
         assert node.wait(100) == 0, made.said()
