@@ -96,7 +96,7 @@ def shown(job_id: str) -> dict:
 
 
 def test_who_keeps_the_others_waiting_in_train_is_told_with_what_all_of_them_do(tmp_path):
-    """Rank 1 of two nodes is asked, sleeps, is frozen, and calls another collective.
+    """Rank 1 of two nodes is asked, sleeps, and calls another collective.
 
     Both nodes import torch, and each time five seconds of no progress are waited for."""
     flags = f"{TWO_NODES} {LIMIT} --shutdown-timeout=1"  # in the end they are stuck
@@ -116,22 +116,15 @@ def test_who_keeps_the_others_waiting_in_train_is_told_with_what_all_of_them_do(
         assert event["text"] in killed["reason"]
         assert "in sleep_for_ever" in killed["stack"]
 
-        freeze(made, 1)
-        event = hang(made, 2)
-        assert event["text"].startswith("rank 1 (frozen) is missing from all_reduce #")
-        assert "in all_reduce" in stack_of(event, 0)
-        assert len({row["node"] for row in event["ranks"]}) == 2
-        goes_on(made, 2)
-
         order(made, "other")
-        event = hang(made, 3)
+        event = hang(made, 2)
         assert event["text"].startswith("the ranks call different collectives (rank 0 in all")
         assert "rank 1 in broadcast #" in event["text"]
         assert event["missing"] == []
         asked = stacks(f"job{made.port}").stdout
         assert "waits in all_reduce #" in asked
         assert "waits in broadcast #" in asked
-        assert len(told(made, "worker-killed")) == 2, "nobody else is killed"
+        assert len(told(made, "worker-killed")) == 1, "nobody else is killed"
 
 
 def check_asked_while_training(made: Job) -> None:
