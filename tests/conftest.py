@@ -136,8 +136,9 @@ def _room(item: pytest.Item) -> Iterator[None]:
         return
     # Beside the temporary directories of all processes of this run.
     shared = item.config._tmp_path_factory.getbasetemp().parent  # type: ignore[attr-defined]
-    with (shared / "room").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX if _is_alone(item) else fcntl.LOCK_SH)
+    with (shared / "room").open("a+") as lock:
+        # Not flock: what a test has forked and left running would hold that as well.
+        fcntl.lockf(lock, fcntl.LOCK_EX if _is_alone(item) else fcntl.LOCK_SH)
         yield
 
 
