@@ -121,7 +121,7 @@ def _end() -> None:
     global _ending
     _ending = True
     _wake.set()
-    rank = max((entry.rank for entry in list(_parked)), default=0)
+    rank = next((entry.rank for entry in reversed(list(_parked))), 0)  # of the last world
     if (reaper := _reaper) is not None:
         reaper.join(LAST + APART * (rank % APART_RANKS))
     _dropping.acquire(timeout=LAST)  # not given back: from now on nothing is dropped
