@@ -11,10 +11,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-_PLACE = Path(__file__).parent / "process" / "light_torch"
+PLACE = Path(__file__).parent / "process" / "light_torch"
 
 
 def with_light_torch(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of an agent whose workers do not use torch."""
-    path = [str(_PLACE), *filter(None, [environ.get("PYTHONPATH")])]
+    path = [str(PLACE), *filter(None, [environ.get("PYTHONPATH")])]
     return {**environ, "PYTHONPATH": os.pathsep.join(path)}

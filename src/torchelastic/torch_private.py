@@ -1,0 +1,246 @@
+"""All use of torch beyond its public interface.
+
+No other module touches a private name of torch (tests/test_architecture.py). Every name here has a
+test of what we rely on (tests/unit/test_torch_private.py): run it on a new release of torch first.
+
+Two classes have to use torch's own names, because torch calls them back:
+`training.group_gloo.OwnedGloo` and `training.waits.OwnedWork`. For those and for gloo's behaviour
+there is tests/unit/training/test_torch_contract.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from torchelastic import torch_versions
+from torchelastic.errors import ConfigError
+
+if _reason := torch_versions.too_old(torch.__version__):
+    raise ConfigError(_reason)
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["NormBase", "PrefixStore", "Store", "TCPStore"]  # public, or with a public subclass
+
+_c10d: Any = torch._C._distributed_c10d
+
+# --- tensors and modules --------------------------------------------------------------------------
+
+#: Copy many tensors in one call: destinations, sources.
+copy_all: Callable[..., None] = torch._foreach_copy_
+
+#: How often a tensor was written to in place, as far as autograd sees it.
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+
+#: The buffers of one module by name: the dictionary itself.
+buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
+
+#: This rank's part of a DTensor: the memory itself. (`to_local` is differentiable, and slow.)
+local_of: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
+
+#: Mesh, placements, shape and dtype of a DTensor; hashable.
+spec_of: Callable[[Any], Any] = attrgetter("_spec")
+
+#: Where a generator lies in memory.
+address_of: Callable[[Any], int] = attrgetter("_cdata")
+
+
+def box_of(tensor: Any) -> tuple[Sequence[int], Sequence[int]]:
+    """The offset and the size of the part of a DTensor that this rank has."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    size, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return offset, size
+
+
+def layer_versions(state_dict: Any) -> Any:
+    """What a module's state_dict says about the versions of its layers; None for other mappings."""
+    return getattr(state_dict, "_metadata", None)
+
+
+def set_layer_versions(state_dict: Any, versions: Any) -> None:
+    state_dict._metadata = versions
+
+
+# --- GradScaler -----------------------------------------------------------------------------------
+
+#: The attributes of a GradScaler that are tensors on its device, or None before its first use.
+SCALER_TENSORS = ("_scale", "_growth_tracker")
+
+
+def scaler_stages(scaler: Any) -> Any:
+    """By optimizer, what was done since the last update, which makes another dictionary."""
+    return scaler._per_optimizer_states
+
+
+# --- autograd -------------------------------------------------------------------------------------
+
+_variable: Any = torch.autograd.Variable
+
+#: The engine as torch starts it, and the node of the graph that this thread runs, or None.
+Engine: Any = type(_variable._execution_engine)
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+
+#: Have the engine call this at the end of the present backward.
+at_end_of_backward: Callable[[Callable[[], object]], None] = (
+    _variable._execution_engine.queue_callback
+)
+
+#: The code of the function that every backward of Python goes through; None if there is none.
+RUN_BACKWARD = getattr(
+    getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None
+)
+
+
+def use_engine(kind: Any) -> None:
+    """Have all backwards run by an engine of this class, a subclass of `Engine`."""
+    if type(_variable._execution_engine) is not kind:
+        _variable._execution_engine = kind()
+
+
+# --- process groups -------------------------------------------------------------------------------
+
+#: gloo itself, whatever torch's name for it stands for at the moment.
+Gloo: Any = distributed_c10d.ProcessGroupGloo
+
+
+def make_gloo_of(group_class: Any) -> None:
+    """From now on torch makes its groups of backend "gloo" by calling this."""
+    distributed_c10d.ProcessGroupGloo = group_class  # type: ignore[misc]
+
+
+def groups() -> list[Any]:
+    """All process groups of this process."""
+    return list(distributed_c10d._world.pg_map)
+
+
+def count_groups() -> int:
+    """How many there are, in no time."""
+    return len(distributed_c10d._world.pg_map)
+
+
+def name_of_group(group: Any) -> str:
+    """The same on all ranks; empty for a group that torch.distributed does not know."""
+    return str(distributed_c10d._world.pg_names.get(group, ""))
+
+
+def count_groups_anew() -> None:
+    """Have the next group named as the first one is: ranks meet under these names."""
+    distributed_c10d._world.group_count = 0
+
+
+def launched_in(group: Any) -> int:
+    """How many collectives were launched in a group; RuntimeError where that is not counted."""
+    return int(group._get_sequence_number_for_group())
+
+
+def backend_of(group: Any, device: str) -> Any:
+    """What performs the collectives of a group that have their tensors there."""
+    return group._get_backend(torch.device(device))
+
+
+def group_of_backend(store: Store, backend: Any, rank: int, size: int) -> dist.ProcessGroup:
+    """A group of C++ around a gloo that is there already."""
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, backend)
+    return group
+
+
+def timeout_of(gloo: Any) -> Any:
+    return gloo.options._timeout
+
+
+def source_of(work: Any) -> int:
+    """Whom a receive from anybody has heard."""
+    return int(work._source_rank())
+
+
+def unwrap_by(future: Any, function: Callable[[Any], Any]) -> None:
+    """Have readers in Python get what this makes of the future's value, or what it raises."""
+    future._set_unwrap_func(function)
+
+
+def work_of(future: Any) -> Any:
+    """A work that C++ can wait for, done when the future is."""
+    return _c10d._create_work_from_future(future)
+
+
+# --- DistributedDataParallel ----------------------------------------------------------------------
+
+
+def parameters_of_ddp(ddp: Any) -> tuple[list[torch.Tensor], list[bool]]:
+    """In the order of their numbers; and whether each has sparse gradients."""
+    parameters, sparse = ddp._build_params_for_reducer()
+    return parameters, sparse
+
+
+def assign_buckets(
+    parameters: list[torch.Tensor], limits: Iterable[int], sparse: list[bool]
+) -> list[list[int]]:
+    """The numbers of the parameters by bucket, as DDP would lay them out with these limits."""
+    buckets: list[list[int]] = _c10d._compute_bucket_assignment_by_size(
+        parameters, list(limits), sparse
+    )[0]
+    return buckets
+
+
+def bucket_limits(ddp: DistributedDataParallel) -> list[int]:
+    """In bytes, the last for all further buckets."""
+    if by_hand := limits_by_hand(ddp):
+        return by_hand
+    first = [_c10d._DEFAULT_FIRST_BUCKET_BYTES] if ddp.bucket_bytes_cap_default else []
+    return [*first, ddp.bucket_bytes_cap]
+
+
+def limits_by_hand(ddp: DistributedDataParallel) -> list[int]:
+    """DDP's option bucket_cap_mb_list, which torch before 2.13 does not have."""
+    return list(getattr(ddp, "bucket_bytes_cap_list", ()))
+
+
+def show_group(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
+    """The group for the next collectives of the reducer."""
+    ddp.reducer._update_process_group(group)
+
+
+def forget_backward(ddp: DistributedDataParallel) -> None:
+    """Have the reducer lay out its buckets anew by the next backward."""
+    ddp.reducer._reset_state()
+
+
+def count_all_ready(ddp: DistributedDataParallel) -> None:
+    """Let the reducer believe that all gradients have come, in the order of their numbers."""
+    ddp.reducer._push_all_rebuilt_params()
+
+
+def rebuild_buckets(ddp: Any) -> bool:
+    """Have the reducer lay out its buckets; False if it has seen no gradients to do so by."""
+    if not ddp.reducer._rebuild_buckets():
+        return False
+    ddp._has_rebuilt_buckets = True
+    return True
+
+
+def renew_reducer(ddp: Any) -> None:
+    """A new reducer, with the hooks of the old one."""
+    static = ddp.static_graph
+    ddp.reducer._remove_autograd_hooks()
+    parameters, sparse = parameters_of_ddp(ddp)
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp._ddp_init_helper(parameters, sparse, names, static)
+    for hook, state in ddp._comm_hooks:
+        _c10d._register_comm_hook(ddp.reducer, state, hook)
+    if static:
+        ddp.static_graph = False  # or DDP warns that it has been set
+        ddp._set_static_graph()
