@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from tests import late_backend
 from tests.support import poll_for
 from torchelastic.training import group as groups
 from torchelastic.training import group_park, group_threads
@@ -84,12 +85,14 @@ def _busy(thread: int) -> float:
     return (int(running) + int(ready)) / 1e9
 
 
-def lose_a_peer(rank: int, port: int, what: str, cause: str) -> Freed | None:
+def lose_a_peer(rank: int, port: int, what: str, cause: str, backend: str = "gloo") -> Freed | None:
     """Be in `what` while a peer is lost by `cause`; be freed, and go on in a smaller world."""
+    late_backend.register()
     store = client(port)
-    group = build(port, rank, SIZE)
+    group = build(port, rank, SIZE, backend=backend)
     step = OPERATIONS[what](group)
     dist.barrier()
+    group.settle()
     if rank == LOST:
         store.set("lost", str(os.getpid()))
         CAUSES[cause]()
@@ -118,7 +121,7 @@ def leave_and_go_on(group: Group, error: BaseException, after: float, port: int)
         group.connect()
     except RuntimeError as later:
         launched_later = type(later)
-    build(port, group.rank, SIZE - 1, generation=1)
+    build(port, group.rank, SIZE - 1, generation=1, backend=group.backend)
     ones = torch.ones(1)
     dist.all_reduce(ones)
     return Freed(type(error), after, quiet, launched_later, ones.item())
@@ -128,12 +131,13 @@ def client(port: int) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", port)
 
 
-def build(port: int, rank: int, size: int, generation: int = 0) -> Group:
+def build(port: int, rank: int, size: int, generation: int = 0, backend: str = "gloo") -> Group:
     return Group.build(
         store=client(port),
         rank=rank,
         size=size,
         generation=generation,
+        backend=backend,
         timeout=timedelta(seconds=60),
     )
 

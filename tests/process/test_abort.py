@@ -6,6 +6,7 @@ from statistics import median
 
 import pytest
 
+from tests import late_backend
 from tests.process import abort_ranks, forked
 from tests.support import SOAK
 from torchelastic.training.group import GenerationOver, PeerLostError
@@ -41,6 +42,15 @@ def test_free_when_a_peer_is_frozen(what):
 @pytest.mark.parametrize("what", ["all-reduces", "backward", "subgroup"])
 def test_free_when_a_peer_is_killed(what):
     with forked.ranks(abort_ranks.lose_a_peer, [0, 1, 2], what, "killed") as answers:
+        check_freed(answers)
+
+
+@pytest.mark.parametrize("cause", ["frozen", "killed"])
+@pytest.mark.parametrize("what", ["all-reduces", "backward", "exchange"])
+def test_free_on_a_back_end_with_the_habits_of_nccl(what, cause):
+    """An abort is the only way out of it, and its watchdog would end a process that is alive."""
+    args = (what, cause, late_backend.NAME)
+    with forked.ranks(abort_ranks.lose_a_peer, [0, 1, 2], *args) as answers:
         check_freed(answers)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchelastic import backends
 from torchelastic.errors import ConfigError
 
 
@@ -23,7 +24,7 @@ def world() -> tuple[int, int]:
 
 def largest(*numbers: int) -> list[int]:
     """For each of them, the largest that any rank has."""
-    values = torch.tensor(numbers, dtype=torch.int64, device=_device())
+    values = torch.tensor(numbers, dtype=torch.int64, device=backends.here())
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return [int(value) for value in values.tolist()]
 
@@ -37,10 +38,6 @@ def of_rank_0(value: Any) -> Any:
 
 
 def _broadcast(values: torch.Tensor) -> torch.Tensor:
-    sent = values.to(_device())
+    sent = values.to(backends.here())
     dist.broadcast(sent, src=0)
     return sent.cpu()
-
-
-def _device() -> str:
-    return "cuda" if dist.get_backend() == dist.Backend.NCCL else "cpu"

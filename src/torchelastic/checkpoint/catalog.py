@@ -208,20 +208,31 @@ class Catalog:
 
     # --- a new one -------------------------------------------------------------------------------
 
-    def _fence(self) -> Fence:
+    def _fence(self, run: str = "") -> Fence:
         try:
             return fence.from_json(self.storage.get(FENCE))
         except ValueError as error:
-            # Which checkpoints are void is known from nowhere else.
-            raise CheckpointError(
-                f"{self.storage.place}/{FENCE} cannot be read ({error}): remove the newest "
-                "checkpoints there if their steps were done again since, and then this file."
-            ) from error
+            if FENCE not in self._told:
+                self._told.add(FENCE)
+                log.warning(
+                    "%s/%s is damaged (%s). Checkpoints whose steps were done again are told by "
+                    "their numbers instead, and the next writer replaces the file.",
+                    self.storage.place,
+                    FENCE,
+                    error,
+                )
+        found = list(self._committed())
+        newest = Fence(run=run)
+        if found:
+            last = found[0].marker
+            generation = last.generation if last.generation is not None else -1
+            newest = replace(newest, start=last.start, generation=generation)
+        return fence.rebuilt([(record.sequence, record.step) for record in found], newest)
 
     def take(self, mine: Fence, base: int | None) -> None:
         """Fence off whoever wrote here before; the world begins from step `base`."""
         with self.storage.lock(_LOCK):
-            found = self._fence()
+            found = self._fence(mine.run)
             if fence.is_late(found, mine):
                 raise _fenced(found, mine, self.storage.place)
             after = fence.taken(found, mine, sequence=self._last_sequence(), base=base)
@@ -245,7 +256,7 @@ class Catalog:
         storage = self.storage
         with storage.lock(_LOCK):
             if mine is not None:
-                self._check_fence(mine)
+                self._check_fence(mine, Record(draft.name, content))
             storage.put(draft.path(marker.NAME), marker.to_json(content))
             storage.settle(draft.directory)
             if storage.renames:
@@ -255,13 +266,15 @@ class Catalog:
         self.tidy(mine)
         return Record(draft.name, content)
 
-    def _check_fence(self, mine: Fence) -> None:
-        found = self._fence()
+    def _check_fence(self, mine: Fence, new: Record) -> None:
+        found = self._fence(mine.run)
         verdict = fence.judge(found, mine)
         if verdict is Verdict.VOID:
             raise _fenced(found, mine, self.storage.place)
         if verdict is Verdict.RETAKE:
-            after = fence.taken(found, mine, sequence=-1, base=None)
+            # Who takes a damaged one anew has done its own step, and what is beyond it, again.
+            base = new.step - 1 if found.is_rebuilt and new.step is not None else None
+            after = fence.taken(found, mine, sequence=new.sequence - 1, base=base)
             self.storage.put(FENCE, fence.to_json(after))
 
     def _point_to(self, name: str) -> None:

@@ -7,6 +7,7 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from torchelastic import backends
 from torchelastic.checkpoint.background import load_latest, save
 from torchelastic.checkpoint.manager import Saved, get_checkpoint_manager
 
@@ -58,7 +59,6 @@ def _anyone(flag: bool) -> bool:
     """Whether it is set on any worker of the world."""
     if not (dist.is_available() and dist.is_initialized()):
         return flag
-    device = "cuda" if dist.get_backend() == dist.Backend.NCCL else "cpu"
-    flags = torch.tensor([int(flag)], device=device)
+    flags = torch.tensor([int(flag)], device=backends.here())
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     return bool(flags.item())

@@ -4,14 +4,20 @@ Each world that writes checkpoints takes the fence, with a token of its own. Who
 token there has been replaced, and what it was writing is dropped. The world also says its base, the
 step it begins from: what was stored before of any later step is void, since those steps are done
 again, with other samples perhaps.
+
+A fence whose checksum is wrong is rebuilt from the checkpoints: where a later one is of an earlier
+step, a world has done those steps again. What a world has voided that stored nothing itself is good
+again then, and whoever is about to write takes the fence anew, unless a later world has written.
 """
 
 from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,8 @@ class Fence:
     start: str = ""
     generation: int = -1
     worlds: tuple[World, ...] = ()
+    #: Made by `rebuilt`; never stored.
+    is_rebuilt: bool = False
 
 
 class Verdict(enum.Enum):
@@ -43,6 +51,8 @@ class Verdict(enum.Enum):
 
 def judge(fence: Fence, mine: Fence) -> Verdict:
     """Whether the writer `mine` may still commit."""
+    if fence.is_rebuilt:
+        return Verdict.VOID if is_late(fence, mine) else Verdict.RETAKE
     if fence.token == mine.token:
         return Verdict.MINE
     if is_same_start(fence, mine) and fence.generation < mine.generation:
@@ -77,18 +87,40 @@ def is_void(sequence: int, step: int | None, worlds: Sequence[World]) -> bool:
     return step is not None and any(sequence <= w.sequence and step > w.base for w in worlds)
 
 
+def rebuilt(stored: Sequence[tuple[int, int | None]], newest: Fence) -> Fence:
+    """A fence instead of a damaged one. `stored` are all checkpoints, sequence and step, in any
+    order; `newest` says who has written the last of them."""
+    found = newest
+    last = -1
+    for sequence, step in sorted(stored, key=lambda one: one[0]):
+        if step is not None and step <= last:
+            found = taken(found, newest, sequence=sequence - 1, base=step - 1)
+        last = step if step is not None else last
+    return replace(found, is_rebuilt=True)
+
+
 def to_json(fence: Fence) -> bytes:
-    return json.dumps(asdict(fence)).encode()
+    content = asdict(fence)
+    del content["is_rebuilt"]
+    return json.dumps(content | {"crc": _crc(content)}).encode()
 
 
 def from_json(data: bytes | None) -> Fence:
-    """The fence there is, if any; `ValueError` where it cannot be read."""
+    """The fence there is, if any; `ValueError` where it is damaged. Files of releases that wrote no
+    checksum have five entries at most."""
     if data is None:
         return Fence()
     try:
         found = json.loads(data)
+        crc = found.pop("crc", None)
+        if found.keys() - asdict(Fence()).keys() or (crc is not None and crc != _crc(found)):
+            raise ValueError("its checksum is wrong")
         worlds = tuple(World(int(w["sequence"]), int(w["base"])) for w in found["worlds"])
         token, run, start = (str(found.get(name, "")) for name in ("token", "run", "start"))
         return Fence(token, run, start, int(found["generation"]), worlds)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"no fence: {data!r:.80}") from error
+
+
+def _crc(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())

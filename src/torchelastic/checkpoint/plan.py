@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
+from torchelastic import torch_private
 from torchelastic.checkpoint import tree
 from torchelastic.checkpoint.staging import Slots, layout
 from torchelastic.errors import CheckpointError
@@ -81,7 +82,7 @@ def _form(item: tuple[str, torch.Tensor]) -> tuple[Any, ...]:
     """By which a tensor is known to be planned for already."""
     name, tensor = item
     if isinstance(tensor, DTensor):
-        return name, tensor._spec, tensor._local_tensor.stride()
+        return name, torch_private.spec_of(tensor), torch_private.local_of(tensor).stride()
     return name, tensor.shape, tensor.dtype, tensor.stride()
 
 
@@ -161,5 +162,4 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """(`to_local` is differentiable, and takes its time.)"""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return torch_private.local_of(tensor) if isinstance(tensor, DTensor) else tensor

@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 
-from torchelastic import tensor_bytes
+from torchelastic import tensor_bytes, torch_private
 from torchelastic.errors import CheckpointError
 from torchelastic.snapshot import room
 from torchelastic.tensor_bytes import SMALL
+from torchelastic.torch_private import version_of
 
 _ALIGNMENT = 64
 
@@ -55,7 +56,7 @@ class Copying:
         """`watched` must not be written to until it is done; `kept` is what the pieces refer to."""
         self._pieces, self._kept = deque(pieces), kept
         self._left = len(self._pieces)
-        self._watched = [(tensor, tensor._version) for tensor in watched]
+        self._watched = [(tensor, version_of(tensor)) for tensor in watched]
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._error: Exception | None = None
@@ -97,7 +98,7 @@ class Copying:
 
     def _end(self) -> None:
         """Before anybody who waits goes on to write."""
-        self.is_disturbed = any(tensor._version != count for tensor, count in self._watched)
+        self.is_disturbed = any(version_of(tensor) != count for tensor, count in self._watched)
         self._watched, self._kept = [], None
         self._done.set()
 
@@ -172,7 +173,7 @@ class Staging:
         if slots is not self._slots:  # else nothing has changed but the numbers
             self._views, self._slots = [view(memory, slots[name]) for name in tensors], slots
         if self._views:
-            torch._foreach_copy_(self._views, list(tensors.values()), non_blocking=True)
+            torch_private.copy_all(self._views, list(tensors.values()), non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # what was begun must have arrived
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from torchelastic import backends
+
 if TYPE_CHECKING:
     import numpy
 
@@ -34,9 +36,7 @@ def is_distributed_training_run() -> bool:
 def convert_to_distributed_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
     """The tensor where the backend can send it from, and where it was: `cpu` or `gpu`."""
     origin = "gpu" if tensor.is_cuda else "cpu"
-    if origin == "cpu" and "nccl" in str(dist.get_backend()):
-        tensor = tensor.cuda()
-    return tensor, origin
+    return (tensor.to(backends.here()) if origin == "cpu" else tensor), origin
 
 
 def convert_to_normal_tensor(tensor: torch.Tensor, orig_device: str) -> torch.Tensor:

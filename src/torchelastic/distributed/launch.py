@@ -9,12 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from torchelastic.cli import run
-from torchelastic.cli.flavours import DISTRIBUTED_LAUNCH
+from torchelastic.cli import run_program
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run.main(sys.argv[1:] if argv is None else argv, DISTRIBUTED_LAUNCH)
+    return run_program("DISTRIBUTED_LAUNCH", argv)
 
 
 if __name__ == "__main__":

@@ -19,20 +19,17 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from torchelastic import torch_private
+from torchelastic.torch_private import at_end_of_backward as at_end
+from torchelastic.torch_private import current_node
 
-_variable: Any = torch.autograd.Variable
-_engine: Any = _variable._execution_engine
-_current_node: Callable[[], Any] = torch._C._current_autograd_node
-
-#: Have the engine call this at the end of the present backward.
-at_end: Callable[[Callable[[], object]], None] = _engine.queue_callback
+__all__ = ["asks", "at_end", "before_next", "watch"]
 
 #: What is called once, when the next backward begins; by the key of who wants it.
 before_next: dict[int, Callable[[], object]] = {}
 
 
-class _Watched(type(_engine)):  # type: ignore[misc]
+class _Watched(torch_private.Engine):  # type: ignore[misc]
     """The engine."""
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,8 +42,7 @@ class _Watched(type(_engine)):  # type: ignore[misc]
 
 def watch(key: int, call: Callable[[], object]) -> None:
     """Have this called when the next backward begins, unless it is taken out of `before_next`."""
-    if type(_variable._execution_engine) is not _Watched:
-        _variable._execution_engine = _Watched()
+    torch_private.use_engine(_Watched)
     before_next[key] = call
 
 
@@ -56,14 +52,8 @@ def asks() -> bool:
     Code of Python, a hook of the user's in a backward for one, has a frame of its own between the
     engine and us. With the graph done there is no node: what is queued then may come too late.
     """
-    return sys._getframe(2).f_code in _ENTERS_ENGINE and _current_node() is not None
+    return sys._getframe(2).f_code in _ENTERS_ENGINE and current_node() is not None
 
 
 #: The functions that call the engine. Without torch's, if it has another, `asks` is False.
-_ENTERS_ENGINE = tuple(
-    getattr(function, "__code__", None)
-    for function in (
-        getattr(torch.autograd.graph, "_engine_run_backward", None),
-        _Watched.run_backward,
-    )
-)
+_ENTERS_ENGINE = (torch_private.RUN_BACKWARD, _Watched.run_backward.__code__)

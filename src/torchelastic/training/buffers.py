@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from torchelastic.torch_private import NormBase, buffers_of, copy_all, version_of
 from torchelastic.training.rng import bytes_of
 
 #: Up to this many bytes a buffer is light: copying it costs less than finding out whether to.
@@ -40,7 +40,7 @@ class Buffers:
             if buffer is not None and _is_light(buffer):
                 light.append((place, buffer))
             else:
-                self.heavy.append(_Heavy(place, traceless=isinstance(owner, _NormBase)))
+                self.heavy.append(_Heavy(place, traceless=isinstance(owner, NormBase)))
         #: Where the light ones are.
         self.light = [place for place, _ in light]
         self._views, size = _views(buffer for _, buffer in light)
@@ -52,7 +52,7 @@ class Buffers:
             return b""
         live: list[Any] = [buffers[name] for buffers, name in self.light]
         try:
-            torch._foreach_copy_(self._copies, live)
+            copy_all(self._copies, live)
         except (RuntimeError, TypeError):  # one is gone, or has another shape than it had
             self.find()
             return self.capture()
@@ -89,7 +89,7 @@ class _Heavy:
 
     def save(self) -> None:
         live = self._buffers[self._name]
-        mark = None if live is None else (id(live), live._version)
+        mark = None if live is None else (id(live), version_of(live))
         if mark == self._mark and not self._traceless:
             return
         self._saved = None if live is None else _copy_into(self._saved, live)
@@ -100,10 +100,10 @@ class _Heavy:
         live = self._buffers[self._name]
         if self._saved is None or live is None:
             self._buffers[self._name] = None if self._saved is None else self._saved.clone()
-        elif self._traceless or (id(live), live._version) != self._mark:
+        elif self._traceless or (id(live), version_of(live)) != self._mark:
             self._buffers[self._name] = _put_back(live, self._saved)
         live = self._buffers[self._name]
-        self._mark = None if live is None else (id(live), live._version)
+        self._mark = None if live is None else (id(live), version_of(live))
 
 
 def _places(modules: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module, _Place]]:
@@ -113,7 +113,7 @@ def _places(modules: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module, _Place]
             if id(part) in seen:
                 continue
             seen.add(id(part))
-            yield from ((part, (part._buffers, name)) for name in part._buffers)
+            yield from ((part, (buffers_of(part), name)) for name in buffers_of(part))
 
 
 def _is_light(buffer: torch.Tensor) -> bool:

@@ -39,6 +39,9 @@ class Abortable(Protocol):
     @property
     def aborted(self) -> bool: ...
 
+    def show(self) -> None:
+        """Let the agent see what is waited for, where the training thread does not show it."""
+
 
 class Control:
     """A resident worker's side of the conversation with its agent."""
@@ -181,4 +184,5 @@ class Control:
         if guarded is None:
             return orders.Pong(waiting=False, number=number)
         group = guarded[1]
+        group.show()
         return orders.Pong(waiting=group.pending > 0, aborted=group.aborted, number=number)

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
+from torchelastic import backends
 from torchelastic.errors import ConfigError
 from torchelastic.metrics.reporting import report
+from torchelastic.torch_private import Store
 from torchelastic.training import session
 from torchelastic.training.group import PeerLostError
 from torchelastic.training.state import State
@@ -30,8 +31,7 @@ _enlisted = False
 PROCESS_GROUP_TIMEOUT = 30 * 60 * 1000
 COORDINATOR_TIMEOUT = 600_000
 
-#: How often, in steps, workers that tell their rate of progress compare it, and what is slow.
-MONITOR_PROGRESS_FREQ = 1000
+#: The share of the best rate of progress below which a worker is slow.
 STRAGGLER_THRESHOLD = 0.8
 
 
@@ -39,7 +39,8 @@ class Coordinator(ABC):
     """What release 0.1 asks of a coordinator.
 
     `train` takes a `CoordinatorP2P`. Of a subclass of that it calls `on_error`,
-    `should_save_checkpoint`, `should_stop_training`, `monitor_progress` and `report_progress`.
+    `should_save_checkpoint`, `should_stop_training`, `should_rendezvous`, `monitor_progress` and
+    `report_progress`.
     """
 
     @abstractmethod
@@ -60,7 +61,10 @@ class Coordinator(ABC):
 
     @abstractmethod
     def should_rendezvous(self, state: State) -> bool:
-        """Whether the world is about to change. The agent says so; nothing is asked for it."""
+        """Asked after every step where somebody has overridden it: is the world to be built anew?
+
+        Ranks answer alike. For nodes that come and go it is not needed: the agents see them.
+        """
 
     @abstractmethod
     def should_stop_training(self) -> bool:
@@ -90,6 +94,9 @@ class CoordinatorP2P(Coordinator):
     or `tcp://...` no launcher is needed: this process is a node of its own, with one worker. All
     times are in milliseconds.
     """
+
+    #: How often, in steps, workers that tell their rate of progress compare it.
+    MONITOR_PROGRESS_FREQ = 1000
 
     def __init__(
         self,
@@ -185,12 +192,14 @@ class CoordinatorP2P(Coordinator):
         if rate is not None:
             report("progress_rate", rate)
         self._steps_seen += 1
-        if self._steps_seen % MONITOR_PROGRESS_FREQ == 0:
+        if self._steps_seen % self.MONITOR_PROGRESS_FREQ == 0:
             self._compare(rate)
 
     def _compare(self, rate: float | None) -> None:
         rates = _gather(float("nan") if rate is None else rate)
         best = max((other for other in rates if other == other), default=0.0)
+        if rate is not None and best > 0:
+            self.last_relative_prog_rate = rate / best
         slow = rate is not None and best > 0 and rate / best < STRAGGLER_THRESHOLD
         if slow and not self.is_worker_straggler:
             log.warning("Rank %d makes %.3g of %.3g: a straggler.", self.rank, rate, best)
@@ -238,13 +247,8 @@ def _agents_link() -> channel.Link:
 
 def _gather(value: float) -> list[float]:
     """Everybody's, by rank."""
-    device = device_of(dist.get_backend())
+    device = backends.here()
     mine: Any = torch.tensor([value], dtype=torch.float64, device=device)
     all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(all_of_them, mine)
     return [float(one.item()) for one in all_of_them]
-
-
-def device_of(backend: str) -> str:
-    """Where tensors of a collective of this backend live."""
-    return "cuda" if backend == "nccl" else "cpu"

@@ -28,10 +28,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from torchelastic import torch_private
 from torchelastic.errors import TransferError
-
-#: Of DDP's inside, which torch does not declare: tests/process/test_ddp_kept.py holds it to it.
-_c10d: Any = torch._C._distributed_c10d
+from torchelastic.torch_private import parameters_of_ddp
 
 #: Parameters by their number, bucket by bucket, in the order in which the buckets are reduced.
 Layout = tuple[tuple[int, ...], ...]
@@ -97,7 +96,7 @@ def swap(ddp: DistributedDataParallel, *, interrupted: bool = True) -> None:
     elif interrupted or ddp.static_graph:
         _renew(ddp)
     else:
-        ddp.reducer._update_process_group(group)
+        torch_private.show_group(ddp, group)
 
 
 def layout(ddp: DistributedDataParallel) -> Layout | None:
@@ -113,7 +112,7 @@ def adopt(ddp: DistributedDataParallel, layout: Layout | None) -> None:
     _dictate(ddp, kept.first if layout is None else layout)
     kept.now = kept.base = layout
     if layout is None:
-        ddp.reducer._reset_state()  # so that it lays out anew after the step
+        torch_private.forget_backward(ddp)  # so that it lays out anew after the step
     _watch(ddp)
 
 
@@ -137,31 +136,19 @@ def _is_fixed(ddp: DistributedDataParallel) -> bool:
     return bool(ddp.static_graph or ddp.find_unused_parameters)
 
 
-def _parameters(ddp: Any) -> tuple[list[torch.Tensor], list[bool]]:
-    """In the order of their numbers; and whether each has sparse gradients."""
-    parameters, sparse = ddp._build_params_for_reducer()
-    return parameters, sparse
-
-
 def _all_in_one(ddp: DistributedDataParallel) -> Layout:
     """What DDP begins with: one bucket for each type, since the order is not known."""
-    return _assign(ddp, _sizes_by_hand(ddp) or [torch.iinfo(torch.int64).max])
+    return _assign(ddp, torch_private.limits_by_hand(ddp) or [torch.iinfo(torch.int64).max])
 
 
 def _by_size(ddp: DistributedDataParallel) -> Layout:
     """Buckets of the size asked for, the last parameters first."""
-    small = [_c10d._DEFAULT_FIRST_BUCKET_BYTES] if ddp.bucket_bytes_cap_default else []
-    return _assign(ddp, _sizes_by_hand(ddp) or [*small, ddp.bucket_bytes_cap])
-
-
-def _sizes_by_hand(ddp: DistributedDataParallel) -> list[int]:
-    """DDP's option bucket_cap_mb_list, which torch before 2.13 does not have."""
-    return list(getattr(ddp, "bucket_bytes_cap_list", ()))
+    return _assign(ddp, torch_private.bucket_limits(ddp))
 
 
 def _assign(ddp: DistributedDataParallel, limits: Sequence[int]) -> Layout:
-    parameters, sparse = _parameters(ddp)
-    buckets = _c10d._compute_bucket_assignment_by_size(parameters, list(limits), sparse)[0]
+    parameters, sparse = parameters_of_ddp(ddp)
+    buckets = torch_private.assign_buckets(parameters, limits, sparse)
     return tuple(tuple(bucket) for bucket in reversed(buckets))
 
 
@@ -185,7 +172,7 @@ class _Dictation(dist.ProcessGroup):
         self._heard.append(tensor.tolist())
         done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         done.set_result(tensors)
-        return _c10d._create_work_from_future(done)
+        return torch_private.work_of(done)
 
     def getBackendName(self) -> str:  # C++ asks by this name
         return "dictation"
@@ -211,40 +198,29 @@ def _cut(numbers: Sequence[int], sizes: Sequence[int]) -> Layout:
 def _dictate(ddp: DistributedDataParallel, layout: Layout) -> None:
     """Make the reducer forget the backward it was in, and use this layout from now on."""
     numbers = sorted(number for bucket in layout for number in bucket)
-    if numbers != list(range(len(_parameters(ddp)[0]))):
+    if numbers != list(range(len(parameters_of_ddp(ddp)[0]))):
         raise TransferError("The peers' bucket layout is not one of this model's parameters.")
-    ddp.reducer._reset_state()
-    ddp.reducer._push_all_rebuilt_params()
+    torch_private.forget_backward(ddp)
+    torch_private.count_all_ready(ddp)
     _rebuild(ddp, layout)
 
 
 def _rebuild(ddp: DistributedDataParallel, wanted: Layout | None) -> Layout | None:
     """Have the reducer lay out its buckets; None if it has seen no gradients to do so by."""
     dictation = _Dictation(wanted)
-    ddp.reducer._update_process_group(dictation)
+    torch_private.show_group(ddp, dictation)
     try:
-        rebuilt = ddp.reducer._rebuild_buckets()
+        rebuilt = torch_private.rebuild_buckets(ddp)
     finally:
-        ddp.reducer._update_process_group(ddp.process_group)
-    if not rebuilt:
-        return None
-    ddp._has_rebuilt_buckets = True
-    return dictation.taken()
+        torch_private.show_group(ddp, ddp.process_group)
+    return dictation.taken() if rebuilt else None
 
 
-def _renew(ddp: Any) -> None:
+def _renew(ddp: DistributedDataParallel) -> None:
     """A new reducer with the same layout: this kind does not lay out anew."""
-    kept, static = _KEPT[ddp], ddp.static_graph
-    ddp.reducer._remove_autograd_hooks()
-    parameters, sparse = _parameters(ddp)
-    names = ddp._build_debug_param_to_name_mapping(parameters)
-    ddp._ddp_init_helper(parameters, sparse, names, static)
-    for hook, state in ddp._comm_hooks:
-        _c10d._register_comm_hook(ddp.reducer, state, hook)
-    if static:
-        ddp.static_graph = False  # or DDP warns that it has been set
-        ddp._set_static_graph()
-        _dictate(ddp, kept.first)
+    torch_private.renew_reducer(ddp)
+    if ddp.static_graph:
+        _dictate(ddp, _KEPT[ddp].first)
 
 
 def _watch(ddp: DistributedDataParallel) -> None:
@@ -283,7 +259,7 @@ def _broadcast(ddp: DistributedDataParallel, mine: Layout | None, source: int) -
     """The layout of rank `source`, as one tensor of a length known to all."""
     if ddp.process_group.size() == 1:
         return mine
-    count = len(_parameters(ddp)[0])
+    count = len(parameters_of_ddp(ddp)[0])
     said = torch.full((2 * count,), -1, dtype=torch.int64)
     if mine is not None:
         numbers, sizes = _said(mine)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from torchelastic.torch_private import version_of
 from torchelastic.training import backward
 
 _Mark = tuple[int, int]
@@ -48,7 +49,7 @@ class Gradients:
         pending = []
         for parameter in self._parameters:
             grad = parameter.grad
-            marks.append(None if grad is None else (id(grad), grad._version))
+            marks.append(None if grad is None else (id(grad), version_of(grad)))
             pending.append(grad is not None)
         self._marks, self._pending = marks, pending
         self.pending = True in pending
@@ -146,7 +147,7 @@ class Gradients:
     def _keep(self, index: int, *, copy: bool = True) -> None:
         """Copy the values, unless they have been zeroed: then nobody will ask for them."""
         grad = self._parameters[index].grad
-        untouched = grad is not None and (id(grad), grad._version) == self._marks[index]
+        untouched = grad is not None and (id(grad), version_of(grad)) == self._marks[index]
         self._pending[index] = untouched and not copy
         if grad is None:
             return

@@ -12,8 +12,8 @@ The training thread waits for operations of ours (`waits`), which gloo's callbac
 The abort also shuts the group's connections down (`sockets`), so that gloo's threads and the other
 ranks notice. What is left of gloo then is parked until it can be dropped (`group_park`).
 
-NCCL has an abort of its own, which frees the streams; there is nothing to own. Its groups are made
-and aborted by torch.
+NCCL has an abort of its own, which frees the device; there is nothing to own. Its groups are made
+and aborted by torch, and nothing done in them counts before it is settled (`group_native`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import distributed_c10d
 
+from torchelastic import backends, torch_private
 from torchelastic.errors import ConfigError
-from torchelastic.training import group_gloo, group_park, sockets
+from torchelastic.torch_private import PrefixStore, Store
+from torchelastic.training import group_gloo, group_native, group_park, sockets
 from torchelastic.training.group_gloo import OwnedGloo
 from torchelastic.training.waits import GenerationOver, PeerLostError, Waits
+from torchelastic.worker.collectives import NO_ROW
 
 __all__ = ["GenerationOver", "Group", "PeerLostError"]
 
@@ -42,6 +43,11 @@ __all__ = ["GenerationOver", "Group", "PeerLostError"]
 QUIET_WITHIN = 0.1
 #: After how long a broken connection that gloo has not seen is silenced, in seconds.
 _UNSEEN = 0.005
+#: How long a device may be busy after an abort before it counts as stuck, in seconds: aborts of
+#: NCCL have been seen to take that long, and what was computed meanwhile ends, too.
+_ABORT_TAKES = 5.0
+#: What a collective is called that torch only counts.
+_NAMELESS = b"collective"
 
 
 class Group:
@@ -71,6 +77,12 @@ class Group:
         self._excepthook: Any = None
         #: What keeps connections silent that gloo does not see to be broken.
         self._silent: list[socket.socket] | None = None
+        #: Of groups that torch made: where they are waited for, and what was launched in them when
+        #: they were settled last.
+        self._streams: list[Any] = []
+        self._settled: int | None = None
+        self._rows: dict[str, int] = {}
+        self._aborted_at = 0.0
 
     @classmethod
     def build(
@@ -102,6 +114,8 @@ class Group:
         """
         self.waits.check()
         self._excepthook = sys.excepthook
+        if not backends.is_on_host(self.backend):
+            group_native.spare_process()
         group_gloo.install(self)
         try:
             dist.init_process_group(
@@ -131,8 +145,68 @@ class Group:
 
     @property
     def pending(self) -> int:
-        """Collectives launched that gloo has not ended yet."""
-        return self.waits.pending
+        """Collectives launched that gloo has not ended yet; a device that is busy counts as one."""
+        late = time.monotonic() - self._aborted_at > _ABORT_TAKES
+        busy = late and any(map(group_native.is_busy, self._streams))
+        return self.waits.pending + busy
+
+    def show(self) -> None:
+        """Let the agent see what was launched in groups of NCCL, by number. Any thread.
+
+        The training thread does not pass here when it launches them: they are counted by torch.
+        The names are not known, nor which of several groups a device waits in: the first is told.
+        """
+        shown = self.waits.shown
+        if shown is None or self.waits.pending:
+            return
+        rows: list[tuple[int, int]] = []
+        for group in group_native.groups():
+            number, name = group_native.launched([group]), torch_private.name_of_group(group)
+            row = self._rows.get(name)
+            if row is None:
+                row = self._rows[name] = shown.row_of(name)
+            if number and row != NO_ROW:
+                rows.append((row, number))
+        for order, (row, number) in enumerate(reversed(rows), start=1):
+            shown.launched(order, row, number, _NAMELESS)
+        if rows and any(map(group_native.is_busy, self._streams)):
+            shown.waits(*rows[0], _NAMELESS)
+        elif rows:
+            shown.goes_on()
+
+    def first(self, collective: Callable[[], object]) -> None:
+        """Launch the first collective of this world; an abort ends the wait for the others.
+
+        NCCL makes its connections then, in the calling thread, where its own abort cannot reach it.
+        """
+        if backends.is_on_host(self.backend):
+            collective()
+        else:
+            self.waits.call(collective, b"connecting")
+        self.settle()
+
+    def settle(self, *, again: bool = True) -> None:
+        """Raise unless every collective launched so far has ended well. The training thread.
+
+        Who waits for gloo knows that already: this is for groups of NCCL. `again` is False where
+        nothing needs to be waited for if nothing was launched since the last time.
+        """
+        if torch_private.count_groups() == len(self._owned):
+            return
+        native = group_native.groups()
+        launched, before = group_native.launched(native), self.waits.before
+        if launched is None or launched != self._settled:
+            again, self._settled = True, launched
+            if launched is not None and before is not None:
+                before()
+        if again:
+            self._streams = group_native.streams(native)
+            group_native.synchronize(native)
+            if self._rows and self.waits.shown is not None:
+                self.waits.shown.goes_on()
+        self.waits.check()
+        if failure := group_native.failure(native):
+            raise self.waits.failed(RuntimeError(failure))
 
     @property
     def launched(self) -> int:
@@ -153,11 +227,11 @@ class Group:
         with self._aborting:
             if self.waits.over is not None:
                 return
+            self._aborted_at = time.monotonic()
             self.waits.end(GenerationOver(f"Generation {self.generation} is over: {reason}."))
             # Every group before any is left: a script may wait in one for what another does.
             sockets.shut_down(self._connections())
-            for native in self._native():
-                native.abort()
+            group_native.abort(group_native.groups())
 
     def leave(self) -> bool:
         """Give torch.distributed back, from the training thread; what is left of gloo is parked.
@@ -165,11 +239,12 @@ class Group:
         False if a thread of gloo may still write into tensors of an operation that was aborted:
         then this process must not train on with them.
         """
-        in_order = not self.aborted and not self.pending
+        in_order = not self.aborted and not self.waits.pending
         if in_order:
             self.waits.end(GenerationOver(f"Generation {self.generation} was left."))
         else:
             self.abort("it was left with operations under way")
+            group_native.synchronize(group_native.groups())
         quiet = in_order or self._wait_until_quiet()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -181,28 +256,32 @@ class Group:
 
         An error that passed through C++ code of a hook comes back as a plain RuntimeError.
         """
-        if isinstance(error, GenerationOver | PeerLostError) or not isinstance(error, RuntimeError):
+        if isinstance(error, GenerationOver | PeerLostError) or not isinstance(error, Exception):
             return error
+        native = group_native.groups()
+        if native and self.waits.failure is None:
+            failure = group_native.failure(native)
+            if failure or isinstance(error, dist.DistError):
+                self.waits.failed(RuntimeError(failure or str(error)))
+        # Whatever user code makes of garbage that an abort of NCCL has left says nothing of it.
         known = self.waits.over or self.waits.failure
-        return error if known is None else type(known)(*known.args)
+        if known is None or not (native or isinstance(error, RuntimeError)):
+            return error
+        return type(known)(*known.args)
 
     def _connections(self) -> frozenset[int]:
         return frozenset().union(*(group.connections for group in list(self._owned)))
-
-    def _native(self) -> list[Any]:
-        """The groups of this world that torch made itself, with NCCL."""
-        return [g for g in list(distributed_c10d._world.pg_map) if not isinstance(g, OwnedGloo)]
 
     def _unmake(self) -> None:
         """Undo what `connect` did to torch and the process, and park gloo."""
         group_gloo.uninstall()
         # A build that failed has counted a group; with another count the ranks would not meet.
-        distributed_c10d._world.group_count = 0
+        torch_private.count_groups_anew()
         # Each init_process_group wraps the hook once more.
         if self._excepthook is not None:
             sys.excepthook, self._excepthook = self._excepthook, None
         owned, self._owned = self._owned, []
-        aborted = bool(self.pending) or self.aborted
+        aborted = bool(self.waits.pending) or self.aborted
         gloos = [group.take() for group in owned]
         group_park.park(
             gloos, self.waits, silent=self._silent or [], rank=self.rank, aborted=aborted
@@ -217,7 +296,7 @@ class Group:
         connections. A thread that is stuck all the same sleeps, and writes nothing when it wakes.
         """
         began = time.monotonic()
-        while self.pending and not self._only_stuck():
+        while self.waits.pending and not self._only_stuck():
             waited = time.monotonic() - began
             if waited > QUIET_WITHIN:
                 return False

@@ -28,16 +28,12 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
-from torch.distributed import distributed_c10d
 
-from torchelastic import faults
+from torchelastic import faults, torch_private
+from torchelastic.torch_private import Store
 from torchelastic.training import backward, sockets
 from torchelastic.training.waits import Operation, OwnedWork, Waits
 from torchelastic.worker.collectives import NO_ROW, Mark
-
-#: gloo itself, whatever torch's name for it stands for at the moment.
-_Gloo: Any = distributed_c10d.ProcessGroupGloo
 
 
 class Owner(Protocol):
@@ -55,24 +51,20 @@ def install(owner: Owner) -> None:
     """From now on torch makes groups of ours, for this owner."""
     global _owner
     _owner = owner
-    _set_class_for_gloo(OwnedGloo)
+    torch_private.make_gloo_of(OwnedGloo)
 
 
 def uninstall() -> None:
     """Torch makes gloo's own groups again."""
     global _owner
     _owner = None
-    _set_class_for_gloo(_Gloo)
-
-
-def _set_class_for_gloo(group_class: Any) -> None:
-    distributed_c10d.ProcessGroupGloo = group_class  # type: ignore[misc]
+    torch_private.make_gloo_of(torch_private.Gloo)
 
 
 def connect(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Any, frozenset[int]]:
     """Meet the other ranks; gloo, and its connections by inode. Blocks until all are there."""
     faults.at("group.build")
-    gloo = _Gloo(store, rank, size, timeout=timeout)
+    gloo = torch_private.Gloo(store, rank, size, timeout=timeout)
     cards: list[list[bytes]] = []
     while store.check([f"{len(cards)}/{rank}"]):  # one more device: several network interfaces
         cards.append(store.multi_get([f"{len(cards)}/{peer}" for peer in range(size)]))
@@ -133,6 +125,11 @@ def _blocking(
     return method
 
 
+def _of_gloo(name: str) -> Callable[[OwnedGloo], Any]:
+    """A method that asks gloo at once."""
+    return lambda self: getattr(self._gloo, name)()
+
+
 class OwnedGloo(dist.ProcessGroup):
     """Stands where torch expects a group of gloo's."""
 
@@ -142,14 +139,12 @@ class OwnedGloo(dist.ProcessGroup):
         rank: int,
         size: int,
         timeout: timedelta,
-        *,
-        enable_reconfigure: bool = False,  # torch 2.14 and later
+        **options: Any,  # of later versions, such as enable_reconfigure of 2.14
     ) -> None:
         assert _owner is not None, "made while installed"
-        if enable_reconfigure:
+        if asked := [name for name, value in options.items() if value]:
             raise NotImplementedError(
-                "torchelastic.train rebuilds its groups itself: make them without "
-                "enable_reconfigure."
+                f"torchelastic.train rebuilds its groups itself: make them without {asked[0]}."
             )
         # The form that C++ calls back; it takes no store.
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -225,7 +220,7 @@ class OwnedGloo(dist.ProcessGroup):
         if label in _BETWEEN_TWO:
             return (NO_ROW, 0, label)
         if self._row is None:
-            self._row = shown.row_of(str(distributed_c10d._world.pg_names.get(self, "")))
+            self._row = shown.row_of(torch_private.name_of_group(self))
         if self._row == NO_ROW:
             return (NO_ROW, 0, label)
         self._launched += 1
@@ -236,7 +231,7 @@ class OwnedGloo(dist.ProcessGroup):
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         gloo = self._gloo
-        limit = gloo.options._timeout if timeout is None else timeout
+        limit = torch_private.timeout_of(gloo) if timeout is None else timeout
         barrier = partial(gloo.monitored_barrier, limit, wait_all_ranks)
         self._waits.call(barrier, b"monitored_barrier")
 
@@ -274,11 +269,8 @@ class OwnedGloo(dist.ProcessGroup):
 
     _set_default_timeout = set_timeout
 
-    def _set_sequence_number_for_group(self) -> None:
-        self._gloo._set_sequence_number_for_group()
-
-    def _get_sequence_number_for_group(self) -> int:
-        return int(self._gloo._get_sequence_number_for_group())
+    _set_sequence_number_for_group = _of_gloo("_set_sequence_number_for_group")
+    _get_sequence_number_for_group = _of_gloo("_get_sequence_number_for_group")
 
     def get_group_store(self) -> Store:
         return self._store
@@ -289,11 +281,9 @@ class OwnedGloo(dist.ProcessGroup):
     def _plain_group(self) -> dist.ProcessGroup:
         """A group of C++ around the same gloo; made when first needed."""
         if self._plain is None:
-            kind = dist.ProcessGroup.BackendType.GLOO
-            plain = dist.ProcessGroup(self._store, self.rank(), self.size())
-            plain._set_default_backend(kind)
-            plain._register_backend(torch.device("cpu"), kind, self._gloo)
-            self._plain = plain
+            self._plain = torch_private.group_of_backend(
+                self._store, self._gloo, self.rank(), self.size()
+            )
         return self._plain
 
 

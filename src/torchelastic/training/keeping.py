@@ -9,6 +9,7 @@
               It is there, but was not to be had: an error, and the next generation tries again
               It is of no use to anybody: everybody tries the next
               a checkpoint is read by rank 0 and sent to all
+              the script has loaded a later step itself: that is kept (`keeping_start`)
               something, but nobody can use it, and no checkpoint: an error, not step 0
     commit    `keeping_writer`
 
@@ -42,6 +43,7 @@ from torchelastic.training.keeping_agent import Holder
 from torchelastic.training.keeping_plan import (
     Node,
     Nodes,
+    Own,
     Said,
     Storage,
     Verdict,
@@ -57,9 +59,10 @@ from torchelastic.training.keeping_plan import (
 )
 from torchelastic.training.keeping_search import Found, Searcher
 from torchelastic.training.keeping_shards import Shards
+from torchelastic.training.keeping_start import Loaded, checked, different_starts, unsaid_start
 from torchelastic.training.keeping_tree import Tree
-from torchelastic.training.keeping_waits import BackwardWaits
 from torchelastic.training.keeping_writer import Place, Standing, Writer
+from torchelastic.worker.backward_waits import BackwardWaits
 from torchelastic.worker.orders import Leave
 
 log = logging.getLogger(__name__)
@@ -87,10 +90,13 @@ class Keeper:
         shards: Shards,
         before_seal: Callable[[float], bool] | None = None,
         waits: BackwardWaits | None = None,
+        steps_taken: Callable[[], int] = lambda: 0,
     ) -> None:
         """`before_seal` is called in a thread before a snapshot counts, with seconds to wait at
-        most; false if they were not enough. `waits` counts what is waited for other ranks."""
+        most; false if they were not enough. `waits` counts what is waited for other ranks,
+        `steps_taken` those that the state has seen before the first `restore`."""
         faults.load()
+        self._steps_taken = steps_taken
         self._before_seal, self._waits = before_seal, waits
         self._state, self._tree, self._buffers, self._holder = state, tree, buffers, holder
         self._private = private.Reader(buffers).read
@@ -237,31 +243,40 @@ class Keeper:
 
     # --- restore ---------------------------------------------------------------------------------
 
-    def restore(self) -> int | None:
+    def restore(self, start: int | None = None) -> int | None:
         """Bring all ranks to the freshest state there is; its step, None if there is none."""
+        start = checked(start)
         checkpoint.before_write()
         with stalls.Counted("restore"):
-            base = self._restore()
+            base = self._restore(start)
         self._begin(base or NOTHING)
         return base[1] if base is not None else None
 
-    def _restore(self) -> Version | None:
-        """Collective: the version that was loaded; None if there is none."""
+    def _restore(self, start: int | None) -> Version | None:
+        """Collective: the version that all have now; None if there is none."""
         self._end_writing()
         if self._shards.any:
             self._prepare_shards()
-        here, nodes, stored = self._tell_each_other()
+        here, nodes, stored, loaded = self._tell_each_other(start)
         self._first = nodes[here].first == self.rank
         self._is_one_node = len(nodes) == 1
         searcher = Searcher(self._holder, self._tree, self._shards, self.rank, here, nodes)
         versions = bases(nodes, self.size, sharded=self._shards.any)
-        for choice in choices(versions, stored):
-            if not isinstance(choice, Storage):
-                if self._from_memory(choice, nodes, searcher):
-                    return choice
-            elif (step := self._from_checkpoint(choice.beyond)) is not None:
-                return (NOTHING[0], step)
+        for choice in choices(versions, stored, loaded.step):
+            match choice:
+                case Own(step):
+                    self._from_script(loaded)
+                    return (NOTHING[0], step)
+                case Storage(beyond):
+                    if (found := self._from_checkpoint(beyond)) is not None:
+                        self._warn_if_replaced(loaded, found)
+                        return (NOTHING[0], found)
+                case _:
+                    if self._from_memory(choice, nodes, searcher):
+                        return choice
         _refuse_to_begin_anew(versions, without_shards(nodes))
+        if loaded.unsaid:
+            raise unsaid_start(loaded.unsaid)
         return None
 
     def _end_writing(self) -> None:
@@ -293,9 +308,9 @@ class Keeper:
         self._shards.reshard()
         self._voters = exchange.quick_group()
 
-    def _tell_each_other(self) -> tuple[str, Nodes, int | None]:
-        """Collective: the name of this node, what all of them hold, and the step of the newest
-        checkpoint as far as rank 0 knows."""
+    def _tell_each_other(self, start: int | None) -> tuple[str, Nodes, int | None, Loaded]:
+        """Collective: the name of this node, what all of them hold, the step of the newest
+        checkpoint as far as rank 0 knows, and what the script has loaded on each rank."""
         holdings = self._inventory()
         # With --virtual-local-rank all are 0, and say the same.
         speaks = env.get("LOCAL_RANK", "0") == "0"
@@ -304,8 +319,11 @@ class Keeper:
             for held in holdings.holdings
         ]
         stored = newest_stored() if self.rank == 0 else None
-        said = exchange.gather([holdings.node, holdings.peer, told if speaks else [], stored])
-        return holdings.node, nodes_of(said), said[0][3]
+        taken = self._steps_taken() if self._committed == NOTHING else 0
+        known = [stored, start, taken]
+        said = exchange.gather([holdings.node, holdings.peer, told if speaks else [], known])
+        _, starts, takens = zip(*(one[3] for one in said), strict=True)
+        return holdings.node, nodes_of(said), said[0][3][0], Loaded(starts, takens)
 
     def _inventory(self) -> Holdings:
         # An agent that does not answer is an error: without what it holds all would go back.
@@ -359,6 +377,31 @@ class Keeper:
                 "the script has made.",
                 ", ".join(map(str, lost)),
                 version[1],
+            )
+
+    # --- from the script -------------------------------------------------------------------------
+
+    def _from_script(self, loaded: Loaded) -> None:
+        """Collective: keep what the script has loaded; where not all ranks have, it is sent."""
+        if len(loaded.ranks) < self.size:
+            different = different_starts(loaded)
+            if self._shards.any:
+                raise CheckpointError(
+                    f"{different}. Each has shards of its own: load the same step on all ranks."
+                )
+            if self.rank == 0:
+                log.warning("%s. All ranks get the state of rank %d.", different, loaded.ranks[0])
+            self._share(loaded.ranks)
+        self._buffers.find()
+        log.info("Going on from step %d, which the script has loaded.", loaded.step)
+
+    def _warn_if_replaced(self, loaded: Loaded, step: int) -> None:
+        if loaded.unsaid and self.rank == 0:
+            log.warning(
+                "The checkpoint of step %d has replaced what the script had loaded before "
+                "restore(). To keep whichever is newer, say how many steps that has done: "
+                "restore(start=...).",
+                step,
             )
 
     # --- from storage ----------------------------------------------------------------------------
@@ -445,13 +488,15 @@ def _refuse_to_begin_anew(unusable: Sequence[Version], lost: Sequence[Version]) 
         raise SnapshotError(
             f"There are snapshots up to step {unusable[0][1]}, but not all ranks can use one "
             "(their logs say why), and there is no checkpoint. To begin anew is for you to "
-            "decide: end the job and start it again."
+            "decide: end the job and start it again. To go on from a checkpoint of your own, load "
+            "it and call restore(start=...)."
         )
     if lost:
         raise SnapshotError(
             f"There are snapshots up to step {lost[0][1]}, but shards of them were lost with their "
-            "nodes, and there is no checkpoint. To begin anew, or from a checkpoint of your own, "
-            "is for you to decide: end the job and start it again."
+            "nodes, and there is no checkpoint. To begin anew is for you to decide: end the job "
+            "and start it again. To go on from a checkpoint of your own, load it and call "
+            "restore(start=...)."
         )
 
 

@@ -34,7 +34,7 @@ from torchelastic.snapshot.messages import (
     from_json,
     to_json,
 )
-from torchelastic.worker import channel, orders
+from torchelastic.worker import channel, optimizer_steps, orders
 from torchelastic.worker.slate import Slate
 
 #: How long an agent may take to answer, and to bring a snapshot from another node.
@@ -80,6 +80,7 @@ class Agent:
     def inventory(self) -> Holdings:
         """What this node holds. The first time, the slate comes before the answer."""
         if self._slate is None:
+            optimizer_steps.stop()  # what is committed counts from now on
             channel.send(orders.to_json(orders.Keeps()))
         answer, descriptor = self._ask(Inventory(next(self._numbers)), PATIENCE)
         if descriptor is not None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torchelastic import torch_private
 from torchelastic.training.keeping_boxes import Box, Shape
 
 #: DTensors by name. (The class is not named here: to import it takes a second.)
@@ -106,15 +107,10 @@ def read_shapes(said: Mapping[str, Any]) -> dict[str, Shape]:
 
 def box_of(tensor: Any) -> Box:
     """Which part of a DTensor this rank has."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    size, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
+    offset, size = torch_private.box_of(tensor)
     return Box(tuple(offset), tuple(size))
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """This rank's part: the memory itself. (`to_local` is differentiable, and takes its time.)"""
-    local: torch.Tensor = tensor._local_tensor
-    return local.detach()
+    """This rank's part: the memory itself."""
+    return torch_private.local_of(tensor).detach()

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchelastic import env
-from torchelastic.training.coordinator import device_of
+from torchelastic import backends, env
 
 
 def place() -> tuple[int, int]:
@@ -30,7 +29,7 @@ def gather(said: Any) -> list[Any]:
     text = json.dumps(said).encode()
     if size == 1:
         return [json.loads(text)]
-    device = device_of(dist.get_backend())
+    device = backends.here()
     length = torch.tensor([len(text)], device=device)
     lengths = [torch.zeros_like(length) for _ in range(size)]
     dist.all_gather(lengths, length)
@@ -51,7 +50,7 @@ def least(number: int, group: dist.ProcessGroup | None = None) -> int:
     _, size = place()
     if size == 1:
         return number
-    votes = torch.tensor([number], device=device_of(dist.get_backend(group)))
+    votes = torch.tensor([number], device=backends.here(group))
     dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
     return int(votes.item())
 
@@ -59,7 +58,7 @@ def least(number: int, group: dist.ProcessGroup | None = None) -> int:
 def quick_group() -> dist.ProcessGroup | None:
     """Collective: a group whose votes no GPU has to be waited for; None: the default one is."""
     _, size = place()
-    if size == 1 or dist.get_backend() == "gloo":
+    if size == 1 or backends.is_on_host(dist.get_backend()):
         return None
-    made: dist.ProcessGroup = dist.new_group(backend="gloo")
+    made: dist.ProcessGroup = dist.new_group(backend=backends.HOST)
     return made

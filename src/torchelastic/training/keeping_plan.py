@@ -3,7 +3,8 @@
 Every rank is handed the same inventories and comes to the same answer, so nobody has to be asked.
 
     bases     the versions in memory that can be gone on from, the best first
-    choices   those and the newest checkpoint, by step: what is tried, one after the other
+    choices   those, the newest checkpoint and what the script has loaded itself, by step: what is
+              tried, one after the other
     agreed    once all ranks have looked for one of them, what all do
 
 What was done since a version is void as soon as the world has settled on an older one. So one that
@@ -47,13 +48,36 @@ class Storage:
     beyond: int = -1
 
 
-Choice = Version | Storage
+@dataclass(frozen=True)
+class Own:
+    """What the script has loaded itself, of so many steps."""
+
+    step: int
 
 
-def choices(versions: Sequence[Version], stored: int | None) -> list[Choice]:
-    """What is tried, in this order: `stored` is the step of the newest checkpoint, None if there is
-    none or it is not known. It comes before whatever in memory is older, and last of all again,
-    since the newest may turn out to be damaged.
+Choice = Version | Storage | Own
+
+
+def choices(versions: Sequence[Version], stored: int | None, start: int = 0) -> list[Choice]:
+    """What is tried, in this order. The script has loaded the state of step `start` itself, if that
+    is not 0: what is older is not tried, and last comes its own (`keeping_start`).
+    """
+    tried = _by_step(versions, stored)
+    if not start:
+        return tried
+    newer: list[Choice] = []
+    for one in tried:
+        if isinstance(one, Storage):
+            newer.append(Storage(max(one.beyond, start - 1)))
+        elif not isinstance(one, Own) and one[1] >= start:
+            newer.append(one)
+    return [*dict.fromkeys(newer), Own(start)]
+
+
+def _by_step(versions: Sequence[Version], stored: int | None) -> list[Choice]:
+    """`stored` is the step of the newest checkpoint, None if there is none or it is not known. It
+    comes before whatever in memory is older, and last of all again, since the newest may turn out
+    to be damaged.
     """
     fresher = [index for index, version in enumerate(versions) if version[1] >= (stored or 0)]
     at = len(versions) if stored is None else max(fresher, default=-1) + 1

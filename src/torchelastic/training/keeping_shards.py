@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchelastic import torch_private
 from torchelastic.errors import SnapshotError, TransferError
 from torchelastic.tensor_bytes import SMALL
 from torchelastic.training import parts, shared
@@ -53,7 +54,7 @@ class Shards:
 
     def flatten(self, form: str, tensors: Sharded) -> Flat:
         """This rank's parts; anew only if they are in other tensors."""
-        marks = [(id(one), one._local_tensor.data_ptr()) for one in tensors.values()]
+        marks = [(id(one), torch_private.local_of(one).data_ptr()) for one in tensors.values()]
         if self._flat is None or marks != self._marks:
             self._marks, self._flat = marks, self._flatten(form, tensors)
         return self._flat

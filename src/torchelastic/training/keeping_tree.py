@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchelastic import torch_private
 from torchelastic.errors import SnapshotError, TransferError
 from torchelastic.tensor_bytes import SMALL, address_of
 from torchelastic.training import fitting, keeping_dtensor, keeping_load, parts, shared
@@ -261,7 +262,7 @@ class Staging:
             ]
             self._forms = forms
         if self._copies:
-            torch._foreach_copy_(self._copies, list(tensors))
+            torch_private.copy_all(self._copies, list(tensors))
 
     def _view(self, spec: Spec, at: int) -> torch.Tensor:
         memory = self.block[at : at + spec.nbytes].view(spec.dtype)

@@ -29,6 +29,7 @@ from torchelastic.errors import SnapshotError
 from torchelastic.snapshot.layout import SHARED, Held, Memory, Version, checksum, own, shard
 from torchelastic.snapshot.messages import Sealed
 from torchelastic.tensor_bytes import SMALL, address_of, copy_out
+from torchelastic.torch_private import version_of
 from torchelastic.training.keeping_agent import Holder, Unanswered
 from torchelastic.training.keeping_tree import Flat, Layout, Staging
 
@@ -102,7 +103,7 @@ class _Job:
         room.staging.copy([one for one, _ in small], places, layout.size - layout.small_at)
         tensors = [one for one, _ in large]
         watched = tensors if flat.watched is None else flat.watched
-        counts = [one._version for one in watched]
+        counts = [version_of(one) for one in watched]
         places = [at for _, at in large]
         block = room.staging.block
         made = cls(room, version, flat.skeleton, layout, tensors, places, watched, counts, block)
@@ -113,7 +114,7 @@ class _Job:
     def was_disturbed(self) -> bool:
         """Whether a tensor was written to since the commit: what was copied is worth nothing."""
         return any(
-            tensor._version != count
+            version_of(tensor) != count
             for tensor, count in zip(self.watched, self.counts, strict=True)
         )
 

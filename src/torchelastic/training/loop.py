@@ -35,14 +35,22 @@ from torchelastic.errors import (
 )
 from torchelastic.training import fitting, session, world_entry
 from torchelastic.training.control import Control
-from torchelastic.training.coordinator import Coordinator, CoordinatorP2P, device_of
+from torchelastic.training.coordinator import Coordinator, CoordinatorP2P
 from torchelastic.training.gate import Gate, Verdict
 from torchelastic.training.group import GenerationOver, Group
-from torchelastic.training.outcome import Action, Kind, Where, chain, decide, kind_of
+from torchelastic.training.outcome import (
+    Action,
+    AnotherWorld,
+    Kind,
+    Where,
+    chain,
+    decide,
+    kind_of,
+)
 from torchelastic.training.session import Session
 from torchelastic.training.state import FIRST, TORN, State, Torn, Version, call_sync
 from torchelastic.training.steps import Steps
-from torchelastic.worker import bootstrap
+from torchelastic.worker import bootstrap, optimizer_steps
 from torchelastic.worker.orders import (
     Enlisted,
     Enter,
@@ -116,6 +124,7 @@ class Loop:
         """Until the training is done; returns the state, which a step may have replaced."""
         self._steps, self._state = steps, state
         self._version = state._begins_at()
+        optimizer_steps.stop()  # those of `train` count from now on
         self._control.tell(Enlisted())
         broken: int | None = None
         while True:
@@ -185,8 +194,8 @@ class Loop:
         self._group = world_entry.build(self._control, world, store, backend, timeout)
         stood = time.monotonic()
         form = self._state._form()
-        number, device = fitting.number_of(form), device_of(backend)
-        versions, forms = world_entry.exchange(self._version, number, world.size, device)
+        number = fitting.number_of(form)
+        versions, forms = world_entry.exchange(self._group, self._version, number)
         session.enter(
             Session(
                 rank=world.rank,
@@ -224,6 +233,7 @@ class Loop:
         self._half_written |= self._version != base
         faults.at("sync.begin")
         call_sync(self._state, rank=here.rank, size=here.size)
+        here.group.settle()
         faults.at("sync.end")
         self._version = here.version = (here.generation, base[1])
         self._kept = None
@@ -239,9 +249,8 @@ class Loop:
             self._half_written = False
             if step is not None:
                 self._version = here.version = (-1, step)
-        device = device_of(self._coordinator.c10d_backend)
         form = here.forms[here.rank]
-        here.versions, _ = world_entry.exchange(self._version, form, here.size, device)
+        here.versions, _ = world_entry.exchange(here.group, self._version, form)
 
     def _take_steps(self, gate: Gate, here: Session) -> None:
         """Step after step, until the gate stops us. Up to `run` nothing here may wait."""
@@ -251,12 +260,17 @@ class Loop:
             slate.rank = rank
         if self._state._every_step:
             every = 1
+        settle = here.group.settle
         between = _Between(self._coordinator, self._options, here, self._state)
         self._where = Where.BETWEEN
         # Asked before the first step too: the world before may have ended right after the last one.
-        while step < self._last_step:
+        # And before the end is told: who is to enter another world at this step finishes there,
+        # where others wait for it.
+        while True:
             if not gate.enter(step) and not self._may_enter(gate, step):
                 return
+            if step >= self._last_step:
+                raise StopException("The coordinator says that the training is done.")
             if slate is not None:
                 slate.entered(generation, step)
             if faults.planned:
@@ -267,6 +281,7 @@ class Loop:
             if faults.planned:
                 faults.at("step.begin")
             self._state, stats = self._steps.run(self._state)
+            settle(again=False)
             if faults.planned:
                 faults.at("step.end")
             step += 1
@@ -275,7 +290,6 @@ class Loop:
             self._state._committed(self._version)
             if between.is_last(self._state, step, stats) and self._last_step == math.inf:
                 self._last_step = step
-        raise StopException("The coordinator says that the training is done.")
 
     def _may_enter(self, gate: Gate, step: int) -> bool:
         """Wait for the word at a gate that was shut; False: the last step was run."""
@@ -386,9 +400,10 @@ class _Between:
         self._reported = _overrides(coordinator, "report_progress")
         self._told_when = _overrides(coordinator, "should_save_checkpoint")
         self._told_to_stop = _overrides(coordinator, "should_stop_training")
+        self._told_to_meet = _overrides(coordinator, "should_rendezvous")
         hooks = self._monitored, self._reported, self._told_when, self._told_to_stop
         #: The kind of state with which nothing happens that nobody asks for.
-        asked = any(hooks) or self._paced or _wants_to_be_asked(state)
+        asked = any(hooks) or self._told_to_meet or self._paced or _wants_to_be_asked(state)
         quiet = self._every is None and not asked
         self._quiet_with = type(state) if quiet else None
 
@@ -403,9 +418,11 @@ class _Between:
             checkpoint.save(state, step, self._generation)
         if self._reported:
             coordinator.report_progress(state)
-        if coordinator.stop_training:
+        if coordinator.stop_training or (self._told_to_stop and coordinator.should_stop_training()):
             return True
-        return self._told_to_stop and coordinator.should_stop_training()
+        if self._told_to_meet and coordinator.should_rendezvous(state):
+            raise AnotherWorld(f"should_rendezvous has asked for another world at step {step}.")
+        return False
 
     def _wants_checkpoint(self, state: State, step: int) -> bool:
         """Every rank asks, as in 0.1, where one that did not would count wrong."""

@@ -13,6 +13,10 @@ from torchelastic.errors import NonRetryableException, StopException, UnfitError
 from torchelastic.training.waits import GenerationOver, PeerLostError
 
 
+class AnotherWorld(Exception):
+    """The coordinator's `should_rendezvous` has asked for another world. No step is undone."""
+
+
 class Where(enum.Enum):
     """What the training thread was doing."""
 
@@ -32,6 +36,7 @@ class Kind(enum.Enum):
     FATAL = "user code says that trying again cannot help"
     UNFIT = "this worker has built another model than the others"
     EXIT = "the process is to end: SystemExit, KeyboardInterrupt"
+    ASKED = "the coordinator asks for another world"
     USER = "an error of user code"
 
 
@@ -57,6 +62,8 @@ def kind_of(error: BaseException, where: Where) -> Kind:
         return Kind.FATAL
     if isinstance(error, UnfitError):
         return Kind.UNFIT
+    if isinstance(error, AnotherWorld):
+        return Kind.ASKED
     if not isinstance(error, Exception):
         return Kind.EXIT
     if where is Where.STEP and _is_end_of_data(error):
@@ -94,6 +101,7 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 TABLE: dict[Kind, tuple[Action, Action]] = {
     Kind.OVER: (Action.WAIT, Action.WAIT),
     Kind.PEER_LOST: (Action.HINT, Action.WAIT),
+    Kind.ASKED: (Action.RETRY, Action.WAIT),
     Kind.USER: (Action.RETRY, Action.WAIT),
     Kind.END_OF_DATA: (Action.FINISH, Action.WAIT),
     Kind.STOP: (Action.FINISH, Action.WAIT),
@@ -106,4 +114,5 @@ TABLE: dict[Kind, tuple[Action, Action]] = {
 def decide(kind: Kind, *, over: bool, failures_left: bool = True) -> Action:
     """What to do; without `failures_left` an error of user code is not tried again."""
     action = TABLE[kind][over]
-    return Action.GIVE_UP if action is Action.RETRY and not failures_left else action
+    out_of_failures = kind is Kind.USER and not failures_left
+    return Action.GIVE_UP if action is Action.RETRY and out_of_failures else action

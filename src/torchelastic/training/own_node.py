@@ -15,12 +15,14 @@ import secrets
 import socket
 import threading
 from dataclasses import replace
+from functools import partial
 
 from torchelastic import env
 from torchelastic.agent import crew, group_state
 from torchelastic.agent.log_observer import LogObserver
 from torchelastic.agent.presence import Presence
 from torchelastic.agent.side_tasks import SideTasks
+from torchelastic.agent.transitions import Transitions
 from torchelastic.clock import SystemClock
 from torchelastic.config import LaunchConfig, format_endpoint
 from torchelastic.errors import TorchElasticError
@@ -83,6 +85,7 @@ class OwnNode:
         self._state = crew.alone(self._node, socket.gethostname())
         self._queue: asyncio.Queue[crew.Event | _HasLeft | Exception] = asyncio.Queue()
         self._beside = SideTasks(self._queue.put_nowait)
+        self._transitions = Transitions()
         self._stores = OwnStores()
         self._step = -1
 
@@ -111,11 +114,11 @@ class OwnNode:
             on_lease_lost=lambda: self._queue.put_nowait(group_state.LeaseLost()),
         )
         try:
-            self._beside.start(self._listen(), "listen")
-            self._beside.start(self._join(), "join")
+            self._beside.start(self._listen, "listen")
+            self._beside.start(self._join, "join")
             while not self._state.is_terminal:
                 event = await self._next_event()
-                self._state, commands = crew.handle(self._state, event)
+                self._state, commands = self._transitions.take(crew.handle, self._state, event)
                 for command in commands:
                     self._perform(command)
         finally:
@@ -213,7 +216,7 @@ class OwnNode:
             case group_state.Report(changes):
                 self._presence.update(**{"step": self._step, **changes})
             case group_state.Rejoin(gone):
-                self._beside.start(self._presence.rejoin(gone), "rejoin")
+                self._beside.start(partial(self._presence.rejoin, gone), "rejoin")
             case group_state.Stop():
                 self._end()
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from torchelastic import torch_private
 from torchelastic.errors import TransferError
 from torchelastic.tensor_bytes import is_dense, stride_of
 
@@ -189,8 +190,7 @@ class _Writer:
             [self.write(path, key, depth), self.write(f"{path}[{key!r}]", one, depth + 1)]
             for key, one in value.items()
         ]
-        # A module's state_dict says in this attribute which versions of its layers wrote it.
-        extra = getattr(value, "_metadata", None)
+        extra = torch_private.layer_versions(value)
         if extra is None:
             return {letter: items}
         return {letter: items, "m": self.write(f"{path}._metadata", extra, depth + 1)}
@@ -316,7 +316,7 @@ class _Reader:
     def _dict(self, kind: type, content: Any, extra: Any, depth: int) -> Any:
         made = kind({self._key(key, depth): self.read(one, depth + 1) for key, one in content})
         if extra is not None and kind is OrderedDict:
-            made._metadata = self.read(extra, depth + 1)
+            torch_private.set_layer_versions(made, self.read(extra, depth + 1))
         return made
 
     def _key(self, key: Any, depth: int) -> str | int:

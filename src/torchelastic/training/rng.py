@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchelastic.torch_private import address_of
+
 #: Of torch's generator as `get_state` tells: seed, words left, whether seeded, position; 624 words;
 #: of three numbers the second is a normal deviate that it may keep, and whether it does; another
 #: one in single precision, and whether.
@@ -166,15 +168,15 @@ def _torch_window() -> _Window | None:
     if trial.get_state().nbytes != _TORCH_TOLD.size:
         return None
     for offset in range(0, _TORCH_WITHIN, 8):
-        begins = ctypes.string_at(trial._cdata + offset, 8) == _SEED.to_bytes(8, sys.byteorder)
+        begins = ctypes.string_at(address_of(trial) + offset, 8) == _SEED.to_bytes(8, sys.byteorder)
         if begins and _lies_at(offset, trial):
-            return _window(own._cdata + offset, _TORCH_THERE.size)
+            return _window(address_of(own) + offset, _TORCH_THERE.size)
     return None
 
 
 def _lies_at(offset: int, trial: Any) -> bool:
     """Whether all that a generator may come to hold is found so far into it."""
-    there = _window(trial._cdata + offset, _TORCH_THERE.size)
+    there = _window(address_of(trial) + offset, _TORCH_THERE.size)
     for precision in (torch.float32, torch.float64):
         for _ in range(3):  # keeps a deviate, uses it up, keeps another
             if not _means(there, trial):

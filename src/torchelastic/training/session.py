@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from torchelastic.training.state import Version
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
+    from torchelastic.torch_private import Store
     from torchelastic.training.group import Group
     from torchelastic.worker.slate import Slate
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchelastic import torch_private
 from torchelastic.errors import TransferError
 from torchelastic.training.small import Hyperparameters, fits
 
@@ -70,8 +71,8 @@ def load_module(module: nn.Module, tree: Mapping[str, Any]) -> None:
 def _load_buffer(module: nn.Module, name: str, value: torch.Tensor) -> None:
     path, _, last = name.rpartition(".")
     owner = module.get_submodule(path)
-    live = owner._buffers.get(last)
-    owner._buffers[last] = taken(live, value)
+    buffers = torch_private.buffers_of(owner)
+    buffers[last] = taken(buffers.get(last), value)
 
 
 def optimizer_tree(optimizer: Optimizer) -> dict[str, Any]:

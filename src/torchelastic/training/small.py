@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
+from torchelastic import torch_private
+from torchelastic.torch_private import SCALER_TENSORS
 from torchelastic.training import parts
 
 #: Values that can be kept as they are.
@@ -167,18 +169,18 @@ class Scaler:
         self._scaler: Any = scaler
 
     def save(self) -> tuple[Any, Any, dict[Any, Any]]:
-        scaler = self._scaler
-        stages = {key: dict(value) for key, value in scaler._per_optimizer_states.items()}
-        return copied(scaler._scale), copied(scaler._growth_tracker), stages
+        attributes, stages = vars(self._scaler), torch_private.scaler_stages(self._scaler)
+        scale, growth = (copied(attributes[name]) for name in SCALER_TENSORS)
+        return scale, growth, {key: dict(value) for key, value in stages.items()}
 
     def restore(self, saved: tuple[Any, Any, dict[Any, Any]]) -> None:
-        scaler = self._scaler
-        scale, growth, stages = saved
-        for name, value in (("_scale", scale), ("_growth_tracker", growth)):
-            scaler.__dict__[name] = _placed(scaler.__dict__[name], value)
+        attributes, stages = vars(self._scaler), torch_private.scaler_stages(self._scaler)
+        *tensors, kept = saved
+        for name, value in zip(SCALER_TENSORS, tensors, strict=True):
+            attributes[name] = _placed(attributes[name], value)
         # Left as they are they say that gradients are unscaled already: the redo would fail.
-        scaler._per_optimizer_states.clear()
-        scaler._per_optimizer_states.update({key: dict(value) for key, value in stages.items()})
+        stages.clear()
+        stages.update({key: dict(value) for key, value in kept.items()})
 
 
 class Value:
@@ -198,7 +200,7 @@ class Value:
 
 def saver_of(part: Any) -> Saver:
     """How an object is saved."""
-    if isinstance(part, torch.amp.GradScaler) and hasattr(part, "_per_optimizer_states"):
+    if isinstance(part, torch.amp.GradScaler) and part.is_enabled():
         return Scaler(part)
     if not parts.is_stateful(part):
         raise TypeError(f"{type(part).__name__} has no state_dict and load_state_dict.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import IO, Any
 
@@ -37,13 +37,14 @@ from torchelastic.training.keeping_dtensor import (
 )
 from torchelastic.training.keeping_leave import Departure
 from torchelastic.training.keeping_shards import Shards
+from torchelastic.training.keeping_start import steps_taken
 from torchelastic.training.keeping_tree import Tree
-from torchelastic.training.keeping_waits import BackwardWaits
 from torchelastic.training.private import Private, Publisher
 from torchelastic.training.session import Session
 from torchelastic.training.small import Hyperparameters, Saver, Value, saver_of
 from torchelastic.training.state import FIRST, TORN, State, Torn, Version
 from torchelastic.training.undo import Snapshot, Undo
+from torchelastic.worker.backward_waits import BackwardWaits
 
 #: What a checkpoint of this class says of itself.
 _FORMAT = "torchelastic.TorchState 2"
@@ -243,6 +244,7 @@ class TorchState(State):
             private.restore(kept, self._undo.buffers)
         self._undo.enter(world.generation, Publisher(world.slate) if world.slate else None)
         world.group.before_collective = self._undo.before_collective
+        self._undo.writes.settle = world.group.settle
         self._version, self.step = (world.generation, base[1]), base[1]
         self._newborn = self._interrupted = False
 
@@ -329,18 +331,20 @@ class TorchState(State):
 
     # --- run + keep ------------------------------------------------------------------------------
 
-    def restore(self) -> int:
+    def restore(self, start: int | None = None) -> int:
         """In a script, before its loop, on all ranks: go on from the freshest state there is.
 
-        From the memory of this node, else of another one, else the latest checkpoint. Returns how
-        many steps it has committed, the same on all ranks; 0, and nothing is changed, if there is
-        none.
+        From memory of this node, else of another one, else the latest checkpoint; or from what the
+        script has loaded itself, of `start` steps, if nothing is newer. Returns how many steps are
+        done, the same on all ranks; 0, and nothing is changed, if there is nothing.
         """
         if session.is_entered():
             raise RuntimeError("torchelastic.train restores and commits by itself.")
         if self._keeper is None:
+            start = start if start is not None else self.step or None
             tree = Tree(self._models, self._optimizers, self._rest, self._load_rest, self._form())
             agent = keeping_agent.connect()
+            parameters = [model.parameters() for model in self._models]
             self._keeper = Keeper(
                 self,
                 tree,
@@ -349,13 +353,14 @@ class TorchState(State):
                 agent,
                 shards=self._shards,
                 before_seal=self._ledger.flush if self._ledger is not None else None,
-                waits=BackwardWaits(self._models) if agent is not None else None,
+                waits=BackwardWaits(parameters) if agent is not None else None,
+                steps_taken=partial(steps_taken, self._optimizers, self._stateful.values()),
             )
             if agent is not None:
                 self._departure = Departure(agent, tree, self._stored_of, self._keeper)
             if self._keeper.rank == 0:
                 checkpoint.warn_if_never_due()
-        step = self._keeper.restore()
+        step = self._keeper.restore(start)
         if self._departure is not None:
             self._departure.prepare()
         if step is not None:

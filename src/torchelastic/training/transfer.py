@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchelastic import backends
 from torchelastic.errors import TransferError
 from torchelastic.tensor_bytes import bytes_of
 from torchelastic.training import parts
@@ -211,8 +212,7 @@ class _Moving:
     """Messages under way: few with each peer, and their tensors kept until they are there."""
 
     def __init__(self) -> None:
-        nccl = dist.get_backend() == "nccl"
-        self._device = torch.device("cuda") if nccl else torch.device("cpu")
+        self._device = torch.device(backends.here())
         self._under_way: dict[int, deque[tuple[Any, Callable[[], object]]]] = {}
 
     def send(self, tensor: torch.Tensor, peer: int) -> None:

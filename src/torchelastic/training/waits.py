@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchelastic import faults, stalls
+from torchelastic import faults, stalls, torch_private
 from torchelastic.training import group_threads
 from torchelastic.worker.collectives import NO_ROW, Collectives, Mark
 
@@ -115,7 +115,7 @@ class Waits:
         def wait() -> None:
             inner.wait()
             if tells_source:
-                work.source = inner._source_rank()
+                work.source = torch_private.source_of(inner)
 
         self._in_thread(work, wait)
         self._launched(work)
@@ -302,7 +302,7 @@ class OwnedWork(Operation, dist.Work):
                 error = fault
         if error is not None:
             value = _Failed(error)
-            self._future._set_unwrap_func(_raise_failed)
+            torch_private.unwrap_by(self._future, _raise_failed)
         self._future.set_result(value)
 
     def is_completed(self) -> bool:

@@ -6,9 +6,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
 
-from torchelastic import env
+from torchelastic import backends, env
+from torchelastic.torch_private import Store, TCPStore
 from torchelastic.training.control import Control
 from torchelastic.training.group import GenerationOver, Group
 from torchelastic.training.state import Version
@@ -28,6 +28,9 @@ class _Connecting:
     def abort(self, reason: str) -> None:
         self.aborted = True
         self._waits.end(GenerationOver(f"The world was over before it was entered: {reason}."))
+
+    def show(self) -> None:
+        """Nothing: there are no collectives yet."""
 
     def connect(self, host: str, port: int, timeout: timedelta) -> Store:
         store: Store = self._waits.call(
@@ -63,12 +66,12 @@ def build(control: Control, world: Enter, store: Store, backend: str, timeout: t
 
 
 def exchange(
-    version: Version, form: int, size: int, device: str
+    group: Group, version: Version, form: int
 ) -> tuple[tuple[Version, ...], tuple[int, ...]]:
     """What each worker of the world has, by rank, and of what form that is."""
-    mine = torch.tensor((*version, form), dtype=torch.int64, device=device)
-    everybodys = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(everybodys, mine)
+    mine = torch.tensor((*version, form), dtype=torch.int64, device=backends.here())
+    everybodys = [torch.empty_like(mine) for _ in range(group.size)]
+    group.first(lambda: dist.all_gather(everybodys, mine))
     told = [one.tolist() for one in everybodys]
     return tuple((one[0], one[1]) for one in told), tuple(one[2] for one in told)
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchelastic import faults
+from torchelastic import faults, torch_private
 from torchelastic.training.gradients import Gradients
 from torchelastic.training.small import copied, put_back
 
@@ -43,6 +43,8 @@ class Writes:
         #: Optimizers that have begun to write in this step, and those that have not ended.
         self.begun: set[int] = set()
         self._open: set[int] = set()
+        #: Raises unless what is about to be written was computed in collectives that ended well.
+        self.settle: Callable[[], None] | None = None
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before)
             optimizer.register_step_post_hook(self._after)
@@ -102,6 +104,8 @@ class Writes:
     def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if faults.planned:
             faults.at("optimizer.before")
+        if self.settle is not None:
+            self.settle()
         key = id(optimizer)
         if self._gradients.pending:
             self._gradients.before_write(_parameters(optimizer), copy=self.copying)
@@ -174,7 +178,7 @@ class _Copy:
     @torch.no_grad()
     def undo(self) -> None:
         if self._parameters:
-            torch._foreach_copy_(self._parameters, self._parameter_copies)
+            torch_private.copy_all(self._parameters, self._parameter_copies)
         state = self._optimizer.state
         for key in [key for key in state if key not in self._state]:
             del state[key]
@@ -191,7 +195,7 @@ def _copy_all(live: Sequence[torch.Tensor], rooms: list[torch.Tensor]) -> list[t
     if not fitting:
         rooms = [torch.empty_like(one) for one in live]
     if rooms:
-        torch._foreach_copy_(rooms, list(live))
+        torch_private.copy_all(rooms, list(live))
     return rooms
 
 

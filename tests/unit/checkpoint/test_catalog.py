@@ -9,7 +9,7 @@ from torchelastic.checkpoint.catalog import Catalog, Fenced, name_of
 from torchelastic.checkpoint.fence import Fence
 from torchelastic.checkpoint.marker import History, Marker
 from torchelastic.checkpoint.storage import LocalStorage, open_storage
-from torchelastic.errors import CheckpointError, ConfigError
+from torchelastic.errors import ConfigError
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -35,7 +35,7 @@ def write(catalog, mine, step):
     stream = draft.writer("file")
     stream.write(b"content")
     draft.close_file("file", stream)
-    return catalog.commit(draft, Marker(step, mine.generation, draft.files), mine)
+    return catalog.commit(draft, Marker(step, mine.generation, draft.files, mine.start), mine)
 
 
 def steps(catalog):
@@ -110,13 +110,38 @@ def test_latest_names_none_that_is_void(storage):
     assert storage.get("latest") is None
 
 
-def test_without_its_fence_nobody_knows_what_is_void(catalog, storage):
-    first = of_generation(0)
+@pytest.mark.parametrize("damage", [b'{"token"', None])
+def test_a_damaged_fence_blocks_no_good_checkpoint(storage, caplog, damage):
+    """One that is cut off, and one with a wrong number."""
+    catalog, first, second = Catalog(storage), of_generation(0), of_generation(1)
     catalog.take(first, base=0)
     write(catalog, first, 10)
-    storage.put("fence.json", b'{"token"')
-    with pytest.raises(CheckpointError, match=r"fence.json cannot be read .* remove"):
-        steps(catalog)
+    write(catalog, first, 20)
+    catalog.take(second, base=10)
+    whole = storage.get("fence.json")
+    wrong = damage or whole.replace(b'"base": 10', b'"base": 90')
+    storage.put("fence.json", wrong)
+    assert steps(catalog) == [20, 10], "nobody knows that 20 is void, and it is a good state"
+    write(catalog, second, 20)
+    assert steps(catalog) == [20, 10], "the earlier 20 is told to be void by its number"
+    assert storage.get("fence.json") not in (whole, wrong), "it is whole again"
+    write(catalog, second, 30)
+    assert steps(catalog) == [30, 20, 10]
+    assert caplog.text.count("fence.json is damaged") == 1
+
+
+def test_a_damaged_fence_lets_in_no_world_that_is_over(storage):
+    catalog, first, second = Catalog(storage), of_generation(0), of_generation(1)
+    catalog.take(first, base=0)
+    catalog.take(second, base=0)
+    write(catalog, second, 10)
+    storage.put("fence.json", b"{}")
+    with pytest.raises(Fenced, match="what generation 0 has is void"):
+        write(catalog, first, 20)
+    with pytest.raises(Fenced, match="what generation 0 has is void"):
+        catalog.take(first, base=0)
+    catalog.take(of_generation(2), base=10)
+    assert steps(catalog) == [10]
 
 
 def test_who_has_lost_the_fence_removes_nobodys_draft(tmp_path):

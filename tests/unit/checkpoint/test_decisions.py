@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -134,6 +135,52 @@ def test_a_fence_is_read_back_and_junk_is_none():
     for junk in (b"", b"[]", b"{", b'{"token": 1}', b"\xff"):
         with pytest.raises(ValueError, match="no fence"):
             fence.from_json(junk)
+
+
+def test_a_damaged_fence_is_no_fence():
+    """Whatever byte it is that is wrong, the checksum's name included."""
+    whole = Fence("a", "job", "", 1, (World(3, 50),))
+    text = fence.to_json(whole)
+    for place in range(len(text)):
+        damaged = bytes([*text[:place], text[place] ^ 1, *text[place + 1 :]])
+        with suppress(ValueError):
+            assert fence.from_json(damaged) == whole  # where it was a space, perhaps
+
+
+def test_a_fence_of_a_release_without_checksums_is_read():
+    old = b'{"token": "a", "run": "job", "generation": 1, "worlds": [{"sequence": 3, "base": 50}]}'
+    assert fence.from_json(old) == Fence("a", "job", "", 1, (World(3, 50),))
+
+
+@pytest.mark.parametrize(
+    ("stored", "void"),
+    [
+        ([], []),
+        ([(0, 10), (1, 20), (2, 30)], []),
+        ([(0, 10), (1, 20), (2, 20), (3, 30)], [1]),
+        ([(3, 15), (2, 30), (1, 20), (0, 10)], [1, 2]),  # in any order
+        ([(0, 10), (1, 20), (2, 15), (3, 12)], [1, 2]),
+        ([(0, 10), (1, None), (2, 5)], [0]),
+    ],
+)
+def test_a_rebuilt_fence_knows_what_was_done_again(stored, void):
+    worlds = fence.rebuilt(stored, Fence()).worlds
+    assert [
+        sequence for sequence, step in sorted(stored) if fence.is_void(sequence, step, worlds)
+    ] == void
+
+
+@pytest.mark.parametrize(
+    ("newest", "verdict"),
+    [
+        (Fence(), Verdict.RETAKE),
+        (Fence("", "job", "s", 3), Verdict.RETAKE),
+        (Fence("", "job", "another", 9), Verdict.RETAKE),
+        (Fence("", "job", "s", 4), Verdict.VOID),
+    ],
+)
+def test_who_writes_takes_a_damaged_fence_anew(newest, verdict):
+    assert fence.judge(fence.rebuilt([], newest), replace(MINE, start="s")) is verdict
 
 
 # --- the marker -----------------------------------------------------------------------------------

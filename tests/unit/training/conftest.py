@@ -17,7 +17,7 @@ from torchelastic.worker import slate as slates
 from torchelastic.worker.orders import Enlisted
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(autouse=True)
 def one_thread():
     """The tensors are tiny, and torch's idle threads spin."""
     before = torch.get_num_threads()

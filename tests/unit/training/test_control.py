@@ -24,6 +24,9 @@ class Group:
     def abort(self, reason):
         self.reasons.append(reason)
 
+    def show(self):
+        pass
+
     @property
     def aborted(self):
         return bool(self.reasons)

@@ -11,6 +11,7 @@ from torchelastic.snapshot.messages import Holding
 from torchelastic.training.keeping_plan import (
     Node,
     Outcome,
+    Own,
     Said,
     Storage,
     Verdict,
@@ -104,6 +105,28 @@ def test_what_one_rank_has_it_can_send_to_the_others():
 )
 def test_memory_and_storage_are_tried_by_step(versions, stored, expected):
     assert choices(versions, stored) == expected
+
+
+@pytest.mark.parametrize(
+    ("versions", "stored", "start", "expected"),
+    [
+        ([], None, 50, [Storage(49), Own(50)]),
+        ([], 40, 50, [Storage(49), Own(50)]),
+        ([], 60, 50, [Storage(49), Own(50)]),
+        # Killed between the script's own save of step 50 and commit().
+        ([(0, 49), (0, 48)], None, 50, [Storage(49), Own(50)]),
+        ([(0, 50), (0, 49)], None, 50, [(0, 50), Storage(49), Own(50)]),
+        # Restarted: the file is older than what is in memory.
+        ([(3, 60), (3, 59)], None, 50, [(3, 60), (3, 59), Storage(49), Own(50)]),
+        ([(3, 60), (3, 59)], 70, 50, [Storage(60), (3, 60), (3, 59), Storage(49), Own(50)]),
+        ([(0, 3)], 30, 50, [Storage(49), Own(50)]),
+        ([(0, 3)], None, 0, [(0, 3), Storage()]),
+    ],
+)
+def test_what_the_script_has_loaded_is_kept_unless_something_is_newer(
+    versions, stored, start, expected
+):
+    assert choices(versions, stored, start) == expected
 
 
 F, A, U = Outcome.FOUND, Outcome.ABSENT, Outcome.UNUSABLE

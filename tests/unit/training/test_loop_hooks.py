@@ -6,15 +6,18 @@ import pytest
 
 from tests.unit.training.fake_agent import Coordinator
 from tests.unit.training.loop_support import (
+    STEPS,
     Steps,
     again,
     begin,
+    finish,
     once,
     one_error,
     one_world,
     wait_until_aborted,
 )
 from torchelastic import SimpleWorkerStats
+from torchelastic.worker.orders import Ask, Entered, Erred, Ping, Pong, Stopped
 
 
 @pytest.fixture
@@ -65,6 +68,27 @@ def test_hooks_that_somebody_has_written_are_called(run, made):
     assert made[0].calls == [*one, "error odd", *two, *three]
 
 
+def test_a_coordinator_that_asks_for_another_world_gets_it_and_no_step_is_taken_twice(run, made):
+    class Asking(Hooked):
+        def should_rendezvous(self, state):
+            return state.count == 2
+
+        def should_stop_training(self):
+            return False
+
+    def script(agent):
+        begin(agent)
+        erred = agent.hear(Erred)
+        assert (erred.generation, erred.step, erred.retry) == (0, 2, True)
+        assert erred.message.endswith("should_rendezvous has asked for another world at step 2.")
+        again(agent, 2)
+
+    steps = Steps()
+    assert run(script, steps, Asking).count == STEPS
+    assert steps.taken == [(0, 0), (0, 1), (1, 2), (1, 3), (1, 4), (1, 5)]
+    assert not [call for call in made[0].calls if call.startswith("error")], "it is no failure"
+
+
 def test_a_training_that_is_done_when_its_world_ends_takes_no_step_in_the_next(run, made):
     reached = threading.Event()
 
@@ -84,6 +108,30 @@ def test_a_training_that_is_done_when_its_world_ends_takes_no_step_in_the_next(r
     assert steps.taken == [(0, 0), (0, 1), (0, 2)]
 
 
+def test_a_training_that_is_done_where_another_world_begins_finishes_there(run, made):
+    reached, go_on = threading.Event(), threading.Event()
+
+    def last_step():
+        made[0].signal_training_done()
+        reached.set()
+        assert go_on.wait(30)
+
+    def script(agent):
+        begin(agent)
+        assert reached.wait(30)
+        agent.say(Ask(0))
+        assert agent.hear(Entered) == Entered(0, 2)
+        agent.enter(1, after=2)
+        agent.say(Ping())  # answered after the order before it was taken
+        agent.hear(Pong)
+        go_on.set()
+        assert agent.hear(Stopped) == Stopped(0, 3)
+        assert agent.up() == (1, 3)
+        finish(agent, 1, 3)
+
+    assert run(script, Steps(end=100, _2=last_step)).count == 3
+
+
 def test_a_last_step_that_fails_is_taken_again(run, made):
     fail = once(ValueError())
 
@@ -95,7 +143,7 @@ def test_a_last_step_that_fails_is_taken_again(run, made):
 
 
 def test_slow_workers_are_noticed(run, made, monkeypatch):
-    monkeypatch.setattr("torchelastic.training.coordinator.MONITOR_PROGRESS_FREQ", 2)
+    monkeypatch.setattr("torchelastic.p2p.CoordinatorP2P.MONITOR_PROGRESS_FREQ", 2)
     monkeypatch.setattr("torchelastic.training.coordinator._gather", lambda rate: [rate, 2 * rate])
     seen = []
 
@@ -108,3 +156,4 @@ def test_slow_workers_are_noticed(run, made, monkeypatch):
 
     run(one_world(3), step)
     assert seen == [False, False, True, True]
+    assert made[0].last_relative_prog_rate == 0.5

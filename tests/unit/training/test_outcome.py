@@ -4,7 +4,15 @@ import pytest
 
 from torchelastic.errors import NonRetryableException, StopException, UnfitError
 from torchelastic.training.group import GenerationOver, PeerLostError
-from torchelastic.training.outcome import Action, Kind, Where, chain, decide, kind_of
+from torchelastic.training.outcome import (
+    Action,
+    AnotherWorld,
+    Kind,
+    Where,
+    chain,
+    decide,
+    kind_of,
+)
 
 
 def caused_by(error, cause):
@@ -40,6 +48,7 @@ def leaked():
         (NonRetryableException("no"), Kind.FATAL),
         (UnfitError("another model"), Kind.UNFIT),
         (while_handling(UnfitError(), PeerLostError()), Kind.UNFIT),
+        (AnotherWorld("asked"), Kind.ASKED),
         (KeyboardInterrupt(), Kind.EXIT),
         (SystemExit(0), Kind.EXIT),
         (ValueError("a bug"), Kind.USER),
@@ -85,6 +94,7 @@ def test_what_is_done():
     assert {kind: (decide(kind, over=False), decide(kind, over=True)) for kind in Kind} == {
         Kind.OVER: (Action.WAIT, Action.WAIT),
         Kind.PEER_LOST: (Action.HINT, Action.WAIT),
+        Kind.ASKED: (Action.RETRY, Action.WAIT),
         Kind.USER: (Action.RETRY, Action.WAIT),
         Kind.END_OF_DATA: (Action.FINISH, Action.WAIT),
         Kind.STOP: (Action.FINISH, Action.WAIT),

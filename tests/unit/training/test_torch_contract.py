@@ -1,4 +1,4 @@
-"""What `torchelastic.training.group` relies on in torch; each fails with what has changed."""
+"""How torch and gloo behave where `torchelastic.training.group` relies on it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._jit_internal import _extract_tensors
 from torch.distributed import distributed_c10d
 
+from torchelastic import torch_private
 from torchelastic.errors import ConfigError
 from torchelastic.training import group_gloo, group_threads, sockets
 from torchelastic.training.group import GenerationOver, Group
@@ -51,8 +52,16 @@ def test_a_group_of_gloo_is_ours_while_a_world_is_alive(alone):
     assert isinstance(dist.new_group([0], backend="gloo"), OwnedGloo)
     assert dist.get_backend() == "gloo"
     alone.leave()
-    assert distributed_c10d.ProcessGroupGloo is group_gloo._Gloo
+    assert distributed_c10d.ProcessGroupGloo is torch_private.Gloo
     assert not dist.is_initialized()
+
+
+def test_an_argument_of_a_later_torch_is_refused_only_where_it_asks_for_something(alone):
+    """torch 2.14 added `enable_reconfigure` to all groups of gloo, and every world failed."""
+    group = OwnedGloo(dist.HashStore(), 0, 1, SOON, of_tomorrow=False, hints=None)
+    assert group.allreduce([torch.ones(1)]).wait()
+    with pytest.raises(NotImplementedError, match="make them without of_tomorrow"):
+        OwnedGloo(dist.HashStore(), 0, 1, SOON, of_tomorrow=True)
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # of the names before 2.13

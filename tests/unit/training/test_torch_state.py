@@ -130,7 +130,7 @@ def enter(state, rank, versions, *, generation=0, slate=None):
         local_rank=rank,
         local_size=len(versions),
         store=None,
-        group=SimpleNamespace(before_collective=None),
+        group=SimpleNamespace(before_collective=None, settle=lambda: None),
         versions=tuple(versions),
         version=versions[rank],
         slate=slate,

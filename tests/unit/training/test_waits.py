@@ -8,10 +8,10 @@ from torch import nn
 
 from tests.support import poll_for
 from torchelastic import stalls
-from torchelastic.training import keeping_waits
 from torchelastic.training import waits as waits_module
-from torchelastic.training.keeping_waits import BackwardWaits
 from torchelastic.training.waits import Operation, Waits
+from torchelastic.worker import backward_waits
+from torchelastic.worker.backward_waits import BackwardWaits
 
 
 class Hands:
@@ -28,7 +28,7 @@ class Hands:
 def hands(monkeypatch):
     made = Hands()
     monkeypatch.setattr(waits_module, "time", made)
-    monkeypatch.setattr(keeping_waits, "time", made)
+    monkeypatch.setattr(backward_waits, "time", made)
     return made
 
 
@@ -87,7 +87,7 @@ def backward(model):
 def test_it_is_waited_from_the_last_gradient_to_the_step_of_the_optimizer(
     hands, waited, model, backward
 ):
-    waits = BackwardWaits([model])
+    waits = BackwardWaits([model.parameters()])
     backward()
     assert hands.at == 2.0, "a look for the first parameter and one for the last"
     hands.at += 7.0
@@ -99,7 +99,7 @@ def test_it_is_waited_from_the_last_gradient_to_the_step_of_the_optimizer(
 
 
 def test_of_several_backwards_the_last_counts(hands, waited, model, backward):
-    waits = BackwardWaits([model])
+    waits = BackwardWaits([model.parameters()])
     for _ in range(3):
         hands.at += 50.0
         backward()
@@ -108,7 +108,7 @@ def test_of_several_backwards_the_last_counts(hands, waited, model, backward):
 
 
 def test_gradients_that_no_optimizer_takes_up_are_forgotten(hands, waited, model, backward):
-    waits = BackwardWaits([model])
+    waits = BackwardWaits([model.parameters()])
     backward()
     waits.committed()
     hands.at += 50.0
@@ -120,6 +120,6 @@ def test_parameters_that_are_not_trained_are_passed_over_and_shared_ones_noted_o
     hands, model, backward
 ):
     model[0].requires_grad_(False)
-    BackwardWaits([model, model])
+    BackwardWaits([model.parameters(), model.parameters()])
     backward()
     assert hands.at == 2.0
