@@ -31,9 +31,10 @@ Step = Callable[[int], None]
 #: Of a part, at a time; and looks of the agent's, which are longer.
 STEPS, LOOKS = 5000, 100
 NOTHING, AGAIN = "nothing", "nothing, again"
-#: What a step of `torchelastic.train` and of a script that keeps its state is made of.
+#: What a step of `torchelastic.train` is made of, of a script that keeps its state, and of another.
 TRAIN = ("how far it is", "what it stood still for", "its collectives", "two metrics")
 SCRIPT = ("how far it is", "what it stood still for", "its own time", "two metrics")
+PLAIN = ("its optimizer's step",)
 WORKERS = (2, 64)
 
 
@@ -55,7 +56,12 @@ def of_a_worker(shown: slate.Slate) -> dict[str, Step]:
             pass
 
     found |= {"how far it is": entered, "what it stood still for": stood_still}
-    for name, make in (("its collectives", collectives), ("its own time", own_time)):
+    made = (
+        ("its collectives", collectives),
+        ("its own time", own_time),
+        ("its optimizer's step", counted),
+    )
+    for name, make in made:
         if (step := make(shown)) is not None:
             found[name] = step
     return found | {"two metrics": two_metrics()}
@@ -83,7 +89,7 @@ def collectives(shown: Any) -> Step | None:
 def own_time(shown: object) -> Step | None:
     """What is noted of a script's backward, which has no collective of ours."""
     try:
-        from torchelastic.training.keeping_waits import BackwardWaits
+        from torchelastic.worker.backward_waits import BackwardWaits
     except ImportError:
         return None
     waits, gradient = BackwardWaits(()), Any
@@ -93,6 +99,29 @@ def own_time(shown: object) -> Step | None:
         waits._ready(gradient)
         waits.before_write()
         waits.committed()
+
+    return step
+
+
+def counted(shown: Any) -> Step | None:
+    """What torch calls in a step of a plain script: for two gradients, before the optimizer's step
+    and after it."""
+    import torch._dynamo  # noqa: F401, which every script with an optimizer has imported
+
+    try:
+        from torchelastic.worker.backward_waits import BackwardWaits
+        from torchelastic.worker.optimizer_steps import Counter, _hidden
+    except ImportError:
+        return None
+    counter, waits, optimizer = Counter(), BackwardWaits(()), SimpleNamespace()
+    counter._slate, counter._waits, counter._counted = shown, waits, id(optimizer)
+    counter._note, before_write = _hidden(counter._count), _hidden(counter._before_write)
+
+    def step(number: int) -> None:
+        waits._ready(optimizer)
+        waits._ready(optimizer)
+        before_write(optimizer, (), {})
+        counter.stepped(optimizer, (), {})
 
     return step
 

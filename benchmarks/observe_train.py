@@ -29,8 +29,9 @@ SEEN = (
     "torchelastic.worker.collectives:Collectives.launched",
     "torchelastic.worker.collectives:Collectives.waits",
     "torchelastic.worker.collectives:Collectives.goes_on",
-    "torchelastic.training.keeping_waits:BackwardWaits.before_write",
-    "torchelastic.training.keeping_waits:BackwardWaits.committed",
+    "torchelastic.worker.backward_waits:BackwardWaits.before_write",
+    "torchelastic.worker.backward_waits:BackwardWaits.committed",
+    "torchelastic.worker.optimizer_steps:_counter._note",
     "torchelastic.metrics.board:Board.put",
 )
 
@@ -108,6 +109,17 @@ def as_script(arguments: Any, blocks: Blocks) -> None:
     dist.destroy_process_group()
 
 
+def plain(arguments: Any, blocks: Blocks) -> None:
+    dist.init_process_group("gloo")
+    model, optimizer = workload.build(arguments.size)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    while True:
+        workload.take_step(wrapped, optimizer, arguments)
+        if not blocks.step():
+            break
+    dist.destroy_process_group()
+
+
 def resident(arguments: Any, blocks: Blocks) -> None:
     model, optimizer = workload.build(arguments.size)
 
@@ -124,12 +136,13 @@ def resident(arguments: Any, blocks: Blocks) -> None:
 def main() -> None:
     parser = workload.parser(__doc__)
     parser.add_argument("--block", type=int, default=20, help="steps (default 20)")
-    parser.add_argument("--mode", choices=("script", "train"), required=True)
+    modes = {"plain": plain, "script": as_script, "train": resident}
+    parser.add_argument("--mode", choices=modes, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     blocks = Blocks(arguments)
-    (as_script if arguments.mode == "script" else resident)(arguments, blocks)
+    modes[arguments.mode](arguments, blocks)
 
 
 if __name__ == "__main__":

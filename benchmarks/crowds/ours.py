@@ -12,6 +12,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, cast
 
 from benchmarks.crowds import traffic
@@ -71,7 +72,7 @@ class Agent:
 
     def _lease_lost(self) -> None:
         self._crowd.leases_lost += 1
-        self._crowd.background(self.presence.rejoin(self._gone), "rejoin")
+        self._crowd.background(partial(self.presence.rejoin, self._gone), "rejoin")
 
     def _unused_store(self) -> str:
         """The address of a store for workers, another one for each; nobody looks for it."""
@@ -91,8 +92,10 @@ class Crowd:
         self.leases_lost = 0
         self._agents = [Agent(self, _config(share)) for _ in range(share.agents)]
 
-    def background(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work, name=name)
+    def background(
+        self, work: Callable[[], Coroutine[Any, Any, Any]], name: str
+    ) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work(), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
@@ -117,7 +120,7 @@ class Crowd:
         await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(orders), sys.stdin
         )
-        obeying = self.background(self._follow(orders), "orders")
+        obeying = self.background(partial(self._follow, orders), "orders")
         await asyncio.wait({obeying, self._failed}, return_when=asyncio.FIRST_COMPLETED)
         if self._failed.done():
             raise self._failed.result()
@@ -136,7 +139,7 @@ class Crowd:
     def _join(self) -> None:
         tell("joining", at=time.monotonic())
         for agent in self._agents:
-            joining = self.background(agent.join(), "join")
+            joining = self.background(agent.join, "join")
             if self._share.hosts:
                 joining.add_done_callback(lambda done: tell("up"))
 

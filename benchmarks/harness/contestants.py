@@ -80,12 +80,13 @@ def install(peers: Path = PEERS) -> None:
     """Install what is missing, each peer to a directory of its own. Nothing else is touched."""
     for name, (package, needs) in PACKAGES.items():
         target = peers / name
-        if (target / "done").exists():
+        if (target / "complete").exists():
             continue
-        for packages in (["--no-deps", package], needs):
+        # The peer comes last: an upgrade replaces `bin` whole, and what it needs has programs, too.
+        for packages in (needs, ["--no-deps", package]):
             command = ["-m", "pip", "install", "--quiet", "--upgrade", "--target", str(target)]
             subprocess.run([sys.executable, *command, *packages], check=True)
-        (target / "done").touch()
+        (target / "complete").touch()
 
 
 def _start_node(job: Job) -> None:

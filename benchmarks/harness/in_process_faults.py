@@ -162,12 +162,26 @@ def _join_worker(contestant: Contestant, fault: Fault) -> Attempt:
         )
         if first is None:
             return failed(job, set(), f"not admitted within {patience:g} s")
-        step = job.history.step_seconds(world.world)
-        gap = job.history.largest_gap(asked, first.time)
-        details = {"step": round(step, 5), "admitted": round(first.time - asked, 4)}
-        return Repetition(gap - step, details=details)
+        return standstill(job.history, world, first, asked)
 
     return Attempt(lambda: contestant.job(fault.size, "1:2"), start, join)
+
+
+def standstill(history: History, world: Span, first: Finish, asked: float) -> Repetition:
+    """How long nobody committed a step while a newcomer came, and whether that was for its world.
+
+    A newcomer takes processor time before it is admitted, too: where cores are busy, a pause then
+    may be the longest.
+    """
+    step, gap = history.step_seconds(world.world), history.largest_gap(asked, first.time)
+    change = first.time - max(each.time for each in history.finishes if each.time < first.time)
+    details = {
+        "step": round(step, 5),
+        "admitted": round(first.time - asked, 4),
+        "change": round(change - step, 5),
+    }
+    longer = f"the longest pause came before the newcomer did, whose world took {change - step:.3f}"
+    return Repetition(gap - step, longer if gap > change else "", details=details)
 
 
 KILL = Fault("kill", "worker SIGKILL", "1m", _signal_worker(signal.SIGKILL))

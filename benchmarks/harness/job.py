@@ -193,6 +193,15 @@ class Job:
             parts.append("\n".join([f"--- {path.name}", *tail]))
         return "\n".join(parts)
 
+    def last_words(self) -> str:
+        """How processes ended that we have not killed, and the last line each has printed."""
+        found = [
+            f"exit code {code}, {_last_line(self.directory / f'node-{number}.out')}"
+            for number, node in enumerate(self.nodes)
+            if (code := node.process.poll()) not in (None, 0, -signal.SIGKILL)
+        ]
+        return "; ".join(dict.fromkeys(found))
+
     def close(self) -> None:
         """Ask the nodes to end, end what is left, remove every file."""
         running = [node.process for node in self.nodes if node.process.poll() is None]
@@ -222,6 +231,12 @@ class Job:
             # Where the workload, a preloaded module and a peer are found.
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(errors="replace").split("\n")
+    told = [line.strip() for line in lines if line.strip()]
+    return f"last line: {told[-1][:300]}" if told else "nothing printed"
 
 
 class _Tail:

@@ -10,7 +10,7 @@ from benchmarks.harness import observe_rows as rows
 from benchmarks.harness.observe_rows import ObserveResults
 from benchmarks.harness.report import Row, about, table, verdict
 from benchmarks.harness.summary import ratio_interval, student_t
-from benchmarks.observe_parts import AGAIN, NOTHING, SCRIPT, TRAIN
+from benchmarks.observe_parts import AGAIN, NOTHING, PLAIN, SCRIPT, TRAIN
 
 #: Microseconds of thread CPU time for a step, and how much longer a disturbed one may take.
 MOST, MOST_RATIO = 20.0, 1.05
@@ -58,7 +58,8 @@ def _parts(results: ObserveResults) -> list[Row]:
         return []
     single = [name for name in results.parts if name not in (NOTHING, AGAIN)]
     found: list[Row] = [_part(results, name, [name], None) for name in single]
-    for mode, names in (("train", TRAIN), ("a script", SCRIPT)):
+    kinds = (("train", TRAIN), ("a script that commits", SCRIPT), ("a plain script", PLAIN))
+    for mode, names in kinds:
         there = [name for name in names if name in results.parts]
         found.append(_part(results, f"all of it, in {mode}", there, MOST))
     return [*found, _part(results, "A/A: an empty loop", [AGAIN], None)]

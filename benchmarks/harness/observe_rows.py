@@ -22,7 +22,7 @@ from benchmarks.harness.results import Results
 
 HERE = Path(__file__).resolve().parent.parent
 PATIENCE = 300.0
-MODES = ("script", "train")
+MODES = ("plain", "script", "train")
 #: Steps that are seen, or not, in a row.
 BLOCK = 20
 #: Browser tabs; and of those who ask for the page and never read it.

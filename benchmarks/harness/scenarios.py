@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -93,9 +94,9 @@ def _outcome(job: Job, known: set[int], seconds: float, **details: Any) -> Repet
 def failed(job: Job, known: set[int], note: str) -> Repetition:
     ended = not any(node.process.poll() is None for node in job.nodes)
     overlaps = job.history.overlapping(known)
-    notes = ["all nodes ended" if ended else note, *([SPLIT] if overlaps else [])]
+    notes = ["all nodes ended" if ended else note, job.last_words(), SPLIT if overlaps else ""]
     details = {"worlds": job.worlds(known)}
-    return Repetition(None, "; ".join(notes), len(overlaps), details, job.output())
+    return Repetition(None, "; ".join(filter(None, notes)), len(overlaps), details, job.output())
 
 
 @dataclass(frozen=True)
@@ -172,13 +173,15 @@ class Attempt:
 def attempts(attempt: Attempt, numbers: range) -> Iterator[Repetition]:
     """The faults of these numbers, in one job while it recovers and may take more, else in new.
 
-    A job that does not get to train is no outcome of a fault: it is started again, and counted.
+    A job that does not get to train is no outcome of a fault: what its nodes printed is shown, it
+    is started again, and counted.
     """
     left = list(numbers)
     failed_starts = 0
     while left:
         with attempt.job() as job:
-            if not _starts(attempt, job) and failed_starts < MAX_FAILED_STARTS:
+            if (why := _why_not_started(attempt, job)) and failed_starts < MAX_FAILED_STARTS:
+                print(f"  failed start: {why}\n{job.output()}", file=sys.stderr)
                 failed_starts += 1
                 continue
             for number in left[: attempt.faults_per_job]:
@@ -196,12 +199,13 @@ def _start(job: Job) -> None:
     job.wait_training(FULL_WORLD, quiet=0.5)
 
 
-def _starts(attempt: Attempt, job: Job) -> bool:
+def _why_not_started(attempt: Attempt, job: Job) -> str:
+    """Empty where the job trains."""
     try:
         attempt.start(job)
-    except JobFailed:
-        return False
-    return True
+    except JobFailed as failure:
+        return str(failure)
+    return ""
 
 
 def _suffer(attempt: Attempt, job: Job, number: int) -> Repetition:

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-#: Of a worker, in each step: what it waited for, its collectives, what it reports, where it is.
+#: Of a worker, in each step: what it waited for, its collectives, what it reports, where it is; and
+#: what torch calls in a step of a plain script.
 #: `benchmarks/observe.py` has each of them apart, and whole trainings with and without.
 STEPS = """
 import gc, os, time
@@ -16,6 +17,8 @@ from torchelastic import metrics, stalls
 from torchelastic.metrics import reporting
 from torchelastic.metrics.board import Board
 from torchelastic.worker import slate
+from torchelastic.worker.backward_waits import BackwardWaits
+from torchelastic.worker.optimizer_steps import Counter
 
 shown = slate.Slate(slate.create())
 shown.rank = 0
@@ -23,7 +26,13 @@ shown.collectives.enter(0)
 mark = (shown.collectives.row_of("0"), 7, b"ALLREDUCE")
 reporting._board, reporting._connected = Board(), True  # as if an agent had been handed it
 
+counter, optimizer = Counter(), object()
+counter._slate, counter._waits, counter._counted = shown, BackwardWaits(()), id(optimizer)
+
 def step(number):
+    counter._waits._ready(optimizer)
+    counter._before_write(optimizer, (), {})
+    counter.stepped(optimizer, (), {})
     stalls.add("data", 0.001)
     with stalls.Counted("snapshot"):
         pass

@@ -69,7 +69,8 @@ class _Case:
 
     def _in_full(self, failure: Failure) -> Failure:
         """As its own agent told it: what the leader sends to every node is cut short."""
-        return next((one for one in self.seen if _same(one, failure)), failure)
+        told = next((one for one in self.seen if _same(one, failure)), failure)
+        return replace(told, by_itself=failure.by_itself)
 
 
 class Failures:

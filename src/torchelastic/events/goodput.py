@@ -29,6 +29,7 @@ Part = Literal[
     "data",
     "waiting",
     "other",
+    "unknown",
 ]
 _Phase = Literal["starting", "waiting", "forming", "entering", "training", "over", "ended"]
 _Pieces = Iterator[tuple[Part, int]]
@@ -44,6 +45,7 @@ PARTS: dict[Part, str] = {
     "data": "data stalls",
     "waiting": "waiting for nodes",
     "other": "other",
+    "unknown": "running, steps unknown",
 }
 #: Where time without a world belongs.
 _WITHOUT: dict[_Phase, Part] = {
@@ -70,9 +72,11 @@ class Goodput:
     micros: Mapping[Part, int]
     #: Generations that a failure has ended.
     disruptions: int = 0
-    #: Steps that were run to their end and had to be run again.
+    #: Steps that were run to their end and had to be run again, as far as that is known.
     redone_steps: int = 0
-    #: False for scripts that do not tell their steps: the time that workers run counts as training.
+    #: False where a script was restarted and nobody knows from which step it went on.
+    redone_known: bool = True
+    #: False where nobody has seen a step: whether workers that ran have trained is not known.
     steps_known: bool = True
     #: Mean share of the nodes the job may have that were in a world, and that were there.
     active_nodes: float | None = None
@@ -90,8 +94,9 @@ class Goodput:
 
     @property
     def ratio(self) -> float | None:
-        """Productive time by total time; None before any time has passed."""
-        return self.productive / self.total if self.total else None
+        """Productive time by total time; None where no step is known, and before any time has
+        passed."""
+        return self.productive / self.total if self.total and self.steps_known else None
 
     @property
     def parts(self) -> dict[Part, float]:
@@ -106,6 +111,7 @@ class Goodput:
             "parts": self.parts,
             "disruptions": self.disruptions,
             "redone_steps": self.redone_steps,
+            "redone_known": self.redone_known,
             "steps_known": self.steps_known,
             "active_nodes": self.active_nodes,
             "available_nodes": self.available_nodes,
@@ -133,8 +139,15 @@ class _World:
     base: int | None = None
     built: int = 0
     fetched: int = 0
+    #: Its steps are counted from outside (`Progress.before`), and what is added to them so that
+    #: they go on where those of the generation before ended.
+    from_outside: bool = False
+    shift: int = 0
+    base_known: bool = True
     #: When its first step was entered; None: not yet.
     begun: int | None = None
+    #: What of the time before was start-up.
+    startup: int = 0
     #: The first point with a step of it done, and the last one: step, time.
     first: tuple[int, int] | None = None
     last: tuple[int, int] = (-1, 0)
@@ -184,6 +197,11 @@ class GoodputFold:
         self._disruptions = 0
         self._redone_steps = 0
         self._steps_known = False
+        self._redone_known = True
+        #: Whether an optimizer's own number means the same in all generations.
+        self._same_numbers = True
+        #: Whether steps are counted from outside.
+        self._counts = False
 
     def feed(self, record: Record) -> None:
         """Take one more record."""
@@ -209,6 +227,7 @@ class GoodputFold:
             micros=micros,
             disruptions=self._disruptions,
             redone_steps=self._redone_steps,
+            redone_known=self._redone_known,
             steps_known=self._steps_known,
             active_nodes=self._nodes.active(until),
             available_nodes=self._nodes.available(until),
@@ -218,6 +237,12 @@ class GoodputFold:
     def steps_known(self) -> bool:
         """Whether anybody has told its steps."""
         return self._steps_known
+
+    @property
+    def redone_known(self) -> bool:
+        """Whether it is known from which step the present generation has gone on."""
+        world = self._world
+        return world.base_known and (world.begun is not None or not self._counts)
 
     @property
     def redone(self) -> float:
@@ -271,7 +296,7 @@ class GoodputFold:
                 if world.running_since is None:
                     world.running_since = self._now
             case events.Training() as up if self._phase == "entering":
-                self._steps_known = True
+                self._know_steps()
                 world.trained_at, world.base = self._now, up.step
                 world.built = max(world.built, _micros(up.built))
                 world.fetched = max(world.fetched, _micros(up.fetched))
@@ -329,8 +354,11 @@ class GoodputFold:
         entered = [pair for pair in zip(progress.steps, progress.at, strict=False) if pair[0] >= 0]
         if not entered:
             return
-        self._steps_known = True
+        self._know_steps()
         step, at = max(entered, key=lambda pair: (pair[0], -pair[1]))
+        if progress.before is not None:
+            self._count(progress.before, step)
+        step += world.shift
         latest = self._now if world.over_at is None else world.over_at
         # On the clock of the record's own time, which need not be its machine's.
         time = min(max(_micros(at + record.time - record.mono), self._cursor), latest)
@@ -339,12 +367,36 @@ class GoodputFold:
         if step > world.last[0]:
             self._stepped(step, time)
 
+    def _know_steps(self) -> None:
+        """Somebody has told a step: workers that ran before, and told none, did not train."""
+        if not self._steps_known:
+            self._steps_known = True
+            self._micros["startup"] += self._micros["unknown"]
+            self._micros["unknown"] = 0
+
+    def _count(self, before: int, step: int) -> None:
+        """Steps are counted from outside; this one was taken. Where the optimizer does not say how
+        many came before, they are taken to follow those of the generation before: how many of these
+        are done again is not known then."""
+        world = self._world
+        if before < 0:
+            self._same_numbers = False
+        if world.begun is not None:
+            return
+        self._counts = world.from_outside = True
+        last, world.base = self._steps.last, before if before >= 0 else step
+        if last >= 0 and not (before > 0 and self._same_numbers):
+            world.shift, world.base = last - world.base, last
+            world.base_known = self._same_numbers = self._redone_known = False
+
     def _begin(self, step: int, time: int) -> None:
         """The first step of a generation: what older ones did beyond it is done again."""
         world = self._world
         world.begun = time if world.trained_at is None else min(world.trained_at, time)
         world.base = base = step if world.base is None else world.base
+        startup = self._micros["startup"]
         self._spend(self._arriving(world.begun))
+        world.startup = self._micros["startup"] - startup
         world.counted["restore"] = world.stalled().get("restore", 0)
         self._roll_back(base)
         self._steps.add(base, self._micros["productive"])
@@ -383,7 +435,10 @@ class GoodputFold:
         world.warmed_up = True
         step, time = world.first
         excess = round(time - world.begun - (step - world.base) * usual)
-        excess = max(0, min(excess, self._micros["productive"] - (self._steps.at(world.base) or 0)))
+        # Where steps are counted from outside, the first are done when they are seen.
+        least = -world.startup if world.from_outside else 0
+        most = self._micros["productive"] - (self._steps.at(world.base) or 0)
+        excess = max(least, min(excess, most))
         self._micros["productive"] -= excess
         self._micros["startup"] += excess
         self._steps.less(excess)
@@ -429,7 +484,7 @@ class GoodputFold:
             yield "other" if world.hung else "productive", until - world.trained_at
         elif world.running_since is not None and not self._steps_known:
             yield "startup", world.running_since - self._cursor
-            yield "productive", until - world.running_since
+            yield "unknown", until - world.running_since
         else:
             yield from self._arriving(until)
 

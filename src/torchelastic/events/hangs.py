@@ -77,6 +77,17 @@ class Doing:
         """What it waits in, or else has launched last."""
         return self.in_collective or (self.launched[0] if self.launched else None)
 
+    def as_last(self) -> dict[str, Any]:
+        """What a failing worker shows of its collectives, as fields of its failure."""
+        if self.last is None:
+            return {}
+        of_all = [one.number for one in self.launched if one.group == WORLD]
+        return {
+            "collective": f"{self.last}, in which it waited" if self.waits else str(self.last),
+            "entered": of_all[0] if of_all else -1,
+            "waited": self.waits is not None,
+        }
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

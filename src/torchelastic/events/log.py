@@ -91,17 +91,17 @@ class EventLog:
         """Write one line, whoever's it is."""
         for listener in tuple(self._listeners):
             self._hand_on(listener, record)
-        text = record.line()
-        if self._sink is not None:
-            self._sink(text)
         try:
+            text = record.line()
+            if self._sink is not None:
+                self._sink(text)
             self._append(text.encode() + b"\n")
-        except OSError as error:
+        except Exception as error:  # also a mistake of ours in what is written
             self._lose(error)
         else:
             self._note_what_is_missing()
 
-    def _lose(self, error: OSError) -> None:
+    def _lose(self, error: Exception) -> None:
         self.dropped += 1
         self._missing += 1
         if self.dropped == 1:  # a disk that is full for a week is told of once

@@ -210,10 +210,12 @@ class Recoveries:
     def _finish(self) -> None:
         """How much was lost is known when training goes on, and better as it does.
 
-        Of a script that tells no steps it never is: it would be wrong to say that nothing was.
+        Of a script whose steps nobody knows, or not from which one it went on, it never is: it
+        would be wrong to say that nothing was.
         """
         if self._now is not None and self._now.done and self._goodput.steps_known:
-            self._set(redo=max(0.0, self._goodput.redone - self._redone))
+            known = self._goodput.redone_known
+            self._set(redo=max(0.0, self._goodput.redone - self._redone) if known else None)
 
     def _set(self, **changes: Any) -> None:
         if self._now is not None:

@@ -7,7 +7,8 @@ about the same steps, and a world of thousands costs one look at each of them in
 
     a round         own seconds per step of each rank, against the usual one: the median; of two
                     ranks, or where half of all are slow, the lower of the two in the middle
-    slow            more than `threshold` times the usual, by so much that it matters
+    slow            more than `threshold` times the usual, by so much that it matters, and no slower
+                    than the others from step to step: who is does not keep them waiting
     a straggler     slow for some rounds in a row, with some steps in them
     over            not slow for as long
     summed up       what it has cost in all, when its generation is over
@@ -33,6 +34,9 @@ WARM_UP = 3
 ROUNDS, STEPS = 3, 5
 #: Less than so many seconds, and less than this share of a step, matters to nobody.
 LEAST, SHARE = 0.002, 0.05
+#: Ranks go in step as long as none takes more than so many times as long as is usual: others do not
+#: wait for one that does.
+IN_STEP = 1.25
 #: Said again when a step, or all of them together, cost so many times what was said.
 WORSE, DOUBLED = 1.5, 2.0
 #: A round is also over when a rank has spoken so often, and more than half of all have: one node
@@ -135,14 +139,16 @@ class _Rank:
         """It has been slow, or not, for long enough to say so."""
         return self.rounds >= ROUNDS and self.steps >= STEPS
 
-    def end_round(self, usual: float, threshold: float) -> float:
-        """Seconds it has cost in the round that is over, whose usual pace is known now."""
+    def end_round(self, usual: float, in_step: float, threshold: float) -> float:
+        """Seconds it has cost in the round that is over, of which are known now: usual seconds of
+        its own for a step, and the most that ranks in step take for one with all waiting."""
         steps, seconds = self.last.step - self.begin.step, self.last.at - self.begin.at
         own = max(0.0, self.last.own - self.begin.own)
         window = _Window(steps, own, usual * steps)
         excess = window.own - window.usual
         matters = excess > max(LEAST * steps, SHARE * seconds)
-        self._note(window, slow=matters and own > threshold * window.usual)
+        waited_for = seconds <= in_step * steps
+        self._note(window, slow=matters and waited_for and own > threshold * window.usual)
         self.begin, self.spoken = self.last, 0
         return excess if self.slow else 0.0
 
@@ -241,7 +247,11 @@ class Stragglers:
         moved = {number: rank for number, rank in self._ranks.items() if rank.has_moved}
         self._moved = 0
         usual = median_low(map(_pace, moved.values()))
-        costs = {number: rank.end_round(usual, self._threshold) for number, rank in moved.items()}
+        in_step = IN_STEP * median_low(map(_whole_pace, moved.values()))
+        costs = {
+            number: rank.end_round(usual, in_step, self._threshold)
+            for number, rank in moved.items()
+        }
         self._count(costs)
         return [finding for number, rank in moved.items() if (finding := self._judge(number, rank))]
 
@@ -273,6 +283,11 @@ class Stragglers:
 
 def _pace(rank: _Rank) -> float:
     return max(0.0, rank.last.own - rank.begin.own) / (rank.last.step - rank.begin.step)
+
+
+def _whole_pace(rank: _Rank) -> float:
+    """With the waiting."""
+    return (rank.last.at - rank.begin.at) / (rank.last.step - rank.begin.step)
 
 
 def _is_news(told: Finding, now: Finding) -> bool:

@@ -305,6 +305,10 @@ class Progress(Event):
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     #: Samples that all workers of the job together have trained with; -1: nobody counts.
     samples: int = -1
+    #: Of a script that tells no steps, whose optimizer's are counted: how many of these were taken
+    #: before this generation, by the optimizer's own state; 0: not known; -1: they are those of one
+    #: optimizer after another, and begin anew with each generation. Null: the script tells them.
+    before: int | None = None
 
 
 @dataclass(frozen=True)

@@ -159,16 +159,27 @@ def checkpoint(seen: JobView, now: float | None) -> str:
 
 
 def goodput(found: Goodput) -> str:
-    """`goodput 87.2% of 12 min, with 1 disruption: training 10 min; start-up 40 s, …`."""
-    if found.ratio is None:
+    """`goodput 87.2% of 12 min, with 1 disruption: training 10 min; start-up 40 s, …`; without a
+    step `goodput unknown, since no step was seen in 12 min: …`."""
+    if not found.total:
         return "goodput: no time has passed yet"
     rest = sorted(found.parts.items(), key=lambda item: -item[1])
     told = [f"{PARTS[part]} {seconds(spent)}" for part, spent in rest if spent >= 0.001]
-    of = "" if found.steps_known else ", taking all the time that workers ran for training"
-    parts = f"; {', '.join(told)}" if told else ""
     times = f", with {counted(found.disruptions, 'disruption')}" if found.disruptions else ""
-    head = f"goodput {found.ratio:.1%} of {seconds(found.total)}{times}{of}"
-    return f"{head}: training {seconds(found.productive)}{parts}"
+    if found.ratio is None:
+        head = f"goodput unknown, since no step was seen in {seconds(found.total)}{times}"
+        return ": ".join(filter(None, [head, ", ".join(told)]))
+    parts = f"; {', '.join(told)}" if told else ""
+    again = "" if found.redone_known else "; what else was done again is not known"
+    head = f"goodput {found.ratio:.1%} of {seconds(found.total)}{times}"
+    return f"{head}: training {seconds(found.productive)}{parts}{again}"
+
+
+def goodput_in_brief(found: Goodput) -> str:
+    """`goodput 87.2%`, `goodput unknown`; empty before any time has passed."""
+    if not found.total:
+        return ""
+    return f"goodput {'unknown' if found.ratio is None else f'{found.ratio:.1%}'}"
 
 
 def cost(recovery: Recovery, *, over: bool = False) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from torchelastic.errors import ConfigError
 from torchelastic.metrics.job_metrics import Family
 
 if TYPE_CHECKING:
@@ -14,14 +13,16 @@ if TYPE_CHECKING:
 PREFIX = "torchelastic_"
 
 
-def check_installed() -> None:
-    """Refuse, in a sentence, to tell metrics without the library."""
+def missing() -> str:
+    """Why there are no metrics without the library, and how to install it; empty if it is there."""
     try:
         import prometheus_client  # noqa: F401
     except ImportError:
-        raise ConfigError(
-            "--metrics-address needs prometheus-client: pip install 'torchelastic[prometheus]'."
-        ) from None
+        return (
+            "No metrics: --metrics-address needs prometheus-client, which is not installed. "
+            "Install it with: pip install 'torchelastic[prometheus]'"
+        )
+    return ""
 
 
 def chosen(accept: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchelastic.metrics.reporting import report
@@ -92,5 +93,12 @@ def publish_metric(metric_group: str, metric_name: str, metric_value: float) -> 
     put_metric(metric_name, metric_value, metric_group)
 
 
-def initialize_metrics() -> None:
+@dataclass
+class MetricsConfig:
+    """0.2: settings for what a vendor's build did at start-up."""
+
+    params: dict[str, str] = field(default_factory=dict)
+
+
+def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
     """Nothing to do: 0.1 had this for what a vendor's build did at start-up."""

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from torchelastic import env, milestones
-from torchelastic.worker import channel, error_file, handed_secret, stack_dump
+from torchelastic.worker import channel, error_file, handed_secret, optimizer_steps, stack_dump
 
 #: How many characters of a message and of a traceback the agent is told, at most 12 bytes each in
 #: JSON; the error file has everything.
@@ -31,10 +31,36 @@ def attach() -> None:
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
         # No frame below us: the interpreter is about to end, not a C extension printing an error.
-        if event == "sys.excepthook" and os.getpid() == worker and _at_the_bottom():
+        if event == "import":
+            optimizer_steps.look()
+        elif event == "sys.excepthook" and os.getpid() == worker and _at_the_bottom():
             report(args[2], args[3])
+            # What a program's own hook does with an error is not ours to leave out.
+            if args[0] is sys.__excepthook__ and _is_said_to_repeat(args[2]):
+                raise _Repeated
 
+    optimizer_steps.attach()
     sys.addaudithook(watch)
+
+
+class _Repeated(RuntimeError):
+    """Raised by the audit hook, it keeps Python from printing the traceback."""
+
+
+def _is_said_to_repeat(error: BaseException) -> bool:
+    """Whether one line stands for a traceback that an earlier generation has printed."""
+    # Not for an interrupt: Python forgets that it ends by SIGINT when what is imported calls exec.
+    if isinstance(error, KeyboardInterrupt):
+        return False
+    from torchelastic.worker import repeated_error  # not before it is needed
+
+    try:
+        said = repeated_error.sentence(env.get("TORCHELASTIC_ERROR_FILE", ""))
+        if said:
+            print(f"{_one_line(error).partition(chr(10))[0]} ({said})", file=sys.stderr)
+        return bool(said)
+    except Exception:  # then Python prints it all
+        return False
 
 
 def _checkpoint_stored(step: int, seconds: float, size: int) -> None:

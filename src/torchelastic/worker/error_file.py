@@ -52,19 +52,24 @@ def read(path: str) -> ErrorRecord | None:
 def parse(data: Any) -> ErrorRecord | None:
     """The record in the JSON of an error file, however incomplete.
 
-    >>> parse({"message": "boom"})
-    ErrorRecord(message='boom', traceback='', timestamp=0)
+    >>> parse({"message": "boom", "timestamp": 10})
+    ErrorRecord(message='boom', traceback='', timestamp=10)
     """
     said = data.get("message") if isinstance(data, dict) else None
     if isinstance(said, str):
-        return ErrorRecord(said)
+        return ErrorRecord(said, timestamp=_seconds(data.get("timestamp")))
     if not isinstance(said, dict) or not isinstance(said.get("message"), str):
         return None
     extra = said.get("extraInfo")
     extra = extra if isinstance(extra, dict) else {}
-    traceback, timestamp = extra.get("py_callstack"), str(extra.get("timestamp"))
+    traceback = extra.get("py_callstack")
     return ErrorRecord(
         said["message"],
         traceback if isinstance(traceback, str) else "",
-        int(timestamp) if timestamp.isdecimal() else 0,
+        _seconds(extra.get("timestamp", data.get("timestamp"))),
     )
+
+
+def _seconds(timestamp: Any) -> int:
+    """0 for anything that is no time."""
+    return int(timestamp) if str(timestamp).isdecimal() else 0

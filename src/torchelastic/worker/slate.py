@@ -42,6 +42,9 @@ _READ = _SAMPLES_AT + _SAMPLES.size
 #: Once for a generation: its first step.
 _FIRST = struct.Struct("=q")
 _FIRST_AT = _READ
+#: Where steps are counted from outside (`worker.optimizer_steps`): those taken before.
+_TAKEN = struct.Struct("=q")
+_TAKEN_AT = _FIRST_AT + _FIRST.size
 #: number, generation, step, bytes.
 _SLOT = struct.Struct("=qqqq")
 _NUMBER = struct.Struct("=q")
@@ -62,13 +65,22 @@ def create() -> int:
 
 def read_progress(descriptor: int) -> tuple[int, int, float]:
     """What the worker with this slate has entered last, for an agent that keeps no mapping."""
-    generation, step, at = _PROGRESS.unpack(os.pread(descriptor, _PROGRESS.size, 0))
+    header = os.pread(descriptor, _PROGRESS.size, 0)
+    if len(header) < _PROGRESS.size:  # the worker has truncated it: nothing is known
+        return -1, -1, math.inf
+    generation, step, at = _PROGRESS.unpack(header)
     return generation, step, at
 
 
 def read_first_step(descriptor: int) -> int:
     """The first step that the worker has entered of its generation; read after `read_progress`."""
-    return int(_FIRST.unpack(os.pread(descriptor, _FIRST.size, _FIRST_AT))[0])
+    first = os.pread(descriptor, _FIRST.size, _FIRST_AT)
+    return int(_FIRST.unpack(first)[0]) if len(first) == _FIRST.size else -1
+
+
+def read_taken(descriptor: int) -> int:
+    """What `Slate.taken_before` has written last."""
+    return int(_TAKEN.unpack(os.pread(descriptor, _TAKEN.size, _TAKEN_AT))[0])
 
 
 @dataclass(frozen=True)
@@ -86,11 +98,15 @@ class Shown:
     own: float = 0.0
     #: Samples that all ranks together have trained with so far; -1: nobody counts.
     samples: int = -1
+    #: As `Progress.before`.
+    before: int | None = None
 
 
 def read(descriptor: int) -> Shown:
     """For an agent, as `read_progress`."""
     header = os.pread(descriptor, _READ, 0)
+    if len(header) < _READ:  # the worker has truncated it: nothing is known
+        return Shown(-1, -1, -1, 0.0, (0.0,) * len(stalls.KINDS))
     generation, step, _, at = _ENTERED.unpack_from(header, 0)
     (rank,) = _RANK.unpack_from(header, _RANK_AT)
     (began,) = _BEGAN.unpack_from(header, _BEGAN_AT)
@@ -158,6 +174,10 @@ class Slate:
         _FIRST.pack_into(self._memory, _FIRST_AT, step)
         _BEGAN.pack_into(self._memory, _BEGAN_AT, now - stalls.apart(stalls.seconds))
         self._generation, self._aside = generation, None
+
+    def taken_before(self, steps: int) -> None:
+        """Of steps that are counted from outside: so many were taken before (`optimizer_steps`)."""
+        _TAKEN.pack_into(self._memory, _TAKEN_AT, steps)
 
     def unhurried(self) -> None:
         """What follows may take any time: nobody expects progress before the next `entered`."""

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.harness import contestants
 from benchmarks.harness.bandwidth import socket_bandwidth
 from benchmarks.harness.contestants import NVRX, OURS_IN_PROCESS, TORCHFT, TORCHRUN_TUNED
-from benchmarks.harness.in_process_faults import last_resorts, recovery
+from benchmarks.harness.in_process_faults import last_resorts, recovery, standstill
 from benchmarks.harness.in_process_report import LARGE, SMALL, render
 from benchmarks.harness.in_process_results import InProcessResults
 from benchmarks.harness.job import JobFailed
@@ -52,6 +52,19 @@ def test_who_is_in_the_first_world_after_a_fault(new, newcomers, left_out, noted
     assert found.seconds == pytest.approx(0.3 - 0.05), "less an ordinary step"
     assert (found.details["newcomers"], found.details["left_out"]) == (newcomers, left_out)
     assert bool(found.note) is noted
+
+
+@pytest.mark.parametrize(("busy", "cost", "noted"), [(0.0, 0.4, False), (0.6, 0.6, True)])
+def test_a_join_costs_the_longest_pause_wherever_it_lies(busy, cost, noted):
+    """An ordinary step takes 0.05; `busy` is a pause before the newcomer is admitted."""
+    old = [(1, OLD, number, 0.05 * number) for number in range(4)]
+    old += [(1, OLD, number, 0.05 * number + busy) for number in range(4, 8)]
+    made = history(*old, (2, OLD | {4: 14}, 8, 0.8 + busy))
+    first = made.first_finish(after=0.1, size=5)
+    found = standstill(made, made.spans[1], first, asked=0.1)
+    assert found.seconds == pytest.approx(cost)
+    assert found.details["change"] == pytest.approx(0.4)
+    assert ("came before the newcomer did, whose world took 0.400" in found.note) is noted
 
 
 def test_an_ordinary_step_is_the_median_of_its_world():
@@ -101,6 +114,9 @@ def test_a_peer_is_installed_once_and_without_touching_torch(tmp_path, monkeypat
     assert len(ran) == 2 * len(contestants.PACKAGES)
     assert all("--target" in command for command in ran)
     assert not any(word == "torch" for command in ran for word in command)
+    assert ["--no-deps" in command for command in ran] == [False, True] * len(ran[::2]), (
+        "the peer comes last: each install replaces the programs of the one before"
+    )
     contestants.install(tmp_path)
     assert len(ran) == 2 * len(contestants.PACKAGES)
 

@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.harness.observe_report import beside, difference, render
 from benchmarks.harness.observe_rows import QUIET, ObserveResults, calls_between, in_turn
-from benchmarks.observe_parts import AGAIN, NOTHING, SCRIPT, TRAIN
+from benchmarks.observe_parts import AGAIN, NOTHING, PLAIN, SCRIPT, TRAIN
 
-PARTS = {name: [2000.0, 3000.0] for name in {*TRAIN, *SCRIPT}} | {
+PARTS = {name: [2000.0, 3000.0] for name in {*TRAIN, *SCRIPT, *PLAIN}} | {
     NOTHING: [50.0, 100.0],
     AGAIN: [50.0, 100.0],
 }
@@ -54,7 +54,7 @@ def test_an_empty_loop_is_taken_off_each_part():
 )
 def test_a_system_call_misses_the_mark_however_fast_it_is(calls, verdict):
     results = ObserveResults(parts=PARTS, calls=dict.fromkeys(PARTS, calls))
-    assert render(results).count(verdict) == 2
+    assert render(results).count(verdict) == 3
 
 
 def test_what_the_noise_hides_has_no_verdict():

@@ -6,10 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.harness import scenarios
+from benchmarks.harness import processes, scenarios
 from benchmarks.harness.cold_start import Comparison, measure_pairs
+from benchmarks.harness.job import Job
 from benchmarks.harness.launchers import FAST, OURS, SAFE, STOCK, TORCHRUN
-from benchmarks.harness.scenarios import interleave, quiet_seconds
+from benchmarks.harness.scenarios import Attempt, attempts, failed, interleave, quiet_seconds
 from benchmarks.recovery import counts
 
 
@@ -55,6 +56,25 @@ def test_pairs_alternate_their_order_and_keep_their_sides():
     ours, theirs = OURS.name, TORCHRUN.name
     assert started == [ours, theirs, ours, theirs, theirs, ours]  # the first two warm the cache
     assert pairs == [(3.0, 4.0), (6.0, 5.0)]
+
+
+def test_a_failed_start_shows_what_was_printed_last(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(processes, "end_descendants", lambda: None)  # we have others here
+    program = ["sh", "-c", "echo begun; echo 'No module named torchft' >&2; exit 3"]
+
+    def start(job):
+        for _ in range(2):
+            job.start(program, {})
+        job.wait_training(2, quiet=0.5)
+
+    def fault(job, number):
+        return failed(job, set(), "unused")
+
+    [found] = attempts(Attempt(lambda: Job(OURS, parent=tmp_path), start, fault), range(1))
+    assert found.note == "all nodes ended; exit code 3, last line: No module named torchft"
+    shown = capsys.readouterr().err
+    assert shown.count("  failed start: no world of 2 within") == scenarios.MAX_FAILED_STARTS
+    assert "--- node-1.out\nbegun\nNo module named torchft" in shown
 
 
 def test_command_lines():

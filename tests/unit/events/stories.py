@@ -52,7 +52,8 @@ class Story:
     def steps(self, at: float, generation: int, step: int, *, entered: float | None = None, **more):
         """Node a tells that its rank 0 has entered this step, just now or at another time."""
         when = 100 + (at if entered is None else entered)
-        progress = events.Progress([0], [step], [when], more.pop("stalls", {}))
+        before = more.pop("before", None)
+        progress = events.Progress([0], [step], [when], more.pop("stalls", {}), before=before)
         return self.tell(at, progress, generation=generation, **more)
 
     def over(self, at: float, generation: int, kind: str = "failure", reason: str = "boom"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from tests.unit.events.stories import Story, failure
 from torchelastic.events import types as events
@@ -63,10 +64,10 @@ def test_the_first_failure_that_was_seen_stands_until_the_leader_has_spoken():
 
 def test_who_told_more_than_the_leader_passes_on_is_shown_in_full():
     told = failure(generation=0, traceback="Traceback\nValueError: boom", log_lines=LOG)
-    brief = failure(generation=0)
+    brief = failure(generation=0, by_itself=True)  # which only the leader knows
     story = decided(tell(begun(), 5, told), 5.3, FELL, brief)
     view = fold(story.records).failure
-    assert (view.cause, view.consequences) == (FELL, (told,))
+    assert (view.cause, view.consequences) == (FELL, (replace(told, by_itself=True),))
 
 
 def test_a_lost_node_is_a_cause():

@@ -158,16 +158,89 @@ def test_a_world_that_was_not_heard_to_end_is_over_when_nodes_get_ready_for_the_
     assert (found["productive"], found["rendezvous"]) == (3.0, 2.0)
 
 
-def test_a_script_that_tells_no_steps_trains_as_long_as_it_runs():
+def without_steps() -> Story:
+    """Two generations whose workers run for 48 s and 8 s."""
     story = Story().world(1, 0).workers_start(2, 0).over(50, 0).world(51, 1).workers_start(52, 1)
-    story.over(60, 1, "finished").end(61)
+    return story.over(60, 1, "finished")
+
+
+def test_where_no_step_was_seen_goodput_is_unknown():
+    story = without_steps().end(61)
     assert seconds(story) == {
         "startup": 2.0 + 1.0,
-        "productive": 48.0 + 8.0,
+        "unknown": 48.0 + 8.0,
         "rendezvous": 1.0,
         "other": 1.0,
     }
-    assert not goodput(story.records).steps_known
+    found = goodput(story.records)
+    assert (found.steps_known, found.ratio, found.productive) == (False, None, 0.0)
+
+
+def test_a_job_that_fell_again_and_again_without_a_step_has_not_trained():
+    story = Story()
+    for generation in range(60):
+        at = 10 * generation
+        story.world(at, generation).workers_start(at + 0.2, generation).over(at + 9.8, generation)
+    fallen = goodput(story.records)
+    assert (fallen.ratio, fallen.disruptions) == (None, 60)
+    story.world(600, 60).workers_start(600, 60).steps(601, 60, 0).steps(602, 60, 1).steps(
+        603, 60, 2
+    )
+    trains = goodput(story.records)
+    assert trains.ratio == pytest.approx(2 / 603)
+    assert trains.micros["unknown"] == 0, "who told no step before this one had not begun"
+
+
+def counted(generation: int, at: int, steps: int, before: int, story: Story | None = None) -> Story:
+    """The workers of a plain script start; five seconds later its optimizer has taken the first of
+    so many steps of a second each, beyond those that it knows of before."""
+    story = (story or Story()).world(at, generation).workers_start(at, generation)
+    first = max(0, before)
+    for step in range(1, steps + 1):
+        story.steps(at + 5 + step, generation, first + step, before=before)
+    return story
+
+
+def test_steps_of_a_plain_script_are_counted_with_the_first_that_is_done_when_it_is_seen():
+    story = counted(0, 0, 10, 0).over(15, 0, "finished").end(15)
+    assert seconds(story) == {"startup": 5.0, "productive": 10.0}
+    assert goodput(story.records).steps_known
+
+
+#: What the optimizer says of steps before, in two generations of ten steps and of five. Then: steps
+#: done again, a second each, beyond the one in flight; whether that is known; seconds of training.
+RESTARTS = {
+    "its state was loaded": (0, 6, 4, True, 11),
+    "nothing was lost": (0, 10, 0, True, 15),
+    "it went on from another job": (100, 106, 4, True, 11),
+    "beyond what was seen": (0, 12, 0, True, 15),
+    "it does not tell": (0, 0, 0, False, 15),
+    # Then nobody knows how many steps there were before the first that was seen.
+    "several were counted": (-1, 6, 0, False, 14),
+    "several are counted": (0, -1, 0, False, 14),
+}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "again", "known", "productive"), RESTARTS.values(), ids=RESTARTS
+)
+def test_what_a_restarted_script_does_again_is_said_where_its_optimizer_knows(
+    first, second, again, known, productive
+):
+    story = counted(0, 0, 10, first).over(15.5, 0)
+    story = counted(1, 20, 5, second, story)
+    found = goodput(story.records)
+    assert (found.redone_steps, found.redone_known) == (again, known)
+    assert seconds(story)["redone"] == pytest.approx(again + 0.5)
+    assert seconds(story)["productive"] == pytest.approx(productive)
+    assert found.total == 30
+
+
+def test_what_is_not_known_once_stays_so():
+    story = counted(0, 0, 10, 0).over(15, 0)
+    story = counted(1, 20, 10, 0, story).over(35, 1)
+    found = goodput(counted(2, 40, 5, 3, story).records)
+    assert (found.redone_known, found.redone_steps, found.productive) == (False, 0, 25.0)
 
 
 def test_a_script_that_tells_steps_starts_until_the_first_one():
@@ -257,7 +330,12 @@ EVENTS = st.one_of(
     st.just(events.WorkerFailed(failure().to_json())),
     st.builds(events.Training, st.just(0), STEPS, st.just(0), SECONDS, SECONDS),
     st.builds(
-        events.Progress, st.just([0, 1]), st.lists(STEPS), st.lists(SECONDS, max_size=3), STALLS
+        events.Progress,
+        st.just([0, 1]),
+        st.lists(STEPS),
+        st.lists(SECONDS, max_size=3),
+        STALLS,
+        before=st.sampled_from([None, -1, 0, 7]),
     ),
     st.just(events.JobEnded(0, "")),
     st.just(events.Note("")),

@@ -88,6 +88,15 @@ def test_a_listener_that_fails_costs_nothing_but_itself(tmp_path, caplog):
 LATER = {"v": 1, "type": "new", "job": "j", "node": "n", "wall": 1, "mono": 1, "generation": 4}
 
 
+def test_an_event_that_cannot_be_written_costs_that_event(tmp_path, caplog):
+    log = open_log(tmp_path / "events.jsonl")
+    log.emit(Note(text=object()))  # a mistake of ours
+    log.emit(Note(text="after it"))
+    log.close()
+    assert "Events are lost" in caplog.text
+    assert texts(log.path) == ["after it", "1 of the events before this could not be written"]
+
+
 def test_a_record_of_another_agent_is_written_as_it_came_with_the_time_it_was_heard(tmp_path):
     log = open_log(tmp_path / "job.jsonl")
     record = Record.parse(json.dumps(LATER | {"extra": 5}))

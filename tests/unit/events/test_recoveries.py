@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.events.stories import Story, failure
+from tests.unit.events.test_goodput import counted
 from torchelastic.events import types as events
 from torchelastic.events.recoveries import KEPT, Recovery
 from torchelastic.events.view import fold
@@ -192,3 +193,13 @@ def test_the_last_recoveries_are_kept():
     found = recoveries(story)
     assert [one.generation for one in found] == list(range(5, KEPT + 5))
     assert all(one.done and one.rebuild == pytest.approx(0.25) for one in found)
+
+
+@pytest.mark.parametrize(("before", "redo"), [(6, 4.5), (0, None)])
+def test_what_a_plain_script_does_again_is_known_by_its_optimizer_or_not_at_all(before, redo):
+    story = counted(0, 0, 10, 0).over(15.5, 0).world(20, 1).workers_start(20, 1)
+    [begun] = fold(story.records).recoveries
+    assert (begun.done, begun.redo) == (True, None), "nor before it has taken a step"
+    [done] = fold(counted(1, 20, 5, before, story).records).recoveries
+    assert done.redo == redo
+    assert done.rebuild == 6.0, "to the first step that was seen"

@@ -49,6 +49,16 @@ def _always(own: float) -> Own:
     return lambda step: own
 
 
+def test_who_is_slow_and_keeps_nobody_waiting_is_no_straggler():
+    """Ranks that train each for itself."""
+    watch, found = Stragglers(1.5), []
+    watch.turn_to(0, 2)
+    for look in range(1, 20):
+        steps, at = [20 * look, 10 * look], [float(look)] * 2
+        found += watch.feed(0, "a", Progress([0, 1], steps, at, own=at))
+    assert found == []
+
+
 def slow_between(first: int, last: int, *, own: float = 0.1, slow: float = 0.3) -> Own:
     return lambda step: slow if first <= step < last else own
 

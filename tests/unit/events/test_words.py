@@ -207,16 +207,19 @@ def test_goodput_in_a_line():
     assert words.goodput(goodput([])) == "goodput: no time has passed yet"
 
 
-def test_goodput_of_a_script_says_what_was_counted():
+def test_goodput_without_a_step_is_unknown():
     story = Story().world(0, 0).workers_start(0, 0).over(10, 0, "finished").end(10)
     assert words.goodput(goodput(story.records)) == (
-        "goodput 100.0% of 10 s, taking all the time that workers ran for training: training 10 s"
+        "goodput unknown, since no step was seen in 10 s: running, steps unknown 10 s"
     )
+    assert words.goodput_in_brief(goodput(story.records)) == "goodput unknown"
+    assert words.goodput_in_brief(goodput(undisturbed().records)) == "goodput 62.5%"
+    assert words.goodput_in_brief(goodput([])) == ""
 
 
 def test_goodput_has_every_part_in_words():
     found = Goodput(micros=dict.fromkeys(words.PARTS, 1_000_000), disruptions=2)
-    assert words.goodput(found).startswith("goodput 11.1% of 9.0 s, with 2 disruptions: ")
+    assert words.goodput(found).startswith("goodput 10.0% of 10 s, with 2 disruptions: ")
     assert all(name in words.goodput(found) for name in words.PARTS.values())
 
 

@@ -147,6 +147,12 @@ def test_where_the_time_went_adds_up():
     assert 0 <= story.value("goodput_ratio") <= 1
 
 
+def test_without_a_step_there_is_no_ratio():
+    families = Story().start().world(1, 0).runs(2, 0).families(now=1000 + 10)
+    assert "goodput_ratio" not in families
+    assert families["time_seconds"].values[("part", "unknown"),] == 8
+
+
 def test_counters_never_go_down_however_long_the_job():
     story, last = Story().start(), 0
     for generation in range(60):

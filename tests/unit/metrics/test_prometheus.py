@@ -5,7 +5,6 @@ from importlib import import_module
 
 import pytest
 
-from torchelastic.errors import ConfigError
 from torchelastic.metrics import prometheus
 from torchelastic.metrics.job_metrics import Family
 
@@ -56,6 +55,6 @@ def test_a_scraper_reads_what_it_asked_for(accept, parser):
 
 
 def test_without_the_library_there_is_a_sentence(monkeypatch):
+    assert prometheus.missing() == ""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(ConfigError, match=r"pip install 'torchelastic\[prometheus\]'"):
-        prometheus.check_installed()
+    assert prometheus.missing().endswith("pip install 'torchelastic[prometheus]'")

@@ -26,6 +26,10 @@ def of(**extra):
 
 RECORDS = [
     ({"message": "text"}, ErrorRecord("text")),
+    ({"message": "text", "timestamp": 7}, ErrorRecord("text", "", 7)),
+    ({"message": "text", "timestamp": "8"}, ErrorRecord("text", "", 8)),
+    ({"message": "text", "timestamp": None}, ErrorRecord("text")),
+    ({"message": {"message": "m"}, "timestamp": 9}, ErrorRecord("m", "", 9)),
     ({"message": {"message": "m"}}, ErrorRecord("m")),
     ({"message": {"message": "m", "extraInfo": None}}, ErrorRecord("m")),
     (of(py_callstack="t", timestamp="7"), ErrorRecord("m", "t", 7)),
