@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from torchelastic import env, jobs
-from torchelastic.agent import crew, group_state, logs
+from torchelastic.agent import crew, group_state, logs, report
+from torchelastic.agent.best_effort import observing
 from torchelastic.agent.crew import CrewState
 from torchelastic.agent.doings import Doings
 from torchelastic.agent.file_timers import FileTimers
@@ -42,6 +43,7 @@ from torchelastic.agent.snapshots import Snapshots
 from torchelastic.agent.stacks import Stacks
 from torchelastic.agent.straggler_watch import StragglerWatch
 from torchelastic.agent.telling import Telling
+from torchelastic.agent.transitions import Transitions
 from torchelastic.agent.vigil import Vigil
 from torchelastic.agent.worker_env import node_env
 from torchelastic.agent.workers import LAST_WORDS, Workers
@@ -109,26 +111,27 @@ class Agent:
             node=self._node, nproc=config.nproc_per_node
         )
         self._queue: asyncio.Queue[crew.Event | Exception] = asyncio.Queue()
-        self._beside = SideTasks(self._went_wrong)
+        self._beside = SideTasks(self._went_wrong, lambda sentence: self._narrator.say(sentence))
+        self._transitions = Transitions()
         self._action: asyncio.Task[None] | None = None
         #: From the moment on at which nothing may be started any more.
         self._closing = False
 
     async def run(self) -> Outcome:
         """Join, supervise, leave."""
+        self._install_signals()  # they are seen by the loop, when all is open
         self._open()
+        start = self._beside.start
         try:
-            self._install_signals()
-            self._beside.start(self._narrator.line.run(), "waiting-line")
-            self._beside.start(self._join(), "join")
-            self._beside.start(self._workers.timers.watch(self._workers), "timers")
-            self._beside.start(self._inquiry.open(), "inquiry")
-            self._beside.start(self._script_vigil.run(self._is_resident), "script-vigil")
+            start(self._narrator.line.run, "waiting-line")
+            start(self._join, "join")
+            start(partial(self._workers.timers.watch, self._workers), "timers")
+            start(self._inquiry.open, "inspection-socket")
+            start(partial(self._script_vigil.run, self._is_resident), "script-watchdog")
             if self._metrics is not None:
-                opening = self._metrics.open(self._beside.start, self._narrator.say)
-                self._beside.start(opening, "metrics")
+                start(partial(self._metrics.open, start, self._narrator.say), "metrics")
             if self._page is not None:
-                self._beside.start(self._page.watch(self._narrator.say), "page")
+                start(partial(self._page.watch, self._narrator.say), "dashboard")
             while not self._state.is_terminal:
                 event = await self._next_event()
                 for command in self._handle(event):
@@ -201,7 +204,8 @@ class Agent:
         self._stragglers = self._watch_stragglers()
         self._narrator.started([self._entry.target, *self._entry.args], os.getpid())
         if self._page is not None:
-            self._nursery.pids.update(self._page.start(self._env, self._node))
+            with observing("Starting the dashboard"):
+                self._nursery.pids.update(self._page.start(self._env, self._node))
 
     def _open_story(self, path: Path) -> None:
         """What happens here is written down, told to the leader, and said to people."""
@@ -232,6 +236,7 @@ class Agent:
             self._node,
             self._clock,
             prints_failure=self._prints_failure,
+            for_others=report.command_for_others(config, self._entry),
         )
 
     def _watch_hangs(self, registry_dir: Path) -> None:
@@ -265,7 +270,8 @@ class Agent:
     def _sum_up_stragglers(self, *, before: int) -> None:
         """Of generations that are over. Who led once has heard less than who leads: one says it."""
         if self._stragglers is not None and self._telling.leads is not False:
-            self._stragglers.sum_up(before)
+            with observing("Summing up stragglers"):
+                self._stragglers.sum_up(before)
 
     async def _close(self) -> None:
         """Leave nothing behind: no worker, no task, no file that only we needed."""
@@ -276,31 +282,39 @@ class Agent:
         await self._snapshots.close()
         await self._presence.last_words(LAST_WORDS)
         await self._beside.cancel()
-        await self._inquiry.close()
-        self._hangs.close()
-        await self._doings.close()
-        if self._metrics is not None:
-            await self._metrics.close()
+        with observing("Closing what watches the workers"):
+            await self._inquiry.close()
+            self._hangs.close()
+            await self._doings.close()
+            if self._metrics is not None:
+                await self._metrics.close()
         closed = self._state.world is not None and self._state.world.phase == "closed"
+        if closed and self._state.exitcode == 0:
+            self._registration.note_finished(self._presence.member.step)
         self._sum_up_stragglers(before=self._state.generation + 1)
         self._narrator.ended(self._state.exitcode, self._state.reason, self._state.world)
-        await self._telling.last_words(LAST_TOLD)
-        await self._telling.close()
-        await self._gathering.wait_alone(LAST_TOLD if closed else 0.0)
+        with observing("Shipping the last events"):
+            await self._telling.last_words(LAST_TOLD)
+            await self._telling.close()
+            await self._gathering.wait_alone(LAST_TOLD if closed else 0.0)
         await self._presence.close(HOST_STAYS if closed else 0.0)
-        await self._gathering.close()
+        with observing("Writing the last events"):
+            await self._gathering.close()
         await self._narrator.sum_up(
             self._events.path.with_name(GATHERED_FILE), leads=self._telling.leads
         )
         await self._nursery.close()
-        self._logs.close(success=self._state.exitcode == 0)
-        self._events.close()
-        if self._sink is not None:
-            self._sink.close()
-        self._registration.close(self._state.exitcode)
+        with observing("Closing the logs"):
+            self._logs.close(success=self._state.exitcode == 0)
+            self._events.close()
+            if self._sink is not None:
+                self._sink.close()
+        with observing("Noting the end of the job"):
+            self._registration.close(self._state.exitcode)
         if self._page is not None:
-            await self._page.close()
-            logger.info("%s shows this job again", self._page.again(self._run_dir))
+            with observing("Closing the dashboard"):
+                await self._page.close()
+                logger.info("%s shows this job again", self._page.again(self._run_dir))
 
     def _outcome(self) -> Outcome:
         state = self._state
@@ -312,41 +326,39 @@ class Agent:
 
     async def _join(self) -> None:
         """Meet the other nodes and warm up side by side; say `ready` when both are done."""
-        warming = self._beside.start(self._nursery.warm_up(), "warm-up")
+        warming = self._beside.start(self._nursery.warm_up, "warm-up")
         self._narrator.joins()
         await self._presence.join()
         self._workers.reached_at(self._presence.meeting.addr)
         self._snapshots.open(self._presence.meeting)
         self._doings.open(self._presence.meeting)
-        self._beside.start(self._sampling.run(self._workers.look), "sampling")
+        self._beside.start(partial(self._sampling.run, self._workers.look), "sampling")
         if self._config.max_nodes > 1:  # else its own log is the whole story
             self._telling.open(self._presence.meeting)
         self._narrator.joined(self._presence.member.name, self._presence.meeting)
         self._narrator.warmed_up(await warming, self._nursery.warnings)
-        await self._offer_store()
-        self._beside.start(self._keep_store_host(), "store-host")
-        self._presence.update(ready=True)
+        self._beside.start(self._keep_store_host, "store-host")
 
     async def _rejoin(self, gone: int) -> None:
         name = await self._presence.rejoin(gone)
         self._narrator.rejoined(name, self._presence.meeting)
 
     def _world_seen(self, world: World) -> None:
-        if world.phase == "waiting":
-            self._sum_up_stragglers(before=world.generation + 1)
-        elif world.phase == "running":
-            self._sum_up_stragglers(before=world.generation)
-        if not self._state.leaving:
-            self._narrator.world_seen(world)
         self._queue.put_nowait(group_state.WorldSeen(world))
         self._snapshots.hear_of(world)
         if world.phase == "running":
             self._snapshots.turn_to(world)
-            self._sampling.turn_to(world.generation, world.count)
-            if self._stragglers is not None:
-                self._stragglers.turn_to(world.generation, world.size)
-            self._telling.turn_to(world.count, world.host)
-            self._beside.start(self._renew_store(world), "renew-store")
+            self._beside.start(partial(self._renew_store, world), "renew-store")
+        if world.phase in ("waiting", "running"):
+            self._sum_up_stragglers(before=world.generation + (world.phase == "waiting"))
+        if not self._state.leaving:
+            self._narrator.world_seen(world)
+        if world.phase == "running":
+            with observing("Observing the new world"):
+                self._sampling.turn_to(world.generation, world.count)
+                self._telling.turn_to(world.count, world.host)
+                if self._stragglers is not None:
+                    self._stragglers.turn_to(world.generation, world.size)
 
     def _settled(self, base: Base) -> None:
         """Tell the leader what the workers here have gone on from; a few nodes are enough."""
@@ -356,9 +368,9 @@ class Agent:
             self._presence.update(base=base)
 
     def _lease_lost(self) -> None:
+        self._queue.put_nowait(group_state.LeaseLost())
         if not self._state.leaving:
             self._narrator.lease_lost(self._presence.meeting.loss)
-        self._queue.put_nowait(group_state.LeaseLost())
 
     async def _offer_store(self) -> None:
         port = await self._nursery.stores.open()
@@ -376,17 +388,19 @@ class Agent:
         await stores.retire(before=world.generation - (world.after is not None))
 
     async def _keep_store_host(self) -> None:
-        """Replace the process that holds the stores when it ends."""
+        """Have a store to offer: replace the process that holds the stores when it ends."""
         stores = self._nursery.stores
         while True:
+            if stores.pid is None or stores.ended.is_set():
+                await self._nursery.replace_store_host()
+            await self._offer_store()
+            self._presence.update(ready=True)
             await stores.ended.wait()
             self._presence.update(store="")
             reason = "the process that held the workers' store has ended"
             self._narrator.say(f"{reason}: starting another one")
             if stores.holds(self._state.generation):
                 self._store_host_lost(reason)
-            await self._nursery.replace_store_host()
-            await self._offer_store()
 
     def _store_host_lost(self, reason: str) -> None:
         """End the generation that met at a store which is gone, if that can do it any harm.
@@ -411,7 +425,7 @@ class Agent:
         return event
 
     def _went_wrong(self, error: Exception) -> None:
-        """What fails beside the loop becomes an event."""
+        """What is essential and fails beside the loop becomes an event."""
         if isinstance(error, RendezvousLost):
             self._queue.put_nowait(group_state.StoreLost(str(error)))
         else:
@@ -424,16 +438,18 @@ class Agent:
             if signum == signal.SIGHUP and is_under_nohup():
                 continue
             loop.add_signal_handler(signum, partial(self._asked_to_leave, signum))
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # it is not among them
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         for signum in (signal.SIGUSR1, signal.SIGUSR2):
             if signum.name not in self._config.signals_to_handle:
                 loop.add_signal_handler(signum, partial(self._forward, signum))
         loop.add_signal_handler(GUARD_LOST_SIGNAL, self._guard_lost)
 
     def _asked_to_leave(self, signum: signal.Signals) -> None:
-        self._narrator.signal(signum.name, "leaving the job")
         deadline = self._clock.now() + self._config.shutdown_timeout
         self._queue.put_nowait(group_state.LeaveRequested(signum, deadline))
-        self._beside.start(self._leave_in_time(), "leave")
+        self._beside.start(self._leave_in_time, "leave")
+        self._narrator.leaves(signum.name)
 
     async def _leave_in_time(self) -> None:
         """Resident workers go at a step boundary, if there is one before the time is up."""
@@ -441,8 +457,8 @@ class Agent:
         self._queue.put_nowait(crew.LeaveOverdue())
 
     def _forward(self, signum: signal.Signals) -> None:
-        self._narrator.signal(signum.name, "forwarded to the workers")
         self._workers.signal(signum)
+        self._narrator.signal(signum.name, "forwarded to the workers")
 
     def _guard_lost(self) -> None:
         """`kill -9` of the command the user started: nothing of it may live on."""
@@ -452,21 +468,25 @@ class Agent:
     def _handle(self, event: crew.Event) -> list[crew.Command]:
         """Let the machine that is in charge decide; the workers may turn out to be resident."""
         if isinstance(self._state, CrewState):
-            self._state, commands = crew.handle(self._state, event)
-            return commands
+            return self._let_crew(self._state, event)
+        state = self._state
         decided: list[crew.Command] = []
         known = _for_script(event)
         if known is not None:
-            self._state, asked = group_state.handle(self._state, known)
-            decided += asked
-        if group_state.has_turned_resident(self._state):
-            world = self._state.world
-            assert world is not None
-            self._state, more = crew.take_over(self._state, self._narrator.name)
-            self._beside.start(self._vigil.run(lambda: self._crew), "vigil")
-            self._state, again = crew.handle(self._state, group_state.WorldSeen(world))
-            decided += [*more, *again]
-        return decided
+            state, decided = self._transitions.take(group_state.handle, state, known)
+        self._state = state
+        if not group_state.has_turned_resident(state):
+            return decided
+        assert state.world is not None
+        taken_over, more = crew.take_over(state, self._narrator.name)
+        again = self._let_crew(taken_over, group_state.WorldSeen(state.world))
+        self._beside.start(partial(self._vigil.run, lambda: self._crew), "hang-watchdog")
+        return [*decided, *more, *again]
+
+    def _let_crew(self, state: CrewState, event: crew.Event) -> list[crew.Command]:
+        state, commands = self._transitions.take(crew.handle, state, event)
+        self._state = state
+        return commands
 
     def _is_resident(self) -> bool:
         return isinstance(self._state, CrewState)
@@ -491,17 +511,17 @@ class Agent:
             case group_state.Report(changes):
                 self._presence.update(**{"step": self._workers.best_step, **changes})
             case group_state.Rejoin(gone):
-                self._beside.start(self._rejoin(gone), "rejoin")
+                self._beside.start(partial(self._rejoin, gone), "rejoin")
             case group_state.Tell(local_rank, order):
                 self._workers.tell(local_rank, order)
                 if isinstance(order, orders.Over):
                     self._vigil.told_over(local_rank)
             case crew.Spawn(local_rank):
-                self._beside.start(self._start_standby(local_rank), "standby")
+                self._beside.start(partial(self._start_standby, local_rank), "standby")
 
     def _act(self, work: Coroutine[Any, Any, None]) -> None:
         """Perform after what is under way: a stop does not overtake the start it ends."""
-        self._action = self._beside.start(self._after(self._action, work), "action")
+        self._action = self._beside.start(partial(self._after, self._action, work), "action")
 
     async def _after(
         self, before: asyncio.Task[None] | None, work: Coroutine[Any, Any, None]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from torchelastic.agent import group_state
 from torchelastic.agent.group_state import (
@@ -64,6 +64,8 @@ class Worker:
     status: Status
     #: The last world it was told to enter.
     generation: int = -1
+    #: The step its first world since it stood begins with, if others were to go on there.
+    begins: int = -1
     #: The generation it was told to stop and has not stopped yet; -1: none. Whether it may run
     #: through a step first.
     stopping: int = -1
@@ -221,6 +223,8 @@ def _enter(state: CrewState, world: World) -> Step:
         rank = world.rank(state.node, local_rank)
         if worker.status in (Status.STANDING, Status.TRAINING) and rank is not None:
             entered = replace(worker, status=Status.TRAINING, generation=world.generation)
+            if worker.status is Status.STANDING:
+                entered = replace(entered, begins=-1 if world.after is None else world.after + 1)
             state = _with(state, local_rank, entered)
             commands.append(Tell(local_rank, _order(state, world, local_rank, rank)))
         elif rank is not None:
@@ -309,13 +313,25 @@ def _world_over(state: CrewState, world: World) -> Step:
 def _halt(state: CrewState, local_rank: int, world: World, generation: int) -> Step:
     """End a generation for a worker: at the agreed step if there is one, else at once."""
     order: orders.Order = orders.Over(generation, world.reason)
-    if world.phase == "over" and world.ending == "finished":
-        order = orders.Over(generation, world.reason, finished=True, through=world.after)
+    if _is_done(world):
+        if not _came_too_late(state.workers[local_rank], world):
+            order = orders.Over(generation, world.reason, finished=True, through=world.after)
     elif world.after is not None:
         order = orders.Through(generation, world.after)
     through = isinstance(order, orders.Through)
     worker = replace(state.workers[local_rank], stopping=generation, through=through)
     return _with(state, local_rank, worker), [Tell(local_rank, order)]
+
+
+def _is_done(world: World | None) -> TypeGuard[World]:
+    """Whether the training is."""
+    return world is not None and world.phase == "over" and world.ending == "finished"
+
+
+def _came_too_late(worker: Worker, world: World) -> bool:
+    """Whether the data ended before the step with which this worker was to begin: nobody meets it
+    in its world, and its script must not go on with a state that was never trained."""
+    return world.after is not None and world.after + 1 < worker.begins
 
 
 # --- what workers say ----------------------------------------------------------------------------
@@ -356,22 +372,11 @@ def _answer_for_all(state: CrewState) -> Step:
     return state, [_report(state, paused=world.generation, entered=entered)]
 
 
-def _is_done(state: CrewState) -> bool:
-    """Whether the training is."""
-    world = state.world
-    return world is not None and world.phase == "over" and world.ending == "finished"
-
-
 def _stopped(state: CrewState, local_rank: int) -> Step:
-    status = Status.FINISHED if _is_done(state) else Status.STANDING
-    worker = replace(
-        state.workers[local_rank],
-        status=status,
-        stopping=-1,
-        through=False,
-        broken=None,
-        finished=-1,
-    )
+    worker, world = state.workers[local_rank], state.world
+    finished = _is_done(world) and not _came_too_late(worker, world)
+    status = Status.FINISHED if finished else Status.STANDING
+    worker = replace(worker, status=status, stopping=-1, through=False, broken=None, finished=-1)
     return _when_stopped(_with(state, local_rank, worker))
 
 
@@ -387,8 +392,8 @@ def _when_stopped(state: CrewState) -> Step:
         return state, [Rejoin(state.gone), _report(state)]
     if world is None or world.phase != "over" or state.gone >= world.generation:
         return state, []
-    if world.ending == "finished":
-        return state, []
+    if _is_done(world):
+        return _when_all_done(state)
     state = replace(state, gone=world.generation)
     return state, [_report(state, gone=world.generation)]
 
@@ -437,7 +442,7 @@ def _failed(state: CrewState, event: WorkerFailed) -> Step:
     if failure.alive:
         state = _with(state, failure.local_rank, replace(before, broken=failure))
         return state, [_report(state, failures=state.failures)]
-    if before.status is Status.TRAINING and _is_done(state):
+    if before.status is not Status.FINISHED and _is_done(state.world):
         # Its peers have trained to the end: what it died of changes nothing.
         gone = Worker(status=Status.GONE, generation=before.generation)
         return _when_all_done(_with(state, failure.local_rank, gone))
@@ -498,7 +503,7 @@ def _start_missing(state: CrewState) -> Step:
 def _leave(state: CrewState, event: LeaveRequested) -> Step:
     """Announce it; go at the next step boundary. A second interrupt kills."""
     if state.leaving:
-        return _stop_leaving(state) if event.signum == SIGINT else (state, [])
+        return _leave_overdue(state, LeaveOverdue()) if event.signum == SIGINT else (state, [])
     state = replace(state, leaving=event.signum, deadline=event.deadline)
     announce = _report(state, leaving=signal_name(event.signum))
     state, commands = _when_stopped(state)
@@ -522,10 +527,6 @@ def _left(state: CrewState) -> str:
 
 def _leave_overdue(state: CrewState, event: LeaveOverdue) -> Step:
     """Kill."""
-    return _stop_leaving(state)
-
-
-def _stop_leaving(state: CrewState) -> Step:
     return _stop(state, SIGKILL, EXIT_SIGNAL_BASE + state.leaving, _left(state))
 
 

@@ -124,7 +124,12 @@ class Doings:
         }
         seen = await _outcomes(reading.values(), HERE)
         stacks = dict(zip(reading, seen, strict=True))
-        return [replace(doing, stack=stacks[local] or NOTHING) for local, doing in known.items()]
+        # Again: one that was asked for its stack shows what torch has counted for it, too.
+        shown = {local: self._workers.doing(local, generation) for local in known}
+        return [
+            replace(shown[local] or doing, stack=stacks[local] or NOTHING)
+            for local, doing in known.items()
+        ]
 
     # --- everywhere ------------------------------------------------------------------------------
 

@@ -8,44 +8,22 @@ is, and ends the worker alone: torchrun ends the agent as well.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from torchelastic.errors import ConfigError
+from torchelastic.timer.file_based_local_timer import LINE, FileTimerRequest, open_pipe, parse
 from torchelastic.timer.table import Timer, printable
 
 logger = logging.getLogger(__name__)
 
-#: What a pipe takes in one piece, so no line is longer; and how many are read at a time.
-_LINE, _READ = 4096, 1 << 16
+#: Bytes read at a time.
+_READ = 1 << 16
 #: Timers at once, of all workers: beyond that somebody makes up scopes.
 MOST = 10_000
-
-
-class Asked(NamedTuple):
-    """A request, by the clock of the wall as torch has it."""
-
-    pid: int
-    scope: str
-    expires_at: float
-    #: 0: the worker is not to be ended.
-    signum: int
-
-
-def parse(line: bytes) -> Asked | None:
-    """A line of torch's client; None for anything else."""
-    try:
-        data = json.loads(line)
-        pid, signum = data["pid"], data["signal"]
-        asked = Asked(int(pid), str(data["scope_id"]), float(data["expiration_time"]), int(signum))
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return None
-    return asked
 
 
 class FileTimers:
@@ -58,10 +36,7 @@ class FileTimers:
         self._timers: dict[tuple[int, str], Timer] = {}
         self._rest = b""
         try:
-            path.unlink(missing_ok=True)  # a killed agent may have left it
-            os.mkfifo(path, 0o600)
-            # For writing, too: a pipe without a writer would be at its end all the time.
-            self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+            self._pipe = open_pipe(path)
         except OSError as error:
             raise ConfigError(
                 f"{self.VARIABLE}={path} cannot be a pipe ({error.strerror}): name another file."
@@ -104,7 +79,7 @@ class FileTimers:
 
     def _take(self, data: bytes, wall: float, now: float) -> None:
         *lines, rest = (self._rest + data).split(b"\n")
-        self._rest = rest if len(rest) <= _LINE else b""
+        self._rest = rest if len(rest) <= LINE else b""
         for line in lines:
             asked = parse(line)
             if asked is None:
@@ -112,10 +87,11 @@ class FileTimers:
             else:
                 self._note(asked, wall, now)
 
-    def _note(self, asked: Asked, wall: float, now: float) -> None:
+    def _note(self, asked: FileTimerRequest, wall: float, now: float) -> None:
         """What torch says by the wall clock counts by ours from here on."""
-        key, after = (asked.pid, asked.scope), max(0.0, asked.expires_at - wall)
-        if asked.expires_at < 0 or asked.signum <= 0:
+        key = (asked.worker_pid, asked.scope_id)
+        after = max(0.0, asked.expiration_time - wall)
+        if asked.expiration_time < 0 or asked.signal <= 0:
             self._timers.pop(key, None)
         elif len(self._timers) < MOST or key in self._timers:
-            self._timers[key] = Timer(-1, now + after, round(after, 3), printable(asked.scope))
+            self._timers[key] = Timer(-1, now + after, round(after, 3), printable(asked.scope_id))

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from torchelastic.agent.best_effort import observing
 from torchelastic.agent.gathered_log import GatheredLog
 from torchelastic.agent.heard import BATCH, LONGEST_LINE
 from torchelastic.clock import Clock
@@ -163,7 +164,8 @@ class Gathering:
         """Have lines written; done when they are, or when they cannot be."""
         self._has[node] = max(self.upto(node), upto)
         for listener in self._listeners:
-            listener(lines)
+            with observing("Listening to gathered events"):
+                listener(lines)
         portion = _Portion(lines, asyncio.get_running_loop().create_future())
         self._portions.append(portion)
         if self._writing is None:
@@ -179,10 +181,12 @@ class Gathering:
                     await asyncio.sleep(PAUSE)
                 count = min(PORTIONS, len(self._portions))
                 taken = [self._portions.popleft() for _ in range(count)]
-                await asyncio.to_thread(self._log.write, b"".join(one.lines for one in taken))
-                for one in taken:
-                    if not one.written.cancelled():
-                        one.written.set_result(None)
+                try:
+                    await asyncio.to_thread(self._log.write, b"".join(one.lines for one in taken))
+                finally:  # who waits for this would tell nothing more
+                    for one in taken:
+                        if not one.written.done():
+                            one.written.set_result(None)
         finally:
             # Here, and not when the task is seen to be done: what is taken between the two would
             # wait for a writer that has ended.

@@ -205,7 +205,7 @@ class GroupState:
         """What this node is doing, for people."""
         if self.phase is Phase.IDLE and self.world is not None and self.world.phase == "running":
             if self.world.place(self.node) is None:
-                return f"spare beside generation {self.world.generation}"
+                return f"waiting beside generation {self.world.generation}"
             return f"done with generation {self.generation}, waiting for the others"
         if self.phase is Phase.IDLE:
             return "waiting for a world"

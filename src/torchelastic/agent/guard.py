@@ -88,10 +88,15 @@ def _be_agent(run: Callable[[], int], guard: int, mask: Collection[int]) -> NoRe
         # Out of the guard's group: what is sent to that, by a terminal or by `kill`, comes from
         # the guard and must not come twice.
         os.setpgid(0, 0)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            # Until the agent handles it there is nothing to end but itself: no traceback.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         exitcode = run()
     except SystemExit as end:
         exitcode = _exitcode_of(end)
+    except KeyboardInterrupt:
+        exitcode = 128 + signal.SIGINT
     except BaseException:
         traceback.print_exc()
     finally:

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from torchelastic.failure import MOST_LINES, last_lines
 
 log = logging.getLogger(__name__)
 
-Route = Literal["inherit", "discard", "file", "tee"]
+Route = Literal["inherit", "discard", "file", "tee", "copy"]
 
 _NAMES = {Std.OUT: "stdout", Std.ERR: "stderr"}
 
@@ -44,11 +45,14 @@ class WorkerStreams:
     error_file: str
 
 
-def route(config: LaunchConfig, local_rank: int, stream: Std) -> Route:
+def route(
+    config: LaunchConfig, local_rank: int, stream: Std, *, is_terminal: bool = False
+) -> Route:
     """Where one stream of one worker goes.
 
     Without log files (`--log-dir /dev/null`) a redirected stream stays on the console, as with
-    torchrun: output is never lost because there is no file for it.
+    torchrun: output is never lost because there is no file for it. No copy is made of what goes to
+    a terminal: a script would not find a terminal there any more.
     """
     shown = not config.local_ranks_filter or local_rank in config.local_ranks_filter
     if shown and stream in std_for(config.tee, local_rank):
@@ -56,6 +60,8 @@ def route(config: LaunchConfig, local_rank: int, stream: Std) -> Route:
     to_file = stream in (std_for(config.tee, local_rank) | std_for(config.redirects, local_rank))
     if to_file and has_files(config):
         return "file"
+    if shown and config.log_copy and has_files(config) and not is_terminal:
+        return "copy"
     return "inherit" if shown else "discard"
 
 
@@ -67,7 +73,7 @@ def line_prefix(config: LaunchConfig, local_rank: int, rank: int) -> str:
     """
     template = config.log_line_prefix_template or "[${role_name}${local_rank}]:"
     return Template(template).safe_substitute(
-        role_name=config.role, rank=rank, local_rank=local_rank
+        role_name=config.role, rank=rank, local_rank=local_rank, hostname=socket.gethostname()
     )
 
 
@@ -104,6 +110,14 @@ def _end_of(path: Path) -> bytes:
         return b""
 
 
+def _are_one(stdout: int, stderr: int) -> bool:
+    """Whether two descriptors lead to the same file or pipe."""
+    try:
+        return os.path.samestat(os.fstat(stdout), os.fstat(stderr))
+    except OSError:
+        return False  # started without one of them
+
+
 def _has_files_in(directory: Path) -> bool:
     return any(path.is_file() for path in directory.rglob("*"))
 
@@ -119,6 +133,10 @@ class NodeLogs:
         self._consoles = {
             stream: Console(fd) for stream, fd in zip((Std.OUT, Std.ERR), consoles, strict=True)
         }
+        self._terminals = frozenset(
+            stream for stream, fd in zip(self._consoles, consoles, strict=True) if os.isatty(fd)
+        )
+        self._are_one = _are_one(*consoles)
 
     def open(self, generation: int, ranks: Mapping[int, int]) -> GenerationLogs:
         """Make what a generation's workers write to; `ranks` maps local ranks to global ones.
@@ -142,7 +160,7 @@ class NodeLogs:
     def _made(
         self, config: LaunchConfig, directory: Path | None, ranks: Mapping[int, int]
     ) -> GenerationLogs:
-        made = GenerationLogs(config, directory, self._consoles)
+        made = GenerationLogs(config, directory, self._consoles, self._terminals, self._are_one)
         try:
             made.make(ranks)
         except OSError:
@@ -168,8 +186,16 @@ class GenerationLogs:
     """The logs of one generation's workers on this node."""
 
     def __init__(
-        self, config: LaunchConfig, directory: Path | None, consoles: Mapping[Std, Console]
+        self,
+        config: LaunchConfig,
+        directory: Path | None,
+        consoles: Mapping[Std, Console],
+        terminals: frozenset[Std] = frozenset(),
+        are_one: bool = False,
     ) -> None:
+        """`terminals` are those of the consoles that are; `are_one` if both are the same thing."""
+        self._terminals = terminals
+        self._are_one = are_one
         self.streams: dict[int, WorkerStreams] = {}
         self._config = config
         self._directory = directory
@@ -229,11 +255,19 @@ class GenerationLogs:
         if self._directory is not None:
             directory = self._directory / str(local_rank)
             directory.mkdir(exist_ok=True)
+        stdout = self._stream(Std.OUT, directory, local_rank, rank)
+        # One pipe for both where both end up in one place: what is said stays in its order.
+        routes = {self._route(local_rank, stream) for stream in _NAMES}
+        is_shared = self._are_one and routes == {"copy"}
+        stderr = stdout if is_shared else self._stream(Std.ERR, directory, local_rank, rank)
         self.streams[local_rank] = WorkerStreams(
-            stdout=self._stream(Std.OUT, directory, local_rank, rank),
-            stderr=self._stream(Std.ERR, directory, local_rank, rank),
+            stdout=stdout,
+            stderr=stderr,
             error_file=str(directory / "error.json") if directory else "",
         )
+
+    def _route(self, local_rank: int, stream: Std) -> Route:
+        return route(self._config, local_rank, stream, is_terminal=stream in self._terminals)
 
     async def _all_shown(self) -> None:
         for tee in self._tees:
@@ -256,11 +290,12 @@ class GenerationLogs:
         self, stream: Std, directory: Path | None, local_rank: int, rank: int
     ) -> int | None:
         path = directory / f"{_NAMES[stream]}.log" if directory else None
-        chosen = route(self._config, local_rank, stream)
+        chosen = self._route(local_rank, stream)
         if chosen == "inherit":
             return None
-        if chosen == "tee":
-            fd = self._tee(stream, path, local_rank, rank)
+        if chosen in ("tee", "copy"):
+            prefix = line_prefix(self._config, local_rank, rank) if chosen == "tee" else None
+            fd = self._tee(stream, path, local_rank, prefix)
         else:
             target = os.devnull if chosen == "discard" or path is None else path
             fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -269,12 +304,12 @@ class GenerationLogs:
         self._handed_out.append(fd)
         return fd
 
-    def _tee(self, stream: Std, path: Path | None, local_rank: int, rank: int) -> int:
+    def _tee(self, stream: Std, path: Path | None, local_rank: int, prefix: str | None) -> int:
         tee = Tee(
-            prefix=line_prefix(self._config, local_rank, rank),
+            prefix=prefix,
             path=path,
             console=self._consoles[stream],
-            filtered=self._filtered.get(stream),
+            filtered=self._filtered.get(stream) if prefix is not None else None,
         )
         self._tees.append(tee)
         self._ends.setdefault(local_rank, []).append(tee.tail)

@@ -187,8 +187,10 @@ class EtcdMeeting:
         await self._reception.close()
 
 
-async def meet(config: LaunchConfig, node: str, clock: Clock) -> Meeting:
-    """Open the store of the job: host it, or wait for it to be there."""
+async def meet(
+    config: LaunchConfig, node: str, clock: Clock, say: Callable[[str], None]
+) -> Meeting:
+    """Open the store of the job: host it, or wait for it to be there and say what is in the way."""
     check_backend(config.rdzv_backend, config.rdzv_configs)
     if config.max_nodes > MANY:
         _allow_many_connections()
@@ -196,7 +198,7 @@ async def meet(config: LaunchConfig, node: str, clock: Clock) -> Meeting:
         return await _meet_at_etcd(config, clock)
     seat = _seat(config, node, clock)
     try:
-        await seat.open(config.wait_for_nodes or None)
+        await seat.open(config.wait_for_nodes or None, say)
     except BaseException:
         await seat.close()
         raise
@@ -241,4 +243,5 @@ def _seat(config: LaunchConfig, node: str, clock: Clock) -> Seat:
         is_host=config.is_host,
         two_node_takeover=config.two_node_takeover,
         may_be_remembered=config.max_nodes > 1,
+        passes_workers_on=config.rdzv_backend == "static",
     )

@@ -7,6 +7,7 @@ import contextlib
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from torchelastic.errors import RendezvousError
@@ -39,10 +40,12 @@ class Membership:
     async def enlist(self, store: Store, host: str) -> None:
         """Claim a name under a new lease, and put the record with it.
 
-        The name is for people: the host's, with a number where another agent of the job has it.
+        The name is for people: the host's, with a number where another agent of the job has it. Who
+        comes back has the name it had, unless somebody else took it meanwhile.
         """
-        for number in _numbers():
-            named = replace(self._member, name=host if number == 1 else f"{host}-{number}")
+        names = (host if number == 1 else f"{host}-{number}" for number in _numbers())
+        for name in chain(filter(None, [self._member.name]), names):
+            named = replace(self._member, name=name)
             won = await store.compare_and_set(
                 NAME_PREFIX + named.name,
                 {"node": named.node},

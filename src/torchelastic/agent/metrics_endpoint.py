@@ -11,11 +11,12 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 from torchelastic import http1, http1_socket
 from torchelastic.agent import scraping
+from torchelastic.agent.side_tasks import Work
 from torchelastic.config import LaunchConfig, format_endpoint, parse_endpoint
 from torchelastic.errors import ConfigError
 from torchelastic.events.log import EventLog
@@ -32,14 +33,13 @@ MOST, BACKLOG = 8, 8
 #: Seconds: between two connections, for one of them, and for which a page is good.
 GAP, PATIENCE, FRESH = 0.02, 5.0, 1.0
 
-Background = Callable[[Coroutine[Any, Any, Any], str], object]
+Background = Callable[[Work, str], object]
 
 
 class MetricsEndpoint:
     """Made before the agent does anything, so that what is wrong is refused; then opened."""
 
     def __init__(self, config: LaunchConfig) -> None:
-        prometheus.check_installed()
         self._host, self._port = parse_endpoint(config.metrics_address)
         self._token = _load_token(config)
         self._metrics: JobMetrics | None = JobMetrics()
@@ -67,7 +67,11 @@ class MetricsEndpoint:
             self._metrics = None
 
     async def open(self, background: Background, say: Callable[[str], None]) -> None:
-        """Listen. A port that is taken costs the metrics, never the job."""
+        """Listen. A port that is taken or a library that is missing costs the metrics, never the
+        job."""
+        if missing := prometheus.missing():
+            say(missing)
+            return
         try:
             self._listeners = await self._listen()
         except OSError as error:
@@ -75,7 +79,7 @@ class MetricsEndpoint:
             say(f"no metrics at {where}: {error.strerror or error}")
             return
         for listener in self._listeners:
-            background(self._accept(listener), "metrics")
+            background(partial(self._accept, listener), "metrics")
         host, port = self._listeners[0].getsockname()[:2]
         say(f"metrics at http://{format_endpoint(host, port)}{scraping.PATH}")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torchelastic import env
 from torchelastic.agent import report
+from torchelastic.agent.best_effort import quiet
 from torchelastic.agent.meeting import Meeting
 from torchelastic.agent.own_words import OwnWords, show
 from torchelastic.agent.supervisor import WorkerExit
@@ -23,7 +24,7 @@ from torchelastic.events.failures import FAILURES
 from torchelastic.events.goodput import Goodput, GoodputFold
 from torchelastic.events.log import EventLog, read_files
 from torchelastic.failure import Failure
-from torchelastic.rendezvous.forming import limit
+from torchelastic.rendezvous.forming import SAY_EVERY, limit
 from torchelastic.rendezvous.restart_policy import Kind
 from torchelastic.rendezvous.world import Member, World
 from torchelastic.worker import orders
@@ -71,6 +72,7 @@ def _screen() -> OwnWords:
     return next(known, None) or OwnWords(fd=-1)
 
 
+@quiet
 class Narrator:
     """Every decision with its reason, once, in both places. The leader's observer, too."""
 
@@ -83,7 +85,9 @@ class Narrator:
         clock: Clock,
         *,
         prints_failure: bool,
+        for_others: str = "",
     ) -> None:
+        """`for_others` is the command that the other nodes need."""
         self._log = log
         self._config = config
         self._entry = entry
@@ -91,13 +95,17 @@ class Narrator:
         #: Whether nobody else is going to show the user how the job failed.
         self._prints_failure = prints_failure
         self.name = ""
-        #: The last generation whose beginning was told.
-        self._told = -1
+        #: The last generation whose beginning was told, and whether a signal ends the job here.
+        self._told, self._leaving = -1, False
         self._goodput = GoodputFold()
         log.listen(self._goodput.feed)
         self.line = WaitingLine(_screen(), clock)
         #: Says, after a while, that this node looks for the others.
         self._joining: asyncio.TimerHandle | None = None
+        self._clock = clock
+        self._for_others = for_others
+        #: When to say next what the other nodes need.
+        self._say_command_at = clock.now()
 
     def started(self, command: list[str], pid: int) -> None:
         config = self._config
@@ -159,6 +167,8 @@ class Narrator:
         self._log.emit(events.Note(text=f"{where} as {name} at {meeting.endpoint}"))
 
     def without_host(self, sentence: str) -> None:
+        if not self.name and self._for_others:  # it may be that nobody has started them
+            sentence = f"{sentence} Every node of this job needs: {self._for_others}"
         logger.warning("%s", sentence)
         self._log.emit(events.Note(text=sentence))
 
@@ -175,8 +185,14 @@ class Narrator:
         logger.info(sentence)
         self._log.emit(events.Note(text=sentence))
 
-    def signal(self, name: str, action: str) -> None:
-        logger.info("%s: %s", name, action)
+    def leaves(self, signal: str) -> None:
+        """A signal that comes again, as from `timeout`, is in the events only."""
+        again, self._leaving = self._leaving, True
+        self.signal(signal, "leaving the job", again=again)
+
+    def signal(self, name: str, action: str, *, again: bool = False) -> None:
+        if not again:
+            logger.info("%s: %s", name, action)
         self._log.emit(events.SignalReceived(signal=name, action=action))
 
     # --- what the leader sees and decides --------------------------------------------------------
@@ -228,8 +244,7 @@ class Narrator:
             return  # its workers have turned out to be resident
         self._told = world.generation
         names = [node.name for node in world.nodes]
-        spare = "" if world.place(self._node) is not None else "; this node waits as a spare"
-        logger.info("%s%s", report.world_sentence(world), spare)
+        logger.info("%s%s", report.world_sentence(world), self._beside(world))
         formed = events.WorldFormed(
             nodes=names,
             size=world.size,
@@ -241,6 +256,15 @@ class Narrator:
         )
         self._log.emit(formed, generation=world.generation)
 
+    def _beside(self, world: World) -> str:
+        """What a node does that has no place in a world: one that came too late warms up."""
+        if world.place(self._node) is not None:
+            return ""
+        is_full = world.count >= self._config.max_nodes
+        if is_full or self.name in world.spares or world.spare_count > len(world.spares):
+            return "; this node waits as a spare"
+        return "; this node is a newcomer and warms up for a later world"
+
     def _waits(self, world: World) -> None:
         if self._config.min_nodes == 1 and not world.count:
             return  # a job that needs one node is not waiting for anybody, it settles
@@ -249,6 +273,9 @@ class Narrator:
         what = world.reason.removesuffix(limit(world.patience))
         if not self.line.show(f"{what}{missing}", world.patience):
             logger.info("%s%s", world.reason, missing)
+        if not world.enough and self._for_others and self._clock.now() >= self._say_command_at:
+            self._say_command_at = self._clock.now() + SAY_EVERY
+            logger.info("start the other nodes with: %s", self._for_others)
         waiting = events.Waiting(
             need=self._config.min_nodes,
             missing=list(world.missing),
@@ -334,6 +361,8 @@ class Narrator:
         if exitcode == EXIT_FAILED and world is not None:
             if self._prints_failure:
                 show(report.job_failed(world, name=self._entry))
+        elif self._leaving and self._told < 0:
+            pass  # Ctrl-C before the first world: the signal was told, and that is all there is
         elif exitcode and (world is not None or exitcode == EXIT_RENDEZVOUS_LOST):
             logger.error("ended with exit code %d: %s", exitcode, reason)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
 
+from torchelastic.agent.best_effort import described
 from torchelastic.agent.processes import WorkerSpawn, command_line, default_python, spawn_plain
 from torchelastic.agent.store_host import StoreHost
 from torchelastic.agent.zygote import Zygote
@@ -22,16 +24,25 @@ class Nursery:
         #: Processes of ours that are no workers.
         self.pids: set[int] = set()
         self.zygote: Zygote | None = None
+        #: Why there is none, though one is wanted.
+        self._without = ""
         if config.zygote and entry.kind != "program":
-            self.zygote = Zygote.start(
-                python=self._python,
-                env=env,
-                preload=config.preload,
-                command=command_line(entry, self._python),
-                blanks=config.nproc_per_node,
-            )
-            self.pids.add(self.zygote.pid)
+            try:
+                self.zygote = self._start_zygote(config, entry, env)
+            except (SpawnError, OSError) as error:
+                self._without = f"the zygote could not be started: {error}"
         self.stores = StoreHost(self._spawn, env)
+
+    def _start_zygote(self, config: LaunchConfig, entry: Entry, env: Mapping[str, str]) -> Zygote:
+        zygote = Zygote.start(
+            python=self._python,
+            env=env,
+            preload=config.preload,
+            command=command_line(entry, self._python),
+            blanks=config.nproc_per_node,
+        )
+        self.pids.add(zygote.pid)
+        return zygote
 
     @property
     def warnings(self) -> list[str]:
@@ -40,9 +51,19 @@ class Nursery:
 
     async def warm_up(self) -> float | str | None:
         """Be able to start workers at once: the zygote's seconds, or why there is none."""
-        ready = await self.zygote.wait_ready() if self.zygote is not None else None
-        await self.stores.start()
+        ready = await self._wait_for_zygote()
+        with contextlib.suppress(SpawnError, OSError):  # who offers a store tries again
+            await self.stores.start()
         return ready
+
+    async def _wait_for_zygote(self) -> float | str | None:
+        if self.zygote is None:
+            return self._without or None
+        try:
+            return await self.zygote.wait_ready()
+        except Exception as error:  # workers start without it, only later
+            self.zygote.aside = f"the zygote failed: {described(error)}"
+            return self.zygote.aside
 
     async def replace_store_host(self) -> None:
         """Start another process for the stores in place of one that has ended."""

@@ -7,13 +7,16 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable, Coroutine, Set
+from functools import partial
 from typing import Any
 
 from torchelastic.agent.meeting import Meeting, meet
 from torchelastic.agent.membership import NAME_PREFIX, Membership
+from torchelastic.agent.side_tasks import Work
 from torchelastic.clock import Clock
 from torchelastic.config import LaunchConfig
-from torchelastic.errors import LeaseExpired, RendezvousLost
+from torchelastic.errors import LeaseExpired, RendezvousLost, RendezvousRefused
+from torchelastic.rendezvous.agreement import Agreement
 from torchelastic.rendezvous.doubts import give_up_leader
 from torchelastic.rendezvous.embedded.ring import Ring
 from torchelastic.rendezvous.heir import Heir
@@ -21,6 +24,7 @@ from torchelastic.rendezvous.leader import SETTLED_KEY, Leader, LeaderObserver
 from torchelastic.rendezvous.round_state import RoundRules
 from torchelastic.rendezvous.store import Json, Store
 from torchelastic.rendezvous.world import (
+    LEADER_KEY,
     MEMBER_PREFIX,
     WORLD_KEY,
     Member,
@@ -34,8 +38,8 @@ logger = logging.getLogger(__name__)
 FEW = 64
 #: Seconds a host that leaves stays for the others to elect the next one.
 HANDING_OVER = 10.0
-#: Runs something beside the loop; what goes wrong there is the owner's to see.
-Background = Callable[[Coroutine[Any, Any, Any], str], asyncio.Task[Any]]
+#: `SideTasks.start`: runs something beside the loop; what goes wrong there is the owner's to see.
+Background = Callable[[Work, str], asyncio.Task[Any]]
 
 
 class Presence:
@@ -57,6 +61,7 @@ class Presence:
         self._config = config
         self._node = node
         self._host = host or socket.gethostname()
+        self._agreement = Agreement.from_config(config)
         self._clock = clock
         self._observer = observer
         self._background = background
@@ -88,7 +93,8 @@ class Presence:
 
     async def join(self, **facts: Any) -> None:
         """Meet the other nodes and be one of them; `facts` are what the member record says more."""
-        self._meeting = await meet(self._config, self._node, self._clock)
+        say = self._observer.without_host
+        self._meeting = await meet(self._config, self._node, self._clock, say)
         member = Member(
             node=self._node,
             name="",
@@ -97,6 +103,7 @@ class Presence:
             nproc=self._config.nproc_per_node,
             role=self._config.role,
             node_rank=self._config.node_rank,
+            agreement=self._agreement.digest,
             **{**facts, **self._facts},
         )
         self._membership = Membership(member)
@@ -169,6 +176,7 @@ class Presence:
         work = {
             "membership": self._membership.run(store),
             "watch-world": self._watch_world(store),
+            "watch-leader": self._watch_leader(store),
         }
         if self.meeting.term:
             work["watch-settled"] = self._watch_settled(store)
@@ -176,10 +184,10 @@ class Presence:
             self._leader = self._new_leader(store)
             work["leader"] = self._leader.run()
         self._tasks = [
-            self._background(self._while_leased(coroutine), name)
+            self._background(partial(self._while_leased, coroutine), name)
             for name, coroutine in work.items()
         ]
-        self._tasks.append(self._background(self._watch_lease(store), "watch-lease"))
+        self._tasks.append(self._background(partial(self._watch_lease, store), "watch-lease"))
 
     def replace_slow(self, generation: int, nodes: Set[str]) -> None:
         """If this node leads: have spare ones take the places of these, which are slow."""
@@ -198,6 +206,7 @@ class Presence:
             may_begin_at=self.meeting.may_begin_at,
             dead=self.meeting.dead,
             ask=self._ring.ask if self._ring is not None else None,
+            agreement=self._agreement,
         )
 
     async def _while_leased(self, work: Coroutine[Any, Any, None]) -> None:
@@ -210,6 +219,13 @@ class Presence:
         except RendezvousLost:
             if not self.meeting.term:
                 raise
+
+    async def _watch_leader(self, store: Store) -> None:
+        """End this node if it does not fit the job, whoever leads that."""
+        async with contextlib.aclosing(store.follow(LEADER_KEY)) as leaders:
+            async for leader in leaders:
+                if leader is not None and (why := self._agreement.objection(leader.value)):
+                    raise RendezvousRefused(why)
 
     async def _watch_world(self, store: Store) -> None:
         async with contextlib.aclosing(store.follow(WORLD_KEY)) as summaries:
@@ -266,7 +282,7 @@ class Presence:
         self.update(doubts=tuple(sorted(nodes)))
         if nodes and self._ring is not None:
             asking = give_up_leader(self.meeting.store, nodes, self._ring.ask)
-            self._background(self._while_leased(asking), "doubt")
+            self._background(partial(self._while_leased, asking), "doubt")
 
     async def _watch_settled(self, store: Store) -> None:
         """Of a node that may be the next host: hear when a world is settled."""

@@ -6,9 +6,11 @@ what it names is the first failure of the whole job, on every node the same.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from datetime import datetime
 
+from torchelastic.config import Entry, LaunchConfig
 from torchelastic.failure import Failure, signal_name
 from torchelastic.rendezvous.world import World
 
@@ -30,6 +32,31 @@ _SIGNAL_WORDS = {
 
 #: How shells report the end of what they ran.
 _SHELL_WORDS = {126: "a shell found a program it cannot execute", 127: "a shell found no program"}
+
+
+_ENTRY_FLAGS = {"script": (), "module": ("-m",), "program": ("--no-python",)}
+
+
+def command_for_others(config: LaunchConfig, entry: Entry) -> str:
+    """The command that other nodes of the job need; empty where there are none, or no command."""
+    if config.max_nodes == 1 or entry.kind not in _ENTRY_FLAGS:
+        return ""
+    least, most = config.min_nodes, config.max_nodes
+    flags = {
+        "nnodes": str(most) if least == most else f"{least}:{most}",
+        "nproc-per-node": str(config.nproc_per_node),
+        "rdzv-backend": "" if config.rdzv_backend == "c10d" else config.rdzv_backend,
+        "rdzv-endpoint": config.rdzv_endpoint,
+        "rdzv-id": config.run_id,
+        "node-rank": "RANK" if config.node_rank is not None else "",
+        "rdzv-secret-file": config.rdzv_secret_file or "",
+        "rdzv-tls-cert": config.rdzv_tls_cert or "",
+        "rdzv-tls-key": config.rdzv_tls_key or "",
+        "rdzv-tls-ca": config.rdzv_tls_ca or "",
+    }
+    given = [f"--{name}={value}" for name, value in flags.items() if value]
+    what = [*_ENTRY_FLAGS[entry.kind], entry.target, *entry.args]
+    return shlex.join(["torchelastic", "run", *given, *what])
 
 
 def exit_words(exitcode: int) -> str:
@@ -84,9 +111,12 @@ def failures_block(title: str, cause: Failure | None, others: Sequence[Failure])
     if cause is not None:
         details = _node_details(cause) if cause.is_node else _details(cause)
         lines += ["Root Cause (first observed failure):", "[0]:", *details, section]
-    if others:
-        lines += ["Fell because of it:" if cause else "Failures:"]
-        lines += _others(others)
+    causes = [one for one in others if one.by_itself]
+    fell = [one for one in others if not one.by_itself]
+    if causes:
+        lines += ["Failed by themselves, too:", *_others(causes)]
+    if fell:
+        lines += ["Fell because of it:" if cause else "Failures:", *_others(fell)]
     elif cause is not None:
         lines += ["Nothing else fell because of it."]
     return "\n".join(["", *lines, border])

@@ -16,6 +16,7 @@ from torchelastic.agent.boards import Reported
 from torchelastic.clock import Clock
 from torchelastic.events.types import CheckpointStored, Progress
 from torchelastic.worker import orders
+from torchelastic.worker.optimizer_steps import UNKNOWN
 from torchelastic.worker.slate import Shown
 
 #: Seconds between two looks: at first, and at most.
@@ -82,7 +83,16 @@ def _progress(ones: Sequence[Shown], metrics: Mapping[str, float | None]) -> Pro
         own=[round(one.own, 6) for one in ones],
         metrics=metrics,
         samples=max(one.samples for one in ones),
+        before=_before([one.before for one in ones if one.step >= 0]),
     )
+
+
+def _before(told: Sequence[int | None]) -> int | None:
+    """As all say, or else the least that they can: workers that differ do not go in step."""
+    known = [before for before in told if before is not None]
+    if len(known) < len(told) or not known:
+        return None
+    return known[0] if len(set(known)) == 1 else min(UNKNOWN, *known)
 
 
 class Sampling:

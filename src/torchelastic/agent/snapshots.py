@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 from torchelastic.agent.meeting import Meeting
+from torchelastic.agent.side_tasks import keep_up
 from torchelastic.errors import TransferError
 from torchelastic.rendezvous.embedded import wire
 from torchelastic.rendezvous.world import Base, World
@@ -262,7 +263,7 @@ class Snapshots:
             if (node, peer) not in self._holders:
                 holder = _Holder(self._carrier, self._shelf, peer, self._noted, self._say_once)
                 self._holders[node, peer] = holder
-                self._start(holder.run())
+                self._start(keep_up(holder.run, "snapshot-copies", self._say_once))
         if len(world.nodes) == world.count:  # else a node that is not known may be there
             self._start(self._adopt({item.node for item in world.nodes}))
         if self._is_new and world.generation > 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence, Set
 
+from torchelastic.agent.best_effort import observing
 from torchelastic.events.log import EventLog
 from torchelastic.events.record import Record
 from torchelastic.events.stragglers import Finding, Stragglers
@@ -50,8 +51,12 @@ class StragglerWatch:
         """In a job of one node its own log is the whole story."""
         loop = asyncio.get_running_loop()
 
+        def take(record: Record) -> None:
+            with observing("Looking for stragglers"):
+                self._take(record)
+
         def later(record: Record) -> None:
-            loop.call_soon(self._take, record)  # what is said of it comes behind it in the log
+            loop.call_soon(take, record)  # what is said of it comes behind it in the log
 
         log.listen(later)
 

@@ -214,13 +214,13 @@ class Supervisor:
         os.close(worker.stacks)
         if self._workers.get(worker.local_rank) is worker:  # and not one started in its place
             del self._workers[worker.local_rank]
-        if exitcode != 0:
-            self._bury(worker)
         self._one_less.set()
         if not self._workers:
             self._none_left.set()
         if not self._giving_up:
             self._on_exit(WorkerExit(worker.local_rank, worker.pid, exitcode))
+        if exitcode != 0:
+            self._bury(worker)
 
     def _bury(self, worker: _Worker) -> None:
         """What a failed worker has started must not live on beside its replacement."""
@@ -250,6 +250,13 @@ class Supervisor:
         return True
 
     def _pass_on(self, local_rank: int, message: dict[str, Any] | None, fds: list[int]) -> None:
+        """A mistake in what is done about one message must not cost the next, or the end."""
+        try:
+            self._take(local_rank, message, fds)
+        except Exception:
+            logger.exception("A message of worker %d could not be handled.", local_rank)
+
+    def _take(self, local_rank: int, message: dict[str, Any] | None, fds: list[int]) -> None:
         if message is not None and fds and self._on_handed is not None:
             self._on_handed(local_rank, message, fds[0])
             return

@@ -19,6 +19,8 @@ CHUNK = 64 * 1024
 _LAST_READS = 32
 #: Seconds until a disk that was full is tried again.
 TRY_AGAIN = 1.0
+#: Bytes at which a copy that nobody asked for goes on in another file; the last one is kept.
+COPY_LIMIT = 64 * 1024 * 1024
 #: Bytes of the stream's end that are kept for whoever asks what the worker said last.
 TAIL = 16 * 1024
 
@@ -66,25 +68,41 @@ class Backlog:
     stream is not read further while that is `full`.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, limit: int | None = None) -> None:
+        """`limit` is the size at which another file takes its place."""
         self._path = path
+        self._limit = limit
         self._file: int | None = None
+        self._written = self._shown = 0
         if path is not None:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-            self._written = self._shown = os.fstat(self._file).st_size
-        else:
-            self._written = self._shown = 0
+            self._open(path)
         self._memory = b""
         #: Bytes that the file lacks, and when it is tried again.
         self._missing = 0
         self._try_again = 0.0
         self._warned = False
 
+    def _open(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._written = self._shown = os.fstat(self._file).st_size
+
+    def _rotate(self, path: Path) -> None:
+        """Begin another file. Where that does not work, the old one goes on."""
+        try:
+            os.rename(path, f"{path}.1")
+            self.close()
+            self._open(path)
+        except OSError as error:
+            self._limit = None
+            self._warn(error)
+
     def append(self, data: bytes, *, shown: bool) -> None:
         """Keep `data`; `shown` says that the console has it already."""
         kept = self._store(self._file, data) if self._file is not None else 0
         if shown:
             self._shown = self._written
+            if self._path is not None and self._limit is not None and self._written > self._limit:
+                self._rotate(self._path)
         else:
             self._memory += data[kept:]
 
@@ -179,9 +197,10 @@ class Tee:
     """Reads one stream of one worker from a pipe until nobody holds its other end."""
 
     def __init__(
-        self, *, prefix: str, path: Path | None, console: Console, filtered: LineFile | None
+        self, *, prefix: str | None, path: Path | None, console: Console, filtered: LineFile | None
     ) -> None:
-        self._prefix = os.fsencode(prefix)
+        """Without a prefix the console gets the bytes as they come."""
+        self._prefix = None if prefix is None else os.fsencode(prefix)
         self._console = console
         self._filtered = filtered
         self._shown_lines = Lines()
@@ -192,7 +211,7 @@ class Tee:
         self._tail = b""
         #: Set when the stream has ended and all of it is shown.
         self.finished = asyncio.Event()
-        self._backlog = Backlog(path)
+        self._backlog = Backlog(path, COPY_LIMIT if prefix is None else None)
         try:
             self._read_end, self.write_end = os.pipe()
         except OSError:
@@ -244,7 +263,7 @@ class Tee:
         if self._filtered is not None:
             self._write_filtered(self._filtered_lines.feed(data))
         if direct:
-            self._show(self._shown_lines.feed(data))
+            self._pass_on(data)
         else:
             self._catch_up_when_room()
 
@@ -254,7 +273,7 @@ class Tee:
         if self._console.closed:
             self._backlog.forget()
         if data := self._backlog.take():
-            self._show(self._shown_lines.feed(data))
+            self._pass_on(data)
         if self._backlog.size:
             self._catch_up_when_room()
         elif self._ended:
@@ -289,7 +308,7 @@ class Tee:
 
     def _give_up_console(self) -> None:
         while self._console.room and (data := self._backlog.take()):
-            self._show(self._shown_lines.feed(data))
+            self._pass_on(data)
         if self._backlog.size:
             where = f"; {self._path} has it" if self._path else ""
             log.warning(
@@ -298,14 +317,21 @@ class Tee:
             self._backlog.forget()
         self._finish()
 
+    def _pass_on(self, data: bytes) -> None:
+        if self._prefix is None:
+            self._console.write(data)
+        else:
+            self._show(self._shown_lines.feed(data))
+
     def _show(self, lines: list[bytes]) -> None:
         if lines:
-            self._console.write(b"".join(self._prefix + line + b"\n" for line in lines))
+            prefix = self._prefix or b""
+            self._console.write(b"".join(prefix + line + b"\n" for line in lines))
 
     def _write_filtered(self, lines: list[bytes]) -> None:
         assert self._filtered is not None
         for line in lines:
-            self._filtered.offer(self._prefix, line)
+            self._filtered.offer(self._prefix or b"", line)
 
     def _read_on(self) -> None:
         if not self._reading and not self._ended:

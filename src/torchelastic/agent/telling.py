@@ -20,9 +20,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
+from torchelastic.agent.best_effort import observing
 from torchelastic.agent.gathering import ANSWERS, NOTHING, Begin, Gathering, Heard, Lines
 from torchelastic.agent.heard import SPREAD, Offset, linger, portion
 from torchelastic.agent.meeting import Meeting
+from torchelastic.agent.side_tasks import keep_up
 from torchelastic.clock import Clock
 from torchelastic.errors import ConfigError, RendezvousError
 from torchelastic.events.log import EventLog, read
@@ -164,7 +166,7 @@ class Telling:
         """Be there for other nodes, and look for the leader when there is a world."""
         self._meeting = meeting
         meeting.serve(wire.EVENTS, self._gathering.admit)
-        self._looking = self._start(self._look())
+        self._looking = self._start(keep_up(self._look, "event-shipping", logger.warning))
 
     def turn_to(self, nodes: int, host: str = "") -> None:
         """A world of so many nodes begins; `host` has the store and leads, where that is known.
@@ -258,6 +260,9 @@ class Telling:
                 link.abort()
         except _UNHEARD as error:
             logger.debug("the leader at %s is told nothing: %r", peer, error)
+        except Exception as error:  # `_look` begins again
+            with observing("Shipping events to the leader"):
+                raise error
 
     async def _call(self, peer: str) -> Link:
         assert self._meeting is not None

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torchelastic.agent import linux
+from torchelastic.agent.best_effort import observing
 from torchelastic.agent.file_timers import FileTimers
 from torchelastic.agent.stacks import (
     FROZEN,
@@ -122,6 +123,17 @@ class Timers:
 
     async def _end(self, local_rank: int, timer: Timer, workers: Workers) -> None:
         """Have the stacks written of a worker whose timer has expired, then end it."""
+        pid, stack = workers.pid(local_rank), NOTHING
+        with observing("Reading the stack of a worker whose timer expired"):
+            stack = await self._last_stack(local_rank, timer, workers)
+        if pid is not None and workers.pid(local_rank) == pid:
+            self.ended(local_rank)
+            if self._file is not None:
+                self._file.forget(pid)
+            workers.kill(local_rank, words(timer), stack)
+
+    async def _last_stack(self, local_rank: int, timer: Timer, workers: Workers) -> str:
+        """What it does, after all has been told that is seen of it."""
         pid, watched = workers.pid(local_rank), self._watched.get(local_rank)
         if watched is None:
             stack = await self._seen(local_rank, workers)
@@ -137,11 +149,7 @@ class Timers:
             if pid is not None and workers.pid(local_rank) == pid:
                 workers.condemn(local_rank, words(timer), stack)
         await self._seen(local_rank, workers)
-        if pid is not None and workers.pid(local_rank) == pid:
-            self.ended(local_rank)
-            if self._file is not None:
-                self._file.forget(pid)
-            workers.kill(local_rank, words(timer), stack)
+        return stack
 
     async def _seen(self, local_rank: int, workers: Workers) -> str:
         """Tell what all ranks were doing; the stack of this one."""

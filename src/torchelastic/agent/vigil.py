@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torchelastic.agent.best_effort import observing
 from torchelastic.agent.crew import CrewState, Status
 from torchelastic.agent.hang_report import HangReport
 from torchelastic.agent.stacks import NOTHING, answered, is_frozen
@@ -120,9 +121,10 @@ class Vigil:
                 training = crew().having(Status.TRAINING)
                 due = [at for rank in training if (at := await self._look(rank)) is not None]
                 await asyncio.sleep(min(max(0.0, min(due, default=LOOK)), LOOK))
-        finally:
+        except asyncio.CancelledError:
             for task in self._tasks:
                 task.cancel()
+            raise
 
     async def _look(self, local_rank: int) -> float | None:
         """Judge one worker if it is time; returns in how many seconds to look again."""
@@ -147,11 +149,13 @@ class Vigil:
         left = self._time_left(local_rank)
         if left is None or left > 0 or doing in ("waiting", "stuck"):
             return  # it has got on meanwhile, or waits for others
-        self.report.tell(found)
-        rank = self.workers.rank(local_rank)
-        stack = next((one.stack for one in found.doings if one.rank == rank), NOTHING)
-        judged = self.report.judge(found)
-        does = verdict(doing, stack, judged.text if rank in judged.missing else "")
+        rank, stack, missing = self.workers.rank(local_rank), NOTHING, ""
+        with observing("Explaining a hang"):
+            self.report.tell(found)
+            stack = next((one.stack for one in found.doings if one.rank == rank), NOTHING)
+            judged = self.report.judge(found)
+            missing = judged.text if rank in judged.missing else ""
+        does = verdict(doing, stack, missing)
         since = self._paces[local_rank].words(time.monotonic())
         self.workers.kill(local_rank, f"{since}: {does}", stack)
 
@@ -210,14 +214,16 @@ class Vigil:
         task.add_done_callback(self._tasks.discard)
 
     async def _see_freed(self, local_rank: int) -> None:
-        pid = self.workers.pid(local_rank)
+        pid, looks, stuck = self.workers.pid(local_rank), 0, 0
         while pid is not None and self.workers.pid(local_rank) == pid:
             await asyncio.sleep(FREED)
             if self.workers.has_stopped(local_rank):
                 return
-            doing = await self._ask(local_rank)
-            if doing in ("stuck", "frozen") and not self.workers.has_stopped(local_rank):
-                why = f"not free {FREED * 1000:.0f} ms after its world was over ({doing})"
+            looks, doing = looks + 1, await self._ask(local_rank)
+            # Twice: on a busy machine the thread that was freed may not have run yet.
+            stuck += doing == "stuck"
+            if (doing == "frozen" or stuck > 1) and not self.workers.has_stopped(local_rank):
+                why = f"not free {looks * FREED * 1000:.0f} ms after its world was over ({doing})"
                 self.workers.kill(local_rank, why, over=True)
                 return
 

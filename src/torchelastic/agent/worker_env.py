@@ -35,7 +35,7 @@ def worker_env(
     local_rank: int,
 ) -> dict[str, str]:
     """The environment of one worker in one world, but for its error file."""
-    host, port = parse_endpoint(world.store)
+    host, port = parse_endpoint(_store_shown(config, world, node))
     env = dict(base)
     env.update(
         RANK=str(node.first_rank + local_rank),
@@ -59,6 +59,17 @@ def worker_env(
     if config.virtual_local_rank:
         env.update(_one_device(base, local_rank))
     return env
+
+
+def _store_shown(config: LaunchConfig, world: World, node: WorldNode) -> str:
+    """The store's address as the worker sees it.
+
+    With torchrun `--master-addr` and `--master-port` reach the workers. One node keeps that: its
+    agent passes workers on that come there. Where nodes may be lost, that of the store itself.
+    """
+    if config.rdzv_backend != "static" or config.max_nodes > 1 or world.host != node.node:
+        return world.store
+    return config.rdzv_endpoint.partition(",")[0]
 
 
 def standby_env(

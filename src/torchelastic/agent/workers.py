@@ -15,8 +15,10 @@ from signal import SIGTERM
 from typing import Any
 
 from torchelastic.agent import crew, group_state, linux, logs, numa, report
+from torchelastic.agent.best_effort import observing
 from torchelastic.agent.boards import Boards
 from torchelastic.agent.cgroup import Cgroup
+from torchelastic.agent.counted_steps import CountedSteps
 from torchelastic.agent.narrator import Narrator
 from torchelastic.agent.nursery import Nursery
 from torchelastic.agent.oom import Facts, Memory, memory_hint
@@ -36,7 +38,7 @@ from torchelastic.rendezvous.interfaces import interface_of
 from torchelastic.rendezvous.secret import Secret
 from torchelastic.rendezvous.world import World
 from torchelastic.snapshot import messages
-from torchelastic.worker import collectives, error_file, orders, slate
+from torchelastic.worker import collectives, error_file, optimizer_steps, orders, slate
 from torchelastic.worker.bootstrap import TOLD_MESSAGE, TOLD_TRACEBACK, result_path
 
 logger = logging.getLogger(__name__)
@@ -111,6 +113,8 @@ class Workers:
         self._logs_of: dict[int, logs.GenerationLogs] = {}
         #: Memory that outlives a worker, for its replacement.
         self._slates: dict[int, int] = {}
+        #: Of those that tell no steps.
+        self.counted = CountedSteps()
         #: The last answer to a `Ping`.
         self.pongs: dict[int, orders.Pong] = {}
         #: Local ranks for which a control thread answers.
@@ -129,8 +133,9 @@ class Workers:
 
     @property
     def best_step(self) -> int:
-        """The highest step a worker has reported, or shows on its slate."""
-        steps = (self._step(local_rank) for local_rank in self._places)
+        """The highest step a worker has reported, or shows on its slate. Not one that is counted
+        from outside: it may begin anew with each process, and would give new restarts."""
+        steps = (self._told_step(local_rank) for local_rank in self._places)
         return max((step for step in steps if step is not None), default=-1)
 
     def pid(self, local_rank: int) -> int | None:
@@ -166,6 +171,7 @@ class Workers:
         self._last_words_of.clear()
         self._verdicts.clear()
         self.results.clear()
+        self.counted.close()
         found = world.find(node)
         assert found is not None
         ranks = {local: found.first_rank + local for local in range(self._config.nproc_per_node)}
@@ -173,8 +179,8 @@ class Workers:
         pids = await self._start(world.generation, ranks, envs)
         if pids is not None:
             seconds = self._clock.now() - began
-            self._narrator.workers_started(world.generation, ranks, pids, seconds)
             self._tell_event(group_state.WorkersUp(world.generation))
+            self._narrator.workers_started(world.generation, ranks, pids, seconds)
 
     async def start_standby(self, local_rank: int, world: World) -> None:
         """Start one worker that is in no world yet; its logs go with the next generation."""
@@ -193,6 +199,7 @@ class Workers:
         """What was known of the worker that had this local rank before."""
         self._resident.discard(local_rank)
         self._cut_off.discard(local_rank)
+        self.counted.forget(local_rank)
         for known in (
             self._steps,
             self._last_words_of,
@@ -310,9 +317,11 @@ class Workers:
 
     def look(self) -> None:
         """Have told what the slates and boards of all workers show that is new."""
-        shown = {local: slate.read(descriptor) for local, descriptor in self._slates.items()}
-        stepped = {local: (one.generation, one.rank) for local, one in shown.items()}
-        self._sampling.look(shown.values(), self._boards.look(stepped))
+        with observing("Reading the progress of the workers"):
+            shown = {local: slate.read(descriptor) for local, descriptor in self._slates.items()}
+            shown |= self.counted.shown()
+            stepped = {local: (one.generation, one.rank) for local, one in shown.items()}
+            self._sampling.look(shown.values(), self._boards.look(stepped))
 
     def _heard(self, local_rank: int, message: dict[str, Any]) -> None:
         if message.get("type") == "failure":
@@ -324,9 +333,12 @@ class Workers:
             self._reported(local_rank, message)
 
     def _handed(self, local_rank: int, message: dict[str, Any], descriptor: int) -> None:
-        """What comes with a descriptor: a board of metrics, or a table of timers."""
+        """What comes with a descriptor: a board of metrics, steps, or a table of timers."""
         if message.get("type") == board.MESSAGE and linux.is_memory(descriptor):
             self._boards.handed(local_rank, self._places[local_rank], descriptor)
+            return
+        if message.get("type") == optimizer_steps.MESSAGE and linux.is_memory(descriptor):
+            self.counted.handed(local_rank, self._places[local_rank], descriptor)
             return
         self.timers.handed(local_rank, self.pid(local_rank), message, descriptor)
 
@@ -386,6 +398,7 @@ class Workers:
 
     def _give_slate(self, local_rank: int) -> None:
         """A replacement gets the memory of the worker it stands in for."""
+        self.counted.forget(local_rank)
         if local_rank not in self._slates:
             self._slates[local_rank] = slate.create()
         self.tell(local_rank, orders.Slate(), [self._slates[local_rank]])
@@ -393,20 +406,35 @@ class Workers:
     # --- ends ------------------------------------------------------------------------------------
 
     def _exited(self, exit: WorkerExit) -> None:
+        """Tell the event first: whatever is wrong with what is observed, the end is known."""
         generation, rank = self._places[exit.local_rank]
-        self.timers.ended(exit.local_rank)
-        self.look()
-        self._boards.ended(exit.local_rank)
-        self._narrator.worker_exited(rank, exit, generation)
+        failure = self._failure_of(exit) if exit.exitcode != 0 else None
         if exit.exitcode == 0:
             if self._entry.kind == "function":
                 self.results[rank] = result_path(self._entry.target, generation, rank)
             self._tell_event(group_state.WorkerSucceeded(generation, exit.local_rank))
-            return
-        path, told = self._told(exit.local_rank)
+        elif failure is not None:
+            self._tell_event(group_state.WorkerFailed(failure))
+        self.look()
+        with observing("Closing what a worker that ended has shown"):
+            self.timers.ended(exit.local_rank)
+            self._boards.ended(exit.local_rank)
+        self._narrator.worker_exited(rank, exit, generation)
+        if failure is not None:
+            self._narrator.worker_failed(failure)
+
+    def _failure_of(self, exit: WorkerExit) -> Failure | None:
+        """What is known of a failed worker's end; the exit code at least."""
+        told, path, hint = None, "", ""
+        log_lines: tuple[str, ...] = ()
+        with observing("Reading the error file of a worker"):
+            path, told = self._told(exit.local_rank)
         message = told.message[:TOLD_MESSAGE] if told else report.exit_words(exit.exitcode)
-        hint = self._hint(exit, message)
-        self._fail(
+        with observing("Asking the kernel why a worker ended"):
+            hint = self._hint(exit, message)
+        with observing("Reading the last lines of a worker"):
+            log_lines = self._last_lines(exit.local_rank, told.traceback if told else "")
+        return self._failure(
             exit.local_rank,
             pid=exit.pid,
             exitcode=exit.exitcode,
@@ -415,7 +443,7 @@ class Workers:
             stopped=self._is_stopped(exit.local_rank),
             error_file=path if told else "",
             hint=hint,
-            log_lines=self._last_lines(exit.local_rank, told.traceback if told else ""),
+            log_lines=log_lines,
         )
 
     def _is_stopped(self, local_rank: int) -> bool:
@@ -451,6 +479,10 @@ class Workers:
     def _erred(self, local_rank: int, erred: orders.Erred | orders.PeerLost) -> None:
         """A worker that lives on tells of an error."""
         lost = isinstance(erred, orders.PeerLost)
+        log_lines: tuple[str, ...] = ()
+        if not lost:
+            with observing("Reading the last lines of a worker"):
+                log_lines = self._last_lines(local_rank, "")
         self._fail(
             local_rank,
             pid=self.pid(local_rank) or 0,
@@ -461,39 +493,41 @@ class Workers:
             fatal=isinstance(erred, orders.Erred) and not erred.retry,
             # Every survivor of a failure tells of a lost peer, and the next world waits for it.
             hint="" if lost else memory_hint(Facts(exitcode=1, message=erred.message)),
-            log_lines=() if lost else self._last_lines(local_rank, ""),
+            log_lines=log_lines,
         )
 
     def _fail(self, local_rank: int, **what: Any) -> None:
+        failure = self._failure(local_rank, **what)
+        if failure is not None:
+            self._tell_event(group_state.WorkerFailed(failure))
+            self._narrator.worker_failed(failure)
+
+    def _failure(self, local_rank: int, **what: Any) -> Failure | None:
+        """None if its end is our doing, and it said nothing."""
         generation, rank = self._places[local_rank]
+        shown: dict[str, Any] = {}
+        with observing("Reading the last step of a worker"):
+            shown["step"] = self._step(local_rank)
+            if (doing := self.doing(local_rank, generation)) is not None:
+                shown |= doing.as_last()
         failure = Failure(
             generation=generation,
             node=self._narrator.name,
             rank=rank,
             local_rank=local_rank,
             role=self._config.role,
-            step=self._step(local_rank),
             wall_time=time.time(),
-            **self._last_collective(local_rank, generation),
+            **shown,
             **what,
         )
-        if failure.told or not failure.stopped:
-            self._narrator.worker_failed(failure)
-            self._tell_event(group_state.WorkerFailed(failure))
-
-    def _last_collective(self, local_rank: int, generation: int) -> dict[str, Any]:
-        """What a failing worker shows of its collectives, as fields of its failure."""
-        doing = self.doing(local_rank, generation)
-        if doing is None or doing.last is None:
-            return {}
-        of_all = [one.number for one in doing.launched if one.group == WORLD]
-        return {
-            "collective": f"{doing.last}, in which it waited" if doing.waits else str(doing.last),
-            "entered": of_all[0] if of_all else -1,
-            "waited": doing.waits is not None,
-        }
+        return failure if failure.told or not failure.stopped else None
 
     def _step(self, local_rank: int) -> int | None:
+        """The step the worker was in, or had last reported, or had taken by its optimizer."""
+        told, counted = self._told_step(local_rank), self.counted.seen(local_rank)
+        return counted[1] if told is None and counted is not None else told
+
+    def _told_step(self, local_rank: int) -> int | None:
         """The step the worker was in, or had last reported."""
         generation, step, _ = self.progress(local_rank) or (-1, -1, 0.0)
         if generation == self.generation(local_rank) and generation >= 0:
@@ -530,15 +564,16 @@ class Workers:
         if over:
             self._cut_off.add(local_rank)
         self._verdicts[local_rank] = error_file.ErrorRecord(why, stack or why)
-        self._narrator.worker_killed(*self._places[local_rank], local_rank, why, stack)
         self._supervisor.kill(local_rank)
+        self._narrator.worker_killed(*self._places[local_rank], local_rank, why, stack)
 
     async def stop(self, signum: int, generation: int, told: Collection[int]) -> None:
         """Stop them all, after those that were told to go; returns when nothing of them is left."""
         began = self._clock.now()
         await self._supervisor.stop(signum, self._config.shutdown_timeout, told)
-        for opened in set(self._logs_of.values()):
-            await opened.drained(LAST_WORDS)
+        with observing("Draining the output of the workers"):
+            for opened in set(self._logs_of.values()):
+                await opened.drained(LAST_WORDS)
         self._logs_of.clear()
         self.stopping = False
         self._narrator.workers_stopped(generation, self._clock.now() - began)
@@ -552,6 +587,7 @@ class Workers:
             await self._supervisor.stop(SIGTERM, self._config.shutdown_timeout)
         self._supervisor.close()
         self._boards.close()
+        self.counted.close()
         self.timers.close()
         self._memory.close()
         for opened in set(self._logs_of.values()):

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from torchelastic import env
+from torchelastic import env, torch_versions
 from torchelastic.agent import linux, zygote_worker
 from torchelastic.agent.cgroup import Cgroup
 
@@ -178,7 +178,7 @@ class _Server:
         return None
 
     def _wait_to_be_told(self, by_zygote: socket.socket) -> list[int]:
-        zygote_worker.belong_to(self._agent)
+        linux.die_with_parent(self._agent)
         if self._cgroup is not None:
             try:
                 self._cgroup.join()
@@ -213,6 +213,8 @@ def _warm_up(control: socket.socket, preload: Iterable[str]) -> dict[str, str | 
     told = import_all(MODULES)
     if "torch" not in sys.modules:
         _step_aside(control, told[0])
+    version = str(getattr(sys.modules["torch"], "__version__", ""))
+    told += filter(None, (torch_versions.too_old(version), torch_versions.too_new(version)))
     before = env.snapshot()
     with _path_of_main():
         told += import_all(preload)
@@ -316,8 +318,8 @@ def _devices() -> list[str]:
 def fork_orphan(announce: Callable[[int], None] = lambda pid: None) -> int:
     """Fork a process whose parent leaves at once, so that the agent, a subreaper, takes its place.
 
-    0 in the new process. In the zygote its pid, when it is the agent's child; `announce` is told
-    the pid before.
+    0 in the new process, when it is the agent's child, or that of another if the agent is gone. In
+    the zygote its pid; `announce` is told it before.
     """
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -339,7 +341,7 @@ def fork_orphan(announce: Callable[[int], None] = lambda pid: None) -> int:
 
 def _fork_and_leave(to_zygote: socket.socket) -> None:
     """Returns in the child only: a second zygote must not come out of here, whatever happens."""
-    pid = -1
+    pid, between = -1, os.getpid()
     try:
         pid = os.fork()
         if pid:
@@ -348,3 +350,5 @@ def _fork_and_leave(to_zygote: socket.socket) -> None:
     finally:
         if pid:
             os._exit(0)
+    while os.getppid() == between:
+        time.sleep(0.0001)

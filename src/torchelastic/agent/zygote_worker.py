@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import runpy
 import sys
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from io import BufferedReader, FileIO, TextIOWrapper
@@ -29,7 +28,7 @@ CONSTANT_SEED = 67280421310721
 def become(descriptors: Sequence[int], agent: int, env_changes: Mapping[str, str | None]) -> None:
     """Take on everything that is this worker's own; ends the process if that fails."""
     try:
-        belong_to(agent)
+        linux.die_with_parent(agent)
         os.setsid()
         request = _read(descriptors[0])
         _take_streams(descriptors[1:4])
@@ -52,14 +51,6 @@ def become(descriptors: Sequence[int], agent: int, env_changes: Mapping[str, str
     bootstrap.attach()
     if request["module"]:
         _run_here(request["module"])
-
-
-def belong_to(agent: int) -> None:
-    """Wait until the process between us and the agent has gone; then die when the agent does."""
-    between = os.getppid()
-    while os.getppid() == between != agent:
-        time.sleep(0.0001)
-    linux.die_with_parent(agent)
 
 
 def _read(descriptor: int) -> dict[str, Any]:

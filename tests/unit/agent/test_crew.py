@@ -209,6 +209,27 @@ STORIES = {
         then(see(1, after=8)),
         then(Said(0, Finished(0, 8)), reported={"finished": 1}),
     ],
+    "who was to begin after the data ended has nothing to finish": [
+        then(dies(1)),
+        then(Said(1, Enlisted())),
+        then(see(1, after=8), told="0 Enter, 1 Enter"),
+        then(Said(0, Finished(0, 8)), reported={"finished": 1}),
+        then(see(1, phase="over", ending="finished", after=7), orders={"finished": [True, False]}),
+        then(Said(0, Stopped(1, 8))),
+        then(Said(1, Stopped(1, 0)), statuses="finished standing"),
+        then(WorkerSucceeded(1, 0), reported={"done": 1}),
+    ],
+    "a node whose workers have nothing to finish is done": [
+        then(dies(0)),
+        then(dies(1)),
+        then(FINISHED, reported={"done": 0}),
+    ],
+    "who begins with the last step runs it": [
+        then(dies(1)),
+        then(Said(1, Enlisted())),
+        then(see(1, after=8)),
+        then(see(1, phase="over", ending="finished", after=8), orders={"finished": [True, True]}),
+    ],
     "through is revoked when the world breaks": [
         then(see(phase="over", ending="leave", after=8), told="0 Through, 1 Through"),
         then(FAILED, told="0 Over, 1 Over"),

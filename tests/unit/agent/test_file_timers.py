@@ -10,8 +10,9 @@ import pytest
 
 from tests.unit.agent.support import in_loop
 from torchelastic.agent import file_timers
-from torchelastic.agent.file_timers import Asked, FileTimers, parse
+from torchelastic.agent.file_timers import FileTimers
 from torchelastic.errors import ConfigError
+from torchelastic.timer.file_based_local_timer import FileTimerRequest, parse
 
 
 @pytest.fixture
@@ -34,7 +35,8 @@ def test_what_torch_writes_is_understood():
     from torch.distributed.elastic import timer
 
     request = timer.FileTimerRequest(17, "load", 1060.5, signal.SIGKILL)
-    assert parse(request.to_json().encode()) == Asked(17, "load", 1060.5, 9)
+    ours = FileTimerRequest(17, "load", 1060.5, 9)
+    assert parse(request.to_json().encode()).to_json() == ours.to_json() == request.to_json()
 
 
 def test_what_it_does_not_write_is_nothing():

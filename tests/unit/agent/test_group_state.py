@@ -204,7 +204,7 @@ def test_what_is_done_about_what_happens(before, steps, state):
 @pytest.mark.parametrize(
     ("events", "sentence"),
     [
-        ((seen(nodes="bc"),), "spare beside generation 0"),
+        ((seen(nodes="bc"),), "waiting beside generation 0"),
         (DONE, "done with generation 0, waiting for the others"),
     ],
 )

@@ -26,7 +26,8 @@ from torchelastic.failure import MOST_LINES
 
 
 def config_for(log_dir: Path | str | None, **changes) -> LaunchConfig:
-    return LaunchConfig(run_id="job", log_dir=None if log_dir is None else str(log_dir), **changes)
+    changes = {"run_id": "job", "log_copy": False, **changes}
+    return LaunchConfig(log_dir=None if log_dir is None else str(log_dir), **changes)
 
 
 @contextmanager
@@ -112,12 +113,57 @@ def test_where_stdout_of_local_rank_0_goes(log_dir, redirects, tee, ranks, expec
 
 
 @pytest.mark.parametrize(
+    ("log_dir", "changes", "is_terminal", "expected"),
+    [
+        (FILES, {}, False, "copy"),
+        (FILES, {}, True, "inherit"),
+        (NO_FILES, {}, False, "inherit"),
+        (FILES, {"log_copy": False}, False, "inherit"),
+        (FILES, {"local_ranks_filter": frozenset({7})}, False, "discard"),
+        (FILES, {"redirects": OUT}, False, "file"),
+        (FILES, {"tee": OUT}, True, "tee"),
+    ],
+)
+def test_what_nobody_asked_for_is_copied_but_not_from_a_terminal(
+    log_dir, changes, is_terminal, expected
+):
+    config = config_for(log_dir, **{"log_copy": True, **changes})
+    assert route(config, 0, Std.OUT, is_terminal=is_terminal) == expected
+
+
+def test_a_copy_shows_every_byte_as_it_was_in_its_order(tmp_path):
+    """The console is one file for both streams: then they share a pipe."""
+    data = b"\r 10%\r 20%\xff\nno end"
+    run, console = run_one(tmp_path, {(0, OUT): data}, log_copy=True)
+    assert console == run.file(0, "0/stdout.log") == data
+    logs = NodeLogs(config_for(tmp_path, log_copy=True), tmp_path, consoles=(1, 1))
+
+    async def opened() -> None:
+        made = logs.open(1, {0: 0})
+        assert made.streams[0].stdout == made.streams[0].stderr is not None
+        made.close()
+
+    asyncio.run(opened())
+
+
+def test_a_copy_does_not_grow_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(tee, "COPY_LIMIT", 3 * CHUNK)
+    data = b"".join(b"%09d\n" % number for number in range(CHUNK))
+    run, console = run_one(tmp_path, {(0, OUT): data}, log_copy=True)
+    assert console == data
+    kept = run.file(0, "0/stdout.log.1") + run.file(0, "0/stdout.log")
+    assert data.endswith(kept)
+    assert 3 * CHUNK < len(kept) <= 8 * CHUNK + 1
+
+
+@pytest.mark.parametrize(
     ("template", "expected"),
     [
         (None, "[trainer1]:"),
         ("", "[trainer1]:"),
         ("[${rank}]: ", "[9]: "),
         ("${role_name}.${local_rank}/${rank} ${other}", "trainer.1/9 ${other}"),
+        ("${hostname}:${rank}: ", f"{socket.gethostname()}:9: "),
     ],
 )
 def test_line_prefix(template, expected):
@@ -160,7 +206,7 @@ def test_a_long_line_is_passed_on_in_pieces(size, step):
     assert max(map(len, found)) <= CHUNK
 
 
-def test_by_default_streams_are_inherited_and_only_the_error_file_is_named(tmp_path):
+def test_without_a_copy_streams_are_inherited_and_only_the_error_file_is_named(tmp_path):
     run = Run(config_for(tmp_path / "logs"))
     logs = run.logs.open(3, {0: 0, 1: 1})
     logs.started()
@@ -483,8 +529,8 @@ LINES = ("step 6", "step 7", "terminate called")
         (SAID, {"redirects": ALL}, LINES),
         (SAID, {"tee": ALL}, LINES),
         (SAID, {"tee": ALL, "log_dir": os.devnull}, LINES),
-        (SAID, {}, ()),  # it goes to the terminal
-        (SAID, {"redirects": ERR}, LINES[-1:]),
+        (SAID, {"log_copy": False}, ()),  # it goes to the terminal
+        (SAID, {"redirects": ERR, "log_copy": False}, LINES[-1:]),
         ({}, {"redirects": ALL}, ()),
         ({ERR: b"\xff broken \x00\n"}, {"redirects": ALL}, ("\ufffd broken \ufffd",)),
     ],

@@ -35,6 +35,20 @@ async def test_agents_of_one_host_are_told_apart_by_numbers():
         assert names == ["host", "host-2", "host-3"]
 
 
+@in_loop
+async def test_agents_of_one_host_that_join_anew_keep_their_names():
+    first, second = (Membership(member(node)) for node in "ab")
+    async with serving() as server:
+        for order in ((first, second), (second, first)):
+            async with contextlib.AsyncExitStack() as stack:  # its end is that of the leases
+                for membership in order:
+                    store = await stack.enter_async_context(connected(server.port))
+                    await store.open_lease(60.0)
+                    await membership.enlist(store, "host")
+            await soon(lambda: server.rows("") == [], "the leases have ended")
+            assert (first.member.name, second.member.name) == ("host", "host-2")
+
+
 def test_the_last_of_thousands_of_one_host_does_not_try_every_number():
     tries = list(islice(_numbers(), NEIGHBOURS + 4))
     assert tries[:NEIGHBOURS] == list(range(1, NEIGHBOURS + 1))

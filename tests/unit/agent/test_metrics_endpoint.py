@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import sys
 
 import pytest
 
@@ -13,6 +14,7 @@ from torchelastic.config import LaunchConfig
 from torchelastic.errors import ConfigError
 from torchelastic.events.log import EventLog
 from torchelastic.events.types import Note, WorldFormed
+from torchelastic.metrics import prometheus
 
 pytestmark = pytest.mark.needs("prometheus_client")
 
@@ -49,7 +51,7 @@ class Running:
         self.log.close()
 
     def background(self, work, name):
-        self.tasks.append(asyncio.create_task(work))
+        self.tasks.append(asyncio.create_task(work()))
 
     async def connect(self):
         port = int(self.said[0].removesuffix("/metrics").rpartition(":")[2])
@@ -167,3 +169,12 @@ def test_a_file_that_has_no_token_is_refused(tmp_path):
         config = LaunchConfig(metrics_address="0.0.0.0:0", metrics_token_file=token)
         with pytest.raises(ConfigError, match=f"--metrics-token-file .*{sentence}"):
             MetricsEndpoint.wanted(config)
+
+
+@in_loop
+async def test_without_the_library_the_job_runs_without_metrics(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    async with Running(tmp_path) as it:
+        it.log.emit(**world(0))
+        assert it.said == [prometheus.missing()]
+        assert it.tasks == []

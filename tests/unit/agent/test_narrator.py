@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -35,7 +36,9 @@ def narrator_of(tmp_path, *, nodes: int = 2, generation: int = 0) -> Narrator:
     clock = FakeClock()
     log = EventLog(tmp_path / "events.jsonl", job="job", node="a", clock=clock)
     config = LaunchConfig(max_nodes=nodes, rdzv_endpoint="127.0.0.1:1")
-    narrator = Narrator(log, config, "train.py", "a", clock, prints_failure=False)
+    narrator = Narrator(
+        log, config, "train.py", "a", clock, prints_failure=False, for_others="COMMAND"
+    )
     if generation >= 0:
         narrator._told = generation
         log.emit(events.WorldFormed(["a"], 1, "", "", 0), generation=generation)
@@ -57,9 +60,9 @@ def gather(tmp_path) -> None:
     [
         (2, True, True, ["of 10 s: training 7"]),
         (2, False, True, []),
-        (2, None, True, ["of 3.0 s", "(by the events of this node)"]),
-        (2, True, False, ["of 3.0 s", "(by the events of this node)"]),
-        (1, None, False, ["of 3.0 s"]),
+        (2, None, True, ["in 3.0 s", "(by the events of this node)"]),
+        (2, True, False, ["in 3.0 s", "(by the events of this node)"]),
+        (1, None, False, ["in 3.0 s"]),
     ],
 )
 def test_the_goodput_is_said_by_the_node_that_has_the_whole_story(
@@ -119,3 +122,39 @@ def test_whether_nodes_are_waited_for_or_only_get_ready_is_told(tmp_path, said):
         seen = World(generation=0, phase="waiting", count=1, reason="no world", enough=enough)
         narrator.world_seen(seen)
     assert told == [events.Waiting(1, [], "no world", enough=enough) for enough in (True, False)]
+
+
+def test_the_command_for_the_other_nodes_is_said_while_they_are_waited_for(tmp_path, said):
+    narrator = narrator_of(tmp_path)
+    waits = World(generation=0, phase="waiting", count=1, reason="no world")
+    for seconds, times in ((0, 1), (30, 1), (31, 2)):
+        narrator._clock.advance(seconds)
+        narrator.world_seen(waits)
+        assert said.count("start the other nodes with: COMMAND") == times
+
+
+def test_a_node_that_finds_no_host_names_the_command_until_it_has_joined(tmp_path, said):
+    narrator = narrator_of(tmp_path)
+    narrator.without_host("Nobody is there.")
+    narrator.name = "a"
+    narrator.without_host("Nobody is there.")
+    command = " Every node of this job needs: COMMAND"
+    assert said == ["Nobody is there." + command, "Nobody is there."]
+
+
+@pytest.mark.parametrize(
+    ("count", "spares", "spare_count", "expected"),
+    [
+        (1, (), 0, "; this node is a newcomer and warms up for a later world"),
+        (1, ("other",), 1, "; this node is a newcomer and warms up for a later world"),
+        (1, ("a",), 1, "; this node waits as a spare"),
+        (1, ("other",), 2, "; this node waits as a spare"),
+        (2, (), 0, "; this node waits as a spare"),
+    ],
+)
+def test_a_newcomer_that_warms_up_is_no_spare(tmp_path, said, count, spares, spare_count, expected):
+    narrator = narrator_of(tmp_path, generation=-1)
+    narrator.name = "a"
+    world = World(generation=3, phase="running", count=count, reason="it grows")
+    narrator.world_seen(replace(world, spares=spares, spare_count=spare_count))
+    assert said[0].endswith(expected)

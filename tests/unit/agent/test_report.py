@@ -7,6 +7,7 @@ import pytest
 
 from tests.unit.agent.support import place
 from torchelastic.agent import report
+from torchelastic.config import Entry, LaunchConfig
 from torchelastic.failure import Failure, node_failure
 from torchelastic.rendezvous.world import World
 
@@ -82,6 +83,15 @@ def test_the_last_block_names_the_first_failure_of_the_job_and_who_fell_because_
         "  rank 0 on node-a (local rank 0, pid 77) at step 17: Connection closed by peer\n"
         "============================================================"
     )
+
+
+def test_who_failed_by_itself_did_not_fall_because_of_the_first():
+    same = replace(CAUSE, rank=3, by_itself=True)
+    text = report.job_failed(replace(WORLD, consequences=(same, *WORLD.consequences)))
+    assert "Failed by themselves, too:\n  rank 3 on node-b" in text
+    assert "boom\nFell because of it:\n  rank 0 on node-a" in text
+    text = report.job_failed(replace(WORLD, consequences=(same,)))
+    assert "boom\nNothing else fell because of it.\n" in text
 
 
 def test_a_killed_worker_has_no_traceback_and_says_so():
@@ -182,3 +192,28 @@ def test_one_line():
     long, cut = "x" * 300, "x" * 199 + "…"
     lines = {"a": "a", "a\nb": "a …", "\na\n": "a", long: cut, "": ""}
     assert {text: report.one_line(text) for text in lines} == lines
+
+
+@pytest.mark.parametrize(
+    ("entry", "changes", "expected"),
+    [
+        (
+            Entry("script", "train.py", ("--lr", "0.1 x")),
+            {},
+            "torchelastic run --nnodes=1:4 --nproc-per-node=8 --rdzv-endpoint=node1:29400 "
+            "--rdzv-id=job train.py --lr '0.1 x'",
+        ),
+        (
+            Entry("module", "pkg.train"),
+            {"rdzv_backend": "static", "node_rank": 0, "rdzv_secret_file": "/s"},
+            "torchelastic run --nnodes=1:4 --nproc-per-node=8 --rdzv-backend=static "
+            "--rdzv-endpoint=node1:29400 --rdzv-id=job --node-rank=RANK --rdzv-secret-file=/s "
+            "-m pkg.train",
+        ),
+        (Entry("script", "train.py"), {"max_nodes": 1}, ""),
+        (Entry("function", "/tmp/call"), {}, ""),
+    ],
+)
+def test_the_command_that_other_nodes_need(entry, changes, expected):
+    config = LaunchConfig(1, 4, 8, run_id="job", rdzv_endpoint="node1:29400")
+    assert report.command_for_others(replace(config, **changes), entry) == expected

@@ -49,6 +49,23 @@ def test_workers_are_told_of_together_by_rank_with_the_sum_of_their_stalls():
     }
 
 
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        ([None, None], None),
+        ([50, 50], 50),
+        ([0, 0], 0),
+        ([50, 0], 0),
+        ([50, 60], 0),
+        ([50, -1], -1),
+        ([None, 50], None),
+    ],
+)
+def test_what_came_before_steps_that_are_counted_is_what_all_say(before, expected):
+    ones = [replace(shown(rank, 60), before=one) for rank, one in enumerate(before)]
+    assert progress_of(ones)[0].before == expected
+
+
 def test_generations_are_told_of_apart_and_nobody_who_has_entered_no_step():
     told = progress_of([shown(0, 5), shown(1, 6, generation=1), shown(-1, -1, generation=-1)])
     assert {generation: progress.ranks for generation, progress in told.items()} == {0: [0], 1: [1]}

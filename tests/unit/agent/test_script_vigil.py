@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,10 +41,16 @@ class Workers:
         self.generation = lambda local_rank: 1
         self.first_step = lambda local_rank: 3
         self.rank = lambda local_rank: first + local_rank
+        #: Whether the script commits: otherwise its optimizer's steps are counted.
+        self.commits = True
+        self.counted = SimpleNamespace(seen=self.steps)
 
     def progress(self, local_rank):
         self.looks += 1
-        return self.seen
+        return self.seen if self.commits else None
+
+    def steps(self, local_rank):
+        return (*self.seen, 3)
 
     def kill(self, local_rank, why, stack=""):
         self.killed.append((self.rank(local_rank), why, stack))
@@ -93,6 +100,28 @@ def test_who_is_ended(doings, first, killed, told, monkeypatch):
         assert why.count("rank 1 (frozen)") == doings[1].frozen
         assert ("s: it is in " in why) is not doings[1].frozen
         assert stack == ALONE
+
+
+#: What is told of a script that commits nothing.
+TOLD = {
+    "missing": ([waits(0), works(1)], 50, 1),
+    "missing, by the limit that is learned": ([waits(0), works(1)], None, 1),
+    "frozen": ([waits(0), works(1, frozen=True)], 50, 1),
+    "all wait": ([waits(0), waits(1)], 50, 1),
+    "missing elsewhere, whose agent tells": ([waits(0), waits(1), works(2, "b")], 50, 0),
+    "nobody waits, as in an evaluation": ([works(0), works(1)], 50, 0),
+    "looked at again and again, and told once": ([waits(0), works(1), unread(2, "b")], 50, 1),
+    "off": ([waits(0), works(1)], 0, 0),
+}
+
+
+@pytest.mark.parametrize(("doings", "limit", "told"), TOLD.values(), ids=TOLD)
+def test_nobody_is_ended_by_the_steps_of_an_optimizer(doings, limit, told, monkeypatch):
+    monkeypatch.setattr(hang_report, "FRESH", 0.0)
+    workers = Workers(*doings, since=10_000.0)
+    workers.commits = False
+    watch(workers, limit, monkeypatch)
+    assert (workers.killed, len(workers.told)) == ([], told)
 
 
 def test_who_could_not_be_seen_is_looked_at_again(monkeypatch):

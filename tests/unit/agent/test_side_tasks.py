@@ -1,19 +1,39 @@
-"""Errors beside the loop are told; ends are not waited for without end."""
+"""What the failure of a task costs: the node, a restart, or nothing."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
-from torchelastic.agent.side_tasks import SideTasks
+import pytest
+
+from torchelastic.agent import side_tasks
+from torchelastic.agent.side_tasks import BEST_EFFORT, ESSENTIAL, POLICY, RESTARTABLE, SideTasks
+
+PACKAGE = Path(side_tasks.__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch):
+    """No test waits; what would be waited for."""
+    waited = []
+
+    async def pause(seconds):
+        waited.append(seconds)
+        await really(0)
+
+    really = asyncio.sleep
+    monkeypatch.setattr(side_tasks.asyncio, "sleep", pause)
+    return waited
 
 
 def play(*works, cancel=False):
-    """What is told of these, and the tasks."""
-    told = []
+    """What has ended the node, what was said, and the tasks."""
+    fatal, said = [], []
 
     async def run():
-        beside = SideTasks(told.append)
-        tasks = [beside.start(work, "work") for work in works]
+        beside = SideTasks(fatal.append, said.append)
+        tasks = [beside.start(work, name) for work, name in works]
         if cancel:
             await asyncio.sleep(0)
             await beside.cancel()
@@ -22,15 +42,21 @@ def play(*works, cancel=False):
         await asyncio.sleep(0)
         return tasks
 
-    return told, asyncio.run(run())
+    tasks = asyncio.run(run())
+    return [str(error) for error in fatal], said, tasks
 
 
-async def fails():
-    raise ValueError("no")
+def failing(times):
+    """Fails so many times, then returns how often it was started."""
+    started = []
 
+    async def work():
+        started.append(1)
+        if len(started) <= times:
+            raise ValueError(f"failure {len(started)}")
+        return len(started)
 
-async def succeeds():
-    return 3
+    return work
 
 
 async def for_ever():
@@ -44,19 +70,78 @@ async def fails_at_its_end():
         raise ValueError("no")
 
 
-def test_an_error_is_told_and_nothing_else():
-    told, (_, task) = play(fails(), succeeds())
-    assert [str(error) for error in told] == ["no"]
-    assert task.result() == 3
+@pytest.mark.parametrize(
+    ("name", "failures", "fatal", "started"),
+    [
+        ("join", 0, [], 1),
+        ("join", 1, ["failure 1"], 1),
+        ("sampling", 0, [], 1),
+        ("sampling", 1, [], 2),
+        ("sampling", 50, [], 51),
+        ("store-host", 5, [], 6),
+        ("store-host", 6, ["failure 6"], 6),
+    ],
+)
+def test_what_a_failure_costs(name, failures, fatal, started):
+    told, said, [task] = play((failing(failures), name))
+    assert told == fatal
+    assert (fatal or task.result()) == (fatal or started)
+    assert len(said) == (failures > 0 and POLICY[name] != ESSENTIAL), "it is said once"
+
+
+def test_what_is_said_of_a_failure():
+    _, said, _ = play((failing(3), "sampling"))
+    [sentence] = said
+    assert sentence.startswith("sampling failed: ValueError: failure 1 (test_side_tasks.py, line ")
+    assert sentence.endswith("). It restarts in 1 s. Training is not affected.")
+
+
+def test_a_task_that_fails_again_waits_longer(pauses):
+    play((failing(9), "sampling"))
+    assert [seconds for seconds in pauses if seconds] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+
+
+def test_a_task_that_has_run_for_a_while_begins_anew(pauses, monkeypatch):
+    monkeypatch.setattr(side_tasks, "STEADY", -1.0)
+    told, _, _ = play((failing(7), "store-host"))
+    assert told == []
+    assert [seconds for seconds in pauses if seconds] == [1] * 7
 
 
 def test_who_is_cancelled_has_not_failed():
-    told, tasks = play(for_ever(), for_ever(), cancel=True)
+    told, _, tasks = play((for_ever, "join"), (for_ever, "sampling"), cancel=True)
     assert told == []
     assert all(task.cancelled() for task in tasks)
 
 
 def test_all_are_ended_though_one_fails_at_that():
-    told, tasks = play(fails_at_its_end(), for_ever(), cancel=True)
-    assert [str(error) for error in told] == ["no"]
+    told, _, tasks = play((fails_at_its_end, "join"), (for_ever, "join"), cancel=True)
+    assert told == ["no"]
     assert all(task.done() for task in tasks)
+
+
+def test_a_task_that_nobody_has_decided_about_is_refused():
+    with pytest.raises(AssertionError, match="decide in POLICY"):
+        play((for_ever, "something new"))
+
+
+def test_the_table():
+    """What only looks, tells or warms up never ends a node; every row is used."""
+    assert set(POLICY.values()) == {ESSENTIAL, RESTARTABLE, BEST_EFFORT}
+    best_effort = {name for name, restarts in POLICY.items() if restarts == BEST_EFFORT}
+    assert best_effort == {
+        "dashboard",
+        "event-shipping",
+        "hang-watchdog",
+        "inspection-socket",
+        "metrics",
+        "sampling",
+        "script-watchdog",
+        "snapshot-copies",
+        "timers",
+        "waiting-line",
+        "warm-up",
+    }
+    files = [path for path in PACKAGE.rglob("*.py") if path.name != "side_tasks.py"]
+    text = "".join(path.read_text() for path in files)
+    assert [name for name in POLICY if f'"{name}"' not in text] == []

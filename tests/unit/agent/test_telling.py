@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.agent.support import PATIENCE, in_loop
+from torchelastic.agent import best_effort, heard, side_tasks, telling
 from torchelastic.agent import gathering as gathering_module
-from torchelastic.agent import heard, telling
 from torchelastic.agent.gathered_log import GatheredLog
 from torchelastic.agent.gathering import Begin, Gathering, Heard, Lines
 from torchelastic.agent.telling import Telling
@@ -287,6 +287,29 @@ async def test_a_store_that_is_lost_is_looked_at_again(tmp_path):
         await until(lambda: not b.telling._turned.is_set())
         store.lost = False
         await until(a.has)
+
+
+@pytest.mark.parametrize("mistake", ["_find", "_tell"])
+@in_loop
+async def test_a_mistake_of_ours_is_told_once_and_telling_begins_again(
+    tmp_path, monkeypatch, caplog, mistake
+):
+    monkeypatch.setattr(side_tasks, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(best_effort, "_reported", set())
+    right, left = getattr(Telling, mistake), [1, 2, 3]
+
+    async def wrong(self, *args, **kwargs):
+        if left:
+            left.pop()
+            raise KeyError("a mistake of ours")
+        return await right(self, *args, **kwargs)
+
+    monkeypatch.setattr(Telling, mistake, wrong)
+    async with nodes(tmp_path, "a") as (_, a):
+        a.say("x")
+        begin(a)
+        await until(a.has)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 @in_loop

@@ -169,6 +169,16 @@ async def test_a_worker_that_writes_no_stack_is_ended_all_the_same(
 
 
 @in_loop
+async def test_a_mistake_in_reading_its_stack_does_not_spare_a_worker(table, sleeper, monkeypatch):
+    async def stack(watched, helpers):
+        raise KeyError("a mistake of ours")
+
+    monkeypatch.setattr(timers, "_stack", stack)
+    [(local_rank, words, _)] = await watched_until_killed(*watching(table, sleeper))
+    assert (local_rank, words) == (0, "timer 'x' expired after 1 s")
+
+
+@in_loop
 async def test_workers_that_are_being_stopped_are_left_to_that(table, sleeper, monkeypatch):
     looks = []
     monkeypatch.setattr(timers, "LOOK", 0.001)

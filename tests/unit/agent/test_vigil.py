@@ -202,6 +202,15 @@ def test_who_hangs_is_killed(way, facts, limit, does, stack):
     assert [event.text for event in workers.told] == [MINE]
 
 
+@pytest.mark.parametrize("mistake", ["judge", "tell"])
+def test_a_mistake_in_explaining_a_hang_spares_nobody(monkeypatch, mistake):
+    monkeypatch.setattr(HangReport, mistake, lambda *_: {}["a mistake of ours"])
+    workers = Workers(seen=(1, 7, long_ago()), dumps=FRAME)
+    watch(workers, until=lambda: workers.killed)
+    [(why, _)] = workers.killed
+    assert "it does not answer" in why
+
+
 def test_who_answers_late_that_it_waits_for_others_is_innocent():
     workers = Workers(seen=(1, 7, long_ago()))
     look = workers.look
@@ -254,3 +263,25 @@ def test_a_frozen_worker_on_the_way_has_the_plain_limit(monkeypatch):
     [(why, _)] = workers.killed
     assert f"{ON_THE_WAY}rank 0 " in why
     assert workers.asked == 0
+
+
+@pytest.mark.parametrize("looks", [1, 2])
+def test_who_is_stuck_at_two_looks_after_its_world_was_over_is_killed(monkeypatch, looks):
+    """On a busy machine a thread may need more than one to run on."""
+    monkeypatch.setattr(vigil, "FREED", 0.01)
+    workers = Workers(answers=Pong(waiting=True, aborted=True))
+    workers.has_stopped = lambda local_rank: workers.asked >= looks
+
+    @in_loop
+    async def main():
+        watching = Vigil(workers, None, 10)
+        watching.told_over(0)
+        await asyncio.gather(*watching._tasks)
+
+    main()
+    assert workers.asked == looks
+    assert workers.killed == []
+
+    workers.has_stopped = lambda local_rank: False
+    main()
+    assert [why for why, _ in workers.killed] == ["not free 20 ms after its world was over (stuck)"]

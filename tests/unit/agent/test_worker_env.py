@@ -47,6 +47,21 @@ def test_a_worker_of_an_unequal_world():
 
 
 @pytest.mark.parametrize(
+    ("nodes", "backend", "host", "shown"),
+    [
+        (1, "static", "a", ("node0", "29511")),
+        (1, "static", "", ("fe80::1", "4321")),  # at a server that is no agent
+        (1, "c10d", "a", ("fe80::1", "4321")),
+        (2, "static", "a", ("fe80::1", "4321")),  # whose host may be lost
+    ],
+)
+def test_the_masters_address_of_one_node_is_the_one_that_was_given(nodes, backend, host, shown):
+    config = LaunchConfig(1, nodes, run_id="job", rdzv_backend=backend, rdzv_endpoint="node0:29511")
+    env = worker_env({}, config, replace(WHOLE, host=host), NODES[0], 0)
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == shown
+
+
+@pytest.mark.parametrize(
     ("environ", "nproc", "name", "value"),
     [
         ({}, 2, "OMP_NUM_THREADS", "1"),

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.worker import entering
+from torchelastic.agent import group_state
 from torchelastic.agent import workers as module
 from torchelastic.agent.oom import Memory, Sources
 from torchelastic.agent.sampling import Sampling
@@ -15,7 +16,7 @@ from torchelastic.agent.supervisor import WorkerExit
 from torchelastic.agent.workers import Workers
 from torchelastic.clock import FakeClock
 from torchelastic.config import Entry, LaunchConfig
-from torchelastic.worker import error_file, orders, slate
+from torchelastic.worker import error_file, optimizer_steps, orders, slate
 from torchelastic.worker.orders import Erred, Keeps, PeerLost, Stopped, Up
 
 
@@ -167,6 +168,45 @@ def test_when_a_worker_has_stopped_its_last_step_is_told(workers, worker, told):
     assert (generation, progress.ranks, progress.steps) == (0, [2], [7])
 
 
+@pytest.fixture
+def counting(workers):
+    """What a plain script's worker, local rank 1, has handed over with its first step."""
+    workers._places[1] = (3, 5)
+    descriptor = slate.create()
+    workers._handed(1, {"type": optimizer_steps.MESSAGE}, descriptor)
+    made = slate.Slate(descriptor)
+    made.taken_before(40)
+    made.entered(0, 41)
+    yield made
+    made.close()
+    workers.counted.close()
+
+
+def test_steps_of_a_plain_script_are_told_and_named_and_give_no_restarts(workers, counting, told):
+    counting.entered(0, 47)
+    workers.look()
+    [(generation, progress)] = told
+    assert (generation, progress.ranks, progress.steps, progress.before) == (3, [5], [47], 40)
+    workers._fail(1, pid=7, exitcode=1, message="boom")
+    assert told[1].step == 47
+    assert workers.best_step == -1
+    assert workers.progress(1) is None, "nobody is ended by it"
+    assert workers.counted.seen(1)[:2] == (3, 47)
+
+
+def test_who_tells_its_steps_is_not_counted(workers, counting, told):
+    workers._heard(1, orders.to_json(Keeps()))
+    workers.look()
+    assert told == []
+    os.close(workers._slates.pop(1))
+
+
+def test_a_worker_that_cuts_its_memory_off_is_not_counted(workers, counting, told):
+    os.ftruncate(counting._descriptor, 8)
+    workers.look()
+    assert (told, workers.counted.seen(1)) == ([], None)
+
+
 def test_a_script_that_keeps_its_state_is_given_a_slate_and_shows_its_step(workers):
     given = []
     workers._supervisor.tell = lambda local_rank, message, fds: given.append((message, *fds))
@@ -300,3 +340,56 @@ def test_the_last_collective_of_a_worker(in_world, worker, told):
         ("", -1, False),
         ("", -1, False),
     ]
+
+
+# --- watching costs nothing ----------------------------------------------------------------------
+
+
+def fails(*_, **__):
+    raise ValueError("what only looks has failed")
+
+
+def make_unreadable(descriptor):
+    unreadable = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(unreadable, descriptor)
+    os.close(unreadable)
+
+
+SABOTAGE = {
+    "a truncated slate": lambda them, patch: os.ftruncate(them._slates[0], 0),
+    "a slate cut in two": lambda them, patch: os.ftruncate(them._slates[0], 20),
+    "an unreadable slate": lambda them, patch: make_unreadable(them._slates[0]),
+    "sampling": lambda them, patch: patch.setattr(them._sampling, "look", fails),
+    "boards": lambda them, patch: patch.setattr(them._boards, "look", fails),
+    "closing boards": lambda them, patch: patch.setattr(them._boards, "ended", fails),
+    "timers": lambda them, patch: patch.setattr(them.timers, "ended", fails),
+    "the kernel": lambda them, patch: patch.setattr(them._memory, "look", fails),
+    "logs": lambda them, patch: patch.setattr(them, "_last_lines", fails),
+    "error files": lambda them, patch: patch.setattr(them, "_told", fails),
+    "collectives": lambda them, patch: patch.setattr(module.collectives, "read", fails),
+}
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGE.values(), ids=list(SABOTAGE))
+def test_an_end_is_told_whatever_is_wrong_with_what_is_observed(in_world, monkeypatch, sabotage):
+    events = []
+    monkeypatch.setattr(in_world, "_tell_event", events.append)
+    sabotage(in_world, monkeypatch)
+    ends(in_world, -9)
+    ends(in_world, 0, local_rank=1)
+    in_world._heard(1, orders.to_json(Stopped(3, 8)))
+    in_world._heard(1, orders.to_json(Erred(3, 8, "ValueError: boom", "Traceback")))
+    failed, succeeded, stopped, erred = events
+    assert (failed.failure.exitcode, failed.failure.rank) == (-9, 4)
+    assert succeeded == group_state.WorkerSucceeded(3, 1)
+    assert stopped.report == Stopped(3, 8)
+    assert erred.failure.message == "ValueError: boom"
+
+
+def test_an_end_is_told_before_anything_is_observed(in_world, monkeypatch):
+    story = []
+    monkeypatch.setattr(in_world, "_tell_event", lambda event: story.append("told"))
+    monkeypatch.setattr(in_world._sampling, "look", lambda *_: story.append("observed"))
+    for exitcode in (0, -9):
+        ends(in_world, exitcode)
+    assert story == ["told", "observed"] * 2

@@ -1,7 +1,9 @@
 """What decides whether a worker may be a copy, and what the zygote finds out about itself."""
 
 import os
+import subprocess
 import sys
+from textwrap import dedent
 
 import pytest
 
@@ -87,3 +89,27 @@ def test_open_devices_are_found(monkeypatch):
     monkeypatch.setattr(zygote_main.glob, "glob", lambda _: list(links))
     monkeypatch.setattr(os, "readlink", links.__getitem__)
     assert zygote_main._devices() == ["/dev/nvidia0"]
+
+
+def test_a_copy_that_comes_after_its_agents_end_ends():
+    """Whoever adopts it then: with this process as its parent it must not wait for the agent."""
+    source = """
+        import os
+        from torchelastic.agent import linux, zygote_main, zygote_worker
+
+        linux.become_subreaper()
+        agent = os.fork()
+        if agent == 0:
+            os._exit(0)
+        os.waitpid(agent, 0)
+        parent = os.getpid()
+        pid = zygote_main.fork_orphan()
+        if pid == 0:
+            if os.getppid() == parent:
+                zygote_worker.become([], agent, {})
+            os._exit(1)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    """
+    command = [sys.executable, "-c", dedent(source)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == "137\n", ended.stderr

@@ -1,6 +1,10 @@
 """The agent of torchelastic 0.2, for programs that were written for it."""
 
-from torchelastic.agent.server.local_elastic_agent import ElasticAgent, LocalElasticAgent
+from torchelastic.agent.server.local_elastic_agent import (
+    ElasticAgent,
+    LocalElasticAgent,
+    SimpleElasticAgent,
+)
 from torchelastic.agent.server.worker_group import (
     RunResult,
     Worker,
@@ -13,6 +17,7 @@ __all__ = [
     "ElasticAgent",
     "LocalElasticAgent",
     "RunResult",
+    "SimpleElasticAgent",
     "Worker",
     "WorkerGroup",
     "WorkerSpec",

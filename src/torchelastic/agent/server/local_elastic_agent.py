@@ -7,7 +7,7 @@ import abc
 from torchelastic.agent.server.worker_group import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import EXIT_OK, ConfigError
-from torchelastic.launcher import Ended, run_agent
+from torchelastic.launcher.api import Ended, run_agent
 from torchelastic.rendezvous.registry import AgentRendezvousHandler
 
 
@@ -23,7 +23,17 @@ class ElasticAgent(abc.ABC):
         """The workers, as they are now."""
 
 
-class LocalElasticAgent(ElasticAgent):
+class SimpleElasticAgent(ElasticAgent):
+    """0.2's base for agents that start workers in a way of their own, which nobody can here."""
+
+    def __init__(self, spec: WorkerSpec, exit_barrier_timeout: float = 300) -> None:
+        raise ConfigError(
+            f"{type(self).__name__} cannot start workers by itself: an agent process of "
+            "torchelastic does that. Use LocalElasticAgent, or elastic_launch."
+        )
+
+
+class LocalElasticAgent(SimpleElasticAgent):
     """Runs the workers of one node as processes of this machine.
 
     The agent itself is a process of its own: `run` waits for it. An agent has one role, that of

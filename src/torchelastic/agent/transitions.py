@@ -1,0 +1,55 @@
+"""The last transitions of a node's state machine: printed when an event cannot be handled."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+#: Transitions that are kept, and characters shown of an event or a command.
+KEPT, LONGEST = 32, 160
+
+
+class State(Protocol):
+    """A state that can say in which phase it is."""
+
+    def sentence(self) -> str: ...
+
+
+S = TypeVar("S", bound=State)
+
+
+class Transitions:
+    """A ring of what happened, in which phase, and what was to be done about it."""
+
+    def __init__(self) -> None:
+        #: Phase, event, commands; made to text when somebody has to read it.
+        self._ring: deque[tuple[str, object, Sequence[object]]] = deque(maxlen=KEPT)
+
+    def take(
+        self, handle: Callable[[S, Any], tuple[S, list[Any]]], state: S, event: Any
+    ) -> tuple[S, list[Any]]:
+        """Let the machine handle an event. `InvalidTransition` and failed assertions get the
+        ring as a part of their text."""
+        try:
+            after, commands = handle(state, event)
+        except AssertionError as error:
+            error.args = (f"{error}\n{self}",)
+            raise
+        self._ring.append((state.sentence(), event, commands))
+        return after, commands
+
+    def __str__(self) -> str:
+        lines = [_line(*transition) for transition in self._ring]
+        return "\n".join([f"The last {len(lines)} transitions, oldest first:", *lines])
+
+
+def _line(phase: str, event: object, commands: Sequence[object]) -> str:
+    done = ", ".join(map(_short, commands)) or "nothing"
+    return f"  [{phase}] {_short(event)} -> {done}"
+
+
+def _short(thing: object) -> str:
+    """A world of a thousand nodes would hide all the rest."""
+    text = repr(thing)
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"

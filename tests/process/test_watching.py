@@ -1,0 +1,80 @@
+"""Watching never costs the job; Ctrl-C at any moment costs one line."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.light import with_light_torch
+from tests.process import blind
+from tests.process.jobs import alive, job
+from tests.support import poll_for
+
+
+def test_a_job_goes_on_though_everything_that_watches_it_fails(tmp_path):
+    """Workers start, one dies, the others are told, the next world begins, and the job is done."""
+    flags = "--standalone --nproc-per-node=2 --metrics-address=127.0.0.1:0 --dashboard=127.0.0.1:0"
+    with job(tmp_path, flags) as it:
+        it.program = [blind.__file__]
+        node = it.start()
+        os.kill(it.world(0, 2)[0]["pid"], signal.SIGKILL)
+        it.world(1, 2)
+        it.order("finish")
+        assert node.wait() == 0, node.stderr
+    said = node.stderr
+    assert "Traceback" not in said
+    for name in ("sampling", "waiting-line", "timers", "script-watchdog", "inspection-socket"):
+        [sentence] = re.findall(rf"(?m)^\[torchelastic\] {name} failed: .*$", said)
+        assert "ValueError: blind (blind.py, line " in sentence
+        assert sentence.endswith("It restarts in 1 s. Training is not affected.")
+    assert said.count("Narrator.world_seen failed; the job is not affected") == 1
+
+
+def children(pid):
+    """Of a process that has not ended."""
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(child) for child in file.read().split()]
+
+
+MOMENTS = {
+    "the agent is imported": children,
+    "the zygote is imported": lambda pid: any(map(children, children(pid))),
+}
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=lambda signum: signum.name)
+@pytest.mark.parametrize("moment", MOMENTS.values(), ids=list(MOMENTS))
+def test_a_signal_in_the_first_seconds_costs_one_line(tmp_path, signum, moment):
+    (tmp_path / "train.py").write_text("import time; time.sleep(60)")
+    with subprocess.Popen(
+        [sys.executable, "-m", "torchelastic", "run", "--standalone", "train.py"],
+        cwd=tmp_path,
+        env=with_light_torch(),
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        poll_for(lambda: moment(process.pid), what="the moment")
+        [agent] = children(process.pid)
+        process.send_signal(signum)
+        process.send_signal(signum)  # as `timeout` does
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum, said
+    assert len(said.splitlines()) <= 1, said
+    assert signum.name in said
+    assert not alive(agent)
+
+
+def test_ctrl_c_that_is_not_to_be_handled_stops_the_workers_all_the_same(tmp_path):
+    with job(tmp_path, "--standalone --signals-to-handle=SIGTERM") as it:
+        node = it.start()
+        (worker,) = it.world(0, 1)
+        node.process.send_signal(signal.SIGINT)
+        assert node.wait() == 128 + signal.SIGINT, node.stderr
+    assert node.events("job-ended")
+    assert "Traceback" not in node.stderr
+    assert not alive(worker["pid"])
