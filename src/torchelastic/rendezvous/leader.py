@@ -21,6 +21,7 @@ from typing import Protocol
 from torchelastic.clock import Clock
 from torchelastic.errors import LeaseExpired, RendezvousError
 from torchelastic.rendezvous import resident, round_state, succession
+from torchelastic.rendezvous.agreement import Agreement
 from torchelastic.rendezvous.doubts import Ask, Doubts
 from torchelastic.rendezvous.replacing import holding_up, why_to_replace
 from torchelastic.rendezvous.restart_policy import Kind
@@ -84,11 +85,13 @@ class Leader:
         may_begin_at: float = 0.0,
         dead: frozenset[str] = frozenset(),
         ask: Ask | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         """`term` is that of an agent which hosts the store itself; it forms no first world before
         `may_begin_at`, and goes on without the `dead`. `ask` asks an agent that others doubt, where
-        the store would be slow to."""
+        the store would be slow to. Nodes that do not share its `agreement` are left out."""
         self._store = store
+        self._agreement = agreement
         self._term = term
         self._may_begin_at = may_begin_at
         self._dead = dead
@@ -134,8 +137,9 @@ class Leader:
                     return  # ours still: the last publication came too late, not the key
                 if holder is not None:
                     continue
+                terms = self._agreement.to_json() if self._agreement is not None else {}
                 won = await self._store.compare_and_set(
-                    LEADER_KEY, {"node": self._node}, expected=0, leased=True
+                    LEADER_KEY, {"node": self._node, **terms}, expected=0, leased=True
                 )
                 if won is not None:
                     self._elected = won
@@ -307,11 +311,17 @@ class Leader:
                     self._observer.node_lost(before.member.name, "its connection or lease ended")
             else:
                 member = Member.from_json(change.item.value)
+                if self._is_at_odds(member):
+                    continue  # it is about to see that, and to end
                 draft.see(member, change.item.created, now)
                 self._tell_of(member, change.item.created, before)
                 if self._doubts is not None:
                     self._doubts.heard(member)
         self._state = draft.finish()
+
+    def _is_at_odds(self, member: Member) -> bool:
+        ours = self._agreement.digest if self._agreement is not None else ""
+        return bool(ours and member.agreement) and member.agreement != ours
 
     def _tell_of(self, member: Member, created: int, before: Present | None) -> None:
         if before is None or before.created != created:

@@ -15,7 +15,8 @@ itself first: can the loss of somebody else explain it? One that can yields to o
     stopped               by its own agent
 
 Among equals of the last kinds, those who had entered more collectives waited for who had entered
-fewer.
+fewer. Of several causes the first one heard is named, and the others are said to have failed by
+themselves: the same `SyntaxError` on two ranks is nobody's consequence.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torchelastic.failure import Failure
 
@@ -35,7 +37,7 @@ _LOST_PEER = re.compile(
     r"|application timeout caused pair closure"
     r"|timed out waiting \d+ ?ms for"
     r"|failed to recv, got 0 bytes"
-    r"|nccl communicator was aborted"
+    r"|nccl communicator was aborted|nccl operation timed out"
     r"|nccl error"
     r"|ncclremoteerror"
     r"|collective operation timeout"
@@ -83,7 +85,8 @@ def waited_for_others(failure: Failure) -> bool:
 def pick(
     failures: Sequence[Failure], lost: Sequence[Failure] = ()
 ) -> tuple[Failure | None, tuple[Failure, ...]]:
-    """The first failure and, in order, those of its generation that fell because of it.
+    """The first failure and, in order, the others of its generation. Those that no loss of a peer
+    explains are marked as failed by themselves; the others fell because of the first.
 
     `lost` are the nodes that are gone (`failure.node_failure`).
     """
@@ -97,7 +100,23 @@ def pick(
         looks.append(_look(item, among_lost=among_lost, node_lost=bool(lost)))
         among_lost = among_lost or looks[-1] in (_Look.CONNECTION, _Look.LOST_PEER)
     first = _first(mates, looks)
-    return mates[first], tuple(mates[:first] + mates[first + 1 :])
+    cause = mates[first]
+    others = [
+        replace(item, by_itself=look is _Look.CAUSE and _is_by_itself(item, cause))
+        for place, (item, look) in enumerate(zip(mates, looks, strict=True))
+        if place != first
+    ]
+    return cause, tuple(others)
+
+
+def _is_by_itself(failure: Failure, cause: Failure) -> bool:
+    """Whether a failure that looks like a cause is one beside the first.
+
+    Who exits or aborts without a word may have lost a peer, and been told to by its script or by
+    NCCL's watchdog: that counts only if the first one has ended in the same way.
+    """
+    killed = failure.exitcode < 0 and failure.exitcode not in _SIGABRT
+    return failure.told or killed or failure.signature() == cause.signature()
 
 
 def _first(mates: Sequence[Failure], looks: Sequence[_Look]) -> int:

@@ -3,11 +3,13 @@
 The leader keeps a `RoundState`, changes it by `seen`, `lost` and `published`, and asks `decide`
 after every change and at every `wake_at`. The world's phases:
 
-    waiting ──enough ready members, settled──▶ running ──all done──▶ closed
-       ▲                                          │
-       │                      worker failure, node failure, leave, resize
-       │ fewer than min                           ▼
-       └──────────────── gone everywhere ◀────── over ──the policy gives up──▶ closed
+    waiting ──enough ready, settled──▶ agreeing ──a majority has it──▶ running ──all done──▶ closed
+       ▲                                                                  │
+       │                                              worker failure, node failure, leave, resize
+       │ fewer than min                                                   ▼
+       └──────────────── gone everywhere ◀───────────────────────────── over ──giving up──▶ closed
+
+Only with the embedded rendezvous is a world agreed on, where that takes more than its host.
 
 Workers of a new generation start only when every member that is alive and stays has said that its
 workers of the old one are gone: nobody reads a checkpoint that an old worker is still writing, and

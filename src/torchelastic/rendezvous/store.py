@@ -6,10 +6,12 @@ ends, and a lease ends when nobody has kept it alive for its time to live, or wh
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import asyncio
 
 Json = dict[str, Any]
 

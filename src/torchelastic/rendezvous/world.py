@@ -65,6 +65,8 @@ class Member:
     peer: str = ""
     #: The place asked for in a static rendezvous.
     node_rank: int | None = None
+    #: The digest of its `Agreement`.
+    agreement: str = ""
     #: `host:port` of a store nobody has used yet, offered for the next generation.
     store: str = ""
     #: Whether workers could start at once; newcomers are admitted only then.

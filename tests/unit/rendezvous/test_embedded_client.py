@@ -21,8 +21,14 @@ from tests.unit.rendezvous.embedded_support import (
 )
 from torchelastic.clock import FakeClock
 from torchelastic.errors import ConfigError, LeaseExpired, RendezvousLost, RendezvousRefused
-from torchelastic.rendezvous.embedded import EmbeddedStore, wire
-from torchelastic.rendezvous.embedded.dial import Endpoint, is_refused_everywhere
+from torchelastic.rendezvous.embedded import EmbeddedStore, dial, wire
+from torchelastic.rendezvous.embedded.dial import (
+    Endpoint,
+    NoAnswer,
+    is_refused_everywhere,
+    obstacle,
+)
+from torchelastic.rendezvous.embedded.link import Link
 from torchelastic.rendezvous.embedded.table import Table
 
 
@@ -91,7 +97,7 @@ async def test_a_client_waits_for_its_host():
 @story
 async def test_waiting_has_an_end():
     port = unused_port()
-    with pytest.raises(RendezvousLost, match=rf"127.0.0.1:{port} within 0.1 s \(connection re"):
+    with pytest.raises(RendezvousLost, match=rf"127.0.0.1:{port} within 0.1 s\. .* refuses "):
         await EmbeddedStore.connect([Endpoint("127.0.0.1", port, JOB)], timeout=0.1)
 
 
@@ -141,6 +147,42 @@ async def test_something_else_at_the_port_is_refused(answer, timeout, sentence):
     async with something_else(answer) as port:
         with pytest.raises(RendezvousRefused, match=sentence):
             await EmbeddedStore.connect([Endpoint("localhost", port, JOB)], timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    ("problem", "sentence"),
+    [
+        (socket.gaierror(-2, "unknown"), "The name 'node1' does not resolve on this node"),
+        (ConnectionRefusedError(), "node1 refuses connections to port 29400: nothing listens"),
+        (asyncio.TimeoutError(), "node1:29400 does not respond at all: the machine is down, or a"),
+        (NoAnswer(), "Something at node1:29400 accepts connections but does not answer as a"),
+        (OSError(113, "No route to host"), "node1:29400 cannot be reached: [Errno 113] No route"),
+    ],
+)
+def test_what_is_in_the_way_has_a_sentence_for_each_kind(problem, sentence):
+    assert obstacle(Endpoint("node1", 29400, JOB), problem).startswith(sentence)
+
+
+@story
+async def test_why_a_node_waits_is_said_once_in_a_while_and_when_it_changes(monkeypatch):
+    """Minutes pass at every attempt."""
+    problems = [socket.gaierror(-2, "?"), *[ConnectionRefusedError()] * 3, None]
+    clock, said = FakeClock(), []
+
+    async def attempt(place, **_):
+        clock.advance(dial.SAY_EVERY / 2)
+        problem = problems.pop(0)
+        if problem is not None:
+            raise problem
+        return Link(), wire.Welcome(wire.PROTOCOL, wire.VERSION, "store", False)
+
+    monkeypatch.setattr(dial, "knock", attempt)
+    place = Endpoint("node1", 29400, JOB)
+    await within(10, dial.dial([place], None, timeout=1e6, clock=clock, say=said.append))
+    assert [sentence.split(":")[0] for sentence in said] == [
+        "The name 'node1' does not resolve on this node",
+        *["node1 refuses connections to port 29400"] * 2,
+    ]
 
 
 @story

@@ -67,5 +67,5 @@ async def test_agents_that_name_each_other_are_asked_once_in_an_attempt():
     answer = wire.Elsewhere(places, 1)
     async with receiving(answer) as one, receiving(answer) as other:
         places += [f"127.0.0.1:{agent.port}" for agent in (one, other)]
-        with pytest.raises(RendezvousLost, match="nobody hosts it"):
+        with pytest.raises(RendezvousLost, match="no node hosts the rendezvous yet"):
             await call(one.port, timeout=0.05)

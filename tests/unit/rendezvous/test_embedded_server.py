@@ -46,7 +46,8 @@ async def raw(server: EmbeddedServer, *, greet: bool = True) -> AsyncIterator[Ra
 async def test_who_is_not_for_us_is_told_why():
     hellos = {
         "belongs to job 'job-1', not to 'other'": (wire.VERSION, "other"),
-        "install the same torchelastic": (wire.VERSION + 1, JOB),
+        f"speaks version {wire.VERSION + 1} of the rendezvous protocol, the job version "
+        f"{wire.VERSION}: install the same torchelastic": (wire.VERSION + 1, JOB),
     }
     async with serving() as server:
         for sentence, (version, job) in hellos.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 
 import pytest
@@ -108,6 +109,20 @@ async def test_frames_that_nobody_takes_do_not_fill_the_memory():
             member.send(frame(payload))
         taken = [await asyncio.wait_for(echo.links[0].next_frame(), 10) for _ in range(200)]
         assert taken == [payload] * 200
+
+
+@story
+async def test_who_gives_up_waiting_for_a_frame_leaves_nothing_to_print():
+    printed = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: printed.append(what))
+    async with receiving() as (reception, echo):
+        member = await call(reception.port)
+        member.next_frame()
+        echo.links[0].abort()
+        await asyncio.wait_for(asyncio.shield(member.ended), 10)
+        del member
+        gc.collect()
+    assert printed == []
 
 
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "secret"])

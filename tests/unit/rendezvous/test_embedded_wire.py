@@ -105,7 +105,7 @@ def test_fields_of_a_later_release_are_left_alone():
 
 def test_a_hello_of_another_version_is_told_from_a_stranger():
     other = payload_of(kind="hello", protocol=wire.PROTOCOL, version=99, who="?")
-    assert wire.parse_hello(other) is None
+    assert wire.parse_hello(other) == wire.OtherVersion("99")
     with pytest.raises(WireError, match="no hello"):
         wire.parse_hello(payload_of(kind="hello", protocol="redis", version=1))
     with pytest.raises(WireError, match="lacks 'job'"):

@@ -9,9 +9,10 @@ from dataclasses import replace
 
 from tests.unit.rendezvous.embedded_support import connected, serving, story
 from torchelastic.clock import SystemClock
+from torchelastic.rendezvous.agreement import Agreement
 from torchelastic.rendezvous.leader import QUIET_LOOKS, CheckpointPath, Leader
 from torchelastic.rendezvous.round_state import RoundRules
-from torchelastic.rendezvous.world import PART_PREFIX, WORLD_KEY, Member, World
+from torchelastic.rendezvous.world import LEADER_KEY, PART_PREFIX, WORLD_KEY, Member, World
 
 DEADLINE = 10.0
 
@@ -49,13 +50,13 @@ class Told:
 class Node:
     """A member that stops at once whenever it is told to."""
 
-    def __init__(self, store, name, rules):
+    def __init__(self, store, name, rules, agreement=None):
         self.store, self.name = store, name
         self.told = Told()
         self.member = Member(
             node=name, name=name, addr=name, nproc=1, ready=True, store=f"{name}:1"
         )
-        self.leader = Leader(store, name, rules, SystemClock(), self.told)
+        self.leader = Leader(store, name, rules, SystemClock(), self.told, agreement=agreement)
         self.leading = asyncio.create_task(self.leader.run())
 
     async def say(self, **changes):
@@ -88,13 +89,13 @@ class Node:
 
 
 @asynccontextmanager
-async def cluster(rules, *names):
+async def cluster(rules, *names, agreement=None):
     async with serving() as server, AsyncExitStack() as stack:
         nodes = []
         for name in names:
             store = await stack.enter_async_context(connected(server.port))
             await store.open_lease(5.0)
-            nodes.append(Node(store, name, rules))
+            nodes.append(Node(store, name, rules, agreement))
             stack.push_async_callback(nodes[-1].close)
         yield nodes
 
@@ -125,6 +126,21 @@ async def test_one_leads_and_its_successor_takes_the_world_up():
         second = await c.world(1)
         assert [node.name for node in second.nodes] == ["b", "c"]
         assert second.store == "b:2"
+
+
+@story
+async def test_a_leader_shows_its_terms_and_forms_no_world_with_a_node_of_others():
+    rules = RoundRules(min_nodes=2, max_nodes=2)
+    ours, theirs = Agreement({"--nnodes": "2"}), Agreement({"--nnodes": "3"})
+    async with cluster(rules, "a", "b", "c", agreement=ours) as (a, b, c):
+        await asyncio.wait_for(a.told.leads.wait(), DEADLINE)
+        shown = await a.store.latest(LEADER_KEY)
+        assert shown.value == {"node": "a", **ours.to_json()}
+        await b.say(agreement=theirs.digest)
+        await a.say(agreement=ours.digest)
+        await c.say(agreement=ours.digest)
+        world = await a.world(0)
+        assert {node.name for node in world.nodes} == {"a", "c"}
 
 
 @story

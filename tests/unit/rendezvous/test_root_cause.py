@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from torchelastic.failure import Failure, node_failure
@@ -28,11 +30,13 @@ def told(message: str, **more) -> Failure:
 
 
 BUG = failure("ValueError: bad batch", traceback="Traceback ...\nValueError: bad batch")
+SYNTAX = told("SyntaxError: invalid syntax (train.py, line 3)")
 KILLED = failure("killed by SIGKILL", -9)
 SEGFAULT = failure("killed by SIGSEGV", -11)
 ABORTED = failure("killed by SIGABRT", -6)
 GLOO = failure("RuntimeError: [pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
 NCCL = failure("torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1234")
+NCCL2 = failure("RuntimeError: NCCL operation timed out")  # torch 2.15
 STORE = failure("torch.distributed.DistNetworkError: failed to recv, got 0 bytes")
 WRAPPED = failure(
     "RuntimeError: step 7 failed",
@@ -130,7 +134,33 @@ def test_pick(failures, lost, cause):
     first, others = pick(failures, lost)
     assert first is cause
     mates = [item for item in (*failures, *lost) if item.generation == cause.generation]
-    assert list(others) == [item for item in mates if item is not cause]
+    assert [replace(item, by_itself=False) for item in others] == [
+        item for item in mates if item is not cause
+    ]
+
+
+@pytest.mark.parametrize(
+    ("failures", "by_itself"),
+    [
+        ([SYNTAX, SYNTAX], [True]),
+        ([SYNTAX, SYNTAX, GLOO, STOPPED, PEER], [True, False, False, False]),
+        ([BUG, SYNTAX], [True]),
+        ([KILLED, KILLED, SEGFAULT], [True, True]),
+        ([KILLED, SYNTAX, WRAPPED, WAITED], [True, False, False]),
+        # Its agent was stopping it already, whatever it says.
+        ([SYNTAX, replace(SYNTAX, stopped=True)], [False]),
+        # A script may exit, and NCCL's watchdog abort, because a peer is gone.
+        ([SYNTAX, SILENT], [False]),
+        ([SILENT, SILENT], [True]),
+        ([KILLED, ABORTED], [False]),
+        ([ABORTED, ABORTED], [True]),
+        # Nobody is a cause beside a lost peer.
+        ([GLOO, GLOO], [False]),
+        ([DATA_SERVER, DATA_SERVER], [False]),
+    ],
+)
+def test_who_failed_by_itself_is_no_consequence(failures, by_itself):
+    assert [item.by_itself for item in pick(failures)[1]] == by_itself
 
 
 def test_who_waits_for_others_in_a_collective_has_not_failed_first():
@@ -161,7 +191,7 @@ def test_no_failures_have_no_cause():
 
 
 def test_what_can_be_explained_by_the_loss_of_somebody_else():
-    for item in (GLOO, NCCL, STORE, WRAPPED, STOPPED, STOPPED_SHELL, ABORTED):
+    for item in (GLOO, NCCL, NCCL2, STORE, WRAPPED, STOPPED, STOPPED_SHELL, ABORTED):
         assert is_consequence(item), item
     for item in (BUG, KILLED, SEGFAULT, SPEAKS_OF_IT, *TEXT_ONLY):
         assert not is_consequence(item), item

@@ -111,12 +111,14 @@ class EmbeddedStore:
         reconnect_timeout: float | None = None,
         clock: Clock | None = None,
         meanwhile: Callable[[], Awaitable[None]] | None = None,
+        say: Callable[[str], None] = log.debug,
     ) -> EmbeddedStore:
         """Connect to the store of a job, waiting up to `timeout` seconds (None: for ever) for it.
 
         Its host must be of `term` at least. `lease` (token, seconds) is one that is open there
         already, if things went well: see `has_lease`. `meanwhile` is called every now and then
-        while nobody is there. Raises `RendezvousLost` if nobody comes, `RendezvousRefused` if who
+        while nobody is there, `say` once in a while with what
+        is in the way. Raises `RendezvousLost` if nobody comes, `RendezvousRefused` if who
         is there is not for us.
         """
         clock = clock or SystemClock()
@@ -129,6 +131,7 @@ class EmbeddedStore:
             clock=clock,
             term=term,
             meanwhile=meanwhile,
+            say=say,
         )
         store._store_name, store.term = welcome.store, welcome.term
         if lease is not None and welcome.lease:

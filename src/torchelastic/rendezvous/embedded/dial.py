@@ -36,6 +36,8 @@ ATTEMPT = 5.0
 LAST_ATTEMPT = 0.25
 #: Seconds between the addresses of a name that has several.
 NEXT_ADDRESS = 0.25
+#: Seconds in vain before it is said why, between two times, and before a change is worth a word.
+SAY_AFTER, SAY_EVERY, SAY_CHANGES = 5.0, 60.0, 5.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,31 @@ class _Nowhere(Exception):
     """Agents answered, but none of them hosts the store."""
 
 
+class _InVain(Exception):
+    """An attempt, and what went wrong at which place."""
+
+    def __init__(self, place: Endpoint, problem: Exception) -> None:
+        super().__init__(place, problem)
+        self.place = place
+        self.problem = problem
+
+
+@dataclass
+class _Complaint:
+    """Says why nobody answers: after a while, then once in a while, and when it is another why."""
+
+    say: Callable[[str], None]
+    #: When the next one is due, and when it is if there is something new to say.
+    due: float
+    due_if_new: float
+    said: str = ""
+
+    def about(self, sentence: str, now: float) -> None:
+        if now >= (self.due if sentence == self.said else self.due_if_new):
+            self.said, self.due, self.due_if_new = sentence, now + SAY_EVERY, now + SAY_CHANGES
+            self.say(sentence)
+
+
 async def dial(
     places: Sequence[Endpoint],
     lease: str | None,
@@ -74,30 +101,33 @@ async def dial(
     again: bool = False,
     refused: float = math.inf,
     meanwhile: Callable[[], Awaitable[None]] | None = None,
+    say: Callable[[str], None] = log.debug,
 ) -> tuple[Link, wire.Welcome, Endpoint]:
     """A greeted connection, which takes up `lease` if it can; waits for the host to be there.
 
     The host is looked for at all `places`, and must be of `term` at least. `again` says that there
     was a connection already; after `refused` seconds of nothing but refused connections the time
-    is up as well. `meanwhile` is called after every attempt in vain. Raises
-    `RendezvousRefused` at once when the store refuses or something else lives at the port,
-    `RendezvousLost` when nobody is there until the time is up.
+    is up as well. `meanwhile` is called after every attempt in vain, `say` once in a while with
+    what is in the way. Raises `RendezvousRefused` at once when the store refuses or something else
+    lives at the port, `RendezvousLost` when nobody is there until the time is up.
     """
-    endpoint = places[0]
     deadline = clock.now() + timeout
+    complaint = _Complaint(say, clock.now() + SAY_AFTER, clock.now() + SAY_AFTER)
     refused_until = clock.now() + refused
     pause = FIRST_PAUSE
     while True:
         try:
             left = max(deadline - clock.now(), LAST_ATTEMPT)
             return await _follow(places, lease, term, min(ATTEMPT, left))
-        except (OSError, asyncio.TimeoutError, NoAnswer, _Nowhere) as error:
-            problem = error
-        log.debug("No rendezvous at %s yet: %s.", endpoint, _words(problem))
-        if not isinstance(problem, ConnectionRefusedError):
+        except _InVain as error:
+            vain = error
+        why = obstacle(vain.place, vain.problem)
+        log.debug("No rendezvous yet. %s", why)
+        complaint.about(why, clock.now())
+        if not isinstance(vain.problem, ConnectionRefusedError):
             refused_until = clock.now() + refused
         if clock.now() >= min(deadline, refused_until):
-            raise _verdict(endpoint, timeout, problem, again) from problem
+            raise _verdict(places[0], timeout, vain, again) from vain.problem
         if meanwhile is not None:
             await meanwhile()
         await asyncio.sleep(min(pause, max(deadline - clock.now(), 0.0)))
@@ -105,22 +135,44 @@ async def dial(
 
 
 def _verdict(
-    endpoint: Endpoint, timeout: float, problem: Exception, again: bool
+    endpoint: Endpoint, timeout: float, vain: _InVain, again: bool
 ) -> RendezvousLost | RendezvousRefused:
     if again:
         return RendezvousLost(
-            f"The rendezvous at {endpoint} was lost and does not answer ({_words(problem)}): its "
-            "host has ended, is frozen or cannot be reached."
+            f"The rendezvous at {endpoint} was lost and does not answer ({_words(vain.problem)}): "
+            "its host has ended, is frozen or cannot be reached."
+        )
+    why = obstacle(vain.place, vain.problem)
+    if isinstance(vain.problem, NoAnswer):
+        return RendezvousRefused(why)
+    return RendezvousLost(f"No rendezvous answered at {endpoint} within {timeout:g} s. {why}")
+
+
+def obstacle(place: Endpoint, problem: Exception) -> str:
+    """What keeps this node from its rendezvous, and what to do: a sentence for each kind."""
+    if isinstance(problem, socket.gaierror):
+        return (
+            f"The name '{place.host}' does not resolve on this node: check --rdzv-endpoint, DNS "
+            "and /etc/hosts."
+        )
+    if isinstance(problem, ConnectionRefusedError):
+        return (
+            f"{place.host} refuses connections to port {place.port}: nothing listens there. Start "
+            "the agent on that host, or correct --rdzv-endpoint."
         )
     if isinstance(problem, NoAnswer):
-        return RendezvousRefused(
-            f"Something at {endpoint} takes connections but does not answer as a torchelastic "
+        return (
+            f"Something at {place} accepts connections but does not answer as a torchelastic "
             "rendezvous: choose another port in --rdzv-endpoint."
         )
-    return RendezvousLost(
-        f"No rendezvous answered at {endpoint} within {timeout:g} s ({_words(problem)}): see "
-        "whether the agent on that host runs, and whether --rdzv-endpoint names it."
-    )
+    if isinstance(problem, asyncio.TimeoutError):
+        return (
+            f"{place} does not respond at all: the machine is down, or a firewall drops packets to "
+            f"port {place.port}."
+        )
+    if isinstance(problem, _Nowhere):
+        return f"The agent at {place} answers, but no node hosts the rendezvous yet."
+    return f"{place} cannot be reached: {_words(problem)}."
 
 
 def _words(problem: Exception) -> str:
@@ -140,8 +192,11 @@ def _words(problem: Exception) -> str:
 async def _follow(
     places: Sequence[Endpoint], lease: str | None, term: int, timeout: float
 ) -> tuple[Link, wire.Welcome, Endpoint]:
-    """Ask at the places, then wherever an agent says that the store is, each place once."""
-    problem: Exception | None = None
+    """Ask at the places, then wherever an agent says that the store is, each place once.
+
+    Raises `_InVain`, or `RendezvousRefused` where nothing but that is in the way.
+    """
+    vain: _InVain | None = None
     refusal: RendezvousRefused | None = None
     asking, asked = list(places), set(places)
     while asking:
@@ -149,7 +204,7 @@ async def _follow(
         try:
             link, answer = await knock(place, lease=lease, term=term, timeout=timeout)
         except (OSError, asyncio.TimeoutError, NoAnswer) as error:
-            problem = error
+            vain = _InVain(place, error)
             continue
         except RendezvousRefused as error:
             refusal = error
@@ -157,7 +212,7 @@ async def _follow(
         if isinstance(answer, wire.Welcome) and answer.term >= term:
             return link, answer, place
         link.abort()
-        problem = problem or _Nowhere()
+        vain = vain or _InVain(place, _Nowhere())
         if isinstance(answer, wire.Elsewhere):
             named = [
                 Endpoint.at(address, place.job, place.credentials) for address in answer.addresses
@@ -165,7 +220,7 @@ async def _follow(
             asking = [new for new in named if new not in asked] + asking
             asked.update(named)
     # One place may be another job's, and the store at another one that is to come yet.
-    raise problem or refusal or _Nowhere()
+    raise vain or refusal or _InVain(places[0], _Nowhere())
 
 
 async def knock(

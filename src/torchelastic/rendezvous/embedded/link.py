@@ -50,8 +50,10 @@ class Link(asyncio.BufferedProtocol):
         tls: TlsPipe | None = None,
         limit: int = FRAME_LIMIT,
         made: Callable[[Link], None] | None = None,
+        foreign: Callable[[Link, bytes], bool] | None = None,
     ) -> None:
-        """`limit` is the most bytes of a frame; `made` is told when there is a connection."""
+        """`limit` is the most bytes of a frame; `made` is told when there is a connection.
+        `foreign` sees the first bytes, and says whether it has taken the connection for itself."""
         #: Done when the connection is over; the result is the error that ended it, if any.
         self.ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         self.local_addr = ""
@@ -61,6 +63,7 @@ class Link(asyncio.BufferedProtocol):
         self._backlog: int | None = None
         self._transport: asyncio.Transport | None = None
         self._made = made
+        self._foreign = foreign
         self._tls = tls
         self._first = True
         self._unpacker = Unpacker(limit)
@@ -106,6 +109,8 @@ class Link(asyncio.BufferedProtocol):
     def next_frame(self) -> asyncio.Future[bytes]:
         """The next frame, for the greeting, or what ended the connection instead of it."""
         wanted: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        # Who gives up waiting does not want asyncio to print what became of it.
+        wanted.add_done_callback(lambda done: done.cancelled() or done.exception())
         if self._early:
             wanted.set_result(self._early.popleft())
         elif self.ended.done():
@@ -154,6 +159,13 @@ class Link(asyncio.BufferedProtocol):
         self._transport.abort()
         return taken, self._tls
 
+    def let_go(self) -> asyncio.Transport:
+        """Give the connection to another protocol; the link is over then."""
+        assert self._transport is not None
+        transport, self._transport = self._transport, None
+        self.ended.set_result(None)
+        return transport
+
     @property
     def is_closing(self) -> bool:
         return self._transport is None or self._transport.is_closing()
@@ -181,6 +193,8 @@ class Link(asyncio.BufferedProtocol):
         data = bytes(memoryview(_desk.room)[:nbytes])
         if self._first:
             self._first = False
+            if self._foreign is not None and self._foreign(self, data):
+                return
             if is_tls(data) != (self._tls is not None):
                 self._part_from_the_other_kind()
                 return

@@ -23,6 +23,7 @@ from torchelastic.rendezvous.embedded import wire
 from torchelastic.rendezvous.embedded.endpoint import LISTEN_BACKLOG
 from torchelastic.rendezvous.embedded.link import Link
 from torchelastic.rendezvous.embedded.lobby import Lobby, Told, source_of
+from torchelastic.rendezvous.embedded.splice import TORCH_STORE, splice
 from torchelastic.rendezvous.embedded.tls import TlsPipe
 from torchelastic.rendezvous.secret import Secret, is_nonce, new_nonce
 
@@ -76,6 +77,9 @@ class Reception:
         self._tls = tls
         self._patience = patience
         self._handlers: dict[str, Handler] = {}
+        #: Says where the workers' store is; None: who asks for it here is a stranger.
+        self._store_of_workers: Callable[[], str] | None = None
+        self._passed_on: set[asyncio.Task[None]] = set()
         self._listeners: list[asyncio.Server] = []
         most = most_guests or _most_guests()
         self._guests: Lobby[_Guest] = Lobby(most, most // 2)
@@ -96,6 +100,10 @@ class Reception:
         """Hand the connections of this purpose to `handler` from now on."""
         self._handlers[purpose] = handler
 
+    def pass_workers_on(self, where: Callable[[], str]) -> None:
+        """Connect clients of torch's store with the one at the address that `where` returns."""
+        self._store_of_workers = where
+
     async def listen(self, sockets: Sequence[socket.socket]) -> int:
         """Receive on the sockets `bind_endpoint` gave; returns the port."""
         loop = asyncio.get_running_loop()
@@ -113,6 +121,8 @@ class Reception:
         self._closing = True
         for listener in self._listeners:
             listener.close()
+        for task in self._passed_on:
+            task.cancel()
         ends = [guest.link.ended for guest in self._guests]
         for guest in self._guests:
             guest.refuse("This agent has ended.")
@@ -127,7 +137,19 @@ class Reception:
 
     def _accept(self) -> Link:
         tls = TlsPipe(self._tls, server=True) if self._tls is not None else None
-        return Link(tls=tls, limit=wire.GREETING_LIMIT, made=self._arrived)
+        made, foreign = self._arrived, self._is_worker
+        return Link(tls=tls, limit=wire.GREETING_LIMIT, made=made, foreign=foreign)
+
+    def _is_worker(self, link: Link, first: bytes) -> bool:
+        """Whether it is a client of torch's store, which is passed on then."""
+        if self._store_of_workers is None or not first.startswith(TORCH_STORE):
+            return False
+        address = self._store_of_workers()
+        if address:
+            task = splice(link.let_go(), first, address)
+            self._passed_on.add(task)
+            task.add_done_callback(self._passed_on.discard)
+        return bool(address)
 
     def _arrived(self, link: Link) -> None:
         if self._closing:
@@ -172,12 +194,12 @@ class Reception:
     def _greet(self, guest: _Guest, payload: bytes) -> None:
         """The first frame. What raises here is no client of ours: its connection just ends."""
         hello = wire.parse_hello(payload)
-        if hello is None:
+        if isinstance(hello, wire.OtherVersion):
             self._refuse(
                 guest,
                 "speaks another version of the protocol",
-                f"The rendezvous speaks version {wire.VERSION} of its protocol, this agent "
-                "another: install the same torchelastic on every node.",
+                f"This node speaks version {hello.version} of the rendezvous protocol, the job "
+                f"version {wire.VERSION}: install the same torchelastic on every node.",
             )
         elif self._secret is not None and not hello.nonce:
             self._refuse(

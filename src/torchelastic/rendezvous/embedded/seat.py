@@ -44,7 +44,7 @@ from torchelastic.rendezvous.embedded.table import Row
 from torchelastic.rendezvous.secret import Credentials
 from torchelastic.rendezvous.store import Json
 from torchelastic.rendezvous.succession import Candidacy, Elector
-from torchelastic.rendezvous.world import MEMBER_PREFIX
+from torchelastic.rendezvous.world import MEMBER_PREFIX, WORLD_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,9 @@ class Seat:
         is_host: bool | None = None,
         two_node_takeover: bool = False,
         may_be_remembered: bool = True,
+        passes_workers_on: bool = False,
     ) -> None:
+        """`passes_workers_on`: workers find their store at its port, as with torchrun's static."""
         self._node = node
         self._clock = clock
         self._lease = lease
@@ -93,6 +95,8 @@ class Seat:
         self._may_be_remembered = may_be_remembered and places[0].port != 0
         shown = places[0].credentials
         self._reception = Reception(places[0].job, secret=shown.secret, tls=shown.server_tls)
+        if passes_workers_on:
+            self._reception.pass_workers_on(self._store_of_workers)
         self._endpoints = Endpoints(places, self._reception, clock=clock, is_host=is_host)
         self._elector = Elector(node)
         self._holding = Holding()
@@ -193,16 +197,17 @@ class Seat:
 
     # Taking a seat
 
-    async def open(self, timeout: float | None) -> None:
-        """Listen, and be host or client of the job; waits up to `timeout` seconds for a host."""
+    async def open(self, timeout: float | None, say: Callable[[str], None] = logger.info) -> None:
+        """Listen, and be host or client of the job; waits up to `timeout` seconds for a host, and
+        says once in a while what is in the way."""
         self._reception.serve(wire.STORE, self._say_where)
         self._reception.serve(wire.SUCCESSION, self._converse)
         self._reception.serve(wire.RING, answer_that_we_live)
         await self._endpoints.listen()
         if self._endpoints.ours is None:
-            await self._wait_for_host(timeout)
+            await self._wait_for_host(timeout, say)
         else:
-            await self._find_host(timeout)
+            await self._find_host(timeout, say)
 
     async def regain(
         self, rows: Mapping[str, Json], *, timeout: float | None, say: Callable[[str], None]
@@ -218,7 +223,7 @@ class Seat:
         self._belongings = Belongings(self._lease, rows)
         self._stopped.set()
         if not self._holding.roll.latest.nodes and self._endpoints.ours is None:
-            await self._wait_for_host(timeout)
+            await self._wait_for_host(timeout, say)
         else:
             await self._find_host(timeout, say)
         return self.store.has_lease
@@ -252,7 +257,7 @@ class Seat:
             await self.server.close()
         await self._reception.close()
 
-    async def _wait_for_host(self, timeout: float | None) -> None:
+    async def _wait_for_host(self, timeout: float | None, say: Callable[[str], None]) -> None:
         """Of a node that has no say: wait until somebody hosts."""
 
         async def look() -> None:
@@ -267,15 +272,14 @@ class Seat:
                 timeout=timeout,
                 clock=self._clock,
                 meanwhile=look,
+                say=say,
             )
         except _EndpointIsOurs:
-            await self._find_host(timeout)
+            await self._find_host(timeout, say)
             return
         self._follow(store)
 
-    async def _find_host(
-        self, timeout: float | None, say: Callable[[str], None] = logger.info
-    ) -> None:
+    async def _find_host(self, timeout: float | None, say: Callable[[str], None]) -> None:
         """Ask around until this node has a host, or is it."""
         begun = self._clock.now()
         deadline = begun + (math.inf if timeout is None else timeout)
@@ -495,6 +499,15 @@ class Seat:
         """To a client of the store, which is not hosted here."""
         link.send(wire.Elsewhere(self._known_hosts(), self._elector.term))
         link.close()
+
+    def _store_of_workers(self) -> str:
+        """Of the newest world: a host has it before any node does; empty while there is none."""
+        if self.server is None:
+            world = self._holding.rows.get(WORLD_KEY, {})
+        else:
+            texts = {row.key: row.text for row in self.server.rows(WORLD_KEY)}
+            world = wire.decode_value(texts.get(WORLD_KEY) or "{}")
+        return str(world.get("store", ""))
 
     def _known_hosts(self) -> list[str]:
         if not self._elector.has_host:

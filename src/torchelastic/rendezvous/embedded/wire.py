@@ -28,7 +28,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
+from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_type_hints
 
 from torchelastic.errors import WireError
 from torchelastic.rendezvous.embedded.table import Row
@@ -53,6 +53,8 @@ EVENTS = "events"
 DOINGS = "doings"
 
 _LENGTH = struct.Struct(">I")
+#: Characters of another version that are told.
+_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,12 @@ class Hello(Message):
     term: int = 0
     #: See `secret`; empty: this node has none.
     nonce: str = ""
+
+
+class OtherVersion(NamedTuple):
+    """Which version of the protocol a client speaks that does not speak ours."""
+
+    version: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -529,13 +537,13 @@ def _message(cls: type[M], content: Mapping[str, Any]) -> M:
     return cls(*made)
 
 
-def parse_hello(payload: bytes) -> Hello | None:
-    """The hello of a client; None if it speaks another version of the protocol."""
+def parse_hello(payload: bytes) -> Hello | OtherVersion:
+    """The hello of a client, or the other version of the protocol that it speaks."""
     content = _load(payload, "A frame")
     if content.get("kind") != Hello.kind or content.get("protocol") != PROTOCOL:
         raise WireError(f"The first frame of a connection is no hello of {PROTOCOL}.")
     if content.get("version") != VERSION:
-        return None
+        return OtherVersion(str(content.get("version"))[:_SHOWN])
     return _message(Hello, content)
 
 

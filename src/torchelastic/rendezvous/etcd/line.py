@@ -36,6 +36,8 @@ ATTEMPT = 3.0
 CONNECTING = 2.0
 FIRST_PAUSE = 0.01
 LONGEST_PAUSE = 0.5
+#: Seconds after which it is said again what is waited for.
+SAY_EVERY = 60.0
 #: Connections kept for the next call.
 IDLE = 2
 
@@ -319,6 +321,7 @@ class Patience:
         #: Whether etcd has never answered yet.
         self.is_first = first
         self._since: float | None = None
+        self._say_at = 0.0
         self._pause = FIRST_PAUSE
         #: How often things went wrong since they went well.
         self._times = 0
@@ -331,8 +334,11 @@ class Patience:
 
     async def wait(self, trouble: BaseException) -> None:
         """Wait before asking again; raises `RendezvousLost` when that has been done long enough."""
+        now = self._clock.now()
         if self._since is None:
-            self._since = self._clock.now()
+            self._since = self._say_at = now
+        if now >= self._say_at:
+            self._say_at = now + SAY_EVERY
             log.log(
                 # Nobody wants to wait for an hour to learn that the endpoint has a typing error.
                 logging.WARNING if self.is_first else logging.INFO,
