@@ -1,9 +1,17 @@
 """The shape of the package, read from its source: who may import whom, and how big things get."""
 
 import ast
-from collections.abc import Iterator
+import re
 from functools import cache
 from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from torchelastic import errors
+from torchelastic.rendezvous.world import World
+
+pytestmark = pytest.mark.xdist_group("architecture")  # every file is read once
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "torchelastic"
@@ -19,6 +27,7 @@ LAYERS = (
     ("rendezvous", "snapshot", "checkpoint", "data", "utils"),
     ("events", "jobs", "event_logger"),
     (
+        "backends",
         "config",
         "env",
         "errors",
@@ -32,35 +41,36 @@ LAYERS = (
         "stalls",
         "tensor_bytes",
         "terminal_text",
+        "torch_private",
+        "torch_versions",
     ),
 )
 DEPTH = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
 
-# Decisions: handed the time and the facts, they touch nothing.
+# Decisions: handed the time and the facts, they touch nothing, nor does what they import.
 PURE = {
     f"{where}{name}.py"
     for where, names in {
-        "": "codec http1 terminal_text",
+        "": "codec http1 terminal_text torch_versions",
         "agent/": "crew group_state heard scraping",
         "checkpoint/": "fence grace interval marker retention",
-        "cli/": "rendezvous_rules",
-        "dashboard/": "answers door",
-        "data/": "batch_policy progress shares verdict",
-        "doctor/": "environment finding machine network times",
+        "dashboard/": "door",
+        "data/": "shares verdict",
+        "doctor/": "environment finding network",
         "events/": (
             "goodput hangs merge node_time ranks record recoveries series step_time "
             "stragglers trace view words"
         ),
         "metrics/": "job_metrics",
         "rendezvous/": (
-            "forming replacing resident restart_policy root_cause round round_state secret "
-            "succession url"
+            "agreement forming replacing resident restart_policy root_cause round round_state "
+            "secret succession"
         ),
         "rendezvous/embedded/": "journal lobby table",
         "rendezvous/etcd/": "feed messages",
-        "snapshot/": "bandwidth messages placement",
-        "torchrun/": "guest_state parameters",
-        "training/": "gate inbox keeping_boxes keeping_plan outcome",
+        "snapshot/": "bandwidth placement",
+        "torchrun/": "guest_state",
+        "training/": "gate inbox keeping_boxes",
         "worker/": "orders",
     }.items()
     for name in names.split()
@@ -73,6 +83,11 @@ WITH_TORCH = {
     "doctor/path_program.py",
     "doctor/torch_probe.py",
 }
+
+#: The only file that touches private names of torch.
+PRIVATE = "torch_private.py"
+#: Names of the standard library that look private.
+OF_PYTHON = {"_exit", "_fields", "_getframe", "_inheriting", "_make", "_replace"}
 
 MOST_LINES = 600
 MOST_LINES_OF_A_FUNCTION = 80
@@ -88,24 +103,25 @@ def part_of(path: Path) -> str:
 
 
 @cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
-
-
-def without_type_checking(node: ast.AST) -> Iterator[ast.AST]:
-    """The tree without what only type checkers read."""
-    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-        return
-    yield node
-    for child in ast.iter_child_nodes(node):
-        yield from without_type_checking(child)
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All that other modules, the environment and sizes can be found in, without what only type
+    checkers read."""
+    found, left = [], [ast.parse(path.read_text(), str(path))]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            continue
+        found.append(node)
+        left.extend(ast.iter_child_nodes(node))
+    kinds = (ast.Import, ast.ImportFrom, ast.Attribute, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [node for node in found if isinstance(node, kinds)]
 
 
 @cache
 def imports_of(path: Path) -> list[tuple[int, str]]:
     """Line and full name of everything a file imports, inside functions too."""
     found = []
-    for node in without_type_checking(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -123,6 +139,28 @@ def imported_from(path: Path, packages: set[str]) -> list[str]:
     ]
 
 
+@cache
+def reached_from(path: Path) -> frozenset[Path]:
+    """A file and all files of the package that importing it imports."""
+    found, left = {path}, [path]
+    while left:
+        names = [name for _, name in imports_of(left.pop()) if name.startswith("torchelastic.")]
+        new = {file for name in names if (file := file_of(name)) is not None} - found
+        found |= new
+        left += new
+    return frozenset(found)
+
+
+def file_of(name: str) -> Path | None:
+    """The file of a module, or of the module that has this name in it."""
+    for dotted in (name, name.rpartition(".")[0]):
+        place = PACKAGE.parent.joinpath(*dotted.split("."))
+        for path in (place.with_suffix(".py"), place / "__init__.py"):
+            if path in FILES:
+                return path
+    return None
+
+
 def test_nothing_imports_from_a_layer_above():
     layered = [path for path in FILES if part_of(path) != "__init__"]
     nowhere = {part_of(path) for path in layered} - set(DEPTH)
@@ -137,20 +175,111 @@ def test_nothing_imports_from_a_layer_above():
     assert upward == []
 
 
+def test_the_map_in_the_package_names_every_part_in_its_layer():
+    text = (ast.get_docstring(ast.parse((PACKAGE / "__init__.py").read_text())) or "").partition(
+        "Layout"
+    )[2]
+    layers = [
+        set(re.findall(r"\w+", " ".join(line[:25] if "  " in line[4:] else line for line in part)))
+        for block in text.split("\n\n")
+        if (part := [line for line in block.splitlines() if line.startswith("    ")])
+    ]
+    assert layers == [set(layer) - {"__main__"} for layer in LAYERS]
+
+
+def test_the_errors_are_drawn_where_they_are():
+    drawn: list[tuple[int, str]] = []
+    for line in (errors.__doc__ or "").splitlines():
+        found = re.match(r"([│ ]*)[├└]── (\w+(?:, \w+)*)", line)
+        if found:
+            drawn += [(len(found[1]) // 4, name) for name in found[2].split(", ")]
+    above = {-1: errors.TorchElasticError}
+    for depth, name in drawn:
+        above[depth] = getattr(errors, name)
+        assert above[depth - 1] in above[depth].__bases__, name
+    known = {kind.__name__ for kind in vars(errors).values() if isinstance(kind, type)}
+    assert {name for _, name in drawn} == known - {"TorchElasticError"}
+
+
+def test_the_page_of_states_has_every_phase_of_a_world():
+    page = (ROOT / "docs" / "states.md").read_text()
+    phases = get_args(get_type_hints(World)["phase"])
+    assert [phase for phase in phases if f"| {phase} |" not in page] == []
+
+
 def test_the_package_itself_imports_nothing_of_its_own():
     assert imported_from(PACKAGE / "__init__.py", {"torchelastic"}) == []
 
 
 def test_decisions_touch_nothing():
     assert sorted(PURE - set(map(name_of, FILES))) == [], "there are no such files"
-    touched = [use for name in sorted(PURE) for use in imported_from(PACKAGE / name, IMPURE)]
-    assert touched == []
+    touched = {
+        f"{name} by {use}"
+        for name in PURE
+        for path in reached_from(PACKAGE / name)
+        for use in imported_from(path, IMPURE)
+    }
+    assert sorted(touched) == []
 
 
 def test_agent_and_command_line_do_not_import_torch():
     lean = ("agent", "cli", "dashboard", "distributed", "doctor")
     files = [path for path in FILES if part_of(path) in lean and name_of(path) not in WITH_TORCH]
     assert [use for path in files for use in imported_from(path, {"torch"})] == []
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_names_used(path: Path) -> list[tuple[int, str]]:
+    """Attributes of others than `self`, by their line."""
+    return [
+        (node.lineno, node.attr)
+        for node in nodes_of(path)
+        if isinstance(node, ast.Attribute)
+        and is_private(node.attr)
+        and getattr(node.value, "id", "") not in ("self", "cls")
+    ]
+
+
+@cache
+def own_private_names() -> set[str]:
+    """What the package itself calls so: functions, attributes, fields."""
+    names = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    names.add(name)
+                case ast.Name(id=name, ctx=ast.Store()):
+                    names.add(name)
+                case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                    names.add(name)
+    return names
+
+
+def test_one_file_touches_private_names_of_torch():
+    of_torch = {name for _, name in private_names_used(PACKAGE / PRIVATE)}
+    by_text = {"_version", "_buffers", "_local_tensor", "_spec", "_cdata"}  # `attrgetter`
+    of_torch |= by_text
+    own = own_private_names()
+    allowed = (own | OF_PYTHON) - of_torch
+    touched = []
+    for path in FILES:
+        if name_of(path) == PRIVATE or part_of(path) == "integrations":  # of other frameworks
+            continue
+        found = [(line, name) for line, name in private_names_used(path) if name not in allowed]
+        found += [
+            (line, name)
+            for line, name in imports_of(path)
+            if name.split(".")[0] == "torch"
+            and ("distributed_c10d" in name or any(map(is_private, name.split("."))))
+        ]
+        text = path.read_text()
+        found += [(0, name) for name in sorted(by_text - own) if f'"{name}"' in text]
+        touched += [f"{name_of(path)}:{line}: {name}" for line, name in found]
+    assert touched == []
 
 
 def test_only_env_reads_the_environment():
@@ -160,7 +289,7 @@ def test_only_env_reads_the_environment():
         lines = [line for line, name in imports_of(path) if name in names]
         lines += [
             node.lineno
-            for node in ast.walk(tree_of(path))
+            for node in nodes_of(path)
             if isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)
             and f"{node.value.id}.{node.attr}" in names
@@ -177,7 +306,7 @@ def test_files_and_functions_stay_small():
             big.append(f"{name_of(path)}: {lines} lines")
         big += [
             f"{name_of(path)}: {node.name}: {node.end_lineno - node.lineno + 1} lines"
-            for node in ast.walk(tree_of(path))
+            for node in nodes_of(path)
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             and node.end_lineno - node.lineno + 1 > MOST_LINES_OF_A_FUNCTION
         ]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from tests.test_architecture import FILES, PACKAGE, imports_of, name_of, tree_of
+from tests.test_architecture import FILES, PACKAGE, imports_of, name_of, nodes_of, pytestmark
+
+__all__ = ["pytestmark"]  # with the tests that read the same files
 
 #: Modules whose loads run what the bytes say, or crash on bytes that were made to.
 UNSAFE = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing.connection"}
@@ -38,11 +40,11 @@ def unsafe_uses(path: Path) -> list[str]:
         for line, name in imports_of(path)
         if name.split(".")[0] in UNSAFE or name.startswith(tuple(UNSAFE))
     ]
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            wanted = UNSAFE_CALLS.get(node.func.attr)
-            if wanted == "" or (wanted and ast.unparse(node.func.value) == wanted):
-                found.append(f"line {node.lineno}: {ast.unparse(node.func)}")
+    for node in nodes_of(path):
+        if isinstance(node, ast.Attribute):
+            wanted = UNSAFE_CALLS.get(node.attr)
+            if wanted == "" or (wanted and ast.unparse(node.value) == wanted):
+                found.append(f"line {node.lineno}: {ast.unparse(node)}")
     return found
 
 

@@ -16,21 +16,36 @@ A training whose processes live on when others are lost:
 Layout, from top to bottom; nothing imports from a layer above its own:
 
     cli/, distributed/    argv becomes a job: `torchelastic run` and its module entry points
-    launcher              the same from Python: `elastic_launch`
+    dashboard/            a page that shows a job
+
+    integrations/         Lightning, Transformers and Accelerate
+    doctor/               what to check before a long run
+
     p2p, train_loop, state, coordinator, worker_stats, fault_injection
                           the module names of release 0.1
+
     agent/                one per node: starts, watches and stops the workers of the node
+    launcher/             a job from Python: `elastic_launch`
     torchrun/             the rendezvous for stock torchrun
     training/             the loop of a resident worker: state, process group, rolling back
     multiprocessing/      starting processes, and the error files they leave
+
     worker/               what runs inside a worker
     timer/                blocks that must end in time
+    metrics/              what happened in numbers, and numbers of the user's
+
     rendezvous/           how the nodes agree on a world; the store they agree through
+    snapshot/             states in memory, and their copies on other nodes
     checkpoint/           states in storage
     data/                 samples shared out in worlds of any size, each once an epoch
+    utils/                names of release 0.1
+
     events/               what happened and why, as JSON lines
-    metrics/              the same in numbers, and numbers of the user's
-    config, env, errors, clock, failure, faults
+    event_logger, jobs    events of the user's; the jobs of this machine
+
+    config, env, errors, clock, codec, failure, faults, milestones, stalls,
+    http1, http1_socket, tensor_bytes, terminal_text, backends, torch_versions
+    torch_private         the only use of torch's private names
 
 The public names are loaded when they are first used: importing the package imports neither torch
 nor anything else that takes time.
@@ -39,8 +54,8 @@ nor anything else that takes time.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # typing's own takes milliseconds to import, in every process
 if TYPE_CHECKING:
     from torchelastic.config import LaunchConfig
     from torchelastic.coordinator import Coordinator, NonRetryableException, StopException

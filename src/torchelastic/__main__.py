@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from torchelastic.cli import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        from torchelastic.cli import main
+
+        exitcode = main()
+    except KeyboardInterrupt:  # so early that there is nothing to end
+        exitcode = 130
+    sys.exit(exitcode)

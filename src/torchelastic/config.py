@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import os
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -206,6 +206,9 @@ class LaunchConfig:
     log_dir: str | None = None
     redirects: Std | Mapping[int, Std] = Std.NONE
     tee: Std | Mapping[int, Std] = Std.NONE
+    #: Output that is neither redirected nor tee'd is copied to files as well, as it is, where it
+    #: does not go to a terminal.
+    log_copy: bool = True
     local_ranks_filter: frozenset[int] | None = None
     duplicate_stdout_filters: tuple[str, ...] = ()
     duplicate_stderr_filters: tuple[str, ...] = ()
@@ -455,5 +458,5 @@ def default_run_id(max_nodes: int, endpoint: str) -> str:
     and a name or an address to the others.
     """
     if max_nodes == 1:
-        return f"job-{os.urandom(4).hex()}"
+        return f"job-{secrets.token_hex(4)}"
     return f"job-{parse_endpoints(endpoint)[0][1]}"

@@ -31,8 +31,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("WORLD_SIZE", "worker", "workers in the world"),
     Variable("GROUP_WORLD_SIZE", "worker", "nodes in the world"),
     Variable("ROLE_WORLD_SIZE", "worker", "workers of the same role"),
-    Variable("MASTER_ADDR", "worker", "host of the store made for this generation"),
-    Variable("MASTER_PORT", "worker", "port of that store"),
+    Variable("MASTER_ADDR", "worker", "host of the generation's store; on one node --master-addr"),
+    Variable("MASTER_PORT", "worker", "port of that store; on one node --master-port, where given"),
     Variable("TORCHELASTIC_RESTART_COUNT", "worker", "the generation: 0 in the first world"),
     Variable("TORCHELASTIC_MAX_RESTARTS", "worker", "the restart budget of the job"),
     Variable("TORCHELASTIC_RUN_ID", "worker", "the job id"),
@@ -54,7 +54,17 @@ VARIABLES: tuple[Variable, ...] = (
         "descriptor of the memory that stacks are written to when asked for; removed at once",
     ),
     Variable("TORCHELASTIC_FAULTS", "worker", "faults to inject, see torchelastic.faults"),
-    Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "worker", "1 unless set"),
+    Variable(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "worker",
+        "1 unless set; torchelastic.train with NCCL makes it 2, so that the watchdog aborts the "
+        "group and leaves the process alone",
+    ),
+    Variable(
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+        "worker",
+        "unless set, 0 in torchelastic.train with NCCL: for the same reason",
+    ),
     Variable(
         "GLOO_SOCKET_IFNAME", "worker", "unless set, the interface where other nodes reach this one"
     ),
@@ -86,7 +96,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
         "agent",
-        "line prefix with ${role_name}, ${rank}, ${local_rank}",
+        "default of --log-line-prefix-template",
     ),
     Variable(
         "TORCHELASTIC_SECRET",

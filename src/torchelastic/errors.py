@@ -2,9 +2,12 @@
 
 TorchElasticError
 ├── ConfigError            bad input: one sentence, what is wrong and what to do (exit 2)
+│   ├── ProcessesError     start_processes cannot start these; also a RuntimeError
+│   └── ProgramMissing     there is no such program; also a FileNotFoundError
 ├── RendezvousError
 │   ├── RendezvousLost     the store cannot be reached any longer (exit 171)
 │   ├── LeaseExpired       the store has given this node up
+│   ├── NotEnoughNodes     fewer than min nodes for longer than allowed (exit 170)
 │   ├── RendezvousRefused  the store answered, but this agent may not join it
 │   ├── RendezvousClosedException, RendezvousTimeoutException, RendezvousNonRetryableError
 │   │                      0.2's handlers: the job has ended; too few nodes; anything else
@@ -13,7 +16,6 @@ TorchElasticError
 ├── ChannelLost            a resident worker and its agent cannot talk any longer
 ├── CheckpointError        a checkpoint cannot be written or loaded
 ├── NonRetryableException  user code: trying again cannot help
-├── NotEnoughNodes         fewer than min nodes for longer than allowed (exit 170)
 ├── JobClosed              the job has ended otherwise than by the end of its training
 ├── JobInterrupted         a signal asked this node to leave (exit 128 + signal)
 ├── SnapshotError          a snapshot cannot be kept, found or used
@@ -40,6 +42,14 @@ class TorchElasticError(Exception):
 
 class ConfigError(TorchElasticError, ValueError):
     """The user's input is wrong; the message says what to do about it."""
+
+
+class ProcessesError(ConfigError, RuntimeError):
+    """`start_processes` cannot start what it is asked for; 0.2's callers catch a RuntimeError."""
+
+
+class ProgramMissing(ConfigError, FileNotFoundError):
+    """There is no such program; callers of 0.2 and of subprocess catch a FileNotFoundError."""
 
 
 class RendezvousError(TorchElasticError):

@@ -61,6 +61,8 @@ class Failure:
     entered: int = -1
     #: It was waiting for others in a collective when it failed.
     waited: bool = False
+    #: Not the first failure, but no consequence of it either: `root_cause.pick` says so.
+    by_itself: bool = False
 
     @property
     def told(self) -> bool:
@@ -126,15 +128,21 @@ def node_failure(node: str, generation: int, message: str) -> Failure:
     )
 
 
+#: How one line begins, in brackets, that stands for a traceback which was printed before.
+SAME = "the same traceback as in generation"
+
+
 def last_lines(text: str, besides: str = "") -> tuple[str, ...]:
     """The last lines of a text, as many as may travel with a failure, without those of a traceback
     that is told besides: Python writes that as well, and torch with the rank before each line.
 
     >>> last_lines("one\\ntwo\\n[rank1]:   boom", "  boom")
     ('one', 'two')
+    >>> last_lines("one\\nKeyError: 1 (the same traceback as in generation 3, 2 times now)")
+    ('one',)
     """
     told = tuple({line.rstrip() for line in besides.splitlines() if line.strip()})
-    lines = [_shown(line) for line in text.splitlines()]
+    lines = [_shown(line) for line in text.splitlines() if f" ({SAME} " not in line]
     return _bounded([line for line in lines if line and not line.endswith(told)])
 
 

@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 KEEP_JOBS = 20
 #: The same for agents that have ended within one job id.
 KEEP_AGENTS = 20
+#: For so many seconds after its end a job is not begun again by a node that comes too late for it.
+LATE = 600.0
 
 _AGENT_FILE = "agent.json"
 
@@ -56,6 +58,10 @@ class AgentEntry:
     exitcode: int | None = None
     #: Where the logs of its workers lie, as far as there are any.
     logs: Path | None = None
+    #: It saw the job finish: every worker of every node succeeded. By then so many steps were done;
+    #: -1: not known.
+    finished: bool = False
+    step: int = -1
 
     @property
     def alive(self) -> bool:
@@ -113,6 +119,11 @@ class Registration:
     def __init__(self, directory: Path, entry: AgentEntry) -> None:
         self.directory = directory
         self._entry = entry
+        self._write()
+
+    def note_finished(self, step: int) -> None:
+        """The job is finished, by so many steps; -1: not known. The agent is about to end."""
+        self._entry = replace(self._entry, finished=True, step=step)
         self._write()
 
     def close(self, exitcode: int | None = None) -> None:
@@ -213,6 +224,46 @@ def latest_run(agents: Iterable[AgentEntry]) -> tuple[AgentEntry, ...]:
             run = []
         run.append(agent)
     return tuple(run)
+
+
+def finished_before(
+    agents: Iterable[AgentEntry], command: Sequence[str], now: float
+) -> AgentEntry | None:
+    """Of the agents of a job id: the one that saw the job finish for which a node that starts now,
+    with this command, comes too late. None: it may begin.
+
+    A job that failed, or that a signal ended, may be started again, and so may one with another
+    command: that is another job.
+    """
+    run = latest_run(agents)
+    if any(agent.alive and not agent.finished for agent in run):
+        return None
+    return next(
+        (
+            agent
+            for agent in reversed(run)
+            if agent.finished
+            and agent.command == tuple(command)
+            and 0 <= now - agent.last_seen < LATE
+        ),
+        None,
+    )
+
+
+def too_late(job: str, command: Sequence[str]) -> str:
+    """Why a node of this job need not start, in a sentence; empty: it may."""
+    base, now = registry(), time.time()
+    if not base.exists():
+        return ""
+    _refuse_foreign(base)
+    seen = finished_before(_agents(base / _job_name(job)), command, now)
+    if seen is None:
+        return ""
+    step = f" at step {seen.step}," if seen.step >= 0 else ""
+    return (
+        f"Job '{job}' finished{step} {now - seen.last_seen:.0f} s ago: this node comes too late. "
+        "To run the same command again, choose another --rdzv-id."
+    )
 
 
 def events_path(config: LaunchConfig, run_dir: Path, registry_dir: Path) -> Path:

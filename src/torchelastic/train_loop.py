@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 from torchelastic.training.coordinator import Coordinator
 from torchelastic.training.loop import Options
@@ -10,7 +11,7 @@ from torchelastic.training.loop import train as _train
 from torchelastic.training.state import State
 from torchelastic.training.steps import Function, Generator, StepGenerator, TrainStep
 
-__all__ = ["MAX_FAILURES", "run_train", "train"]
+__all__ = ["MAX_FAILURES", "run_train", "to_generator", "train"]
 
 #: The limit where `max_failures` is not given. In 0.1 all failures of a process counted; here those
 #: of user code do, and a step further than ever before begins the count anew.
@@ -60,6 +61,19 @@ def run_train(
     """
     options = _options(snapshot_every, checkpoint_every, max_failures)
     return _train(coordinator, Generator(train_step_gen), state, options)  # type: ignore[return-value]
+
+
+def to_generator(train_step: TrainStep) -> StepGenerator:
+    """The generator of steps that `run_train` takes, of the function that `train` takes."""
+
+    def steps(state: S) -> Iterator[Any]:
+        while True:
+            try:
+                yield train_step(state)
+            except StopIteration:
+                return
+
+    return steps
 
 
 def _options(

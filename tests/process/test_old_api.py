@@ -16,7 +16,7 @@ from tests.process import entrypoints
 from tests.process.jobs import alive
 from tests.support import poll_for
 from torchelastic.agent.server import LocalElasticAgent, WorkerSpec, WorkerState
-from torchelastic.errors import ConfigError, SpawnError
+from torchelastic.errors import ConfigError
 from torchelastic.multiprocessing import (
     MultiprocessContext,
     Std,
@@ -166,7 +166,7 @@ def test_close_passes_on_the_signal_it_is_given(log_dir):
 
 
 def test_if_one_cannot_start_none_is_left(log_dir):
-    with pytest.raises(SpawnError, match="no-such-program"):
+    with pytest.raises(FileNotFoundError, match="no-such-program"):
         start("no-such-program", [(), ()], log_dir)
 
 

@@ -17,8 +17,9 @@ from tests.support import poll_for
 
 
 def test_crashes_of_every_kind_restart_the_world_and_are_explained(tmp_path):
-    """By exception, by SIGKILL, by exit code; every generation keeps its logs and its store."""
-    with job(tmp_path, "--standalone --nproc-per-node=2 --redirects=3") as it:
+    """By exception, by SIGKILL, by exit code; every generation keeps its logs, unasked, and its
+    store."""
+    with job(tmp_path, "--standalone --nproc-per-node=2") as it:
         node = it.start()
         check_environment(it.world(0, 2)[1]["env"])
         it.order("raise out of luck", generation=0, rank=1)
@@ -268,6 +269,10 @@ def test_the_end_of_the_host_and_a_wrong_job_id_are_told_in_a_sentence(tmp_path)
         assert stranger.wait() == 2
         assert f"belongs to job 'job{it.port}', not to 'another'" in stranger.stderr
         assert "Traceback" not in stranger.stderr
+        differs = it.start("--nnodes=2")
+        assert differs.wait() == 2
+        assert "disagree about --nnodes (2 on this node, 1:2 in the job)" in differs.stderr
+        assert "Traceback" not in differs.stderr
         host.kill()
         assert other.wait() == 171
         assert "1 of 2 nodes are no majority" in other.stderr
@@ -366,3 +371,18 @@ def test_twenty_generations_leak_nothing(tmp_path):
         poll_for(lambda: held() == before, what=f"{held()} to be {before} again")
         it.order("finish")
         assert node.wait() == 0, node.stderr
+
+
+def test_a_node_that_comes_after_the_end_begins_nothing(tmp_path):
+    """A job that has failed may be started again; one that has finished is not begun once more."""
+    with job(tmp_path, "--nnodes=1:2 --settle=0.1 --no-zygote --max-restarts=0") as it:
+        it.order("exit 3")
+        assert it.start().wait() == 1
+        it.order("finish")
+        assert it.start().wait() == 0, it.said()
+        late = it.start()
+        assert late.wait() == 0
+        assert f"Job 'job{it.port}' finished " in late.stderr
+        assert "this node comes too late" in late.stderr
+        assert late.events() == []
+    assert len(it.lines(event="finish")) == 1

@@ -195,6 +195,26 @@ def test_the_last_words_are_heard_however_many_came_before(plain, environ):
     assert plain.messages[-1][1]["message"] == "RuntimeError: the end"
 
 
+def test_a_mistake_in_handling_a_message_costs_neither_the_next_nor_the_end(plain, environ, caplog):
+    heard = []
+
+    def hear(local_rank, message):
+        heard.append(message["number"])
+        raise ValueError("a mistake of ours")
+
+    plain.supervisor._on_message = hear
+    source = """
+        from torchelastic.worker import channel
+        channel.adopt()
+        for number in range(3):
+            channel.send({"number": number})
+    """
+    plain.do(plain.supervisor.start(spawns(plain, environ, source, 1)))
+    plain.until(lambda: plain.exits, "the end")
+    assert heard == [0, 1, 2]
+    assert "A message of worker 0 could not be handled." in caplog.text
+
+
 def test_a_worker_that_sends_more_than_is_read_is_not_held_up(plain, environ):
     source = """
     from torchelastic.worker import channel

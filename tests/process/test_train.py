@@ -138,7 +138,8 @@ def test_killed_anywhere_and_replaced_the_result_is_the_same_to_the_bit(
         ended = [event for event in node.events("worker-exited") if event["exitcode"] == -9]
         # On a busy machine more: who is not free soon after its world is over is killed, too.
         assert len(ended) >= len(PLACES) + len(stopped), made.said()
-        assert len(made.lines(event="start")) == 3 + len(ended), "replaced for an error"
+        # And not replaced any more if that was the last one.
+        assert len(made.lines(event="start")) <= 3 + len(ended), "replaced for an error"
         assert "a flaky disk" in node.stderr
         check_stopped(node.events("worker-killed"), stopped)
         found, end = steps(made), final(made, 3)

@@ -3,13 +3,14 @@
 import asyncio
 import os
 import pickle
+import shutil
 import signal
 import sys
 from textwrap import dedent
 
 import pytest
 
-from tests.light import with_light_torch
+from tests.light import PLACE, with_light_torch
 from tests.process.bench import bench, pids_of
 from tests.support import poll_for
 from torchelastic.agent import zygote
@@ -65,6 +66,21 @@ def test_start_returns_while_imports_go_on(made, script, environ, tmp_path):
     gate.write_text("go")  # would wait for ever if the import had not begun, or had ended
     assert isinstance(made.do(made.zygote.wait_ready()), float)
     assert made.zygote.warnings == []
+
+
+@pytest.mark.parametrize(
+    ("version", "told"),
+    [("2.13.0", []), ("9.1.0", ["torch 9.1.0 is newer than any"]), ("2.6.0", ["torch is 2.6.0"])],
+)
+def test_a_torch_that_was_never_run_is_told_once(made, script, environ, own, version, told):
+    shutil.copytree(PLACE / "torch", own / "torch")
+    with (own / "torch" / "__init__.py").open("a") as file:
+        file.write(f"\n__version__ = {version!r}\n")
+    made.start_zygote(Entry("script", str(script)), environ)
+    assert [
+        one[: len(words)] for one, words in zip(made.zygote.warnings, told, strict=True)
+    ] == told
+    assert made.run(Entry("script", str(script)), environ).stdout == "ran\n"
 
 
 def test_modules_beside_the_script_are_preloaded(made, script, environ, tmp_path):

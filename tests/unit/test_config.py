@@ -57,6 +57,7 @@ FILLED = LaunchConfig(
     log_dir="logs",
     redirects={0: Std.OUT, 11: Std.ALL},
     tee=Std.ERR,
+    log_copy=False,
     local_ranks_filter=frozenset({0, 2}),
     duplicate_stdout_filters=("a,b",),
     duplicate_stderr_filters=("c",),

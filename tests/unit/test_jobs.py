@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 import stat
 import subprocess
 import time
@@ -209,3 +211,54 @@ def test_where_events_go():
         config = LaunchConfig(log_dir=log_dir)
         path = jobs.events_path(config, Path("/run"), Path("/registry"))
         assert path == Path("/") / expected / "events.jsonl"
+
+
+# --- nodes that come too late ---------------------------------------------------------------------
+
+
+def ended(node: str, started: float, end: float | None, **more) -> AgentEntry:
+    return dataclasses.replace(entry(node, started, end), command=("train.py", "1"), **more)
+
+
+DONE = ended("a", 100, 200, finished=True, step=1200)
+
+
+@pytest.mark.parametrize(
+    ("agents", "now", "late"),
+    [
+        ([], 210, False),
+        ([DONE], 210, True),
+        ([DONE], 200 + jobs.LATE, False),
+        ([DONE], 190, False),  # the clock was set back: nobody knows when it was
+        ([DONE, ended("b", 101, 150, exitcode=143)], 210, True),  # one node had left before the end
+        ([ended("a", 100, 200, exitcode=1)], 210, False),
+        ([ended("a", 100, 200, exitcode=143)], 210, False),
+        ([ended("a", 100, None, pid=2**22 + 1)], 210, False),  # killed
+        ([ended("a", 100, None, finished=True)], 210, True),  # it waits for others to hear of it
+        ([DONE, ended("b", 205, None)], 210, False),  # it runs again
+        ([DONE, ended("b", 205, 208, exitcode=1)], 210, False),  # and has failed
+        ([dataclasses.replace(DONE, command=("train.py", "2"))], 210, False),  # another job
+    ],
+)
+def test_who_comes_too_late(agents, now, late):
+    found = jobs.finished_before(agents, ["train.py", "1"], now)
+    assert (found is not None) == late
+
+
+def test_who_comes_too_late_is_told_so():
+    command = ["train.py", "--lr", "0.1"]
+    assert jobs.too_late("job", command) == ""
+    registration = register("job")
+    assert jobs.too_late("job", command) == "", "it runs"
+    registration.note_finished(1200)
+    registration.close(0)
+    assert re.fullmatch(
+        r"Job 'job' finished at step 1200, \d s ago: this node comes too late. To run the same "
+        r"command again, choose another --rdzv-id.",
+        jobs.too_late("job", command),
+    )
+    assert jobs.too_late("another", command) == ""
+    register("job").note_finished(-1)
+    assert "Job 'job' finished " in jobs.too_late("job", command)
+    register("job").close(1)
+    assert jobs.too_late("job", command) == ""

@@ -13,7 +13,7 @@ from torchelastic.errors import (
     TorchElasticError,
 )
 from torchelastic.failure import Failure
-from torchelastic.launcher import Ended, completed, entrypoint_name, make_entry
+from torchelastic.launcher.api import Ended, completed, entrypoint_name, make_entry
 from torchelastic.multiprocessing.errors import ChildFailedError
 from torchelastic.rendezvous.world import World
 

@@ -8,11 +8,17 @@ A command's module is imported when it is used: none of them imports torch, and 
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Sequence
 from importlib import import_module
 
-from torchelastic.errors import EXIT_OK, EXIT_USAGE
+from torchelastic.errors import EXIT_OK, EXIT_SIGNAL_BASE, EXIT_USAGE
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torchelastic.cli.flavours import Flavour
 
 #: Each is a module here with a `main`.
 _COMMANDS = (
@@ -50,10 +56,33 @@ Commands:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The `torchelastic` program; returns the exit code."""
-    command, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
+    """The `torchelastic` program; returns the exit code. Ctrl-C ends it without a traceback."""
+    try:
+        return _main(*((sys.argv[1:] if argv is None else argv) or ["--help"]))
+    except KeyboardInterrupt:
+        return interrupted()
+
+
+def run_program(flavour: str, argv: Sequence[str] | None) -> int:
+    """A module entry point with the flags of `run`: its defaults are a name in `flavours`."""
+    try:
+        from torchelastic.cli import flavours, run
+
+        chosen: Flavour = getattr(flavours, flavour)
+        return run.main(sys.argv[1:] if argv is None else argv, chosen)
+    except KeyboardInterrupt:
+        return interrupted()
+
+
+def interrupted() -> int:
+    """The exit code after Ctrl-C. It may come twice: from the terminal, and from whoever waits."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return EXIT_SIGNAL_BASE + signal.SIGINT
+
+
+def _main(command: str, *rest: str) -> int:
     if command in _COMMANDS:
-        return int(import_module(f"torchelastic.cli.{command}").main(rest))
+        return int(import_module(f"torchelastic.cli.{command}").main(list(rest)))
     if command in ("-h", "--help", "help"):
         print(_HELP, end="")
         return EXIT_OK
@@ -69,5 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _unknown(command: str) -> str:
     if command.endswith(".py"):
         return f"There is no command '{command}': write torchelastic run {command}."
+    from difflib import get_close_matches  # only a mistake pays for it
+
+    if near := get_close_matches(command, _COMMANDS, n=1):
+        return f"There is no command '{command}': did you mean {near[0]}?"
     *others, last = _COMMANDS
     return f"There is no command '{command}': write {', '.join(others)} or {last}."

@@ -32,6 +32,7 @@ from torchelastic.errors import (
 if TYPE_CHECKING:
     from torchelastic.doctor.examination import Subject
     from torchelastic.doctor.finding import Finding
+    from torchelastic.doctor.paths import Taken
 
 _ROOT = Path("/")
 _EXIT_CODES = """\
@@ -148,12 +149,15 @@ def _tell(subject: Subject, examine: Callable[[], list[Finding]], on_gpus: bool)
     width, findings = terminal_width(), examine()
     terminal.show("\n".join(lines(findings, width)))
     taken = []
-    for finding in _on_gpus(subject, on_gpus):
-        taken.append(finding)
-        terminal.show("\n".join(lines([finding], width)))
-    said = f"{overall(taken)} " if taken else ""
-    terminal.show(f"\n{said}{summary(findings + taken)}")
-    return findings + taken
+    for one in _on_gpus(subject, on_gpus):
+        taken.append(one)
+        terminal.show("\n".join(lines([one.finding], width)))
+    found = [one.finding for one in taken]
+    said = f"{overall(found)} " if taken else ""
+    terminal.show(f"\n{said}{summary(findings + found)}")
+    if file := _report(subject, findings, taken):
+        terminal.show(f"The report is in {file}: please attach it to an issue, good or bad.")
+    return findings + found
 
 
 def _tell_json(
@@ -163,22 +167,36 @@ def _tell_json(
     from torchelastic import __version__
     from torchelastic.doctor.finding import has_fault
 
-    findings = [*examine(), *_on_gpus(subject, on_gpus)]
+    examined, taken = examine(), list(_on_gpus(subject, on_gpus))
+    findings = [*examined, *(one.finding for one in taken)]
     picture = {
         "torchelastic": __version__,
         "fault": has_fault(findings),
         "findings": [finding.to_json() for finding in findings],
     }
+    if file := _report(subject, examined, taken):
+        picture["report"] = file
     terminal.show(json.dumps(picture, indent=2))
     return findings
 
 
-def _on_gpus(subject: Subject, asked: bool) -> Iterator[Finding]:
+def _report(subject: Subject, findings: Sequence[Finding], taken: Sequence[Taken]) -> str:
+    """Where it was written; empty if there was nothing to report."""
+    from torchelastic import __version__
+    from torchelastic.doctor import report
+
+    if not subject.gpus or not taken:
+        return ""
+    return str(report.write(__version__, subject.environ, findings, taken))
+
+
+def _on_gpus(subject: Subject, asked: bool) -> Iterator[Taken]:
     from torchelastic.doctor import paths
     from torchelastic.doctor.finding import not_checked
 
     if asked and not subject.gpus:
-        yield not_checked("gpu", "There is no GPU on this machine: none of its paths was taken.")
+        none = "There is no GPU on this machine: none of its paths was taken."
+        yield paths.Taken(not_checked("gpu", none))
     elif asked:
         for way in paths.PATHS:
             yield paths.take(way, "cuda", subject.gpus, subject.environ)

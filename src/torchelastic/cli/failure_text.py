@@ -26,8 +26,8 @@ def in_full(failure: FailureView, width: int) -> list[str]:
     lines += [plain(line) for line in cause.traceback.rstrip().splitlines()]
     if cause.log_lines:
         lines += ["the last lines it wrote:", *(f"  {one_line(line)}" for line in cause.log_lines)]
-    if failure.consequences:
-        lines += ["fell because of it:", *_consequences(failure.consequences, width)]
+    for heading, others in _others(failure).items():
+        lines += [f"{heading}:", *_sentences(others, width)]
     return lines
 
 
@@ -37,9 +37,9 @@ def in_brief(failure: FailureView) -> list[str]:
     lines += [f"{label}: {text}" for label, text in _facts(failure).items()]
     if said := _innermost(failure.cause.traceback) or "\n".join(failure.cause.log_lines):
         lines.append(said.splitlines()[-1])
-    if failure.consequences:
-        fell = [one.node if one.is_node else f"rank {one.rank}" for one in failure.consequences]
-        lines.append(f"fell because of it: {words.listed(fell)}")
+    for heading, others in _others(failure).items():
+        names = [one.node if one.is_node else f"rank {one.rank}" for one in others]
+        lines.append(f"{heading}: {words.listed(names)}")
     return [one_line(line) for line in lines]
 
 
@@ -61,7 +61,17 @@ def _facts(failure: FailureView) -> dict[str, str]:
     return {label: text for label, text in told.items() if text}
 
 
-def _consequences(failures: Sequence[Failure], width: int) -> list[str]:
+def _others(failure: FailureView) -> dict[str, list[Failure]]:
+    """What failed besides the first one, under what is said of it."""
+    others = failure.consequences
+    sorted_ = {
+        "failed by themselves, too": [one for one in others if one.by_itself],
+        "fell because of it": [one for one in others if not one.by_itself],
+    }
+    return {heading: found for heading, found in sorted_.items() if found}
+
+
+def _sentences(failures: Sequence[Failure], width: int) -> list[str]:
     lines = []
     for failure in failures[:_SHOWN]:
         lines += _wrapped(failure.sentence(), width, "  ")

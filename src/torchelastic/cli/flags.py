@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 from torchelastic.cli import values
-from torchelastic.cli.flag import (
-    COMPATIBILITY,
-    ELASTICITY,
-    LOGS,
-    RENDEZVOUS,
-    SHAPE,
-    WORKERS,
-    Flag,
-)
+from torchelastic.cli.flag import ELASTICITY, LOGS, RENDEZVOUS, SHAPE, WORKERS, Flag
+from torchelastic.cli.old_flags import OLD_FLAGS
 from torchelastic.config import (
     DEFAULT_SIGNALS,
     PAGE_ANYWHERE,
@@ -423,6 +416,24 @@ _LOG_FLAGS = (
         help="Write output to files as well as the console.",
     ),
     Flag(
+        name="--log-line-prefix-template",
+        group=LOGS,
+        metavar="TEXT",
+        convert=values.optional_text,
+        default="",
+        default_words="[${role_name}${local_rank}]:",
+        torchrun=True,
+        also_read="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
+        help="Prefix of every line that --tee shows on the console; ${role_name}, ${local_rank}, "
+        "${rank} and ${hostname} are replaced.",
+    ),
+    Flag(
+        name="--no-log-copy",
+        group=LOGS,
+        help="Without --redirects and --tee, keep no copy of the output in files. One is kept, of "
+        "64 to 128 MiB at most for each stream, where the output does not go to a terminal.",
+    ),
+    Flag(
         name="--local-ranks-filter",
         group=LOGS,
         metavar="RANKS",
@@ -505,74 +516,11 @@ _LOG_FLAGS = (
     ),
 )
 
-_COMPATIBILITY_FLAGS = (
-    Flag(
-        name="--monitor-interval",
-        group=COMPATIBILITY,
-        metavar="SECONDS",
-        convert=values.seconds,
-        default="0.1",
-        torchrun=True,
-        help="Understood, not needed: workers are watched, not polled.",
-    ),
-    Flag(
-        name="--logs-specs",
-        group=COMPATIBILITY,
-        metavar="NAME",
-        convert=values.optional(values.one_of("default")),
-        default="",
-        default_words="default",
-        torchrun=True,
-        pet=False,
-        help="torchrun's log plug-in; only `default` is available.",
-    ),
-    Flag(
-        name="--use-env",
-        group=COMPATIBILITY,
-        pet=False,
-        help="Tell workers their local rank by LOCAL_RANK only, which is the default here.",
-    ),
-    Flag(
-        name="--no-use-env",
-        group=COMPATIBILITY,
-        pet=False,
-        help="Also pass --local-rank=N to the script, as torch.distributed.launch does without "
-        "--use-env.",
-    ),
-)
-
-
-def _bagua(name: str, metavar: str = "") -> Flag:
-    return Flag(
-        name=name,
-        group=COMPATIBILITY,
-        metavar=metavar,
-        convert=values.text,
-        default="",
-        pet=False,
-        ignored=True,
-        help="Bagua's; named in the log and ignored.",
-    )
-
-
-_BAGUA_FLAGS = (
-    _bagua("--bagua-service-port", "PORT"),
-    _bagua("--default-bucket-size", "BYTES"),
-    _bagua("--autotune-level", "N"),
-    _bagua("--autotune-max-samples", "N"),
-    _bagua("--autotune-sampling-confidence-time", "SECONDS"),
-    _bagua("--autotune-warmup-time", "SECONDS"),
-    _bagua("--is-output-autotune-log"),
-    _bagua("--enable-bagua-net"),
-    _bagua("--bagua-net-switch-on"),
-)
-
 FLAGS: tuple[Flag, ...] = (
     *_SHAPE_FLAGS,
     *_RENDEZVOUS_FLAGS,
     *_ELASTICITY_FLAGS,
     *_WORKER_FLAGS,
     *_LOG_FLAGS,
-    *_COMPATIBILITY_FLAGS,
-    *_BAGUA_FLAGS,
+    *OLD_FLAGS,
 )

@@ -54,8 +54,9 @@ DOCTOR = Flavour(
             name="--gpu",
             group="",
             pet=False,
-            help="Also run small jobs on the GPUs of this machine: a forked worker that uses CUDA, "
-            "an all-reduce of NCCL, its abort, a snapshot.",
+            help="Also run small jobs on the GPUs of this machine (a forked worker that uses CUDA, "
+            "an all-reduce of NCCL, its abort, torchelastic.train with a killed and with a hung "
+            "rank, a snapshot), and write a report to attach to an issue.",
         ),
         Flag(name="--json", group="", pet=False, help="Print the findings for a program to read."),
     ),

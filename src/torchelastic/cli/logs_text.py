@@ -151,8 +151,9 @@ class LogView:
                 "shows an earlier one."
             )
         raise ConfigError(
-            "There are no logs of these workers here: `torchelastic run` writes them to files with "
-            "--redirects 3 or --tee 3, on the node that a worker runs on."
+            "There are no logs of these workers here. Their output went to a terminal (--tee 3 "
+            "writes it to files as well), or they ran on another node, or the job has succeeded "
+            "and its temporary files are gone (--log-dir DIR keeps them)."
         )
 
     def show_all(self) -> None:

@@ -54,7 +54,8 @@ One leader decides (`rendezvous/round.py`). The world it publishes is in one of 
 | phase | what agents do |
 | --- | --- |
 | waiting | nothing: there are too few nodes, or they have not settled yet |
-| running | those with a place in it start their workers, the others are spares |
+| agreeing | take it up and say so: no worker starts before a majority has it |
+| running | those with a place in it start their workers; others warm up, or are spares |
 | over | stop the workers, then report *gone* |
 | closed | stop the workers, then end with the world's exit code |
 
@@ -111,6 +112,12 @@ one if no address is given at all, which is enough for one node; else the comman
 `static` rendezvous of one node without endpoint and `--master-port` is private, as with torchrun,
 and so is an endpoint with port 0. `etcd`, `etcd-v2` and `etcd-v3` are one: etcd's v3 API, whichever
 name is used; with `--standalone` or port 0 an etcd is started beside the job.
+
+**`--master-addr` and `--master-port`** name the place where nodes of a `static` rendezvous meet.
+Workers find torch's store there, too, so `init_process_group("tcp://HOST:PORT")` works as with
+torchrun: the agent passes them on to the store of the current generation. With one node
+`MASTER_ADDR` and `MASTER_PORT` are the given values; with several they name that store itself,
+which is still there after the node at `--master-addr` is lost.
 
 **Job id.** `--rdzv-id` where given, also with `--standalone`. Otherwise a job of one node gets a
 unique one. Nodes that are to meet need the same id and have only the endpoint in common, so theirs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
-from torchelastic import env
+from torchelastic import env, jobs
 from torchelastic.cli import checks
 from torchelastic.cli.flavours import RUN, Flavour
 from torchelastic.cli.job import entry_of, launch_config
@@ -21,10 +21,18 @@ def main(argv: Sequence[str], flavour: Flavour = RUN) -> int:
         parsed = parse(argv, flavour, environ)
         if parsed["help"]:
             return show_help(flavour)
+        if parsed["print_completion"]:
+            return show_completion(parsed["print_completion"])
         config, entry = job(parsed, flavour, environ)
+        # An id that nobody has chosen is every job's at that endpoint.
+        named = config.max_nodes > 1 and parsed.given("rdzv_id")
+        late = jobs.too_late(config.run_id, [entry.target, *entry.args]) if named else ""
     except ConfigError as error:
         print(f"{flavour.prog}: error: {error}", file=sys.stderr)
         return EXIT_USAGE
+    if late:
+        print(f"{flavour.prog}: {late}", file=sys.stderr)
+        return EXIT_OK
     # Imported here: help and mistakes are answered without loading the agent.
     from torchelastic.agent.main import run_job
 
@@ -46,4 +54,11 @@ def show_help(flavour: Flavour) -> int:
     from torchelastic.cli.help import help_text, terminal_width
 
     print(help_text(flavour, terminal_width()), end="")
+    return EXIT_OK
+
+
+def show_completion(shell: str) -> int:
+    from torchelastic.cli.completion import script
+
+    print(script(shell), end="")
     return EXIT_OK

@@ -165,12 +165,12 @@ def _world_line(seen: JobView) -> list[str]:
 
 
 def _pace_line(seen: JobView, now: float | None) -> list[str]:
-    """`step 1200, 12.5 steps/s, goodput 93.1%`."""
+    """`step 1200, 12.5 steps/s, goodput 93.1%`; without a step `goodput unknown`."""
     if seen.generation is None:
         return []
     told = [pace] if (pace := words.pace(seen, now)) else []
-    if seen.goodput is not None and seen.goodput.ratio is not None:
-        told.append(f"goodput {seen.goodput.ratio:.1%}")
+    if seen.goodput is not None and (brief := words.goodput_in_brief(seen.goodput)):
+        told.append(brief)
     return [f"  {', '.join(told)}"] if told else []
 
 

@@ -41,6 +41,7 @@ _COLOURS: dict[Part, str] = {
     "data": "bright_yellow",
     "waiting": "bright_black",
     "other": "white",
+    "unknown": "bright_black",
 }
 _STATES = {"running": "green", "lost": "red", "died": "red", "leaving": "yellow", "spare": "cyan"}
 
@@ -67,7 +68,7 @@ def watch(wanted: str | None, job: str | None, *, once: bool) -> int:
 def screen(seen: JobView, now: float) -> RenderableType:
     """The whole picture."""
     parts: list[RenderableType] = [_head(seen, now), *_achieved(seen, now)]
-    if seen.goodput is not None and seen.goodput.ratio is not None:
+    if seen.goodput is not None and seen.goodput.total:
         parts += [_bar(seen.goodput), _legend(seen.goodput)]
     parts += [Text(), _nodes(seen)]
     if seen.ranks:
@@ -114,12 +115,10 @@ def _bar(goodput: Goodput) -> Text:
 
 
 def _legend(goodput: Goodput) -> Text:
-    legend = Text(f"goodput {goodput.ratio:.1%}", "bold")
+    legend = Text(words.goodput_in_brief(goodput), "bold")
     for part, micros in goodput.micros.items():
         if micros >= 1000:
             legend.append(f"  {PARTS[part]} {words.seconds(micros / 1e6)}", _COLOURS[part])
-    if not goodput.steps_known:
-        legend.append("  (all the time that workers ran)")
     return legend
 
 

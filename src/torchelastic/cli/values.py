@@ -153,14 +153,22 @@ def host(given: str) -> str:
 
 
 def key_values(given: str) -> dict[str, str]:
-    """`key=value,key=value`."""
+    """`key=value,key=value`, whole or each value in quotes that no shell has taken away.
+
+    >>> key_values("'timeout=5,is_host=\"1\"'")
+    {'timeout': '5', 'is_host': '1'}
+    """
     found: dict[str, str] = {}
-    for item in filter(None, given.strip().split(",")):
-        key, _, value = (part.strip() for part in item.partition("="))
+    for item in filter(None, _unquoted(given).split(",")):
+        key, _, value = (_unquoted(part) for part in _unquoted(item).partition("="))
         if not key or not value:
             raise ConfigError(f"'{given}' is not in the form KEY=VALUE,KEY=VALUE.")
         found[key] = value
     return found
+
+
+def _unquoted(given: str) -> str:
+    return re.sub(r"""^(['"])((?:(?!\1).)*)\1$""", r"\2", given.strip()).strip()
 
 
 def words(given: str) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """What the workers of `doctor --gpu` run: `path_program PATH --device D --notes DIRECTORY`.
 
 Rank 0 notes in `DIRECTORY/PATH.json` what it is doing and, at the end, what it found. The device
-is a parameter: on `cpu`, with gloo, the same lines run.
+is a parameter, and so is the back end: on `cpu`, with gloo, the same lines run. A back end that is
+not torch's own is given as `MODULE:NAME`, and made known by the module's function `register`.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -60,10 +64,21 @@ class Broken(Exception):
     """The path does not work; the sentence says how."""
 
 
-def warm(device: torch.device, notes: Notes, directory: Path) -> None:
+@dataclass(frozen=True)
+class Given:
+    """What a path is taken with."""
+
+    device: torch.device
+    backend: str
+    notes: Notes
+    directory: Path
+
+
+def warm(given: Given) -> None:
     """The first use of a device in a process that was forked."""
     import torch
 
+    device, notes = given.device, given.notes
     if not IS_WARM:
         raise Broken("the worker was not forked from the zygote, see the agent's log")
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -77,26 +92,27 @@ def warm(device: torch.device, notes: Notes, directory: Path) -> None:
     notes.found(f"a forked worker uses {device} after {time.monotonic() - began:.2f} s")
 
 
-def collective(device: torch.device, notes: Notes, directory: Path) -> None:
+def collective(given: Given) -> None:
     """An all-reduce, as every script does it."""
     import torch.distributed as dist
 
+    device, notes = given.device, given.notes
     use(device)
     notes.doing("making a process group")
-    dist.init_process_group(backend_of(device), timeout=MEETING)
+    dist.init_process_group(given.backend, timeout=MEETING)
     notes.doing("in an all-reduce")
     check_sum(device, dist.get_rank(), dist.get_world_size())
     size = dist.get_world_size()
     dist.destroy_process_group()
-    notes.found(f"{size} rank(s) on {device.type} add up with {backend_of(device)}")
+    notes.found(f"{size} rank(s) on {device.type} add up with {given.backend}")
 
 
-def abort(device: torch.device, notes: Notes, directory: Path) -> None:
+def abort(given: Given) -> None:
     """One rank falls silent; the others are freed, and all meet again."""
-    from torch._C._distributed_c10d import TCPStore
-
+    from torchelastic.torch_private import TCPStore
     from torchelastic.training.group import Group
 
+    device, notes = given.device, given.notes
     use(device)
     rank, size = int(env.get("RANK")), int(env.get("WORLD_SIZE"))
     store = TCPStore(
@@ -110,13 +126,14 @@ def abort(device: torch.device, notes: Notes, directory: Path) -> None:
             rank=rank,
             size=size,
             generation=generation,
-            backend=backend_of(device),
+            backend=given.backend,
             timeout=MEETING,
         )
 
     group = build(0)
     for _ in range(ROUNDS):
         check_sum(device, rank, size)
+    group.settle()
     freed = 0.0
     if rank == size - 1:
         store.wait([f"freed/{other}" for other in range(size - 1)], MEETING)
@@ -129,12 +146,15 @@ def abort(device: torch.device, notes: Notes, directory: Path) -> None:
         raise Broken("something may still write into tensors after the abort")
     group = build(1)
     check_sum(device, rank, size)
+    group.settle()
     group.leave()
     notes.found(f"freed from a silent peer after {1000 * freed:.0f} ms, and the next group adds up")
 
 
 def _be_freed(group: Any, device: torch.device) -> float:
     """Seconds from the abort until this thread, which waits for a peer, goes on."""
+    from torchelastic.training.group import GenerationOver
+
     aborted: list[float] = []
 
     def end() -> None:
@@ -143,21 +163,99 @@ def _be_freed(group: Any, device: torch.device) -> float:
 
     timer = threading.Timer(SILENCE, end)
     timer.start()
-    with contextlib.suppress(RuntimeError):  # gloo's waits end so; those of CUDA just end
-        all_reduce(device, 1.0)
+    error: Exception | None = None
+    try:
+        all_reduce(device, 1.0)  # gloo's waits raise; those of CUDA just end
+        group.settle()
+    except RuntimeError as raised:
+        error = group.explain(raised)
     now = time.monotonic()
     timer.join()
     if now < aborted[0]:
         raise Broken("a collective ended without one of its ranks")
+    if not isinstance(error, GenerationOver):
+        raise Broken(f"the abort was told as {error!r}")
     return now - aborted[0]
 
 
-def snapshot(device: torch.device, notes: Notes, directory: Path) -> None:
+def train(given: Given) -> None:
+    """A rank is killed in a step: the others go on in their processes, with one more beside them.
+
+    The doctor compares what all of them end with.
+    """
+    lost: list[float] = []
+    gained: list[float] = []
+
+    def at_step(state: Any, here: Any) -> None:
+        if here.generation == 0 and state.step == STEPS // 2:
+            if here.rank == here.size - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            given.notes.doing("in a step with a rank that was killed")
+            lost.append(time.monotonic())
+        elif lost and not gained and here.generation > 0 and state.step > STEPS // 2:
+            gained.append(time.monotonic())
+
+    state = _train(given, at_step)
+    (given.directory / f"train.{os.getpid()}.bits").write_text(digest_of(state))
+    if lost and not gained:
+        raise Broken("no step was taken after the kill")
+    if lost:  # else this is the rank that came new
+        given.notes.found(
+            f"{STEPS} steps with {given.backend}, a killed rank replaced "
+            f"{gained[0] - lost[0]:.2f} s after the kill, and the others in their processes"
+        )
+
+
+def hang(given: Given) -> None:
+    """A rank sleeps in a step while the others wait: the agent names it, and replaces it."""
+
+    def at_step(state: Any, here: Any) -> None:
+        if here.generation == 0 and state.step == STEPS // 2:
+            if here.rank == here.size - 1:
+                time.sleep(MEETING.total_seconds() * 10)
+            given.notes.doing("waiting for a rank that sleeps")
+
+    _train(given, at_step)
+    given.notes.found(f"all {STEPS} steps were done")
+
+
+def _train(given: Given, at_step: Callable[[Any, Any], None]) -> Any:
+    """Some steps of `torchelastic.train`; the state at their end."""
+    import torch
+
+    import torchelastic
+    from torchelastic.p2p import CoordinatorP2P
+    from torchelastic.training import session
+
+    device = given.device
+    use(device)
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.Linear(512, 256)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    given.notes.doing("entering the first world")
+
+    def train_step(state: Any) -> None:
+        here = session.current()
+        if state.step == STEPS:
+            raise StopIteration
+        if here.generation == 0:
+            given.notes.doing(f"training step {state.step}")
+        at_step(state, here)
+        optimizer.zero_grad()
+        state.model(torch.randn(32, 256, device=device)).square().mean().backward()
+        optimizer.step()
+
+    state = torchelastic.TorchState(model=model, optimizer=optimizer)
+    return torchelastic.train(CoordinatorP2P(c10d_backend=given.backend), train_step, state)
+
+
+def snapshot(given: Given) -> None:
     """Train, be killed, and have the same bits again from the agent's memory."""
     import torch
 
     import torchelastic
 
+    device, notes, directory = given.device, given.notes, given.directory
     use(device)
     torch.manual_seed(1)
     model = torch.nn.Sequential(
@@ -230,14 +328,20 @@ def use(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def backend_of(device: torch.device) -> str:
-    return "nccl" if device.type == "cuda" else "gloo"
+def backend_of(device: torch.device, given: str) -> str:
+    """The one that was given, made known to torch; else the usual one for such a device."""
+    module, _, name = given.rpartition(":")
+    if module:
+        importlib.import_module(module).register()
+    return name or ("nccl" if device.type == "cuda" else "gloo")
 
 
-PATHS: dict[str, Callable[[torch.device, Notes, Path], None]] = {
+PATHS: dict[str, Callable[[Given], None]] = {
     "zygote": warm,
     "collective": collective,
     "abort": abort,
+    "train": train,
+    "hang": hang,
     "snapshot": snapshot,
 }
 
@@ -246,6 +350,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("path", choices=PATHS)
     parser.add_argument("--device", required=True)
+    parser.add_argument("--backend", default="")
     parser.add_argument("--notes", type=Path, required=True)
     args = parser.parse_args()
     import torch
@@ -254,7 +359,8 @@ def main() -> None:
     device = torch.device(name)
     notes = Notes(args.notes, args.path)
     try:
-        PATHS[args.path](device, notes, args.notes)
+        backend = backend_of(device, args.backend)
+        PATHS[args.path](Given(device, backend, notes, args.notes))
     except Exception as error:  # whatever it is, it is the answer to what was asked
         _fail(args.notes / f"{args.path}.broken", error)
 
@@ -264,6 +370,7 @@ def _fail(file: Path, error: Exception) -> NoReturn:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     with contextlib.suppress(FileExistsError), file.open("x") as place:
         place.write(lines[0].rstrip("."))
+        file.with_suffix(".traceback").write_text("".join(traceback.format_exception(error)))
     sys.exit(1)
 
 

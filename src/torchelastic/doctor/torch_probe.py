@@ -44,12 +44,11 @@ def try_gloo() -> str:
     """Why a group of one cannot be made; empty if it can."""
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import HashStore
 
     try:
         dist.init_process_group(
             "gloo",
-            store=HashStore(),
+            store=dist.HashStore(),  # type: ignore[attr-defined]  # public all the same
             rank=0,
             world_size=1,
             timeout=timedelta(seconds=10),

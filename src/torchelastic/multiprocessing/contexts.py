@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import select
+import shutil
 import signal
 import tempfile
 import time
@@ -24,7 +25,7 @@ from torchelastic.agent import linux
 from torchelastic.agent.logs import WorkerStreams
 from torchelastic.agent.processes import WorkerSpawn, default_python, spawn_plain
 from torchelastic.config import Entry, LaunchConfig, Std, std_for
-from torchelastic.errors import ConfigError
+from torchelastic.errors import ProcessesError, ProgramMissing
 from torchelastic.multiprocessing.calls import function_entry, read_result
 from torchelastic.multiprocessing.errors import ProcessFailure
 from torchelastic.multiprocessing.output_thread import Output
@@ -99,7 +100,12 @@ class PContext(abc.ABC):
         self.nprocs = len(args)
         self._log_dir = Path(log_dir)
         self._streams = LaunchConfig(
-            nproc_per_node=self.nprocs, role=name, redirects=redirects, tee=tee, log_dir=log_dir
+            log_copy=False,
+            nproc_per_node=self.nprocs,
+            role=name,
+            redirects=redirects,
+            tee=tee,
+            log_dir=log_dir,
         )
         #: Paths by local rank; empty for a stream that goes to no file.
         self.stdouts = {rank: self._log_file(rank, Std.OUT, "stdout.log") for rank in args}
@@ -255,6 +261,15 @@ class MultiprocessContext(PContext):
 class SubprocessContext(PContext):
     """A program, run once for each process."""
 
+    def start(self) -> None:
+        for rank in self.args:  # looked for as the process itself does
+            path = self._env(rank).get("PATH")
+            if shutil.which(self.entrypoint, os.F_OK, path) is None:
+                raise ProgramMissing(
+                    f"There is no program {self.entrypoint}: install it, or write its path."
+                )
+        super().start()
+
     def _entry(self, rank: int) -> Entry:
         return Entry("program", self.entrypoint, tuple(str(arg) for arg in self.args[rank]))
 
@@ -280,12 +295,12 @@ def start_processes(
     `start_method` is 0.2's: a function always gets a new Python, as with spawn.
     """
     if not args or set(args) != set(range(len(args))) or set(envs) != set(args):
-        raise ConfigError(
+        raise ProcessesError(
             "args and envs must both have an entry for every local rank, from 0 on without a gap; "
             f"args has {_listed(args)}, envs has {_listed(envs)}."
         )
     if os.listdir(log_dir):
-        raise ConfigError(f"log_dir {log_dir} is not empty: give every group one of its own.")
+        raise ProcessesError(f"log_dir {log_dir} is not empty: give every group one of its own.")
     kind = SubprocessContext if isinstance(entrypoint, str) else MultiprocessContext
     context: PContext = kind(name, entrypoint, args, envs, log_dir, redirects, tee)
     context.start()

@@ -7,6 +7,11 @@ with expires(after=60):  # under `torchelastic run` there is nothing else to do
 """
 
 from torchelastic.timer.countdown import configure, expires
+from torchelastic.timer.file_based_local_timer import (
+    FileTimerClient,
+    FileTimerRequest,
+    FileTimerServer,
+)
 from torchelastic.timer.local import (
     LocalTimerClient,
     LocalTimerServer,
@@ -16,6 +21,9 @@ from torchelastic.timer.requests import RequestQueue, TimerClient, TimerRequest
 from torchelastic.timer.server import TimerServer
 
 __all__ = [
+    "FileTimerClient",
+    "FileTimerRequest",
+    "FileTimerServer",
     "LocalTimerClient",
     "LocalTimerServer",
     "MultiprocessingRequestQueue",

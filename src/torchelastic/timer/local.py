@@ -120,8 +120,11 @@ class LocalTimerServer(TimerServer):
                 yield from held
 
     def _reap_worker(self, worker_id: int) -> bool:
+        return self._send_signal(worker_id, signal.SIGKILL)
+
+    def _send_signal(self, worker_id: int, signum: int) -> bool:
         try:
-            signal.pidfd_send_signal(self._watched[worker_id].pidfd, signal.SIGKILL)
+            signal.pidfd_send_signal(self._watched[worker_id].pidfd, signum)
         except ProcessLookupError:
             log.info("Process %d has ended by itself.", worker_id)
         except PermissionError as error:

@@ -245,7 +245,7 @@ class Guest:
             self._loop = asyncio.get_running_loop()
             self._news.notify_all()
         try:
-            self._beside.start(self._join(), "join")
+            self._beside.start(self._join, "join")
             await self._stop.wait()
         finally:
             await self._close()
@@ -265,7 +265,7 @@ class Guest:
     def _asked(self, state: GuestState) -> None:
         """The launcher has no worker any more, and wants another world than that of `state`."""
         if state.given_up:
-            self._beside.start(self._rejoin(), "rejoin")
+            self._beside.start(self._rejoin, "rejoin")
         elif state.held >= 0:
             failure = self._failure(state, _ended(state, self._launcher))
             self._presence.update(**guest_state.facts_when_asking(state, failure))
@@ -297,7 +297,7 @@ class Guest:
     def _lease_lost(self) -> None:
         self._change(given_up=True)
         if self._state.asking:
-            self._beside.start(self._rejoin(), "rejoin")
+            self._beside.start(self._rejoin, "rejoin")
 
     async def _rejoin(self) -> None:
         """Come as a newcomer, for no worker is left here; once, whoever asks."""

@@ -82,6 +82,16 @@ def test_in_brief():
     ]
 
 
+def test_the_same_failure_elsewhere_is_a_cause_too():
+    same = replace(CAUSE, rank=1, by_itself=True)
+    assert in_brief(seen(CAUSE, same, FELL))[-2:] == [
+        "failed by themselves, too: rank 1",
+        "fell because of it: rank 0",
+    ]
+    assert "failed by themselves, too:" in in_full(seen(CAUSE, same), 96)
+    assert "fell because of it:" not in in_full(seen(CAUSE, same), 96)
+
+
 def test_no_text_of_a_worker_does_more_in_a_terminal_than_be_read():
     texts = {name: HOSTILE for name in ("node", "message", "traceback", "hint", "collective")}
     hostile = replace(CAUSE, log_lines=(HOSTILE,), **texts)

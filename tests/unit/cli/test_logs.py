@@ -77,7 +77,7 @@ def test_ranks_of_other_machines_are_named(agent, show, capsys):
 def test_what_is_not_there_is_told_in_a_sentence(agent, capsys):
     Agent("without").world(0, "node-a").tell(events.WorkersStarted([0, 1], [8, 9], 0.1), 0)
     assert logs.main(["without"]) == EXIT_USAGE
-    assert "with --redirects 3 or --tee 3" in capsys.readouterr().err
+    assert "Their output went to a terminal (--tee 3" in capsys.readouterr().err
     assert logs.main(["job", "--rank", "7"]) == EXIT_USAGE
     told = capsys.readouterr().err
     assert "No such rank: generation 0 has ranks 0 to 1. --generation N shows an earlier" in told

@@ -1,12 +1,13 @@
 """The commands from outside: exit codes, one line on stderr, what reaches the agent."""
 
 import contextlib
+import signal
 import sys
 import types
 
 import pytest
 
-from torchelastic import __version__, cli
+from torchelastic import __version__, cli, jobs
 from torchelastic.config import Entry
 from torchelastic.distributed import launch
 from torchelastic.distributed import run as distributed_run
@@ -15,17 +16,17 @@ from torchelastic.distributed import run as distributed_run
 @pytest.fixture
 def started(monkeypatch, tmp_path):
     """The jobs handed to the agent, which is not started."""
-    jobs = []
+    found = []
 
     def run_job(config, entry):
-        jobs.append((config, entry))
+        found.append((config, entry))
         return 7
 
     agent = types.SimpleNamespace(run_job=run_job)
     monkeypatch.setitem(sys.modules, "torchelastic.agent.main", agent)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
-    return jobs
+    return found
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,43 @@ def test_a_job_reaches_the_agent_whose_code_comes_back(started, main, argv, rest
     ((config, entry),) = started
     assert (config.nproc_per_node, config.max_restarts) == (2, restarts)
     assert entry == Entry("script", "train.py", ("--lr", "1"))
+
+
+def test_a_node_that_comes_too_late_starts_nothing(started, capsys):
+    command = ["run", "--nnodes=1:2", "--rdzv-endpoint=n1:1", "--rdzv-id=job-1", "train.py", "7"]
+    directory = jobs.directory_for("job-1", "node")
+    jobs.register(
+        "job-1",
+        "node",
+        pid=1,
+        name="n1",
+        endpoint="n1:1",
+        command=["train.py", "7"],
+        events=directory / "events.jsonl",
+    ).note_finished(50)
+    assert cli.main(command) == 0
+    assert "torchelastic run: Job 'job-1' finished at step 50, " in capsys.readouterr().err
+    assert started == []
+    for other in (
+        [*command[:-1], "8"],  # another job
+        ["run", "--nnodes=1", *command[2:]],  # of one node: there is nothing to come late for
+        [*command[:3], "train.py", "7"],  # with an id that nobody chose
+    ):
+        assert cli.main(other) == 7, other
+
+
+@pytest.mark.parametrize("main", [cli.main, distributed_run.main, launch.main])
+def test_ctrl_c_while_a_job_is_starting_prints_no_traceback(started, monkeypatch, capsys, main):
+    handlers = []
+    monkeypatch.setattr(sys.modules["torchelastic.agent.main"], "run_job", interrupt)
+    monkeypatch.setattr(cli.signal, "signal", lambda *handler: handlers.append(handler))
+    assert main(["run", "train.py"] if main is cli.main else ["train.py"]) == 130
+    assert capsys.readouterr() == ("", "")
+    assert handlers == [(signal.SIGINT, signal.SIG_IGN)], "it may come twice"
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
 
 
 def test_bad_input_is_refused_in_one_sentence_before_anything_starts(started, capsys):
@@ -91,8 +129,8 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"torchelastic {__version__}\n"
 
 
-RNU = (
-    "There is no command 'rnu': write run, status, top, dashboard, events, logs, stacks, trace, "
+XYZ = (
+    "There is no command 'xyz': write run, status, top, dashboard, events, logs, stacks, trace, "
     "doctor or rendezvous."
 )
 
@@ -101,7 +139,10 @@ RNU = (
     ("command", "sentence"),
     [
         ("train.py", "There is no command 'train.py': write torchelastic run train.py."),
-        ("rnu", RNU),
+        ("xyz", XYZ),
+        ("runn", "There is no command 'runn': did you mean run?"),
+        ("rnu", "There is no command 'rnu': did you mean run?"),
+        ("rendevous", "There is no command 'rendevous': did you mean rendezvous?"),
     ],
 )
 def test_an_unknown_command_is_refused(capsys, command, sentence):

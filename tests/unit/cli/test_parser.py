@@ -122,7 +122,7 @@ _PAIRS = """
 shape 1:3x2, nnodes 3, nproc_per_node 5, rdzv_endpoint node7:1, rdzv_conf a=b, node_rank 2,
 master_addr node8, master_port 1234, start_method fork, preload numpy, numa_binding node,
 signals_to_handle SIGUSR1, redirects 2, tee 2, local_ranks_filter 4, grow every:7,
-quorum none, world_sizes multiple:3, logs_specs default
+quorum none, world_sizes multiple:3, logs_specs default, print_completion zsh
 """
 EXAMPLES = dict(pair.split() for pair in _PAIRS.split(","))
 

@@ -2,7 +2,8 @@ import pytest
 
 from torchelastic.doctor import path_program
 from torchelastic.doctor.finding import Verdict, fault, not_checked, ok
-from torchelastic.doctor.paths import PATHS, Noted, judge, overall, take
+from torchelastic.doctor.paths import PATHS, Noted, Taken, judge, named, overall, take
+from torchelastic.doctor.report import text
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ def test_how_a_path_ended(exitcode, noted, verdict, words):
 
 def test_a_path_that_needs_two_devices_is_not_taken_with_one():
     (abort,) = [way for way in PATHS if way.name == "abort"]
-    found = take(abort, "cuda", 1, {})
+    found = take(abort, "cuda", 1, {}).finding
     assert found.verdict is Verdict.NOT_CHECKED
     assert "needs 2 devices" in found.found
 
@@ -40,3 +41,47 @@ def test_the_verdict_on_all_paths():
     assert overall(fine) == "All 1 paths that were taken on the GPUs work."
     assert overall(fine[1:]) == "No path on the GPUs was taken."
     assert overall([ok("a", ""), fault("b", "")]) == "1 of 2 paths on the GPUs do not work: b."
+
+
+@pytest.mark.parametrize(
+    ("hangs", "found", "wrong"),
+    [
+        ([{"missing": [1], "text": "rank 1 is missing"}], "told: rank 1 is missing", ""),
+        ([{"missing": [0], "text": "rank 0 is missing"}], "", "rank 1 slept, and it was told that"),
+        ([], "", "the hang was not noticed"),
+    ],
+)
+def test_a_hang_is_found_only_if_the_sleeper_is_named(hangs, found, wrong):
+    said, why = named(hangs, 1)
+    assert found in said
+    assert wrong in why
+    assert bool(said) is not bool(why)
+
+
+def test_the_report_has_what_an_issue_needs_and_no_secrets():
+    environ = {"NCCL_DEBUG": "INFO", "TORCHELASTIC_SECRET": "hush", "HOME": "/home/me"}
+    taken = [
+        Taken(ok("cuda zygote", "It works."), 2.0),
+        Taken(
+            fault("cuda abort", "It hangs."),
+            180.0,
+            "Traceback: Boom",
+            {"0/stderr.log": "NCCL WARN"},
+        ),
+    ]
+    told = text(
+        "1.0", "Linux", environ, "0, A100", [ok("torch", "torch 2.13.0 (CUDA 13.0).")], taken
+    )
+    for words in (
+        "torchelastic 1.0 on Linux",
+        "1 of 2 paths on the GPUs do not work: cuda abort.",
+        "ok           cuda zygote (2.0 s): It works.",
+        "fault        cuda abort (180.0 s): It hangs.",
+        "0, A100",
+        "torch: torch 2.13.0 (CUDA 13.0).",
+        "NCCL_DEBUG=INFO",
+        "## cuda abort\n\nTraceback: Boom\n\n--- 0/stderr.log\nNCCL WARN",
+    ):
+        assert words in told
+    assert "hush" not in told
+    assert "/home/me" not in told

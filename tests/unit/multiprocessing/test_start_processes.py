@@ -14,8 +14,9 @@ def test_every_local_rank_needs_arguments_and_an_environment(tmp_path):
         ({0: (), 1: ()}, {0: {}}),
         ({1: ()}, {1: {}}),
     ):
-        with pytest.raises(ConfigError, match="for every local rank"):
+        with pytest.raises(ConfigError, match="for every local rank") as refused:
             start_processes("echo", "true", args, envs, str(tmp_path))
+        assert isinstance(refused.value, RuntimeError), "what 0.2's callers catch"
 
 
 def test_a_log_directory_must_be_one_and_empty(tmp_path):
@@ -23,12 +24,17 @@ def test_a_log_directory_must_be_one_and_empty(tmp_path):
         start_processes("echo", "true", {0: ()}, {0: {}}, str(path))
 
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="not empty"):
+    with pytest.raises(RuntimeError, match="not empty"):
         start(tmp_path)
     with pytest.raises(NotADirectoryError):
         start(tmp_path / "file")
     with pytest.raises(FileNotFoundError):
         start(tmp_path / "missing")
+
+
+def test_a_program_must_be_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match="There is no program no-such-program: install"):
+        start_processes("echo", "no-such-program", {0: ()}, {0: {}}, str(tmp_path))
 
 
 def test_streams_are_spelled_out_for_every_local_rank():

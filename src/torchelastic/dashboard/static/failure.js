@@ -35,7 +35,7 @@ function body(found, state) {
     cause.traceback ? text("traceback", "Traceback", cause.traceback, true) : null,
     lines.length ? text("log-lines", "Last lines it wrote", lines.join("\n"), true) : null,
     stuck ? hang(stuck, state) : null,
-    after?.length ? consequences(after, state) : null,
+    ...others(after ?? [], state),
   ];
 }
 
@@ -112,26 +112,35 @@ function stack(one) {
 
 // --- what came of it -----------------------------------------------------------------------------
 
-function consequences(all, state) {
-  const shown = all.slice(0, SHOWN + (state.more.get("consequences") ?? 0));
+function others(all, state) {
+  const alone = all.filter((one) => one.by_itself);
+  const after = all.filter((one) => !one.by_itself);
+  return [
+    alone.length ? listed("causes", "Failed by themselves, too", alone, state) : null,
+    after.length ? listed("consequences", "What came of it", after, state) : null,
+  ];
+}
+
+function listed(key, title, all, state) {
+  const shown = all.slice(0, SHOWN + (state.more.get(key) ?? 0));
   const many = all.length === 1 ? "one more failure" : `${count(all.length)} more failures`;
   return h(
     "div",
-    { key: "consequences" },
-    h("h3", null, `What came of it: ${many}`),
-    shown.map(consequence),
-    more("consequences", all, shown),
+    { key },
+    h("h3", null, `${title}: ${many}`),
+    shown.map((one, place) => other(key, one, place)),
+    more(key, all, shown),
   );
 }
 
-function consequence(cause, place) {
+function other(list, cause, place) {
   const worker = isWorker(cause);
   const why = `${oneLine(cause.message, 200)}${worker ? ` (${exitWords(cause)})` : ""}`;
   const title = [
     h("b", null, worker ? `Rank ${cause.rank}` : "Node"),
     ` ${worker ? "on " : ""}${oneLine(cause.node, 60)}: ${why}`,
   ];
-  const key = `after ${place}`;
+  const key = `${list} ${place}`;
   if (!cause.traceback) return h("p", { key, class: "consequence user" }, title);
   return text(key, title, cause.traceback);
 }

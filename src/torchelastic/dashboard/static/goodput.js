@@ -1,6 +1,6 @@
 // Where the job's time went. Pure.
 
-import { PARTS } from "./picture.js";
+import { PARTS, ratioOf } from "./picture.js";
 import { h } from "./tree.js";
 import { counted, percent, seconds } from "./words.js";
 
@@ -10,7 +10,7 @@ const ROOM = 0.14;
 
 export function goodput(picture) {
   const found = picture.view.goodput;
-  const aside = found ? `${percent(found.ratio)} of ${seconds(found.total)}` : "";
+  const aside = found ? `${ratioOf(found)} of ${seconds(found.total)}` : "";
   return h(
     "section",
     { key: "goodput", id: "goodput", "aria-labelledby": "goodput-title" },
@@ -68,19 +68,22 @@ function legend(found) {
   return h("ul", { class: "legend", "aria-label": "Parts of the job's time" }, all);
 }
 
+/** How many steps failures have cost, besides time. */
+export function again(found) {
+  if (!found.redone_known) return "what was done again, besides steps in flight, is not known";
+  return found.redone_steps
+    ? `besides those in flight, ${counted(found.redone_steps, "step")} done again`
+    : "only steps in flight were done again";
+}
+
 function notes(found, view) {
   const told = [];
   if (!found.steps_known) {
-    told.push(
-      "This script does not tell its steps: all the time that its workers ran counts as training.",
-    );
+    told.push("No step was seen: how much of the time went into training is not known.");
   }
   if (found.disruptions) {
     const ended = `${counted(found.disruptions, "generation")} ended by a failure`;
-    const again = found.redone_steps
-      ? `besides those in flight, ${counted(found.redone_steps, "step")} done again`
-      : "only steps in flight were done again";
-    told.push(found.steps_known ? `${ended}; ${again}.` : `${ended}.`);
+    told.push(found.steps_known ? `${ended}; ${again(found)}.` : `${ended}.`);
   }
   if (found.active_nodes !== null && (view.max_nodes ?? 1) > 1) {
     const [active, there] = [percent(found.active_nodes), percent(found.available_nodes)];

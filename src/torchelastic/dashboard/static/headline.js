@@ -1,9 +1,9 @@
 // The four answers at the top: is it training, what did the last failure cost, who failed first and
 // why, how much of the time went into training. Pure.
 
-import { PARTS, STOPPED, isWorker, partsOf } from "./picture.js";
+import { PARTS, STOPPED, isWorker, partsOf, ratioOf } from "./picture.js";
 import { h } from "./tree.js";
-import { ago, clock, count, counted, oneLine, percent, rate, seconds, span } from "./words.js";
+import { ago, clock, count, counted, oneLine, rate, seconds, span } from "./words.js";
 
 // A step has taken too long after so many seconds, and so many times what steps take.
 const LONG = 10;
@@ -42,7 +42,7 @@ const ENDS = {
 function running(view, now) {
   if (view.step === null) {
     return view.goodput?.steps_known === false
-      ? ["Running", "good", "this script does not tell its steps"]
+      ? ["Running", "busy", "no step was seen: whether it trains is not known"]
       : ["Starting", "busy", "the workers have not entered a step"];
   }
   const since = now - (view.stepped ?? now);
@@ -181,11 +181,12 @@ function culprit(cause) {
 function goodput(view) {
   const found = view.goodput;
   const question = "How much went into training?";
-  if (!found || found.ratio === null) return answer("goodput", question, "–", "");
+  if (!found || found.total === 0) return answer("goodput", question, "–", "");
+  if (found.ratio === null) return answer("goodput", question, "Unknown", "", "no step was seen");
   const losses = Object.entries(found.parts).toSorted((one, other) => other[1] - one[1]);
   const [part, most] = losses[0] ?? ["", 0];
   const spent = `${seconds(found.productive)} of ${seconds(found.total)}`;
   const rest = `most of the rest: ${PARTS[part] ?? part} ${seconds(most)}`;
   const link = most > 0 ? h("a", { href: "#goodput" }, rest) : null;
-  return answer("goodput", question, percent(found.ratio), "", spent, link);
+  return answer("goodput", question, ratioOf(found), "", spent, link);
 }

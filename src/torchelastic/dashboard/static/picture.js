@@ -1,5 +1,7 @@
 // What several sections read from the picture. Pure.
 
+import { percent } from "./words.js";
+
 /** Parts of goodput, in the words people read, in the order they are drawn. */
 export const PARTS = {
   productive: "training",
@@ -11,7 +13,13 @@ export const PARTS = {
   data: "data stalls",
   waiting: "waiting for nodes",
   other: "other",
+  unknown: "running, steps unknown",
 };
+
+/** Of goodput: its share of the time, in words. */
+export function ratioOf(found) {
+  return found.ratio === null ? "unknown" : percent(found.ratio);
+}
 
 /** Parts of a recovery, in the order they come, and what they are. */
 export const RECOVERY_PARTS = {

@@ -190,7 +190,7 @@ def entrypoint_name(entrypoint: Callable[..., Any] | str, args: Sequence[Any]) -
 
 def _run_process(request: Path, outcome: Path, signals: Sequence[str]) -> int:
     """Run the agent to its end; its exit code, with 128 + n for signal n."""
-    package_root = str(Path(__file__).parents[1])
+    package_root = str(Path(__file__).parents[2])
     command = [sys.executable, "-c", _AGENT, package_root, str(request), str(outcome)]
     # In a session of its own: Ctrl-C reaches it through us, once, whoever sends it.
     agent = subprocess.Popen(command, start_new_session=True)
