@@ -51,17 +51,21 @@ class Freed:
 
 
 class Abort:
-    """Aborts a group from another thread, as soon as a condition holds."""
+    """Aborts a group from another thread, as soon as a condition holds or the step has raised.
+
+    A back end's own watchdog may end the step first, in a moment that this thread sleeps through.
+    """
 
     def __init__(self, group: Group, when: Callable[[], object]) -> None:
         self._group, self._when = group, when
+        self._raised = threading.Event()
         self._training = threading.get_native_id()
         self._at, self._busy = 0.0, 0.0
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _run(self) -> None:
-        poll_for(self._when, what="the moment to abort")
+        poll_for(lambda: self._raised.is_set() or self._when(), what="the moment to abort")
         self._at, self._busy = time.monotonic(), _busy(self._training)
         self._group.abort("a test says so")
 
@@ -75,6 +79,7 @@ class Abort:
                 step()
         except Exception as error:
             now, busy = time.monotonic(), _busy(self._training)
+            self._raised.set()
             self._thread.join()
             return self._group.explain(error), max(0.0, now - self._at - (busy - self._busy))
 
