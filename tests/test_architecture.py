@@ -19,6 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Top to bottom. A module may import from its own layer and those below.
 LAYERS = (
+    ("testing",),
     ("cli", "dashboard", "distributed", "__main__"),
     ("integrations", "doctor"),
     ("p2p", "coordinator", "state", "train_loop", "worker_stats", "fault_injection"),
@@ -69,6 +70,7 @@ PURE = {
         "rendezvous/embedded/": "journal lobby table",
         "rendezvous/etcd/": "feed messages",
         "snapshot/": "bandwidth placement",
+        "testing/": "laws",
         "torchrun/": "guest_state",
         "training/": "gate inbox keeping_boxes",
         "worker/": "orders",

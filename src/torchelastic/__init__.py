@@ -15,6 +15,8 @@ A training whose processes live on when others are lost:
 
 Layout, from top to bottom; nothing imports from a layer above its own:
 
+    testing/              the checker of the laws, and the simulated control plane
+
     cli/, distributed/    argv becomes a job: `torchelastic run` and its module entry points
     dashboard/            a page that shows a job
 

@@ -12,13 +12,13 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from torchelastic.data import checker
 from torchelastic.data.verdict import Line as LedgerLine
 from torchelastic.data.verdict import check
+from torchelastic.testing import laws
 
 NO_LIMIT = 1 << 30
 #: How far behind what all ranks have finished a generation may begin: the step before may not be
@@ -191,26 +191,22 @@ def _about_parameters(history: History) -> Iterator[str]:
 
 def _about_worlds(history: History, most_redone: int) -> Iterator[str]:
     """One after the other, and none begins further back than it must."""
-    times = sorted(
-        (line["at"], generation, step)
-        for (generation, step), lines in history.done.items()
-        for line in lines
-    )
-    for before, after in pairwise(times):
-        if after[1] < before[1]:
-            yield f"{_where(*before[1:])} was finished before {_where(*after[1:])}"
-    finished = -1
+    events: list[laws.Event] = []
+    at = 0.0
     for generation in sorted({generation for generation, _ in history.used}):
         steps = [step for number, step in history.used if number == generation]
-        if min(steps) < finished + 1 - most_redone:
-            yield (
-                f"generation {generation} begins with step {min(steps)}, "
-                f"but all ranks have finished step {finished} before"
-            )
-        for step in steps:
-            lines = history.done.get((generation, step), [])
-            if lines and len(lines) == lines[0]["size"]:
-                finished = max(finished, step)
+        done = [line for step in steps for line in history.done.get((generation, step), [])]
+        at = min((line["at"] for line in done), default=at)
+        used = history.used[generation, steps[0]]
+        ranks = frozenset(map(str, range(used[0]["size"])))
+        events.append(laws.Formed(at, generation, "", ranks))
+        events.append(laws.Began(at, "0", generation, min(steps)))
+        events += [
+            laws.Stepped(line["at"], str(line["rank"]), generation, line["step"]) for line in done
+        ]
+    events.sort(key=lambda event: event.at)  # stable
+    for violation in laws.check(events, laws.Rules(redone=most_redone)):
+        yield str(violation)
 
 
 def _about_ends(history: History, samples: int) -> Iterator[str]:

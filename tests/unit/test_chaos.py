@@ -142,8 +142,11 @@ def never_end(lines):
         (differ, "step 1 of generation 0: parameters differ by rank"),
         (begin_with_something_else, "step 2 of generation 1 does not begin with what step 1"),
         (leave_a_step_out, "nobody has finished step 2"),
-        (finish_in_the_old_world_later, "was finished before step 1 of generation 0"),
-        (go_back_too_far, "generation 1 begins with step 1, but all ranks have finished step 1"),
+        (
+            finish_in_the_old_world_later,
+            "step 1 of generation 0 on 0, after a step of generation 1",
+        ),
+        (go_back_too_far, "generation 1 begins with step 1 on 0, but step 1 was finished"),
         (count_wrong, "has counted {3: 2.0}"),
         (never_end, "nobody has come to the end"),
     ],

@@ -1,0 +1,470 @@
+"""The checker of the laws of a job, over a history of plain events. Pure.
+
+Whoever watches a job (a simulation, a chaos run, a soak) tells `Laws` what happens, in order of
+time, and reads `violations` after every event. The laws, by their numbers in the design:
+
+    1  at most one world makes progress: once a world has made a step, no older one does
+    2  generations only grow, on every node; no number is given twice
+    3  a step that all nodes of a world have finished is not done again while a copy of it is left
+    7  whoever ends says why, and a job that fails names one of its first failures
+    8  when enough machines are up and can talk to each other, and a majority of the last electorate
+       is among them, the job trains again within one lease plus one round
+
+It shares no rule with the product: what counts as a majority is said here once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any, NamedTuple
+
+
+class Electorate(NamedTuple):
+    """Nodes of which a strict majority must agree; of two, the host alone will do."""
+
+    nodes: frozenset[str]
+    host: str = ""
+
+    def agrees(self, there: frozenset[str]) -> bool:
+        given = len(self.nodes & there)
+        tied = len(self.nodes) == 2 and self.host in self.nodes & there
+        return 2 * given > len(self.nodes) or tied
+
+
+# --- events: all have a time, in seconds of one clock --------------------------------------------
+
+
+class Up(NamedTuple):
+    """An agent has been started; again as the same node if it remembers what that was."""
+
+    at: float
+    node: str
+
+
+class Down(NamedTuple):
+    """An agent is gone, and its workers with it; nobody expects it back as the same node."""
+
+    at: float
+    node: str
+
+
+class Frozen(NamedTuple):
+    """A node does nothing, until it is thawed."""
+
+    at: float
+    node: str
+
+
+class Thawed(NamedTuple):
+    at: float
+    node: str
+
+
+class Cut(NamedTuple):
+    """Nothing gets from one node to another any more; the way back is another event."""
+
+    at: float
+    source: str
+    target: str
+
+
+class Mended(NamedTuple):
+    at: float
+    source: str
+    target: str
+
+
+class Disturbed(NamedTuple):
+    """Something else happened that the job may need a lease and a round for: a worker was killed,
+    a node asked to leave."""
+
+    at: float
+    what: str
+
+
+class Formed(NamedTuple):
+    """A host has published a world of a number that it had not published before."""
+
+    at: float
+    generation: int
+    host: str
+    nodes: frozenset[str]
+    #: Who must agree to what follows it: its own electorate, and those before while it is not
+    #: settled. Empty: nobody (an arbiter outside, or `--quorum none`).
+    electorates: tuple[Electorate, ...] = ()
+
+
+class Settled(NamedTuple):
+    """Only the nodes of this world have a say in what follows it."""
+
+    at: float
+    generation: int
+
+
+class Began(NamedTuple):
+    """A node's workers begin to train in a world, with this step."""
+
+    at: float
+    node: str
+    generation: int
+    step: int
+
+
+class Stepped(NamedTuple):
+    """A node's workers have finished a step."""
+
+    at: float
+    node: str
+    generation: int
+    step: int
+
+
+class Forgot(NamedTuple):
+    """A node has no copy of the state any more."""
+
+    at: float
+    node: str
+
+
+class Failed(NamedTuple):
+    """A worker or a node has failed, and was in the world of this generation."""
+
+    at: float
+    node: str
+    generation: int
+
+
+class Ended(NamedTuple):
+    """An agent has ended by itself; `asked`: it was told to leave, or heard that the job closed."""
+
+    at: float
+    node: str
+    reason: str
+    asked: bool
+
+
+class Closed(NamedTuple):
+    """The job has been closed. `blamed` is the node that is named for it, if one is."""
+
+    at: float
+    generation: int
+    exitcode: int
+    reason: str
+    blamed: str = ""
+
+
+Event = (
+    Up
+    | Down
+    | Frozen
+    | Thawed
+    | Cut
+    | Mended
+    | Disturbed
+    | Formed
+    | Settled
+    | Began
+    | Stepped
+    | Forgot
+    | Failed
+    | Ended
+    | Closed
+)
+
+
+class Violation(NamedTuple):
+    law: int
+    at: float
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"law {self.law}, at {self.at:.3f} s: {self.sentence}"
+
+
+@dataclass(kw_only=True)
+class Rules:
+    """What the job promises, as far as it depends on its settings."""
+
+    min_nodes: int = 1
+    #: Seconds in which a job that can go on must train again: one lease plus one round.
+    within: float = float("inf")
+    #: How many steps that all nodes have finished may be done again: what keeps the state may
+    #: be behind by so many.
+    redone: int = 0
+    #: So many failures the job is asked to survive.
+    endures: int = 0
+    #: Seconds within which nobody can say which of two failures was the first.
+    together: float = float("inf")
+    #: Who must be there before the first world.
+    founders: Iterable[Electorate] = ()
+
+
+@dataclass
+class _Known:
+    """Of one world."""
+
+    nodes: frozenset[str] = frozenset()
+    host: str = ""
+    electorates: tuple[Electorate, ...] = ()
+    #: By step: the nodes that have finished it.
+    finished: dict[int, set[str]] = field(default_factory=dict)
+    failures: list[Failed] = field(default_factory=list)
+
+
+class Laws:
+    """Takes the events of one job in order, and notes where they break a law."""
+
+    def __init__(self, rules: Rules | None = None) -> None:
+        self._rules = rules or Rules()
+        self.violations: list[Violation] = []
+        self._worlds: dict[int, _Known] = {}
+        #: The newest world that was formed, and the newest that made a step.
+        self._latest = self._stepped = -1
+        self._electorates = tuple(self._rules.founders)
+        #: By node: the newest generation it began, and the newest version of the state it holds.
+        self._begun: dict[str, int] = {}
+        self._held: dict[str, int] = {}
+        #: The last step that all nodes of a world have finished.
+        self._finished = -1
+        self._up: set[str] = set()
+        self._frozen: set[str] = set()
+        self._cut: set[tuple[str, str]] = set()
+        self._failures = 0
+        #: Since when nothing was disturbed; when the last step was made.
+        self._quiet_since = 0.0
+        self._progress_at = 0.0
+        #: Whether the job could train as things stand; None: not known since they have changed.
+        self._able: bool | None = None
+        self._closed = False
+
+    def note(self, event: Event) -> None:
+        """Take an event."""
+        self.look(event.at)
+        _HANDLERS[type(event)](self, event)
+
+    def look(self, now: float) -> None:
+        """Check what must have happened by now: law 8."""
+        since = max(self._quiet_since, self._progress_at)
+        if now - since <= self._rules.within or self._closed or not self._is_able():
+            return
+        self._break(
+            8, now, f"the job could train since {self._quiet_since:.3f} s, and no step was made"
+        )
+        self._progress_at = now  # say it once per limit
+
+    @property
+    def last_step_at(self) -> float:
+        """When the last step was made; 0.0: none was."""
+        return self._progress_at
+
+    # --- laws 1, 2 and 3 -------------------------------------------------------------------------
+
+    def _formed(self, event: Formed) -> None:
+        known = self._worlds.get(event.generation)
+        if known is not None and known.nodes:
+            if (known.nodes, known.host) != (event.nodes, event.host):
+                both = f"{_names(known.nodes)} and {_names(event.nodes)}"
+                self._break(2, event.at, f"generation {event.generation} is both {both}")
+            return
+        known = self._world(event.generation)
+        known.nodes, known.host = event.nodes, event.host
+        known.electorates = event.electorates
+        if event.generation > self._latest:
+            self._latest, self._electorates = event.generation, event.electorates
+            self._able = None
+
+    def _settled(self, event: Settled) -> None:
+        known = self._world(event.generation)
+        known.electorates = known.electorates[-1:]
+        if event.generation == self._latest:
+            self._electorates, self._able = known.electorates, None
+
+    def _began(self, event: Began) -> None:
+        node, generation = event.node, event.generation
+        before = self._begun.get(node, -1)
+        if generation <= before:
+            self._break(2, event.at, f"{node} begins generation {generation} after {before}")
+        self._begun[node] = max(before, generation)
+        if event.step <= self._finished - self._rules.redone:
+            holders = self._holders(self._world(generation).nodes | {node})
+            if holders:
+                self._break(
+                    3,
+                    event.at,
+                    f"generation {generation} begins with step {event.step} on {node}, but step "
+                    f"{self._finished} was finished, and {_names(holders)} has it",
+                )
+            else:
+                self._finished = event.step - 1
+        self._held[node] = max(self._held.get(node, -1), event.step - 1)
+
+    def _holders(self, nodes: frozenset[str]) -> frozenset[str]:
+        """Who has what was finished last, and could hand it to these nodes."""
+        there = self._up - self._frozen if self._up else set(self._held)
+        return frozenset(
+            holder
+            for holder in there
+            if self._held.get(holder, -1) >= self._finished
+            and all(self._are_linked(holder, node) for node in nodes)
+        )
+
+    def _stepped_in(self, event: Stepped) -> None:
+        known, generation = self._world(event.generation), event.generation
+        finished = known.finished.setdefault(event.step, set())
+        if generation < self._stepped:
+            self._break(
+                1,
+                event.at,
+                f"step {event.step} of generation {generation} on {event.node}, after a step of "
+                f"generation {self._stepped}",
+            )
+        finished.add(event.node)
+        self._stepped = max(self._stepped, generation)
+        if self._begun.get(event.node, -1) < generation:
+            self._begun[event.node] = generation
+        self._held[event.node] = max(self._held.get(event.node, -1), event.step)
+        if known.nodes and known.nodes <= finished:
+            self._finished = max(self._finished, event.step)
+            for step in [step for step in known.finished if step < event.step]:
+                del known.finished[step]
+        self._progress_at = max(self._progress_at, event.at)
+
+    def _forgot(self, event: Forgot) -> None:
+        self._held.pop(event.node, None)
+
+    # --- law 7 -----------------------------------------------------------------------------------
+
+    def _failed(self, event: Failed) -> None:
+        self._world(event.generation).failures.append(event)
+        self._failures += 1
+        self._disturbed(event)
+
+    def _ended(self, event: Ended) -> None:
+        if not event.reason:
+            self._break(7, event.at, f"{event.node} has ended, and does not say why")
+        if not event.asked and not self._closed:
+            self._break(8, event.at, f"{event.node} has ended unasked: {event.reason}")
+        self._down(event)
+
+    def _close(self, event: Closed) -> None:
+        self._closed = True
+        if not event.reason:
+            self._break(7, event.at, "the job is closed, and nobody says why")
+        if not event.exitcode:
+            return
+        if self._failures < self._rules.endures:
+            self._break(8, event.at, f"the job has given up: {event.reason}")
+        failures = self._world(event.generation).failures
+        if not failures:
+            return
+        first = [one for one in failures if one.at <= failures[0].at + self._rules.together]
+        if event.blamed not in {one.node for one in first}:
+            names = _names(frozenset(one.node for one in first))
+            blamed = event.blamed or "nobody"
+            self._break(7, event.at, f"{blamed} is blamed, but {names} failed first")
+
+    # --- law 8 -----------------------------------------------------------------------------------
+
+    def _is_able(self) -> bool:
+        """Whether nodes that can all talk to each other, and to no other node, are enough."""
+        if self._able is None:
+            self._able = any(self._are_enough(group) for group in self._groups())
+        return self._able
+
+    def _are_enough(self, group: frozenset[str]) -> bool:
+        return (
+            len(group) >= self._rules.min_nodes
+            and all(each.agrees(group) for each in self._electorates)
+            and all(self._are_linked(one, other) for one, other in combinations(group, 2))
+        )
+
+    def _groups(self) -> list[frozenset[str]]:
+        """The nodes that are there, those together of which one hears another."""
+        left, groups = self._up - self._frozen, []
+        while left:
+            group, edge = set[str](), {left.pop()}
+            while edge:
+                group |= edge
+                edge = {
+                    node
+                    for node in left
+                    if any(
+                        (node, one) not in self._cut or (one, node) not in self._cut for one in edge
+                    )
+                }
+                left -= edge
+            groups.append(frozenset(group))
+        return groups
+
+    def _are_linked(self, one: str, other: str) -> bool:
+        return (one, other) not in self._cut and (other, one) not in self._cut
+
+    def _came_up(self, event: Up) -> None:
+        self._up.add(event.node)
+        self._disturbed(event)
+
+    def _down(self, event: Down | Ended) -> None:
+        self._up.discard(event.node)
+        self._frozen.discard(event.node)
+        self._held.pop(event.node, None)
+        self._disturbed(event)
+
+    def _freeze(self, event: Frozen) -> None:
+        self._frozen.add(event.node)
+        self._disturbed(event)
+
+    def _thaw(self, event: Thawed) -> None:
+        self._frozen.discard(event.node)
+        self._disturbed(event)
+
+    def _cut_off(self, event: Cut) -> None:
+        self._cut.add((event.source, event.target))
+        self._disturbed(event)
+
+    def _mend(self, event: Mended) -> None:
+        self._cut.discard((event.source, event.target))
+        self._disturbed(event)
+
+    def _disturbed(self, event: Event) -> None:
+        self._quiet_since, self._able = event.at, None
+
+    # --- small parts -----------------------------------------------------------------------------
+
+    def _world(self, generation: int) -> _Known:
+        return self._worlds.setdefault(generation, _Known())
+
+    def _break(self, law: int, at: float, sentence: str) -> None:
+        self.violations.append(Violation(law, at, sentence))
+
+
+_HANDLERS: Mapping[type, Callable[[Laws, Any], None]] = {
+    Up: Laws._came_up,
+    Down: Laws._down,
+    Frozen: Laws._freeze,
+    Thawed: Laws._thaw,
+    Cut: Laws._cut_off,
+    Mended: Laws._mend,
+    Disturbed: Laws._disturbed,
+    Formed: Laws._formed,
+    Settled: Laws._settled,
+    Began: Laws._began,
+    Stepped: Laws._stepped_in,
+    Forgot: Laws._forgot,
+    Failed: Laws._failed,
+    Ended: Laws._ended,
+    Closed: Laws._close,
+}
+
+
+def _names(nodes: Iterable[str]) -> str:
+    return " ".join(sorted(nodes)) or "nobody"
+
+
+def check(events: Iterable[Event], rules: Rules | None = None) -> list[Violation]:
+    """What of a whole history breaks a law."""
+    laws = Laws(rules)
+    for event in events:
+        laws.note(event)
+    return laws.violations

@@ -1,0 +1,162 @@
+"""The checker of the laws: what breaks each of them is named, and what is in order is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchelastic.testing.laws import (
+    Began,
+    Closed,
+    Cut,
+    Disturbed,
+    Down,
+    Electorate,
+    Ended,
+    Event,
+    Failed,
+    Forgot,
+    Formed,
+    Frozen,
+    Laws,
+    Mended,
+    Rules,
+    Settled,
+    Stepped,
+    Thawed,
+    Up,
+    check,
+)
+
+RULES = Rules(min_nodes=2, within=5.0, endures=10, together=1.0)
+ABC = frozenset("abc")
+THREE = Electorate(ABC, "a")
+
+
+def job(nodes: str = "abc", host: str = "a") -> list[Event]:
+    """Generation 0 of these nodes has made step 0, at 1.0 s."""
+    every = frozenset(nodes)
+    events: list[Event] = [Up(0.0, node) for node in sorted(every)]
+    events.append(Formed(0.5, 0, host, every, (Electorate(every, host),)))
+    return [*events, *begins(0.5, nodes, 0, 0), *steps(1.0, nodes, 0, 0)]
+
+
+def begins(at: float, nodes: str, generation: int, step: int) -> list[Event]:
+    return [Began(at, node, generation, step) for node in nodes]
+
+
+def steps(at: float, nodes: str, generation: int, step: int) -> list[Event]:
+    return [Stepped(at, node, generation, step) for node in nodes]
+
+
+def following(nodes: str, step: int = 1) -> list[Event]:
+    """Generation 1 of these nodes begins with a step, and makes it, at 2.0 s."""
+    formed = Formed(1.5, 1, "a", frozenset(nodes), (THREE, Electorate(frozenset(nodes), "a")))
+    return [formed, *begins(1.5, nodes, 1, step), *steps(2.0, nodes, 1, step)]
+
+
+QUIET = Disturbed(20.0, "the end")
+PAIRS_OF_C = [(one, other) for one in "ab" for other in ("c",)]
+
+
+def cut_off(at: float, kind: type[Cut] | type[Mended] = Cut) -> list[Event]:
+    """Node c from the others, both ways."""
+    return [kind(at, *pair) for one, two in PAIRS_OF_C for pair in ((one, two), (two, one))]
+
+
+IN_ORDER = {
+    "a job that trains": job(),
+    "another world": [*job(), *following("ab")],
+    "nobody has the last step any more": [
+        *job(),
+        *(Forgot(1.2, node) for node in "abc"),
+        *following("ab", step=0),
+    ],
+    "who has the last step is out of reach": [
+        *job(),
+        *cut_off(1.1),
+        Forgot(1.2, "a"),
+        Forgot(1.2, "b"),
+        *following("ab", step=0),
+    ],
+    "too few are left": [*job(), Down(2.0, "b"), Down(2.0, "c"), QUIET],
+    "no majority is left": [*job("abcde"), *(Down(2.0, node) for node in "abc"), QUIET],
+    "a majority is frozen": [*job(), Frozen(2.0, "b"), Frozen(2.0, "c"), QUIET],
+    "they cannot all talk": [*job(), Cut(2.0, "a", "b"), QUIET],
+    "the last electorate is settled, the one before is gone": [
+        *job("abcde"),
+        Formed(1.5, 1, "a", frozenset("abcde"), (Electorate(frozenset("uvw")),)),
+        QUIET,
+    ],
+    "it trains again in time": [*job(), Down(2.0, "c"), *following("ab"), Disturbed(6.5, "")],
+    "it is closed": [*job(), Closed(2.0, 0, 0, "every worker succeeded"), QUIET],
+    "it has failed too often": [
+        *job(),
+        *(Failed(1.1, "b", 0) for _ in range(10)),
+        Closed(2.0, 0, 1, "the budget is spent", "b"),
+    ],
+    "of two, the host is gone": [*job("ab"), Down(2.0, "a"), Up(2.0, "c"), QUIET],
+}
+
+
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_what_is_in_order(name):
+    assert check(IN_ORDER[name], RULES) == []
+
+
+@pytest.mark.parametrize(
+    ("law", "said", "events"),
+    [
+        (1, "after a step of generation 1", [*job(), *following("ab"), *steps(3.0, "c", 0, 1)]),
+        (2, "generation 0 is both", [*job(), Formed(2.0, 0, "c", ABC)]),
+        (2, "generation 0 is both", [*job(), Formed(2.0, 0, "a", frozenset("ab"))]),
+        (2, "b begins generation 0 after 1", [*job(), *following("ab"), Began(3.0, "b", 0, 1)]),
+        (3, "c has it", [*job(), Forgot(1.2, "a"), Forgot(1.2, "b"), *following("ab", step=0)]),
+        (7, "does not say why", [*job(), Ended(2.0, "b", "", asked=True)]),
+        (7, "nobody says why", [*job(), Closed(2.0, 0, 0, "")]),
+        (
+            7,
+            "c is blamed, but b failed first",
+            [*job(), Failed(1.1, "b", 0), Failed(3.0, "c", 0), Closed(3.0, 0, 1, "so", "c")],
+        ),
+        (8, "b has ended unasked", [*job(), Ended(2.0, "b", "it cannot", asked=False)]),
+        (8, "given up", [*job(), Failed(1.1, "b", 0), Closed(2.0, 0, 1, "no more", "b")]),
+        (8, "no step was made", [*job(), QUIET]),
+        (8, "no step was made", [*job(), Down(2.0, "a"), QUIET]),
+        (8, "no step was made", [*job(), *cut_off(2.0), QUIET]),
+        (8, "no step was made", [*job(), *cut_off(2.0), *cut_off(9.0, Mended), QUIET]),
+        (8, "no step was made", [*job(), Frozen(2.0, "b"), Thawed(9.0, "b"), QUIET]),
+        (8, "no step was made", [*job("ab"), Down(2.0, "b"), Up(2.0, "c"), QUIET]),
+        (
+            8,
+            "no step was made",
+            [
+                *job("abcde"),
+                Formed(1.5, 1, "a", ABC, (Electorate(frozenset("uvw")), THREE)),
+                Settled(1.6, 1),
+                QUIET,
+            ],
+        ),
+    ],
+)
+def test_what_breaks_a_law_is_named(law, said, events):
+    found = check(events, RULES)
+    assert any(one.law == law and said in one.sentence for one in found), found
+
+
+def test_so_many_steps_may_be_done_again():
+    events = [*job(), *steps(1.1, "abc", 0, 1), *following("ab", step=1)]
+    assert check(events, Rules(redone=1)) == []
+    assert {one.law for one in check(events, Rules())} == {3}
+
+
+def test_before_the_first_world_its_founders_must_be_there():
+    founders = [Electorate(frozenset("a"))]
+    laws = Laws(Rules(min_nodes=1, within=5.0, founders=founders))
+    laws.note(Up(0.0, "b"))
+    laws.look(9.0)
+    assert laws.violations == []
+    laws.note(Up(9.0, "a"))
+    laws.look(15.0)
+    assert [str(one) for one in laws.violations] == [
+        "law 8, at 15.000 s: the job could train since 9.000 s, and no step was made"
+    ]
