@@ -241,9 +241,10 @@ class Presence:
         if world is None:
             return
         self.meeting.hear_of([*world.heirs.values()])
-        if world.count and not self.meeting.takes_up(world.generation):
+        takes_up = self.meeting.takes_up(world.generation)
+        if world.count and not takes_up and world.is_under_way:
             return  # of an earlier host, and not ours: a newer one follows
-        if world.count and self.meeting.term:
+        if world.count and takes_up and self.meeting.term:
             self.meeting.hold(await self._heir.take(store, world, summary))
             self._accept(world)
         if self._ring is not None:

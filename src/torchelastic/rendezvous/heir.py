@@ -28,14 +28,32 @@ class Heir:
 
     async def take(self, store: Store, world: World, summary: Json) -> Holding:
         """What to hold of a world; gets what is not in its summary, if there is any need."""
-        known = (world.generation, world.digest) == (self._holding.roll.generation, self._digest)
-        if known:
+        parts: dict[str, Json] = {}
+        roll: Json | None = None
+        if self.lacks(world):
+            listed, rolls = await asyncio.gather(store.get(PART_PREFIX), store.get(ROLL_KEY))
+            parts = {k: item.value for k, item in listed.items.items() if world.owns(item.value)}
+            roll = rolls.items[ROLL_KEY].value if ROLL_KEY in rolls.items else None
+        return self.noted(world, summary, parts, roll)
+
+    def lacks(self, world: World) -> bool:
+        """Whether this node is to hold the whole of a world, and does not know all of it yet."""
+        return self._node in world.heirs and not self._knows(world)
+
+    def _knows(self, world: World) -> bool:
+        return (world.generation, world.digest) == (self._holding.roll.generation, self._digest)
+
+    def noted(
+        self, world: World, summary: Json, parts: Mapping[str, Json], roll: Json | None
+    ) -> Holding:
+        """What to hold of a world, with the parts and the roll of one that it `lacks`."""
+        if self._knows(world):
             if self._holding.rows:
                 rows = {**self._holding.rows, WORLD_KEY: summary}
                 self._holding = replace(self._holding, rows=rows)
         elif self._node in world.heirs:
             self.is_candidate.set()
-            self._holding = await self._whole(store, world, summary)
+            self._holding = self._whole(world, summary, parts, roll)
         else:
             self._holding = self._outline(world)
         self._digest = world.digest
@@ -60,10 +78,9 @@ class Heir:
             addresses=_known({**world.heirs, **places}),
         )
 
-    async def _whole(self, store: Store, world: World, summary: Json) -> Holding:
-        parts, rolls = await asyncio.gather(store.get(PART_PREFIX), store.get(ROLL_KEY))
-        listed = {key: item.value for key, item in parts.items.items() if world.owns(item.value)}
-        roll = rolls.items[ROLL_KEY].value if ROLL_KEY in rolls.items else None
+    def _whole(
+        self, world: World, summary: Json, listed: Mapping[str, Json], roll: Json | None
+    ) -> Holding:
         addresses = addresses_in(listed.values())
         if len(addresses) != world.count:
             return self._outline(world)  # a newer one is there already

@@ -182,7 +182,10 @@ class Leader:
         if not self._term:
             return state
         stored = items[ROLL_KEY].value if ROLL_KEY in items else None
-        state = round_state.hosted(state, self._node, self._term, stored, quorum=self._rules.quorum)
+        settled = items[SETTLED_KEY].value["generation"] if SETTLED_KEY in items else -1
+        state = round_state.hosted(
+            state, self._node, self._term, stored, settled=settled, quorum=self._rules.quorum
+        )
         return replace(state, dead=self._dead)
 
     async def _watch_members(self, revision: int) -> None:

@@ -222,9 +222,11 @@ def hosted(
     term: int,
     stored: Mapping[str, Any] | None,
     *,
+    settled: int = -1,
     quorum: bool = True,
 ) -> RoundState:
-    """The leader hosts the store; `stored` is what it says of who must agree.
+    """The leader hosts the store; `stored` is what it says of who must agree, and `settled` the
+    last world of which it says that only its nodes must.
 
     Without `quorum` nobody need: a list of who would have to, and cannot be reached, has no end.
     """
@@ -233,7 +235,8 @@ def hosted(
     if world is not None and world.nodes:
         nodes = [node.node for node in world.nodes]
         if quorum:
-            roll = succession.from_json(stored, world.generation, nodes, world.host)
+            known = stored if settled != world.generation else None
+            roll = succession.from_json(known, world.generation, nodes, world.host)
         if world.term != term and world.phase in ("agreeing", "running", "pausing"):
             # Those who voted have stopped their workers, and the others cannot go on without them.
             reason = "the host of the rendezvous is gone"

@@ -277,6 +277,11 @@ class World:
         return found.first_rank + found.local_ranks.index(local_rank)
 
     @property
+    def is_under_way(self) -> bool:
+        """Whether its workers run, or are about to."""
+        return self.phase in ("agreeing", "running", "pausing")
+
+    @property
     def candidates(self) -> tuple[Candidate, ...]:
         """The heirs, one by one."""
         return tuple(Candidate(*pair) for pair in self.heirs.items())

@@ -237,7 +237,8 @@ class Laws:
         self._progress_at = 0.0
         #: Whether the job could train as things stand; None: not known since they have changed.
         self._able: bool | None = None
-        self._closed = False
+        #: Whether the job has been closed.
+        self.is_closed = False
 
     def note(self, event: Event) -> None:
         """Take an event."""
@@ -247,7 +248,7 @@ class Laws:
     def look(self, now: float) -> None:
         """Check what must have happened by now: law 8."""
         since = max(self._quiet_since, self._progress_at)
-        if now - since <= self._rules.within or self._closed or not self._is_able():
+        if now - since <= self._rules.within or self.is_closed or not self._is_able():
             return
         self._break(
             8, now, f"the job could train since {self._quiet_since:.3f} s, and no step was made"
@@ -344,12 +345,12 @@ class Laws:
     def _ended(self, event: Ended) -> None:
         if not event.reason:
             self._break(7, event.at, f"{event.node} has ended, and does not say why")
-        if not event.asked and not self._closed:
+        if not event.asked and not self.is_closed:
             self._break(8, event.at, f"{event.node} has ended unasked: {event.reason}")
         self._down(event)
 
     def _close(self, event: Closed) -> None:
-        self._closed = True
+        self.is_closed = True
         if not event.reason:
             self._break(7, event.at, "the job is closed, and nobody says why")
         if not event.exitcode:

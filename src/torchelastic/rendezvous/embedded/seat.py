@@ -283,7 +283,7 @@ class Seat:
         """Ask around until this node has a host, or is it."""
         begun = self._clock.now()
         deadline = begun + (math.inf if timeout is None else timeout)
-        pause, say_at = FIRST_PAUSE, begun + 2 * self._lease
+        pause, say_at, tried = FIRST_PAUSE, begun + 2 * self._lease, begun
         while True:
             if self._may_found():
                 await self._reign(FIRST_TERM, Returns())
@@ -293,9 +293,12 @@ class Seat:
             rumours, self._rumours = self._rumours, []
             if await self._join_one_of([*rumours, *self._poll.hosts(returns)], pause):
                 return
-            is_our_turn = self._clock.now() - begun >= self._poll.turn
-            if is_our_turn and self._poll.is_won(returns) and await self._stand(returns):
-                return
+            is_our_turn = self._clock.now() - tried >= self._poll.turn
+            if is_our_turn and self._poll.is_won(returns):
+                if await self._stand(returns):
+                    return
+                # Others stood at the same time, and would again: from now on each in its turn.
+                pause, tried = FIRST_PAUSE, self._clock.now()
             now = self._clock.now()
             if now >= deadline:
                 raise RendezvousLost(f"{self._poll.predicament(returns)}: given up.")

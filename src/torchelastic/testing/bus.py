@@ -1,0 +1,131 @@
+"""Virtual time, processes and the network between machines, for the simulated control plane.
+
+Nothing runs but what an event calls: the time jumps from one to the next. Processes can be killed
+and frozen; a frozen one does all that was due when it is thawed. What is said over a connection
+while a way is cut arrives when it is mended, as TCP has it; what begins one is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any
+
+#: Seconds a message takes.
+DELAY = 0.002
+
+
+class Timer:
+    """A call that is due; it can be dropped."""
+
+    __slots__ = ("args", "call", "process")
+
+    def __init__(self, process: Process | None, call: Callable[..., None], args: Any) -> None:
+        self.process = process
+        self.call: Callable[..., None] | None = call
+        self.args = args
+
+    def cancel(self) -> None:
+        self.call = None
+
+
+class Process:
+    """Something that runs on a machine."""
+
+    def __init__(self, bus: Bus, machine: str) -> None:
+        self.bus = bus
+        self.machine = machine
+        self.alive = True
+        self.frozen_at: float | None = None
+        self._due: list[Timer] = []
+
+    @property
+    def runs(self) -> bool:
+        return self.alive and self.frozen_at is None
+
+    def after(self, seconds: float, call: Callable[..., None], *args: Any) -> Timer:
+        """Call something on this process, if it lives then; when it is thawed, if it is frozen."""
+        return self.bus.at(self.bus.now + seconds, Timer(self, call, args))
+
+    def send(self, to: Process, call: Callable[..., None], *args: Any, begins: bool = False) -> None:
+        """Say something to another process; `begins`: there is no connection yet."""
+        self.bus.carry(self.machine, to, Timer(to, call, args), begins)
+
+    def perform(self, timer: Timer) -> None:
+        if not self.alive or timer.call is None:
+            return
+        if self.frozen_at is not None:
+            self._due.append(timer)
+        else:
+            timer.call(*timer.args)
+
+    def freeze(self) -> None:
+        self.frozen_at = self.bus.now
+
+    def thaw(self) -> None:
+        """Run on, with all that was due meanwhile."""
+        self.frozen_at = None
+        due, self._due = self._due, []
+        for timer in due:
+            self.bus.at(self.bus.now, timer)
+
+
+class Bus:
+    """The time, and the ways between machines."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._heap: list[tuple[float, int, Timer]] = []
+        self._count = 0
+        self.cut: set[tuple[str, str]] = set()
+        #: Seconds a message takes on ways that are slower than others.
+        self.slow: dict[tuple[str, str], float] = {}
+        self._last: dict[tuple[str, str], float] = {}
+        self._held: dict[tuple[str, str], list[Timer]] = {}
+
+    def at(self, when: float, timer: Timer) -> Timer:
+        self._count += 1
+        heappush(self._heap, (when, self._count, timer))
+        return timer
+
+    def run(self, until: float) -> None:
+        """Let all happen that is due until then."""
+        heap = self._heap
+        while heap and heap[0][0] <= until:
+            self.now, _, timer = heappop(heap)
+            if timer.process is not None:
+                timer.process.perform(timer)
+            elif timer.call is not None:
+                timer.call(*timer.args)
+        self.now = until
+
+    # --- ways ------------------------------------------------------------------------------------
+
+    def delay(self, source: str, target: str) -> float:
+        if source == target:
+            return 0.0
+        return self.slow.get((source, target), DELAY)
+
+    def is_clear(self, one: str, other: str) -> bool:
+        """Whether both hear each other."""
+        return (one, other) not in self.cut and (other, one) not in self.cut
+
+    def carry(self, source: str, to: Process, timer: Timer, begins: bool) -> None:
+        way = (source, to.machine)
+        if way in self.cut:
+            if not begins:
+                self._held.setdefault(way, []).append(timer)
+            return
+        # What is said first on a way arrives first.
+        when = max(self.now + self.delay(*way), self._last.get(way, 0.0))
+        self._last[way] = when
+        self.at(when, timer)
+
+    def sever(self, source: str, target: str) -> None:
+        self.cut.add((source, target))
+
+    def mend(self, source: str, target: str) -> None:
+        self.cut.discard((source, target))
+        for timer in self._held.pop((source, target), ()):
+            assert timer.process is not None
+            self.carry(source, timer.process, timer, begins=False)

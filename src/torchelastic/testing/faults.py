@@ -1,0 +1,168 @@
+"""Schedules of faults for a simulated job: made from a seed, shown as text, made shorter.
+
+    kill, restart     an agent and its workers end; restart: another agent starts on the machine
+    freeze, thaw      all that runs on a machine
+    worker            the worker of a machine is killed
+    cut               nothing gets from some machines to others: {a b} {c d e}, both ways or one
+    mend              all ways are clear again, and none is slow
+    slow              messages from some machines to others take their time
+    join, leave       a machine that was not there before; an agent is asked to go
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+MACHINES = "abcde"
+NEWCOMERS = "fg"
+#: Seconds from the first to the last fault; when everything is healed.
+FIRST_AT, LAST_AT, HEALED_AT = 4.0, 36.0, 40.0
+
+
+class Fault(NamedTuple):
+    at: float
+    kind: str
+    #: The machines that it is about, and those on the other side of a cut.
+    machines: str = ""
+    others: str = ""
+    both_ways: bool = True
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        what = f"{self.at:7.3f} s  {self.kind}"
+        if self.machines:
+            what += f" {' '.join(self.machines)}"
+        if self.others:
+            what += f" {'|' if self.both_ways else '->'} {' '.join(self.others)}"
+        return what + (f" by {self.seconds:g} s" if self.seconds else "")
+
+
+class Schedule(NamedTuple):
+    """One job, and what happens to it."""
+
+    seed: int
+    #: Its workers call `torchelastic.train`.
+    resident: bool
+    machines: str
+    min_nodes: int
+    max_nodes: int
+    #: How many steps the training has; many: it does not end.
+    steps: int
+    faults: tuple[Fault, ...]
+
+    def __str__(self) -> str:
+        kind = "train" if self.resident else "script"
+        head = f"seed {self.seed}: {kind}, {len(self.machines)} machines, "
+        head += f"--nnodes {self.min_nodes}:{self.max_nodes}"
+        if self.steps < ENDLESS:
+            head += f", {self.steps} steps"
+        return "\n".join([head, *(f"  {fault}" for fault in self.faults)])
+
+
+ENDLESS = 1 << 20
+KINDS = {
+    "kill": 3,
+    "restart": 4,
+    "freeze": 3,
+    "thaw": 2,
+    "worker": 5,
+    "cut": 5,
+    "mend": 4,
+    "slow": 2,
+    "join": 1,
+    "leave": 2,
+}
+
+
+def made_from(seed: int, faults: int = 10, machines: int | None = None) -> Schedule:
+    """The schedule of a seed."""
+    chance = random.Random(seed)
+    count = machines or chance.choice((2, 3, 3, 4, 4, 5, 5, 5))
+    there = MACHINES[:count]
+    min_nodes = chance.choice((1, 1, 2, (count + 1) // 2))
+    times = _times(chance, faults)
+    return Schedule(
+        seed=seed,
+        resident=chance.random() < 0.5,
+        machines=there,
+        min_nodes=min_nodes,
+        max_nodes=count + 2 if chance.random() < 0.8 else count,
+        steps=ENDLESS if chance.random() < 0.9 else chance.randint(5, 80),
+        faults=tuple(_fault(chance, at, there) for at in times),
+    )
+
+
+def _times(chance: random.Random, count: int) -> list[float]:
+    """Faults come one by one, or in bursts: what is rare happens within a lease of each other."""
+    times = []
+    while len(times) < count:
+        at = chance.uniform(FIRST_AT, LAST_AT)
+        times.append(at)
+        while len(times) < count and chance.random() < 0.5:
+            at = min(at + chance.choice((0.0, 0.01, 0.05, 0.3, 1.0, 3.2)), LAST_AT)
+            times.append(at)
+    return [round(at, 3) for at in sorted(times)]
+
+
+def _fault(chance: random.Random, at: float, machines: str) -> Fault:
+    kind = chance.choices([*KINDS], [*KINDS.values()])[0]
+    if kind in ("cut", "slow"):
+        return _between(chance, at, kind, machines)
+    if kind == "mend":
+        return Fault(at, kind)
+    if kind == "join":
+        return Fault(at, kind, chance.choice(NEWCOMERS))
+    return Fault(at, kind, chance.choice(machines))
+
+
+def _between(chance: random.Random, at: float, kind: str, machines: str) -> Fault:
+    """Two sides: all machines, or a few of them."""
+    every = list(machines)
+    chance.shuffle(every)
+    if chance.random() < 0.3:
+        every = every[:2]
+    size = chance.randint(1, len(every) - 1)
+    sides = "".join(sorted(every[:size])), "".join(sorted(every[size:]))
+    return Fault(
+        at,
+        kind,
+        *sides,
+        both_ways=kind == "slow" or chance.random() < 0.7,
+        seconds=chance.choice((0.02, 0.1, 0.2)) if kind == "slow" else 0.0,
+    )
+
+
+def shrunk(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
+    """A short schedule that still fails: without as many faults as may be, then fewer machines."""
+    size = max(len(schedule.faults) // 2, 1)
+    while size:
+        begin = 0
+        while begin < len(schedule.faults):
+            faults = schedule.faults
+            fewer = schedule._replace(faults=faults[:begin] + faults[begin + size :])
+            if fails(fewer):
+                schedule = fewer
+            else:
+                begin += size
+        size //= 2
+    for simpler in _simpler(schedule):
+        if fails(simpler(schedule)):
+            schedule = simpler(schedule)
+    return schedule
+
+
+def _simpler(schedule: Schedule) -> Sequence[Callable[[Schedule], Schedule]]:
+    """Ways to make a schedule easier to read; each is tried once."""
+    ways: list[Callable[[Schedule], Schedule]] = [
+        lambda it: it._replace(steps=ENDLESS),
+        lambda it: it._replace(min_nodes=1),
+    ]
+    used = {machine for fault in schedule.faults for machine in fault.machines + fault.others}
+    for machine in reversed(schedule.machines[1:]):
+        if machine not in used:
+            ways.append(
+                lambda it, machine=machine: it._replace(machines=it.machines.replace(machine, ""))
+            )
+    return ways
