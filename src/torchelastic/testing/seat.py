@@ -81,6 +81,7 @@ class Seat:
         #: While it looks for a host: since when, or when it stood in vain; and the pause between
         #: two rounds of asking.
         self._tried = 0.0
+        self._in_vain = 0
         self._pause = FIRST_PAUSE
         self._next: Timer | None = None
         self._searching = False
@@ -158,7 +159,7 @@ class Seat:
 
     def _search(self) -> None:
         self._searching = True
-        self._tried = self._agent.bus.now
+        self._tried, self._in_vain = self._agent.bus.now, 0
         self._pause = FIRST_PAUSE
         self._ask_around()
 
@@ -196,7 +197,7 @@ class Seat:
         self._join_one_of(hosts, lambda: self._stand_or_wait(returns))
 
     def _stand_or_wait(self, returns: Returns) -> None:
-        is_our_turn = self._agent.bus.now - self._tried >= self.poll.turn
+        is_our_turn = self._agent.bus.now - self._tried >= self.poll.turn(self._in_vain)
         if is_our_turn and self.poll.is_won(returns):
             self._stand(returns)
         else:
@@ -357,6 +358,7 @@ class Seat:
                 self._reign(term, returns)
             else:
                 self._pause, self._tried = FIRST_PAUSE, self._agent.bus.now
+                self._in_vain += 1
                 self._wait()
 
         self._canvass(term, binding=True, of=willing, then=count)

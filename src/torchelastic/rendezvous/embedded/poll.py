@@ -11,6 +11,8 @@ from torchelastic.rendezvous.succession import Elector, Electorate, Roll
 
 #: The newest world of a node that is no more.
 DEAD = -2
+#: How often the time to let others try first doubles.
+MOST_DOUBLINGS = 4
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,13 @@ class Poll:
         """As whom this node votes itself."""
         return self.elector.node if self.has_world else self.own_place
 
-    @property
-    def turn(self) -> float:
-        """Seconds to let others try first."""
-        if not self.has_world:
-            return succession.turn(self.places, self.voice, "")
-        return succession.turn(self.holding.order, self.voice, self.holding.roll.latest.host)
+    def turn(self, in_vain: int = 0) -> float:
+        """Seconds to let others try first; more, the more often this node has stood in vain: with
+        slow answers, those who stand a little later than others still stand at the same time."""
+        order, host = self.places, ""
+        if self.has_world:
+            order, host = self.holding.order, self.holding.roll.latest.host
+        return succession.turn(order, self.voice, host) * 2 ** min(in_vain, MOST_DOUBLINGS)
 
     def suffices(self, returns: Returns) -> bool:
         """Whether nobody else need be asked."""

@@ -283,7 +283,8 @@ class Seat:
         """Ask around until this node has a host, or is it."""
         begun = self._clock.now()
         deadline = begun + (math.inf if timeout is None else timeout)
-        pause, say_at, tried = FIRST_PAUSE, begun + 2 * self._lease, begun
+        pause, say_at = FIRST_PAUSE, begun + 2 * self._lease
+        tried, in_vain = begun, 0
         while True:
             if self._may_found():
                 await self._reign(FIRST_TERM, Returns())
@@ -293,12 +294,12 @@ class Seat:
             rumours, self._rumours = self._rumours, []
             if await self._join_one_of([*rumours, *self._poll.hosts(returns)], pause):
                 return
-            is_our_turn = self._clock.now() - tried >= self._poll.turn
+            is_our_turn = self._clock.now() - tried >= self._poll.turn(in_vain)
             if is_our_turn and self._poll.is_won(returns):
                 if await self._stand(returns):
                     return
-                # Others stood at the same time, and would again: from now on each in its turn.
-                pause, tried = FIRST_PAUSE, self._clock.now()
+                # Others stood at the same time, and would again: each lets those before it try.
+                pause, tried, in_vain = FIRST_PAUSE, self._clock.now(), in_vain + 1
             now = self._clock.now()
             if now >= deadline:
                 raise RendezvousLost(f"{self._poll.predicament(returns)}: given up.")
