@@ -58,11 +58,16 @@ class Session:
         heard = self.connected and up and client.runs
         if heard:
             self._ends_there = None
-        elif up and not client.alive and self.leased and host.runs:
+        elif up and not client.alive and self.leased and host.runs and not self._steps_alone():
             host.after(2 * bus.delay(client.machine, host.machine), self.host.expire, self)
         elif self._ends_there is None:
             self._ends_there = self._last_renewal() + client.lease + bus.delay(client.machine, host.machine)
             host.after(self._ends_there - bus.now, self._expire)
+
+    def _steps_alone(self) -> bool:
+        """Whether a refused connection proves nothing."""
+        world = self.host.world
+        return world is not None and world.steps_without(self.host.agent.node)
 
     def _last_renewal(self) -> float:
         every = self.client.lease / RENEWALS

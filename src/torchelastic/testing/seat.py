@@ -366,9 +366,7 @@ class Seat:
     def _reign(self, term: int, returns: Returns) -> None:
         agent = self._agent
         self.elector = replace(self.elector, term=term, chosen=agent.node)
-        may_begin_at = 0.0
-        if self.holding.roll.generation < 0:
-            may_begin_at = agent.bus.now + agent.lease
+        may_begin_at = agent.bus.now + agent.lease
         dead = frozenset(node for node, last in self.poll.votes(returns).items() if last == DEAD)
         granted = [ballot for ballot in returns.ballots.values() if ballot.granted]
         rows = self.holding.rows
