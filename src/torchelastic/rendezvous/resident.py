@@ -114,6 +114,8 @@ def _watch(rules: RoundRules, state: RoundState, now: float) -> Decision:
     if leaving:
         why = state.members[leaving[0]].member.leaving
         return _pause(state, "leave", f"{names_of(state, leaving)} leaves ({why})")
+    if left := script.departed(state):
+        return script.over_by(state, "leave", f"{names_of(state, left)} has left")
     if reason := why_to_replace(rules, state):
         return _pause(state, "resize", reason)
     growth = script.consider_growth(rules, state, now)

@@ -74,6 +74,8 @@ def _watch(rules: RoundRules, state: RoundState, now: float) -> Decision:
     if leaving := _leavers(state):
         reason = state.members[leaving[0]].member.leaving
         return over_by(state, "leave", f"{names_of(state, leaving)} leaves ({reason})")
+    if left := departed(state):
+        return over_by(state, "leave", f"{names_of(state, left)} has left")
     if reason := why_to_replace(rules, state):
         return over_by(state, "resize", reason)
     return consider_growth(rules, state, now)
@@ -86,6 +88,13 @@ def _leavers(state: RoundState) -> list[str]:
         for node in the_world(state).nodes
         if node.node in state.members and state.members[node.node].member.leaving
     ]
+
+
+def departed(state: RoundState) -> list[str]:
+    """The nodes of the world that have left, and were never seen to be about to: what they said
+    and their end became known at once."""
+    known = {*state.members, *state.done, *state.lost}
+    return [node.node for node in the_world(state).nodes if node.node not in known]
 
 
 def success(state: RoundState) -> Decision:

@@ -235,6 +235,7 @@ class Agent(Process):
         if world.count and not takes_up and world.is_under_way:
             return
         if world.count and takes_up:
+            self.note(laws.TookUp(self.bus.now, self.node, world.generation))
             self.seat.hold(self.heir.noted(world, {"world": world}, parts, roll))
             self.update(accepted=world.generation)
         self._seen = world

@@ -187,8 +187,14 @@ class Host:
         if row is not None and resumed:
             self.rows[client.node] = row._replace(session=session)
             session.leased = True
+            self.agent.after(client.lease, self._forget_half_open, session)
         self.sessions = [one for one in self.sessions if one.client is not client] + [session]
         return session, resumed
+
+    def _forget_half_open(self, session: Session) -> None:
+        """A client that was welcomed, and never heard it."""
+        if not session.connected:
+            self.expire(session)
 
     def enlist(self, session: Session, member: Member) -> None:
         """Of a client: a lease, and its record with it."""
@@ -359,6 +365,7 @@ class Host:
                     for each in electorates
                     if each.nodes
                 ),
+                frozenset(self.rows),
             )
         )
 

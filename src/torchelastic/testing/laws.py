@@ -33,6 +33,10 @@ class Electorate(NamedTuple):
         return 2 * given > len(self.nodes) or tied
 
 
+#: Who is asked where nobody is left that knows of the job.
+NOBODY = Electorate(frozenset())
+
+
 # --- events: all have a time, in seconds of one clock --------------------------------------------
 
 
@@ -94,6 +98,16 @@ class Formed(NamedTuple):
     #: Who must agree to what follows it: its own electorate, and those before while it is not
     #: settled. Empty: nobody (an arbiter outside, or `--quorum none`).
     electorates: tuple[Electorate, ...] = ()
+    #: The nodes that its host had: a copy of the state elsewhere could not be asked for. None: any.
+    present: frozenset[str] | None = None
+
+
+class TookUp(NamedTuple):
+    """A node knows of a world; whoever tells of none is taken to mean that all know of all."""
+
+    at: float
+    node: str
+    generation: int
 
 
 class Settled(NamedTuple):
@@ -164,6 +178,7 @@ Event = (
     | Mended
     | Disturbed
     | Formed
+    | TookUp
     | Settled
     | Began
     | Stepped
@@ -208,6 +223,7 @@ class _Known:
     nodes: frozenset[str] = frozenset()
     host: str = ""
     electorates: tuple[Electorate, ...] = ()
+    present: frozenset[str] | None = None
     #: By step: the nodes that have finished it.
     finished: dict[int, set[str]] = field(default_factory=dict)
     failures: list[Failed] = field(default_factory=list)
@@ -222,7 +238,8 @@ class Laws:
         self._worlds: dict[int, _Known] = {}
         #: The newest world that was formed, and the newest that made a step.
         self._latest = self._stepped = -1
-        self._electorates = tuple(self._rules.founders)
+        #: By node: the newest world it knows of.
+        self._known: dict[str, int] = {}
         #: By node: the newest generation it began, and the newest version of the state it holds.
         self._begun: dict[str, int] = {}
         self._held: dict[str, int] = {}
@@ -271,16 +288,19 @@ class Laws:
             return
         known = self._world(event.generation)
         known.nodes, known.host = event.nodes, event.host
-        known.electorates = event.electorates
-        if event.generation > self._latest:
-            self._latest, self._electorates = event.generation, event.electorates
+        known.electorates, known.present = event.electorates, event.present
+        self._latest = max(self._latest, event.generation)
+        self._able = None
+
+    def _took_up(self, event: TookUp) -> None:
+        if event.generation > self._known.get(event.node, -1):
+            self._known[event.node] = event.generation
             self._able = None
 
     def _settled(self, event: Settled) -> None:
         known = self._world(event.generation)
         known.electorates = known.electorates[-1:]
-        if event.generation == self._latest:
-            self._electorates, self._able = known.electorates, None
+        self._able = None
 
     def _began(self, event: Began) -> None:
         node, generation = event.node, event.generation
@@ -289,7 +309,7 @@ class Laws:
             self._break(2, event.at, f"{node} begins generation {generation} after {before}")
         self._begun[node] = max(before, generation)
         if event.step <= self._finished - self._rules.redone:
-            holders = self._holders(self._world(generation).nodes | {node})
+            holders = self._holders(self._world(generation), node)
             if holders:
                 self._break(
                     3,
@@ -301,14 +321,16 @@ class Laws:
                 self._finished = event.step - 1
         self._held[node] = max(self._held.get(node, -1), event.step - 1)
 
-    def _holders(self, nodes: frozenset[str]) -> frozenset[str]:
-        """Who has what was finished last, and could hand it to these nodes."""
+    def _holders(self, world: _Known, node: str) -> frozenset[str]:
+        """Who has what was finished last, and could hand it to the nodes of a world."""
         there = self._up - self._frozen if self._up else set(self._held)
+        if world.present is not None:
+            there &= world.present
         return frozenset(
             holder
             for holder in there
             if self._held.get(holder, -1) >= self._finished
-            and all(self._are_linked(holder, node) for node in nodes)
+            and all(self._are_linked(holder, other) for other in world.nodes | {node})
         )
 
     def _stepped_in(self, event: Stepped) -> None:
@@ -377,9 +399,19 @@ class Laws:
     def _are_enough(self, group: frozenset[str]) -> bool:
         return (
             len(group) >= self._rules.min_nodes
-            and all(each.agrees(group) for each in self._electorates)
+            and all(each.agrees(group) for each in self._electorates_for(group))
             and all(self._are_linked(one, other) for one, other in combinations(group, 2))
         )
+
+    def _electorates_for(self, group: frozenset[str]) -> Iterable[Electorate]:
+        """Who must agree by what these nodes know: of a world that only lost nodes know of, nobody
+        can be asked."""
+        newest = self._latest
+        if self._known:
+            newest = max(self._known.get(node, -1) for node in group)
+        if newest < 0:
+            return self._rules.founders if self._latest < 0 else [NOBODY]
+        return self._world(newest).electorates
 
     def _groups(self) -> list[frozenset[str]]:
         """The nodes that are there, those together of which one hears another."""
@@ -449,6 +481,7 @@ _HANDLERS: Mapping[type, Callable[[Laws, Any], None]] = {
     Mended: Laws._mend,
     Disturbed: Laws._disturbed,
     Formed: Laws._formed,
+    TookUp: Laws._took_up,
     Settled: Laws._settled,
     Began: Laws._began,
     Stepped: Laws._stepped_in,

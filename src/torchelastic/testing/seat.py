@@ -82,8 +82,11 @@ class Seat:
         #: two rounds of asking.
         self._tried = 0.0
         self._in_vain = 0
+        #: The latest term that somebody has told of.
+        self._heard = 0
         self._pause = FIRST_PAUSE
         self._next: Timer | None = None
+        self._votes: Round | None = None
         self._searching = False
         self._handing_over = False
         self._herald: Timer | None = None
@@ -159,7 +162,7 @@ class Seat:
 
     def _search(self) -> None:
         self._searching = True
-        self._tried, self._in_vain = self._agent.bus.now, 0
+        self._tried, self._in_vain, self._heard = self._agent.bus.now, 0, 0
         self._pause = FIRST_PAUSE
         self._ask_around()
 
@@ -174,7 +177,7 @@ class Seat:
         elif self._may_found():
             self._reign(FIRST_TERM, Returns())
         else:
-            term = succession.next_term(self.elector)
+            term = succession.next_term(self.elector, self._heard)
             self._canvass(term, binding=False, of=None, then=self._judge)
 
     def _may_found(self) -> bool:
@@ -192,6 +195,7 @@ class Seat:
         return [*places, *(node for node in known if node not in but and node != self._agent.node)]
 
     def _judge(self, returns: Returns) -> None:
+        self._heard = max(self._heard, returns.latest_term)
         rumours, self._rumours = self._rumours, []
         hosts = [*rumours, *self.poll.hosts(returns)]
         self._join_one_of(hosts, lambda: self._stand_or_wait(returns))
@@ -209,7 +213,10 @@ class Seat:
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
     def _hear_news(self) -> None:
-        if self._next is not None:
+        if self._votes is not None and self._votes.then is not None:
+            self._votes.then = None  # who has frozen would keep this node from following the host
+            self._next = self._agent.after(0.0, self._ask_around)
+        elif self._next is not None:
             self._next.cancel()
             self._next = self._agent.after(0.0, self._ask_around)
 
@@ -222,7 +229,7 @@ class Seat:
         binding: bool,
         of: Sequence[str] | None,
         then: Callable[[Returns], None],
-    ) -> None:
+    ) -> Round:
         agent = self._agent
         asked = Candidacy(term, agent.node, self.elector.generation, binding)
         places = [key for key in self._whereabouts(set()) if of is None or key in of]
@@ -236,6 +243,7 @@ class Seat:
         agent.after(STOPPING_PATIENCE if binding else PATIENCE, made.close)
         if not places:
             made.close()
+        return made
 
     def _refused(self, key: str, made: Round) -> None:
         made.returns.refused.add(key)
@@ -339,8 +347,7 @@ class Seat:
 
     def _stand(self, wished: Returns) -> None:
         """Ask those for their vote who would give it."""
-        heard = max((ballot.term for ballot in wished.ballots.values()), default=0)
-        term = succession.next_term(self.elector, heard)
+        term = succession.next_term(self.elector, wished.latest_term)
         ours = Candidacy(term, self._agent.node, self.elector.generation, binding=True)
         if succession.refusal(self.elector, ours):
             self._wait()
@@ -361,7 +368,7 @@ class Seat:
                 self._in_vain += 1
                 self._wait()
 
-        self._canvass(term, binding=True, of=willing, then=count)
+        self._votes = self._canvass(term, binding=True, of=willing, then=count)
 
     def _reign(self, term: int, returns: Returns) -> None:
         agent = self._agent

@@ -44,7 +44,7 @@ class Simulation:
                 within=LEASE + ROUND,
                 endures=100,
                 together=LEASE + 1.0,
-                founders=(),
+                founders=[laws.Electorate(frozenset({f"{self.endpoint}1"}))],
             )
         )
         #: All agents there ever were, by their nodes; and the present one of each machine.
@@ -105,8 +105,11 @@ class Simulation:
             self.laws.note(laws.Up(self.bus.now, agent.node))
 
     def ended(self, agent: Agent) -> None:
-        """An agent has come to its end."""
+        """An agent has come to its end; at last, another one is started for it."""
         self._remove(agent)
+        if self.bus.now >= HEALED_AT and not self.laws.is_closed:
+            self._start(agent.machine)
+            self.has_joined(self.there[agent.machine])
 
     # --- faults ----------------------------------------------------------------------------------
 

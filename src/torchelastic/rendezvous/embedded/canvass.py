@@ -39,6 +39,11 @@ class Returns:
     #: Whose machine answers that nobody listens.
     refused: set[str] = field(default_factory=set)
 
+    @property
+    def latest_term(self) -> int:
+        """The highest term that somebody knows of; 0: nobody has answered."""
+        return max((ballot.term for ballot in self.ballots.values()), default=0)
+
     def close(self) -> None:
         for link in self.links.values():
             link.abort()

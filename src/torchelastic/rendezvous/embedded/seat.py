@@ -284,14 +284,18 @@ class Seat:
         begun = self._clock.now()
         deadline = begun + (math.inf if timeout is None else timeout)
         pause, say_at = FIRST_PAUSE, begun + 2 * self._lease
-        tried, in_vain = begun, 0
+        tried, in_vain, heard = begun, 0, 0
         while True:
             if self._may_found():
                 await self._reign(FIRST_TERM, Returns())
                 return
             self._news.clear()
-            returns = await self._ask(succession.next_term(self._elector), binding=False)
+            # Who has voted in a term would refuse whoever asks for the same one, for ever.
+            term = succession.next_term(self._elector, heard)
+            returns = await self._ask(term, binding=False)
+            heard = max(heard, returns.latest_term)
             rumours, self._rumours = self._rumours, []
+            self._news.clear()
             if await self._join_one_of([*rumours, *self._poll.hosts(returns)], pause):
                 return
             is_our_turn = self._clock.now() - tried >= self._poll.turn(in_vain)
@@ -387,14 +391,15 @@ class Seat:
 
     async def _stand(self, wished: Returns) -> bool:
         """Ask those for their vote who would give it; says whether this node is host now."""
-        heard = max((ballot.term for ballot in wished.ballots.values()), default=0)
-        term = succession.next_term(self._elector, heard)
+        term = succession.next_term(self._elector, wished.latest_term)
         ours = Candidacy(term, self._node, self._elector.generation, binding=True)
         if succession.refusal(self._elector, ours):
             return False
         self._elector = succession.voted(self._elector, ours)
         willing = [key for key, ballot in wished.ballots.items() if ballot.granted]
-        returns = await self._ask(term, binding=True, of=willing)
+        returns = await self._unless_there_is_news(self._ask(term, binding=True, of=willing))
+        if returns is None:
+            return False
         returns.refused |= wished.refused
         for key, ballot in wished.ballots.items():
             returns.ballots.setdefault(key, replace(ballot, granted=False))
@@ -404,6 +409,20 @@ class Seat:
             return False
         await self._reign(term, returns)
         return True
+
+    async def _unless_there_is_news(self, asking: Coroutine[Any, Any, Returns]) -> Returns | None:
+        """Wait for the votes, but not once somebody else is host: who has frozen, or is being
+        stopped, would keep this node from following it."""
+        asked = asyncio.ensure_future(asking)
+        news = asyncio.ensure_future(self._news.wait())
+        try:
+            await asyncio.wait({asked, news}, return_when=asyncio.FIRST_COMPLETED)
+            return asked.result() if asked.done() else None
+        finally:
+            news.cancel()
+            if not asked.done():
+                asked.cancel()
+                await asyncio.wait({asked})
 
     async def _reign(self, term: int, returns: Returns) -> None:
         """Serve the store from now on, and tell those who voted."""
