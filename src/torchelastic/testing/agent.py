@@ -97,7 +97,8 @@ class Agent(Process):
             case _:
                 known = event
         if known is not None:
-            self.state, decided = group_state.handle(self.state, known)
+            self.state, commands_of_group = group_state.handle(self.state, known)
+            decided += commands_of_group
         if not group_state.has_turned_resident(self.state):
             return decided
         assert self.state.world is not None
@@ -124,6 +125,8 @@ class Agent(Process):
     def leave(self, signum: int = 15) -> None:
         """Be asked to go."""
         if not self.state.leaving and not self.state.is_terminal:
+            # What only a node has that goes on purpose is not counted on.
+            self.note(laws.Forgot(self.bus.now, self.node))
             self.take(group_state.LeaveRequested(signum, self.bus.now + SHUTDOWN_TIMEOUT))
             if not self.state.is_terminal:
                 self.after(SHUTDOWN_TIMEOUT, self.take, crew.LeaveOverdue())
@@ -175,7 +178,6 @@ class Agent(Process):
         """The host has this node's record under a lease."""
         if session is not self.session or not session.connected:
             return
-        self.simulation.has_joined(self)
         self.is_member = True
         self.update()
         self.send(session.host.agent, session.host.watch, session)
@@ -225,17 +227,18 @@ class Agent(Process):
 
     # --- worlds ----------------------------------------------------------------------------------
 
-    def hear_world(
-        self, session: Session, world: World, parts: Json, roll: Json | None
-    ) -> None:
+    def hear_world(self, session: Session, world: World, parts: Json, roll: Json | None) -> None:
         if session is not self.session or not session.connected or world == self._seen:
             return
         self.seat.hear_of(list(world.heirs.values()))
+        if world.count:
+            self.simulation.has_joined(self)
         takes_up = self.seat.takes_up(world.generation)
         if world.count and not takes_up and world.is_under_way:
             return
         if world.count and takes_up:
-            self.note(laws.TookUp(self.bus.now, self.node, world.generation))
+            if world.generation != self.seat.elector.generation:
+                self.note(laws.TookUp(self.bus.now, self.node, world.generation))
             self.seat.hold(self.heir.noted(world, {"world": world}, parts, roll))
             self.update(accepted=world.generation)
         self._seen = world
@@ -280,4 +283,3 @@ class Agent(Process):
     def call_back(self, to: Agent, call: Callable[..., None], *args: Any) -> None:
         """Answer over a connection that the other one has begun."""
         self.send(to, call, *args, begins=True)
-

@@ -20,9 +20,9 @@ class Timer:
 
     __slots__ = ("args", "call", "process")
 
-    def __init__(self, process: Process | None, call: Callable[..., None], args: Any) -> None:
+    def __init__(self, process: Process | None, call: Callable[..., object], args: Any) -> None:
         self.process = process
-        self.call: Callable[..., None] | None = call
+        self.call: Callable[..., object] | None = call
         self.args = args
 
     def cancel(self) -> None:
@@ -43,11 +43,13 @@ class Process:
     def runs(self) -> bool:
         return self.alive and self.frozen_at is None
 
-    def after(self, seconds: float, call: Callable[..., None], *args: Any) -> Timer:
+    def after(self, seconds: float, call: Callable[..., object], *args: Any) -> Timer:
         """Call something on this process, if it lives then; when it is thawed, if it is frozen."""
         return self.bus.at(self.bus.now + seconds, Timer(self, call, args))
 
-    def send(self, to: Process, call: Callable[..., None], *args: Any, begins: bool = False) -> None:
+    def send(
+        self, to: Process, call: Callable[..., None], *args: Any, begins: bool = False
+    ) -> None:
         """Say something to another process; `begins`: there is no connection yet."""
         self.bus.carry(self.machine, to, Timer(to, call, args), begins)
 

@@ -1,12 +1,12 @@
 """Schedules of faults for a simulated job: made from a seed, shown as text, made shorter.
 
-    kill, restart     an agent and its workers end; restart: another agent starts on the machine
-    freeze, thaw      all that runs on a machine
-    worker            the worker of a machine is killed
-    cut               nothing gets from some machines to others: {a b} {c d e}, both ways or one
-    mend              all ways are clear again, and none is slow
-    slow              messages from some machines to others take their time
-    join, leave       a machine that was not there before; an agent is asked to go
+kill, restart     an agent and its workers end; restart: another agent starts on the machine
+freeze, thaw      all that runs on a machine
+worker            the worker of a machine is killed
+cut               nothing gets from some machines to others: {a b} {c d e}, both ways or one
+mend              all ways are clear again, and none is slow
+slow              messages from some machines to others take their time
+join, leave       a machine that was not there before; an agent is asked to go
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def made_from(seed: int, faults: int = 10, machines: int | None = None) -> Sched
 
 def _times(chance: random.Random, count: int) -> list[float]:
     """Faults come one by one, or in bursts: what is rare happens within a lease of each other."""
-    times = []
+    times: list[float] = []
     while len(times) < count:
         at = chance.uniform(FIRST_AT, LAST_AT)
         times.append(at)
@@ -159,10 +159,12 @@ def _simpler(schedule: Schedule) -> Sequence[Callable[[Schedule], Schedule]]:
         lambda it: it._replace(steps=ENDLESS),
         lambda it: it._replace(min_nodes=1),
     ]
+
+    def without(machine: str) -> Callable[[Schedule], Schedule]:
+        return lambda it: it._replace(machines=it.machines.replace(machine, ""))
+
     used = {machine for fault in schedule.faults for machine in fault.machines + fault.others}
     for machine in reversed(schedule.machines[1:]):
         if machine not in used:
-            ways.append(
-                lambda it, machine=machine: it._replace(machines=it.machines.replace(machine, ""))
-            )
+            ways.append(without(machine))
     return ways

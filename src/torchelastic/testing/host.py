@@ -61,7 +61,9 @@ class Session:
         elif up and not client.alive and self.leased and host.runs and not self._steps_alone():
             host.after(2 * bus.delay(client.machine, host.machine), self.host.expire, self)
         elif self._ends_there is None:
-            self._ends_there = self._last_renewal() + client.lease + bus.delay(client.machine, host.machine)
+            self._ends_there = (
+                self._last_renewal() + client.lease + bus.delay(client.machine, host.machine)
+            )
             host.after(self._ends_there - bus.now, self._expire)
 
     def _steps_alone(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torchelastic.agent.group_state import InvalidTransition
 from torchelastic.rendezvous.round_state import RoundRules
@@ -67,10 +67,21 @@ class Simulation:
         except InvalidTransition as error:
             self.laws.violations.append(Violation(0, self.bus.now, str(error)))
         self.laws.look(END)
+        self._look_who_trains()
         return self.laws.violations
 
-    def _at(self, when: float, call: object, *args: object) -> None:
-        self.bus.at(when, Timer(None, call, args))  # type: ignore[arg-type]
+    def _look_who_trains(self) -> None:
+        """After a while without a fault, all who could train do, if any do."""
+        run = max(self._runs.values(), key=lambda run: run.generation, default=None)
+        if run is None or self.laws.is_closed or self.laws.last_step_at < END - 2.0:
+            return
+        idle = [agent.node for agent in self.there.values() if agent.node not in run.nodes]
+        if idle and len(run.nodes) < self.rules.max_nodes:
+            sentence = f"{' '.join(idle)} could train, and have no place in the last world"
+            self.laws.violations.append(Violation(0, END, sentence))
+
+    def _at(self, when: float, call: Callable[..., object], *args: object) -> None:
+        self.bus.at(when, Timer(None, call, args))
 
     # --- what agents ask -------------------------------------------------------------------------
 

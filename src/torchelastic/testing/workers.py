@@ -38,7 +38,8 @@ class Run:
     def __init__(self, simulation: Simulation, world: World) -> None:
         self._simulation = simulation
         self.generation = world.generation
-        self.nodes = frozenset(node.node for node in world.nodes)
+        #: In their order: nothing may depend on that of a set.
+        self.nodes = tuple(node.node for node in world.nodes)
         #: Those who have entered, with the last step that each may make.
         self.limits: dict[str, int] = {}
         self.begun = False
@@ -169,7 +170,10 @@ class Workers:
 
     def _gone(self) -> None:
         self.stopping = False
+        run = self.run
         self._die()
+        if run is not None:
+            run.lost(self._agent)
         self._agent.take(group_state.WorkersGone())
 
     def _die(self) -> None:
@@ -245,7 +249,7 @@ class Workers:
                 return
             case orders.Enter(generation=generation, after=after):
                 world = self._agent.state.world
-                assert world is not None and world.generation == generation
+                assert world is not None
                 self._placed = generation
                 self._when_through(after, lambda: self._enter(world))
             case orders.Ask(generation):

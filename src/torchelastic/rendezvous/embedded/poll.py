@@ -48,7 +48,7 @@ class Poll:
         order, host = self.places, ""
         if self.has_world:
             order, host = self.holding.order, self.holding.roll.latest.host
-        return succession.turn(order, self.voice, host) * 2 ** min(in_vain, MOST_DOUBLINGS)
+        return succession.turn(order, self.voice, host) * (1 << min(in_vain, MOST_DOUBLINGS))
 
     def suffices(self, returns: Returns) -> bool:
         """Whether nobody else need be asked."""
