@@ -228,7 +228,7 @@ class Agent(Process):
     # --- worlds ----------------------------------------------------------------------------------
 
     def hear_world(self, session: Session, world: World, parts: Json, roll: Json | None) -> None:
-        if session is not self.session or not session.connected or world == self._seen:
+        if session is not self.session or not session.connected or world is self._seen:
             return
         self.seat.hear_of(list(world.heirs.values()))
         if world.count:

@@ -37,7 +37,8 @@ class Process:
         self.machine = machine
         self.alive = True
         self.frozen_at: float | None = None
-        self._due: list[Timer] = []
+        #: What was to be done while it was frozen.
+        self.due: list[Timer] = []
 
     @property
     def runs(self) -> bool:
@@ -53,21 +54,13 @@ class Process:
         """Say something to another process; `begins`: there is no connection yet."""
         self.bus.carry(self.machine, to, Timer(to, call, args), begins)
 
-    def perform(self, timer: Timer) -> None:
-        if not self.alive or timer.call is None:
-            return
-        if self.frozen_at is not None:
-            self._due.append(timer)
-        else:
-            timer.call(*timer.args)
-
     def freeze(self) -> None:
         self.frozen_at = self.bus.now
 
     def thaw(self) -> None:
         """Run on, with all that was due meanwhile."""
         self.frozen_at = None
-        due, self._due = self._due, []
+        due, self.due = self.due, []
         for timer in due:
             self.bus.at(self.bus.now, timer)
 
@@ -95,10 +88,13 @@ class Bus:
         heap = self._heap
         while heap and heap[0][0] <= until:
             self.now, _, timer = heappop(heap)
-            if timer.process is not None:
-                timer.process.perform(timer)
-            elif timer.call is not None:
-                timer.call(*timer.args)
+            call, process = timer.call, timer.process
+            if call is None:
+                continue
+            if process is None or (process.alive and process.frozen_at is None):
+                call(*timer.args)
+            elif process.alive:
+                process.due.append(timer)
         self.now = until
 
     # --- ways ------------------------------------------------------------------------------------

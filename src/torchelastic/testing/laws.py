@@ -466,7 +466,10 @@ class Laws:
     # --- small parts -----------------------------------------------------------------------------
 
     def _world(self, generation: int) -> _Known:
-        return self._worlds.setdefault(generation, _Known())
+        known = self._worlds.get(generation)
+        if known is None:
+            known = self._worlds[generation] = _Known()
+        return known
 
     def _break(self, law: int, at: float, sentence: str) -> None:
         self.violations.append(Violation(law, at, sentence))

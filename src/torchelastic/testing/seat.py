@@ -49,6 +49,7 @@ class Round:
     def __init__(self, asked: set[str], then: Callable[[Returns], None]) -> None:
         self.returns = Returns()
         self.left = asked
+        self.is_last_call = False
         self.then: Callable[[Returns], None] | None = then
 
     def close(self) -> None:
@@ -258,7 +259,8 @@ class Seat:
         made.left.discard(key)
         if not made.left:
             made.close()
-        elif self.poll.suffices(made.returns):
+        elif not made.is_last_call and self.poll.suffices(made.returns):
+            made.is_last_call = True
             self._agent.after(LAST_CALL, made.close)
 
     def hear_canvass(self, sender: Agent, key: str, asked: Candidacy, made: Round) -> None:

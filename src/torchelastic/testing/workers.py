@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 #: Seconds it takes to start a worker, to stop one, to let it abort a step, to build a group.
 START, STOP, ABORT, GROUP = 0.3, 0.02, 0.005, 0.02
 #: Seconds of a step.
-STEP = 0.5
+STEP = 1.0
 #: Seconds within which a worker notices that a peer is gone.
 NOTICE = 0.03
 #: A worker with nothing in its memory.
