@@ -11,7 +11,7 @@ from torchelastic.failure import Failure
 from torchelastic.rendezvous import succession
 from torchelastic.rendezvous.restart_policy import AT_ONCE, Kind
 from torchelastic.rendezvous.succession import Roll
-from torchelastic.rendezvous.world import Base, Member, World
+from torchelastic.rendezvous.world import Base, Member, World, altered
 
 #: How many nodes a reason names; it is sent to all of them.
 NAMES_SHOWN = 8
@@ -126,7 +126,7 @@ class Draft:
 
     def finish(self) -> RoundState:
         """The state as it is now."""
-        return replace(
+        return altered(
             self._state,
             members=self.members,
             failures=tuple(self._failures),

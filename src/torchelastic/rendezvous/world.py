@@ -33,7 +33,7 @@ CANDIDATES = 16
 NAMED = 32
 
 Json = dict[str, Any]
-T = TypeVar("T", bound="Member | World")
+T = TypeVar("T")
 
 
 class Base(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heappop, heappush
+from itertools import count
 from typing import Any
 
 #: Seconds a message takes.
@@ -46,7 +47,8 @@ class Process:
 
     def after(self, seconds: float, call: Callable[..., object], *args: Any) -> Timer:
         """Call something on this process, if it lives then; when it is thawed, if it is frozen."""
-        return self.bus.at(self.bus.now + seconds, Timer(self, call, args))
+        bus = self.bus
+        return bus.at(bus.now + seconds, Timer(self, call, args))
 
     def send(
         self, to: Process, call: Callable[..., None], *args: Any, begins: bool = False
@@ -71,7 +73,7 @@ class Bus:
     def __init__(self) -> None:
         self.now = 0.0
         self._heap: list[tuple[float, int, Timer]] = []
-        self._count = 0
+        self._count = count()
         self.cut: set[tuple[str, str]] = set()
         #: Seconds a message takes on ways that are slower than others.
         self.slow: dict[tuple[str, str], float] = {}
@@ -79,8 +81,7 @@ class Bus:
         self._held: dict[tuple[str, str], list[Timer]] = {}
 
     def at(self, when: float, timer: Timer) -> Timer:
-        self._count += 1
-        heappush(self._heap, (when, self._count, timer))
+        heappush(self._heap, (when, next(self._count), timer))
         return timer
 
     def run(self, until: float) -> None:
@@ -109,14 +110,19 @@ class Bus:
         return (one, other) not in self.cut and (other, one) not in self.cut
 
     def carry(self, source: str, to: Process, timer: Timer, begins: bool) -> None:
-        way = (source, to.machine)
-        if way in self.cut:
+        target = to.machine
+        if source == target:
+            self.at(self.now, timer)
+            return
+        way = (source, target)
+        if self.cut and way in self.cut:
             if not begins:
                 self._held.setdefault(way, []).append(timer)
             return
-        # What is said first on a way arrives first.
-        when = max(self.now + self.delay(*way), self._last.get(way, 0.0))
-        self._last[way] = when
+        when = self.now + (self.slow.get(way, DELAY) if self.slow else DELAY)
+        if self.slow or way in self._last:
+            # What is said first on a way arrives first, though the way was slower then.
+            when = self._last[way] = max(when, self._last.get(way, 0.0))
         self.at(when, timer)
 
     def sever(self, source: str, target: str) -> None:

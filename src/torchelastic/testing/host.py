@@ -151,6 +151,7 @@ class Host:
         #: Members that have changed: None if they are gone.
         self._changed: dict[str, Row | None] = {}
         self._wake: Timer | None = None
+        self._wakes_at = 0.0
         for member in voters:
             self._put(member, None)
         agent.after(agent.lease, self._forget_absent)
@@ -296,8 +297,12 @@ class Host:
         self._state = draft.finish()
 
     def _decide_soon(self) -> None:
+        """After all that happens at the same time."""
         if self._wake is not None:
+            if self._wakes_at == self.agent.bus.now:
+                return
             self._wake.cancel()
+        self._wakes_at = self.agent.bus.now
         self._wake = self.agent.after(0.0, self._decide)
 
     def _decide(self) -> None:
@@ -312,7 +317,8 @@ class Host:
             decision = resident.decide(rules, self._state, now)
             if decision.world is None:
                 if decision.wake_at is not None:
-                    self._wake = self.agent.after(max(decision.wake_at - now, 0.0), self._decide)
+                    self._wakes_at = max(decision.wake_at, now)
+                    self._wake = self.agent.after(self._wakes_at - now, self._decide)
                 return
             self._publish(decision.world)
             if decision.world.phase == "closed":

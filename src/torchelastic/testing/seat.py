@@ -104,7 +104,8 @@ class Seat:
         if holding.roll.generation > self.holding.roll.generation:
             self._stopped = False
         self.holding = holding
-        self.elector = replace(self.elector, generation=holding.roll.generation)
+        if holding.roll.generation != self.elector.generation:
+            self.elector = replace(self.elector, generation=holding.roll.generation)
 
     def hear_of(self, addresses: list[str]) -> None:
         self._heard_of = addresses
