@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 FIRST, LONGEST = 60.0, 3600.0
 #: Failures that are no reason to hold a node out, unless something tells against it (`hold`).
 ALLOWED = 2
-#: A world that lived this long, in seconds, clears the nodes in it that did not fail.
+#: What the nodes of a world did before is forgotten if it lived this long, in seconds.
 FORGOTTEN_AFTER = 600.0
 #: Nodes of which it is known; every node is sent the list.
 MOST = 64

@@ -25,6 +25,12 @@ def hold_out(job: Job, *names: str) -> None:
     job.settle()
 
 
+def end(job: Job) -> None:
+    """The world ends, and nothing tells against any node."""
+    job.say("a", failures=(failure("a", exitcode=-9, message="killed", traceback=""),))
+    job.all_gone()
+
+
 def test_a_hold_doubles_up_to_a_limit_and_is_remembered_when_it_is_over():
     held, seconds = (), []
     for _ in range(9):
@@ -80,8 +86,7 @@ def test_a_newcomer_that_is_held_out_comes_in_when_the_time_is_up():
 def test_it_is_a_spare_of_every_world_meanwhile():
     job = running("1:3", "abc")
     hold_out(job, "c")
-    job.say("a", failures=(failure("a"),))
-    job.all_gone()
+    end(job)
     assert (job.names, job.world.spares) == (["a", "b"], ("c",))
     assert job.world.held[0].seconds == FIRST, "the hold goes on"
     job.wait(FIRST)
@@ -102,8 +107,7 @@ def test_it_is_a_spare_of_every_world_meanwhile():
 def test_a_world_that_cannot_do_without_takes_as_few_as_will_do(nnodes, rules, out, names):
     job = running(nnodes, "abc", **rules)
     hold_out(job, *out)
-    job.say("a", failures=(failure("a"),))
-    job.all_gone()
+    end(job)
     assert (job.world.phase, "".join(job.names)) == ("running", names)
     still = {one.node for one in job.world.held if one.seconds}
     assert still == set(out) - set(names), "who is in the world is not held out any more"
@@ -112,8 +116,7 @@ def test_a_world_that_cannot_do_without_takes_as_few_as_will_do(nnodes, rules, o
 def test_those_who_failed_least_often_are_taken_first():
     job = running("2:3", "abc")
     hold_out(job, "b", "b", "c")
-    job.say("a", failures=(failure("a"),))
-    job.all_gone()
+    end(job)
     assert job.names == ["a", "c"]
 
 
