@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torchelastic.events import words
+
 #: Seconds of the first hold, and of the longest.
 FIRST, LONGEST = 60.0, 3600.0
 #: Failures that are no reason to hold a node out, unless something tells against it (`hold`).
@@ -34,6 +36,14 @@ class HeldOut(NamedTuple):
     #: 0: it is not held out, or no longer.
     seconds: float
     reason: str
+
+    def span(self) -> str:
+        """`60 s`, `2 min`."""
+        return f"{self.seconds:g} s" if self.seconds <= FIRST else words.span(self.seconds)
+
+    def sentence(self) -> str:
+        """For people."""
+        return f"held out for {self.span()}: {self.reason}"
 
     @classmethod
     def from_json(cls, data: Sequence[Any]) -> HeldOut:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from torchelastic.events import words
 from torchelastic.failure import Failure
 from torchelastic.rendezvous import held_out
 from torchelastic.rendezvous.forming import enough_without
@@ -95,9 +94,11 @@ def _newcomers(
     why = failed[0].sentence()
     for node in new:
         held = held_out.hold(held, node.node, node.name, f"{what}: {failed[0].message}")
-    if not nodes <= {one.node for one in held if one.seconds}:
+    out = [one for one in held if one.node in nodes and one.seconds]
+    if len(out) < len(nodes):
         return None  # there are too many
-    return Finding(held, nodes, f"going on without {named} {_for(held, nodes)}", f"{what}: {why}")
+    longest = max(out, key=lambda one: one.seconds).span()
+    return Finding(held, nodes, f"going on without {named} for {longest}", f"{what}: {why}")
 
 
 def _failing_start(
@@ -141,14 +142,7 @@ def _counted(
     if not out or not enough_without(rules, state, gone | state.out):
         return Finding(held_out.end_all_but(held, state.out))
     said = [
-        f"{one.name} has {what} {one.times} times: going on without it {_for(held, [one.node])}"
+        f"{one.name} has {what} {one.times} times: going on without it for {one.span()}"
         for one in out
     ]
     return Finding(held, gone, "; ".join(said), instead)
-
-
-def _for(held: Held, nodes: Iterable[str]) -> str:
-    """`for 60 s`, the longest of their holds."""
-    every = set(nodes)
-    longest = max(one.seconds for one in held if one.node in every)
-    return f"for {longest:g} s" if longest <= held_out.FIRST else f"for {words.span(longest)}"
