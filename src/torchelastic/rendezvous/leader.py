@@ -194,6 +194,7 @@ class Leader:
         while True:
             began = asyncio.get_running_loop().time()
             await self._settle()
+            self._state = round_state.with_holds(self._state, self._clock.now())
             self._note_slow()
             decision = resident.decide(self._rules, self._state, self._clock.now())
             self._pause = PAUSE * (asyncio.get_running_loop().time() - began)
