@@ -34,6 +34,8 @@ SURVEYED = 8
 
 #: Asks the agent at an address: it lives, nobody is there, or there is no telling.
 Ask = Callable[[str], Awaitable[bool | None]]
+#: Gives a node up, and says whether it is one that others could not reach.
+GiveUp = Callable[[str, bool], Awaitable[None]]
 
 
 def is_gone(answer: bool | None, doubters: Collection[str]) -> bool:
@@ -83,7 +85,7 @@ async def give_up_leader(
 class Doubts:
     """The doubts of the present leader."""
 
-    def __init__(self, node: str, ask: Ask, give_up: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(self, node: str, ask: Ask, give_up: GiveUp) -> None:
         """`node` is the leader itself, which gives itself up where it must resign."""
         self._node = node
         self._ask = ask
@@ -136,7 +138,7 @@ class Doubts:
         else:
             return
         try:
-            await self._give_up(node)
+            await self._give_up(node, answer is None)
         except RendezvousError as error:
             logger.debug("whether %s is given up will be seen: %s", node, error)
 

@@ -77,6 +77,8 @@ class RoundState:
     forgiven: tuple[Failure, ...] = ()
     #: Members of the world that went without a word.
     lost: tuple[str, ...] = ()
+    #: Those that were given up because others could not reach them, though the store could.
+    unreachable: frozenset[str] = frozenset()
     step: int = -1
     #: The newest that a member has told of.
     base: Base | None = None
@@ -325,6 +327,11 @@ def checkpoint_seen(state: RoundState, seen: bool) -> RoundState:
     return replace(state, checkpoint=seen)
 
 
+def given_up(state: RoundState, node: str) -> RoundState:
+    """The leader gives up a node that others could not reach."""
+    return replace(state, unreachable=state.unreachable | {node})
+
+
 def slow_seen(state: RoundState, slow: Set[str]) -> RoundState:
     """These nodes of the world hold up the others, and no more of it do."""
     known = _outside(state.slow, state.world).union(slow)
@@ -382,6 +389,7 @@ def published(state: RoundState, world: World, now: float) -> RoundState:
             done=frozenset(),
             finished=-1,
             lost=(),
+            unreachable=frozenset(),
             running_since=now,
             slow=_outside(state.slow, world),  # those in it are judged anew
         )

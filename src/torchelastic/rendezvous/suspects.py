@@ -3,7 +3,9 @@
     what has happened                                              who is held out
     it failed before its first step, with nodes that were not in   these nodes, at once; the others
     the last world that trained                                    go on as they did before
+    workers of two nodes could not connect to each other           one of the two, at once
     it failed before its first step on one node alone              that node, if it keeps doing so
+    no other node could reach a node                               that node, at once
     a node was lost                                                that node, if it keeps doing so
 
 No node is held out that the next world cannot do without. A kill from outside tells against no
@@ -16,11 +18,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torchelastic.failure import Failure
-from torchelastic.rendezvous import held_out
+from torchelastic.rendezvous import held_out, unconnected
 from torchelastic.rendezvous.forming import enough_without
 from torchelastic.rendezvous.held_out import Held
 from torchelastic.rendezvous.restart_policy import is_from_outside
 from torchelastic.rendezvous.round_state import (
+    NAMES_SHOWN,
     TRAINED_AFTER,
     RoundRules,
     RoundState,
@@ -57,6 +60,7 @@ def find(
     if cause is not None and not is_from_outside(cause) and _failed_early(state):
         failed_alone = [cause, *(other for other in others if other.by_itself)]
         finding = _newcomers(rules, state, held, failed_alone)
+        finding = finding or _unconnected(rules, state, held, [cause, *others])
         finding = finding or _failing_start(rules, state, held, failed_alone)
     return finding or _lost(rules, state, held)
 
@@ -101,6 +105,27 @@ def _newcomers(
     return Finding(held, nodes, f"going on without {named} for {longest}", f"{what}: {why}")
 
 
+def _unconnected(
+    rules: RoundRules, state: RoundState, held: Held, failures: Sequence[Failure]
+) -> Finding | None:
+    """Do without a node whose workers could not connect to others; name the pair in any case."""
+    if not unconnected.is_unconnected(failures[0]):
+        return None
+    found = unconnected.pairs(the_world(state), failures)
+    if not found:
+        return None
+    said = "; ".join(pair.words() for pair in found[:NAMES_SHOWN])
+    node = unconnected.worst(found)
+    if not enough_without(rules, state, {node.node} | state.out):
+        return Finding(held, sentence=said)
+    held = held_out.hold(held, node.node, node.name, said)
+    out = [one for one in held if one.node == node.node and one.seconds]
+    if not out:
+        return Finding(held, sentence=said)  # the list is full
+    going_on = f"going on without {node.name} for {out[0].span()}"
+    return Finding(held, frozenset({node.node}), going_on, f"{said}: {failures[0].message}")
+
+
 def _failing_start(
     rules: RoundRules, state: RoundState, held: Held, failed: Sequence[Failure]
 ) -> Finding | None:
@@ -123,7 +148,11 @@ def _lost(rules: RoundRules, state: RoundState, held: Held) -> Finding:
     if not lost or 2 * len(lost) > world.count or follows_later_host(state):
         return Finding(held)
     for node in lost:
-        held = held_out.note_failure(held, node.node, node.name, "it keeps failing")
+        if node.node in state.unreachable:
+            reason = "other nodes could not reach it"
+            held = held_out.hold(held, node.node, node.name, reason)
+        else:
+            held = held_out.note_failure(held, node.node, node.name, "it keeps failing")
     return _counted(rules, state, held, lost, "failed")
 
 

@@ -176,7 +176,8 @@ async def given_up_by_the_leader(who, answers, *, is_heard_of=False, members="la
             doubts.heard(member("b", "a"))
         return answers.get(node, True)
 
-    async def give_up(node):
+    async def give_up(node, is_unreachable):
+        assert is_unreachable is (answers[node if node in answers else "b"] is None)
         gone.append(node)
 
     doubts = Doubts("l", ask, give_up)
