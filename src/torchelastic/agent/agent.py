@@ -114,6 +114,8 @@ class Agent:
         self._beside = SideTasks(self._went_wrong, lambda sentence: self._narrator.say(sentence))
         self._transitions = Transitions()
         self._action: asyncio.Task[None] | None = None
+        #: The newest generation in which a worker here was seen to have taken a step.
+        self._trained = -1
         #: From the moment on at which nothing may be started any more.
         self._closing = False
 
@@ -509,7 +511,8 @@ class Agent:
             case group_state.Stop(signum):
                 self._workers.signal(signum)
             case group_state.Report(changes):
-                self._presence.update(**{"step": self._workers.best_step, **changes})
+                steps = {"step": self._workers.best_step, "trained": self._newest_trained()}
+                self._presence.update(**{**steps, **changes})
             case group_state.Rejoin(gone):
                 self._beside.start(partial(self._rejoin, gone), "rejoin")
             case group_state.Tell(local_rank, order):
@@ -518,6 +521,16 @@ class Agent:
                     self._vigil.told_over(local_rank)
             case crew.Spawn(local_rank):
                 self._beside.start(partial(self._start_standby, local_rank), "standby")
+
+    def _newest_trained(self) -> int:
+        """The newest generation in which a worker here has taken a step."""
+        generations = [self._trained, self._workers.counted.newest]
+        for local_rank in range(self._config.nproc_per_node):
+            seen = self._workers.progress(local_rank)
+            if seen is not None and seen[1] > self._workers.first_step(local_rank):
+                generations.append(seen[0])
+        self._trained = max(generations)
+        return self._trained
 
     def _act(self, work: Coroutine[Any, Any, None]) -> None:
         """Perform after what is under way: a stop does not overtake the start it ends."""

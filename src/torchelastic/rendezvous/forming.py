@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate, islice
@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 from torchelastic.errors import EXIT_NOT_ENOUGH_NODES
 from torchelastic.events import words
-from torchelastic.rendezvous import succession
+from torchelastic.rendezvous import held_out, succession
 from torchelastic.rendezvous.round_state import (
     Decision,
     RoundRules,
     RoundState,
     has_quorum,
+    has_trained,
     the_world,
     votes,
     votes_of_the_absent,
@@ -56,6 +57,8 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
     if not chosen[0].member.store:
         return Decision()
     last = state.world or World(generation=-1, phase="waiting", reason="the job starts")
+    trained = has_trained(state)
+    still_out = state.out.difference(offer.node for offer in chosen)
     world = replace(
         last,
         generation=_number(last, state),
@@ -72,10 +75,22 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         spare_count=len(ordered) - len(chosen),
         missing=(),
         missing_count=0,
+        held=held_out.end_all_but(last.held, still_out),
+        proven=last.proven or trained,
         patience=None,
         enough=False,
     )
-    return Decision(_to_agree_on(state, world.with_nodes(_place(chosen))))
+    known = _proven(last, trained)
+    return Decision(_to_agree_on(state, world.with_nodes(_place(chosen, known))))
+
+
+def _proven(last: World, trained: bool) -> frozenset[str] | None:
+    """The nodes of the last world that has trained; None if none has."""
+    if trained:
+        return last.members
+    if not last.proven:
+        return None
+    return frozenset(node.node for node in last.nodes if not node.new)
 
 
 def _names_of_others(ordered: list[Offer], chosen: list[Offer]) -> tuple[str, ...]:
@@ -295,9 +310,39 @@ def _first(count: int) -> tuple[int, ...]:
 def choose(rules: RoundRules, ordered: list[Offer], state: RoundState) -> list[Offer]:
     """The most workers that make an allowed world, from the beginning of the list; may be none.
 
-    Nodes that are slow are the last choice, unless the world were smaller without them. Whoever is
-    chosen keeps its place in the order.
+    Nodes that are held out are in it only if there is none without them, and as few as will do.
     """
+    for offers in _holding_out(ordered, state):
+        if chosen := _prefer_fast(rules, offers, state):
+            return chosen
+    return []
+
+
+def _holding_out(ordered: list[Offer], state: RoundState) -> Iterator[list[Offer]]:
+    """The list without nodes that are held out; then with one of them more each time, those that
+    have failed least often first."""
+    out = {offer.node for offer in ordered} & state.out if state.out else set()
+    yield [offer for offer in ordered if offer.node not in out] if out else ordered
+    for one in sorted(the_world(state).held if out else (), key=lambda one: one.times):
+        if one.node in out:
+            out.remove(one.node)
+            yield [offer for offer in ordered if offer.node not in out]
+
+
+def enough_without(rules: RoundRules, state: RoundState, nodes: Set[str]) -> bool:
+    """Whether the members that stay, but for these, make an allowed world once all their workers
+    have started."""
+    every = [
+        Offer(node, present.member, present.created, _first(present.member.nproc))
+        for node, present in state.members.items()
+        if node not in nodes and not present.member.leaving
+    ]
+    return bool(_choose(rules, in_order(every, state.world), state))
+
+
+def _prefer_fast(rules: RoundRules, ordered: list[Offer], state: RoundState) -> list[Offer]:
+    """Nodes that are slow are the last choice, unless the world were smaller without them. Whoever
+    is chosen keeps its place in the order."""
     chosen = _choose(rules, ordered, state)
     if not any(offer.node in state.slow for offer in chosen):
         return chosen
@@ -369,8 +414,8 @@ def in_order(offers: Iterable[Offer], last: World | None) -> list[Offer]:
     return sorted(offers, key=place)
 
 
-def _place(offers: Iterable[Offer]) -> tuple[WorldNode, ...]:
-    """Give every worker its ranks."""
+def _place(offers: Iterable[Offer], proven: frozenset[str] | None) -> tuple[WorldNode, ...]:
+    """Give every worker its ranks; nodes that are not among the `proven` are new."""
     nodes: list[WorldNode] = []
     rank, role_ranks = 0, dict[str, int]()
     for place, (node, member, _, ranks) in enumerate(offers):
@@ -387,6 +432,7 @@ def _place(offers: Iterable[Offer]) -> tuple[WorldNode, ...]:
                 first_rank=rank,
                 first_role_rank=role_rank,
                 local_ranks=ranks,
+                new=proven is not None and node not in proven,
             )
         )
         rank += len(ranks)

@@ -148,11 +148,11 @@ def _note_haste(ending: Ending, ledger: RestartLedger) -> RestartLedger:
     from outside, which says nothing of the next one."""
     if ending.lifetime >= IN_VAIN:
         return replace(ledger, in_vain=0)
-    counts = ending.kind in ("failure", "error") and not _is_from_outside(ending.failure)
+    counts = ending.kind in ("failure", "error") and not is_from_outside(ending.failure)
     return replace(ledger, in_vain=ledger.in_vain + counts)
 
 
-def _is_from_outside(failure: Failure | None) -> bool:
+def is_from_outside(failure: Failure | None) -> bool:
     """Whether somebody ended a worker that had nothing to say of it. The kernel did not, where
     memory is wanting: it will be wanting again."""
     if failure is None or failure.told or failure.out_of_memory:
@@ -163,7 +163,7 @@ def _is_from_outside(failure: Failure | None) -> bool:
 def _note_failure(ending: Ending, ledger: RestartLedger) -> RestartLedger:
     """Count how often the same failure came at once; signals from outside are never the same."""
     failure = ending.failure
-    if failure is None or _is_from_outside(failure) or ending.lifetime > AT_ONCE:
+    if failure is None or is_from_outside(failure) or ending.lifetime > AT_ONCE:
         return replace(ledger, repeats=0, signature="")
     signature = repr(failure.signature())
     repeats = ledger.repeats + 1 if signature == ledger.signature else 1

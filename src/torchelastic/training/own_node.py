@@ -109,6 +109,9 @@ class OwnNode:
         self._entering_at = self._over_at = 0.0
         #: The last answer of its control thread.
         self._pong = orders.Pong(waiting=False, number=0)
+        #: The world in which training goes on, and from which step; the newest that took a step.
+        self._up = orders.Up(-1, -1)
+        self._trained = -1
 
     def run(self) -> None:
         """The whole thread."""
@@ -202,6 +205,7 @@ class OwnNode:
         self._queue.put_nowait(_HasLeft())
 
     def _heard(self, report: orders.Order | orders.Report | None) -> None:
+        self._note_step(report)
         match report:
             case orders.Erred() | orders.PeerLost():
                 self._step = report.step
@@ -216,6 +220,19 @@ class OwnNode:
                 self._queue.put_nowait(crew.Said(0, report))
             case orders.Pong():
                 self._pong = report
+
+    def _note_step(self, report: orders.Order | orders.Report | None) -> None:
+        match report:
+            case orders.Up():
+                self._up = report
+            case (
+                orders.Entered(generation, step)
+                | orders.Stopped(generation, step)
+                | orders.Finished(generation, step)
+                | orders.Erred(generation, step)
+                | orders.PeerLost(generation, step)
+            ) if generation == self._up.generation and step > self._up.step:
+                self._trained = generation
 
     def _failure(self, erred: orders.Erred | orders.PeerLost) -> Failure:
         world = self._state.world
@@ -244,7 +261,8 @@ class OwnNode:
                     self._over_at = time.monotonic()
                 self._tell(order)
             case group_state.Report(changes):
-                self._presence.update(**{"step": self._step, **changes})
+                steps = {"step": self._step, "trained": self._trained}
+                self._presence.update(**{**steps, **changes})
             case group_state.Rejoin(gone):
                 self._beside.start(partial(self._presence.rejoin, gone), "rejoin")
             case group_state.Stop():

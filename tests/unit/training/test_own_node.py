@@ -199,3 +199,19 @@ def test_a_worker_without_progress_leaves_unless_it_waits_for_others(monkeypatch
             return job.node._state.reason
 
     assert ("no progress" in asyncio.run(play())) is not waiting
+
+
+@pytest.mark.parametrize(("step", "trained"), [(5, -1), (6, 0)], ids=["the first", "a later one"])
+def test_a_generation_has_trained_once_its_worker_is_past_its_first_step(
+    monkeypatch, step, trained
+):
+    async def play():
+        async with Job(monkeypatch) as job:
+            await job.train()
+            job.say(orders.Up(0, 5))
+            job.say(orders.PeerLost(0, step, "gone"))
+            said = job.node._presence.said
+            await job.until(lambda: said.get("failures"))
+            return said["trained"]
+
+    assert asyncio.run(play()) == trained
