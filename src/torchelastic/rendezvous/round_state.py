@@ -303,6 +303,14 @@ def settled(state: RoundState) -> RoundState:
     return state if roll == state.roll else replace(state, roll=roll)
 
 
+def can_be_settled(state: RoundState) -> bool:
+    """Whether enough of those who had to agree to the last world are there to take it up."""
+    if state.roll is None:
+        return True
+    there = {state.roll.latest.host, *state.members, *votes_of_the_absent(state)}
+    return succession.agreed(state.roll.before, there)
+
+
 def without_the_vanished(state: RoundState) -> RoundState:
     """Nodes of the world that have no member key when a new leader takes over are lost."""
     world = state.world
@@ -338,7 +346,7 @@ def published(state: RoundState, world: World, now: float) -> RoundState:
             running_since=now,
             slow=_outside(state.slow, world),  # those in it are judged anew
         )
-    if world.phase == "over" and world.ending == "finished":
+    if _is_finished(world) and not _is_finished(before):
         state = replace(state, forgiven=state.failures, lost=())
     if state.roll is not None and world.nodes and world.generation != state.roll.generation:
         nodes = [node.node for node in world.nodes]
@@ -346,6 +354,10 @@ def published(state: RoundState, world: World, now: float) -> RoundState:
         state = replace(state, roll=roll)
     since = state.since if before is not None and before.phase == world.phase else now
     return replace(state, world=world, since=since, said_at=now)
+
+
+def _is_finished(world: World | None) -> bool:
+    return world is not None and world.phase == "over" and world.ending == "finished"
 
 
 def _first_finished(known: int, member: Member, generation: int) -> int:

@@ -277,6 +277,18 @@ class World:
         return found.first_rank + found.local_ranks.index(local_rank)
 
     @property
+    def has_ended(self) -> bool:
+        """Whether no worker of it may be left: it is over, or was, and the job waits for nodes.
+
+        The world in which a job begins to wait has no nodes, and the number of the first real one.
+        """
+        return self.phase == "over" or (self.phase == "waiting" and self.count > 0)
+
+    def has_ended_for(self, node: str) -> bool:
+        """Whether the leader waits for a node to say that no worker of it is left there."""
+        return self.has_ended and (self.phase == "over" or self.place(node) is not None)
+
+    @property
     def candidates(self) -> tuple[Candidate, ...]:
         """The heirs, one by one."""
         return tuple(Candidate(*pair) for pair in self.heirs.items())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.rendezvous.round_support import Job
+from tests.unit.rendezvous.round_support import Job, failure
+from torchelastic.agent import group_state
+from torchelastic.agent.group_state import GroupState, WorldSeen
 from torchelastic.config import WorldSizes
 from torchelastic.rendezvous import round_state, succession
 from torchelastic.rendezvous.round_state import RoundState
@@ -170,6 +172,65 @@ def test_a_world_whose_node_goes_before_it_is_agreed_on_is_given_up():
     job.say("a", gone=generation)
     assert (job.names, job.world.phase) == (["a", "c"], "running")
     assert job.world.generation == generation + 1
+
+
+def agreeing_on_two_of_five() -> Job:
+    job = hosted(world_sizes=WorldSizes.parse("4,10"))
+    train(job, *"abcde")
+    job.die("e")
+    stop(job, *"abcd")
+    assert (job.names, job.world.phase) == (["a", "b"], "agreeing")
+    return job
+
+
+def test_a_world_that_cannot_be_agreed_on_any_more_is_given_up():
+    """Its own nodes are there, but too few of those before it: that is said, and waited for."""
+    job = agreeing_on_two_of_five()
+    generation = job.world.generation
+    accept(job, "a", "b")
+    job.die("c")
+    assert job.world.phase == "agreeing"  # d may still take it up
+    job.die("d")
+    assert (job.world.phase, job.world.ending) == ("over", "node-failure")
+    stop(job, "a", "b")
+    assert job.world.phase == "waiting"
+    assert job.world.reason.startswith("waiting for a majority")
+    job.come("c", accepted=generation)
+    job.wait(2.0)
+    assert job.world.phase in ("running", "agreeing")
+    assert job.world.generation > generation
+
+
+def test_a_world_that_nobody_takes_up_is_given_up_after_a_while():
+    job = agreeing_on_two_of_five()
+    job.wait(59.0)
+    assert job.world.phase == "agreeing"
+    job.wait(2.0)
+    assert job.world.phase == "over"
+
+
+def test_a_cut_that_heals_leaves_nobody_waiting():
+    """c and d were cut off when a formed a world with all four, and never heard of it."""
+    job = hosted()
+    train(job, *"abcd")
+    job.say("c", gone=0)
+    job.say("d", gone=0)
+    job.say("a", failures=(failure("a"),))
+    stop(job, "a", "b")
+    assert (job.world.phase, job.world.generation) == ("running", 1)
+    job.die("c", "d")
+    stop(job, "a", "b")
+    assert job.world.phase == "waiting"
+    assert "2 of the 4 nodes of generation 1" in job.world.reason
+    job.come("c", "d", gone=0)
+    job.wait(10.0)
+    assert job.world.phase == "waiting"  # they may have workers of it, as far as is known
+    node = GroupState(node="c", generation=0)
+    _, commands = group_state.handle(node, WorldSeen(job.world))
+    for command in commands:
+        job.say("c", **command.changes)
+    assert (job.world.phase, job.world.generation) == ("running", 2)
+    assert job.names == [*"abcd"]
 
 
 def test_the_first_world_of_a_store_that_knows_nothing_waits():
