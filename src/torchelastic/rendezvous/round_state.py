@@ -262,8 +262,8 @@ def votes_of_the_absent(state: RoundState) -> set[str]:
 
 def _asked(state: RoundState, world: World) -> Set[str]:
     """Who has a say in what follows the world."""
-    before = state.roll.before if state.roll is not None else ()
-    return world.members.union(*(electorate.nodes for electorate in before))
+    electorates = state.roll.electorates if state.roll is not None else ()
+    return world.members.union(*(electorate.nodes for electorate in electorates))
 
 
 def follows_later_host(state: RoundState) -> bool:
@@ -292,6 +292,18 @@ def has_quorum(state: RoundState) -> bool:
     if state.roll is None:
         return True
     return succession.agreed(state.roll.electorates, votes(state))
+
+
+def may_step_elsewhere(state: RoundState) -> bool:
+    """Whether no node that trained in the last world is known to have stopped.
+
+    With a quorum that can only be so where one node trained alone, and its host did not: a host
+    that has just taken over waits until that node's lease must have ended.
+    """
+    world = state.world
+    if world is None or state.roll is None or not world.nodes:
+        return False
+    return not any(_agrees(state, world, node.node) for node in world.nodes)
 
 
 def settled(state: RoundState) -> RoundState:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.unit.rendezvous.round_support import Job, failure
@@ -252,14 +254,22 @@ def test_it_does_not_wait_where_all_are_there():
     assert job.world.phase == "running"
 
 
-def taken_over(first: Job, host: str, *names: str, term: int = 3, quorum: bool = True) -> Job:
+def taken_over(
+    first: Job,
+    host: str,
+    *names: str,
+    term: int = 3,
+    quorum: bool = True,
+    may_begin_at: float = 0.0,
+) -> Job:
     """What another host makes of a world, with these nodes as they were."""
     later = Job("1:7", settle=1.0, quorum=quorum)
     state = round_state.taken_over(first.world, 0.0)
     roll = first.state.roll
     assert roll is not None
     stored = succession.to_json(roll)
-    later.state = round_state.hosted(state, host, term, stored, quorum=quorum)
+    hosted = round_state.hosted(state, host, term, stored, quorum=quorum)
+    later.state = replace(hosted, may_begin_at=may_begin_at)
     for name in names:
         later.records[name] = first.records[name]
         later.state = round_state.seen(later.state, *first.records[name], 0.0)
@@ -327,3 +337,69 @@ def test_the_first_world_of_a_later_host_has_a_number_that_all_take_up():
     job.come("b")
     assert job.world.phase == "running"
     assert job.world.generation >= succession.first_generation(4)
+
+
+# --- a host that does not train ------------------------------------------------------------------
+
+
+def with_spare_host(*others: str, term: int = 1) -> Job:
+    """The workers of the host, a, have died, and their replacements are on their way."""
+    job = hosted("1:5", term=term)
+    train(job, "a", *others)
+    for name in ("a", *others):
+        job.say(name, resident=True, standing=(0, 1), peer=f"{name}:1")
+    job.say("a", standing=(), starting=2, failures=(failure("a", exitcode=-9),), gone=0)
+    stop(job, *others)
+    assert (job.names, job.world.phase) == ([*others], "running")
+    accept(job, "a", *others)
+    return job
+
+
+def test_others_know_where_a_spare_host_is():
+    job = with_spare_host("b")
+    assert job.world.heirs == {"b": "b:1", "a": "a:1"}
+    again = job.world.with_nodes(job.world.nodes, ["c"])
+    assert again.heirs == job.world.heirs
+
+
+@pytest.mark.parametrize("others", ["b", "bc"])
+def test_a_spare_host_goes_on_when_a_node_is_lost_and_comes_back_without_a_vote(others):
+    job = with_spare_host(*others)
+    job.die("b")
+    job.come("new", resident=True, standing=(0, 1))
+    stop(job, *others[1:])
+    assert job.world.phase == "running"
+    accept(job, "a", *job.names)
+    job.say("a", standing=(0, 1), starting=0)
+    job.wait(60.0)
+    for name in job.names:
+        job.say(name, paused=job.world.generation, entered=3)
+    assert (set(job.names), job.world.phase) == ({"a", *others[1:], "new"}, "running")
+
+
+def test_what_is_missing_is_said_of_all_who_must_agree():
+    job = with_spare_host(*"bcd")
+    job.die(*"cd")
+    stop(job, "b")
+    assert job.world.phase == "waiting"
+    assert "2 of the 4 nodes (of generation 1, and its host) can be reached" in job.world.reason
+    assert job.world.missing == ("c", "d")
+    later = taken_over(with_spare_host(*"bcd"), "b", "b")
+    assert "1 of the 4 nodes (of generation 1, and its host)" in later.world.reason
+    assert later.world.missing == ("c", "d", "the host of generation 1")
+
+
+def test_a_host_that_takes_over_waits_for_the_lease_of_who_trains_alone():
+    """b may be cut off, and needs nobody for a step."""
+    first = with_spare_host("b")
+    later = taken_over(first, "a", may_begin_at=3.0)
+    later.come("a", "c", resident=True, standing=(0, 1))
+    assert (later.world.phase, later.wake_at) == ("waiting", 3.0)
+    later.wait(3.0)
+    assert (later.names, later.world.phase) == (["a", "c"], "running")
+
+
+def test_it_does_not_wait_for_who_has_stopped():
+    first = with_spare_host("b")
+    later = taken_over(first, "a", "a", "b", may_begin_at=3.0)
+    assert (later.names, later.world.phase) == (["b"], "running")
