@@ -1,7 +1,7 @@
 """Suspicion of an agent, where the store would be slow to notice its end: who asks, who decides.
 
-Neighbours in the ring doubt an agent whose connection ended or fell silent. The leader asks it. What
-becomes of an agent that does not answer depends on how:
+Neighbours in the ring doubt an agent whose connection ended or fell silent. The leader asks it.
+What becomes of an agent that does not answer depends on how:
 
     refused    nobody listens at its port: it is given up, unless it has just put its record anew,
                because its own connections ended as well; a firewall refuses in its name

@@ -274,8 +274,8 @@ def votes_of_the_absent(state: RoundState) -> set[str]:
 
 def _asked(state: RoundState, world: World) -> Set[str]:
     """Who has a say in what follows the world."""
-    before = state.roll.before if state.roll is not None else ()
-    return world.members.union(*(electorate.nodes for electorate in before))
+    electorates = state.roll.electorates if state.roll is not None else ()
+    return world.members.union(*(electorate.nodes for electorate in electorates))
 
 
 def follows_later_host(state: RoundState) -> bool:
@@ -306,6 +306,18 @@ def has_quorum(state: RoundState) -> bool:
     return succession.agreed(state.roll.electorates, votes(state))
 
 
+def may_step_elsewhere(state: RoundState) -> bool:
+    """Whether no node that trained in the last world is known to have stopped.
+
+    With a quorum that can only be so where one node trained alone, and its host did not: a host
+    that has just taken over waits until that node's lease must have ended.
+    """
+    world = state.world
+    if world is None or state.roll is None or not world.nodes:
+        return False
+    return not any(_agrees(state, world, node.node) for node in world.nodes)
+
+
 def settled(state: RoundState) -> RoundState:
     """Once enough of those who had to agree have the last world, only its nodes have a say."""
     if state.roll is None or not state.roll.before:
@@ -313,6 +325,14 @@ def settled(state: RoundState) -> RoundState:
     have = {node: present.member.accepted for node, present in state.members.items()}
     roll = succession.settled(state.roll, have, votes_of_the_absent(state))
     return state if roll == state.roll else replace(state, roll=roll)
+
+
+def can_be_settled(state: RoundState) -> bool:
+    """Whether enough of those who had to agree to the last world are there to take it up."""
+    if state.roll is None:
+        return True
+    there = {state.roll.latest.host, *state.members, *votes_of_the_absent(state)}
+    return succession.agreed(state.roll.before, there)
 
 
 def without_the_vanished(state: RoundState) -> RoundState:
@@ -393,7 +413,7 @@ def published(state: RoundState, world: World, now: float) -> RoundState:
             running_since=now,
             slow=_outside(state.slow, world),  # those in it are judged anew
         )
-    if world.phase == "over" and world.ending == "finished":
+    if _is_finished(world) and not _is_finished(before):
         state = replace(state, forgiven=state.failures, lost=())
     if state.roll is not None and world.nodes and world.generation != state.roll.generation:
         nodes = [node.node for node in world.nodes]
@@ -405,6 +425,10 @@ def published(state: RoundState, world: World, now: float) -> RoundState:
         begun = held_out.begun(state.held_since, known, world.held, now)
         state = replace(state, held_since=begun)
     return replace(state, world=world, since=since, said_at=now)
+
+
+def _is_finished(world: World | None) -> bool:
+    return world is not None and world.phase == "over" and world.ending == "finished"
 
 
 def _first_finished(known: int, member: Member, generation: int) -> int:
