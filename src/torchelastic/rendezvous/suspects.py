@@ -3,6 +3,7 @@
     what has happened                                              who is held out
     it failed before its first step, with nodes that were not in   these nodes, at once; the others
     the last world that trained                                    go on as they did before
+    its program cannot run on some nodes (`Failure.incurable`)     these nodes, at once
     it failed before its first step on one node alone              that node, if it keeps doing so
     a node was lost                                                that node, if it keeps doing so
 
@@ -24,6 +25,7 @@ from torchelastic.rendezvous.round_state import (
     TRAINED_AFTER,
     RoundRules,
     RoundState,
+    failed_alike,
     follows_later_host,
     has_stepped,
     names_of,
@@ -54,10 +56,13 @@ def find(
     """
     held = _without_cleared(state)
     finding = None
-    if cause is not None and not is_from_outside(cause) and _failed_early(state):
+    if cause is not None and not is_from_outside(cause):
         failed_alone = [cause, *(other for other in others if other.by_itself)]
-        finding = _newcomers(rules, state, held, failed_alone)
-        finding = finding or _failing_start(rules, state, held, failed_alone)
+        early = _failed_early(state)
+        finding = _newcomers(rules, state, held, failed_alone) if early else None
+        finding = finding or _unable(rules, state, held, cause)
+        if early:
+            finding = finding or _failing_start(rules, state, held, failed_alone)
     return finding or _lost(rules, state, held)
 
 
@@ -99,6 +104,21 @@ def _newcomers(
         return None  # there are too many
     longest = max(out, key=lambda one: one.seconds).span()
     return Finding(held, nodes, f"going on without {named} for {longest}", f"{what}: {why}")
+
+
+def _unable(rules: RoundRules, state: RoundState, held: Held, failure: Failure) -> Finding | None:
+    """Hold out nodes that lack what the program needs: a module, say. Others may have it. It is
+    charged, so that the next ones that lack it end the job (`restart_policy.judge`)."""
+    nodes = failed_alike(state, failure)
+    if not failure.incurable or not enough_without(rules, state, nodes | state.out):
+        return None
+    for node in the_world(state).nodes:
+        if node.node in nodes:
+            held = held_out.hold(held, node.node, node.name, failure.message)
+    if not nodes <= {one.node for one in held if one.seconds}:
+        return None  # there are too many
+    named = names_of(state, [one.node for one in held if one.node in nodes])
+    return Finding(held, nodes, f"going on without {named} {_for(held, nodes)}")
 
 
 def _failing_start(
