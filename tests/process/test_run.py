@@ -99,6 +99,25 @@ def test_an_error_that_always_comes_back_ends_the_job_early(tmp_path):
         assert "error     : ValueError: no such file" in block
 
 
+def test_a_node_whose_preflight_check_fails_joins_when_it_succeeds(tmp_path):
+    """It hosts the rendezvous meanwhile. The next check is five seconds after the first."""
+    mended = tmp_path / "mended"
+    check = tmp_path / "check"
+    check.write_text(f"#!/bin/sh\ntest -e {mended} || {{ echo GPU 3 is gone; exit 3; }}")
+    check.chmod(0o755)
+    with job(tmp_path / "job", "--nnodes=1:2") as it:
+        host = it.start(f"--preflight={check}")
+        it.start()
+        assert len(it.world(0, 1)) == 1
+        failed = "The --preflight check failed (exit code 3): this node does not take part"
+        assert failed in host.stderr, it.said()
+        assert "Last lines of its output:\n  GPU 3 is gone" in host.stderr
+        mended.touch()
+        it.world(1, 2)
+        it.order("finish")
+        assert [node.wait() for node in it.nodes] == [0, 0]
+
+
 def test_node_kill_then_scale_up_then_leave(tmp_path):
     """The life of an elastic job; ranks of survivors keep their order. Four agents."""
     with job(tmp_path, "--nnodes=1:3 --nproc-per-node=2") as it:

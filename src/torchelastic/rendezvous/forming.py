@@ -218,8 +218,9 @@ def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
             f"{world.generation} can be reached (--quorum)",
             False,
         )
-    staying = [item.member for item in state.members.values() if not item.member.leaving]
-    there = f"{len(staying)} of at least {rules.min_nodes} there"
+    every = [item.member for item in state.members.values() if not item.member.leaving]
+    staying = [member for member in every if not member.unfit]
+    there = f"{len(staying)} of at least {rules.min_nodes} there{_unfit(every)}"
     if len(staying) < rules.min_nodes:
         return f"waiting for nodes: {there}", False
     starting = sum(member.starting for member in staying)
@@ -236,6 +237,15 @@ def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
         f"waiting for nodes: --world-sizes {rules.world_sizes} has no use for {workers} workers",
         False,
     )
+
+
+def _unfit(members: Iterable[Member]) -> str:
+    """Which nodes are there but cannot take part, and why that is of the first."""
+    unfit = [member for member in members if member.unfit]
+    if not unfit:
+        return ""
+    more = f" and {len(unfit) - 1:,} more" if len(unfit) > 1 else ""
+    return f", without {unfit[0].name} ({unfit[0].unfit}){more}"
 
 
 def _missing(state: RoundState) -> tuple[str, ...]:
@@ -265,6 +275,8 @@ def settled_at(rules: RoundRules, state: RoundState, nodes: Iterable[str], there
 
 
 def _is_warming_up(member: Member) -> bool:
+    if member.unfit:
+        return False
     return (not member.ready and member.gone < 0) or (member.starting > 0 and not member.standing)
 
 

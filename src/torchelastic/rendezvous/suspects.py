@@ -96,14 +96,23 @@ def _newcomers(
         return None
     named = names_of(state, [node.node for node in new])
     what = f"generation {world.generation} with {named} failed before its first step"
-    why = failed[0].sentence()
-    for node in new:
-        held = held_out.hold(held, node.node, node.name, f"{what}: {failed[0].message}")
-    out = [one for one in held if one.node in nodes and one.seconds]
+    reason = f"{what}: {failed[0].message}"
+    return _hold_all(state, held, new, reason, f"{what}: {failed[0].sentence()}")
+
+
+def _hold_all(
+    state: RoundState, held: Held, nodes: Sequence[WorldNode], reason: str, instead: str = ""
+) -> Finding | None:
+    """Hold these nodes out from now on; None if there are too many."""
+    for node in nodes:
+        held = held_out.hold(held, node.node, node.name, reason)
+    every = frozenset(node.node for node in nodes)
+    out = [one for one in held if one.node in every and one.seconds]
     if len(out) < len(nodes):
-        return None  # there are too many
+        return None
     longest = max(out, key=lambda one: one.seconds).span()
-    return Finding(held, nodes, f"going on without {named} for {longest}", f"{what}: {why}")
+    named = names_of(state, [node.node for node in nodes])
+    return Finding(held, every, f"going on without {named} for {longest}", instead)
 
 
 def _unable(rules: RoundRules, state: RoundState, held: Held, failure: Failure) -> Finding | None:
@@ -112,13 +121,8 @@ def _unable(rules: RoundRules, state: RoundState, held: Held, failure: Failure) 
     nodes = failed_alike(state, failure)
     if not failure.incurable or not enough_without(rules, state, nodes | state.out):
         return None
-    for node in the_world(state).nodes:
-        if node.node in nodes:
-            held = held_out.hold(held, node.node, node.name, failure.message)
-    if not nodes <= {one.node for one in held if one.seconds}:
-        return None  # there are too many
-    named = names_of(state, [one.node for one in held if one.node in nodes])
-    return Finding(held, nodes, f"going on without {named} {_for(held, nodes)}")
+    found = [node for node in the_world(state).nodes if node.node in nodes]
+    return _hold_all(state, held, found, failure.message)
 
 
 def _failing_start(
