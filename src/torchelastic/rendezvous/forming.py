@@ -347,7 +347,7 @@ def enough_without(rules: RoundRules, state: RoundState, nodes: Set[str]) -> boo
     every = [
         Offer(node, present.member, present.created, _first(present.member.nproc))
         for node, present in state.members.items()
-        if node not in nodes and not present.member.leaving
+        if node not in nodes and not present.member.leaving and not present.member.unfit
     ]
     return bool(_choose(rules, in_order(every, state.world), state))
 

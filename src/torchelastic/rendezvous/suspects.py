@@ -119,7 +119,7 @@ def _unable(rules: RoundRules, state: RoundState, held: Held, failure: Failure) 
     """Hold out nodes that lack what the program needs: a module, say. Others may have it. It is
     charged, so that the next ones that lack it end the job (`restart_policy.judge`)."""
     nodes = failed_alike(state, failure)
-    if not failure.incurable or not enough_without(rules, state, nodes | state.out):
+    if not failure.incurable or not nodes or not enough_without(rules, state, nodes | state.out):
         return None
     found = [node for node in the_world(state).nodes if node.node in nodes]
     return _hold_all(state, held, found, failure.message)
