@@ -104,8 +104,9 @@ async def test_no_worker_is_started_before_the_preflight_check_has_succeeded():
     made = agent_with(workers, SimpleNamespace(world=object()))
     made._fit.clear()
     starting = asyncio.create_task(made._start_standby(1))
-    await asyncio.sleep(0)
-    assert workers.started == []
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert made._action is None
     made._fit.set()
     await starting
     await made._action

@@ -53,8 +53,8 @@ def test_a_job_that_has_trained_goes_on_without_one_node_after_the_other():
 
 
 def test_nodes_that_are_unfit_and_names_that_nobody_knows_save_nothing():
-    job = running("1:3", "a")
-    job.come("b", ready=False, unfit="its --preflight check failed (exit code 3)")
+    job = running("2:3", "ab")
+    job.come("c", ready=False, unfit="its --preflight check failed (exit code 3)")
     fail(job, "a")
     assert job.world.phase == "closed"
     garbled = running("1:3", "ab")
