@@ -223,8 +223,9 @@ def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
     """What keeps a world from being formed, and whether enough nodes are there: they warm up."""
     if not has_quorum(state):
         return f"waiting for a majority: {_who_agrees(state)} (--quorum)", False
-    staying = [item.member for item in state.members.values() if not item.member.leaving]
-    there = f"{len(staying)} of at least {rules.min_nodes} there"
+    every = [item.member for item in state.members.values() if not item.member.leaving]
+    staying = [member for member in every if not member.unfit]
+    there = f"{len(staying)} of at least {rules.min_nodes} there{_unfit(every)}"
     if len(staying) < rules.min_nodes:
         return f"waiting for nodes: {there}", False
     starting = sum(member.starting for member in staying)
@@ -262,6 +263,15 @@ def _who_agrees(state: RoundState) -> str:
     return f"{nodes} can be reached{busy}"
 
 
+def _unfit(members: Iterable[Member]) -> str:
+    """Which nodes are there but cannot take part, and why that is of the first."""
+    unfit = [member for member in members if member.unfit]
+    if not unfit:
+        return ""
+    more = f" and {len(unfit) - 1:,} more" if len(unfit) > 1 else ""
+    return f", without {unfit[0].name} ({unfit[0].unfit}){more}"
+
+
 def _missing(state: RoundState) -> tuple[str, ...]:
     """Names of the nodes of the last world, and of its host, that are not there any more."""
     world = state.world
@@ -293,6 +303,8 @@ def settled_at(rules: RoundRules, state: RoundState, nodes: Iterable[str], there
 
 
 def _is_warming_up(member: Member) -> bool:
+    if member.unfit:
+        return False
     return (not member.ready and member.gone < 0) or (member.starting > 0 and not member.standing)
 
 
@@ -363,7 +375,7 @@ def enough_without(rules: RoundRules, state: RoundState, nodes: Set[str]) -> boo
     every = [
         Offer(node, present.member, present.created, _first(present.member.nproc))
         for node, present in state.members.items()
-        if node not in nodes and not present.member.leaving
+        if node not in nodes and not present.member.leaving and not present.member.unfit
     ]
     return bool(_choose(rules, in_order(every, state.world), state))
 

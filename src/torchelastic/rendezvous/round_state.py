@@ -9,7 +9,7 @@ from typing import Any
 from torchelastic.config import Grow, LaunchConfig, WorldSizes
 from torchelastic.failure import Failure
 from torchelastic.rendezvous import held_out, succession
-from torchelastic.rendezvous.restart_policy import AT_ONCE, Kind
+from torchelastic.rendezvous.restart_policy import IN_VAIN, Kind
 from torchelastic.rendezvous.succession import Roll
 from torchelastic.rendezvous.world import Base, Member, World
 
@@ -223,7 +223,7 @@ def taken_over(world: World, now: float) -> RoundState:
         base=world.base,
         since=now,
         said_at=now,
-        running_since=now - AT_ONCE - 1,
+        running_since=now - IN_VAIN,
         held_since=held_out.begun({}, (), world.held, now),
     )
 
@@ -393,6 +393,12 @@ def has_trained(state: RoundState) -> bool:
     if has_stepped(state):
         return True
     return state.since - state.running_since >= TRAINED_AFTER and not tells_steps(state)
+
+
+def failed_alike(state: RoundState, failure: Failure) -> frozenset[str]:
+    """The nodes of the last world whose workers have failed with the same exception."""
+    names = {one.node for one in state.failures if one.kind == failure.kind}
+    return frozenset(node.node for node in the_world(state).nodes if node.name in names)
 
 
 def _outside(nodes: Iterable[str], world: World | None) -> frozenset[str]:

@@ -4,6 +4,7 @@
     it failed before its first step, with nodes that were not in   these nodes, at once; the others
     the last world that trained                                    go on as they did before
     workers of two nodes could not connect to each other           one of the two, at once
+    its program cannot run on some nodes (`Failure.incurable`)     these nodes, at once
     it failed before its first step on one node alone              that node, if it keeps doing so
     no other node could reach a node                               that node, at once
     a node was lost                                                that node, if it keeps doing so
@@ -27,6 +28,7 @@ from torchelastic.rendezvous.round_state import (
     TRAINED_AFTER,
     RoundRules,
     RoundState,
+    failed_alike,
     follows_later_host,
     has_stepped,
     names_of,
@@ -57,11 +59,14 @@ def find(
     """
     held = _without_cleared(state)
     finding = None
-    if cause is not None and not is_from_outside(cause) and _failed_early(state):
+    if cause is not None and not is_from_outside(cause):
         failed_alone = [cause, *(other for other in others if other.by_itself)]
-        finding = _newcomers(rules, state, held, failed_alone)
-        finding = finding or _unconnected(rules, state, held, [cause, *others])
-        finding = finding or _failing_start(rules, state, held, failed_alone)
+        early = _failed_early(state)
+        finding = _newcomers(rules, state, held, failed_alone) if early else None
+        finding = finding or _unable(rules, state, held, cause)
+        if early:
+            finding = finding or _unconnected(rules, state, held, [cause, *others])
+            finding = finding or _failing_start(rules, state, held, failed_alone)
     return finding or _lost(rules, state, held)
 
 
@@ -95,14 +100,33 @@ def _newcomers(
         return None
     named = names_of(state, [node.node for node in new])
     what = f"generation {world.generation} with {named} failed before its first step"
-    why = failed[0].sentence()
-    for node in new:
-        held = held_out.hold(held, node.node, node.name, f"{what}: {failed[0].message}")
-    out = [one for one in held if one.node in nodes and one.seconds]
+    reason = f"{what}: {failed[0].message}"
+    return _hold_all(state, held, new, reason, f"{what}: {failed[0].sentence()}")
+
+
+def _hold_all(
+    state: RoundState, held: Held, nodes: Sequence[WorldNode], reason: str, instead: str = ""
+) -> Finding | None:
+    """Hold these nodes out from now on; None if there are too many."""
+    for node in nodes:
+        held = held_out.hold(held, node.node, node.name, reason)
+    every = frozenset(node.node for node in nodes)
+    out = [one for one in held if one.node in every and one.seconds]
     if len(out) < len(nodes):
-        return None  # there are too many
+        return None
     longest = max(out, key=lambda one: one.seconds).span()
-    return Finding(held, nodes, f"going on without {named} for {longest}", f"{what}: {why}")
+    named = names_of(state, [node.node for node in nodes])
+    return Finding(held, every, f"going on without {named} for {longest}", instead)
+
+
+def _unable(rules: RoundRules, state: RoundState, held: Held, failure: Failure) -> Finding | None:
+    """Hold out nodes that lack what the program needs: a module, say. Others may have it. It is
+    charged, so that the next ones that lack it end the job (`restart_policy.judge`)."""
+    nodes = failed_alike(state, failure)
+    if not failure.incurable or not nodes or not enough_without(rules, state, nodes | state.out):
+        return None
+    found = [node for node in the_world(state).nodes if node.node in nodes]
+    return _hold_all(state, held, found, failure.message)
 
 
 def _unconnected(
@@ -118,12 +142,8 @@ def _unconnected(
     node = unconnected.worst(found)
     if not enough_without(rules, state, {node.node} | state.out):
         return Finding(held, sentence=said)
-    held = held_out.hold(held, node.node, node.name, said)
-    out = [one for one in held if one.node == node.node and one.seconds]
-    if not out:
-        return Finding(held, sentence=said)  # the list is full
-    going_on = f"going on without {node.name} for {out[0].span()}"
-    return Finding(held, frozenset({node.node}), going_on, f"{said}: {failures[0].message}")
+    instead = f"{said}: {failures[0].message}"
+    return _hold_all(state, held, [node], said, instead) or Finding(held, sentence=said)
 
 
 def _failing_start(

@@ -72,6 +72,8 @@ class Member:
     store: str = ""
     #: Whether workers could start at once; newcomers are admitted only then.
     ready: bool = False
+    #: Why this node does not get ready before its user or time mends it; empty while it may.
+    unfit: str = ""
     #: Nodes to which this one's connections have ended, or that are silent there.
     doubts: tuple[str, ...] = ()
     #: The newest generation that this node has seen running.
