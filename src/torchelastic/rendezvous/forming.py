@@ -17,6 +17,7 @@ from torchelastic.rendezvous.round_state import (
     RoundState,
     has_quorum,
     may_step_elsewhere,
+    names_of,
     the_world,
     votes,
     votes_of_the_absent,
@@ -228,16 +229,22 @@ def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
 
 
 def _who_agrees(state: RoundState) -> str:
-    """How many there are of those who must agree, and who that is."""
+    """How many of those who must agree can be reached, who that is, and whom of them that are there
+    the others wait for."""
     world, given = the_world(state), votes(state)
     assert state.roll is not None, "nobody is asked"
     asked = next(each for each in reversed(state.roll.electorates) if not each.agrees(given))
-    nodes = f"{len(asked.nodes & given)} of the {len(asked.nodes)} nodes"
+    there = asked.nodes & (given | state.members.keys())
+    nodes = f"{len(there)} of the {len(asked.nodes)} nodes"
     if asked is not state.roll.latest:
-        return f"{nodes} that must agree to replace generation {world.generation} can be reached"
-    if world.host and world.place(world.host) is None:
-        return f"{nodes} (of generation {world.generation}, and its host) can be reached"
-    return f"{nodes} of generation {world.generation} can be reached"
+        nodes += f" that must agree to replace generation {world.generation}"
+    elif world.host and world.place(world.host) is None:
+        nodes += f" (of generation {world.generation}, and its host)"
+    else:
+        nodes += f" of generation {world.generation}"
+    slow = names_of(state, sorted(there - given))
+    busy = f", but the workers of {slow} are not reported to have ended" if slow else ""
+    return f"{nodes} can be reached{busy}"
 
 
 def _missing(state: RoundState) -> tuple[str, ...]:
