@@ -95,7 +95,7 @@ class Leader:
         self._term = term
         self._may_begin_at = may_begin_at
         self._dead = dead
-        self._doubts = Doubts(ask, self._give_up) if ask is not None else None
+        self._doubts = Doubts(node, ask, self._give_up) if ask is not None else None
         self._node = node
         self._rules = rules
         self._clock = clock
