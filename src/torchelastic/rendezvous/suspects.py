@@ -108,9 +108,9 @@ def _failing_start(
     world = the_world(state)
     names = {failure.node for failure in failed}
     found = [node for node in world.nodes if node.name in names and node.node in state.members]
-    if len(names) > 1 or len(found) != 1 or world.count == 1:
+    if len(names) > 1 or not found or world.count == 1:
         return None
-    (node,) = found
+    node = found[0]
     reason = f"its workers keep failing at start: {failed[0].message}"
     held = held_out.note_failure(held, node.node, node.name, reason)
     return _counted(rules, state, held, found, "failed at start", failed[0].sentence())

@@ -86,10 +86,12 @@ def test_a_newcomer_that_is_held_out_comes_in_when_the_time_is_up():
 def test_it_is_a_spare_of_every_world_meanwhile():
     job = running("1:3", "abc")
     hold_out(job, "c")
+    job.wait(FIRST - 1)
     end(job)
     assert (job.names, job.world.spares) == (["a", "b"], ("c",))
-    assert job.world.held[0].seconds == FIRST, "the hold goes on"
-    job.wait(FIRST)
+    assert job.world.held[0].seconds == FIRST
+    job.wait(1)
+    assert job.world.phase == "over", "the hold went on"
     job.all_gone()
     assert job.names == ["a", "b", "c"]
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.unit.rendezvous.round_support import Job, failure, running
 from torchelastic.config import WorldSizes
+from torchelastic.rendezvous import round_state, suspects
 from torchelastic.rendezvous.held_out import ALLOWED, FIRST, FORGOTTEN_AFTER
-from torchelastic.rendezvous.round_state import TRAINED_AFTER
+from torchelastic.rendezvous.round_state import TRAINED_AFTER, RoundRules
 
 NO = "ValueError: the batch of 2 cannot be split"
 KILLED = {"exitcode": -9, "message": "killed by SIGKILL", "traceback": ""}
@@ -17,10 +20,7 @@ def trains(job: Job, *names: str) -> None:
     """The nodes tell, as they do with whatever they say next, that they have taken a step."""
     for name in names or job.names:
         member, created = job.records[name]
-        job.records[name] = (
-            member.__class__(**{**vars(member), "trained": job.world.generation}),
-            created,
-        )
+        job.records[name] = (replace(member, trained=job.world.generation), created)
 
 
 def fails(job: Job, *names: str, **fields) -> None:
@@ -240,6 +240,23 @@ def test_a_node_whose_workers_alone_keep_failing_at_start_is_held_out():
     assert job.names == ["a", "c"]
     assert job.world.ledger.used == ALLOWED
     assert job.world.reason.endswith("b has failed at start 3 times: going on without it for 60 s")
+
+
+def test_a_failing_node_that_the_world_needs_spends_restarts():
+    job = running("2:2", "ab", max_restarts=4)
+    for used in range(1, 5):
+        fails(job, "b")
+        job.wait(2)
+        assert (job.names, job.world.ledger.used, out(job)) == (["a", "b"], used, {})
+    fails(job, "b")
+    assert job.world.phase == "closed"
+
+
+def test_a_new_host_blames_nobody_for_who_has_not_reached_it_yet():
+    state = round_state.hosted(running("1:3", "abc").state, "a", 2, None)
+    state = replace(state, lost=("b",), members={})
+    found = suspects.find(RoundRules(min_nodes=1, max_nodes=3), state, None, ())
+    assert found == suspects.Finding(())
 
 
 def test_a_start_that_fails_on_several_nodes_tells_against_none():
