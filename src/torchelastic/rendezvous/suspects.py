@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from torchelastic.errors import UnfitError
 from torchelastic.failure import Failure
 from torchelastic.rendezvous import held_out
 from torchelastic.rendezvous.forming import enough_without
@@ -54,7 +55,7 @@ def find(
     """
     held = _without_cleared(state)
     finding = None
-    if cause is not None and not is_from_outside(cause) and _failed_early(state):
+    if cause is not None and _tells_of_nodes(cause) and _failed_early(state):
         failed_alone = [cause, *(other for other in others if other.by_itself)]
         finding = _newcomers(rules, state, held, failed_alone)
         finding = finding or _failing_start(rules, state, held, failed_alone)
@@ -67,6 +68,12 @@ def _without_cleared(state: RoundState) -> Held:
     if state.since - state.running_since < held_out.FORGOTTEN_AFTER:
         return world.held
     return held_out.forget(world.held, world.members)
+
+
+def _tells_of_nodes(cause: Failure) -> bool:
+    """Whether a node may be the reason. Not where somebody killed the worker; and a worker that has
+    built another model ends by itself, and its node with the last one."""
+    return not is_from_outside(cause) and not cause.message.startswith(UnfitError.__name__)
 
 
 def _failed_early(state: RoundState) -> bool:

@@ -80,6 +80,7 @@ def test_it_is_tried_again_later_and_later_and_the_job_goes_on():
         ("it has taken a step", lambda job: trains(job, "b")),
         ("somebody killed a worker", lambda job: fails(job, "a", **KILLED)),
         ("a node failed", lambda job: job.die("b")),
+        ("its node ends by itself", lambda job: fails(job, "b", message="UnfitError: no")),
     ],
 )
 def test_other_ends_of_a_resized_world_are_not_put_down_to_the_newcomer(why, change):
