@@ -48,7 +48,7 @@ while True:
             continue
         what, _, value = path.read_text().partition(" ")
         if what == "raise":
-            raise ValueError(value or "told to")
+            raise ValueError(value.replace("PID", str(os.getpid())) or "told to")
         if what == "exit":
             sys.exit(int(value))
         if what == "finish":

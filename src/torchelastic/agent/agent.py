@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from torchelastic import env, jobs
-from torchelastic.agent import crew, group_state, logs, report
+from torchelastic.agent import crew, group_state, logs, preflight, report
 from torchelastic.agent.best_effort import observing
 from torchelastic.agent.crew import CrewState
 from torchelastic.agent.doings import Doings
@@ -116,6 +116,10 @@ class Agent:
         self._action: asyncio.Task[None] | None = None
         #: The newest generation in which a worker here was seen to have taken a step.
         self._trained = -1
+        #: Set once this node may take part in the training (`--preflight`).
+        self._fit = asyncio.Event()
+        if not config.preflight:
+            self._fit.set()
         #: From the moment on at which nothing may be started any more.
         self._closing = False
 
@@ -329,6 +333,7 @@ class Agent:
     async def _join(self) -> None:
         """Meet the other nodes and warm up side by side; say `ready` when both are done."""
         warming = self._beside.start(self._nursery.warm_up, "warm-up")
+        checking = self._beside.start(self._check, "preflight")
         self._narrator.joins()
         await self._presence.join()
         self._workers.reached_at(self._presence.meeting.addr)
@@ -339,7 +344,22 @@ class Agent:
             self._telling.open(self._presence.meeting)
         self._narrator.joined(self._presence.member.name, self._presence.meeting)
         self._narrator.warmed_up(await warming, self._nursery.warnings)
+        await checking
         self._beside.start(self._keep_store_host, "store-host")
+
+    async def _check(self) -> None:
+        """See that this node is fit for the training, if the user has said how."""
+
+        def failed(how: str, sentence: str) -> None:
+            self._presence.update(unfit=f"its --preflight check {how}")
+            self._narrator.say(sentence)
+
+        if self._fit.is_set():
+            return
+        command, helpers = self._config.preflight, self._workers.helpers
+        await preflight.until_passed(command, self._env, helpers, failed)
+        self._presence.update(unfit="")
+        self._fit.set()
 
     async def _rejoin(self, gone: int) -> None:
         name = await self._presence.rejoin(gone)
@@ -549,6 +569,7 @@ class Agent:
         The survivors of a failure recover in the time in which a replacement would have loaded the
         script; they wait for it only where the world does.
         """
+        await self._fit.wait()
         if isinstance(self._state, CrewState) and self._state.having(crew.Status.TRAINING):
             await self._vigil.recovered(lambda: self._crew)
         if self._closing or self._workers.stopping:

@@ -17,6 +17,8 @@ from torchelastic.rendezvous.round_state import (
     RoundState,
     has_quorum,
     has_trained,
+    may_step_elsewhere,
+    names_of,
     the_world,
     votes,
     votes_of_the_absent,
@@ -48,7 +50,9 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
     chosen = choose(rules, ordered, state)
     if not chosen or not has_quorum(state):
         return _wait(rules, state, now)
-    if now < state.may_begin_at and _may_be_known_elsewhere(rules, state, chosen):
+    if now < state.may_begin_at and (
+        _may_be_known_elsewhere(rules, state, chosen) or may_step_elsewhere(state)
+    ):
         return Decision(wake_at=state.may_begin_at)
     if not at_once and len(chosen) < rules.max_nodes:
         at = settled_at(rules, state, [offer.node for offer in ordered], len(ordered))
@@ -65,6 +69,7 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         start=last.start or chosen[0].node,
         phase="running",
         host=state.host,
+        heirs=_host_of(state),
         term=state.term,
         store=chosen[0].member.store,
         ending=None,
@@ -91,6 +96,12 @@ def _proven(last: World, trained: bool) -> frozenset[str] | None:
     if not last.proven:
         return None
     return frozenset(node.node for node in last.nodes if not node.new)
+
+
+def _host_of(state: RoundState) -> dict[str, str]:
+    """Where the host of the store is reached, in the next world or not."""
+    present = state.members.get(state.host)
+    return {} if present is None else {state.host: present.member.peer}
 
 
 def _names_of_others(ordered: list[Offer], chosen: list[Offer]) -> tuple[str, ...]:
@@ -211,15 +222,10 @@ def limit(left: float | None) -> str:
 def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
     """What keeps a world from being formed, and whether enough nodes are there: they warm up."""
     if not has_quorum(state):
-        world = the_world(state)
-        agree = sum(world.place(node) is not None for node in votes(state))
-        return (
-            f"waiting for a majority: {agree} of the {world.count} nodes of generation "
-            f"{world.generation} can be reached (--quorum)",
-            False,
-        )
-    staying = [item.member for item in state.members.values() if not item.member.leaving]
-    there = f"{len(staying)} of at least {rules.min_nodes} there"
+        return f"waiting for a majority: {_who_agrees(state)} (--quorum)", False
+    every = [item.member for item in state.members.values() if not item.member.leaving]
+    staying = [member for member in every if not member.unfit]
+    there = f"{len(staying)} of at least {rules.min_nodes} there{_unfit(every)}"
     if len(staying) < rules.min_nodes:
         return f"waiting for nodes: {there}", False
     starting = sum(member.starting for member in staying)
@@ -238,11 +244,43 @@ def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
     )
 
 
+def _who_agrees(state: RoundState) -> str:
+    """How many of those who must agree can be reached, who that is, and whom of them that are there
+    the others wait for."""
+    world, given = the_world(state), votes(state)
+    assert state.roll is not None, "nobody is asked"
+    asked = next(each for each in reversed(state.roll.electorates) if not each.agrees(given))
+    there = asked.nodes & (given | state.members.keys())
+    nodes = f"{len(there)} of the {len(asked.nodes)} nodes"
+    if asked is not state.roll.latest:
+        nodes += f" that must agree to replace generation {world.generation}"
+    elif world.host and world.place(world.host) is None:
+        nodes += f" (of generation {world.generation}, and its host)"
+    else:
+        nodes += f" of generation {world.generation}"
+    slow = names_of(state, sorted(there - given))
+    busy = f", but the workers of {slow} are not reported to have ended" if slow else ""
+    return f"{nodes} can be reached{busy}"
+
+
+def _unfit(members: Iterable[Member]) -> str:
+    """Which nodes are there but cannot take part, and why that is of the first."""
+    unfit = [member for member in members if member.unfit]
+    if not unfit:
+        return ""
+    more = f" and {len(unfit) - 1:,} more" if len(unfit) > 1 else ""
+    return f", without {unfit[0].name} ({unfit[0].unfit}){more}"
+
+
 def _missing(state: RoundState) -> tuple[str, ...]:
-    """Names of the nodes of the last world that are not there any more."""
-    if state.world is None:
+    """Names of the nodes of the last world, and of its host, that are not there any more."""
+    world = state.world
+    if world is None:
         return ()
-    return tuple(node.name for node in state.world.nodes if node.node not in state.members)
+    missing = [node.name for node in world.nodes if node.node not in state.members]
+    if state.roll is not None and world.host not in {*world.members, *state.members, ""}:
+        missing.append(f"the host of generation {world.generation}")
+    return tuple(missing)
 
 
 def settled_at(rules: RoundRules, state: RoundState, nodes: Iterable[str], there: int) -> float:
@@ -265,6 +303,8 @@ def settled_at(rules: RoundRules, state: RoundState, nodes: Iterable[str], there
 
 
 def _is_warming_up(member: Member) -> bool:
+    if member.unfit:
+        return False
     return (not member.ready and member.gone < 0) or (member.starting > 0 and not member.standing)
 
 
@@ -335,7 +375,7 @@ def enough_without(rules: RoundRules, state: RoundState, nodes: Set[str]) -> boo
     every = [
         Offer(node, present.member, present.created, _first(present.member.nproc))
         for node, present in state.members.items()
-        if node not in nodes and not present.member.leaving
+        if node not in nodes and not present.member.leaving and not present.member.unfit
     ]
     return bool(_choose(rules, in_order(every, state.world), state))
 

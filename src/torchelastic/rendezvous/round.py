@@ -30,7 +30,9 @@ from torchelastic.rendezvous.round_state import (
     Decision,
     RoundRules,
     RoundState,
+    failed_alike,
     follows_later_host,
+    has_trained,
     names_of,
     the_world,
 )
@@ -157,14 +159,23 @@ def succeed(rules: RoundRules, state: RoundState, now: float) -> Decision:
     if found.instead:
         verdict = Verdict(True, world.ledger, "")  # not charged
     else:
-        lifetime = state.since - state.running_since
         verdict = judge(
-            Ending(kind=kind, lifetime=lifetime, failure=failure, step=state.step),
+            Ending(
+                kind=kind,
+                lifetime=state.since - state.running_since,
+                failure=failure,
+                step=state.step,
+                trained=world.proven or has_trained(state),
+                everywhere=failure is not None and failed_alike(state, failure) >= world.members,
+                without=bool(found.out),
+            ),
             world.ledger,
             budget=rules.max_restarts,
             count_resizes=rules.count_resizes,
         )
-    said = (found.instead or why(state, kind, cause), verdict.sentence, found.sentence)
+    said = [found.instead or why(state, kind, cause), verdict.sentence]
+    if verdict.go_on:
+        said.append(found.sentence)
     state = replace(
         state,
         world=replace(

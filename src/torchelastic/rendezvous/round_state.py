@@ -9,7 +9,7 @@ from typing import Any
 from torchelastic.config import Grow, LaunchConfig, WorldSizes
 from torchelastic.failure import Failure
 from torchelastic.rendezvous import held_out, succession
-from torchelastic.rendezvous.restart_policy import AT_ONCE, Kind
+from torchelastic.rendezvous.restart_policy import IN_VAIN, Kind
 from torchelastic.rendezvous.succession import Roll
 from torchelastic.rendezvous.world import Base, Member, World
 
@@ -77,6 +77,8 @@ class RoundState:
     forgiven: tuple[Failure, ...] = ()
     #: Members of the world that went without a word.
     lost: tuple[str, ...] = ()
+    #: Those that were given up because others could not reach them, though the store could.
+    unreachable: frozenset[str] = frozenset()
     step: int = -1
     #: The newest that a member has told of.
     base: Base | None = None
@@ -221,7 +223,7 @@ def taken_over(world: World, now: float) -> RoundState:
         base=world.base,
         since=now,
         said_at=now,
-        running_since=now - AT_ONCE - 1,
+        running_since=now - IN_VAIN,
         held_since=held_out.begun({}, (), world.held, now),
     )
 
@@ -272,8 +274,8 @@ def votes_of_the_absent(state: RoundState) -> set[str]:
 
 def _asked(state: RoundState, world: World) -> Set[str]:
     """Who has a say in what follows the world."""
-    before = state.roll.before if state.roll is not None else ()
-    return world.members.union(*(electorate.nodes for electorate in before))
+    electorates = state.roll.electorates if state.roll is not None else ()
+    return world.members.union(*(electorate.nodes for electorate in electorates))
 
 
 def follows_later_host(state: RoundState) -> bool:
@@ -304,6 +306,18 @@ def has_quorum(state: RoundState) -> bool:
     return succession.agreed(state.roll.electorates, votes(state))
 
 
+def may_step_elsewhere(state: RoundState) -> bool:
+    """Whether no node that trained in the last world is known to have stopped.
+
+    With a quorum that can only be so where one node trained alone, and its host did not: a host
+    that has just taken over waits until that node's lease must have ended.
+    """
+    world = state.world
+    if world is None or state.roll is None or not world.nodes:
+        return False
+    return not any(_agrees(state, world, node.node) for node in world.nodes)
+
+
 def settled(state: RoundState) -> RoundState:
     """Once enough of those who had to agree have the last world, only its nodes have a say."""
     if state.roll is None or not state.roll.before:
@@ -311,6 +325,14 @@ def settled(state: RoundState) -> RoundState:
     have = {node: present.member.accepted for node, present in state.members.items()}
     roll = succession.settled(state.roll, have, votes_of_the_absent(state))
     return state if roll == state.roll else replace(state, roll=roll)
+
+
+def can_be_settled(state: RoundState) -> bool:
+    """Whether enough of those who had to agree to the last world are there to take it up."""
+    if state.roll is None:
+        return True
+    there = {state.roll.latest.host, *state.members, *votes_of_the_absent(state)}
+    return succession.agreed(state.roll.before, there)
 
 
 def without_the_vanished(state: RoundState) -> RoundState:
@@ -323,6 +345,11 @@ def without_the_vanished(state: RoundState) -> RoundState:
 def checkpoint_seen(state: RoundState, seen: bool) -> RoundState:
     """Whether a checkpoint has appeared since the waiting newcomers came."""
     return replace(state, checkpoint=seen)
+
+
+def given_up(state: RoundState, node: str) -> RoundState:
+    """The leader gives up a node that others could not reach."""
+    return replace(state, unreachable=state.unreachable | {node})
 
 
 def slow_seen(state: RoundState, slow: Set[str]) -> RoundState:
@@ -368,6 +395,12 @@ def has_trained(state: RoundState) -> bool:
     return state.since - state.running_since >= TRAINED_AFTER and not tells_steps(state)
 
 
+def failed_alike(state: RoundState, failure: Failure) -> frozenset[str]:
+    """The nodes of the last world whose workers have failed with the same exception."""
+    names = {one.node for one in state.failures if one.kind == failure.kind}
+    return frozenset(node.node for node in the_world(state).nodes if node.name in names)
+
+
 def _outside(nodes: Iterable[str], world: World | None) -> frozenset[str]:
     return frozenset(node for node in nodes if world is None or world.place(node) is None)
 
@@ -382,10 +415,11 @@ def published(state: RoundState, world: World, now: float) -> RoundState:
             done=frozenset(),
             finished=-1,
             lost=(),
+            unreachable=frozenset(),
             running_since=now,
             slow=_outside(state.slow, world),  # those in it are judged anew
         )
-    if world.phase == "over" and world.ending == "finished":
+    if _is_finished(world) and not _is_finished(before):
         state = replace(state, forgiven=state.failures, lost=())
     if state.roll is not None and world.nodes and world.generation != state.roll.generation:
         nodes = [node.node for node in world.nodes]
@@ -397,6 +431,10 @@ def published(state: RoundState, world: World, now: float) -> RoundState:
         begun = held_out.begun(state.held_since, known, world.held, now)
         state = replace(state, held_since=begun)
     return replace(state, world=world, since=since, said_at=now)
+
+
+def _is_finished(world: World | None) -> bool:
+    return world is not None and world.phase == "over" and world.ending == "finished"
 
 
 def _first_finished(known: int, member: Member, generation: int) -> int:

@@ -8,8 +8,9 @@ halves of a cut network never both go on:
     to form a world    the last world's nodes, as far as they have said that their workers have
                        stopped, or said goodbye; whichever host it is
 
-A majority of whom? Of the nodes of the last world; and until a majority of the nodes before that
-have taken it up, it is not *settled*, and they must agree as well: they may know nothing of it.
+A majority of whom? Of the nodes of the last world and its host, in it or not. Until a majority of
+those before that have taken it up, it is not *settled*, and they must agree as well: they may know
+nothing of it.
 
 A voter never votes for who knows less than itself, so the new host holds the newest world that a
 majority can have taken up. The old host, cut off, may have formed one world more that nobody has
@@ -47,6 +48,15 @@ class Electorate:
         return len(self.nodes) == 2 and self.host in self.nodes and self.host in votes
 
 
+def electorate(nodes: Iterable[str], host: str) -> Electorate:
+    """Who must agree to what follows a world: its nodes, and its host, which may be a spare.
+
+    A node that trains alone needs nobody for a step, and a majority without it (of two, the host)
+    does not stop it. Such a host goes on only when that node's lease has ended.
+    """
+    return Electorate(frozenset(filter(None, (*nodes, host))), host)
+
+
 def agreed(electorates: Iterable[Electorate], votes: Collection[str]) -> bool:
     """Whether these votes are enough for all who must agree."""
     return all(electorate.agrees(votes) for electorate in electorates)
@@ -58,7 +68,8 @@ class Roll:
 
     #: Its number; -1: none yet.
     generation: int = -1
-    #: Its nodes. Before the first world: the endpoints, of which each speaks for one node.
+    #: Its nodes and its host. Before the first world: the endpoints, each of which speaks for one
+    #: node.
     latest: Electorate = Electorate(frozenset())
     #: Those who had to agree to it, until it is settled.
     before: tuple[Electorate, ...] = ()
@@ -70,7 +81,7 @@ class Roll:
 
 def formed(roll: Roll, generation: int, nodes: Iterable[str], host: str) -> Roll:
     """The roll after the host has formed another world."""
-    return Roll(generation, Electorate(frozenset(nodes), host), roll.electorates)
+    return Roll(generation, electorate(nodes, host), roll.electorates)
 
 
 def settled(roll: Roll, accepted: Mapping[str, int], gone: Collection[str] = ()) -> Roll:
@@ -224,4 +235,4 @@ def from_json(
     before: tuple[Electorate, ...] = ()
     if data is not None and data["generation"] == generation:
         before = tuple(Electorate(frozenset(e["nodes"]), e["host"]) for e in data["before"])
-    return Roll(generation, Electorate(frozenset(nodes), host), before)
+    return Roll(generation, electorate(nodes, host), before)

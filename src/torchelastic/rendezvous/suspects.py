@@ -3,7 +3,10 @@
     what has happened                                              who is held out
     it failed before its first step, with nodes that were not in   these nodes, at once; the others
     the last world that trained                                    go on as they did before
+    workers of two nodes could not connect to each other           one of the two, at once
+    its program cannot run on some nodes (`Failure.incurable`)     these nodes, at once
     it failed before its first step on one node alone              that node, if it keeps doing so
+    no other node could reach a node                               that node, at once
     a node was lost                                                that node, if it keeps doing so
 
 No node is held out that the next world cannot do without. A kill from outside tells against no
@@ -17,14 +20,16 @@ from typing import NamedTuple
 
 from torchelastic.errors import UnfitError
 from torchelastic.failure import Failure
-from torchelastic.rendezvous import held_out
+from torchelastic.rendezvous import held_out, unconnected
 from torchelastic.rendezvous.forming import enough_without
 from torchelastic.rendezvous.held_out import Held
 from torchelastic.rendezvous.restart_policy import is_from_outside
 from torchelastic.rendezvous.round_state import (
+    NAMES_SHOWN,
     TRAINED_AFTER,
     RoundRules,
     RoundState,
+    failed_alike,
     follows_later_host,
     has_stepped,
     names_of,
@@ -55,10 +60,14 @@ def find(
     """
     held = _without_cleared(state)
     finding = None
-    if cause is not None and _tells_of_nodes(cause) and _failed_early(state):
+    if cause is not None and _tells_of_nodes(cause):
         failed_alone = [cause, *(other for other in others if other.by_itself)]
-        finding = _newcomers(rules, state, held, failed_alone)
-        finding = finding or _failing_start(rules, state, held, failed_alone)
+        early = _failed_early(state)
+        finding = _newcomers(rules, state, held, failed_alone) if early else None
+        finding = finding or _unable(rules, state, held, cause)
+        if early:
+            finding = finding or _unconnected(rules, state, held, [cause, *others])
+            finding = finding or _failing_start(rules, state, held, failed_alone)
     return finding or _lost(rules, state, held)
 
 
@@ -98,14 +107,50 @@ def _newcomers(
         return None
     named = names_of(state, [node.node for node in new])
     what = f"generation {world.generation} with {named} failed before its first step"
-    why = failed[0].sentence()
-    for node in new:
-        held = held_out.hold(held, node.node, node.name, f"{what}: {failed[0].message}")
-    out = [one for one in held if one.node in nodes and one.seconds]
+    reason = f"{what}: {failed[0].message}"
+    return _hold_all(state, held, new, reason, f"{what}: {failed[0].sentence()}")
+
+
+def _hold_all(
+    state: RoundState, held: Held, nodes: Sequence[WorldNode], reason: str, instead: str = ""
+) -> Finding | None:
+    """Hold these nodes out from now on; None if there are too many."""
+    for node in nodes:
+        held = held_out.hold(held, node.node, node.name, reason)
+    every = frozenset(node.node for node in nodes)
+    out = [one for one in held if one.node in every and one.seconds]
     if len(out) < len(nodes):
-        return None  # there are too many
+        return None
     longest = max(out, key=lambda one: one.seconds).span()
-    return Finding(held, nodes, f"going on without {named} for {longest}", f"{what}: {why}")
+    named = names_of(state, [node.node for node in nodes])
+    return Finding(held, every, f"going on without {named} for {longest}", instead)
+
+
+def _unable(rules: RoundRules, state: RoundState, held: Held, failure: Failure) -> Finding | None:
+    """Hold out nodes that lack what the program needs: a module, say. Others may have it. It is
+    charged, so that the next ones that lack it end the job (`restart_policy.judge`)."""
+    nodes = failed_alike(state, failure)
+    if not failure.incurable or not nodes or not enough_without(rules, state, nodes | state.out):
+        return None
+    found = [node for node in the_world(state).nodes if node.node in nodes]
+    return _hold_all(state, held, found, failure.message)
+
+
+def _unconnected(
+    rules: RoundRules, state: RoundState, held: Held, failures: Sequence[Failure]
+) -> Finding | None:
+    """Do without a node whose workers could not connect to others; name the pair in any case."""
+    if not unconnected.is_unconnected(failures[0]):
+        return None
+    found = unconnected.pairs(the_world(state), failures)
+    if not found:
+        return None
+    said = "; ".join(pair.words() for pair in found[:NAMES_SHOWN])
+    node = unconnected.worst(found)
+    if not enough_without(rules, state, {node.node} | state.out):
+        return Finding(held, sentence=said)
+    instead = f"{said}: {failures[0].message}"
+    return _hold_all(state, held, [node], said, instead) or Finding(held, sentence=said)
 
 
 def _failing_start(
@@ -130,7 +175,11 @@ def _lost(rules: RoundRules, state: RoundState, held: Held) -> Finding:
     if not lost or 2 * len(lost) > world.count or follows_later_host(state):
         return Finding(held)
     for node in lost:
-        held = held_out.note_failure(held, node.node, node.name, "it keeps failing")
+        if node.node in state.unreachable:
+            reason = "other nodes could not reach it"
+            held = held_out.hold(held, node.node, node.name, reason)
+        else:
+            held = held_out.note_failure(held, node.node, node.name, "it keeps failing")
     return _counted(rules, state, held, lost, "failed")
 
 

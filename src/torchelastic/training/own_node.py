@@ -231,6 +231,7 @@ class OwnNode:
             exitcode=1,
             message=f"lost a peer: {erred.message}" if lost else erred.message,
             traceback="" if isinstance(erred, orders.PeerLost) else erred.traceback,
+            place="" if isinstance(erred, orders.PeerLost) else erred.place,
             step=erred.step,
             alive=True,
             fatal=isinstance(erred, orders.Erred) and not erred.retry,

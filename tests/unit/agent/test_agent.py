@@ -1,5 +1,6 @@
 """What the agent does about its workers where no process is needed to see it."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -95,3 +96,18 @@ def test_a_generation_has_trained_once_a_worker_is_past_its_first_step(
     assert made._newest_trained() == trained
     workers.progress, workers.counted.newest = lambda local_rank: None, -1
     assert made._newest_trained() == trained, "it is remembered"
+
+
+@in_loop
+async def test_no_worker_is_started_before_the_preflight_check_has_succeeded():
+    workers = Workers()
+    made = agent_with(workers, SimpleNamespace(world=object()))
+    made._fit.clear()
+    starting = asyncio.create_task(made._start_standby(1))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert made._action is None
+    made._fit.set()
+    await starting
+    await made._action
+    assert workers.started == [1]

@@ -10,7 +10,7 @@ from tests.unit.rendezvous.round_support import Job, failure, running
 from torchelastic.config import WorldSizes
 from torchelastic.rendezvous import round_state, suspects
 from torchelastic.rendezvous.held_out import ALLOWED, FIRST, FORGOTTEN_AFTER
-from torchelastic.rendezvous.round_state import TRAINED_AFTER, RoundRules
+from torchelastic.rendezvous.round_state import TRAINED_AFTER, RoundRules, given_up
 
 NO = "ValueError: the batch of 2 cannot be split"
 KILLED = {"exitcode": -9, "message": "killed by SIGKILL", "traceback": ""}
@@ -278,3 +278,61 @@ def test_the_same_error_on_every_node_still_ends_the_job():
         job.wait(2)
     assert job.world.phase == "closed"
     assert job.now < 1000
+
+
+# --- workers that cannot connect to each other ----------------------------------------------------
+
+#: What gloo says where a connection is refused, and where its packets are dropped.
+REFUSED = (
+    "RuntimeError: Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: SO_ERROR: "
+    "Connection refused, remote=[{addr}]:59264$1"
+)
+DROPPED = "RuntimeError: Gloo connectFullMesh failed with [pair.h:311] Connect timeout [none]"
+NO_STORE = (
+    "DistNetworkError: The client socket has failed to connect to any network address of "
+    "({addr}, 40001). The client socket has failed to connect to {addr}:40001 (errno: 110)."
+)
+NO_RANK = "PeerLostError: no answer from rank {rank} at 10.9.0.3:4711"
+
+
+@pytest.mark.parametrize(
+    ("says", "left", "pairs"),
+    [
+        ({"b": REFUSED.format(addr="c")}, "ab", "b cannot connect to c"),
+        ({"b": NO_STORE.format(addr="a")}, "ac", "b cannot connect to a"),
+        ({"c": NO_RANK.format(rank=2)}, "ab", "c cannot connect to b"),
+        # The node of most pairs, not the newest.
+        ({"a": REFUSED.format(addr="b"), "c": REFUSED.format(addr="b")}, "ac", "to b"),
+        # Only one side is named: the newest of those that say so.
+        ({"a": DROPPED, "b": DROPPED}, "ac", "b cannot connect to all others"),
+        ({"a": REFUSED.format(addr="172.16.0.9")}, "bc", "a cannot connect to all others"),
+    ],
+)
+def test_a_world_that_cannot_connect_goes_on_without_one_of_the_pair(says, left, pairs):
+    job = running("2:4", "abc", max_restarts=0)
+    for name, message in says.items():
+        told = failure(name, job.world.generation, message=message)
+        job.say(name, failures=(told,))
+    job.all_gone()
+    assert (job.world.phase, job.names) == ("running", [*left])
+    assert pairs in job.world.reason
+    assert job.world.ledger.used == 0
+
+
+def test_a_pair_that_the_job_needs_is_named():
+    job = running("2:2", "ab")
+    fails(job, "b", message=REFUSED.format(addr="a"))
+    assert (job.world.phase, job.names) == ("running", ["a", "b"])
+    assert "workers of b cannot connect to a" in job.world.reason
+    assert job.world.ledger.used == 1
+
+
+def test_a_node_that_others_cannot_reach_is_held_out_at_once():
+    job = running("2:4", "abc")
+    job.state = given_up(job.state, "c")
+    job.die("c")
+    job.all_gone()
+    job.come("c")
+    job.wait(FIRST - 1)
+    assert (job.names, out(job)) == (["a", "b"], {"c": FIRST})
+    assert "other nodes could not reach it" in job.world.held[0].reason
