@@ -104,14 +104,12 @@ class OwnNode:
         self._step = -1
         #: Where the worker shows its progress, and what has been seen of that.
         self._slate = -1
+        self._trained = -1
         self._pace = Pace()
         #: When it was told to enter its world, and that the world is over.
         self._entering_at = self._over_at = 0.0
         #: The last answer of its control thread.
         self._pong = orders.Pong(waiting=False, number=0)
-        #: The world in which training goes on, and from which step; the newest that took a step.
-        self._up = orders.Up(-1, -1)
-        self._trained = -1
 
     def run(self) -> None:
         """The whole thread."""
@@ -205,7 +203,6 @@ class OwnNode:
         self._queue.put_nowait(_HasLeft())
 
     def _heard(self, report: orders.Order | orders.Report | None) -> None:
-        self._note_step(report)
         match report:
             case orders.Erred() | orders.PeerLost():
                 self._step = report.step
@@ -220,19 +217,6 @@ class OwnNode:
                 self._queue.put_nowait(crew.Said(0, report))
             case orders.Pong():
                 self._pong = report
-
-    def _note_step(self, report: orders.Order | orders.Report | None) -> None:
-        match report:
-            case orders.Up():
-                self._up = report
-            case (
-                orders.Entered(generation, step)
-                | orders.Stopped(generation, step)
-                | orders.Finished(generation, step)
-                | orders.Erred(generation, step)
-                | orders.PeerLost(generation, step)
-            ) if generation == self._up.generation and step > self._up.step:
-                self._trained = generation
 
     def _failure(self, erred: orders.Erred | orders.PeerLost) -> Failure:
         world = self._state.world
@@ -262,6 +246,7 @@ class OwnNode:
                     self._over_at = time.monotonic()
                 self._tell(order)
             case group_state.Report(changes):
+                self._trained = max(self._trained, slate.read_trained(self._slate))
                 steps = {"step": self._step, "trained": self._trained}
                 self._presence.update(**{**steps, **changes})
             case group_state.Rejoin(gone):

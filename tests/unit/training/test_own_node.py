@@ -14,7 +14,7 @@ from torchelastic.rendezvous import url
 from torchelastic.rendezvous.world import World, WorldNode
 from torchelastic.training import own_node
 from torchelastic.training.own_node import config_for
-from torchelastic.worker import channel, orders
+from torchelastic.worker import channel, orders, slate
 
 
 def test_who_may_go_on_and_what_counts_as_hung():
@@ -208,7 +208,10 @@ def test_a_generation_has_trained_once_its_worker_is_past_its_first_step(
     async def play():
         async with Job(monkeypatch) as job:
             await job.train()
-            job.say(orders.Up(0, 5))
+            worker = slate.Slate(job.node._slate)
+            worker.entered(0, 5)
+            worker.entered(0, step)
+            worker.close()
             job.say(orders.PeerLost(0, step, "gone"))
             said = job.node._presence.said
             await job.until(lambda: said.get("failures"))
