@@ -7,6 +7,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable, Coroutine, Set
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from torchelastic.rendezvous.embedded.ring import Ring
 from torchelastic.rendezvous.heir import Heir
 from torchelastic.rendezvous.leader import SETTLED_KEY, Leader, LeaderObserver
 from torchelastic.rendezvous.round_state import RoundRules
-from torchelastic.rendezvous.store import Json, Store
+from torchelastic.rendezvous.store import Item, Json, Store
 from torchelastic.rendezvous.world import (
     LEADER_KEY,
     MEMBER_PREFIX,
@@ -77,6 +78,7 @@ class Presence:
         self._seen: Json | None = None
         self._heir = Heir(node)
         self._ring: Ring | None = None
+        self._doubting: asyncio.Task[Any] | None = None
         self._leader: Leader | None = None
         #: What this node does as a member under its present lease.
         self._tasks: list[asyncio.Task[Any]] = []
@@ -231,10 +233,11 @@ class Presence:
         async with contextlib.aclosing(store.follow(WORLD_KEY)) as summaries:
             async for summary in summaries:
                 if summary is not None:
-                    await self._see_world(store, summary.value)
+                    await self._see_world(store, summary)
 
-    async def _see_world(self, store: Store, summary: Json) -> None:
+    async def _see_world(self, store: Store, item: Item) -> None:
         """Pass a world on, with the part of its nodes that this one may be in."""
+        summary = item.value
         if summary == self._seen:
             return  # told again, by a store that was opened anew
         world = await self._with_nodes(store, World.from_json(summary))
@@ -249,9 +252,21 @@ class Presence:
             self._accept(world)
         if self._ring is not None:
             self._ring.turn_to([(node.node, node.peer) for node in world.nodes])
+        if store.lease_lost.is_set() and world.phase != "closed":
+            return  # the others may go on without this node: told again when it has joined anew
         self._seen = summary
         if world.phase != "agreeing":
-            self._on_world(world)
+            self._on_world(self._unless_given_up(world, item.modified))
+
+    def _unless_given_up(self, world: World, published: int) -> World:
+        """A world as this node takes it. One that began with a place for it before its present
+        membership did has counted it as lost, or is about to, and is over for it."""
+        assert self._membership is not None
+        is_older = published < self._membership.since and world.place(self._node) is not None
+        if not is_older or world.phase not in ("running", "pausing"):
+            return world
+        reason = "this node was given up"
+        return replace(world, phase="over", after=None, ending="node-failure", reason=reason)
 
     async def _with_nodes(self, store: Store, world: World) -> World | None:
         """A world with the nodes of our part, which is read once for all of the world's phases.
@@ -281,9 +296,12 @@ class Presence:
     def _doubt(self, nodes: set[str]) -> None:
         """Tell the leader whom the ring doubts; of the leader itself nobody else can be told."""
         self.update(doubts=tuple(sorted(nodes)))
+        if self._doubting is not None:
+            self._doubting.cancel()
         if nodes and self._ring is not None:
-            asking = give_up_leader(self.meeting.store, nodes, self._ring.ask)
-            self._background(partial(self._while_leased, asking), "doubt")
+            store, ask, again = self.meeting.store, self._ring.ask, self._config.lease / 2
+            asking = give_up_leader(store, self._node, nodes, ask, again=again)
+            self._doubting = self._background(partial(self._while_leased, asking), "doubt")
 
     async def _watch_settled(self, store: Store) -> None:
         """Of a node that may be the next host: hear when a world is settled."""

@@ -30,6 +30,7 @@ POLICY: dict[str, float] = {
     "watch-lease": ESSENTIAL,
     "doubt": ESSENTIAL,
     # Its workers.
+    "preflight": ESSENTIAL,
     "warm-up": BEST_EFFORT,  # without a zygote, workers start as plain processes
     "action": ESSENTIAL,
     "standby": ESSENTIAL,

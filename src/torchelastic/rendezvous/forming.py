@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate, islice
@@ -10,13 +10,15 @@ from typing import NamedTuple
 
 from torchelastic.errors import EXIT_NOT_ENOUGH_NODES
 from torchelastic.events import words
-from torchelastic.rendezvous import succession
+from torchelastic.rendezvous import held_out, succession
 from torchelastic.rendezvous.round_state import (
     Decision,
     RoundRules,
     RoundState,
     has_quorum,
+    has_trained,
     may_step_elsewhere,
+    names_of,
     the_world,
     votes,
     votes_of_the_absent,
@@ -59,6 +61,8 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
     if not chosen[0].member.store:
         return Decision()
     last = state.world or World(generation=-1, phase="waiting", reason="the job starts")
+    trained = has_trained(state)
+    still_out = state.out.difference(offer.node for offer in chosen)
     world = replace(
         last,
         generation=_number(last, state),
@@ -76,10 +80,22 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         spare_count=len(ordered) - len(chosen),
         missing=(),
         missing_count=0,
+        held=held_out.end_all_but(last.held, still_out),
+        proven=last.proven or trained,
         patience=None,
         enough=False,
     )
-    return Decision(_to_agree_on(state, world.with_nodes(_place(chosen))))
+    known = _proven(last, trained)
+    return Decision(_to_agree_on(state, world.with_nodes(_place(chosen, known))))
+
+
+def _proven(last: World, trained: bool) -> frozenset[str] | None:
+    """The nodes of the last world that has trained; None if none has."""
+    if trained:
+        return last.members
+    if not last.proven:
+        return None
+    return frozenset(node.node for node in last.nodes if not node.new)
 
 
 def _host_of(state: RoundState) -> dict[str, str]:
@@ -207,8 +223,9 @@ def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
     """What keeps a world from being formed, and whether enough nodes are there: they warm up."""
     if not has_quorum(state):
         return f"waiting for a majority: {_who_agrees(state)} (--quorum)", False
-    staying = [item.member for item in state.members.values() if not item.member.leaving]
-    there = f"{len(staying)} of at least {rules.min_nodes} there"
+    every = [item.member for item in state.members.values() if not item.member.leaving]
+    staying = [member for member in every if not member.unfit]
+    there = f"{len(staying)} of at least {rules.min_nodes} there{_unfit(every)}"
     if len(staying) < rules.min_nodes:
         return f"waiting for nodes: {there}", False
     starting = sum(member.starting for member in staying)
@@ -228,16 +245,31 @@ def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
 
 
 def _who_agrees(state: RoundState) -> str:
-    """How many there are of those who must agree, and who that is."""
+    """How many of those who must agree can be reached, who that is, and whom of them that are there
+    the others wait for."""
     world, given = the_world(state), votes(state)
     assert state.roll is not None, "nobody is asked"
     asked = next(each for each in reversed(state.roll.electorates) if not each.agrees(given))
-    nodes = f"{len(asked.nodes & given)} of the {len(asked.nodes)} nodes"
+    there = asked.nodes & (given | state.members.keys())
+    nodes = f"{len(there)} of the {len(asked.nodes)} nodes"
     if asked is not state.roll.latest:
-        return f"{nodes} that must agree to replace generation {world.generation} can be reached"
-    if world.host and world.place(world.host) is None:
-        return f"{nodes} (of generation {world.generation}, and its host) can be reached"
-    return f"{nodes} of generation {world.generation} can be reached"
+        nodes += f" that must agree to replace generation {world.generation}"
+    elif world.host and world.place(world.host) is None:
+        nodes += f" (of generation {world.generation}, and its host)"
+    else:
+        nodes += f" of generation {world.generation}"
+    slow = names_of(state, sorted(there - given))
+    busy = f", but the workers of {slow} are not reported to have ended" if slow else ""
+    return f"{nodes} can be reached{busy}"
+
+
+def _unfit(members: Iterable[Member]) -> str:
+    """Which nodes are there but cannot take part, and why that is of the first."""
+    unfit = [member for member in members if member.unfit]
+    if not unfit:
+        return ""
+    more = f" and {len(unfit) - 1:,} more" if len(unfit) > 1 else ""
+    return f", without {unfit[0].name} ({unfit[0].unfit}){more}"
 
 
 def _missing(state: RoundState) -> tuple[str, ...]:
@@ -271,6 +303,8 @@ def settled_at(rules: RoundRules, state: RoundState, nodes: Iterable[str], there
 
 
 def _is_warming_up(member: Member) -> bool:
+    if member.unfit:
+        return False
     return (not member.ready and member.gone < 0) or (member.starting > 0 and not member.standing)
 
 
@@ -316,9 +350,39 @@ def _first(count: int) -> tuple[int, ...]:
 def choose(rules: RoundRules, ordered: list[Offer], state: RoundState) -> list[Offer]:
     """The most workers that make an allowed world, from the beginning of the list; may be none.
 
-    Nodes that are slow are the last choice, unless the world were smaller without them. Whoever is
-    chosen keeps its place in the order.
+    Nodes that are held out are in it only if there is none without them, and as few as will do.
     """
+    for offers in _holding_out(ordered, state):
+        if chosen := _prefer_fast(rules, offers, state):
+            return chosen
+    return []
+
+
+def _holding_out(ordered: list[Offer], state: RoundState) -> Iterator[list[Offer]]:
+    """The list without nodes that are held out; then with one of them more each time, those that
+    have failed least often first."""
+    out = {offer.node for offer in ordered} & state.out if state.out else set()
+    yield [offer for offer in ordered if offer.node not in out] if out else ordered
+    for one in sorted(the_world(state).held if out else (), key=lambda one: one.times):
+        if one.node in out:
+            out.remove(one.node)
+            yield [offer for offer in ordered if offer.node not in out]
+
+
+def enough_without(rules: RoundRules, state: RoundState, nodes: Set[str]) -> bool:
+    """Whether the members that stay, but for these, make an allowed world once all their workers
+    have started."""
+    every = [
+        Offer(node, present.member, present.created, _first(present.member.nproc))
+        for node, present in state.members.items()
+        if node not in nodes and not present.member.leaving and not present.member.unfit
+    ]
+    return bool(_choose(rules, in_order(every, state.world), state))
+
+
+def _prefer_fast(rules: RoundRules, ordered: list[Offer], state: RoundState) -> list[Offer]:
+    """Nodes that are slow are the last choice, unless the world were smaller without them. Whoever
+    is chosen keeps its place in the order."""
     chosen = _choose(rules, ordered, state)
     if not any(offer.node in state.slow for offer in chosen):
         return chosen
@@ -390,8 +454,8 @@ def in_order(offers: Iterable[Offer], last: World | None) -> list[Offer]:
     return sorted(offers, key=place)
 
 
-def _place(offers: Iterable[Offer]) -> tuple[WorldNode, ...]:
-    """Give every worker its ranks."""
+def _place(offers: Iterable[Offer], proven: frozenset[str] | None) -> tuple[WorldNode, ...]:
+    """Give every worker its ranks; nodes that are not among the `proven` are new."""
     nodes: list[WorldNode] = []
     rank, role_ranks = 0, dict[str, int]()
     for place, (node, member, _, ranks) in enumerate(offers):
@@ -408,6 +472,7 @@ def _place(offers: Iterable[Offer]) -> tuple[WorldNode, ...]:
                 first_rank=rank,
                 first_role_rank=role_rank,
                 local_ranks=ranks,
+                new=proven is not None and node not in proven,
             )
         )
         rank += len(ranks)
