@@ -7,7 +7,6 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable, Coroutine, Set
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -262,11 +261,7 @@ class Presence:
         """A world as this node takes it. One that began with a place for it before its present
         membership did has counted it as lost, or is about to, and is over for it."""
         assert self._membership is not None
-        is_older = published < self._membership.since and world.place(self._node) is not None
-        if not is_older or world.phase not in ("running", "pausing"):
-            return world
-        reason = "this node was given up"
-        return replace(world, phase="over", after=None, ending="node-failure", reason=reason)
+        return world.without(self._node) if published < self._membership.since else world
 
     async def _with_nodes(self, store: Store, world: World) -> World | None:
         """A world with the nodes of our part, which is read once for all of the world's phases.

@@ -321,6 +321,15 @@ class World:
 
     # --- another one -----------------------------------------------------------------------------
 
+    def without(self, node: str) -> World:
+        """The world as a node has it that was given up, and has joined anew since it began."""
+        if self.place(node) is None or self.phase not in ("running", "pausing"):
+            return self
+        reason = "this node was given up"
+        return dataclasses.replace(
+            self, phase="over", after=None, ending="node-failure", reason=reason
+        )
+
     def with_nodes(self, nodes: Iterable[WorldNode], handing_over: Iterable[str] = ()) -> World:
         """The same world of these nodes, all of them; what is said of all is counted anew. The host
         stays one of the heirs: it has a vote, in the world or not."""

@@ -114,7 +114,8 @@ class Agent(Process):
             case group_state.Stop():
                 self.workers.stop()
             case group_state.Report(changes):
-                self.update(step=self.workers.version[1], **changes)
+                step, trained = self.workers.version[1], self.workers.trained
+                self.update(**{"step": step, "trained": trained, **changes})
             case group_state.Rejoin(gone):
                 self.after(0.0, self._rejoin, gone)
             case group_state.Tell(_, order):
@@ -227,10 +228,14 @@ class Agent(Process):
 
     # --- worlds ----------------------------------------------------------------------------------
 
-    def hear_world(self, session: Session, world: World, parts: Json, roll: Json | None) -> None:
+    def hear_world(
+        self, session: Session, world: World, published: int, parts: Json, roll: Json | None
+    ) -> None:
         if session is not self.session or not session.connected or world is self._seen:
             return
         self.seat.hear_of(list(world.heirs.values()))
+        if not self.is_member and world.phase != "closed":
+            return
         if world.count:
             self.simulation.has_joined(self)
         takes_up = self.seat.takes_up(world.generation)
@@ -244,7 +249,8 @@ class Agent(Process):
         self._seen = world
         if world.phase == "agreeing":
             return
-        self.take(group_state.WorldSeen(world))
+        is_older = published < session.since
+        self.take(group_state.WorldSeen(world.without(self.node) if is_older else world))
         if world.phase == "running" and world.store and world.store == self.member.store:
             self.update(store="")
             self.after(NEXT_STORE, self._offer_store)

@@ -32,6 +32,8 @@ class Session:
         #: The client has not given it up; the host counts on its lease.
         self.connected = self.leased = False
         self.watches = False
+        #: The revision of the store at which the present lease began.
+        self.since = 0
         #: Which of the leases it has had over this connection.
         self.lease = 0
         #: When the client's lease ends by each side's clock; None: renewed all the time.
@@ -141,10 +143,12 @@ class Host:
         self.roll = roll
         self.parts = world.parts() if world is not None else {}
         self.settled = -1
+        #: The revision at which the world was published.
+        self._published = 0
         self.rows: dict[str, Row] = {}
         self.sessions: list[Session] = []
         self.closed = False
-        self._revision = 0
+        self.revision = 0
         self._may_begin_at = may_begin_at
         self._dead = dead
         self._state: RoundState | None = None
@@ -159,10 +163,10 @@ class Host:
     # --- the store -------------------------------------------------------------------------------
 
     def _put(self, member: Member, session: Session | None) -> None:
-        self._revision += 1
+        self.revision += 1
         before = self.rows.get(member.node)
-        created = before.created if before is not None else self._revision
-        row = Row(member, created, self._revision, session)
+        created = before.created if before is not None else self.revision
+        row = Row(member, created, self.revision, session)
         self.rows[member.node] = row
         self._change(member.node, row)
 
@@ -204,6 +208,7 @@ class Host:
         if self.closed or not session.connected:
             return
         session.renew()
+        session.since = self.revision
         self._put(member, session)
         self.agent.send(session.client, session.client.enlisted, session)
         session.look()
@@ -252,7 +257,13 @@ class Host:
 
     def _show(self, session: Session, world: World) -> None:
         self.agent.send(
-            session.client, session.client.hear_world, session, world, self.parts, self.roll
+            session.client,
+            session.client.hear_world,
+            session,
+            world,
+            self._published,
+            self.parts,
+            self.roll,
         )
 
     @property
@@ -350,6 +361,8 @@ class Host:
             if world.nodes:
                 self._note_formed(world)
         self.world = world
+        self.revision += 1
+        self._published = self.revision
         if world.phase == "closed":
             blamed = world.cause.node if world.cause is not None else ""
             closed = laws.Closed(now, world.generation, world.exitcode, world.reason, blamed)

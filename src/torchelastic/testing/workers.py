@@ -93,6 +93,7 @@ class Run:
         step, self.step = self.step, self.step + 1
         for agent in agents:
             agent.workers.version = (self.generation, step)
+            agent.workers.trained = self.generation
             note(laws.Stepped(now, agent.node, self.generation, step))
         for agent in agents:
             agent.workers.finished_step(step, self._simulation.steps)
@@ -114,6 +115,8 @@ class Workers:
         self._agent = agent
         #: The newest state in memory here: the worker's own, or what the agent keeps of a script.
         self.version = NOTHING
+        #: The newest generation in which a step was made here.
+        self.trained = -1
         #: Whether the process lives.
         self.lives = False
         self.run: Run | None = None
