@@ -142,6 +142,12 @@ class Forgot(NamedTuple):
     node: str
 
 
+class Finished(NamedTuple):
+    """There is nothing more to train."""
+
+    at: float
+
+
 class Failed(NamedTuple):
     """A worker or a node has failed, and was in the world of this generation."""
 
@@ -183,6 +189,7 @@ Event = (
     | Began
     | Stepped
     | Forgot
+    | Finished
     | Failed
     | Ended
     | Closed
@@ -254,6 +261,7 @@ class Laws:
         self._progress_at = 0.0
         #: Whether the job could train as things stand; None: not known since they have changed.
         self._able: bool | None = None
+        self._is_done = False
         #: Whether the job has been closed.
         self.is_closed = False
 
@@ -265,7 +273,9 @@ class Laws:
     def look(self, now: float) -> None:
         """Check what must have happened by now: law 8."""
         since = max(self._quiet_since, self._progress_at)
-        if now - since <= self._rules.within or self.is_closed or not self._is_able():
+        if now - since <= self._rules.within or self.is_closed or self._is_done:
+            return
+        if not self._is_able():
             return
         self._break(
             8, now, f"the job could train since {self._quiet_since:.3f} s, and no step was made"
@@ -356,6 +366,9 @@ class Laws:
 
     def _forgot(self, event: Forgot) -> None:
         self._held.pop(event.node, None)
+
+    def _finish(self, event: Finished) -> None:
+        self._is_done = True
 
     # --- law 7 -----------------------------------------------------------------------------------
 
@@ -489,6 +502,7 @@ _HANDLERS: Mapping[type, Callable[[Laws, Any], None]] = {
     Began: Laws._began,
     Stepped: Laws._stepped_in,
     Forgot: Laws._forgot,
+    Finished: Laws._finish,
     Failed: Laws._failed,
     Ended: Laws._ended,
     Closed: Laws._close,

@@ -19,7 +19,7 @@ from torchelastic.testing.workers import Run
 LEASE = 3.0
 #: Seconds for one round, from the moment on at which nothing is in its way: an election, the time
 #: to settle, starts of workers, and a step.
-ROUND = 5.0
+ROUND = 7.0
 #: Seconds of a simulated job.
 END = 60.0
 
@@ -75,7 +75,9 @@ class Simulation:
         run = max(self._runs.values(), key=lambda run: run.generation, default=None)
         if run is None or self.laws.is_closed or self.laws.last_step_at < END - 2.0:
             return
-        idle = [agent.node for agent in self.there.values() if agent.node not in run.nodes]
+        world = run.world
+        busy = {*run.nodes, *(hold.node for hold in world.held)}
+        idle = [agent.node for agent in self.there.values() if agent.node not in busy]
         if idle and len(run.nodes) < self.rules.max_nodes:
             sentence = f"{' '.join(idle)} could train, and have no place in the last world"
             self.laws.violations.append(Violation(0, END, sentence))

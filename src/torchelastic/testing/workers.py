@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 #: Seconds it takes to start a worker, to stop one, to let it abort a step, to build a group.
 START, STOP, ABORT, GROUP = 0.3, 0.02, 0.005, 0.02
+#: Every third start and stop takes up to so many seconds more: who is slow opens the windows in
+#: which others have gone on already.
+LONGER, EVERY = 0.8, 3
 #: Seconds of a step.
 STEP = 1.0
 #: Seconds within which a worker notices that a peer is gone.
@@ -37,6 +40,7 @@ class Run:
 
     def __init__(self, simulation: Simulation, world: World) -> None:
         self._simulation = simulation
+        self.world = world
         self.generation = world.generation
         #: In their order: nothing may depend on that of a set.
         self.nodes = tuple(node.node for node in world.nodes)
@@ -95,6 +99,10 @@ class Run:
             agent.workers.version = (self.generation, step)
             agent.workers.trained = self.generation
             note(laws.Stepped(now, agent.node, self.generation, step))
+            if agent.state.leaving:
+                note(laws.Forgot(now, agent.node))
+        if step + 1 == self._simulation.steps:
+            note(laws.Finished(now))
         for agent in agents:
             agent.workers.finished_step(step, self._simulation.steps)
         self._expect(STEP)
@@ -135,7 +143,9 @@ class Workers:
     # --- processes -------------------------------------------------------------------------------
 
     def _act(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
-        now = self._agent.bus.now
+        now, chance = self._agent.bus.now, self._agent.simulation.random
+        if chance.random() * EVERY < 1:
+            seconds += chance.random() * LONGER
         self._busy_until = max(self._busy_until, now) + seconds
         self._agent.after(self._busy_until - now, call, *args)
 

@@ -1,0 +1,57 @@
+"""Rules of the product that can be taken away again: the simulation must notice each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torchelastic.rendezvous import resident, round_state, succession
+from torchelastic.rendezvous import round as script
+from torchelastic.rendezvous.embedded.canvass import Returns
+from torchelastic.rendezvous.embedded.poll import Poll
+from torchelastic.rendezvous.world import World
+
+#: Sets an attribute, as `monkeypatch.setattr` does.
+Set = Callable[[Any, str, Any], None]
+
+
+def nobody_reports_a_world_that_waits(change: Set) -> None:
+    """V1: an idle node that sees a waiting world says nothing."""
+    change(World, "has_ended", property(lambda world: world.phase == "over"))
+
+
+def a_host_that_does_not_train_has_no_vote(change: Set) -> None:
+    """V2: the electorate is the nodes of the world, and not its host."""
+    change(
+        succession, "electorate", lambda nodes, host: succession.Electorate(frozenset(nodes), host)
+    )
+
+
+def a_leader_forgets_what_was_settled(change: Set) -> None:
+    """It leads again after its own lease was lost, and counts electorates from before."""
+    hosted = round_state.hosted
+    change(
+        round_state, "hosted", lambda *args, settled=-1, **more: hosted(*args, settled=-1, **more)
+    )
+
+
+def newcomers_do_not_see_the_world_of_an_earlier_host(change: Set) -> None:
+    """So they never learn that its workers are resident, and start none."""
+    change(World, "is_under_way", property(lambda world: True))
+
+
+def who_asks_never_asks_for_a_later_term(change: Set) -> None:
+    """Than the one in which somebody has voted for itself."""
+    change(Returns, "latest_term", property(lambda returns: 0))
+
+
+def those_who_stood_in_vain_stand_again_at_once(change: Set) -> None:
+    """And with slow answers at the same time, for ever."""
+    turn = Poll.turn
+    change(Poll, "turn", lambda poll, in_vain=0: turn(poll))
+
+
+def nobody_misses_who_has_left(change: Set) -> None:
+    """If its farewell and its end become known at once."""
+    change(script, "departed", lambda state: [])
+    change(resident.script, "departed", lambda state: [])
