@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchelastic.rendezvous import resident, round_state, succession
-from torchelastic.rendezvous import round as script
+from torchelastic.rendezvous import round_state, succession
 from torchelastic.rendezvous.embedded.canvass import Returns
 from torchelastic.rendezvous.embedded.poll import Poll
 from torchelastic.rendezvous.world import World
@@ -49,9 +48,3 @@ def those_who_stood_in_vain_stand_again_at_once(change: Set) -> None:
     """And with slow answers at the same time, for ever."""
     turn = Poll.turn
     change(Poll, "turn", lambda poll, in_vain=0: turn(poll))
-
-
-def nobody_misses_who_has_left(change: Set) -> None:
-    """If its farewell and its end become known at once."""
-    change(script, "departed", lambda state: [])
-    change(resident.script, "departed", lambda state: [])
