@@ -28,7 +28,9 @@ class Store:
         return Item(self._part, 1, 1)
 
 
-async def seen(world: World, *, published: int, since: int, lease_lost: bool = False) -> str:
+async def seen(
+    world: World, *, published: int, since: int, lease_lost: bool = False, takes_up: bool = True
+) -> str:
     """The phase in which a node acts on a world; empty: it does not."""
     worlds: list[World] = []
     presence = Presence(
@@ -41,7 +43,7 @@ async def seen(world: World, *, published: int, since: int, lease_lost: bool = F
         on_lease_lost=lambda: None,
     )
     presence._meeting = SimpleNamespace(
-        hear_of=lambda addresses: None, takes_up=lambda generation: True, term=0
+        hear_of=lambda addresses: None, takes_up=lambda generation: takes_up, term=0
     )
     presence._membership = Membership(Member(node="a", name="a", addr="a", nproc=2))
     presence._membership.since = since
@@ -69,6 +71,12 @@ def world(phase: str = "running", nodes: str = "ab") -> World:
         (world(), {"published": 4, "since": 0}, "running"),  # at a new host
         (world(), {"published": 9, "since": 5, "lease_lost": True}, ""),
         (world("closed"), {"published": 9, "since": 5, "lease_lost": True}, "closed"),
+        # Of an earlier host than the present one: a newer world follows, but of one that waits, or
+        # is closed, it must hear.
+        (world(), {"published": 9, "since": 5, "takes_up": False}, ""),
+        (world("agreeing"), {"published": 9, "since": 5, "takes_up": False}, ""),
+        (world("waiting"), {"published": 9, "since": 5, "takes_up": False}, "waiting"),
+        (world("closed"), {"published": 9, "since": 5, "takes_up": False}, "closed"),
     ],
 )
 @in_loop

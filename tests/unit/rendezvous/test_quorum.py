@@ -404,3 +404,22 @@ def test_it_does_not_wait_for_who_has_stopped():
     first = with_spare_host("b")
     later = taken_over(first, "a", "a", "b", may_begin_at=3.0)
     assert (later.names, later.world.phase) == (["b"], "running")
+
+
+@pytest.mark.parametrize(("settled", "goes_on"), [(-1, False), (1, True)])
+def test_a_leader_that_leads_again_knows_what_was_settled(settled, goes_on):
+    """Its own lease had ended; the node that had taken the last world up is gone meanwhile."""
+    job = hosted()
+    train(job, *"abc")
+    job.die("c")
+    stop(job, "a", "b")
+    assert job.names == ["a", "b"]
+    stored = succession.to_json(job.state.roll)
+    accept(job, "a", "b")
+    assert stored["before"]
+    assert job.state.roll is not None
+    again = round_state.taken_over(job.world, job.now)
+    again = round_state.hosted(again, "a", 1, stored, settled=settled)
+    member, created = job.records["a"]
+    again = round_state.seen(again, replace(member, gone=1), created, job.now)
+    assert round_state.has_quorum(again) == goes_on

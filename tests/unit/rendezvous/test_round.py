@@ -10,7 +10,7 @@ from tests.unit.rendezvous.round_support import Job, failure, running
 from torchelastic.config import WorldSizes
 from torchelastic.errors import EXIT_FAILED, EXIT_NOT_ENOUGH_NODES
 from torchelastic.rendezvous.forming import SAY_EVERY
-from torchelastic.rendezvous.round_state import taken_over
+from torchelastic.rendezvous.round_state import Draft, taken_over
 from torchelastic.rendezvous.world import Base
 
 # --- worker failure ------------------------------------------------------------------------------
@@ -95,6 +95,24 @@ def test_a_leave_is_not_waited_for():
     job.die("b")
     assert job.world.phase == "running"
     assert "b leaves (SIGTERM)" in job.world.reason
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_leave_and_its_end_that_become_known_at_once(resident):
+    """A leader that stood still takes both up before it decides."""
+    job = running(nodes="ab")
+    if resident:
+        for name in "ab":
+            job.say(name, resident=True, standing=(0, 1))
+        assert job.world.resident
+    member, created = job.records.pop("b")
+    draft = Draft(job.state)
+    draft.see(replace(member, leaving="SIGTERM"), created, job.now)
+    draft.lose("b")
+    job.state = draft.finish()
+    job.settle()
+    assert (job.world.phase, job.kinds[-1]) == ("over", "leave")
+    assert "b has left" in job.world.reason
 
 
 def test_one_of_those_that_leave_stores_the_state():

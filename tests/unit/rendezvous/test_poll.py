@@ -1,0 +1,39 @@
+"""What a node without a host makes of the answers it has got."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchelastic.rendezvous import succession
+from torchelastic.rendezvous.embedded.ballots import Ballot
+from torchelastic.rendezvous.embedded.canvass import Returns
+from torchelastic.rendezvous.embedded.holding import Holding
+from torchelastic.rendezvous.embedded.poll import MOST_DOUBLINGS, Poll
+from torchelastic.rendezvous.succession import STAGGER, Candidacy, Elector, Electorate, Roll
+
+NODES = frozenset("abcd")
+
+
+def poll(node: str) -> Poll:
+    roll = Roll(2, Electorate(NODES, "a"))
+    holding = Holding(roll=roll, order=tuple("abcd"), rows={"world": {}})
+    return Poll(Elector(node, term=3, generation=2), holding, places=())
+
+
+@pytest.mark.parametrize(("node", "place"), [("b", 0), ("c", 1), ("d", 2)])
+def test_who_stood_in_vain_lets_those_before_it_try_for_longer(node, place):
+    """As long as it must not be the same moment again, whatever an answer takes; not for ever."""
+    turns = [poll(node).turn(in_vain) for in_vain in (0, 1, 2, MOST_DOUBLINGS, 99)]
+    assert turns == [place * STAGGER * times for times in (1, 2, 4, 16, 16)]
+
+
+def test_a_wish_is_for_a_later_term_than_anybody_has_voted_in():
+    """`d` knows less, and has voted for itself: it would refuse its vote in that term for ever."""
+    stubborn = Elector("d", term=5, chosen="d", generation=0)
+    asker = Elector("c", term=3, generation=2)
+    first = Candidacy(succession.next_term(asker), "c", 2, binding=False)
+    assert succession.refusal(stubborn, first)
+    returns = Returns({"d": Ballot("d", False, "", stubborn.term, 0, [], "", 3.0, [])})
+    again = Candidacy(succession.next_term(asker, returns.latest_term), "c", 2, binding=False)
+    assert not succession.refusal(stubborn, again)
+    assert Returns().latest_term == 0
