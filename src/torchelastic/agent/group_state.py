@@ -382,9 +382,12 @@ def _gone(state: GroupState, event: WorkersGone) -> Step:
         return _left(state)
     if state.exitcode is not None:
         return replace(state, phase=Phase.ENDED), []
-    first: Command = Rejoin(state.generation) if state.rejoin else Report(report)
+    first: list[Command] = [Report(report)]
+    if state.rejoin:
+        # The record goes along to the next host: no worker here is resident any more.
+        first = [Report({"resident": False, "standing": ()}), Rejoin(state.generation)]
     state, commands = _act_on_world(state)
-    return replace(state, rejoin=False), [first, *commands]
+    return replace(state, rejoin=False), [*first, *commands]
 
 
 def _stop(state: GroupState, signum: int) -> Step:

@@ -50,6 +50,9 @@ def gone(generation: int, **more: int) -> Report:
     return Report({"gone": generation, "resident": False, "standing": (), **more})
 
 
+NONE_RESIDENT = Report({"resident": False, "standing": ()})
+
+
 class Node:
     """Feeds events and returns commands."""
 
@@ -203,12 +206,12 @@ STORIES = {
         RUNNING,
         (LeaseLost(), [Stop(9)]),
         (seen(1, nodes="bc"), []),
-        (WorkersGone(), [Rejoin(0)]),
+        (WorkersGone(), [NONE_RESIDENT, Rejoin(0)]),
         phase=Phase.IDLE,
     ),
     "a lost lease starts nobody in a world that was seen before it": story(
         (*RUNNING, OVER, seen(1), LeaseLost()),
-        (WorkersGone(), [Rejoin(0)]),
+        (WorkersGone(), [NONE_RESIDENT, Rejoin(0)]),
         (seen(1, phase="over"), [Report({"gone": 1})]),
     ),
     "a lost store stops the workers and ends": story(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torchelastic.agent import group_state
+from torchelastic.agent.group_state import Phase, Rejoin, WorkersGone
 from torchelastic.rendezvous import round_state, succession
 from torchelastic.rendezvous.embedded.canvass import Returns
 from torchelastic.rendezvous.embedded.poll import Poll
@@ -48,3 +50,20 @@ def those_who_stood_in_vain_stand_again_at_once(change: Set) -> None:
     """And with slow answers at the same time, for ever."""
     turn = Poll.turn
     change(Poll, "turn", lambda poll, in_vain=0: turn(poll))
+
+
+def a_node_takes_along_that_its_workers_are_resident(change: Set) -> None:
+    """To the next host, though a lost lease has ended them."""
+    gone = group_state._gone
+
+    def silent(state: Any, event: WorkersGone) -> Any:
+        state, commands = gone(state, event)
+        if any(isinstance(command, Rejoin) for command in commands):
+            commands = [one for one in commands if one != group_state.Report(NOT_RESIDENT)]
+        return state, commands
+
+    at = (Phase.STOPPING, WorkersGone)
+    change(group_state, "TRANSITIONS", {**group_state.TRANSITIONS, at: silent})
+
+
+NOT_RESIDENT = {"resident": False, "standing": ()}

@@ -57,10 +57,10 @@ def test_a_rule_taken_away_is_found_within_some_seeds(rule, monkeypatch):
     assert broken[0].law == 8
 
 
-def job(machines: str, *faults: Fault, resident: bool = True, min_nodes: int = 1) -> Schedule:
+def job(machines: str, *faults: Fault, min_nodes: int = 1, seed: int = 0) -> Schedule:
     return Schedule(
-        seed=0,
-        resident=resident,
+        seed=seed,
+        resident=True,
         machines=machines,
         min_nodes=min_nodes,
         max_nodes=len(machines) + 2,
@@ -80,6 +80,10 @@ SHORT = {
         job(
             "abc", Fault(9.4, "kill", "c"), Fault(20.4, "freeze", "a"), Fault(30.1, "restart", "b")
         ),
+    ),
+    "the host is killed before all workers have called train": (
+        rules.a_node_takes_along_that_its_workers_are_resident,
+        job("abc", Fault(4.059, "kill", "a"), seed=5843),
     ),
     "newcomers, after the third host": (
         rules.newcomers_do_not_see_the_world_of_an_earlier_host,
