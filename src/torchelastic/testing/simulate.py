@@ -83,7 +83,11 @@ def told(schedule: Schedule) -> str:
 
 
 def _fields(event: laws.Event) -> list[tuple[str, object]]:
-    shown = {name: value for name, value in event._asdict().items() if value not in ("", None)}
+    shown = {
+        name: value
+        for name, value in zip(event._fields, event, strict=True)
+        if value not in ("", None)
+    }
     return [(name, shown[name]) for name in shown if name not in ("at", "electorates", "present")]
 
 

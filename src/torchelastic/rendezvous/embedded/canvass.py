@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torchelastic.errors import RendezvousError
 from torchelastic.rendezvous.embedded import wire
@@ -142,6 +143,21 @@ async def _ask_one(key: str, place: Endpoint, asked: Canvass, returns: Returns) 
         returns.links[key] = link
     else:
         link.abort()
+
+
+async def unless(news: asyncio.Event, asking: Coroutine[Any, Any, Returns]) -> Returns | None:
+    """Wait for the answers, but not once there is news of a host: who has frozen, or is being
+    stopped, would keep this node from following it."""
+    asked = asyncio.ensure_future(asking)
+    heard = asyncio.ensure_future(news.wait())
+    try:
+        await asyncio.wait({asked, heard}, return_when=asyncio.FIRST_COMPLETED)
+        return asked.result() if asked.done() else None
+    finally:
+        heard.cancel()
+        if not asked.done():
+            asked.cancel()
+            await asyncio.wait({asked})
 
 
 async def proclaim(place: Endpoint, reign: Reign) -> Noted | None:

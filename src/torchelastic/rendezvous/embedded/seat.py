@@ -30,7 +30,7 @@ from torchelastic.errors import RendezvousLost, RendezvousRefused
 from torchelastic.rendezvous import succession
 from torchelastic.rendezvous.embedded import wire
 from torchelastic.rendezvous.embedded.ballots import QUESTIONS, Ballot, Canvass, Noted, Reign
-from torchelastic.rendezvous.embedded.canvass import Returns, canvass, proclaim
+from torchelastic.rendezvous.embedded.canvass import Returns, canvass, proclaim, unless
 from torchelastic.rendezvous.embedded.client import EmbeddedStore
 from torchelastic.rendezvous.embedded.dial import Endpoint
 from torchelastic.rendezvous.embedded.endpoints import Endpoints
@@ -290,9 +290,8 @@ class Seat:
                 await self._reign(FIRST_TERM, Returns())
                 return
             self._news.clear()
-            # Who has voted in a term would refuse whoever asks for the same one, for ever.
-            term = succession.next_term(self._elector, heard)
-            returns = await self._ask(term, binding=False)
+            # Beyond what was heard: who has voted in a term refuses that one to others for ever.
+            returns = await self._ask(succession.next_term(self._elector, heard), binding=False)
             heard = max(heard, returns.latest_term)
             rumours, self._rumours = self._rumours, []
             self._news.clear()
@@ -397,7 +396,7 @@ class Seat:
             return False
         self._elector = succession.voted(self._elector, ours)
         willing = [key for key, ballot in wished.ballots.items() if ballot.granted]
-        returns = await self._unless_there_is_news(self._ask(term, binding=True, of=willing))
+        returns = await unless(self._news, self._ask(term, binding=True, of=willing))
         if returns is None:
             return False
         returns.refused |= wished.refused
@@ -409,20 +408,6 @@ class Seat:
             return False
         await self._reign(term, returns)
         return True
-
-    async def _unless_there_is_news(self, asking: Coroutine[Any, Any, Returns]) -> Returns | None:
-        """Wait for the votes, but not once somebody else is host: who has frozen, or is being
-        stopped, would keep this node from following it."""
-        asked = asyncio.ensure_future(asking)
-        news = asyncio.ensure_future(self._news.wait())
-        try:
-            await asyncio.wait({asked, news}, return_when=asyncio.FIRST_COMPLETED)
-            return asked.result() if asked.done() else None
-        finally:
-            news.cancel()
-            if not asked.done():
-                asked.cancel()
-                await asyncio.wait({asked})
 
     async def _reign(self, term: int, returns: Returns) -> None:
         """Serve the store from now on, and tell those who voted."""
