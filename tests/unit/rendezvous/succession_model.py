@@ -109,6 +109,8 @@ class State(NamedTuple):
     published: frozenset[Published] = frozenset()
     #: Term and host to whom a node has said that it leaves.
     goodbyes: frozenset[tuple[int, str, str]] = frozenset()
+    #: Votes of the witness, who has claimed each, and in which term.
+    claims: frozenset[tuple[str, str, int]] = frozenset()
     #: The newest world that has made a step.
     stepped: World = (-1, Electorate(frozenset()))
     #: How often votes were asked for, and the numbers that were given to worlds.
@@ -170,6 +172,15 @@ class Options(NamedTuple):
     quorum: bool = True
     #: On: a host is in every world that it forms.
     hosts_train: bool = False
+    #: Even electorates have a vote for the witness: storage in which each can be claimed once, by
+    #: whoever asks, and that knows nothing.
+    witness: bool = False
+    #: Off: storage lets each node claim a vote that another has.
+    claimed_once: bool = True
+    #: Off: a vote claimed in one term counts in every other.
+    claims_for_a_term: bool = True
+    #: Off: who is not in a world claims its vote while others may still step in it.
+    waits_for_lease: bool = True
     #: Several jobs may come of one, and give the same numbers: what is left of the laws is that on
     #: every node generations only grow.
     may_split: bool = False
@@ -196,6 +207,7 @@ class Model:
             "takes": (self._can_take, self._take),
             "leaves": (self._can_leave, self._leave),
             "crashes": (self._can_crash, self._crash),
+            "claims": (self._can_claim, self._claim),
             "loses": (self._can_lose, self._lose),
         }
 
@@ -220,7 +232,7 @@ class Model:
         """The state after a possible move; raises `Violation`."""
         node = state.node(move.node)
         done = self._kinds[move.kind][1](state, node, *move.argument)
-        if move.kind in ("asks", "votes"):
+        if move.kind in ("asks", "votes", "claims"):
             done = self._count(done, done.node(node.name).elector)
         return self._stepping(self._spread(done, done.node(node.name).session))
 
@@ -272,7 +284,8 @@ class Model:
             for record in state.records
             if record.is_vote and (record.term, record.host) == (node.elector.term, node.name)
         }
-        return votes | {name: -1 for name in self.taken_for_dead(state, node)}
+        votes |= {name: -1 for name in self.taken_for_dead(state, node)}
+        return votes | dict.fromkeys(self._claimed(state, node), NO_MATTER)
 
     def _stopping(self, node: Node) -> Node:
         return node.stopped() if self.options.stops_first else node
@@ -313,6 +326,54 @@ class Model:
         if not self.options.takeover or len(node.roll.latest.nodes) != 2 or host == node.name:
             return set()
         return {host} if self.options.takeover == "blind" else {host} & crashed
+
+    # --- the witness -----------------------------------------------------------------------------
+
+    def _claimed(self, state: State, node: Node) -> set[str]:
+        """The votes of the witness that a host or candidate has in its term."""
+        return {
+            vote
+            for vote, holder, term in state.claims
+            if holder == node.name
+            and (term == node.elector.term or not self.options.claims_for_a_term)
+        }
+
+    def _can_claim(self, state: State, node: Node) -> Iterator[tuple[str]]:
+        """What is missing to form a world, or to win a term for which it has asked for votes."""
+        if not self.options.witness or node.elector.chosen != node.name:
+            return
+        if node.is_host:
+            roll, votes = node.roll, self._agreeing(state, node)
+        elif node.choice not in state.hosts:
+            votes = set(self._votes(state, node))
+            roll = succession.settled(node.roll, self._votes(state, node))
+        else:
+            return
+        if node.name not in node.roll.latest.voters:
+            return
+        taken = {vote for vote, holder, _ in state.claims if self._refuses(holder, node)}
+        for vote in succession.to_claim(roll.electorates, votes) or ():
+            if vote not in taken:
+                yield (vote,)
+
+    def _refuses(self, holder: str, node: Node) -> bool:
+        return self.options.claimed_once or holder == node.name
+
+    def _claim(self, state: State, node: Node, vote: str) -> State:
+        claims = state.claims | {(vote, node.name, node.elector.term)}
+        state = state.having(self._stopping(node))._replace(claims=claims)
+        return self._after_lease(state, node)
+
+    def _after_lease(self, state: State, host: Node) -> State:
+        """Of a host that is not in its own world: whoever is in it, and has not said that its
+        workers have stopped, has lost the host by now, and hears of that world no more."""
+        if host.name in host.roll.latest.nodes or not self.options.waits_for_lease:
+            return state
+        for other in state.nodes:
+            if other.name in host.roll.latest.nodes - self._agreeing(state, host):
+                state = state.having(other.stopped()._replace(elector=without_host(other.elector)))
+        heard = {one for one in state.published if one.roll.generation != host.roll.generation}
+        return state._replace(published=frozenset(heard))
 
     # --- a host and those who follow it ----------------------------------------------------------
 
@@ -373,20 +434,28 @@ class Model:
     def _can_form(self, state: State, node: Node) -> Iterator[tuple[tuple[str, ...]]]:
         if not node.is_host or len(state.numbers) > self.bounds.worlds:
             return
-        table = [record for record in state.records if (record.term, record.host) == node.session]
-        agree = self._said_goodbye(state, node) | {node.name}
-        # Whoever follows a new host runs nothing that an earlier one has formed.
-        any_will_do = node.roll.generation < succession.first_generation(node.elector.term)
-        any_will_do |= not self.options.agree_to_what_they_have
-        agree |= {
-            record.node
-            for record in table
-            if record.stopped and (any_will_do or record.generation == node.roll.generation)
-        }
+        agree = self._agreeing(state, node)
         if not self.options.quorum or succession.agreed(node.roll.electorates, agree):
-            ready = {record.node for record in table if record.stopped} | {node.name}
+            ready = {record.node for record in self._table(state, node) if record.stopped}
+            ready |= {node.name}
             needed = {node.name} if self.options.hosts_train else set()
             yield from ((nodes,) for nodes in subsets(ready) if needed <= set(nodes))
+
+    def _table(self, state: State, host: Node) -> list[Record]:
+        return [record for record in state.records if (record.term, record.host) == host.session]
+
+    def _agreeing(self, state: State, host: Node) -> set[str]:
+        """Who agrees to the next world of a host."""
+        # Whoever follows a new host runs nothing that an earlier one has formed.
+        any_will_do = host.roll.generation < succession.first_generation(host.elector.term)
+        any_will_do |= not self.options.agree_to_what_they_have
+        stopped = {
+            record.node
+            for record in self._table(state, host)
+            if record.stopped and (any_will_do or record.generation == host.roll.generation)
+        }
+        said = self._said_goodbye(state, host) | {host.name}
+        return stopped | said | self._claimed(state, host)
 
     def _said_goodbye(self, state: State, node: Node) -> set[str]:
         said = {name for *session, name in state.goodbyes if tuple(session) == node.session}
@@ -394,11 +463,20 @@ class Model:
 
     def _form(self, state: State, node: Node, nodes: tuple[str, ...]) -> State:
         term, gone = node.elector.term, self._said_goodbye(state, node)
+        if self.options.quorum and not node.roll.latest.nodes & self._agreeing(state, node):
+            state = self._after_lease(state, node)
         generation = succession.next_generation(node.roll.generation, term)
         if generation in state.numbers and not self.options.may_split:
             raise Violation(f"generation {generation} was given twice")
         before = node.roll if self.options.quorum else Roll()  # who is not asked is not noted
-        roll = succession.formed(before, generation, nodes, node.name)
+        roll = succession.formed(
+            before,
+            generation,
+            nodes,
+            node.name,
+            witness=self.options.witness and succession.may_tie(nodes, node.name),
+            held=self._claimed(state, node),
+        )
         roll = succession.settled(roll, {}, gone)
         begins = succession.settles_itself(roll, gone) or not self.options.waits_until_settled
         shown = Published(term, node.name, roll, begins)
@@ -513,11 +591,11 @@ def subsets(names: Iterable[str]) -> Iterator[tuple[str, ...]]:
     return chain.from_iterable(combinations(ordered, count) for count in range(1, len(ordered) + 1))
 
 
-def running(count: int, newcomers: int = 0) -> State:
+def running(count: int, newcomers: int = 0, *, witness: bool = False) -> State:
     """Nodes a, b, … train in the first world, hosted by a; newcomers hold nothing yet."""
     names = "abcdefgh"[: count + newcomers]
     members = names[:count]
-    roll = Roll(0, Electorate(frozenset(members), members[0]))
+    roll = succession.formed(Roll(), 0, members, members[0], witness=witness)
     elector = Elector("", FIRST_TERM, members[0], 0, has_host=True)
     world = (roll.generation, roll.latest)
     nodes = [Node(replace(elector, node=name), roll, world) for name in members]

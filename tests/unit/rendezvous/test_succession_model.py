@@ -35,6 +35,7 @@ STATES = 500 * SOAK
 NO_QUORUM = Options(quorum=False)
 HOST_TRAINS = Options(quorum=False, hosts_train=True)
 TWO_JOBS = Options(quorum=False, may_split=True)
+WITNESS = Options(witness=True)
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +58,10 @@ SEARCHES = {
     "four": (running(4), Bounds(1, 1), PROPER),
     "cold": (cold(3), Bounds(2, 1), PROPER),
     "two, takeover": (running(2), Bounds(1, 1, crashes=1), Options(takeover="right")),
+    "two, witness": (running(2, witness=True), Bounds(2, 2, leaves=1, crashes=1), WITNESS),
+    "two, newcomer, witness": (running(2, 1, witness=True), Bounds(1, 2), WITNESS),
+    "three, witness": (running(3), Bounds(2, 2), WITNESS),
+    "four, witness": (running(4, witness=True), Bounds(1, 1), WITNESS),
     # While the only host trains itself, and else what is left of the laws where a job may split.
     "no quorum": (running(3), Bounds(0, 2, leaves=1, crashes=1), HOST_TRAINS),
     "no quorum, newcomer": (running(2, 1), Bounds(0, 2, leaves=1, crashes=1), HOST_TRAINS),
@@ -80,8 +85,10 @@ def test_in_every_order_of_events(name):
         (running(5, 2), PROPER),
         (cold(3), PROPER),
         (running(4, 1), TWO_JOBS),
+        (running(2, 2, witness=True), WITNESS),
+        (running(4, 1, witness=True), WITNESS),
     ],
-    ids=["three", "four", "five", "cold", "two jobs"],
+    ids=["three", "four", "five", "cold", "two jobs", "two, witness", "four, witness"],
 )
 def test_by_chance(first, options):
     walks = 25 * SOAK
@@ -99,8 +106,15 @@ def any_vote_will_do(electorates, votes):
     return all(any(node in votes for node in each.nodes) for each in electorates)
 
 
-def forgets_who_had_to_agree(roll, generation, nodes, host):
+def forgets_who_had_to_agree(roll, generation, nodes, host, **more):
     return Roll(generation, Electorate(frozenset(nodes), host))
+
+
+class Tied(Electorate):
+    """The host of two goes on alone although there is a witness."""
+
+    def agrees(self, votes):
+        return super().agrees(votes) or (len(self.nodes) == 2 and self.host in votes)
 
 
 def votes_as_if(**changes):
@@ -176,6 +190,20 @@ FAULTS = {
     "takeover: it had gone on with a newcomer": Fault(
         options=Options(takeover="right"), bounds=Bounds(2, 3, crashes=1), first="two, newcomer"
     ),
+    "witness: each vote once": Fault(
+        options=WITNESS._replace(claimed_once=False), first="two, witness"
+    ),
+    "witness: not while others may step": Fault(
+        options=WITNESS._replace(waits_for_lease=False), first="two, witness"
+    ),
+    "witness: no tie for the host": Fault(
+        ("Electorate", Tied), options=WITNESS, first="two, witness"
+    ),
+    "witness: it knows what its holder does": Fault(
+        ("_held", lambda roll: {each.witness for each in roll.before}),
+        options=WITNESS,
+        first="two, witness",
+    ),
     # Without quorum a job can become two, unless its only host trains itself.
     "no quorum: the host does not train": Fault(options=NO_QUORUM, bounds=Bounds(0, 2)),
     "no quorum: another host": Fault(options=HOST_TRAINS, bounds=Bounds(1, 2)),
@@ -221,6 +249,25 @@ def test_of_two_the_host_goes_on_alone_and_the_other_only_by_a_takeover():
     dead = outcome(model, cut, [Move("crashes", "a")])
     right = Options(takeover="right")
     assert calm_down(Model(options=right), dead, "b").stepped[1].nodes == {"b"}
+
+
+@pytest.mark.parametrize("side", ["a", "b", "ab", "cd", "ac", "bd"])
+def test_with_a_witness_whichever_half_claims_first_goes_on_and_the_other_waits(side):
+    first = running(2 if len(side) == 1 else 4, witness=True)
+    others = names(first) - set(side)
+    model = Model(options=WITNESS)
+    cut = calm_down(model, first, side)
+    assert cut.stepped[1].nodes == set(side)
+    assert calm_down(model, cut, others).stepped == cut.stepped
+    assert calm_down(model, cut, names(first)).stepped[1].nodes == names(first)
+
+
+@pytest.mark.parametrize("lost", "ab")
+def test_with_a_witness_the_loss_of_either_of_two_is_survived(lost):
+    first = running(2, witness=True)
+    dead = outcome(Model(options=WITNESS), first, [Move("crashes", lost)])
+    after = calm_down(Model(options=WITNESS), dead, names(dead))
+    assert after.stepped[1].nodes == set("ab") - {lost}
 
 
 # --- without quorum ------------------------------------------------------------------------------
@@ -280,12 +327,21 @@ def test_who_voted_in_vain_is_not_shut_out():
     assert calm_down(Model(), alone, "ab").stepped[1].nodes == set("ab")
 
 
-@pytest.mark.parametrize("first", [running(3, 1), running(5), cold(3)], ids=["3", "5", "cold"])
-def test_from_wherever_chance_has_led_all_come_together(first):
+@pytest.mark.parametrize(
+    ("first", "options"),
+    [
+        (running(3, 1), PROPER),
+        (running(5), PROPER),
+        (cold(3), PROPER),
+        (running(2, 2, witness=True), WITNESS),
+    ],
+    ids=["3", "5", "cold", "2, witness"],
+)
+def test_from_wherever_chance_has_led_all_come_together(first, options):
     """Nobody has crashed or left for good: then nothing may keep them apart for ever."""
     for seed in range(10 * SOAK):
-        state = wander(Model(Bounds(6, 6)), first, 60, seed)
-        after = calm_down(Model(), state, names(first))
+        state = wander(Model(Bounds(6, 6), options), first, 60, seed)
+        after = calm_down(Model(options=options), state, names(first))
         assert after.stepped[1].nodes == names(first), f"after {seed}"
 
 
