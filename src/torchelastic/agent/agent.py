@@ -199,6 +199,7 @@ class Agent:
             background=self._beside.start,
             on_world=self._world_seen,
             on_lease_lost=self._lease_lost,
+            on_child=self._nursery.pids.add,
         )
         self._watch_hangs(registry_dir)
         self._stragglers = self._watch_stragglers()

@@ -23,6 +23,7 @@ from torchelastic.rendezvous.heir import Heir
 from torchelastic.rendezvous.leader import SETTLED_KEY, Leader, LeaderObserver
 from torchelastic.rendezvous.round_state import RoundRules
 from torchelastic.rendezvous.store import Json, Store
+from torchelastic.rendezvous.witness.vigil import WitnessVigil
 from torchelastic.rendezvous.world import (
     LEADER_KEY,
     MEMBER_PREFIX,
@@ -56,13 +57,16 @@ class Presence:
         on_world: Callable[[World], None],
         on_lease_lost: Callable[[], None],
         host: str = "",
+        on_child: Callable[[int], None] = lambda pid: None,
     ) -> None:
-        """`host` is what this node is called for people, if not by the name of its machine."""
+        """`host` is what this node is called for people, if not by the name of its machine.
+        `on_child` is told of every process that this starts."""
         self._config = config
         self._node = node
         self._host = host or socket.gethostname()
         self._agreement = Agreement.from_config(config)
         self._clock = clock
+        self._on_child = on_child
         self._observer = observer
         self._background = background
         self._on_world = on_world
@@ -94,7 +98,11 @@ class Presence:
     async def join(self, **facts: Any) -> None:
         """Meet the other nodes and be one of them; `facts` are what the member record says more."""
         say = self._observer.without_host
-        self._meeting = await meet(self._config, self._node, self._clock, say)
+        self._meeting = await meet(self._config, self._node, self._clock, say, self._on_child)
+        if self._meeting.witness is not None:
+            vigil = WitnessVigil(self._meeting.witness, self._observer.say)
+            self._facts["witness"] = await vigil.look()
+            self._background(partial(vigil.run, self._note_witness), "witness")
         member = Member(
             node=self._node,
             name="",
@@ -109,6 +117,10 @@ class Presence:
         self._membership = Membership(member)
         self._ring = self._meeting.ring(self._node, self._doubt)
         await self._enlist()
+
+    def _note_witness(self, token: str) -> None:
+        if self._membership is None or self.member.witness != token:
+            self.update(witness=token)
 
     async def rejoin(self, gone: int) -> str:
         """After a lost lease, with no worker left in a world: be a member again, if need be at
@@ -207,6 +219,7 @@ class Presence:
             dead=self.meeting.dead,
             ask=self._ring.ask if self._ring is not None else None,
             agreement=self._agreement,
+            witness=self.meeting.witness,
         )
 
     async def _while_leased(self, work: Coroutine[Any, Any, None]) -> None:
@@ -306,6 +319,7 @@ class Presence:
         """Go; a host gives the other nodes up to `others` seconds to go first."""
         if self._meeting is None:
             return
+        ended = self._meeting.is_host and self._leader is not None and self._leader.has_ended
         if self._membership is not None and self.member.leaving:
             await self._meeting.hand_over(self._kept(), HANDING_OVER)
-        await self._meeting.close(others)
+        await self._meeting.close(others, ended=ended)

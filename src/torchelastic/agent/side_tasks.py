@@ -29,6 +29,7 @@ POLICY: dict[str, float] = {
     "watch-settled": ESSENTIAL,
     "watch-lease": ESSENTIAL,
     "doubt": ESSENTIAL,
+    "witness": BEST_EFFORT,  # it is only looked at: it is asked when it decides
     # Its workers.
     "warm-up": BEST_EFFORT,  # without a zygote, workers start as plain processes
     "action": ESSENTIAL,

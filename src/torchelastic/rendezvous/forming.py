@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
@@ -15,8 +16,10 @@ from torchelastic.rendezvous.round_state import (
     Decision,
     RoundRules,
     RoundState,
-    has_quorum,
+    names_of,
+    roll_after,
     the_world,
+    to_claim,
     votes,
     votes_of_the_absent,
 )
@@ -45,7 +48,8 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         return _wait(rules, state, now)  # before a look at each: they come one by one
     ordered = in_order(candidates(state), state.world)
     chosen = choose(rules, ordered, state)
-    if not chosen or not has_quorum(state):
+    missing = to_claim(state)
+    if not chosen or missing is None:
         return _wait(rules, state, now)
     if now < state.may_begin_at and _may_be_known_elsewhere(rules, state, chosen):
         return Decision(wake_at=state.may_begin_at)
@@ -55,6 +59,8 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
             return Decision(wake_at=at) if state.world else _wait(rules, state, now)
     if not chosen[0].member.store:
         return Decision()
+    if missing:
+        return _ask_witness(rules, state, missing, now)
     last = state.world or World(generation=-1, phase="waiting", reason="the job starts")
     world = replace(
         last,
@@ -63,6 +69,7 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         phase="running",
         host=state.host,
         term=state.term,
+        witness=_witness(state, chosen),
         store=chosen[0].member.store,
         ending=None,
         after=None,
@@ -76,6 +83,35 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         enough=False,
     )
     return Decision(_to_agree_on(state, world.with_nodes(_place(chosen))))
+
+
+def _witness(state: RoundState, chosen: list[Offer]) -> str:
+    """The token of the witness, if it is to vote on what follows a world of these nodes: where they
+    could be cut into halves, and all of them, and the host, read the same one there."""
+    host = state.members.get(state.host)
+    if state.roll is None or host is None or not host.member.witness:
+        return ""
+    tokens = {host.member.witness, *(offer.member.witness for offer in chosen)}
+    may_tie = succession.may_tie([offer.node for offer in chosen], state.host)
+    return host.member.witness if may_tie and len(tokens) == 1 else ""
+
+
+def _ask_witness(
+    rules: RoundRules, state: RoundState, missing: tuple[str, ...], now: float
+) -> Decision:
+    """Claim what only the witness can give: last, since nobody else can have it then.
+
+    A host that is not in the world waits a lease before: others may step in it that long.
+    """
+    world = the_world(state)
+    if world.place(state.host) is None:
+        ended = state.since + rules.lease if world.phase == "waiting" else math.inf
+        if now < ended:
+            waiting = _wait(rules, state, now)
+            wake_at = ended if waiting.wake_at is None else min(waiting.wake_at, ended)
+            return waiting if waiting.world is not None else Decision(wake_at=wake_at)
+    asked = _wait(rules, state, now) if state.witness.silent else Decision()
+    return asked if asked.world is not None else replace(asked, claims=missing)
 
 
 def _names_of_others(ordered: list[Offer], chosen: list[Offer]) -> tuple[str, ...]:
@@ -99,9 +135,7 @@ def _to_agree_on(state: RoundState, world: World) -> World:
     """The world as it may be published: to be begun at once, or when enough have taken it up."""
     if state.roll is None:
         return world
-    nodes = [node.node for node in world.nodes]
-    roll = succession.formed(state.roll, world.generation, nodes, world.host)
-    if succession.settles_itself(roll, votes_of_the_absent(state)):
+    if succession.settles_itself(roll_after(state, world), votes_of_the_absent(state)):
         return world
     return replace(world, phase="agreeing")
 
@@ -195,12 +229,15 @@ def limit(left: float | None) -> str:
 
 def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
     """What keeps a world from being formed, and whether enough nodes are there: they warm up."""
-    if not has_quorum(state):
+    missing = to_claim(state)
+    if missing and state.witness.silent:
+        return f"waiting for the witness at {state.witness.url}: {state.witness.silent}", False
+    if missing is None:
         world = the_world(state)
         agree = sum(world.place(node) is not None for node in votes(state))
         return (
             f"waiting for a majority: {agree} of the {world.count} nodes of generation "
-            f"{world.generation} can be reached (--quorum)",
+            f"{world.generation} can be reached (--quorum){_refused(state)}",
             False,
         )
     staying = [item.member for item in state.members.values() if not item.member.leaving]
@@ -221,6 +258,14 @@ def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
         f"waiting for nodes: --world-sizes {rules.world_sizes} has no use for {workers} workers",
         False,
     )
+
+
+def _refused(state: RoundState) -> str:
+    """Who has the vote of the witness, for people."""
+    assert state.roll is not None
+    votes = [each.witness for each in state.roll.electorates]
+    holders = [state.witness.refused[vote] for vote in votes if vote in state.witness.refused]
+    return f"; the witness voted for {names_of(state, holders)}" if holders else ""
 
 
 def _missing(state: RoundState) -> tuple[str, ...]:

@@ -26,8 +26,17 @@ from torchelastic.rendezvous.doubts import Ask, Doubts
 from torchelastic.rendezvous.replacing import holding_up, why_to_replace
 from torchelastic.rendezvous.restart_policy import Kind
 from torchelastic.rendezvous.round import waits_for_checkpoint
-from torchelastic.rendezvous.round_state import Decision, Draft, Present, RoundRules, RoundState
+from torchelastic.rendezvous.round_state import (
+    Decision,
+    Draft,
+    Present,
+    RoundRules,
+    RoundState,
+    Witnessed,
+)
 from torchelastic.rendezvous.store import Change, Listing, Store
+from torchelastic.rendezvous.witness.asking import Silent
+from torchelastic.rendezvous.witness.jury import Witness
 from torchelastic.rendezvous.world import (
     LEADER_KEY,
     MEMBER_PREFIX,
@@ -44,6 +53,9 @@ SETTLED_KEY = "settled"
 #: How often the checkpoint path is looked at, and how often in a row nothing must have changed.
 CHECKPOINT_POLL = 0.5
 QUIET_LOOKS = 2
+
+#: Seconds after which a witness that did not answer is asked again.
+ASK_AGAIN = 1.0
 
 #: A decision about thousands of nodes takes milliseconds, and they report one by one: so many times
 #: as long is waited before the next one, for more of them to do so; not worth it with few nodes.
@@ -86,15 +98,21 @@ class Leader:
         dead: frozenset[str] = frozenset(),
         ask: Ask | None = None,
         agreement: Agreement | None = None,
+        witness: Witness | None = None,
     ) -> None:
         """`term` is that of an agent which hosts the store itself; it forms no first world before
         `may_begin_at`, and goes on without the `dead`. `ask` asks an agent that others doubt, where
-        the store would be slow to. Nodes that do not share its `agreement` are left out."""
+        the store would be slow to. Nodes that do not share its `agreement` are left out. `witness`
+        has the votes that decide where nodes are halves."""
         self._store = store
         self._agreement = agreement
         self._term = term
         self._may_begin_at = may_begin_at
         self._dead = dead
+        self._witness = witness
+        #: Why the witness did not answer when it was asked last, and what asks it now.
+        self._silent = ""
+        self._claiming: asyncio.Task[None] | None = None
         self._doubts = Doubts(ask, self._give_up) if ask is not None else None
         self._node = node
         self._rules = rules
@@ -157,6 +175,13 @@ class Leader:
                 await watching
             if self._doubts is not None:
                 await self._doubts.close()
+            if self._claiming is not None:
+                self._claiming.cancel()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the job is closed, or nobody else could go on with it."""
+        return round_state.has_ended(self._state)
 
     async def _take_over(self) -> int:
         """Start from what the store holds; returns the revision it is as of."""
@@ -195,6 +220,7 @@ class Leader:
             began = asyncio.get_running_loop().time()
             await self._settle()
             self._note_slow()
+            self._note_witness()
             decision = resident.decide(self._rules, self._state, self._clock.now())
             self._pause = PAUSE * (asyncio.get_running_loop().time() - began)
             if decision.world is not None:
@@ -203,7 +229,33 @@ class Leader:
                 if decision.world.phase == "closed":
                     return True
                 continue
+            if decision.claims and (self._claiming is None or self._claiming.done()):
+                self._claiming = asyncio.create_task(self._claim(decision.claims), name="claim")
             await self._next_change(decision, watching)
+
+    def _note_witness(self) -> None:
+        if self._witness is not None:
+            known = Witnessed(
+                url=self._witness.url,
+                held=self._witness.votes(self._term),
+                refused=self._witness.refused(self._term),
+                silent=self._silent,
+            )
+            self._state = replace(self._state, witness=known)
+
+    async def _claim(self, votes: Iterable[str]) -> None:
+        """Ask the witness for votes, one after the other until it refuses one."""
+        assert self._witness is not None, "a vote of the witness, and no witness"
+        try:
+            for vote in votes:
+                if not await self._witness.claim(vote, self._term):
+                    break
+            self._silent = ""
+        except Silent as error:
+            self._silent = str(error)
+            self._changes.put_nowait(None)  # to be said
+            await asyncio.sleep(ASK_AGAIN)
+        self._changes.put_nowait(None)
 
     async def _publish(self, world: World, kind: Kind | None) -> bool:
         if self._store.lease_lost.is_set():

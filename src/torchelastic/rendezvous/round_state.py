@@ -31,6 +31,8 @@ class RoundRules:
     count_resizes: bool = False
     #: Whether the host of the store needs a majority to go on without the others.
     quorum: bool = True
+    #: Seconds after which a node that cannot be reached has stopped its workers.
+    lease: float = 3.0
 
     @classmethod
     def from_config(cls, config: LaunchConfig) -> RoundRules:
@@ -44,6 +46,7 @@ class RoundRules:
             max_restarts=config.max_restarts,
             count_resizes=config.count_resizes,
             quorum=config.quorum == "majority",
+            lease=config.lease,
         )
 
 
@@ -56,6 +59,19 @@ class Present:
     created: int
     #: When the leader first saw it: its arrival, ready or not.
     seen_at: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Witnessed:
+    """What the host knows of the witness's votes."""
+
+    url: str = ""
+    #: Those that this host has in its term.
+    held: frozenset[str] = frozenset()
+    #: Those that it cannot have any more, and the node that has each.
+    refused: Mapping[str, str] = field(default_factory=dict)
+    #: Why it did not answer when it was asked last.
+    silent: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +109,7 @@ class RoundState:
     dead: frozenset[str] = frozenset()
     #: Who must agree to the next world; None: nobody but the store.
     roll: Roll | None = None
+    witness: Witnessed = field(default_factory=Witnessed)
     #: No first world before this time.
     may_begin_at: float = 0.0
     #: A checkpoint was written since the waiting newcomers came (`--grow after-checkpoint:PATH`).
@@ -108,6 +125,8 @@ class Decision:
     world: World | None = None
     kind: Kind | None = None
     wake_at: float | None = None
+    #: Votes of the witness, with which a world could be formed at once.
+    claims: tuple[str, ...] = ()
 
 
 class Draft:
@@ -233,7 +252,9 @@ def hosted(
     if world is not None and world.nodes:
         nodes = [node.node for node in world.nodes]
         if quorum:
-            roll = succession.from_json(stored, world.generation, nodes, world.host)
+            roll = succession.from_json(
+                stored, world.generation, nodes, world.host, witness=bool(world.witness)
+            )
         if world.term != term and world.phase in ("agreeing", "running", "pausing"):
             # Those who voted have stopped their workers, and the others cannot go on without them.
             reason = "the host of the rendezvous is gone"
@@ -247,7 +268,8 @@ def votes(state: RoundState) -> set[str]:
     world = state.world
     if world is None:
         return set()
-    return {node for node in _asked(state, world) if _agrees(state, world, node)}
+    agree = {node for node in _asked(state, world) if _agrees(state, world, node)}
+    return agree | state.witness.held
 
 
 def votes_of_the_absent(state: RoundState) -> set[str]:
@@ -263,7 +285,7 @@ def votes_of_the_absent(state: RoundState) -> set[str]:
 def _asked(state: RoundState, world: World) -> Set[str]:
     """Who has a say in what follows the world."""
     before = state.roll.before if state.roll is not None else ()
-    return world.members.union(*(electorate.nodes for electorate in before))
+    return world.members.union({world.host}, *(electorate.voters for electorate in before))
 
 
 def follows_later_host(state: RoundState) -> bool:
@@ -287,11 +309,35 @@ def _agrees(state: RoundState, world: World, node: str) -> bool:
     return member.gone >= world.generation or member.paused == world.generation
 
 
-def has_quorum(state: RoundState) -> bool:
-    """Whether enough nodes of the last world agree to another one."""
+def to_claim(state: RoundState) -> tuple[str, ...] | None:
+    """The votes of the witness that are missing for a quorum; None: those would not be enough, or
+    cannot be had."""
     if state.roll is None:
+        return ()
+    missing = succession.to_claim(state.roll.electorates, votes(state))
+    return None if missing is None or state.witness.refused.keys() & set(missing) else missing
+
+
+def has_ended(state: RoundState) -> bool:
+    """Whether the job is closed, or nobody but the host could go on: all others said goodbye."""
+    if state.world is not None and state.world.phase == "closed":
         return True
-    return succession.agreed(state.roll.electorates, votes(state))
+    electorates = state.roll.electorates if state.roll is not None else ()
+    alone = not state.members.keys() - {state.host}
+    return alone and succession.agreed(electorates, votes(state) | {state.host})
+
+
+def roll_after(state: RoundState, world: World) -> Roll:
+    """Who must agree to what follows `world`, which the host forms next."""
+    assert state.roll is not None
+    return succession.formed(
+        state.roll,
+        world.generation,
+        [node.node for node in world.nodes],
+        world.host,
+        witness=bool(world.witness),
+        held=state.witness.held,
+    )
 
 
 def settled(state: RoundState) -> RoundState:
@@ -341,9 +387,7 @@ def published(state: RoundState, world: World, now: float) -> RoundState:
     if world.phase == "over" and world.ending == "finished":
         state = replace(state, forgiven=state.failures, lost=())
     if state.roll is not None and world.nodes and world.generation != state.roll.generation:
-        nodes = [node.node for node in world.nodes]
-        roll = succession.formed(state.roll, world.generation, nodes, world.host)
-        state = replace(state, roll=roll)
+        state = replace(state, roll=roll_after(state, world))
     since = state.since if before is not None and before.phase == world.phase else now
     return replace(state, world=world, since=since, said_at=now)
 

@@ -280,5 +280,7 @@ def from_json(
     """The roll of a world, with what was stored beside it; of another world: as if settled."""
     before: tuple[Electorate, ...] = ()
     if data is not None and data["generation"] == generation:
-        before = tuple(Electorate(**{**each, "nodes": frozenset(each["nodes"])}) for each in data["before"])
+        before = tuple(
+            Electorate(**{**each, "nodes": frozenset(each["nodes"])}) for each in data["before"]
+        )
     return replace(formed(Roll(), generation, nodes, host, witness=witness), before=before)

@@ -69,6 +69,8 @@ class Member:
     agreement: str = ""
     #: `host:port` of a store nobody has used yet, offered for the next generation.
     store: str = ""
+    #: The token that it reads at the witness; empty: it has none, or cannot reach it.
+    witness: str = ""
     #: Whether workers could start at once; newcomers are admitted only then.
     ready: bool = False
     #: Nodes to which this one's connections have ended, or that are silent there.
@@ -211,6 +213,8 @@ class World:
     heirs: Mapping[str, str] = field(default_factory=dict)
     host: str = ""
     term: int = 0
+    #: The token of the witness, where that has a vote in what follows.
+    witness: str = ""
     #: `host:port` of the store made for this generation alone.
     store: str = ""
     #: What ended it, once it is over.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import dataclass, field
 
 from torchelastic.rendezvous import succession
 from torchelastic.rendezvous.embedded.canvass import Returns
@@ -11,6 +12,18 @@ from torchelastic.rendezvous.succession import Elector, Electorate, Roll
 
 #: The newest world of a node that is no more.
 DEAD = -2
+#: That of the witness: none.
+WITNESS = -3
+
+
+@dataclass(frozen=True)
+class WitnessView:
+    """The votes of the witness that a candidate has in its term, and those it cannot have."""
+
+    claimed: Set[str] = frozenset()
+    refused: Set[str] = frozenset()
+    #: Why it is of no help, for people.
+    obstacle: str = ""
 
 
 @dataclass(frozen=True)
@@ -23,10 +36,15 @@ class Poll:
     places: tuple[str, ...]
     own_place: str = ""
     two_node_takeover: bool = False
+    witness: WitnessView = field(default_factory=WitnessView)
 
     @property
     def has_world(self) -> bool:
         return self.holding.roll.generation >= 0
+
+    @property
+    def is_in_world(self) -> bool:
+        return self.elector.node in self.holding.roll.latest.nodes
 
     @property
     def roll(self) -> Roll:
@@ -54,14 +72,22 @@ class Poll:
 
     def is_won(self, returns: Returns) -> bool:
         """Whether this node is, or would be, elected."""
+        return self.to_claim(returns) == ()
+
+    def to_claim(self, returns: Returns) -> tuple[str, ...] | None:
+        """The votes of the witness with which it would be elected; None: it would not be."""
         if self.has_world and not self.holding.rows:
-            return False  # nothing to host the store with
-        return succession.elected(self.roll, self.votes(returns))
+            return None  # nothing to host the store with
+        votes = self.votes(returns)
+        electorates = succession.settled(self.roll, votes).electorates
+        missing = succession.to_claim(electorates, votes)
+        return None if missing is None or self.witness.refused & set(missing) else missing
 
     def votes(self, returns: Returns) -> dict[str, int]:
         """Who agrees, and the newest world that each of them has."""
         votes = {key: each.generation for key, each in returns.ballots.items() if each.granted}
         votes[self.voice] = self.elector.generation
+        votes |= dict.fromkeys(self.witness.claimed, WITNESS)
         if self.two_node_takeover:
             votes |= dict.fromkeys(filter(self._is_other_of_two, self._dead_in(returns)), DEAD)
         return votes
@@ -100,6 +126,8 @@ class Poll:
     def predicament(self, returns: Returns) -> str:
         """What a node waits for that has no host and no majority, for people."""
         gone = "the host of the rendezvous is out of reach"
+        if obstacle := self.witness.obstacle:
+            return f"{gone}: {obstacle}" if self.has_world else obstacle
         if self.has_world and not self.holding.rows:
             return f"{gone}: this node waits for one of those that could host it"
         votes = set(self.votes(returns))
@@ -107,6 +135,8 @@ class Poll:
         what = "nodes" if self.has_world else "endpoints"
         there = f"{len(wanted.nodes & votes)} of {len(wanted.nodes)} {what}"
         hint = ""
-        if self.has_world and len(wanted.nodes) == 2:
+        if self.has_world and len(wanted.nodes) == 2 and not wanted.witness:
             hint = "; if the host is gone for good, --two-node-takeover lets the other go on"
+        elif wanted.witness in self.witness.refused:
+            hint = ", and the witness has voted for them"
         return f"{gone}, and {there} are no majority: this node waits for the others{hint}"

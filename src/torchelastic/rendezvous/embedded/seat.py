@@ -41,9 +41,11 @@ from torchelastic.rendezvous.embedded.reception import Handler, Reception
 from torchelastic.rendezvous.embedded.ring import answer_that_we_live, lives
 from torchelastic.rendezvous.embedded.server import GRACE, EmbeddedServer
 from torchelastic.rendezvous.embedded.table import Row
+from torchelastic.rendezvous.embedded.tie_breaker import TieBreaker
 from torchelastic.rendezvous.secret import Credentials
 from torchelastic.rendezvous.store import Json
 from torchelastic.rendezvous.succession import Candidacy, Elector
+from torchelastic.rendezvous.witness.jury import Witness
 from torchelastic.rendezvous.world import MEMBER_PREFIX, WORLD_KEY
 
 logger = logging.getLogger(__name__)
@@ -84,6 +86,7 @@ class Seat:
         two_node_takeover: bool = False,
         may_be_remembered: bool = True,
         passes_workers_on: bool = False,
+        witness: Witness | None = None,
     ) -> None:
         """`passes_workers_on`: workers find their store at its port, as with torchrun's static."""
         self._node = node
@@ -99,6 +102,8 @@ class Seat:
             self._reception.pass_workers_on(self._store_of_workers)
         self._endpoints = Endpoints(places, self._reception, clock=clock, is_host=is_host)
         self._elector = Elector(node)
+        self.witness = witness
+        self._tie_breaker = TieBreaker(witness, node)
         self._holding = Holding()
         self._belongings = Belongings(lease)
         #: The latest term for which this node, as host, has stepped down.
@@ -244,8 +249,9 @@ class Seat:
         await asyncio.wait({voted}, timeout=seconds)
         voted.cancel()
 
-    async def close(self, others: float = 0.0) -> None:
-        """Go; a host gives the other nodes up to `others` seconds to go first."""
+    async def close(self, others: float = 0.0, *, ended: bool = False) -> None:
+        """Go; a host gives the other nodes up to `others` seconds to go first, and clears away what
+        the witness has of a job that has `ended`."""
         self._elector = replace(self._elector, has_host=False)
         for task in self._tasks:
             task.cancel()
@@ -256,6 +262,7 @@ class Seat:
                 await self.server.wait_alone(others)
             await self.server.close()
         await self._reception.close()
+        await self._tie_breaker.close(ended=ended)
 
     async def _wait_for_host(self, timeout: float | None, say: Callable[[str], None]) -> None:
         """Of a node that has no say: wait until somebody hosts."""
@@ -285,16 +292,17 @@ class Seat:
         deadline = begun + (math.inf if timeout is None else timeout)
         pause, say_at = FIRST_PAUSE, begun + 2 * self._lease
         while True:
-            if self._may_found():
+            if self._may_found() and await self._tie_breaker.begins_job():
                 await self._reign(FIRST_TERM, Returns())
                 return
             self._news.clear()
-            returns = await self._ask(succession.next_term(self._elector), binding=False)
+            term = self._tie_breaker.next_term(self._elector)
+            returns = await self._ask(term, binding=False)
             rumours, self._rumours = self._rumours, []
             if await self._join_one_of([*rumours, *self._poll.hosts(returns)], pause):
                 return
-            is_our_turn = self._clock.now() - begun >= self._poll.turn
-            if is_our_turn and self._poll.is_won(returns) and await self._stand(returns):
+            waited = self._clock.now() - begun
+            if waited >= self._poll.turn and await self._stand(returns, waited >= self._lease):
                 return
             now = self._clock.now()
             if now >= deadline:
@@ -328,6 +336,7 @@ class Seat:
             places=tuple(map(str, self._endpoints.places)),
             own_place="" if ours is None else str(ours),
             two_node_takeover=self._two_node_takeover,
+            witness=self._tie_breaker.view(self._tie_breaker.next_term(self._elector)),
         )
 
     def _whereabouts(self, but: Set[str] = frozenset()) -> dict[str, Endpoint]:
@@ -381,10 +390,13 @@ class Seat:
 
     # Becoming host
 
-    async def _stand(self, wished: Returns) -> bool:
-        """Ask those for their vote who would give it; says whether this node is host now."""
+    async def _stand(self, wished: Returns, a_lease_later: bool) -> bool:
+        """If this would win: ask those for their vote who would give it; says whether this node is
+        host now."""
+        if not await self._tie_breaker.may_win(self._poll, wished, a_lease_later):
+            return False
         heard = max((ballot.term for ballot in wished.ballots.values()), default=0)
-        term = succession.next_term(self._elector, heard)
+        term = self._tie_breaker.next_term(self._elector, heard)
         ours = Candidacy(term, self._node, self._elector.generation, binding=True)
         if succession.refusal(self._elector, ours):
             return False
@@ -394,8 +406,9 @@ class Seat:
         returns.refused |= wished.refused
         for key, ballot in wished.ballots.items():
             returns.ballots.setdefault(key, replace(ballot, granted=False))
+        is_won = await self._tie_breaker.wins(self._poll, returns, term)
         # Meanwhile it may have voted for somebody of a later term.
-        if not self._poll.is_won(returns) or self._elector.term != term:
+        if not is_won or self._elector.term != term:
             returns.close()
             return False
         await self._reign(term, returns)
@@ -404,6 +417,7 @@ class Seat:
     async def _reign(self, term: int, returns: Returns) -> None:
         """Serve the store from now on, and tell those who voted."""
         self._elector = replace(self._elector, term=term, chosen=self._node)
+        self._tie_breaker.reigns()
         if self._holding.roll.generation < 0 and self._may_be_remembered:
             # A store that knows nothing waits a lease: another host may be about to call.
             self.may_begin_at = self._clock.now() + self._lease

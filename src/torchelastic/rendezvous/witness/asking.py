@@ -63,7 +63,8 @@ class Asking:
             try:
                 if self._writer is None:
                     await self._start()
-                assert self._reader is not None and self._writer is not None
+                assert self._reader is not None
+                assert self._writer is not None
                 request = {"do": do, "key": key, "value": value}
                 self._writer.write(json.dumps(request).encode() + b"\n")
                 line = await self._reader.readline()
