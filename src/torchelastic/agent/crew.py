@@ -45,6 +45,8 @@ from torchelastic.worker import orders
 
 #: So many starts in a row that end before `train` is called: another one would end the same way.
 MOST_TRIES = 3
+#: Failures a node tells of; a world that has as many is over many times.
+MOST_FAILURES = 64
 
 
 class Status(enum.Enum):
@@ -197,7 +199,7 @@ def handle(state: CrewState, event: Event) -> Step:
 
 
 def _world(state: CrewState, event: WorldSeen) -> Step:
-    """Running: its workers here enter it. Pausing: they are asked. Over: they stop. Closed: end."""
+    """Running: enter. Pausing: ask. Over: stop. Waiting: stop, start missing ones. Closed: end."""
     world = event.world
     state = replace(state, world=world)
     if world.phase == "closed":
@@ -206,11 +208,11 @@ def _world(state: CrewState, event: WorldSeen) -> Step:
         return _enter(state, world)
     if world.phase == "pausing":
         return _ask(state, world)
-    if world.phase == "over":
-        return _world_over(state, world)
-    if world.phase == "waiting" and not state.leaving:
-        return _start_missing(state)  # whom the others did without, they may wait for now
-    return state, []
+    state, commands = _world_over(state, world) if world.has_ended else (state, list[Command]())
+    if world.phase != "waiting" or state.leaving:
+        return state, commands
+    state, more = _start_missing(state)  # whom the others did without, they may wait for now
+    return state, [*commands, *more]
 
 
 def _enter(state: CrewState, world: World) -> Step:
@@ -387,15 +389,16 @@ def _when_stopped(state: CrewState) -> Step:
         return state, []
     if state.leaving and not state.having(Status.TRAINING):
         return _dismiss(state)
+    ended = world.generation if world is not None and world.has_ended_for(state.node) else -1
     if state.rejoin:
-        state = replace(state, rejoin=False, gone=max(state.gone, state.generation))
+        state = replace(state, rejoin=False, gone=max(state.gone, state.generation, ended))
         return state, [Rejoin(state.gone), _report(state)]
-    if world is None or world.phase != "over" or state.gone >= world.generation:
-        return state, []
     if _is_done(world):
         return _when_all_done(state)
-    state = replace(state, gone=world.generation)
-    return state, [_report(state, gone=world.generation)]
+    if ended <= state.gone:
+        return state, []
+    state = replace(state, gone=ended)
+    return state, [_report(state, gone=ended)]
 
 
 # --- ends of workers -----------------------------------------------------------------------------
@@ -457,10 +460,6 @@ def _failed(state: CrewState, event: WorkerFailed) -> Step:
     commands += more
     state, more = _when_stopped(state)
     return state, [*commands, *more]
-
-
-#: Failures a node tells of; a world that has as many is over many times.
-MOST_FAILURES = 64
 
 
 def _replace(state: CrewState, failure: Failure) -> Step:

@@ -231,20 +231,23 @@ def handle(state: GroupState, event: Event) -> Step:
 
 
 def _world_while_idle(state: GroupState, event: WorldSeen) -> Step:
-    """A place in a running world: start; over: report gone; closed: end."""
+    """A place in a running world: start; over, or waiting with a place for us: report gone;
+    closed: end."""
     return _act_on_world(replace(state, world=event.world))
 
 
 def _act_on_world(state: GroupState) -> Step:
     """No worker runs here: do what the latest world says."""
     world = state.world
-    if world is None or world.phase == "waiting":
+    if world is None:
         return state, []
     if world.phase == "closed":
         return _end(state, world.exitcode, world.reason), []
-    if world.phase == "over":
+    if world.has_ended_for(state.node):
         return state, [Report({"gone": world.generation})]
-    if world.place(state.node) is None or world.generation <= state.generation:
+    if world.phase != "running" or world.place(state.node) is None:
+        return state, []
+    if world.generation <= state.generation or state.rejoin:  # given up: that one will not last
         return state, []
     if world.resident:  # `has_turned_resident`: the crew takes over
         return state, []
@@ -265,12 +268,12 @@ def _begin(state: GroupState, world: World) -> Step:
 
 
 def _world_while_busy(state: GroupState, event: WorldSeen) -> Step:
-    """The same world: nothing; over, closed or a newer one: stop."""
+    """The same world: nothing; over, waiting, closed or a newer one: stop."""
     world = event.world
     state = replace(state, world=world)
     if world.phase == "running" and world.generation == state.generation:
         return state, []
-    if world.generation < state.generation or world.phase == "waiting":
+    if world.generation < state.generation or (world.phase == "waiting" and not world.has_ended):
         return state, []
     return _stop(state, SIGTERM)
 
@@ -380,8 +383,8 @@ def _gone(state: GroupState, event: WorkersGone) -> Step:
     if state.exitcode is not None:
         return replace(state, phase=Phase.ENDED), []
     first: Command = Rejoin(state.generation) if state.rejoin else Report(report)
-    state, commands = _act_on_world(replace(state, rejoin=False))
-    return state, [first, *commands]
+    state, commands = _act_on_world(state)
+    return replace(state, rejoin=False), [first, *commands]
 
 
 def _stop(state: GroupState, signum: int) -> Step:

@@ -16,6 +16,7 @@ from torchelastic.rendezvous.round_state import (
     Decision,
     RoundRules,
     RoundState,
+    may_step_elsewhere,
     names_of,
     roll_after,
     the_world,
@@ -51,7 +52,9 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
     missing = to_claim(state)
     if not chosen or missing is None:
         return _wait(rules, state, now)
-    if now < state.may_begin_at and _may_be_known_elsewhere(rules, state, chosen):
+    if now < state.may_begin_at and (
+        _may_be_known_elsewhere(rules, state, chosen) or may_step_elsewhere(state)
+    ):
         return Decision(wake_at=state.may_begin_at)
     if not at_once and len(chosen) < rules.max_nodes:
         at = settled_at(rules, state, [offer.node for offer in ordered], len(ordered))
@@ -68,6 +71,7 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         start=last.start or chosen[0].node,
         phase="running",
         host=state.host,
+        heirs=_host_of(state),
         term=state.term,
         witness=_witness(state, chosen),
         store=chosen[0].member.store,
@@ -101,10 +105,11 @@ def _ask_witness(
 ) -> Decision:
     """Claim what only the witness can give: last, since nobody else can have it then.
 
-    A host that is not in the world waits a lease before: others may step in it that long.
+    A host that is not in the world waits a lease before: others may step in it that long. The only
+    one that trains counts as lost no sooner.
     """
     world = the_world(state)
-    if world.place(state.host) is None:
+    if world.place(state.host) is None and not world.steps_without(state.host):
         ended = state.since + rules.lease if world.phase == "waiting" else math.inf
         if now < ended:
             waiting = _wait(rules, state, now)
@@ -112,6 +117,12 @@ def _ask_witness(
             return waiting if waiting.world is not None else Decision(wake_at=wake_at)
     asked = _wait(rules, state, now) if state.witness.silent else Decision()
     return asked if asked.world is not None else replace(asked, claims=missing)
+
+
+def _host_of(state: RoundState) -> dict[str, str]:
+    """Where the host of the store is reached, in the next world or not."""
+    present = state.members.get(state.host)
+    return {} if present is None else {state.host: present.member.peer}
 
 
 def _names_of_others(ordered: list[Offer], chosen: list[Offer]) -> tuple[str, ...]:
@@ -233,13 +244,7 @@ def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
     if missing and state.witness.silent:
         return f"waiting for the witness at {state.witness.url}: {state.witness.silent}", False
     if missing is None:
-        world = the_world(state)
-        agree = sum(world.place(node) is not None for node in votes(state))
-        return (
-            f"waiting for a majority: {agree} of the {world.count} nodes of generation "
-            f"{world.generation} can be reached (--quorum){_refused(state)}",
-            False,
-        )
+        return f"waiting for a majority: {_who_agrees(state)} (--quorum){_refused(state)}", False
     staying = [item.member for item in state.members.values() if not item.member.leaving]
     there = f"{len(staying)} of at least {rules.min_nodes} there"
     if len(staying) < rules.min_nodes:
@@ -260,6 +265,19 @@ def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
     )
 
 
+def _who_agrees(state: RoundState) -> str:
+    """How many there are of those who must agree, and who that is."""
+    world, given = the_world(state), votes(state)
+    assert state.roll is not None, "nobody is asked"
+    asked = next(each for each in reversed(state.roll.electorates) if not each.agrees(given))
+    nodes = f"{len(asked.nodes & given)} of the {len(asked.nodes)} nodes"
+    if asked is not state.roll.latest:
+        return f"{nodes} that must agree to replace generation {world.generation} can be reached"
+    if world.host and world.place(world.host) is None:
+        return f"{nodes} (of generation {world.generation}, and its host) can be reached"
+    return f"{nodes} of generation {world.generation} can be reached"
+
+
 def _refused(state: RoundState) -> str:
     """Who has the vote of the witness, for people."""
     assert state.roll is not None
@@ -269,10 +287,14 @@ def _refused(state: RoundState) -> str:
 
 
 def _missing(state: RoundState) -> tuple[str, ...]:
-    """Names of the nodes of the last world that are not there any more."""
-    if state.world is None:
+    """Names of the nodes of the last world, and of its host, that are not there any more."""
+    world = state.world
+    if world is None:
         return ()
-    return tuple(node.name for node in state.world.nodes if node.node not in state.members)
+    missing = [node.name for node in world.nodes if node.node not in state.members]
+    if state.roll is not None and world.host not in {*world.members, *state.members, ""}:
+        missing.append(f"the host of generation {world.generation}")
+    return tuple(missing)
 
 
 def settled_at(rules: RoundRules, state: RoundState, nodes: Iterable[str], there: int) -> float:

@@ -78,7 +78,7 @@ class Heir:
         return Holding(
             roll=made,
             order=tuple(world.heirs),
-            addresses={**before, **_known(addresses)},
+            addresses={**before, **_known({**world.heirs, **addresses})},
             rows=rows,
         )
 

@@ -15,14 +15,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchelastic.errors import EXIT_FAILED
+from torchelastic.failure import Failure
 from torchelastic.rendezvous import round as script
-from torchelastic.rendezvous.forming import form, newcomers_to
+from torchelastic.rendezvous.forming import SAY_EVERY, form, newcomers_to
 from torchelastic.rendezvous.replacing import why_to_replace
 from torchelastic.rendezvous.restart_policy import Kind
 from torchelastic.rendezvous.round_state import (
     Decision,
     RoundRules,
     RoundState,
+    can_be_settled,
     names_of,
     the_world,
 )
@@ -51,7 +53,7 @@ def _decide(rules: RoundRules, state: RoundState, now: float) -> Decision:
     if world is None or not world.nodes:
         return script.decide(rules, state, now)
     if world.phase == "agreeing":
-        return _await_agreement(state)
+        return _await_agreement(state, now)
     if not world.resident:
         if world.phase == "running" and _have_all_enlisted(state):
             return Decision(replace(world, resident=True))
@@ -70,8 +72,9 @@ def _decide(rules: RoundRules, state: RoundState, now: float) -> Decision:
     return Decision()
 
 
-def _await_agreement(state: RoundState) -> Decision:
-    """Begin once enough have taken the world up; not at all if one of its nodes is gone before."""
+def _await_agreement(state: RoundState, now: float) -> Decision:
+    """Begin once enough have taken the world up; not at all if one of its nodes is gone before, or
+    too many of those who had to agree: the job says that it waits for them."""
     world = the_world(state)
     if state.lost:
         return script.over_by(state, "node-failure", f"{names_of(state, state.lost)} failed")
@@ -80,7 +83,11 @@ def _await_agreement(state: RoundState) -> Decision:
         return script.over_by(state, "leave", f"{names_of(state, leaving)} leaves")
     if state.roll is None or not state.roll.before:
         return Decision(replace(world, phase="running"))
-    return Decision()
+    at = state.since + SAY_EVERY
+    if now >= at or not can_be_settled(state):
+        reason = "too few nodes of the generation before have taken it up"
+        return script.over_by(state, "node-failure", reason)
+    return Decision(wake_at=at)
 
 
 def _have_all_enlisted(state: RoundState) -> bool:
@@ -185,7 +192,7 @@ def _go_on_after(rules: RoundRules, state: RoundState, step: int, now: float) ->
 def _end(rules: RoundRules, state: RoundState, now: float) -> Decision:
     world = the_world(state)
     if world.ending == "finished":
-        return _finish(state)
+        return _finish(state, now)
     if world.after is not None:  # its workers run through a step, if nothing comes between
         broken = _broken(state)
         if broken is not None:
@@ -203,12 +210,16 @@ def _give_up(state: RoundState) -> Decision | None:
     return Decision(replace(world, reason=reason), "failure")
 
 
-def _finish(state: RoundState) -> Decision:
-    """The training is done; what the scripts do after it decides how the job ends."""
+def _finish(state: RoundState, now: float) -> Decision:
+    """The training is done; what the scripts do after it decides how the job ends.
+
+    A node that is lost now may be cut off and come back: its scripts go on meanwhile.
+    """
     world = the_world(state)
-    # Who lives on only tells that others have gone: they had no more to train.
-    dead = [item for item in state.failures if not item.alive and item not in state.forgiven]
-    cause, consequences = script.blame(replace(state, failures=tuple(dead)))
+    state = replace(state, lost=tuple(_still_lost(state)))
+    if state.lost and (waiting := _await_return(state, now)) is not None:
+        return waiting
+    cause, consequences = script.blame(replace(state, failures=_dead(state)))
     if cause is not None:
         what = f"{names_of(state, state.lost)} failed" if cause.is_node else cause.sentence()
         closed = replace(
@@ -224,3 +235,26 @@ def _finish(state: RoundState) -> Decision:
     if all(node in state.done for node in staying):
         return script.success(state)
     return Decision()
+
+
+def _still_lost(state: RoundState) -> list[str]:
+    return [node for node in state.lost if node not in state.members]
+
+
+def _await_return(state: RoundState, now: float) -> Decision | None:
+    """Wait for lost nodes; None once it has been said for long enough, or another has failed."""
+    world = the_world(state)
+    reason = f"the training is done; waiting for {names_of(state, state.lost)} to come back"
+    if _dead(state):
+        return None
+    if world.reason != reason:
+        return Decision(replace(world, reason=reason), "finished")
+    at = state.said_at + SAY_EVERY
+    return Decision(wake_at=at) if now < at else None
+
+
+def _dead(state: RoundState) -> tuple[Failure, ...]:
+    """Workers that died after the training. Who lives on only tells that others have gone: they
+    had no more to train."""
+    new = (item for item in state.failures if item not in state.forgiven)
+    return tuple(item for item in new if not item.alive)

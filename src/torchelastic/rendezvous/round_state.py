@@ -284,8 +284,8 @@ def votes_of_the_absent(state: RoundState) -> set[str]:
 
 def _asked(state: RoundState, world: World) -> Set[str]:
     """Who has a say in what follows the world."""
-    before = state.roll.before if state.roll is not None else ()
-    return world.members.union({world.host}, *(electorate.voters for electorate in before))
+    electorates = state.roll.electorates if state.roll is not None else ()
+    return world.members.union(*(electorate.nodes for electorate in electorates))
 
 
 def follows_later_host(state: RoundState) -> bool:
@@ -340,6 +340,18 @@ def roll_after(state: RoundState, world: World) -> Roll:
     )
 
 
+def may_step_elsewhere(state: RoundState) -> bool:
+    """Whether no node that trained in the last world is known to have stopped.
+
+    With a quorum that can only be so where one node trained alone, and its host did not: a host
+    that has just taken over waits until that node's lease must have ended.
+    """
+    world = state.world
+    if world is None or state.roll is None or not world.nodes:
+        return False
+    return not any(_agrees(state, world, node.node) for node in world.nodes)
+
+
 def settled(state: RoundState) -> RoundState:
     """Once enough of those who had to agree have the last world, only its nodes have a say."""
     if state.roll is None or not state.roll.before:
@@ -347,6 +359,14 @@ def settled(state: RoundState) -> RoundState:
     have = {node: present.member.accepted for node, present in state.members.items()}
     roll = succession.settled(state.roll, have, votes_of_the_absent(state))
     return state if roll == state.roll else replace(state, roll=roll)
+
+
+def can_be_settled(state: RoundState) -> bool:
+    """Whether enough of those who had to agree to the last world are there to take it up."""
+    if state.roll is None:
+        return True
+    there = {state.roll.latest.host, *state.members, *votes_of_the_absent(state)}
+    return succession.agreed(state.roll.before, there)
 
 
 def without_the_vanished(state: RoundState) -> RoundState:
@@ -384,12 +404,16 @@ def published(state: RoundState, world: World, now: float) -> RoundState:
             running_since=now,
             slow=_outside(state.slow, world),  # those in it are judged anew
         )
-    if world.phase == "over" and world.ending == "finished":
+    if _is_finished(world) and not _is_finished(before):
         state = replace(state, forgiven=state.failures, lost=())
     if state.roll is not None and world.nodes and world.generation != state.roll.generation:
         state = replace(state, roll=roll_after(state, world))
     since = state.since if before is not None and before.phase == world.phase else now
     return replace(state, world=world, since=since, said_at=now)
+
+
+def _is_finished(world: World | None) -> bool:
+    return world is not None and world.phase == "over" and world.ending == "finished"
 
 
 def _first_finished(known: int, member: Member, generation: int) -> int:

@@ -8,8 +8,9 @@ halves of a cut network never both go on:
     to form a world    the last world's nodes, as far as they have said that their workers have
                        stopped, or said goodbye; whichever host it is
 
-A majority of whom? Of the nodes of the last world; and until a majority of the nodes before that
-have taken it up, it is not *settled*, and they must agree as well: they may know nothing of it.
+A majority of whom? Of the nodes of the last world and its host, in it or not. Until a majority of
+those before that have taken it up, it is not *settled*, and they must agree as well: they may know
+nothing of it.
 
 A voter never votes for who knows less than itself, so the new host holds the newest world that a
 majority can have taken up. The old host, cut off, may have formed one world more that nobody has
@@ -45,14 +46,23 @@ class Electorate:
 
     @property
     def voters(self) -> frozenset[str]:
-        return self.nodes | set(filter(None, (self.host, self.witness)))
+        return self.nodes | {self.witness} if self.witness else self.nodes
 
     def agrees(self, votes: Collection[str]) -> bool:
         given = sum(voter in votes for voter in self.voters)
         return 2 * given > len(self.voters) or self._is_tied_with_host(votes)
 
     def _is_tied_with_host(self, votes: Collection[str]) -> bool:
-        return len(self.voters) == 2 and self.host in self.voters and self.host in votes
+        return len(self.voters) == 2 and self.host in self.nodes and self.host in votes
+
+
+def electorate(nodes: Iterable[str], host: str, witness: str = "") -> Electorate:
+    """Who must agree to what follows a world: its nodes, and its host, which may be a spare.
+
+    A node that trains alone needs nobody for a step, and a majority without it (of two, the host)
+    does not stop it. Such a host goes on only when that node's lease has ended.
+    """
+    return Electorate(frozenset(filter(None, (*nodes, host))), host, witness)
 
 
 def agreed(electorates: Iterable[Electorate], votes: Collection[str]) -> bool:
@@ -90,7 +100,8 @@ class Roll:
 
     #: Its number; -1: none yet.
     generation: int = -1
-    #: Its nodes. Before the first world: the endpoints, of which each speaks for one node.
+    #: Its nodes and its host. Before the first world: the endpoints, each of which speaks for one
+    #: node.
     latest: Electorate = Electorate(frozenset())
     #: Those who had to agree to it, until it is settled.
     before: tuple[Electorate, ...] = ()
@@ -114,7 +125,7 @@ def formed(
     `held` are the votes of the witness that the host has in its term.
     """
     vote = vote_after(generation) if witness else ""
-    latest = Electorate(frozenset(nodes), host, vote)
+    latest = electorate(nodes, host, vote)
     before = tuple(replace(each, held=each.witness in held) for each in roll.electorates)
     return Roll(generation, latest, before)
 

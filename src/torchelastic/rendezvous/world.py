@@ -281,6 +281,24 @@ class World:
         return found.first_rank + found.local_ranks.index(local_rank)
 
     @property
+    def has_ended(self) -> bool:
+        """Whether no worker of it may be left: it is over, or was, and the job waits for nodes.
+
+        The world in which a job begins to wait has no nodes, and the number of the first real one.
+        """
+        return self.phase == "over" or (self.phase == "waiting" and self.count > 0)
+
+    def has_ended_for(self, node: str) -> bool:
+        """Whether the leader waits for a node to say that no worker of it is left there."""
+        return self.has_ended and (self.phase == "over" or self.place(node) is not None)
+
+    def steps_without(self, host: str) -> bool:
+        """Whether one node trains alone and its host does not: it needs nobody for a step, so the
+        host goes on without it only when its lease has ended. A refused connection proves nothing.
+        """
+        return self.count == 1 and self.place(host) is None
+
+    @property
     def candidates(self) -> tuple[Candidate, ...]:
         """The heirs, one by one."""
         return tuple(Candidate(*pair) for pair in self.heirs.items())
@@ -292,8 +310,10 @@ class World:
     # --- another one -----------------------------------------------------------------------------
 
     def with_nodes(self, nodes: Iterable[WorldNode], handing_over: Iterable[str] = ()) -> World:
-        """The same world of these nodes, all of them; what is said of all is counted anew."""
+        """The same world of these nodes, all of them; what is said of all is counted anew. The host
+        stays one of the heirs: it has a vote, in the world or not."""
         nodes, handing_over = tuple(nodes), tuple(handing_over)
+        host = {self.host: self.heirs[self.host]} if self.host in self.heirs else {}
         roles: dict[str, int] = {}
         for node in nodes:
             roles[node.role] = roles.get(node.role, 0) + node.nproc
@@ -306,7 +326,7 @@ class World:
             roles=roles,
             shards=shards_for(len(nodes) + len(handing_over)),
             digest=_digest(nodes, handing_over),
-            heirs={node.node: node.peer for node in _spread(nodes)},
+            heirs={**{node.node: node.peer for node in _spread(nodes)}, **host},
         )
 
     def in_parts(self, most: int) -> World:

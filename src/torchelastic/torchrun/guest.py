@@ -319,6 +319,8 @@ class Guest:
         if world.phase == "running" and self._stores.begins(world, self._presence.member.store):
             self._offer_store()
         self._change(world=world)
+        if (state := self._state).asking:
+            self._presence.update(gone=max(self._presence.member.gone, guest_state.gone(state)))
 
 
 def _ended(state: GuestState, launcher: str) -> str:

@@ -81,7 +81,18 @@ def facts_when_asking(state: GuestState, failure: Failure) -> dict[str, Any]:
 
     Asked to stop its workers, it has nothing to explain; otherwise they ended by themselves.
     """
-    return {"gone": state.held, "failures": (failure,) if state.in_world else ()}
+    return {"gone": gone(state), "failures": (failure,) if state.in_world else ()}
+
+
+def gone(state: GuestState) -> int:
+    """The newest generation of which a launcher that asks for a world has no worker.
+
+    A world may have ended before the launcher was given it, while this node was cut off, say.
+    """
+    world = state.world
+    if world is None or not world.has_ended_for(state.node):
+        return state.held
+    return max(state.held, world.generation)
 
 
 def facts_at_end(state: GuestState, ending: Ending, failure: Failure, why: str) -> dict[str, Any]:

@@ -205,6 +205,45 @@ STORIES = {
         then(Said(1, Stopped(0, 7)), first=Rejoin(0), reported={"standing": (0, 1)}),
         then(see(5), told="0 Enter, 1 Enter"),
     ],
+    "who never heard of a world that waits says that it is gone from here": [
+        then(LeaseLost(), told="0 Over, 1 Over"),
+        then(Said(0, Stopped(0, 7))),
+        then(Said(1, Stopped(0, 7)), first=Rejoin(0)),
+        then(see(2, phase="waiting"), reported={"gone": 2}, spawned=[]),
+        then(see(2, phase="waiting"), commands=[]),
+        then(see(3), told="0 Enter, 1 Enter"),
+    ],
+    "a world that waits stops its workers, and missing ones are started": [
+        then(Said(1, Unfit())),
+        then(dies(1), spawned=[]),
+        then(see(phase="waiting"), told="0 Over", reported={"gone": None}, spawned=[1]),
+        then(Said(0, Stopped(0, 7)), reported={"gone": 0}, statuses="standing starting"),
+    ],
+    "a world that waits revokes the step that its workers were to run through": [
+        then(see(phase="over", ending="leave", after=8), told="0 Through, 1 Through"),
+        then(see(phase="waiting"), told="0 Over, 1 Over"),
+    ],
+    "a world that waits without a place for this node has nothing to ask of it": [
+        then(FAILED),
+        then(Said(0, Stopped(0, 7))),
+        then(Said(1, Stopped(0, 7)), reported={"gone": 0}),
+        then(see(2, phase="waiting", me=()), commands=[]),
+    ],
+    "the first world that waits has no nodes, and stops nobody": [
+        then(WorldSeen(World(generation=0, phase="waiting")), commands=[]),
+    ],
+    "a world that was over before this node joined anew is gone from here, too": [
+        then(LeaseLost()),
+        then(see(2, phase="waiting"), told="0 Over, 1 Over"),
+        then(Said(0, Stopped(2, 7))),
+        then(Said(1, Stopped(2, 7)), first=Rejoin(2)),
+    ],
+    "who lost its lease when the others came to the end of the data is done": [
+        then(LeaseLost()),
+        then(Said(0, Stopped(0, 7))),
+        then(Said(1, Stopped(0, 7)), first=Rejoin(0)),
+        then(FINISHED, reported={"done": 0}),
+    ],
     "data that ends in the last step before a world ends that one too": [
         then(see(1, after=8)),
         then(Said(0, Finished(0, 8)), reported={"finished": 1}),

@@ -91,6 +91,34 @@ STORIES = {
     "nobody starts while others are waited for": story(
         (), (seen(phase="waiting", nodes="bc"), []), phase=Phase.IDLE
     ),
+    "who never heard of a world that waits has no worker of it, and says so": story(
+        (),
+        (seen(2, phase="waiting"), [Report({"gone": 2})]),
+        (seen(3), [Start(world(3))]),
+    ),
+    "so does a node that joins anew after a cut": story(
+        (*RUNNING, LeaseLost(), WorkersGone()),
+        (seen(2, phase="waiting"), [Report({"gone": 2})]),
+    ),
+    "the first world that waits has no nodes, and the number of the first real one": story(
+        (), (seen(phase="waiting", nodes=""), []), (seen(), [Start(world())])
+    ),
+    "a world that waits has no workers: they stop": story(
+        RUNNING,
+        (seen(phase="waiting"), [Stop(15)]),
+        (WorkersGone(), [gone(0), Report({"gone": 0})]),
+        phase=Phase.IDLE,
+    ),
+    "a later one neither, whoever was in it": story(
+        RUNNING, (seen(2, phase="waiting", nodes="bc"), [Stop(15)]), (WorkersGone(), [gone(0)])
+    ),
+    "an empty store that waits for nodes stops nobody": story(
+        RUNNING, (seen(phase="waiting", nodes=""), []), phase=Phase.RUNNING
+    ),
+    "a world that came and went while workers were stopping is gone from here, too": story(
+        (*RUNNING, OVER, seen(2, phase="waiting")),
+        (WorkersGone(), [gone(0), Report({"gone": 2})]),
+    ),
     "the first failure is reported before anything is stopped": story(
         RUNNING,
         (WorkerFailed(failure(0)), [Report({"failures": (failure(0),)}), Stop(15)]),
@@ -177,6 +205,11 @@ STORIES = {
         (seen(1, nodes="bc"), []),
         (WorkersGone(), [Rejoin(0)]),
         phase=Phase.IDLE,
+    ),
+    "a lost lease starts nobody in a world that was seen before it": story(
+        (*RUNNING, OVER, seen(1), LeaseLost()),
+        (WorkersGone(), [Rejoin(0)]),
+        (seen(1, phase="over"), [Report({"gone": 1})]),
     ),
     "a lost store stops the workers and ends": story(
         RUNNING,

@@ -29,19 +29,23 @@ FIRST_TERM = 1
 NO_MATTER = -2
 
 
-#: Its number, its nodes and who formed it.
+#: Its number, the nodes that train in it, and who formed it: its host, which may not be in it.
 World = tuple[int, Electorate]
+NO_WORLD: World = (-1, Electorate(frozenset()))
 
 
 class Node(NamedTuple):
     elector: Elector
     #: Of the newest world it has taken up.
     roll: Roll = Roll()
+    world: World = NO_WORLD
     #: The world that its workers run.
     workers: World | None = None
     #: They wait for the word to begin in the world it has taken up; once stopped, they never do.
     waits: bool = False
     crashed: bool = False
+    #: Its lease has ended in this generation: of worlds up to that one it is shown none any more.
+    given_up: int = -1
     #: The newest world that it has made a step in; noted only where several jobs may be.
     stepped: World | None = None
 
@@ -61,10 +65,6 @@ class Node(NamedTuple):
     @property
     def is_host(self) -> bool:
         return self.elector.has_host and self.elector.chosen == self.name
-
-    @property
-    def world(self) -> World:
-        return self.roll.generation, self.roll.latest
 
     @property
     def is_over(self) -> bool:
@@ -97,6 +97,7 @@ class Published(NamedTuple):
     term: int
     host: str
     roll: Roll
+    world: World
     #: Its nodes may begin.
     begins: bool
 
@@ -112,7 +113,7 @@ class State(NamedTuple):
     #: Votes of the witness, who has claimed each, and in which term.
     claims: frozenset[tuple[str, str, int]] = frozenset()
     #: The newest world that has made a step.
-    stepped: World = (-1, Electorate(frozenset()))
+    stepped: World = NO_WORLD
     #: How often votes were asked for, and the numbers that were given to worlds.
     elections: int = 0
     numbers: frozenset[int] = frozenset()
@@ -164,6 +165,8 @@ class Options(NamedTuple):
     waits_until_settled: bool = True
     #: Off: who has not taken up the last world agrees to the next one, too.
     agree_to_what_they_have: bool = True
+    #: Off: a host that does not train goes on without the only node that does, and may still do.
+    waits_for_lease: bool = True
     #: `--two-node-takeover`: the other of two takes the host for dead; rightly, or just so.
     takeover: str = ""
     #: The vote of a node that has crashed is taken for given.
@@ -179,8 +182,6 @@ class Options(NamedTuple):
     claimed_once: bool = True
     #: Off: a vote claimed in one term counts in every other.
     claims_for_a_term: bool = True
-    #: Off: who is not in a world claims its vote while others may still step in it.
-    waits_for_lease: bool = True
     #: Several jobs may come of one, and give the same numbers: what is left of the laws is that on
     #: every node generations only grow.
     may_split: bool = False
@@ -312,7 +313,7 @@ class Model:
         roll = succession.settled(node.roll, self._votes(state, node))
         elector = succession.following(node.elector, term, node.name)
         host = node._replace(elector=elector, roll=roll)
-        taken_over = Published(term, node.name, roll, begins=False)
+        taken_over = Published(term, node.name, roll, node.world, begins=False)
         return state.having(host)._replace(
             hosts=state.hosts | {(term, node.name)}, published=state.published | {taken_over}
         )
@@ -343,13 +344,13 @@ class Model:
         if not self.options.witness or node.elector.chosen != node.name:
             return
         if node.is_host:
-            roll, votes = node.roll, self._agreeing(state, node)
+            roll, votes = node.roll, self._agree(state, node)
         elif node.choice not in state.hosts:
             votes = set(self._votes(state, node))
             roll = succession.settled(node.roll, self._votes(state, node))
         else:
             return
-        if node.name not in node.roll.latest.voters:
+        if node.name not in node.roll.latest.nodes:
             return
         taken = {vote for vote, holder, _ in state.claims if self._refuses(holder, node)}
         for vote in succession.to_claim(roll.electorates, votes) or ():
@@ -362,18 +363,9 @@ class Model:
     def _claim(self, state: State, node: Node, vote: str) -> State:
         claims = state.claims | {(vote, node.name, node.elector.term)}
         state = state.having(self._stopping(node))._replace(claims=claims)
-        return self._after_lease(state, node)
-
-    def _after_lease(self, state: State, host: Node) -> State:
-        """Of a host that is not in its own world: whoever is in it, and has not said that its
-        workers have stopped, has lost the host by now, and hears of that world no more."""
-        if host.name in host.roll.latest.nodes or not self.options.waits_for_lease:
-            return state
-        for other in state.nodes:
-            if other.name in host.roll.latest.nodes - self._agreeing(state, host):
-                state = state.having(other.stopped()._replace(elector=without_host(other.elector)))
-        heard = {one for one in state.published if one.roll.generation != host.roll.generation}
-        return state._replace(published=frozenset(heard))
+        if self.options.waits_for_lease and node.name not in node.world[1].nodes:
+            return self._after_a_lease(state, node)
+        return state
 
     # --- a host and those who follow it ----------------------------------------------------------
 
@@ -434,28 +426,26 @@ class Model:
     def _can_form(self, state: State, node: Node) -> Iterator[tuple[tuple[str, ...]]]:
         if not node.is_host or len(state.numbers) > self.bounds.worlds:
             return
-        agree = self._agreeing(state, node)
+        agree = self._agree(state, node)
         if not self.options.quorum or succession.agreed(node.roll.electorates, agree):
             ready = {record.node for record in self._table(state, node) if record.stopped}
-            ready |= {node.name}
             needed = {node.name} if self.options.hosts_train else set()
-            yield from ((nodes,) for nodes in subsets(ready) if needed <= set(nodes))
+            yield from ((nodes,) for nodes in subsets(ready | {node.name}) if needed <= set(nodes))
 
-    def _table(self, state: State, host: Node) -> list[Record]:
-        return [record for record in state.records if (record.term, record.host) == host.session]
+    def _table(self, state: State, node: Node) -> list[Record]:
+        return [record for record in state.records if (record.term, record.host) == node.session]
 
-    def _agreeing(self, state: State, host: Node) -> set[str]:
-        """Who agrees to the next world of a host."""
+    def _agree(self, state: State, node: Node) -> set[str]:
+        """Who agrees to another world of this host."""
+        agree = self._said_goodbye(state, node) | {node.name} | self._claimed(state, node)
         # Whoever follows a new host runs nothing that an earlier one has formed.
-        any_will_do = host.roll.generation < succession.first_generation(host.elector.term)
+        any_will_do = node.roll.generation < succession.first_generation(node.elector.term)
         any_will_do |= not self.options.agree_to_what_they_have
-        stopped = {
+        return agree | {
             record.node
-            for record in self._table(state, host)
-            if record.stopped and (any_will_do or record.generation == host.roll.generation)
+            for record in self._table(state, node)
+            if record.stopped and (any_will_do or record.generation == node.roll.generation)
         }
-        said = self._said_goodbye(state, host) | {host.name}
-        return stopped | said | self._claimed(state, host)
 
     def _said_goodbye(self, state: State, node: Node) -> set[str]:
         said = {name for *session, name in state.goodbyes if tuple(session) == node.session}
@@ -463,8 +453,6 @@ class Model:
 
     def _form(self, state: State, node: Node, nodes: tuple[str, ...]) -> State:
         term, gone = node.elector.term, self._said_goodbye(state, node)
-        if self.options.quorum and not node.roll.latest.nodes & self._agreeing(state, node):
-            state = self._after_lease(state, node)
         generation = succession.next_generation(node.roll.generation, term)
         if generation in state.numbers and not self.options.may_split:
             raise Violation(f"generation {generation} was given twice")
@@ -479,17 +467,38 @@ class Model:
         )
         roll = succession.settled(roll, {}, gone)
         begins = succession.settles_itself(roll, gone) or not self.options.waits_until_settled
-        shown = Published(term, node.name, roll, begins)
+        world = (generation, Electorate(frozenset(nodes), node.name))
+        shown = Published(term, node.name, roll, world, begins)
+        if self.options.waits_for_lease and self.options.quorum:
+            state = self._after_a_lease(state, node)
         state = state._replace(
             published=state.published | {shown}, numbers=state.numbers | {generation}
         )
         return state.having(self._held(node, shown))
+
+    def _after_a_lease(self, state: State, host: Node) -> State:
+        """None of those who train has agreed: the host has waited until their leases had ended.
+
+        That can only be so where one node trains, and its host does not: see `succession`.
+        """
+        alone = host.world[1].nodes
+        if alone & self._agree(state, host) or not alone:
+            return state
+        for node in map(state.node, sorted(alone)):
+            given_up = node._replace(given_up=host.world[0])
+            if node.world == host.world:
+                given_up = given_up.stopped()
+            if node.session == host.session:
+                given_up = given_up._replace(elector=without_host(node.elector))
+            state = state.having(given_up)
+        return state
 
     def _can_take(self, state: State, node: Node) -> Iterator[tuple[int]]:
         found = {
             shown.roll.generation
             for shown in state.published
             if (shown.term, shown.host) == node.session and not node.is_host
+            if shown.roll.generation > node.given_up
         }
         for generation in found:
             if succession.may_take_up(node.elector, generation):
@@ -511,8 +520,8 @@ class Model:
     def _held(self, node: Node, shown: Published) -> Node:
         """The node with a newer world, its workers in the old one stopped."""
         elector = replace(node.elector, generation=shown.roll.generation)
-        held = node._replace(elector=elector, roll=shown.roll)
-        if node.name not in shown.roll.latest.nodes or node.elector.leaving:
+        held = node._replace(elector=elector, roll=shown.roll, world=shown.world)
+        if node.name not in shown.world[1].nodes or node.elector.leaving:
             return self._stopping(held)
         return held._replace(workers=held.world if shown.begins else None, waits=not shown.begins)
 
@@ -544,13 +553,13 @@ class Model:
         state = state.having(host._replace(roll=roll))
         if roll.before or roll.generation < succession.first_generation(host.elector.term):
             return state
-        shown = Published(host.elector.term, host.name, roll, begins=True)
+        shown = Published(host.elector.term, host.name, roll, host.world, begins=True)
         return state._replace(published=state.published | {shown})
 
     def _hear(self, state: State, node: Node, shown: list[Published]) -> State:
         heard = node
         for one in shown:
-            if one.roll.generation != node.roll.generation or one.roll.latest != node.roll.latest:
+            if one.world != node.world:
                 continue
             if heard.waits and one.begins:
                 heard = heard._replace(workers=node.world, waits=False)
@@ -591,16 +600,21 @@ def subsets(names: Iterable[str]) -> Iterator[tuple[str, ...]]:
     return chain.from_iterable(combinations(ordered, count) for count in range(1, len(ordered) + 1))
 
 
-def running(count: int, newcomers: int = 0, *, witness: bool = False) -> State:
-    """Nodes a, b, … train in the first world, hosted by a; newcomers hold nothing yet."""
+def running(count: int, newcomers: int = 0, *, spare: bool = False, witness: bool = False) -> State:
+    """Nodes a, b, … train in the first world, hosted by a, which may be a `spare`; newcomers hold
+    nothing yet."""
     names = "abcdefgh"[: count + newcomers]
     members = names[:count]
-    roll = succession.formed(Roll(), 0, members, members[0], witness=witness)
+    train = members[spare:]
+    roll = succession.formed(Roll(), 0, train, members[0], witness=witness)
     elector = Elector("", FIRST_TERM, members[0], 0, has_host=True)
-    world = (roll.generation, roll.latest)
-    nodes = [Node(replace(elector, node=name), roll, world) for name in members]
+    world = (roll.generation, Electorate(frozenset(train), members[0]))
+    nodes = [
+        Node(replace(elector, node=name), roll, world, world if name in train else None)
+        for name in members
+    ]
     nodes += [Node(Elector(name)) for name in names[count:]]
-    shown = Published(FIRST_TERM, members[0], roll, begins=True)
+    shown = Published(FIRST_TERM, members[0], roll, world, begins=True)
     records = [Record(FIRST_TERM, members[0], name, 0, stopped=False) for name in members]
     return State(
         tuple(nodes),

@@ -173,7 +173,7 @@ def _wants_another(state: State, host: Node, there: frozenset[str]) -> bool:
     followers = _followers(state, host, there)
     return (
         host.roll.generation < succession.first_generation(host.elector.term)
-        or {node.name for node in followers} != host.roll.latest.nodes
+        or {node.name for node in followers} != host.world[1].nodes
         or any(node.world == host.world and node.is_over for node in followers)
     )
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tests.unit.rendezvous.round_support import Job
+from tests.unit.rendezvous.round_support import Job, failure
+from torchelastic.agent import group_state
+from torchelastic.agent.group_state import GroupState, WorldSeen
 from torchelastic.config import WorldSizes
 from torchelastic.rendezvous import round_state, succession
 from torchelastic.rendezvous.round_state import RoundState
@@ -172,6 +176,65 @@ def test_a_world_whose_node_goes_before_it_is_agreed_on_is_given_up():
     assert job.world.generation == generation + 1
 
 
+def agreeing_on_two_of_five() -> Job:
+    job = hosted(world_sizes=WorldSizes.parse("4,10"))
+    train(job, *"abcde")
+    job.die("e")
+    stop(job, *"abcd")
+    assert (job.names, job.world.phase) == (["a", "b"], "agreeing")
+    return job
+
+
+def test_a_world_that_cannot_be_agreed_on_any_more_is_given_up():
+    """Its own nodes are there, but too few of those before it: that is said, and waited for."""
+    job = agreeing_on_two_of_five()
+    generation = job.world.generation
+    accept(job, "a", "b")
+    job.die("c")
+    assert job.world.phase == "agreeing"  # d may still take it up
+    job.die("d")
+    assert (job.world.phase, job.world.ending) == ("over", "node-failure")
+    stop(job, "a", "b")
+    assert job.world.phase == "waiting"
+    assert job.world.reason.startswith("waiting for a majority")
+    job.come("c", accepted=generation)
+    job.wait(2.0)
+    assert job.world.phase in ("running", "agreeing")
+    assert job.world.generation > generation
+
+
+def test_a_world_that_nobody_takes_up_is_given_up_after_a_while():
+    job = agreeing_on_two_of_five()
+    job.wait(59.0)
+    assert job.world.phase == "agreeing"
+    job.wait(2.0)
+    assert job.world.phase == "over"
+
+
+def test_a_cut_that_heals_leaves_nobody_waiting():
+    """c and d were cut off when a formed a world with all four, and never heard of it."""
+    job = hosted()
+    train(job, *"abcd")
+    job.say("c", gone=0)
+    job.say("d", gone=0)
+    job.say("a", failures=(failure("a"),))
+    stop(job, "a", "b")
+    assert (job.world.phase, job.world.generation) == ("running", 1)
+    job.die("c", "d")
+    stop(job, "a", "b")
+    assert job.world.phase == "waiting"
+    assert "2 of the 4 nodes of generation 1" in job.world.reason
+    job.come("c", "d", gone=0)
+    job.wait(10.0)
+    assert job.world.phase == "waiting"  # they may have workers of it, as far as is known
+    node = GroupState(node="c", generation=0)
+    _, commands = group_state.handle(node, WorldSeen(job.world))
+    for command in commands:
+        job.say("c", **command.changes)
+    assert (job.world.phase, job.world.generation) == ("running", 2)
+    assert job.names == [*"abcd"]
+
+
 def test_the_first_world_of_a_store_that_knows_nothing_waits():
     job = hosted()
     job.state = RoundState(may_begin_at=3.0, host="a", term=1, roll=succession.Roll())
@@ -191,14 +254,22 @@ def test_it_does_not_wait_where_all_are_there():
     assert job.world.phase == "running"
 
 
-def taken_over(first: Job, host: str, *names: str, term: int = 3, quorum: bool = True) -> Job:
+def taken_over(
+    first: Job,
+    host: str,
+    *names: str,
+    term: int = 3,
+    quorum: bool = True,
+    may_begin_at: float = 0.0,
+) -> Job:
     """What another host makes of a world, with these nodes as they were."""
     later = Job("1:7", settle=1.0, quorum=quorum)
     state = round_state.taken_over(first.world, 0.0)
     roll = first.state.roll
     assert roll is not None
     stored = succession.to_json(roll)
-    later.state = round_state.hosted(state, host, term, stored, quorum=quorum)
+    hosted = round_state.hosted(state, host, term, stored, quorum=quorum)
+    later.state = replace(hosted, may_begin_at=may_begin_at)
     for name in names:
         later.records[name] = first.records[name]
         later.state = round_state.seen(later.state, *first.records[name], 0.0)
@@ -266,3 +337,69 @@ def test_the_first_world_of_a_later_host_has_a_number_that_all_take_up():
     job.come("b")
     assert job.world.phase == "running"
     assert job.world.generation >= succession.first_generation(4)
+
+
+# --- a host that does not train ------------------------------------------------------------------
+
+
+def with_spare_host(*others: str, term: int = 1) -> Job:
+    """The workers of the host, a, have died, and their replacements are on their way."""
+    job = hosted("1:5", term=term)
+    train(job, "a", *others)
+    for name in ("a", *others):
+        job.say(name, resident=True, standing=(0, 1), peer=f"{name}:1")
+    job.say("a", standing=(), starting=2, failures=(failure("a", exitcode=-9),), gone=0)
+    stop(job, *others)
+    assert (job.names, job.world.phase) == ([*others], "running")
+    accept(job, "a", *others)
+    return job
+
+
+def test_others_know_where_a_spare_host_is():
+    job = with_spare_host("b")
+    assert job.world.heirs == {"b": "b:1", "a": "a:1"}
+    again = job.world.with_nodes(job.world.nodes, ["c"])
+    assert again.heirs == job.world.heirs
+
+
+@pytest.mark.parametrize("others", ["b", "bc"])
+def test_a_spare_host_goes_on_when_a_node_is_lost_and_comes_back_without_a_vote(others):
+    job = with_spare_host(*others)
+    job.die("b")
+    job.come("new", resident=True, standing=(0, 1))
+    stop(job, *others[1:])
+    assert job.world.phase == "running"
+    accept(job, "a", *job.names)
+    job.say("a", standing=(0, 1), starting=0)
+    job.wait(60.0)
+    for name in job.names:
+        job.say(name, paused=job.world.generation, entered=3)
+    assert (set(job.names), job.world.phase) == ({"a", *others[1:], "new"}, "running")
+
+
+def test_what_is_missing_is_said_of_all_who_must_agree():
+    job = with_spare_host(*"bcd")
+    job.die(*"cd")
+    stop(job, "b")
+    assert job.world.phase == "waiting"
+    assert "2 of the 4 nodes (of generation 1, and its host) can be reached" in job.world.reason
+    assert job.world.missing == ("c", "d")
+    later = taken_over(with_spare_host(*"bcd"), "b", "b")
+    assert "1 of the 4 nodes (of generation 1, and its host)" in later.world.reason
+    assert later.world.missing == ("c", "d", "the host of generation 1")
+
+
+def test_a_host_that_takes_over_waits_for_the_lease_of_who_trains_alone():
+    """b may be cut off, and needs nobody for a step."""
+    first = with_spare_host("b")
+    later = taken_over(first, "a", may_begin_at=3.0)
+    later.come("a", "c", resident=True, standing=(0, 1))
+    assert (later.world.phase, later.wake_at) == ("waiting", 3.0)
+    later.wait(3.0)
+    assert (later.names, later.world.phase) == (["a", "c"], "running")
+
+
+def test_it_does_not_wait_for_who_has_stopped():
+    first = with_spare_host("b")
+    later = taken_over(first, "a", "a", "b", may_begin_at=3.0)
+    assert (later.names, later.world.phase) == (["b"], "running")

@@ -224,6 +224,45 @@ def test_a_failure_after_the_training_ends_the_job_with_it():
     assert "after the training was done" in job.world.reason
 
 
+def test_a_lease_lost_after_the_training_does_not_fail_a_job_whose_node_comes_back():
+    job = resident_job()
+    job.say("a", finished=0, finished_after=12)
+    b, _ = job.records["b"]
+    job.die("b")
+    assert (job.world.phase, job.world.reason) == (
+        "over",
+        "the training is done; waiting for b to come back",
+    )
+    job.say("a", done=0, gone=0)
+    job.wait(5.0)
+    job.come("b", resident=True, standing=b.standing, gone=0)
+    job.wait(100.0)
+    assert job.world.phase == "over"
+    job.say("b", done=0)
+    assert (job.world.phase, job.world.exitcode) == ("closed", 0)
+
+
+def test_a_node_that_does_not_come_back_after_the_training_ends_the_job():
+    job = resident_job()
+    job.say("a", finished=0, finished_after=12)
+    job.die("b")
+    job.say("a", done=0, gone=0)
+    job.wait(59.0)
+    assert job.world.phase == "over"
+    job.wait(2.0)
+    assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_FAILED)
+    assert job.world.reason == "after the training was done: b failed"
+
+
+def test_a_failure_while_a_lost_node_is_waited_for_ends_the_job():
+    job = resident_job()
+    job.say("b", finished=0, finished_after=12)
+    job.die("b")
+    assert job.world.phase == "over"
+    job.say("a", failures=(failure("a", exitcode=1, message="OSError: disk full"),))
+    assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_FAILED)
+
+
 def test_who_is_left_behind_when_the_others_are_done_has_not_failed():
     job = resident_job()
     job.say("a", finished=0, finished_after=12)

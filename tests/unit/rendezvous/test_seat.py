@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.ports import free_port as unused_port
+from tests.unit.agent.support import place
 from tests.unit.rendezvous.embedded_support import JOB, run, story, within
 from torchelastic.clock import SystemClock
 from torchelastic.errors import RendezvousLost
@@ -22,7 +23,7 @@ from torchelastic.rendezvous.embedded.seat import Seat
 from torchelastic.rendezvous.embedded.server import GRACE
 from torchelastic.rendezvous.embedded.table import Row
 from torchelastic.rendezvous.leader import ROLL_KEY
-from torchelastic.rendezvous.world import MEMBER_PREFIX, WORLD_KEY
+from torchelastic.rendezvous.world import MEMBER_PREFIX, WORLD_KEY, World
 
 PATIENCE = 20.0
 LEASE = 2.0
@@ -50,9 +51,9 @@ class Table:
         self.form(0, seats)
         return seats
 
-    def form(self, generation: int, seats: list[Seat]) -> None:
+    def form(self, generation: int, seats: list[Seat], trains: str = "") -> None:
         """As if the host had published a world, and all had taken it up."""
-        nodes = [name_of(seat) for seat in seats]
+        nodes = [*trains] or [name_of(seat) for seat in seats]
         host = next(name_of(seat) for seat in seats if seat.is_host)
         roll = succession.from_json(None, generation, nodes, host)
         rows = {WORLD_KEY: {"generation": generation}, ROLL_KEY: succession.to_json(roll)}
@@ -314,3 +315,39 @@ async def test_an_agent_is_waited_for_unless_its_machine_says_that_it_is_gone():
             record = Row(MEMBER_PREFIX + "b", json.dumps({"peer": peer}), 1, 1)
             assert await within(PATIENCE, host._grace_of([record])) == grace
         assert await host._grace_of([]) == GRACE
+
+
+@story
+async def test_a_refused_connection_ends_no_lease_of_a_node_that_trains_without_its_host():
+    async with seats_at() as table:
+        host, _ = await table.sit("a", "b")
+        unused = f"127.0.0.1:{unused_port()}"
+        record = Row(MEMBER_PREFIX + "b", json.dumps({"peer": unused}), 1, 1)
+        for nodes, grace in {"ab": 0.0, "b": None, "bc": 0.0, "a": 0.0}.items():
+            world = World(generation=1, phase="running").with_nodes(map(place, nodes))
+            for key, value in {WORLD_KEY: world.summary(), **world.parts()}.items():
+                await host.store.put(key, value)
+            assert await within(PATIENCE, host._grace_of([record])) == grace, nodes
+
+
+@story
+async def test_a_node_that_trained_alone_is_no_host_without_the_spare_one_that_was():
+    async with seats_at() as table:
+        a, b = await table.sit("a", "b")
+        table.form(1, [a, b], trains="b")
+        await end(a)
+        with pytest.raises(RendezvousLost, match="1 of 2 nodes are no majority"):
+            await table.regain(b, timeout=0.5)
+
+
+@story
+async def test_a_spare_host_votes_with_the_others():
+    async with seats_at() as table:
+        a, b, c = await table.sit("a", "b", "c")
+        table.form(1, [a, b, c], trains="bc")
+        await end(b)
+        for seat in (a, c):
+            seat.store.lose("it does not answer")
+        await asyncio.gather(table.regain(a), table.regain(c))
+        assert a.is_host != c.is_host
+        assert (a if a.is_host else c).may_begin_at > SystemClock().now()

@@ -36,9 +36,7 @@ AB = Electorate(frozenset("ab"), "a")
         (AB, "b", False),
         (AB, "ab", True),
         (Electorate(frozenset("ab")), "a", False),
-        (Electorate(frozenset("ab"), "c"), "ac", True),  # the host votes, in the world or not
-        (Electorate(frozenset("b"), "a"), "b", False),
-        (Electorate(frozenset("b"), "a"), "a", True),
+        (Electorate(frozenset("ab"), "c"), "ac", False),
         (replace(AB, witness="after-0"), "a", False),
         (replace(AB, witness="after-0"), ["a", "after-0"], True),
         (replace(AB, witness="after-0"), ["b", "after-0"], True),

@@ -56,6 +56,11 @@ SEARCHES = {
     "three, leave": (running(3), Bounds(1, 2, leaves=1), PROPER),
     "three, everything": (running(3, 1), Bounds(3, 3, leaves=1, crashes=1), PROPER),
     "four": (running(4), Bounds(1, 1), PROPER),
+    "one, spare host": (running(2, spare=True), Bounds(2, 3, leaves=1, crashes=1), PROPER),
+    "one, spare host, newcomer": (running(2, 1, spare=True), Bounds(2, 2), PROPER),
+    "two, spare host": (running(3, spare=True), Bounds(2, 2), PROPER),
+    "two, spare host, leave": (running(3, spare=True), Bounds(1, 2, leaves=1), PROPER),
+    "three, spare host": (running(4, spare=True), Bounds(1, 1), PROPER),
     "cold": (cold(3), Bounds(2, 1), PROPER),
     "two, takeover": (running(2), Bounds(1, 1, crashes=1), Options(takeover="right")),
     "two, witness": (running(2, witness=True), Bounds(2, 2, leaves=1, crashes=1), WITNESS),
@@ -83,12 +88,17 @@ def test_in_every_order_of_events(name):
         (running(3, 1), PROPER),
         (running(4, 1), PROPER),
         (running(5, 2), PROPER),
+        (running(2, 1, spare=True), PROPER),
+        (running(3, 1, spare=True), PROPER),
         (cold(3), PROPER),
         (running(4, 1), TWO_JOBS),
         (running(2, 2, witness=True), WITNESS),
         (running(4, 1, witness=True), WITNESS),
     ],
-    ids=["three", "four", "five", "cold", "two jobs", "two, witness", "four, witness"],
+    ids=[
+        *("three", "four", "five", "spare host of one", "spare host of two", "cold", "two jobs"),
+        *("two, witness", "four, witness"),
+    ],
 )
 def test_by_chance(first, options):
     walks = 25 * SOAK
@@ -176,6 +186,9 @@ FAULTS = {
         way="b stops; a forms b; b takes 1; b leaves; a forms a; a asks 5",
     ),
     "wait until settled": Fault(options=Options(waits_until_settled=False)),
+    "a host that does not train waits for the lease of who trains alone": Fault(
+        options=Options(waits_for_lease=False), first="one, spare host"
+    ),
     "the dead do not vote": Fault(
         options=Options(counts_the_dead=True), bounds=Bounds(2, 2, crashes=1)
     ),
@@ -268,6 +281,27 @@ def test_with_a_witness_the_loss_of_either_of_two_is_survived(lost):
     dead = outcome(Model(options=WITNESS), first, [Move("crashes", lost)])
     after = calm_down(Model(options=WITNESS), dead, names(dead))
     assert after.stepped[1].nodes == set("ab") - {lost}
+
+
+# --- a host that does not train ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dead", ["b", "c"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_spare_host_goes_on_without_a_node_that_is_lost_and_started_again(count, dead):
+    """As a node without a vote: d stands for it."""
+    first = running(count, 4 - count, spare=True)
+    lost = outcome(Model(), first, [Move("crashes", dead)])
+    after = calm_down(Model(), lost, set("abcd") - {dead})
+    assert after.stepped[1].nodes == set("abcd") - {dead}
+
+
+def test_a_node_that_trains_alone_stops_without_its_spare_host_and_two_do_not():
+    for count, goes_on in ((2, False), (3, True)):
+        first = running(count, spare=True)
+        dead = outcome(Model(), first, [Move("crashes", "a")])
+        after = calm_down(Model(), dead, names(dead))
+        assert (after.stepped != first.stepped) == goes_on
 
 
 # --- without quorum ------------------------------------------------------------------------------

@@ -69,6 +69,18 @@ def test_workers_that_ended_by_themselves_are_explained_and_those_that_were_stop
     assert guest_state.facts_when_asking(stopped, FAILURE) == {"gone": 3, "failures": ()}
 
 
+def test_a_launcher_that_asks_has_no_worker_of_a_world_that_ended_before_it_was_given():
+    ahead = {"generation": 5}
+    for case, state, gone in (
+        ("over", guest(asking=True, world=world("over", **ahead)), 5),
+        ("waiting", guest(asking=True, world=world("waiting", **ahead)), 5),
+        ("no place in it", guest(asking=True, world=world("waiting", nodes=("x",), **ahead)), 3),
+        ("it is about to be given", guest(asking=True, world=world(**ahead)), 3),
+        ("the first, empty one", guest(held=-1, world=world("waiting", 0, nodes=())), -1),
+    ):
+        assert guest_state.gone(state) == gone, case
+
+
 @pytest.mark.parametrize(
     ("ending", "known", "facts"),
     [

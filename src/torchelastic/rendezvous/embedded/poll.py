@@ -44,7 +44,9 @@ class Poll:
 
     @property
     def is_in_world(self) -> bool:
-        return self.elector.node in self.holding.roll.latest.nodes
+        """Whether this node trained in the last world, for sure: its host may not have."""
+        latest = self.holding.roll.latest
+        return self.elector.node in latest.nodes - {latest.host}
 
     @property
     def roll(self) -> Roll:

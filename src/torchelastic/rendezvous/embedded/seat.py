@@ -15,7 +15,6 @@ rules). Who decides what:
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import random
@@ -46,7 +45,7 @@ from torchelastic.rendezvous.secret import Credentials
 from torchelastic.rendezvous.store import Json
 from torchelastic.rendezvous.succession import Candidacy, Elector
 from torchelastic.rendezvous.witness.jury import Witness
-from torchelastic.rendezvous.world import MEMBER_PREFIX, WORLD_KEY
+from torchelastic.rendezvous.world import MEMBER_PREFIX, PART_PREFIX, WORLD_KEY, World
 
 logger = logging.getLogger(__name__)
 
@@ -418,8 +417,9 @@ class Seat:
         """Serve the store from now on, and tell those who voted."""
         self._elector = replace(self._elector, term=term, chosen=self._node)
         self._tie_breaker.reigns()
-        if self._holding.roll.generation < 0 and self._may_be_remembered:
-            # A store that knows nothing waits a lease: another host may be about to call.
+        if self._holding.roll.generation >= 0 or self._may_be_remembered:
+            # A store that knows nothing waits a lease: another host may be about to call. So does
+            # one whose last world may still make steps.
             self.may_begin_at = self._clock.now() + self._lease
         self.dead = frozenset(
             node for node, last in self._poll.votes(returns).items() if last == DEAD
@@ -501,13 +501,22 @@ class Seat:
         """Of a host: how long to wait for the agent with these rows, whose connection has ended.
 
         Not at all where its machine says that nobody listens at its port any more; where it lives,
-        or there is no telling, its lease tells.
+        or there is no telling, or it needs nobody for a step, its lease tells.
         """
         records = [row.text for row in rows if row.key.startswith(MEMBER_PREFIX)]
         address = wire.decode_value(records[0] or "{}").get("peer") if records else None
-        if not address:
-            return GRACE
-        return 0.0 if await lives(self._at(address)) is False else None
+        grace: float | None = GRACE
+        if address:
+            grace = 0.0 if await lives(self._at(address)) is False else None
+        return None if records and self._one_trains_without_us() else grace
+
+    def _one_trains_without_us(self) -> bool:
+        """Of a host: whether the last world is of another node alone."""
+        summary = self._summary()
+        if self.server is None or summary.get("count") != 1:
+            return False
+        parts = [wire.decode_value(row.text or "{}") for row in self.server.rows(PART_PREFIX)]
+        return World.from_parts(summary, parts).steps_without(self._node)
 
     def _say_where(self, link: Link, hello: wire.Hello) -> None:
         """To a client of the store, which is not hosted here."""
@@ -515,13 +524,15 @@ class Seat:
         link.close()
 
     def _store_of_workers(self) -> str:
-        """Of the newest world: a host has it before any node does; empty while there is none."""
+        """Of the newest world; empty while there is none."""
+        return str(self._summary().get("store", ""))
+
+    def _summary(self) -> Json:
+        """Of the newest world: a host has it before any node does."""
         if self.server is None:
-            world = self._holding.rows.get(WORLD_KEY, {})
-        else:
-            texts = {row.key: row.text for row in self.server.rows(WORLD_KEY)}
-            world = wire.decode_value(texts.get(WORLD_KEY) or "{}")
-        return str(world.get("store", ""))
+            return self._holding.rows.get(WORLD_KEY, {})
+        texts = {row.key: row.text for row in self.server.rows(WORLD_KEY)}
+        return wire.decode_value(texts.get(WORLD_KEY) or "{}")
 
     def _known_hosts(self) -> list[str]:
         if not self._elector.has_host:
@@ -567,18 +578,7 @@ class Seat:
         return self._ballot(why, granted=not why)
 
     def _ballot(self, why: str, *, granted: bool) -> Ballot:
-        rows = [Row(key, json.dumps(value), 0, 0) for key, value in self._belongings.rows.items()]
-        return Ballot(
-            node=self._node,
-            granted=granted,
-            why=why,
-            term=self._elector.term,
-            generation=self._elector.generation,
-            hosts=self._known_hosts(),
-            lease=self._belongings.lease if granted and rows else "",
-            seconds=self._belongings.seconds,
-            rows=rows if granted else [],
-        )
+        return self._belongings.ballot(self._elector, self._known_hosts(), why=why, granted=granted)
 
     def _hear_of_host(self, link: Link, reign: Reign) -> None:
         """Somebody says that it is host."""

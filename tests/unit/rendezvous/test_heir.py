@@ -1,0 +1,39 @@
+"""What a node keeps of a world, so that it could vote for the next host, or be it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.unit.agent.support import place
+from torchelastic.rendezvous import succession
+from torchelastic.rendezvous.heir import Heir
+from torchelastic.rendezvous.leader import ROLL_KEY
+from torchelastic.rendezvous.store import Item, Listing
+from torchelastic.rendezvous.world import World
+
+
+class Store:
+    """The rows of one world."""
+
+    def __init__(self, world: World) -> None:
+        roll = succession.from_json(None, world.generation, world.members, world.host)
+        self._rows: dict[str, Any] = {**world.parts(), ROLL_KEY: succession.to_json(roll)}
+
+    async def get(self, prefix: str) -> Listing:
+        found = {key: value for key, value in self._rows.items() if key.startswith(prefix)}
+        return Listing(1, {key: Item(value, 1, 1) for key, value in found.items()})
+
+
+@pytest.mark.parametrize("node", ["a", "b", "c", "d"])
+def test_the_host_has_a_vote_and_is_asked_in_the_world_or_not(node):
+    """a hosts and does not train, b and c do; d is a spare, and could not host."""
+    made = World(generation=3, phase="running", host="a", heirs={"a": "a:1"})
+    world = made.with_nodes(place(name, rank, peer=f"{name}:1") for rank, name in enumerate("bc"))
+    holding = asyncio.run(Heir(node).take(Store(world), world, world.summary()))
+    assert holding.roll.latest.nodes == set("abc")
+    assert holding.addresses == {"a": "a:1", "b": "b:1", "c": "c:1"}
+    assert bool(holding.rows) == (node != "d")
+    assert holding.order == ("b", "c", "a")
