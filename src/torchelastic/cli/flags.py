@@ -236,6 +236,7 @@ _ELASTICITY_FLAGS = (
         name="--witness",
         group=ELASTICITY,
         metavar="URL",
+        convert=str,
         default="",
         help="A directory on storage that all nodes share, or an object store with conditional "
         "writes (s3://…), that decides who goes on when half of the nodes are lost: so either of "

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 MODULE = "torchelastic.rendezvous.witness.storage"
 #: Seconds that storage has to answer.
 PATIENCE = 5.0
+#: Seconds between two looks whether a process has ended that was killed.
+LOOK = 0.01
 
 
 class Silent(Exception):
@@ -77,9 +79,9 @@ class Asking:
                 raise
 
     async def _start(self) -> None:
-        self._stuck = [process for process in self._stuck if process.poll() is None]
-        if self._stuck:
-            raise OSError("it is stuck in the kernel, and cannot be killed")
+        while any(process.poll() is None for process in self._stuck):
+            await asyncio.sleep(LOOK)  # not one more for each question
+        self._stuck.clear()
         ours, theirs = socket.socketpair()
         with theirs:
             owned = [sys.executable, leash.__file__, str(os.getpid())]
