@@ -268,8 +268,7 @@ def votes(state: RoundState) -> set[str]:
     world = state.world
     if world is None:
         return set()
-    agree = {node for node in _asked(state, world) if _agrees(state, world, node)}
-    return agree | state.witness.held
+    return {node for node in _asked(state, world) if _agrees(state, world, node)}
 
 
 def votes_of_the_absent(state: RoundState) -> set[str]:
@@ -314,7 +313,7 @@ def to_claim(state: RoundState) -> tuple[str, ...] | None:
     cannot be had."""
     if state.roll is None:
         return ()
-    missing = succession.to_claim(state.roll.electorates, votes(state))
+    missing = succession.to_claim(state.roll.electorates, votes(state) | state.witness.held)
     return None if missing is None or state.witness.refused.keys() & set(missing) else missing
 
 
