@@ -81,6 +81,7 @@ class Presence:
         self._seen: Json | None = None
         self._heir = Heir(node)
         self._ring: Ring | None = None
+        self._doubting: asyncio.Task[Any] | None = None
         self._leader: Leader | None = None
         #: What this node does as a member under its present lease.
         self._tasks: list[asyncio.Task[Any]] = []
@@ -293,9 +294,12 @@ class Presence:
     def _doubt(self, nodes: set[str]) -> None:
         """Tell the leader whom the ring doubts; of the leader itself nobody else can be told."""
         self.update(doubts=tuple(sorted(nodes)))
+        if self._doubting is not None:
+            self._doubting.cancel()
         if nodes and self._ring is not None:
-            asking = give_up_leader(self.meeting.store, nodes, self._ring.ask)
-            self._background(partial(self._while_leased, asking), "doubt")
+            store, ask, again = self.meeting.store, self._ring.ask, self._config.lease / 2
+            asking = give_up_leader(store, self._node, nodes, ask, again=again)
+            self._doubting = self._background(partial(self._while_leased, asking), "doubt")
 
     async def _watch_settled(self, store: Store) -> None:
         """Of a node that may be the next host: hear when a world is settled."""

@@ -1,14 +1,22 @@
-"""When neighbours doubt that an agent lives: the leader asks it, and decides.
+"""Suspicion of an agent, where the store would be slow to notice its end: who asks, who decides.
 
-An agent that lives answers, or, cut off from the leader by a firewall, has put its record anew
-because its own connections ended as well. One that does neither is given up.
+Neighbours in the ring doubt an agent whose connection ended or fell silent. The leader asks it. An
+agent that lives answers, or has put its record anew because its own connections ended as well. What
+an agent is that does neither depends on how it fails to answer:
+
+    refused    nobody listens at its port: it is given up
+    silence    a cut lies between, and it is not known on which side: it is given up only if a
+               second node doubts it, too; else its lease decides
+
+So a node that is cut off from all others, but not from the store, gives nobody up; the others give
+it up. If the leader is that node, it notices that many do not answer, and resigns.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 
 from torchelastic.errors import RendezvousError
@@ -19,43 +27,79 @@ logger = logging.getLogger(__name__)
 
 #: Seconds in which an agent that does not answer may be heard of through the store.
 HEARSAY = 0.02
+#: How many must find an agent silent.
+DOUBTERS = 2
+#: How many members a leader asks that finds one silent alone.
+SURVEYED = 8
 
 #: Asks the agent at an address: it lives, nobody is there, or there is no telling.
 Ask = Callable[[str], Awaitable[bool | None]]
 
 
-async def give_up_leader(store: Store, doubted: Collection[str], ask: Ask) -> None:
-    """Of any member: if the leader itself is doubted, ask it and give it up; who else would?"""
-    leaders = await store.get(LEADER_KEY)
-    leader = leaders.items.get(LEADER_KEY)
-    if leader is None or leader.value["node"] not in doubted:
-        return
-    key = MEMBER_PREFIX + leader.value["node"]
-    before = (await store.get(key)).items.get(key)
-    if before is None or await ask(Member.from_json(before.value).peer):
-        return
-    await asyncio.sleep(HEARSAY)
-    after = (await store.get(key)).items.get(key)
-    if after == before:
-        logger.info("the leader, %s, is given up: it does not answer", before.value["name"])
-        await store.give_up(key, created=before.created, provided=(LEADER_KEY, leader.created))
+def is_gone(answer: bool | None, doubters: Collection[str]) -> bool:
+    """Whether an agent that was asked, and has not been heard of since, is given up."""
+    return answer is False or (answer is None and len(doubters) >= DOUBTERS)
+
+
+def must_resign(answers: Collection[bool | None]) -> bool:
+    """Whether a leader that got these answers is cut off itself. Of two nodes the lease decides."""
+    silent = sum(answer is None for answer in answers)
+    return len(answers) >= DOUBTERS and 2 * silent >= len(answers)
+
+
+def doubters_of(node: str, doubts: Mapping[str, Collection[str]]) -> set[str]:
+    """Who doubts a node, given whom each node doubts."""
+    return {other for other, doubted in doubts.items() if node in doubted}
+
+
+async def give_up_leader(
+    store: Store, node: str, doubted: Collection[str], ask: Ask, *, again: float
+) -> None:
+    """Of a member: while the leader itself is doubted, ask it, and give it up; who else would?
+
+    Asks every `again` seconds. Ends when another leads, or the leader is not `doubted`.
+    """
+    while True:
+        leaders = await store.get(LEADER_KEY)
+        leader = leaders.items.get(LEADER_KEY)
+        if leader is None or leader.value["node"] not in doubted:
+            return
+        key = MEMBER_PREFIX + leader.value["node"]
+        before = (await store.get(key)).items.get(key)
+        if before is None:
+            return
+        answer = await ask(Member.from_json(before.value).peer)
+        await asyncio.sleep(HEARSAY)
+        members = (await store.get(MEMBER_PREFIX)).items
+        doubts = {item.value["node"]: item.value.get("doubts", ()) for item in members.values()}
+        doubters = doubters_of(leader.value["node"], doubts) | {node}
+        if members.get(key) == before and is_gone(answer, doubters):
+            logger.info("the leader, %s, is given up: it does not answer", before.value["name"])
+            await store.give_up(key, created=before.created, provided=(LEADER_KEY, leader.created))
+            return
+        await asyncio.sleep(again)
 
 
 class Doubts:
     """The doubts of the present leader."""
 
-    def __init__(self, ask: Ask, give_up: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(self, node: str, ask: Ask, give_up: Callable[[str], Awaitable[None]]) -> None:
+        """`node` is the leader itself, which gives itself up where it must resign."""
+        self._node = node
         self._ask = ask
         self._give_up = give_up
         #: How often each node has put its record, as seen here.
         self._records: dict[str, int] = {}
         self._peers: dict[str, str] = {}
+        #: Whom each node doubts.
+        self._doubts: dict[str, tuple[str, ...]] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
 
     def heard(self, member: Member) -> None:
         """A member has put its record."""
         self._records[member.node] = self._records.get(member.node, 0) + 1
         self._peers[member.node] = member.peer
+        self._doubts[member.node] = member.doubts
         for node in member.doubts:
             if self._peers.get(node) and node not in self._asking:
                 task = asyncio.create_task(self._look_into(node), name="doubt")
@@ -64,8 +108,8 @@ class Doubts:
 
     def lost(self, node: str) -> None:
         """A member is gone."""
-        self._records.pop(node, None)
-        self._peers.pop(node, None)
+        for known in (self._records, self._peers, self._doubts):
+            known.pop(node, None)
 
     async def close(self) -> None:
         tasks = list(self._asking.values())
@@ -78,13 +122,25 @@ class Doubts:
 
     async def _look_into(self, node: str) -> None:
         records = self._records.get(node)
-        if await self._ask(self._peers[node]):
+        answer = await self._ask(self._peers[node])
+        if answer:
             return
         await asyncio.sleep(HEARSAY)
         if records is None or self._records.get(node) != records:
             return  # it is heard of, or gone already
-        logger.info("node %s is given up: its connections ended, and it does not answer", node)
+        if is_gone(answer, doubters_of(node, self._doubts) | {self._node}):
+            logger.info("node %s is given up: its connections ended, and it does not answer", node)
+        elif must_resign(await self._survey()):
+            logger.warning("This node cannot reach half of the others: it leads no more.")
+            node = self._node
+        else:
+            return
         try:
             await self._give_up(node)
         except RendezvousError as error:
             logger.debug("whether %s is given up will be seen: %s", node, error)
+
+    async def _survey(self) -> list[bool | None]:
+        """Ask some of the others whether they live."""
+        others = [peer for node, peer in sorted(self._peers.items()) if peer and node != self._node]
+        return await asyncio.gather(*map(self._ask, others[:SURVEYED]))

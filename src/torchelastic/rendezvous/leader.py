@@ -113,7 +113,7 @@ class Leader:
         #: Why the witness did not answer when it was asked last, and what asks it now.
         self._silent = ""
         self._claiming: asyncio.Task[None] | None = None
-        self._doubts = Doubts(ask, self._give_up) if ask is not None else None
+        self._doubts = Doubts(node, ask, self._give_up) if ask is not None else None
         self._node = node
         self._rules = rules
         self._clock = clock

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from torchelastic.config import DEFAULT_ETCD_PORT, DEFAULT_PORT, format_endpoint, parse_endpoints
@@ -25,11 +26,12 @@ _FORM = "write SCHEME://HOST[:PORT]/RUN_ID?min_workers=N&max_workers=M, SCHEME b
 _PARTS = re.compile(r"(\w+)://([^/?#]*)(.*)", re.DOTALL)
 
 _NUMBERS = ("min_workers", "max_workers")
-_TIMES = ("timeout", "last_call_timeout")
-#: What only the store of that scheme understands; the store checks the values.
+_TIMES = ("timeout", "last_call_timeout", "progress_timeout")
+_QUORUMS = ("majority", "none")
+#: What only the rendezvous of that scheme understands; etcd's store checks the values.
 _OPTIONS: dict[str, tuple[str, ...]] = {
     "etcd": KEYS,
-    "tcp": (),
+    "tcp": ("quorum",),
 }
 
 
@@ -48,6 +50,10 @@ class RendezvousUrl:
     timeout: float | None = None
     #: Seconds to wait for more workers once there are enough; None: not said.
     last_call_timeout: float | None = None
+    #: Seconds without progress after which a worker is hung; 0: never, None: not said.
+    progress_timeout: float | None = None
+    #: Who may go on when workers are lost: a majority, or whoever is left with the host.
+    quorum: Literal["majority", "none"] = "majority"
     #: `secret_file`, `tls_cert`, `tls_key`, `tls_ca`: paths, those that are said.
     files: Mapping[str, str] = field(default_factory=dict)
     #: For the store: `etcd_prefix` and the like.
@@ -72,8 +78,10 @@ def parse(url: str) -> RendezvousUrl:
         max_workers=largest,
         timeout=_time(url, given, "timeout"),
         last_call_timeout=_time(url, given, "last_call_timeout"),
+        progress_timeout=_time(url, given, "progress_timeout"),
+        quorum=_quorum(url, given),
         files={name: given[name] for name in FILE_KEYS if name in given},
-        options={name: given[name] for name in _OPTIONS[parts.scheme] if name in given},
+        options={name: given[name] for name in KEYS if name in given},
     )
 
 
@@ -135,6 +143,12 @@ def _number(url: str, name: str, text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise ConfigError(f"{name}='{text}' in '{url}' is no whole number.")
     return int(text)
+
+
+def _quorum(url: str, given: Mapping[str, str]) -> Literal["majority", "none"]:
+    if (value := given.get("quorum", "majority")) not in _QUORUMS:
+        raise ConfigError(f"quorum='{value}' in '{url}' is unknown: write majority or none.")
+    return "none" if value == "none" else "majority"
 
 
 def _time(url: str, given: Mapping[str, str], name: str) -> float | None:

@@ -127,7 +127,10 @@ class CoordinatorP2P(Coordinator):
             return self._enlist()
         from torchelastic.training import own_node
 
-        return channel.Link(own_node.start(self.init_method, max_workers=self.max_num_trainers))
+        node = own_node.start(
+            self.init_method, max_workers=self.max_num_trainers, timeout=self.timeout
+        )
+        return channel.Link(node)
 
     def _enlist(self) -> channel.Link:
         global _enlisted

@@ -95,14 +95,19 @@ def bases(nodes: Nodes, size: int, *, sharded: bool = False) -> list[Version]:
     where ranks were killed while some had committed a step and others had not, the latter's random
     states are those of the step before: the version before is as good then, since that step was in
     flight for them, and redoing it leads to the same bits. Further back nothing is preferred for
-    being whole: those steps were finished by all.
+    being whole: those steps were finished by all. Nor in a world of another size, which would redo
+    the step with other samples for each rank.
     """
     shared = _shared(nodes, sharded)
     found = [
         one for one in shared if not lost_shards(nodes, one) and not _is_done_again(one, shared)
     ]
     recent = [version for version in found[:2] if version[0] == found[0][0]]
-    whole = [version for version in recent if not lacking(nodes, version, size)]
+    whole = [
+        version
+        for version in recent
+        if _size_at(nodes, version) == size and not lacking(nodes, version, size)
+    ]
     return [*whole, *(version for version in found if version not in whole)]
 
 
@@ -155,11 +160,16 @@ def lacking(nodes: Nodes, version: Version, size: int) -> list[int]:
 
     A rank that the world of that version did not have lacks nothing.
     """
+    ranks = range(min(size, _size_at(nodes, version)))
+    return [rank for rank in ranks if not is_reachable(nodes, own(rank), version)]
+
+
+def _size_at(nodes: Nodes, version: Version) -> int:
+    """The size of the world that wrote a version."""
     sizes = [
         held.size for node in nodes.values() for held in node.holdings if held.version == version
     ]
-    ranks = range(min(size, max(sizes, default=0)))
-    return [rank for rank in ranks if not is_reachable(nodes, own(rank), version)]
+    return max(sizes, default=0)
 
 
 def is_reachable(nodes: Nodes, piece: str, version: Version) -> bool:

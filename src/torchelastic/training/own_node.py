@@ -14,7 +14,9 @@ import os
 import secrets
 import socket
 import threading
+import time
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 
 from torchelastic import env
@@ -23,6 +25,7 @@ from torchelastic.agent.log_observer import LogObserver
 from torchelastic.agent.presence import Presence
 from torchelastic.agent.side_tasks import SideTasks
 from torchelastic.agent.transitions import Transitions
+from torchelastic.agent.vigil import LOOK, Pace, limit_for
 from torchelastic.clock import SystemClock
 from torchelastic.config import LaunchConfig, format_endpoint
 from torchelastic.errors import TorchElasticError
@@ -37,17 +40,22 @@ logger = logging.getLogger("torchelastic")
 
 #: How long the last words of a node may take, and how long a host stays for the others to go.
 LAST_WORDS, HOST_STAYS = 2.0, 5.0
+#: How long the worker's control thread has to answer, in seconds.
+ANSWER = 1.0
 
 
-def start(url: str, *, max_workers: int | None = None) -> socket.socket:
+def start(
+    url: str, *, max_workers: int | None = None, timeout: timedelta = timedelta(minutes=30)
+) -> socket.socket:
     """Join the job at `url` in a thread; returns the worker's end of its channel.
 
+    `timeout` is how long others wait for this worker: in a collective, and when a world is over.
     The thread is waited for when the process ends: whoever hosts the rendezvous stays until the
     others have heard that the training is done.
     """
     config = config_for(urls.parse(url), max_workers)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    node = OwnNode(config, ours)
+    node = OwnNode(config, ours, patience=timeout.total_seconds())
     threading.Thread(target=node.run, name="torchelastic-node").start()
     return theirs
 
@@ -68,6 +76,8 @@ def config_for(url: urls.RendezvousUrl, max_workers: int | None) -> LaunchConfig
         rdzv_tls_ca=url.files.get("tls_ca"),
         wait_for_nodes=defaults.wait_for_nodes if url.timeout is None else url.timeout,
         settle=defaults.settle if url.last_call_timeout is None else url.last_call_timeout,
+        quorum=url.quorum,
+        progress_timeout=url.progress_timeout,
     )
 
 
@@ -78,8 +88,12 @@ class _HasLeft:
 class OwnNode:
     """One node with one worker: this process."""
 
-    def __init__(self, config: LaunchConfig, channel_end: socket.socket) -> None:
+    def __init__(
+        self, config: LaunchConfig, channel_end: socket.socket, *, patience: float = 1800.0
+    ) -> None:
+        """`patience` is how long the worker may take to stop when its world is over, in seconds."""
         self._config = config
+        self._patience = min(patience, config.progress_timeout or patience)
         self._channel = channel_end
         self._node = secrets.token_hex(6)
         self._state = crew.alone(self._node, socket.gethostname())
@@ -88,6 +102,13 @@ class OwnNode:
         self._transitions = Transitions()
         self._stores = OwnStores()
         self._step = -1
+        #: Where the worker shows its progress, and what has been seen of that.
+        self._slate = -1
+        self._pace = Pace()
+        #: When it was told to enter its world, and that the world is over.
+        self._entering_at = self._over_at = 0.0
+        #: The last answer of its control thread.
+        self._pong = orders.Pong(waiting=False, number=0)
 
     def run(self) -> None:
         """The whole thread."""
@@ -104,6 +125,7 @@ class OwnNode:
 
     async def _run(self) -> None:
         self._channel.setblocking(False)
+        self._slate = slate.create()
         self._presence = Presence(
             self._config,
             self._node,
@@ -116,6 +138,7 @@ class OwnNode:
         try:
             self._beside.start(self._listen, "listen")
             self._beside.start(self._join, "join")
+            self._beside.start(self._watch, "hang-watchdog")
             while not self._state.is_terminal:
                 event = await self._next_event()
                 self._state, commands = self._transitions.take(crew.handle, self._state, event)
@@ -148,6 +171,7 @@ class OwnNode:
         closed = self._state.world is not None and self._state.world.phase == "closed"
         await self._presence.close(HOST_STAYS if closed else 0.0)
         self._stores.close()
+        os.close(self._slate)
 
     # --- the store of a generation ---------------------------------------------------------------
 
@@ -183,13 +207,15 @@ class OwnNode:
                 self._step = report.step
                 self._queue.put_nowait(group_state.WorkerFailed(self._failure(report)))
             case orders.Enlisted():
-                self._tell(orders.Slate(), slate.create())
+                self._tell(orders.Slate(), os.dup(self._slate))
                 self._queue.put_nowait(crew.Said(0, report))
             case orders.Stopped() | orders.Finished() | orders.Up():
                 self._step = report.step
                 self._queue.put_nowait(crew.Said(0, report))
             case orders.Entered() | orders.Unfit():
                 self._queue.put_nowait(crew.Said(0, report))
+            case orders.Pong():
+                self._pong = report
 
     def _failure(self, erred: orders.Erred | orders.PeerLost) -> Failure:
         world = self._state.world
@@ -212,6 +238,10 @@ class OwnNode:
     def _perform(self, command: crew.Command) -> None:
         match command:
             case group_state.Tell(_, order):
+                if isinstance(order, orders.Enter):
+                    self._entering_at = time.monotonic()
+                elif isinstance(order, orders.Over):
+                    self._over_at = time.monotonic()
                 self._tell(order)
             case group_state.Report(changes):
                 self._presence.update(**{"step": self._step, **changes})
@@ -219,6 +249,45 @@ class OwnNode:
                 self._beside.start(partial(self._presence.rejoin, gone), "rejoin")
             case group_state.Stop():
                 self._end()
+
+    async def _watch(self) -> None:
+        """Leave the job once the worker is hung: the others must not wait for it for ever.
+
+        It cannot be killed and replaced, as a worker of an agent's: that would end this process.
+        """
+        while True:
+            await asyncio.sleep(min(LOOK, self._patience / 4))
+            if why := await self._hang():
+                logger.error("This worker is hung (%s). The others go on without it.", why)
+                self._queue.put_nowait(group_state.StoreLost(f"this worker was hung ({why})"))
+                return
+
+    async def _hang(self) -> str:
+        """Why the worker is hung; empty while it is not."""
+        worker, now = self._state.workers[0], time.monotonic()
+        if worker.status is not crew.Status.TRAINING:
+            return ""
+        if worker.stopping >= 0 and not worker.through:
+            late = now - self._over_at > self._patience
+            return f"not free {now - self._over_at:.1f} s after its world was over" if late else ""
+        generation, step, at = slate.read_progress(self._slate)
+        if generation == worker.generation:
+            self._pace.saw(generation, step, at, slate.read_first_step(self._slate))
+        else:
+            self._pace.set_out(worker.generation, self._entering_at)
+        limit = limit_for(self._pace, self._config.progress_timeout)
+        if limit is None or now <= self._pace.entered_at + limit or await self._waits_for_others():
+            return ""
+        return self._pace.words(now)
+
+    async def _waits_for_others(self) -> bool:
+        """Whether the training thread is in a collective, as far as its process answers."""
+        number = self._pong.number + 1
+        self._tell(orders.Ping(number))
+        deadline = time.monotonic() + ANSWER
+        while self._pong.number < number and time.monotonic() < deadline:
+            await asyncio.sleep(ANSWER / 100)
+        return self._pong.number >= number and self._pong.waiting
 
     def _end(self) -> None:
         """The job is closed, or out of reach: the worker cannot be stopped, but it can be told."""

@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.unit.rendezvous.embedded_support import JOB, story, within
-from torchelastic.rendezvous.doubts import Doubts
+from tests.unit.rendezvous.embedded_support import JOB, connected, serving, story, within
+from torchelastic.rendezvous.doubts import Doubts, give_up_leader
 from torchelastic.rendezvous.embedded import wire
 from torchelastic.rendezvous.embedded.dial import Endpoint
 from torchelastic.rendezvous.embedded.endpoint import bind_endpoint
 from torchelastic.rendezvous.embedded.reception import Reception
 from torchelastic.rendezvous.embedded.ring import Ring, lives, successor
-from torchelastic.rendezvous.world import Member
+from torchelastic.rendezvous.world import LEADER_KEY, MEMBER_PREFIX, Member
 
 PATIENCE = 20.0
 SILENCE = 1.0
@@ -140,33 +140,90 @@ def member(name: str, *doubts: str) -> Member:
     return Member(node=name, name=name, addr=name, peer=f"{name}:1", nproc=1, doubts=doubts)
 
 
-@pytest.mark.parametrize(
-    ("answer", "is_heard_of", "given_up"),
-    [
-        (True, False, []),
-        (False, False, ["b"]),
-        (None, False, ["b"]),
-        (False, True, []),  # a firewall resets its connections, but it speaks through the store
-        (None, True, []),
-    ],
-)
+#: Who doubts whom; what "b" answers, everybody else lives; whether "b" is heard of meanwhile; and
+#: whom the leader, "l", gives up.
+LOOKS = [
+    ({"a": "b"}, True, False, []),
+    ({"a": "b"}, False, False, ["b"]),
+    ({"a": "b"}, None, False, ["b"]),  # the leader is the second one
+    ({"l": "b"}, None, False, []),  # the leader alone: the lease decides
+    ({"l": "b"}, False, False, ["b"]),
+    ({"a": "b"}, False, True, []),  # a firewall resets its connections, but it speaks elsewhere
+    ({"a": "b"}, None, True, []),
+]
+
+
+@pytest.mark.parametrize(("who", "answer", "is_heard_of", "given_up"), LOOKS)
 @story
-async def test_the_leader_asks_whom_others_doubt_and_decides(answer, is_heard_of, given_up):
+async def test_the_leader_asks_whom_others_doubt_and_decides(who, answer, is_heard_of, given_up):
+    assert await given_up_by_the_leader(who, {"b": answer}, is_heard_of=is_heard_of) == given_up
+
+
+@story
+async def test_a_leader_that_is_cut_off_gives_nobody_up_but_itself():
+    silent = dict.fromkeys("abc")
+    assert await given_up_by_the_leader({"l": "b"}, silent) == ["l"]
+    # Of two nodes neither knows on which side the cut is.
+    assert await given_up_by_the_leader({"l": "b"}, silent, members="lb") == []
+
+
+async def given_up_by_the_leader(who, answers, *, is_heard_of=False, members="labc"):
     gone = []
 
     async def ask(address):
-        assert address == "b:1"
-        if is_heard_of:
+        node = address.removesuffix(":1")
+        if is_heard_of and node == "b":
             doubts.heard(member("b", "a"))
-        return answer
+        return answers.get(node, True)
 
     async def give_up(node):
         gone.append(node)
 
-    doubts = Doubts(ask, give_up)
-    doubts.heard(member("b"))
-    doubts.heard(member("a", "b"))
+    doubts = Doubts("l", ask, give_up)
+    for node in (*members, *who):
+        doubts.heard(member(node, *who.get(node, "") if node in who else ""))
     while doubts._asking:
         await asyncio.gather(*doubts._asking.values())
-    assert [node for node in gone if node == "b"] == given_up
     await doubts.close()
+    return sorted(set(gone))
+
+
+@pytest.mark.parametrize(
+    ("answer", "others", "is_given_up"),
+    [
+        (False, ["c"], True),
+        (None, ["c"], True),  # a second node doubts it, too
+        (None, [], False),  # cut off alone, or of two nodes: the lease decides
+        (True, ["c"], False),
+    ],
+)
+@story
+async def test_a_silent_leader_is_given_up_by_two_who_doubt_it(answer, others, is_given_up):
+    asked = asyncio.Event()
+
+    async def ask(address):
+        asked.set()
+        return answer
+
+    async with (
+        serving() as server,
+        connected(server.port) as leader,
+        connected(server.port) as other,
+    ):
+        for store, nodes in ((leader, "l"), (other, "abc")):
+            await store.open_lease(60.0)
+            for node in nodes:
+                doubts = "l" if node in ("a", *others) else ()
+                record = member(node, *doubts).to_json()
+                await store.put(MEMBER_PREFIX + node, record, leased=True)
+        await leader.put(LEADER_KEY, {"node": "l"}, leased=True)
+        giving_up = asyncio.create_task(give_up_leader(other, "a", {"l"}, ask, again=0.01))
+        if is_given_up:
+            await within(PATIENCE, leader.lease_lost.wait())
+            await within(PATIENCE, giving_up)
+        else:
+            for _ in range(3):
+                asked.clear()
+                await within(PATIENCE, asked.wait())
+            assert not leader.lease_lost.is_set()
+            giving_up.cancel()

@@ -31,6 +31,10 @@ def made(**more):
             made(timeout=600.0, last_call_timeout=0.5),
         ),
         (
+            "tcp://h/r?min_workers=2&quorum=none&progress_timeout=0",
+            made(backend="c10d", endpoint="h:29400", quorum="none", progress_timeout=0.0),
+        ),
+        (
             "tcp://h/r?min_workers=2&secret_file=/run/secret&tls_ca=ca.pem",
             made(
                 backend="c10d",
@@ -52,6 +56,8 @@ def test_what_is_read(url, read):
     ("url", "sentence"),
     [
         ("", "is no rendezvous"),
+        ("tcp://h/r?min_workers=1&quorum=all", "write majority or none"),
+        ("etcd://h/r?min_workers=1&quorum=none", "is no parameter"),
         ("localhost:2379/r?min_workers=1", "is no rendezvous"),
         ("zookeeper://h/r?min_workers=1", "SCHEME being etcd or tcp"),
         ("etcd://[::1/r?min_workers=1", "names no host"),

@@ -76,6 +76,15 @@ def test_bases_in_the_order_they_are_tried(held, expected):
     assert bases(nodes(*held), 2) == expected
 
 
+def test_a_finished_step_is_not_redone_with_other_samples():
+    """Rank 0's node is lost, and its replica is a step behind: only a world as large as before
+    redoes that step with the same bits."""
+    held = ("s4 s5 r0.4 r1.4 r1.5",)
+    assert bases(nodes(*held), 2) == [(0, 4), (0, 5)]
+    assert bases(nodes(*held), 1) == [(0, 5), (0, 4)]
+    assert bases(nodes(*held), 3) == [(0, 5), (0, 4)]
+
+
 def test_what_no_other_node_can_fetch_is_no_base_of_shards():
     assert bases(nodes("s5 r0.5", "s4 r1.4", peers=False), 2, sharded=True) == []
     assert bases(nodes("s4 s5", "s4", peers=False), 2, sharded=True) == [(0, 4)]

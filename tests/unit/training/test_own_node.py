@@ -17,6 +17,13 @@ from torchelastic.training.own_node import config_for
 from torchelastic.worker import channel, orders
 
 
+def test_who_may_go_on_and_what_counts_as_hung():
+    config = config_for(url.parse("tcp://h/r?min_workers=2&quorum=none&progress_timeout=5"), None)
+    assert (config.quorum, config.progress_timeout) == ("none", 5.0)
+    config = config_for(url.parse("etcd://h/r?min_workers=2"), None)
+    assert (config.quorum, config.progress_timeout) == ("majority", None)
+
+
 def test_the_secret_and_the_certificates_of_a_url():
     text = "tcp://h/r?min_workers=2&secret_file=/s&tls_cert=c&tls_key=k&tls_ca=a"
     config = config_for(url.parse(text), None)
@@ -56,12 +63,12 @@ class Job:
     """A node whose worker and whose job are the test, in one thread: what happens between two
     `await`s the node finds all at once."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, address="tcp://h/r?min_workers=2", **options):
         monkeypatch.setattr(own_node, "Presence", Presence)
         monkeypatch.setattr(own_node, "interface_of", lambda addr: None)
         ours, self.worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        config = own_node.config_for(url.parse("tcp://h/r?min_workers=2"), None)
-        self.node = own_node.OwnNode(config, ours)
+        config = own_node.config_for(url.parse(address), None)
+        self.node = own_node.OwnNode(config, ours, **options)
         self.world = World(generation=0, phase="running", resident=True, store="elsewhere:1")
 
     async def until(self, condition):
@@ -156,3 +163,39 @@ def test_a_worker_that_leaves_before_the_training_is_done_has_not(monkeypatch, w
             return said
 
     assert "done" not in asyncio.run(play())
+
+
+def test_a_worker_that_never_stops_leaves_the_job(monkeypatch):
+    """Its training thread hangs in user code: no abort reaches it, and the others wait for it."""
+
+    async def play():
+        async with Job(monkeypatch, patience=0.05) as job:
+            await job.train()
+            job.show(phase="over", ending="failure")
+            await job.hear(orders.Over)
+            await asyncio.wait_for(job.running, 30.0)
+            await job.hear(orders.Closed)
+            return job.node._state.reason
+
+    assert "not free" in asyncio.run(play())
+
+
+@pytest.mark.parametrize("waiting", [False, True], ids=["hung", "waits for others"])
+def test_a_worker_without_progress_leaves_unless_it_waits_for_others(monkeypatch, waiting):
+    monkeypatch.setattr(own_node, "LOOK", 0.01)
+    monkeypatch.setattr(own_node, "limit_for", lambda *_: 0.0)
+
+    async def play():
+        async with Job(monkeypatch) as job:
+            await job.train()
+            for number in (1, 2):
+                await job.hear(orders.Ping)
+                job.say(orders.Pong(waiting=waiting, number=number))
+                if not waiting:
+                    break
+            else:
+                return ""
+            await asyncio.wait_for(job.running, 30.0)
+            return job.node._state.reason
+
+    assert ("no progress" in asyncio.run(play())) is not waiting
