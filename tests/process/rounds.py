@@ -3,13 +3,14 @@
     rounds.py LINES PLACES
 
 In a step all send a byte to rank 0, which answers all. Imports no torch. Who has lost a peer makes
-no more steps, and waits for its agent to end it.
+no more steps, and waits for its agent to end it. SIGTERM ends none with a file PLACES/stays-PID.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -23,6 +24,14 @@ master = os.environ["MASTER_ADDR"]
 #: Says where rank 0 listens.
 place = places / f"{generation}-{master}-{os.environ['MASTER_PORT']}"
 out = open(lines / f"{generation}-{rank}-{os.getpid()}", "a", buffering=1)  # noqa: SIM115
+
+
+def end(signum: int, frame: object) -> None:
+    if not (places / f"stays-{os.getpid()}").exists():
+        sys.exit(128 + signum)
+
+
+signal.signal(signal.SIGTERM, end)
 
 
 def meet() -> list[socket.socket]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from contextlib import contextmanager
 
@@ -138,6 +140,45 @@ def test_two_halves_of_four_both_wait(tmp_path):
             assert at_rest(made, 3 * LEASE), f"{how}: a half went on"
             network.heal()
             together = made.wait_steps(size=4, after=together)
+
+
+def worker_of(node: HostNode, generation: int) -> int:
+    """The process of the only worker of a node."""
+    [started] = [e for e in node.events("workers-started") if e["generation"] == generation]
+    return started["pids"][0]
+
+
+@pytest.mark.slow
+def test_a_world_that_half_of_its_nodes_never_heard_of_does_not_stop_the_job(tmp_path):
+    """The leader waits for a worker to end; the network is cut; the leader forms a world with all.
+
+    Four nodes start, and a lease ends."""
+    flags = f"{FLAGS} --nnodes=1:4 --lease=4"
+    with training(tmp_path, 4, flags) as (network, made):
+        made.start_on(network.hosts[3])
+        before = made.wait_steps(size=4)
+        first, second, *others = made.nodes
+        last = worker_of(second, before)
+        (made.directory / "orders" / f"stays-{last}").touch()
+        os.kill(worker_of(first, before), signal.SIGKILL)
+        for node in (first, *others):
+            made.wait_for(
+                lambda node=node: [
+                    one for one in node.events("workers-stopped") if one["generation"] == before
+                ],
+                f"the worker of {node.host} is stopped",
+            )
+        network.cut(network.hosts[:2], network.hosts[2:], how="drop")
+        os.kill(last, signal.SIGKILL)
+        formed = made.wait_for(
+            lambda: [one for one in first.events("world-formed") if one["generation"] > before],
+            "the leader forms a world",
+        )
+        assert formed[0]["size"] == 4
+        wait_for_reason(made, first)
+        network.heal()
+        made.wait_steps(size=4, after=formed[0]["generation"])
+        assert not [e for e in others[0].events("world-formed") if e["generation"] == before + 1]
 
 
 @pytest.mark.slow

@@ -28,6 +28,8 @@ class Membership:
         self._member = member
         #: The record as the store has it, if it has one.
         self._said: Member | None = None
+        #: The revision at which it was put first under the present lease; 0: it was taken along.
+        self.since = 0
         self._reminder: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
         self._settled = asyncio.Event()
@@ -54,13 +56,13 @@ class Membership:
                 beside={MEMBER_PREFIX + named.node: named.to_json()},
             )
             if won is not None:
-                self._said = named
+                self._said, self.since = named, won
                 self.update(name=named.name)
                 return
 
     def unsaid(self) -> None:
         """What the store has of the record is not known: it is to be put again."""
-        self._said = None
+        self._said, self.since = None, 0
         self.update()
 
     def update(self, **changes: Any) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable, Coroutine, Set
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from torchelastic.rendezvous.embedded.ring import Ring
 from torchelastic.rendezvous.heir import Heir
 from torchelastic.rendezvous.leader import SETTLED_KEY, Leader, LeaderObserver
 from torchelastic.rendezvous.round_state import RoundRules
-from torchelastic.rendezvous.store import Json, Store
+from torchelastic.rendezvous.store import Item, Json, Store
 from torchelastic.rendezvous.witness.vigil import WitnessVigil
 from torchelastic.rendezvous.world import (
     LEADER_KEY,
@@ -245,10 +246,11 @@ class Presence:
         async with contextlib.aclosing(store.follow(WORLD_KEY)) as summaries:
             async for summary in summaries:
                 if summary is not None:
-                    await self._see_world(store, summary.value)
+                    await self._see_world(store, summary)
 
-    async def _see_world(self, store: Store, summary: Json) -> None:
+    async def _see_world(self, store: Store, item: Item) -> None:
         """Pass a world on, with the part of its nodes that this one may be in."""
+        summary = item.value
         if summary == self._seen:
             return  # told again, by a store that was opened anew
         world = await self._with_nodes(store, World.from_json(summary))
@@ -262,9 +264,21 @@ class Presence:
             self._accept(world)
         if self._ring is not None:
             self._ring.turn_to([(node.node, node.peer) for node in world.nodes])
+        if store.lease_lost.is_set() and world.phase != "closed":
+            return  # the others may go on without this node: told again when it has joined anew
         self._seen = summary
         if world.phase != "agreeing":
-            self._on_world(world)
+            self._on_world(self._unless_given_up(world, item.modified))
+
+    def _unless_given_up(self, world: World, published: int) -> World:
+        """A world as this node takes it. One that began with a place for it before its present
+        membership did has counted it as lost, or is about to, and is over for it."""
+        assert self._membership is not None
+        is_older = published < self._membership.since and world.place(self._node) is not None
+        if not is_older or world.phase not in ("running", "pausing"):
+            return world
+        reason = "this node was given up"
+        return replace(world, phase="over", after=None, ending="node-failure", reason=reason)
 
     async def _with_nodes(self, store: Store, world: World) -> World | None:
         """A world with the nodes of our part, which is read once for all of the world's phases.

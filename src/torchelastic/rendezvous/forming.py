@@ -244,7 +244,7 @@ def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
     if missing and state.witness.silent:
         return f"waiting for the witness at {state.witness.url}: {state.witness.silent}", False
     if missing is None:
-        return f"waiting for a majority: {_who_agrees(state)} (--quorum){_refused(state)}", False
+        return f"waiting for a majority: {_who_agrees(state)} (--quorum){_tie(state)}", False
     staying = [item.member for item in state.members.values() if not item.member.leaving]
     there = f"{len(staying)} of at least {rules.min_nodes} there"
     if len(staying) < rules.min_nodes:
@@ -266,24 +266,33 @@ def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
 
 
 def _who_agrees(state: RoundState) -> str:
-    """How many there are of those who must agree, and who that is."""
+    """How many of those who must agree can be reached, who that is, and whom of them that are there
+    the others wait for."""
     world, given = the_world(state), votes(state)
     assert state.roll is not None, "nobody is asked"
     asked = next(each for each in reversed(state.roll.electorates) if not each.agrees(given))
-    nodes = f"{len(asked.nodes & given)} of the {len(asked.nodes)} nodes"
+    there = asked.nodes & (given | state.members.keys())
+    nodes = f"{len(there)} of the {len(asked.nodes)} nodes"
     if asked is not state.roll.latest:
-        return f"{nodes} that must agree to replace generation {world.generation} can be reached"
-    if world.host and world.place(world.host) is None:
-        return f"{nodes} (of generation {world.generation}, and its host) can be reached"
-    return f"{nodes} of generation {world.generation} can be reached"
+        nodes += f" that must agree to replace generation {world.generation}"
+    elif world.host and world.place(world.host) is None:
+        nodes += f" (of generation {world.generation}, and its host)"
+    else:
+        nodes += f" of generation {world.generation}"
+    slow = names_of(state, sorted(there - given))
+    busy = f", but the workers of {slow} are not reported to have ended" if slow else ""
+    return f"{nodes} can be reached{busy}"
 
 
-def _refused(state: RoundState) -> str:
-    """Who has the vote of the witness, for people."""
+def _tie(state: RoundState) -> str:
+    """Who has the vote of the witness, or what one would be good for; for people."""
     assert state.roll is not None
-    votes = [each.witness for each in state.roll.electorates]
-    holders = [state.witness.refused[vote] for vote in votes if vote in state.witness.refused]
-    return f"; the witness voted for {names_of(state, holders)}" if holders else ""
+    wanted = [each for each in state.roll.electorates if not each.agrees(votes(state))]
+    refused = state.witness.refused
+    if holders := [refused[each.witness] for each in wanted if each.witness in refused]:
+        return f"; the witness voted for {names_of(state, holders)}"
+    may_tie = all(len(each.voters) % 2 == 0 for each in wanted)
+    return "; with --witness either half of the nodes could go on" if may_tie else ""
 
 
 def _missing(state: RoundState) -> tuple[str, ...]:

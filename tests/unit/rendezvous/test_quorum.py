@@ -227,6 +227,7 @@ def test_a_cut_that_heals_leaves_nobody_waiting():
     job.come("c", "d", gone=0)
     job.wait(10.0)
     assert job.world.phase == "waiting"  # they may have workers of it, as far as is known
+    assert "but the workers of c, d are not reported to have ended" in job.world.reason
     node = GroupState(node="c", generation=0)
     _, commands = group_state.handle(node, WorldSeen(job.world))
     for command in commands:

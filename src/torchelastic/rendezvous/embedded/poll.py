@@ -138,7 +138,10 @@ class Poll:
         there = f"{len(wanted.nodes & votes)} of {len(wanted.nodes)} {what}"
         hint = ""
         if self.has_world and len(wanted.nodes) == 2 and not wanted.witness:
-            hint = "; if the host is gone for good, --two-node-takeover lets the other go on"
+            hint = (
+                "; if the host is gone for good, --two-node-takeover lets the other go on; with "
+                "--witness (a directory that all nodes share) either of two nodes may be lost"
+            )
         elif wanted.witness in self.witness.refused:
             hint = ", and the witness has voted for them"
         return f"{gone}, and {there} are no majority: this node waits for the others{hint}"
