@@ -12,8 +12,8 @@ A majority of whom? Of the nodes of the last world and its host, in it or not. U
 those before that have taken it up, it is not *settled*, and they must agree as well: they may know
 nothing of it.
 
-Where those are an even number, storage can be one more voter: the *witness*. It has one vote in each
-such electorate, which whoever claims it first has for ever, and for one term.
+Where those are an even number, storage can be one more voter: the *witness*. It has one vote in
+each such electorate, which whoever claims it first has for ever, and for one term.
 
 A voter never votes for who knows less than itself, so the new host holds the newest world that a
 majority can have taken up. The old host, cut off, may have formed one world more that nobody has
