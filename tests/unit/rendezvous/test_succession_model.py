@@ -66,6 +66,11 @@ SEARCHES = {
     "two, witness": (running(2, witness=True), Bounds(2, 2, leaves=1, crashes=1), WITNESS),
     "two, newcomer, witness": (running(2, 1, witness=True), Bounds(1, 2), WITNESS),
     "three, witness": (running(3), Bounds(2, 2), WITNESS),
+    "one, spare host, witness": (
+        running(2, spare=True, witness=True),
+        Bounds(2, 3, leaves=1, crashes=1),
+        WITNESS,
+    ),
     "four, witness": (running(4, witness=True), Bounds(1, 1), WITNESS),
     # While the only host trains itself, and else what is left of the laws where a job may split.
     "no quorum": (running(3), Bounds(0, 2, leaves=1, crashes=1), HOST_TRAINS),
