@@ -185,6 +185,8 @@ class LaunchConfig:
     wait_for_nodes: float = 3600.0
     grow: Grow = field(default_factory=Grow)
     world_sizes: WorldSizes = field(default_factory=WorldSizes)
+    #: A shell command that has to succeed on a node before it takes part; empty: none.
+    preflight: str = ""
 
     #: Seconds a step of a resident worker may take before it counts as hanging; 0: any time; None:
     #: learned from the steps before.

@@ -13,8 +13,15 @@ from typing import Any
 MOST_LINES, MOST_LOG, MOST_LINE = 20, 4000, 500
 #: Characters of a hint, and of the words for a collective.
 MOST_HINT = 500
+#: Exceptions of a program that cannot run, or asks for what we do not support, wherever it starts.
+INCURABLE = frozenset(
+    {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"}
+    | {"ConfigError", "ProcessesError", "ProgramMissing"}
+)
 #: What colours text, and moves the cursor of a terminal.
 _ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\))")
+_EXCEPTION = re.compile(r"([\w.]+)(?::|$)")
+_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 def signal_name(number: int) -> str:
@@ -40,6 +47,8 @@ class Failure:
     #: `RuntimeError: boom` when the worker told; otherwise what its exit says.
     message: str
     traceback: str = ""
+    #: `train.py:37 in step`: the innermost frame of the user's code in that traceback.
+    place: str = ""
     role: str = "default"
     step: int | None = None
     #: It ended after its agent had begun to stop it: whatever it says, it is not the cause.
@@ -96,10 +105,21 @@ class Failure:
             f"{step}: {first_line}"
         )
 
+    @property
+    def kind(self) -> str:
+        """The type of the exception; of a failure without one, its message without the numbers,
+        which differ from one time to the next."""
+        named = _EXCEPTION.match(self.message) if self.told else None
+        return named[1] if named else _NUMBER.sub("#", self.message)
+
+    @property
+    def incurable(self) -> bool:
+        """Whether a restart of the same program would end in the same way."""
+        return self.told and self.kind in INCURABLE
+
     def signature(self) -> tuple[int, str, str]:
-        """Equal for two failures with the same cause at the same place, whoever the worker was."""
-        frames = [line for line in self.traceback.splitlines() if line.startswith("  File ")]
-        return (self.exitcode, self.message, frames[-1].strip() if frames else "")
+        """Equal for two failures of the same kind at the same place, whoever the worker was."""
+        return (self.exitcode, self.kind, self.place)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"log_lines": list(self.log_lines)}
@@ -167,7 +187,7 @@ def _bounded(lines: Sequence[str]) -> tuple[str, ...]:
 def _cut(data: Mapping[str, Any]) -> dict[str, Any]:
     """What is given of the texts that have a bound, within it."""
     made: dict[str, Any] = {
-        name: data[name][:MOST_HINT] for name in ("hint", "collective") if name in data
+        name: data[name][:MOST_HINT] for name in ("hint", "collective", "place") if name in data
     }
     if "log_lines" in data:
         made["log_lines"] = _bounded([line[:MOST_LINE] for line in data["log_lines"]])

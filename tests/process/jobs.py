@@ -115,7 +115,8 @@ class Job:
         return node
 
     def order(self, what: str, *, rank: int | str = "any", generation: int | str = "any") -> None:
-        """`raise`, `exit 3`, `finish`, `ignore-term`: for one worker or for all."""
+        """`raise`, `exit 3`, `finish`, `ignore-term`, `train 2` (and raise where there are more
+        than two workers): for one worker or for all."""
         path = self._orders / f"{generation}-{rank}"
         path.with_suffix(".part").write_text(what)
         path.with_suffix(".part").rename(path)

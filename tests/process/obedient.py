@@ -1,4 +1,5 @@
-"""A worker that does as it is told: `obedient.py LINES ORDERS`. Imports no torch."""
+"""A worker that does as it is told: `obedient.py LINES ORDERS`. Imports no torch, but a
+light one where it is told to train."""
 
 import json
 import os
@@ -39,6 +40,7 @@ contract = {
 }
 tell("start", env=contract)
 
+trained = False
 while True:
     for name in (f"{generation}-{rank}", f"{generation}-any", "any-any"):
         path = orders / name
@@ -46,12 +48,20 @@ while True:
             continue
         what, _, value = path.read_text().partition(" ")
         if what == "raise":
-            raise ValueError(value or "told to")
+            raise ValueError(value.replace("PID", str(os.getpid())) or "told to")
         if what == "exit":
             sys.exit(int(value))
         if what == "finish":
             tell("finish")
             sys.exit(0)
+        if what == "train" and not trained:  # in worlds of no more than so many workers
+            if int(os.environ["WORLD_SIZE"]) > int(value):
+                raise ValueError(f"the batch cannot be split over {os.environ['WORLD_SIZE']}")
+            from torch.optim import SGD
+
+            SGD().step()
+            trained = True
+            tell("step")
         if what == "ignore-term" and signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             tell("ignoring")

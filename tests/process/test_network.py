@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.etcd import FAST, any_etcd
 from tests.netns import Network
 from tests.process.network_jobs import PORT, NetworkJob, check_one_world_at_a_time, network_job
 
@@ -32,6 +35,42 @@ def test_a_node_that_is_cut_off_is_taken_out_and_comes_back(tmp_path):
             )
             network.heal()
             together = made.wait_steps(size=3, after=apart)
+        check_one_world_at_a_time(made)
+
+
+@contextmanager
+def etcd_on(host, directory):
+    url = f"http://{host.addresses[0]}:2379"
+    command = [any_etcd(), f"--data-dir={directory}", *FAST, f"--listen-client-urls={url}"]
+    process = host.popen(
+        [*command, f"--advertise-client-urls={url}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield f"{host.addresses[0]}:2379"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.needs("etcd")
+@pytest.mark.parametrize("cut_off", [0, 2], ids=["the first", "the last"])
+def test_a_node_that_reaches_etcd_but_no_peer_does_not_stop_the_others(tmp_path, cut_off):
+    """It is given up when two have found it silent, after a lease of two seconds, and held out: the
+    others go on in one world, though it comes back to etcd at once. Whichever leads."""
+    flags = "--nnodes=1:3 --lease=2 --settle=0.5 --rdzv-backend=etcd"
+    with (
+        Network(4, ipv6=False) as network,
+        etcd_on(network.hosts[3], tmp_path / "etcd") as endpoint,
+        network_job(tmp_path / "job", network, flags, endpoint=endpoint) as made,
+    ):
+        hosts = network.hosts[:3]
+        made.start_all(hosts)
+        together = made.wait_steps(size=3)
+        network.cut([host for host in hosts if host is not hosts[cut_off]], [hosts[cut_off]])
+        apart = made.wait_steps(60, size=2, after=together)
+        assert {line["size"] for line in made.steps(generation=apart)} == {2}
         check_one_world_at_a_time(made)
 
 

@@ -85,14 +85,37 @@ def test_without_log_files_a_failure_is_explained_all_the_same(tmp_path):
         assert "--max-restarts 0" in node.stderr
 
 
-@pytest.mark.slow
-def test_a_failure_that_always_comes_back_ends_the_job_early(tmp_path):
-    with job(tmp_path, "--standalone") as it:
-        it.order("raise no such file")
+def test_an_error_that_always_comes_back_ends_the_job_early(tmp_path):
+    """Its text differs each time, its type and its place do not. Five starts."""
+    with job(tmp_path, "--standalone --no-zygote") as it:
+        it.order("raise no such file: /tmp/PID")
         node = it.start()
         assert node.wait(60) == 1
         assert len(it.lines(event="start")) == 5
-        assert "the same failure came back at once 5 times in a row" in node.stderr
+        last = node.stderr.partition("obedient.py FAILED in generation 4: ")[2]
+        title, _, block = last.partition("\n")
+        assert title.startswith("same error 5 times without progress (obedient.py:")
+        assert title.endswith(" in <module>); giving up")
+        assert "error     : ValueError: no such file" in block
+
+
+def test_a_node_whose_preflight_check_fails_joins_when_it_succeeds(tmp_path):
+    """It hosts the rendezvous meanwhile. The next check is five seconds after the first."""
+    mended = tmp_path / "mended"
+    check = tmp_path / "check"
+    check.write_text(f"#!/bin/sh\ntest -e {mended} || {{ echo GPU 3 is gone; exit 3; }}")
+    check.chmod(0o755)
+    with job(tmp_path / "job", "--nnodes=1:2") as it:
+        host = it.start(f"--preflight={check}")
+        it.start()
+        assert len(it.world(0, 1)) == 1
+        failed = "The --preflight check failed (exit code 3): this node does not take part"
+        assert failed in host.stderr, it.said()
+        assert "Last lines of its output:\n  GPU 3 is gone" in host.stderr
+        mended.touch()
+        it.world(1, 2)
+        it.order("finish")
+        assert [node.wait() for node in it.nodes] == [0, 0]
 
 
 def test_node_kill_then_scale_up_then_leave(tmp_path):

@@ -47,6 +47,7 @@ FILLED = LaunchConfig(
     wait_for_nodes=0,
     grow=Grow("every", seconds=60),
     world_sizes=WorldSizes(allowed=(2, 4)),
+    preflight="nvidia-smi -q",
     snapshot_replicas=2,
     snapshot_bandwidth=1e9,
     zygote=False,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from torchelastic import env, jobs
-from torchelastic.agent import crew, group_state, logs, report
+from torchelastic.agent import crew, group_state, logs, preflight, report
 from torchelastic.agent.best_effort import observing
 from torchelastic.agent.crew import CrewState
 from torchelastic.agent.doings import Doings
@@ -114,6 +114,12 @@ class Agent:
         self._beside = SideTasks(self._went_wrong, lambda sentence: self._narrator.say(sentence))
         self._transitions = Transitions()
         self._action: asyncio.Task[None] | None = None
+        #: The newest generation in which a worker here was seen to have taken a step.
+        self._trained = -1
+        #: Set once this node may take part in the training (`--preflight`).
+        self._fit = asyncio.Event()
+        if not config.preflight:
+            self._fit.set()
         #: From the moment on at which nothing may be started any more.
         self._closing = False
 
@@ -328,6 +334,7 @@ class Agent:
     async def _join(self) -> None:
         """Meet the other nodes and warm up side by side; say `ready` when both are done."""
         warming = self._beside.start(self._nursery.warm_up, "warm-up")
+        checking = self._beside.start(self._check, "preflight")
         self._narrator.joins()
         await self._presence.join()
         self._workers.reached_at(self._presence.meeting.addr)
@@ -338,7 +345,22 @@ class Agent:
             self._telling.open(self._presence.meeting)
         self._narrator.joined(self._presence.member.name, self._presence.meeting)
         self._narrator.warmed_up(await warming, self._nursery.warnings)
+        await checking
         self._beside.start(self._keep_store_host, "store-host")
+
+    async def _check(self) -> None:
+        """See that this node is fit for the training, if the user has said how."""
+
+        def failed(how: str, sentence: str) -> None:
+            self._presence.update(unfit=f"its --preflight check {how}")
+            self._narrator.say(sentence)
+
+        if self._fit.is_set():
+            return
+        command, helpers = self._config.preflight, self._workers.helpers
+        await preflight.until_passed(command, self._env, helpers, failed)
+        self._presence.update(unfit="")
+        self._fit.set()
 
     async def _rejoin(self, gone: int) -> None:
         name = await self._presence.rejoin(gone)
@@ -510,7 +532,8 @@ class Agent:
             case group_state.Stop(signum):
                 self._workers.signal(signum)
             case group_state.Report(changes):
-                self._presence.update(**{"step": self._workers.best_step, **changes})
+                steps = {"step": self._workers.best_step, "trained": self._newest_trained()}
+                self._presence.update(**{**steps, **changes})
             case group_state.Rejoin(gone):
                 self._beside.start(partial(self._rejoin, gone), "rejoin")
             case group_state.Tell(local_rank, order):
@@ -519,6 +542,16 @@ class Agent:
                     self._vigil.told_over(local_rank)
             case crew.Spawn(local_rank):
                 self._beside.start(partial(self._start_standby, local_rank), "standby")
+
+    def _newest_trained(self) -> int:
+        """The newest generation in which a worker here has taken a step."""
+        generations = [self._trained, self._workers.counted.newest]
+        for local_rank in range(self._config.nproc_per_node):
+            seen = self._workers.progress(local_rank)
+            if seen is not None and seen[1] > self._workers.first_step(local_rank):
+                generations.append(seen[0])
+        self._trained = max(generations)
+        return self._trained
 
     def _act(self, work: Coroutine[Any, Any, None]) -> None:
         """Perform after what is under way: a stop does not overtake the start it ends."""
@@ -537,6 +570,7 @@ class Agent:
         The survivors of a failure recover in the time in which a replacement would have loaded the
         script; they wait for it only where the world does.
         """
+        await self._fit.wait()
         if isinstance(self._state, CrewState) and self._state.having(crew.Status.TRAINING):
             await self._vigil.recovered(lambda: self._crew)
         if self._closing or self._workers.stopping:

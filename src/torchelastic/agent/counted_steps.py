@@ -21,11 +21,14 @@ class CountedSteps:
 
     def __init__(self) -> None:
         self._handed: dict[int, _Handed] = {}
+        #: The newest generation in which a worker has taken a step.
+        self.newest = -1
 
     def handed(self, local_rank: int, place: tuple[int, int], descriptor: int) -> None:
         """A worker has taken its first step."""
         self.forget(local_rank)
         self._handed[local_rank] = _Handed(descriptor, place)
+        self.newest = max(self.newest, place[0])
 
     def forget(self, local_rank: int) -> None:
         """Another worker is to come in its place, or it tells its steps itself from now on."""

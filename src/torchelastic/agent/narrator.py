@@ -252,6 +252,7 @@ class Narrator:
             reason=world.reason,
             restarts_used=world.ledger.used,
             spares=list(world.spares),
+            held={one.name: one.sentence() for one in world.held if one.seconds},
             count=world.count,
         )
         self._log.emit(formed, generation=world.generation)
@@ -260,6 +261,9 @@ class Narrator:
         """What a node does that has no place in a world: one that came too late warms up."""
         if world.place(self._node) is not None:
             return ""
+        for one in world.held:
+            if one.node == self._node and one.seconds:
+                return f"; this node is a spare, held out for {one.span()}"
         is_full = world.count >= self._config.max_nodes
         if is_full or self.name in world.spares or world.spare_count > len(world.spares):
             return "; this node waits as a spare"

@@ -31,6 +31,7 @@ POLICY: dict[str, float] = {
     "doubt": ESSENTIAL,
     "witness": BEST_EFFORT,  # it is only looked at: it is asked when it decides
     # Its workers.
+    "preflight": ESSENTIAL,
     "warm-up": BEST_EFFORT,  # without a zygote, workers start as plain processes
     "action": ESSENTIAL,
     "standby": ESSENTIAL,

@@ -15,9 +15,8 @@ import asyncio
 import logging
 import os
 import shutil
-import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Protocol
 
 from torchelastic import env
 from torchelastic.agent import linux
-from torchelastic.agent.processes import start_program
+from torchelastic.agent.run_program import run_program
 from torchelastic.errors import SpawnError
 from torchelastic.events.hangs import tidy
 from torchelastic.worker import orders, stack_dump
@@ -73,39 +72,16 @@ async def stack_of(pid: int | None, helpers: set[int]) -> str:
     memory = os.memfd_create("torchelastic-py-spy", os.MFD_CLOEXEC)
     try:
         command = [program, "dump", "--nonblocking", "--pid", str(pid)]
-        is_read = await _is_run(command, memory, helpers)
+        with open(os.devnull, "r+b", buffering=0) as null:
+            streams = (null.fileno(), memory, null.fileno())
+            running = run_program(command, env.snapshot(), streams, helpers, STACK)
+            is_read = await running is not None
         return os.pread(memory, STACK_BYTES, 0).decode(errors="replace") if is_read else ""
     except SpawnError as error:
         logger.warning("%s Mend or remove it.", error)
         return ""
     finally:
         os.close(memory)
-
-
-async def _is_run(command: Sequence[str], output: int, helpers: set[int]) -> bool:
-    """Whether a program has ended by itself in time; otherwise it is killed."""
-    with open(os.devnull, "r+b", buffering=0) as null:
-        streams = (null.fileno(), output, null.fileno())
-        pid = start_program(command, env=env.snapshot(), streams=streams)
-    helpers.add(pid)
-    pidfd = os.pidfd_open(pid)
-    loop = asyncio.get_running_loop()
-    ended = loop.create_future()
-
-    def reap() -> None:
-        loop.remove_reader(pidfd)
-        ended.set_result(linux.exitcode(pidfd))
-        os.close(pidfd)
-        helpers.discard(pid)
-
-    loop.add_reader(pidfd, reap)
-    try:
-        return bool((await asyncio.wait({ended}, timeout=STACK))[0])
-    finally:  # a cancellation included: it would go on reading
-        if not ended.done():
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            # No longer: it may read a page from a disk that does not answer.
-            await asyncio.wait({ended}, timeout=STACK)
 
 
 class Workers(Protocol):

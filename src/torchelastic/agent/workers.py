@@ -325,8 +325,7 @@ class Workers:
 
     def _heard(self, local_rank: int, message: dict[str, Any]) -> None:
         if message.get("type") == "failure":
-            said, where = str(message.get("message", "")), str(message.get("traceback", ""))
-            self._last_words_of[local_rank] = error_file.ErrorRecord(said, where)
+            self._last_words_of[local_rank] = error_file.heard(message)
         elif str(message.get("type")).startswith(messages.PREFIX):
             self._snapshots.heard(message, partial(self._answer, local_rank, self.pid(local_rank)))
         else:
@@ -440,6 +439,7 @@ class Workers:
             exitcode=exit.exitcode,
             message=message if told else report.with_hint(message, hint),
             traceback=told.traceback[-TOLD_TRACEBACK:] if told else "",
+            place=told.place if told else "",
             stopped=self._is_stopped(exit.local_rank),
             error_file=path if told else "",
             hint=hint,
@@ -489,6 +489,7 @@ class Workers:
             exitcode=1,
             message=(f"lost a peer: {erred.message}" if lost else erred.message)[:TOLD_MESSAGE],
             traceback="" if isinstance(erred, orders.PeerLost) else erred.traceback,
+            place="" if isinstance(erred, orders.PeerLost) else erred.place,
             alive=True,
             fatal=isinstance(erred, orders.Erred) and not erred.retry,
             # Every survivor of a failure tells of a lost peer, and the next world waits for it.
@@ -497,8 +498,7 @@ class Workers:
         )
 
     def _fail(self, local_rank: int, **what: Any) -> None:
-        failure = self._failure(local_rank, **what)
-        if failure is not None:
+        if (failure := self._failure(local_rank, **what)) is not None:
             self._tell_event(group_state.WorkerFailed(failure))
             self._narrator.worker_failed(failure)
 
@@ -555,15 +555,14 @@ class Workers:
 
     def last_stack(self, local_rank: int) -> str | None:
         """What one that is condemned did; None for others."""
-        verdict = self._verdicts.get(local_rank)
-        return verdict.traceback if verdict is not None else None
+        return verdict.traceback if (verdict := self._verdicts.get(local_rank)) else None
 
     def kill(self, local_rank: int, why: str, stack: str = "", *, over: bool = False) -> None:
         """End one worker at once; `why` is then how it failed. With `over` its world has ended
         before, by somebody else's failure."""
         if over:
             self._cut_off.add(local_rank)
-        self._verdicts[local_rank] = error_file.ErrorRecord(why, stack or why)
+        self.condemn(local_rank, why, stack)
         self._supervisor.kill(local_rank)
         self._narrator.worker_killed(*self._places[local_rank], local_rank, why, stack)
 

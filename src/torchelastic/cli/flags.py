@@ -311,6 +311,15 @@ _ELASTICITY_FLAGS = (
         help="How many workers may train together (WORLD_SIZE), as in 8,16,32 or multiple:8. The "
         "largest allowed world runs; the nodes left over are spares.",
     ),
+    Flag(
+        name="--preflight",
+        group=ELASTICITY,
+        metavar="COMMAND",
+        convert=values.text,
+        default="",
+        help="Run this in a shell on each node before it takes part, a GPU check for example. "
+        "While it fails, or takes longer than 5 minutes, the job goes on without the node.",
+    ),
 )
 
 _WORKER_FLAGS = (

@@ -21,6 +21,7 @@ _SAME_NAME = (
     "count_resizes",
     "grow",
     "world_sizes",
+    "preflight",
     "progress_timeout",
     "straggler_threshold",
     "replace_stragglers",

@@ -246,6 +246,7 @@ def _node(node: NodeView, width: int, pid: int | None) -> str:
         marks += ["hosts the rendezvous"] if node.hosting else []
     marks += [f"agent pid {pid}"] if pid is not None else []
     marks += [f"exit code {node.exitcode}"] if node.exitcode is not None else []
+    marks += [one_line(node.held)] if node.held else []
     line = f"    {_cut(node.name, width):<{width}}  {node.state:<9}  {', '.join(marks)}"
     return line.rstrip()
 

@@ -141,6 +141,7 @@ def _nodes(seen: JobView) -> Table:
     rows = []
     for node in list(seen.nodes.values())[:_NODES]:
         marks = ["leader"] * node.leader + ["hosts the rendezvous"] * node.hosting
+        marks += filter(None, [node.held])
         state = _text(node.state, _STATES.get(node.state, ""))
         rows.append([_text(node.name), state, _text(", ".join(marks))])
     more = len(seen.nodes) - _NODES + seen.unnamed

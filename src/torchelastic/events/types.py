@@ -206,6 +206,8 @@ class WorldFormed(Event):
     spares: Sequence[str] = ()
     #: How many nodes it has; 0: as many as are named.
     count: int = 0
+    #: Names of the nodes that are held out because they kept failing, and why.
+    held: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,8 @@ class NodeView:
     #: Whether its agent hosts the store that the nodes meet at.
     hosting: bool = False
     exitcode: int | None = None
+    #: Why it is a spare, if it is held out.
+    held: str = ""
 
 
 @dataclass(frozen=True)
@@ -362,12 +364,14 @@ class JobFold:
         nodes: dict[str, NodeView] = {}
         for name, state in places.items():
             known = self._nodes.get(name) or NodeView(name=name, state=state)
-            nodes[name] = replace(known, state=state)
+            nodes[name] = replace(known, state=state, held=formed.held.get(name, ""))
         for name, node in self._nodes.items():
             heard = node.agent is not None and node.state != "lost"
             if name not in nodes and (heard or node.state == "joined"):
                 # Still here, but not in this world: it may come into the next one.
-                nodes[name] = replace(node, state="joined") if node.state in _PLACED else node
+                nodes[name] = (
+                    replace(node, state="joined", held="") if node.state in _PLACED else node
+                )
         self._nodes = nodes
 
     def _world_over(self, record: Record, kind: str, why: str) -> None:

@@ -1,12 +1,13 @@
 """Suspicion of an agent, where the store would be slow to notice its end: who asks, who decides.
 
-Neighbours in the ring doubt an agent whose connection ended or fell silent. The leader asks it. An
-agent that lives answers, or has put its record anew because its own connections ended as well. What
-an agent is that does neither depends on how it fails to answer:
+Neighbours in the ring doubt an agent whose connection ended or fell silent. The leader asks it.
+What becomes of an agent that does not answer depends on how:
 
-    refused    nobody listens at its port: it is given up
+    refused    nobody listens at its port: it is given up, unless it has just put its record anew,
+               because its own connections ended as well; a firewall refuses in its name
     silence    a cut lies between, and it is not known on which side: it is given up only if a
-               second node doubts it, too; else its lease decides
+               second node doubts it, too; else its lease decides. That it speaks to the store does
+               not help the others, who need it for every step
 
 So a node that is cut off from all others, but not from the store, gives nobody up; the others give
 it up. If the leader is that node, it notices that many do not answer, and resigns.
@@ -34,17 +35,30 @@ SURVEYED = 8
 
 #: Asks the agent at an address: it lives, nobody is there, or there is no telling.
 Ask = Callable[[str], Awaitable[bool | None]]
+#: Gives a node up, and says whether it is one that others could not reach.
+GiveUp = Callable[[str, bool], Awaitable[None]]
 
 
-def is_gone(answer: bool | None, doubters: Collection[str]) -> bool:
-    """Whether an agent that was asked, and has not been heard of since, is given up."""
-    return answer is False or (answer is None and len(doubters) >= DOUBTERS)
+def is_gone(answer: bool | None, doubters: Collection[str], *, heard_of: bool) -> bool:
+    """Whether an agent that was asked is given up; `heard_of`: it has put its record since."""
+    if answer is None:
+        return len(doubters) >= DOUBTERS
+    return not answer and not heard_of
+
+
+async def _ask_twice(ask: Ask, address: str) -> bool | None:
+    """Silence may be that of a busy machine."""
+    answer = await ask(address)
+    return await ask(address) if answer is None else answer
 
 
 def must_resign(answers: Collection[bool | None]) -> bool:
-    """Whether a leader that got these answers is cut off itself. Of two nodes the lease decides."""
-    silent = sum(answer is None for answer in answers)
-    return len(answers) >= DOUBTERS and 2 * silent >= len(answers)
+    """Whether a leader that got these answers from the others cannot reach half of the members.
+
+    Of two nodes the lease decides.
+    """
+    members, silent = len(answers) + 1, sum(answer is None for answer in answers)
+    return members > DOUBTERS and 2 * silent >= members
 
 
 def doubters_of(node: str, doubts: Mapping[str, Collection[str]]) -> set[str]:
@@ -68,12 +82,12 @@ async def give_up_leader(
         before = (await store.get(key)).items.get(key)
         if before is None:
             return
-        answer = await ask(Member.from_json(before.value).peer)
+        answer = await _ask_twice(ask, Member.from_json(before.value).peer)
         await asyncio.sleep(HEARSAY)
         members = (await store.get(MEMBER_PREFIX)).items
         doubts = {item.value["node"]: item.value.get("doubts", ()) for item in members.values()}
         doubters = doubters_of(leader.value["node"], doubts) | {node}
-        if members.get(key) == before and is_gone(answer, doubters):
+        if is_gone(answer, doubters, heard_of=members.get(key) != before):
             logger.info("the leader, %s, is given up: it does not answer", before.value["name"])
             await store.give_up(key, created=before.created, provided=(LEADER_KEY, leader.created))
             return
@@ -83,7 +97,7 @@ async def give_up_leader(
 class Doubts:
     """The doubts of the present leader."""
 
-    def __init__(self, node: str, ask: Ask, give_up: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(self, node: str, ask: Ask, give_up: GiveUp) -> None:
         """`node` is the leader itself, which gives itself up where it must resign."""
         self._node = node
         self._ask = ask
@@ -122,21 +136,24 @@ class Doubts:
 
     async def _look_into(self, node: str) -> None:
         records = self._records.get(node)
-        answer = await self._ask(self._peers[node])
+        answer = await _ask_twice(self._ask, self._peers[node])
         if answer:
             return
         await asyncio.sleep(HEARSAY)
-        if records is None or self._records.get(node) != records:
-            return  # it is heard of, or gone already
-        if is_gone(answer, doubters_of(node, self._doubts) | {self._node}):
-            logger.info("node %s is given up: its connections ended, and it does not answer", node)
+        if records is None or node not in self._records:
+            return  # gone already
+        doubters = doubters_of(node, self._doubts) | {self._node}
+        if is_gone(answer, doubters, heard_of=self._records[node] != records):
+            logger.info("node %s is given up: it does not answer", node)
+        elif answer is False:
+            return
         elif must_resign(await self._survey()):
             logger.warning("This node cannot reach half of the others: it leads no more.")
             node = self._node
         else:
             return
         try:
-            await self._give_up(node)
+            await self._give_up(node, answer is None)
         except RendezvousError as error:
             logger.debug("whether %s is given up will be seen: %s", node, error)
 

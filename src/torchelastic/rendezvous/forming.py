@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate, islice
@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 from torchelastic.errors import EXIT_NOT_ENOUGH_NODES
 from torchelastic.events import words
-from torchelastic.rendezvous import succession
+from torchelastic.rendezvous import held_out, succession
 from torchelastic.rendezvous.round_state import (
     Decision,
     RoundRules,
     RoundState,
+    has_trained,
     may_step_elsewhere,
     names_of,
     roll_after,
@@ -65,6 +66,8 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
     if missing:
         return _ask_witness(rules, state, missing, now)
     last = state.world or World(generation=-1, phase="waiting", reason="the job starts")
+    trained = has_trained(state)
+    still_out = state.out.difference(offer.node for offer in chosen)
     world = replace(
         last,
         generation=_number(last, state),
@@ -83,10 +86,22 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         spare_count=len(ordered) - len(chosen),
         missing=(),
         missing_count=0,
+        held=held_out.end_all_but(last.held, still_out),
+        proven=last.proven or trained,
         patience=None,
         enough=False,
     )
-    return Decision(_to_agree_on(state, world.with_nodes(_place(chosen))))
+    known = _proven(last, trained)
+    return Decision(_to_agree_on(state, world.with_nodes(_place(chosen, known))))
+
+
+def _proven(last: World, trained: bool) -> frozenset[str] | None:
+    """The nodes of the last world that has trained; None if none has."""
+    if trained:
+        return last.members
+    if not last.proven:
+        return None
+    return frozenset(node.node for node in last.nodes if not node.new)
 
 
 def _witness(state: RoundState, chosen: list[Offer]) -> str:
@@ -245,8 +260,9 @@ def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
         return f"waiting for the witness at {state.witness.url}: {state.witness.silent}", False
     if missing is None:
         return f"waiting for a majority: {_who_agrees(state)} (--quorum){_tie(state)}", False
-    staying = [item.member for item in state.members.values() if not item.member.leaving]
-    there = f"{len(staying)} of at least {rules.min_nodes} there"
+    every = [item.member for item in state.members.values() if not item.member.leaving]
+    staying = [member for member in every if not member.unfit]
+    there = f"{len(staying)} of at least {rules.min_nodes} there{_unfit(every)}"
     if len(staying) < rules.min_nodes:
         return f"waiting for nodes: {there}", False
     starting = sum(member.starting for member in staying)
@@ -295,6 +311,15 @@ def _tie(state: RoundState) -> str:
     return "; with --witness either half of the nodes could go on" if may_tie else ""
 
 
+def _unfit(members: Iterable[Member]) -> str:
+    """Which nodes are there but cannot take part, and why that is of the first."""
+    unfit = [member for member in members if member.unfit]
+    if not unfit:
+        return ""
+    more = f" and {len(unfit) - 1:,} more" if len(unfit) > 1 else ""
+    return f", without {unfit[0].name} ({unfit[0].unfit}){more}"
+
+
 def _missing(state: RoundState) -> tuple[str, ...]:
     """Names of the nodes of the last world, and of its host, that are not there any more."""
     world = state.world
@@ -326,6 +351,8 @@ def settled_at(rules: RoundRules, state: RoundState, nodes: Iterable[str], there
 
 
 def _is_warming_up(member: Member) -> bool:
+    if member.unfit:
+        return False
     return (not member.ready and member.gone < 0) or (member.starting > 0 and not member.standing)
 
 
@@ -371,9 +398,39 @@ def _first(count: int) -> tuple[int, ...]:
 def choose(rules: RoundRules, ordered: list[Offer], state: RoundState) -> list[Offer]:
     """The most workers that make an allowed world, from the beginning of the list; may be none.
 
-    Nodes that are slow are the last choice, unless the world were smaller without them. Whoever is
-    chosen keeps its place in the order.
+    Nodes that are held out are in it only if there is none without them, and as few as will do.
     """
+    for offers in _holding_out(ordered, state):
+        if chosen := _prefer_fast(rules, offers, state):
+            return chosen
+    return []
+
+
+def _holding_out(ordered: list[Offer], state: RoundState) -> Iterator[list[Offer]]:
+    """The list without nodes that are held out; then with one of them more each time, those that
+    have failed least often first."""
+    out = {offer.node for offer in ordered} & state.out if state.out else set()
+    yield [offer for offer in ordered if offer.node not in out] if out else ordered
+    for one in sorted(the_world(state).held if out else (), key=lambda one: one.times):
+        if one.node in out:
+            out.remove(one.node)
+            yield [offer for offer in ordered if offer.node not in out]
+
+
+def enough_without(rules: RoundRules, state: RoundState, nodes: Set[str]) -> bool:
+    """Whether the members that stay, but for these, make an allowed world once all their workers
+    have started."""
+    every = [
+        Offer(node, present.member, present.created, _first(present.member.nproc))
+        for node, present in state.members.items()
+        if node not in nodes and not present.member.leaving and not present.member.unfit
+    ]
+    return bool(_choose(rules, in_order(every, state.world), state))
+
+
+def _prefer_fast(rules: RoundRules, ordered: list[Offer], state: RoundState) -> list[Offer]:
+    """Nodes that are slow are the last choice, unless the world were smaller without them. Whoever
+    is chosen keeps its place in the order."""
     chosen = _choose(rules, ordered, state)
     if not any(offer.node in state.slow for offer in chosen):
         return chosen
@@ -445,8 +502,8 @@ def in_order(offers: Iterable[Offer], last: World | None) -> list[Offer]:
     return sorted(offers, key=place)
 
 
-def _place(offers: Iterable[Offer]) -> tuple[WorldNode, ...]:
-    """Give every worker its ranks."""
+def _place(offers: Iterable[Offer], proven: frozenset[str] | None) -> tuple[WorldNode, ...]:
+    """Give every worker its ranks; nodes that are not among the `proven` are new."""
     nodes: list[WorldNode] = []
     rank, role_ranks = 0, dict[str, int]()
     for place, (node, member, _, ranks) in enumerate(offers):
@@ -463,6 +520,7 @@ def _place(offers: Iterable[Offer]) -> tuple[WorldNode, ...]:
                 first_rank=rank,
                 first_role_rank=role_rank,
                 local_ranks=ranks,
+                new=proven is not None and node not in proven,
             )
         )
         rank += len(ranks)

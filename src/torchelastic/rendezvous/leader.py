@@ -219,6 +219,7 @@ class Leader:
         while True:
             began = asyncio.get_running_loop().time()
             await self._settle()
+            self._state = round_state.with_holds(self._state, self._clock.now())
             self._note_slow()
             self._note_witness()
             decision = resident.decide(self._rules, self._state, self._clock.now())
@@ -284,10 +285,12 @@ class Leader:
             self._observer.decided(world, kind)
         return True
 
-    async def _give_up(self, node: str) -> None:
+    async def _give_up(self, node: str, is_unreachable: bool) -> None:
         """Count a member as lost before the store does."""
         present = self._state.members.get(node)
         if present is not None:
+            if is_unreachable:
+                self._state = round_state.given_up(self._state, node)
             await self._store.give_up(
                 MEMBER_PREFIX + node,
                 created=present.created,

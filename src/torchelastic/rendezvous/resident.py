@@ -26,18 +26,29 @@ from torchelastic.rendezvous.round_state import (
     RoundState,
     can_be_settled,
     names_of,
+    next_let_in,
     the_world,
+    with_holds,
 )
 
 
 def decide(rules: RoundRules, state: RoundState, now: float) -> Decision:
     """What the state calls for, whichever kind of workers the job has."""
-    decision = _decide(rules, state, now)
+    state = with_holds(state, now)
+    decision = _let_in_later(state, _decide(rules, state, now))
     if decision.world is not None and decision.world.base != state.base:
         return replace(decision, world=replace(decision.world, base=state.base))
     if decision.world is None and _is_base_news(state):
         return Decision(replace(the_world(state), base=state.base))
     return decision
+
+
+def _let_in_later(state: RoundState, decision: Decision) -> Decision:
+    """Ask again when a node that is held out may come back."""
+    at = next_let_in(state)
+    if at is None or decision.world is not None:
+        return decision
+    return Decision(wake_at=at if decision.wake_at is None else min(at, decision.wake_at))
 
 
 def _is_base_news(state: RoundState) -> bool:

@@ -1,6 +1,15 @@
 """Whether a job whose generation has ended goes on: a pure decision that explains itself.
 
 The budget belongs to the whole job, so the ledger travels in the world and survives its leader.
+A generation has made progress when it got beyond the best step of those before it:
+
+    ended by                                 same again, no progress   10 minutes, steps unknown
+    an exception                             5 times: the job ends     refill nothing
+    an exit code or a crash without a word   5 times: the job ends     refill the budget
+    a kill from outside, a lost connection   never the same            refill the budget
+    an error that no restart cures           at once: the job ends     -
+
+"The same" is the type of the exception, the innermost frame of user code and the step.
 """
 
 from __future__ import annotations
@@ -9,15 +18,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from torchelastic.failure import Failure
+from torchelastic.rendezvous import root_cause
 
 #: What ended a generation. A worker's failure or error spends a restart; the others do not.
 Kind = Literal["failure", "error", "node-failure", "leave", "resize", "finished"]
 
-#: So many equal failures in a row, each at once, are no accident: no restart will mend them.
+#: The same failure this often in a row, without progress, ends the job.
 SAME_FAILURE_LIMIT = 5
-#: A failure this soon after the start counts as "at once".
-AT_ONCE = 10.0
-#: A generation that lived this long has made progress, whether or not it reported steps.
+#: A generation whose steps are unknown may have made progress in this time.
 PROGRESS_AFTER = 600.0
 #: A failure this soon after the start, without a step, is likely to come as soon again.
 IN_VAIN = 1.0
@@ -30,7 +38,7 @@ class RestartLedger:
     """What the job has spent so far."""
 
     used: int = 0
-    #: How often in a row the same failure came back at once, and its signature.
+    #: How often in a row the same failure came back without progress, and its signature.
     repeats: int = 0
     signature: str = ""
     #: The highest step any generation has reported.
@@ -48,6 +56,11 @@ class Ending:
     lifetime: float
     failure: Failure | None = None
     step: int = -1
+    #: Whether a world of the job has trained, and whether all nodes of this one failed alike.
+    trained: bool = False
+    everywhere: bool = True
+    #: Whether the next world does without the nodes that failed.
+    without: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,20 +80,18 @@ def judge(ending: Ending, ledger: RestartLedger, *, budget: int, count_resizes: 
 in_vain=0), sentence='a resize spends no restart')
     """
     ledger = _credit_progress(ending, _note_haste(ending, ledger))
-    if ending.failure is not None and ending.failure.fatal:
+    failure = ending.failure
+    if failure is not None and failure.fatal:
         return Verdict(False, ledger, "trying again cannot help")
+    if failure is not None and failure.incurable and _is_hopeless(ending, ledger, failure):
+        return Verdict(False, ledger, f"no restart cures this {failure.kind}; giving up")
     if ending.kind == "error":
         return _judge_error(ending, ledger, budget)
     if ending.kind != "failure" and not count_resizes:
         return Verdict(True, ledger, f"a {_words(ending.kind)} spends no restart")
     ledger = _note_failure(ending, ledger)
-    if ledger.repeats >= SAME_FAILURE_LIMIT:
-        return Verdict(
-            False,
-            ledger,
-            f"the same failure came back at once {ledger.repeats} times in a row: "
-            "restarting does not mend it",
-        )
+    if failure is not None and ledger.repeats >= SAME_FAILURE_LIMIT:
+        return Verdict(False, ledger, _same(failure, ledger.repeats))
     if ledger.used >= budget:
         return Verdict(False, ledger, _spent(budget))
     ledger = replace(ledger, used=ledger.used + 1)
@@ -113,7 +124,7 @@ def why_pause(ledger: RestartLedger) -> str:
 def _judge_error(ending: Ending, ledger: RestartLedger, budget: int) -> Verdict:
     """A worker raised, rolled back and lives on: the step is tried again, but not for ever."""
     assert ending.failure is not None, "an error is somebody's"
-    signature = repr((ending.failure.signature(), ending.failure.step))
+    signature = _signature(ending.failure)
     if signature == ledger.signature:
         sentence = f"the same error came back at step {ending.failure.step} after a rollback"
         return Verdict(False, ledger, f"{sentence}: trying again does not mend it")
@@ -121,6 +132,19 @@ def _judge_error(ending: Ending, ledger: RestartLedger, budget: int) -> Verdict:
         return Verdict(False, ledger, _spent(budget))
     ledger = replace(ledger, used=ledger.used + 1, repeats=1, signature=signature)
     return Verdict(True, ledger, f"{ledger.used} of {budget} restarts used")
+
+
+def _is_hopeless(ending: Ending, ledger: RestartLedger, failure: Failure) -> bool:
+    """Whether no node has shown that the program can run, nor is left that might."""
+    again = ledger.signature == _signature(failure)
+    return ending.everywhere or (not ending.trained and (again or not ending.without))
+
+
+def _same(failure: Failure, times: int) -> str:
+    where = [failure.place, f"step {failure.step}" if failure.step is not None else ""]
+    shown = ", ".join(filter(None, where))
+    what = "error" if failure.told else "failure"
+    return f"same {what} {times} times without progress{shown and f' ({shown})'}; giving up"
 
 
 def _spent(budget: int) -> str:
@@ -137,9 +161,14 @@ def _credit_progress(ending: Ending, ledger: RestartLedger) -> RestartLedger:
     """Refill the budget when the generation got further than any before it."""
     if ending.step > ledger.best_step:
         return RestartLedger(best_step=ending.step)
-    if ending.lifetime >= PROGRESS_AFTER:
-        return RestartLedger(best_step=ledger.best_step)
+    if _may_have_progressed(ending, ledger) and not _is_own_exception(ending.failure):
+        return replace(ledger, used=0)
     return ledger
+
+
+def _may_have_progressed(ending: Ending, ledger: RestartLedger) -> bool:
+    """Whether nobody knows: the job reports no steps, and the generation lived for a while."""
+    return ledger.best_step < 0 and ending.step < 0 and ending.lifetime >= PROGRESS_AFTER
 
 
 def _note_haste(ending: Ending, ledger: RestartLedger) -> RestartLedger:
@@ -148,11 +177,11 @@ def _note_haste(ending: Ending, ledger: RestartLedger) -> RestartLedger:
     from outside, which says nothing of the next one."""
     if ending.lifetime >= IN_VAIN:
         return replace(ledger, in_vain=0)
-    counts = ending.kind in ("failure", "error") and not _is_from_outside(ending.failure)
+    counts = ending.kind in ("failure", "error") and not is_from_outside(ending.failure)
     return replace(ledger, in_vain=ledger.in_vain + counts)
 
 
-def _is_from_outside(failure: Failure | None) -> bool:
+def is_from_outside(failure: Failure | None) -> bool:
     """Whether somebody ended a worker that had nothing to say of it. The kernel did not, where
     memory is wanting: it will be wanting again."""
     if failure is None or failure.told or failure.out_of_memory:
@@ -160,11 +189,23 @@ def _is_from_outside(failure: Failure | None) -> bool:
     return failure.exitcode in (-9, -15)
 
 
+def _is_own_exception(failure: Failure | None) -> bool:
+    """Whether the script raised, and not because a connection was lost."""
+    return failure is not None and failure.told and not root_cause.lost_connection(failure)
+
+
 def _note_failure(ending: Ending, ledger: RestartLedger) -> RestartLedger:
-    """Count how often the same failure came at once; signals from outside are never the same."""
+    """Count how often the same failure came. A kill or a lost connection says nothing of the
+    script, so the next one of its own failures is compared with the one before."""
     failure = ending.failure
-    if failure is None or _is_from_outside(failure) or ending.lifetime > AT_ONCE:
+    if failure is None or is_from_outside(failure) or root_cause.lost_connection(failure):
+        return ledger
+    if not failure.told and _may_have_progressed(ending, ledger):
         return replace(ledger, repeats=0, signature="")
-    signature = repr(failure.signature())
+    signature = _signature(failure)
     repeats = ledger.repeats + 1 if signature == ledger.signature else 1
     return replace(ledger, repeats=repeats, signature=signature)
+
+
+def _signature(failure: Failure) -> str:
+    return repr((*failure.signature(), failure.step))

@@ -82,6 +82,12 @@ def waited_for_others(failure: Failure) -> bool:
     return _look(failure, among_lost=True, node_lost=False) is _Look.LOST_PEER
 
 
+def lost_connection(failure: Failure) -> bool:
+    """Whether it tells of a connection that broke: to a peer, or to some server of the user's."""
+    look = _look(failure, among_lost=False, node_lost=False)
+    return look in (_Look.CONNECTION, _Look.LOST_PEER)
+
+
 def pick(
     failures: Sequence[Failure], lost: Sequence[Failure] = ()
 ) -> tuple[Failure | None, tuple[Failure, ...]]:

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from torchelastic.errors import EXIT_FAILED
 from torchelastic.failure import Failure, node_failure
-from torchelastic.rendezvous import root_cause
+from torchelastic.rendezvous import root_cause, suspects
 from torchelastic.rendezvous.forming import SAY_EVERY, candidates, form, newcomers_to, settled_at
 from torchelastic.rendezvous.replacing import why_to_replace
 from torchelastic.rendezvous.restart_policy import Ending, Kind, Verdict, judge, pause, why_pause
@@ -30,7 +30,9 @@ from torchelastic.rendezvous.round_state import (
     Decision,
     RoundRules,
     RoundState,
+    failed_alike,
     follows_later_host,
+    has_trained,
     names_of,
     the_world,
 )
@@ -152,17 +154,28 @@ def succeed(rules: RoundRules, state: RoundState, now: float) -> Decision:
     if slow:
         return wait_for_stop(state, slow, now)
     kind, cause, consequences = classify(state)
-    verdict = judge(
-        Ending(
-            kind=kind,
-            lifetime=state.since - state.running_since,
-            failure=cause if cause is None or not cause.is_node else None,
-            step=state.step,
-        ),
-        world.ledger,
-        budget=rules.max_restarts,
-        count_resizes=rules.count_resizes,
-    )
+    failure = cause if cause is None or not cause.is_node else None
+    found = suspects.find(rules, state, failure, consequences)
+    if found.instead:
+        verdict = Verdict(True, world.ledger, "")  # not charged
+    else:
+        verdict = judge(
+            Ending(
+                kind=kind,
+                lifetime=state.since - state.running_since,
+                failure=failure,
+                step=state.step,
+                trained=world.proven or has_trained(state),
+                everywhere=failure is not None and failed_alike(state, failure) >= world.members,
+                without=bool(found.out),
+            ),
+            world.ledger,
+            budget=rules.max_restarts,
+            count_resizes=rules.count_resizes,
+        )
+    said = [found.instead or why(state, kind, cause), verdict.sentence]
+    if verdict.go_on:
+        said.append(found.sentence)
     state = replace(
         state,
         world=replace(
@@ -170,8 +183,10 @@ def succeed(rules: RoundRules, state: RoundState, now: float) -> Decision:
             ledger=verdict.ledger,
             cause=cause,
             consequences=brief(consequences),
-            reason=f"{why(state, kind, cause)}; {verdict.sentence}",
+            reason="; ".join(filter(None, said)),
+            held=found.held,
         ),
+        out=state.out | found.out,
     )
     if not verdict.go_on:
         return Decision(replace(the_world(state), phase="closed", exitcode=EXIT_FAILED), kind)

@@ -8,11 +8,13 @@ from typing import Any
 
 from torchelastic.config import Grow, LaunchConfig, WorldSizes
 from torchelastic.failure import Failure
-from torchelastic.rendezvous import succession
-from torchelastic.rendezvous.restart_policy import AT_ONCE, Kind
+from torchelastic.rendezvous import held_out, succession
+from torchelastic.rendezvous.restart_policy import IN_VAIN, Kind
 from torchelastic.rendezvous.succession import Roll
 from torchelastic.rendezvous.world import Base, Member, World
 
+#: A world that lived this long, in seconds, has trained where nobody tells of steps.
+TRAINED_AFTER = 30.0
 #: How many nodes a reason names; it is sent to all of them.
 NAMES_SHOWN = 8
 
@@ -91,6 +93,8 @@ class RoundState:
     forgiven: tuple[Failure, ...] = ()
     #: Members of the world that went without a word.
     lost: tuple[str, ...] = ()
+    #: Those that were given up because others could not reach them, though the store could.
+    unreachable: frozenset[str] = frozenset()
     step: int = -1
     #: The newest that a member has told of.
     base: Base | None = None
@@ -116,6 +120,9 @@ class RoundState:
     checkpoint: bool = False
     #: Nodes that hold up the others, or did when they were last in a world.
     slow: frozenset[str] = frozenset()
+    #: When the holds of `World.held` began, and who is held out now (`with_holds`).
+    held_since: Mapping[str, float] = field(default_factory=dict)
+    out: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -231,7 +238,12 @@ def _is_missed(world: World, member: Member) -> bool:
 def taken_over(world: World, now: float) -> RoundState:
     """What a new leader knows of a world: not how long it has lived; neither briefly nor long."""
     return RoundState(
-        world=world, base=world.base, since=now, said_at=now, running_since=now - AT_ONCE - 1
+        world=world,
+        base=world.base,
+        since=now,
+        said_at=now,
+        running_since=now - IN_VAIN,
+        held_since=held_out.begun({}, (), world.held, now),
     )
 
 
@@ -380,10 +392,58 @@ def checkpoint_seen(state: RoundState, seen: bool) -> RoundState:
     return replace(state, checkpoint=seen)
 
 
+def given_up(state: RoundState, node: str) -> RoundState:
+    """The leader gives up a node that others could not reach."""
+    return replace(state, unreachable=state.unreachable | {node})
+
+
 def slow_seen(state: RoundState, slow: Set[str]) -> RoundState:
     """These nodes of the world hold up the others, and no more of it do."""
     known = _outside(state.slow, state.world).union(slow)
     return replace(state, slow=known.intersection(state.members))
+
+
+def with_holds(state: RoundState, now: float) -> RoundState:
+    """The state with those who are held out at this time."""
+    held = state.world.held if state.world is not None else ()
+    ends = held_out.ends(held, state.held_since)
+    out = frozenset(node for node, end in ends.items() if now < end)
+    return state if out == state.out else replace(state, out=out)
+
+
+def next_let_in(state: RoundState) -> float | None:
+    """When the next member that is held out now is let back in."""
+    if state.world is None or not state.out:
+        return None
+    ends = held_out.ends(state.world.held, state.held_since)
+    return min((ends[node] for node in state.out if node in state.members), default=None)
+
+
+def has_stepped(state: RoundState) -> bool:
+    """Whether a worker has taken a step in the last world, as far as members tell."""
+    generation = the_world(state).generation
+    return any(present.member.trained == generation for present in state.members.values())
+
+
+def tells_steps(state: RoundState) -> bool:
+    """Whether steps are known of any world."""
+    return any(present.member.trained >= 0 for present in state.members.values())
+
+
+def has_trained(state: RoundState) -> bool:
+    """Whether the last world has: it took a step or, where nobody tells of steps, it lived."""
+    world = state.world
+    if world is None or not world.nodes:
+        return False
+    if has_stepped(state):
+        return True
+    return state.since - state.running_since >= TRAINED_AFTER and not tells_steps(state)
+
+
+def failed_alike(state: RoundState, failure: Failure) -> frozenset[str]:
+    """The nodes of the last world whose workers have failed with the same exception."""
+    names = {one.node for one in state.failures if one.kind == failure.kind}
+    return frozenset(node.node for node in the_world(state).nodes if node.name in names)
 
 
 def _outside(nodes: Iterable[str], world: World | None) -> frozenset[str]:
@@ -400,6 +460,7 @@ def published(state: RoundState, world: World, now: float) -> RoundState:
             done=frozenset(),
             finished=-1,
             lost=(),
+            unreachable=frozenset(),
             running_since=now,
             slow=_outside(state.slow, world),  # those in it are judged anew
         )
@@ -408,6 +469,10 @@ def published(state: RoundState, world: World, now: float) -> RoundState:
     if state.roll is not None and world.nodes and world.generation != state.roll.generation:
         state = replace(state, roll=roll_after(state, world))
     since = state.since if before is not None and before.phase == world.phase else now
+    known = before.held if before is not None else ()
+    if world.held is not known:
+        begun = held_out.begun(state.held_since, known, world.held, now)
+        state = replace(state, held_since=begun)
     return replace(state, world=world, since=since, said_at=now)
 
 

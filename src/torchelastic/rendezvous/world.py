@@ -19,6 +19,7 @@ from operator import itemgetter
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from torchelastic.failure import Failure
+from torchelastic.rendezvous.held_out import Held, HeldOut
 from torchelastic.rendezvous.restart_policy import Kind, RestartLedger
 
 LEADER_KEY = "leader"
@@ -73,6 +74,8 @@ class Member:
     witness: str = ""
     #: Whether workers could start at once; newcomers are admitted only then.
     ready: bool = False
+    #: Why this node does not get ready before its user or time mends it; empty while it may.
+    unfit: str = ""
     #: Nodes to which this one's connections have ended, or that are silent there.
     doubts: tuple[str, ...] = ()
     #: The newest generation that this node has seen running.
@@ -83,6 +86,8 @@ class Member:
     done: int = -1
     #: The highest step a worker here has reported.
     step: int = -1
+    #: The newest generation in which a worker here has taken a step.
+    trained: int = -1
     #: What the newest generation began from whose workers here have restored what is kept.
     base: Base | None = None
     #: What went wrong here in the current generation, first thing first.
@@ -161,6 +166,8 @@ class WorldNode(NamedTuple):
     local_ranks: tuple[int, ...]
     #: `host:port` at which its agent takes connections of other agents.
     peer: str = ""
+    #: It was not in the last world of the job that has trained.
+    new: bool = False
 
     @classmethod
     def from_json(cls, data: Sequence[Any]) -> WorldNode:
@@ -168,7 +175,7 @@ class WorldNode(NamedTuple):
         A newer peer may say more than we understand, after the rest."""
         made = [*data[: len(cls._fields)]]
         made[_LOCAL_RANKS] = tuple(made[_LOCAL_RANKS])
-        return cls._make(made)
+        return cls(*made)
 
 
 _LOCAL_RANKS = WorldNode._fields.index("local_ranks")
@@ -246,6 +253,10 @@ class World:
     spare_count: int = 0
     missing: tuple[str, ...] = ()
     missing_count: int = 0
+    #: Nodes that have failed lately, some of which are held out of the next worlds.
+    held: Held = ()
+    #: An earlier world of the job has trained.
+    proven: bool = False
     #: Of one that waits: how many seconds it still did when this was said; None: any time.
     patience: float | None = None
     #: Of one that waits: enough nodes are there, and only get ready.
@@ -446,6 +457,7 @@ _FROM_JSON: dict[str, Callable[[Any], Any]] = {
     "consequences": _failures,
     "spares": tuple,
     "missing": tuple,
+    "held": lambda items: tuple(HeldOut.from_json(item) for item in items),
 }
 
 

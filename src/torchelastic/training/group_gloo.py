@@ -71,6 +71,22 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Any
     return gloo, sockets.find(sockets.Ports.told(rank, cards))
 
 
+def silent_peer(store: Store, rank: int, size: int) -> str:
+    """Which rank cannot be connected to, though all have come to build; empty: none.
+
+    gloo itself waits for five times its time-out, and then does not say for whom.
+    """
+    try:
+        cards = store.multi_get([f"0/{peer}" for peer in range(size)])
+    except RuntimeError:  # they have not all come, or the store is gone: that is another fault
+        return ""
+    for peer, card in enumerate(cards):
+        host, port = sockets.listening_address(card)
+        if peer != rank and sockets.is_silent((host, port)):
+            return f"no answer from rank {peer} at {host}:{port}"
+    return ""
+
+
 #: What people know gloo's operations by, where that is another name; those that no other rank
 #: counts: they are between two.
 _KNOWN_AS = {
@@ -154,7 +170,10 @@ class OwnedGloo(dist.ProcessGroup):
         #: Collectives launched in it, and where the agent sees them.
         self._launched = 0
         self._row: int | None = None
-        self._gloo, self.connections = self._waits.call(lambda: connect(store, rank, size, timeout))
+        self._gloo, self.connections = self._waits.call(
+            lambda: connect(store, rank, size, timeout),
+            find_fault=partial(silent_peer, store, rank, size),
+        )
         _owner.adopt(self)
 
     _allreduce = _collective("allreduce")

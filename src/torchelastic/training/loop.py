@@ -50,7 +50,7 @@ from torchelastic.training.outcome import (
 from torchelastic.training.session import Session
 from torchelastic.training.state import FIRST, TORN, State, Torn, Version, call_sync
 from torchelastic.training.steps import Steps
-from torchelastic.worker import bootstrap, optimizer_steps
+from torchelastic.worker import bootstrap, error_file, optimizer_steps
 from torchelastic.worker.orders import (
     Enlisted,
     Enter,
@@ -347,9 +347,10 @@ class Loop:
         elif action is Action.WITHDRAW:
             self._control.tell(Unfit())
         elif action in (Action.RETRY, Action.GIVE_UP):
-            text = "".join(traceback.format_exception(error))[-bootstrap.TOLD_TRACEBACK :]
+            text = "".join(traceback.format_exception(error))
+            told, place = text[-bootstrap.TOLD_TRACEBACK :], error_file.user_frame(text)
             retry = action is Action.RETRY
-            self._control.tell(Erred(generation, step, _one_line(error), text, retry))
+            self._control.tell(Erred(generation, step, _one_line(error), told, retry, place))
 
     def _put_down(self, *, roll_back: bool) -> None:
         """Leave the group, if there is one; then nothing writes into the state any more."""

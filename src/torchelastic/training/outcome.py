@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 
-from torchelastic.errors import NonRetryableException, StopException, UnfitError
+from torchelastic.errors import ConfigError, NonRetryableException, StopException, UnfitError
 from torchelastic.training.waits import GenerationOver, PeerLostError
 
 
@@ -75,8 +75,10 @@ def kind_of(error: BaseException, where: Where) -> Kind:
             return Kind.PEER_LOST
     if isinstance(error, StopException):
         return Kind.STOP
-    # Building is not user code: what fails in it is a store or a peer that is gone.
-    return Kind.PEER_LOST if where is Where.BUILD else Kind.USER
+    # Building is not user code: what fails in it, unless we refuse what the user asks for, is a
+    # store or a peer that is gone.
+    building = where is Where.BUILD and not isinstance(error, ConfigError)
+    return Kind.PEER_LOST if building else Kind.USER
 
 
 def _is_end_of_data(error: Exception) -> bool:

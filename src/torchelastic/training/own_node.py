@@ -104,6 +104,7 @@ class OwnNode:
         self._step = -1
         #: Where the worker shows its progress, and what has been seen of that.
         self._slate = -1
+        self._trained = -1
         self._pace = Pace()
         #: When it was told to enter its world, and that the world is over.
         self._entering_at = self._over_at = 0.0
@@ -230,6 +231,7 @@ class OwnNode:
             exitcode=1,
             message=f"lost a peer: {erred.message}" if lost else erred.message,
             traceback="" if isinstance(erred, orders.PeerLost) else erred.traceback,
+            place="" if isinstance(erred, orders.PeerLost) else erred.place,
             step=erred.step,
             alive=True,
             fatal=isinstance(erred, orders.Erred) and not erred.retry,
@@ -244,7 +246,9 @@ class OwnNode:
                     self._over_at = time.monotonic()
                 self._tell(order)
             case group_state.Report(changes):
-                self._presence.update(**{"step": self._step, **changes})
+                self._trained = max(self._trained, slate.read_trained(self._slate))
+                steps = {"step": self._step, "trained": self._trained}
+                self._presence.update(**{**steps, **changes})
             case group_state.Rejoin(gone):
                 self._beside.start(partial(self._presence.rejoin, gone), "rejoin")
             case group_state.Stop():

@@ -25,6 +25,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 #: A C `sockaddr` of the family AF_UNSPEC: connecting to it dissolves a connection.
 _NOBODY = bytes(16)
 
+#: How often a host is asked whether it answers, and seconds it has for that.
+ATTEMPTS, ANSWERS = 2, 3.0
+
 #: IP address and port.
 Address = tuple[str, int]
 
@@ -63,6 +66,19 @@ def listening_address(card: bytes) -> Address:
         return socket.inet_ntop(family, packed), port
     except (struct.error, KeyError, ValueError, OverflowError) as error:
         raise ValueError(f"not an address as gloo writes it: {card[:40]!r}") from error
+
+
+def is_silent(address: Address) -> bool:
+    """Whether a host does not answer at all. One that refuses a connection does."""
+    for _ in range(ATTEMPTS):
+        try:
+            socket.create_connection(address, timeout=ANSWERS).close()
+        except ConnectionError:
+            return False
+        except OSError:  # no answer in time, or no way there
+            continue
+        return False
+    return True
 
 
 def find(ports: Ports) -> frozenset[int]:

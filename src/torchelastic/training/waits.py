@@ -36,6 +36,9 @@ class PeerLostError(RuntimeError):
 #: In errors of gloo's that are about connections: the file they come from.
 _TRANSPORT = "gloo/transport"
 
+#: After how long it is asked why a call does not end, in seconds.
+FAULT_AFTER = 10.0
+
 #: From so many operations under way on, those that have ended are looked for.
 _MANY = 64
 
@@ -121,15 +124,37 @@ class Waits:
         self._launched(work)
         return work
 
-    def call(self, function: Callable[[], Any], name: bytes = b"building a group") -> Any:
-        """Do something that blocks, in a thread that is left to it when the world ends."""
+    def call(
+        self,
+        function: Callable[[], Any],
+        name: bytes = b"building a group",
+        *,
+        find_fault: Callable[[], str] | None = None,
+    ) -> Any:
+        """Do something that blocks, in a thread that is left to it when the world ends.
+
+        Where it takes long, `find_fault` is asked, in another thread, why it cannot end; it fails
+        with the answer, unless that is empty.
+        """
         self.check()
         self._calls += 1
         operation = Operation(self, -self._calls)
         operation.mark = (NO_ROW, 0, name)
+
+        def look() -> None:
+            if find_fault is not None and (fault := find_fault()):
+                operation.finish(self.failed(RuntimeError(fault)), None)
+
+        looking = threading.Timer(FAULT_AFTER, look)
+        looking.daemon = True
         self._in_thread(operation, function)
         self.check()  # `end` may not have seen it
-        return operation.result()
+        if find_fault is not None:
+            looking.start()
+        try:
+            return operation.result()
+        finally:
+            looking.cancel()
 
     def _in_thread(self, operation: Operation, function: Callable[[], Any]) -> None:
         self.under_way[operation.number] = operation

@@ -92,6 +92,7 @@ def report(error: BaseException, where: TracebackType | None) -> None:
             "type": "failure",
             "message": message[:TOLD_MESSAGE],
             "traceback": text[-TOLD_TRACEBACK:],
+            "place": error_file.user_frame(text),
         },
         patience=1.0,
     )

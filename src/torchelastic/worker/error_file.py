@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+#: A frame of a traceback, and where a `SyntaxError` is; in an exception group behind bars.
+_FRAME = re.compile(r'^[ |+]*File "([^"]+)", line (\d+)(?:, in (.+))?$', re.MULTILINE)
+#: Files that are not the user's: installed packages, the standard library, what Python itself has.
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python\d[\d.]*/|^<")
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_BEGINS = "Traceback (most recent call last):"
 
 
 @dataclass(frozen=True)
@@ -18,6 +27,25 @@ class ErrorRecord:
     traceback: str = ""
     #: Unix seconds, 0 if the file does not say.
     timestamp: int = 0
+    #: `user_frame` of the traceback.
+    place: str = ""
+
+
+def user_frame(traceback: str) -> str:
+    """`train.py:37 in step`: the innermost frame that is the user's code, in the exception that
+    ended the program; the innermost of all where none is. Empty without any.
+
+    >>> user_frame('''Traceback (most recent call last):
+    ...   File "/job/train.py", line 37, in step
+    ...   File "/env/lib/python3.12/site-packages/torch/nn/functional.py", line 9, in linear
+    ... RuntimeError: boom''')
+    'train.py:37 in step'
+    """
+    frames = _FRAME.findall(traceback.rpartition(_BEGINS)[2]) or _FRAME.findall(traceback)
+    own = [frame for frame in frames if not _LIBRARY.search(frame[0]) and _OURS not in frame[0]]
+    for file, line, function in (own or frames)[-1:]:
+        return f"{os.path.basename(file)}:{line}" + (f" in {function}" if function else "")
+    return ""
 
 
 def write(path: str, message: str, traceback: str) -> bool:
@@ -49,6 +77,12 @@ def read(path: str) -> ErrorRecord | None:
         return None
 
 
+def heard(message: Mapping[str, Any]) -> ErrorRecord:
+    """The record in what a failing worker said on its channel (`bootstrap.report`)."""
+    said, where, place = (str(message.get(name, "")) for name in ("message", "traceback", "place"))
+    return ErrorRecord(said, where, place=place)
+
+
 def parse(data: Any) -> ErrorRecord | None:
     """The record in the JSON of an error file, however incomplete.
 
@@ -62,12 +96,10 @@ def parse(data: Any) -> ErrorRecord | None:
         return None
     extra = said.get("extraInfo")
     extra = extra if isinstance(extra, dict) else {}
-    traceback = extra.get("py_callstack")
-    return ErrorRecord(
-        said["message"],
-        traceback if isinstance(traceback, str) else "",
-        _seconds(extra.get("timestamp", data.get("timestamp"))),
-    )
+    told = extra.get("py_callstack")
+    traceback = told if isinstance(told, str) else ""
+    at = _seconds(extra.get("timestamp", data.get("timestamp")))
+    return ErrorRecord(said["message"], traceback, at, user_frame(traceback))
 
 
 def _seconds(timestamp: Any) -> int:

@@ -170,6 +170,8 @@ class Erred:
     traceback: str
     #: False: trying again cannot help, the job ends.
     retry: bool = True
+    #: `error_file.user_frame` of the whole traceback.
+    place: str = ""
 
 
 @dataclass(frozen=True)

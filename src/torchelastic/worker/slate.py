@@ -78,6 +78,12 @@ def read_first_step(descriptor: int) -> int:
     return int(_FIRST.unpack(first)[0]) if len(first) == _FIRST.size else -1
 
 
+def read_trained(descriptor: int) -> int:
+    """The newest generation of which the worker has left the first step behind; -1: none."""
+    generation, step, _ = read_progress(descriptor)
+    return generation if step > read_first_step(descriptor) else -1
+
+
 def read_taken(descriptor: int) -> int:
     """What `Slate.taken_before` has written last."""
     return int(_TAKEN.unpack(os.pread(descriptor, _TAKEN.size, _TAKEN_AT))[0])

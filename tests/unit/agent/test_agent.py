@@ -1,5 +1,6 @@
 """What the agent does about its workers where no process is needed to see it."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -70,3 +71,43 @@ async def test_no_worker_is_started_that_nobody_would_stop(closing, stopping, st
     if made._action is not None:
         await made._action
     assert workers.started == started
+
+
+@pytest.mark.parametrize(
+    ("progress", "first", "counted", "trained"),
+    [
+        (None, -1, -1, -1),
+        ((4, 7, 0.0), 7, -1, -1),
+        ((4, 8, 0.0), 7, -1, 4),
+        ((3, 8, 0.0), 7, 4, 4),
+        (None, -1, 4, 4),
+    ],
+    ids=["nothing is told", "in its first step", "past it", "an older slate", "by its optimizer"],
+)
+def test_a_generation_has_trained_once_a_worker_is_past_its_first_step(
+    progress, first, counted, trained
+):
+    workers = SimpleNamespace(
+        progress=lambda local_rank: progress,
+        first_step=lambda local_rank: first,
+        counted=SimpleNamespace(newest=counted),
+    )
+    made = agent_with(workers, None)
+    assert made._newest_trained() == trained
+    workers.progress, workers.counted.newest = lambda local_rank: None, -1
+    assert made._newest_trained() == trained, "it is remembered"
+
+
+@in_loop
+async def test_no_worker_is_started_before_the_preflight_check_has_succeeded():
+    workers = Workers()
+    made = agent_with(workers, SimpleNamespace(world=object()))
+    made._fit.clear()
+    starting = asyncio.create_task(made._start_standby(1))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert made._action is None
+    made._fit.set()
+    await starting
+    await made._action
+    assert workers.started == [1]

@@ -14,6 +14,7 @@ from torchelastic.clock import FakeClock
 from torchelastic.config import LaunchConfig
 from torchelastic.events import types as events
 from torchelastic.events.log import GATHERED_FILE, EventLog
+from torchelastic.rendezvous import held_out
 from torchelastic.rendezvous.world import World
 
 
@@ -158,3 +159,14 @@ def test_a_newcomer_that_warms_up_is_no_spare(tmp_path, said, count, spares, spa
     world = World(generation=3, phase="running", count=count, reason="it grows")
     narrator.world_seen(replace(world, spares=spares, spare_count=spare_count))
     assert said[0].endswith(expected)
+
+
+def test_a_node_that_is_held_out_says_so(tmp_path, said):
+    narrator = narrator_of(tmp_path, generation=-1)
+    narrator.name = "a"
+    held = held_out.hold((), narrator._node, "a", "no GPU")
+    world = World(generation=3, phase="running", count=1, reason="it grows", held=held)
+    narrator.world_seen(world)
+    narrator.world_seen(replace(world, generation=4, held=held_out.end_all_but(held, ())))
+    ends = ["; this node is a spare, held out for 60 s", "; this node is a newcomer"]
+    assert [end in line for end, line in zip(ends, said, strict=True)] == [True, True]

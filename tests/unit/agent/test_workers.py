@@ -190,6 +190,7 @@ def test_steps_of_a_plain_script_are_told_and_named_and_give_no_restarts(workers
     workers._fail(1, pid=7, exitcode=1, message="boom")
     assert told[1].step == 47
     assert workers.best_step == -1
+    assert workers.counted.newest == 3
     assert workers.progress(1) is None, "nobody is ended by it"
     assert workers.counted.seen(1)[:2] == (3, 47)
 

@@ -43,7 +43,7 @@ def test_a_line_has_an_envelope_and_the_fields_of_its_event_for_all_who_hear_of_
     assert first == json.loads(
         '{"v": 1, "type": "world-formed", "job": "job", "node": "8f2c", "mono": 12.5, '
         '"generation": 0, "nodes": ["a", "b"], "size": 4, "store": "a:1", '
-        '"reason": "the job starts", "restarts_used": 0, "spares": [], "count": 0}'
+        '"reason": "the job starts", "restarts_used": 0, "spares": [], "count": 0, "held": {}}'
     )
     assert second["generation"] is None
 

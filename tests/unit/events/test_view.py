@@ -60,6 +60,16 @@ def test_a_world_says_who_runs_and_who_waits():
     assert view.last_change.why == "the job starts"
 
 
+def test_why_a_node_is_held_out_until_it_is_in_a_world_again():
+    story = Story().agent("a")
+    for generation, nodes in enumerate((["a"], ["a", "c"])):
+        spares = [name for name in ("c", "d") if name not in nodes]
+        held = {"c": "held out for 60 s: no GPU"} if "c" in spares else {}
+        formed = events.WorldFormed(nodes, 1, "a:2", "why", 0, spares, held=held)
+        story.tell(formed, generation=generation)
+        assert {name: node.held for name, node in story.view().nodes.items() if node.held} == held
+
+
 def test_a_world_told_by_several_agents_counts_once():
     story = Story().agent("a").agent("b").world(0, "a", "b").world(0, "a", "b", by="b")
     assert [change.what for change in story.view().history] == ["generation 0 began"]

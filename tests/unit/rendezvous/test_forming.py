@@ -173,3 +173,22 @@ def test_world_sizes_count_workers_not_nodes():
     job.come("c", nproc=2)
     job.wait(1.0)
     assert (job.names, job.world.spares) == (["a", "b"], ("c",))
+
+
+def test_a_node_that_is_unfit_is_not_waited_for_and_the_reason_to_wait_names_it():
+    job = Job("1:2", settle=1.0)
+    job.come("a")
+    job.come("b", ready=False, unfit="its --preflight check failed (exit code 3)")
+    job.wait(job.rules.settle)
+    assert (job.world.phase, job.names) == ("running", ["a"])
+
+    waiting = Job("2:2")
+    waiting.come("a")
+    waiting.come("b", ready=False, unfit="its --preflight check failed (exit code 3)")
+    waiting.wait(10)
+    assert waiting.world.reason.startswith(
+        "waiting for nodes: 1 of at least 2 there, without b (its --preflight check failed (exit "
+        "code 3)), for "
+    )
+    waiting.say("b", ready=True, unfit="")
+    assert waiting.world.phase == "running"

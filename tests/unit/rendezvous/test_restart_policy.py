@@ -8,7 +8,6 @@ import pytest
 
 from torchelastic.failure import Failure
 from torchelastic.rendezvous.restart_policy import (
-    AT_ONCE,
     IN_VAIN,
     LONGEST_PAUSE,
     PROGRESS_AFTER,
@@ -28,6 +27,7 @@ BOOM = Failure(
     exitcode=1,
     message="ValueError: no",
     traceback='  File "train.py", line 3, in step\nValueError: no',
+    place="train.py:3 in step",
 )
 KILLED = replace(BOOM, exitcode=-9, message="killed by SIGKILL", traceback="")
 
@@ -68,46 +68,173 @@ def test_the_budget_ends():
     assert not judged(ledger=RestartLedger(used=3, best_step=7), step=7).go_on, "no progress"
 
 
-@pytest.mark.parametrize("ending", [{"lifetime": PROGRESS_AFTER}, {"step": 8}])
-def test_progress_refills_it(ending):
-    verdict = judged(ledger=RestartLedger(used=3, best_step=7), **ending)
-    assert verdict.go_on
-    assert verdict.ledger.used == 1
-
-
-def fall(times, failures, lifetime=1.0):
-    ledger, verdict = RestartLedger(), None
-    for index in range(times):
-        failure = failures[index % len(failures)]
-        verdict = judged(ledger=ledger, budget=100, failure=failure, lifetime=lifetime)
-        ledger = verdict.ledger
-    return verdict
-
-
-def test_the_same_failure_at_once_again_and_again_stops_early():
-    assert fall(SAME_FAILURE_LIMIT - 1, [BOOM]).go_on
-    verdict = fall(SAME_FAILURE_LIMIT, [BOOM])
-    assert not verdict.go_on
-    assert verdict.sentence == (
-        f"the same failure came back at once {SAME_FAILURE_LIMIT} times in a row: "
-        "restarting does not mend it"
-    )
+LONG = PROGRESS_AFTER
+SILENT = replace(BOOM, exitcode=3, message="exit code 3", traceback="", place="")
+STARVED = replace(
+    KILLED,
+    message="killed by SIGKILL: out of memory",
+    hint="out of memory: the kernel killed it (limit 2.0 GiB)",
+)
+PEER = replace(BOOM, message="RuntimeError: [gloo/transport/tcp/pair.cc:5] Connection refused")
+SERVER = replace(BOOM, message="ConnectionResetError: Connection reset by peer")
 
 
 @pytest.mark.parametrize(
-    ("failures", "lifetime"),
+    ("known", "ending", "used"),
     [
-        ([BOOM, replace(BOOM, message="KeyError: 1")], 1.0),
-        ([BOOM], AT_ONCE + 1),
-        ([KILLED], 1.0),
-        ([None], 1.0),
+        (7, {"step": 8, "failure": BOOM}, 1),
+        (7, {"step": 7, "failure": BOOM}, 4),
+        (7, {"step": 7, "failure": BOOM, "lifetime": LONG}, 4),
+        (7, {"step": 7, "failure": KILLED, "lifetime": LONG}, 4),
+        (-1, {"failure": BOOM, "lifetime": LONG}, 4),
+        (-1, {"failure": SILENT, "lifetime": LONG}, 1),
+        (-1, {"failure": KILLED, "lifetime": LONG}, 1),
+        (-1, {"failure": KILLED, "lifetime": LONG - 1}, 4),
+        (-1, {"failure": PEER, "lifetime": LONG}, 1),
+        (-1, {"kind": "resize", "lifetime": LONG}, 0),
+        (-1, {"kind": "resize", "lifetime": LONG - 1}, 3),
     ],
-    ids=["different", "later", "killed from outside", "no worker's"],
 )
-def test_what_is_not_the_same_failure_at_once(failures, lifetime):
-    verdict = fall(2 * SAME_FAILURE_LIMIT, failures, lifetime)
-    assert verdict.go_on
-    assert failures != [KILLED] or pause(verdict.ledger) == 0, "kills from outside are no defect"
+def test_progress_refills_the_budget_and_time_only_where_nothing_is_known(known, ending, used):
+    verdict = judged(ledger=RestartLedger(used=3, best_step=known), budget=9, **ending)
+    assert (verdict.go_on, verdict.ledger.used) == (True, used)
+
+
+def fall(*endings, budget=100):
+    """How many of these endings a job survives, and the last verdict: `(failure, lifetime, step)`,
+    the step being the best that any worker has reported."""
+    ledger = RestartLedger()
+    for count, (failure, lifetime, step) in enumerate(endings):
+        ending = {"failure": failure, "lifetime": lifetime, "step": step}
+        verdict = judged(ledger=ledger, budget=budget, **ending)
+        if not verdict.go_on:
+            return count, verdict.sentence
+        ledger = verdict.ledger
+    return len(endings), verdict.sentence
+
+
+HOURS = 7200.0
+OTHER = replace(BOOM, message="ValueError: another text, 17")
+ELSEWHERE = replace(BOOM, place="train.py:9 in step")
+KEY = replace(BOOM, message="KeyError: 1")
+MANY = 3 * SAME_FAILURE_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("endings", "survived"),
+    [
+        ([(BOOM, 1.0, -1)] * MANY, 4),
+        ([(BOOM, 11.0, -1)] * MANY, 4),
+        ([(BOOM, HOURS, -1)] * MANY, 4),
+        ([(BOOM, 1.0, -1), (OTHER, HOURS, -1)] * MANY, 4),
+        ([(BOOM, 1.0, -1), (ELSEWHERE, 1.0, -1)] * MANY, 2 * MANY),
+        ([(BOOM, 1.0, -1), (KEY, 1.0, -1)] * MANY, 2 * MANY),
+        ([(BOOM, HOURS, 7)] * MANY, 4),
+        ([(BOOM, 1.0, step) for step in range(MANY)], MANY),
+        ([(replace(BOOM, step=step), HOURS, -1) for step in range(MANY)], MANY),
+        ([(replace(BOOM, step=7), 60.0, -1)] * MANY, 4),
+        ([(BOOM, 1.0, 7)] * 5 + [(BOOM, 1.0, 8)] * 5, 4),
+        ([(BOOM, 1.0, 7)] * 4 + [(BOOM, 1.0, 8)] * 5, 8),
+        ([(BOOM, 1.0, -1), (KILLED, HOURS, -1)] * MANY, 8),
+        ([(BOOM, 1.0, -1), (PEER, 1.0, -1)] * MANY, 8),
+        ([(KILLED, 1.0, -1)] * MANY, MANY),
+        ([(KILLED, HOURS, -1)] * 200, 200),
+        ([(KILLED, 60.0, -1)] * 200, 100),
+        ([(PEER, 60.0, -1)] * MANY, MANY),
+        ([(SERVER, 60.0, -1)] * MANY, MANY),
+        ([(SILENT, 60.0, -1)] * MANY, 4),
+        ([(SILENT, HOURS, -1)] * 200, 200),
+        ([(SILENT, HOURS, 7)] * MANY, 4),
+        ([(STARVED, 0.5, -1)] * MANY, 4),
+        ([(STARVED, HOURS, -1)] * MANY, MANY),
+        ([(None, 1.0, -1)] * MANY, MANY),
+    ],
+    ids=[
+        "an error at once",
+        "an error after 11 s",
+        "an error after hours, without steps",
+        "the same error with another text",
+        "the same error elsewhere",
+        "another error",
+        "no step beyond the first failure",
+        "always a step further",
+        "at another step each time, as torch counts them",
+        "at the same step each time, as torch counts them",
+        "no step further for five times",
+        "a step further after four times",
+        "kills between the errors",
+        "lost peers between the errors",
+        "killed from outside",
+        "killed from outside after hours, without steps",
+        "killed from outside until the budget is spent",
+        "lost peers",
+        "a server of the user's is gone",
+        "exit code",
+        "exit code after hours, without steps",
+        "exit code after hours, without a step further",
+        "out of memory",
+        "out of memory after hours, without steps",
+        "no worker's failure",
+    ],
+)
+def test_the_same_failure_five_times_without_progress_ends_the_job(endings, survived):
+    assert fall(*endings)[0] == survived
+
+
+def test_the_last_sentence_names_the_place_and_the_step():
+    at_seven = replace(BOOM, step=7)
+    for failure, said in [
+        (BOOM, "same error 5 times without progress (train.py:3 in step); giving up"),
+        (at_seven, "same error 5 times without progress (train.py:3 in step, step 7); giving up"),
+        (SILENT, "same failure 5 times without progress; giving up"),
+    ]:
+        assert fall(*[(failure, 60.0, -1)] * 5)[1] == said
+
+
+INCURABLE = replace(BOOM, message="ModuleNotFoundError: No module named 'x'")
+NOTED = RestartLedger(signature=repr((*INCURABLE.signature(), None)), repeats=1)
+
+
+@pytest.mark.parametrize(
+    ("ending", "ledger", "go_on"),
+    [
+        ({"everywhere": True, "trained": True}, RestartLedger(), False),
+        ({"everywhere": False, "trained": True}, RestartLedger(), True),
+        ({"everywhere": False, "trained": True, "without": True}, NOTED, True),
+        ({"everywhere": False}, RestartLedger(), False),
+        ({"everywhere": False, "without": True}, RestartLedger(), True),
+        ({"everywhere": False, "without": True}, NOTED, False),
+    ],
+    ids=[
+        "on every node",
+        "on some, after others have trained",
+        "on some again, after others have trained",
+        "on some that the job needs",
+        "on some that the job can do without",
+        "on some, then on others",
+    ],
+)
+def test_what_no_restart_cures_ends_the_job_unless_other_nodes_can_run_it(ending, ledger, go_on):
+    verdict = judged(ledger=ledger, failure=INCURABLE, **ending)
+    assert verdict.go_on == go_on
+    assert go_on or verdict.sentence == "no restart cures this ModuleNotFoundError; giving up"
+
+
+@pytest.mark.parametrize(
+    ("message", "fields", "incurable"),
+    [
+        ("SyntaxError: invalid syntax", {}, True),
+        ("IndentationError: unexpected indent", {}, True),
+        ("ImportError: cannot import name 'x'", {}, True),
+        ("ConfigError: give batch_size or policy.", {"alive": True}, True),
+        ("ValueError: ImportError", {}, False),
+        ("ImportError", {"traceback": ""}, False),
+    ],
+)
+def test_which_errors_no_restart_cures(message, fields, incurable):
+    failure = replace(BOOM, message=message, **fields)
+    verdict = judged("error" if failure.alive else "failure", failure=failure)
+    assert failure.incurable == incurable == (not verdict.go_on)
 
 
 # --- worlds that fail as soon as they begin ------------------------------------------------------
@@ -171,13 +298,3 @@ def test_the_first_retry_is_immediate_and_the_next_ones_wait_where_worlds_fail_i
 ):
     assert pauses(*endings) == seconds
     assert pause(RestartLedger(in_vain=10**6)) == LONGEST_PAUSE
-
-
-def test_kills_for_want_of_memory_are_not_from_outside():
-    hint = "out of memory: the kernel killed it (limit 2.0 GiB)"
-    starved = replace(KILLED, message="killed by SIGKILL: out of memory", hint=hint)
-    ledger = RestartLedger()
-    for number in range(1, SAME_FAILURE_LIMIT + 1):
-        verdict = judged(failure=starved, ledger=ledger, budget=100, lifetime=IN_VAIN / 2)
-        ledger = verdict.ledger
-        assert (ledger.repeats, verdict.go_on) == (number, number < SAME_FAILURE_LIMIT)

@@ -119,6 +119,17 @@ async def test_who_turns_to_another_neighbour_is_not_doubted():
 
 
 @story
+async def test_the_one_before_is_doubted_if_it_never_calls():
+    """It is cut off: no connection of its has ended, for there was none."""
+    async with ring_of("ab") as (a, b):
+        a.ring.turn_to([("x", "127.0.0.1:1"), ("a", a.address), ("b", b.address)])
+        b.ring.turn_to([("a", a.address), ("b", b.address)])
+        await a.doubts("x")
+        a.ring.turn_to([("b", b.address), ("a", a.address)])
+        await a.doubts()
+
+
+@story
 async def test_who_lives_says_so():
     async with ring_of("ab") as (a, _):
         assert await lives(Endpoint("127.0.0.1", a.reception.port, JOB)) is True
@@ -149,7 +160,8 @@ LOOKS = [
     ({"l": "b"}, None, False, []),  # the leader alone: the lease decides
     ({"l": "b"}, False, False, ["b"]),
     ({"a": "b"}, False, True, []),  # a firewall resets its connections, but it speaks elsewhere
-    ({"a": "b"}, None, True, []),
+    ({"a": "b"}, None, True, ["b"]),  # it reaches the store, but nobody reaches it
+    ({"l": "b"}, None, True, []),
 ]
 
 
@@ -176,7 +188,8 @@ async def given_up_by_the_leader(who, answers, *, is_heard_of=False, members="la
             doubts.heard(member("b", "a"))
         return answers.get(node, True)
 
-    async def give_up(node):
+    async def give_up(node, is_unreachable):
+        assert is_unreachable is (answers[node if node in answers else "b"] is None)
         gone.append(node)
 
     doubts = Doubts("l", ask, give_up)

@@ -57,7 +57,7 @@ def test_a_new_leader_takes_over_a_running_world_and_misses_the_dead():
     assert (job.world.generation, job.names) == (1, ["b", "c"])
 
 
-def test_a_new_leader_takes_no_failure_for_one_at_once():
+def test_a_new_leader_takes_no_failure_for_one_in_vain():
     old = running("1:2", "a")
     job = Job("1:2")
     job.state = round_state.taken_over(old.world, 0.0)
@@ -65,4 +65,4 @@ def test_a_new_leader_takes_no_failure_for_one_at_once():
     job.records = dict(old.records)
     job.say("a", failures=(failure("a"),))
     job.all_gone()
-    assert (job.world.generation, job.world.ledger.used, job.world.ledger.repeats) == (1, 1, 0)
+    assert (job.world.generation, job.world.ledger.used, job.world.ledger.in_vain) == (1, 1, 0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchelastic.errors import NonRetryableException, StopException, UnfitError
+from torchelastic.errors import ConfigError, NonRetryableException, StopException, UnfitError
 from torchelastic.training.group import GenerationOver, PeerLostError
 from torchelastic.training.outcome import (
     Action,
@@ -72,6 +72,7 @@ def test_kinds_of_errors_in_a_step(error, kind):
         (StopIteration(), Where.BETWEEN, Kind.USER),
         (leaked(), Where.BETWEEN, Kind.USER),
         (RuntimeError("connection refused"), Where.BUILD, Kind.PEER_LOST),  # not user code
+        (ConfigError("one backend"), Where.BUILD, Kind.USER),  # a refusal of ours
         (GenerationOver(), Where.BUILD, Kind.OVER),
         (KeyboardInterrupt(), Where.BUILD, Kind.EXIT),
         (UnfitError(), Where.BUILD, Kind.UNFIT),

@@ -14,7 +14,7 @@ from torchelastic.rendezvous import url
 from torchelastic.rendezvous.world import World, WorldNode
 from torchelastic.training import own_node
 from torchelastic.training.own_node import config_for
-from torchelastic.worker import channel, orders
+from torchelastic.worker import channel, orders, slate
 
 
 def test_who_may_go_on_and_what_counts_as_hung():
@@ -199,3 +199,22 @@ def test_a_worker_without_progress_leaves_unless_it_waits_for_others(monkeypatch
             return job.node._state.reason
 
     assert ("no progress" in asyncio.run(play())) is not waiting
+
+
+@pytest.mark.parametrize(("step", "trained"), [(5, -1), (6, 0)], ids=["the first", "a later one"])
+def test_a_generation_has_trained_once_its_worker_is_past_its_first_step(
+    monkeypatch, step, trained
+):
+    async def play():
+        async with Job(monkeypatch) as job:
+            await job.train()
+            worker = slate.Slate(job.node._slate)
+            worker.entered(0, 5)
+            worker.entered(0, step)
+            worker.close()
+            job.say(orders.PeerLost(0, step, "gone"))
+            said = job.node._presence.said
+            await job.until(lambda: said.get("failures"))
+            return said["trained"]
+
+    assert asyncio.run(play()) == trained

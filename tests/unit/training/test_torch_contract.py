@@ -181,3 +181,26 @@ def test_gloo_is_dropped_without_the_lock_of_the_interpreter():
     with pytest.raises(RuntimeError):
         stuck.wait()
     del second
+
+
+def test_gloo_bears_with_a_connection_that_says_nothing():
+    """Who looks whether a rank can be reached connects to its port, and closes again."""
+    store, made = dist.HashStore(), {}
+
+    def make(rank):
+        made[rank] = group_gloo.connect(store, rank, 2, SOON)
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    threads[0].start()
+    address = sockets.listening_address(store.get("0/0"))
+    for _ in range(3):
+        assert not sockets.is_silent(address)
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert group_gloo.silent_peer(store, 1, 2) == ""
+    ones = [torch.ones(1), torch.ones(1)]
+    works = [made[rank][0].allreduce([ones[rank]]) for rank in range(2)]
+    for work in works:
+        work.wait()
+    assert ones[0].item() == 2.0

@@ -1,5 +1,6 @@
 """The time a training thread waits for others is counted, in a world and in a script."""
 
+import socket
 import threading
 
 import pytest
@@ -8,8 +9,9 @@ from torch import nn
 
 from tests.support import poll_for
 from torchelastic import stalls
+from torchelastic.training import group_threads, sockets
 from torchelastic.training import waits as waits_module
-from torchelastic.training.waits import Operation, Waits
+from torchelastic.training.waits import Operation, PeerLostError, Waits
 from torchelastic.worker import backward_waits
 from torchelastic.worker.backward_waits import BackwardWaits
 
@@ -123,3 +125,37 @@ def test_parameters_that_are_not_trained_are_passed_over_and_shared_ones_noted_o
     BackwardWaits([model.parameters(), model.parameters()])
     backward()
     assert hands.at == 2.0
+
+
+@pytest.mark.parametrize("fault", ["no answer from rank 1 at 10.0.0.7:4711", ""])
+def test_a_call_that_takes_long_fails_with_what_is_found(monkeypatch, fault):
+    monkeypatch.setattr(group_threads, "IDLE", 0.05)
+    monkeypatch.setattr(waits_module, "FAULT_AFTER", 0.01)
+    asked, end = threading.Event(), threading.Event()
+
+    def find_fault():
+        asked.set()
+        return fault
+
+    def block():
+        asked.wait()
+        return fault or end.wait()
+
+    if fault:
+        never = threading.Event()
+        with pytest.raises(PeerLostError, match="no answer from rank 1"):
+            Waits().call(never.wait, find_fault=find_fault)
+        never.set()
+    else:
+        end.set()
+        assert Waits().call(block, find_fault=find_fault) is True
+
+
+def test_a_host_that_drops_packets_is_silent_one_that_refuses_is_not(monkeypatch):
+    monkeypatch.setattr(sockets, "ANSWERS", 0.2)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        address = full.getsockname()
+        # A queue that is full drops what comes.
+        with socket.create_connection(address):
+            assert sockets.is_silent(address)
+    assert not sockets.is_silent(address)

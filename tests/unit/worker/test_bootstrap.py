@@ -35,7 +35,9 @@ def test_a_failure_is_told_twice(told, tmp_path, monkeypatch):
     record = error_file.read(path)
     assert record.message == "RuntimeError: boom"
     assert "raise error" in record.traceback
-    assert told == [{"type": "failure", "message": record.message, "traceback": record.traceback}]
+    said = {"message": record.message, "traceback": record.traceback, "place": record.place}
+    assert told == [{"type": "failure", **said}]
+    assert error_file.heard(told[0]).place == "test_bootstrap.py:20 in raised"
 
 
 @pytest.mark.parametrize("path", ["", "/no/such/directory/error.json"])

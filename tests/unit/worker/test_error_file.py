@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from torchelastic.worker import error_file
 from torchelastic.worker.error_file import ErrorRecord
 
@@ -55,3 +57,30 @@ def test_junk_or_no_file_says_nothing(tmp_path):
         assert error_file.read(str(path)) is None, junk[:20]
     assert error_file.read(str(tmp_path / "none")) is None
     assert error_file.read(str(tmp_path)) is None
+
+
+HEAD = "Traceback (most recent call last):\n"
+USER = '  File "/job/train.py", line 37, in step\n    loss.backward()\n'
+TORCH = '  File "/env/lib/python3.12/site-packages/torch/_tensor.py", line 9, in backward\n'
+STANDARD = '  File "/usr/lib/python3.12/threading.py", line 5, in run\n'
+OURS = f'  File "{error_file.__file__}", line 1, in write\n'
+FROZEN = '  File "<frozen runpy>", line 88, in _run_code\n'
+
+
+@pytest.mark.parametrize(
+    ("traceback", "place"),
+    [
+        (f"{HEAD}{USER}{TORCH}RuntimeError: boom", "train.py:37 in step"),
+        (f"{HEAD}{FROZEN}{STANDARD}{USER}{OURS}{STANDARD}E: x", "train.py:37 in step"),
+        (f"{HEAD}{FROZEN}{TORCH}E: x", "_tensor.py:9 in backward"),
+        (f"{HEAD}{USER}KeyError: 1\n\nDuring …\n\n{HEAD}{TORCH}E: x", "_tensor.py:9 in backward"),
+        (f"{HEAD}{TORCH}KeyError: 1\n\nDuring …\n\n{HEAD}{USER}E: x", "train.py:37 in step"),
+        ('  File "/job/train.py", line 3\n    x = (\nSyntaxError: no', "train.py:3"),
+        (f"  + Exception Group {HEAD}  | {USER}  | E: x (1 sub-exception)", "train.py:37 in step"),
+        ("a sentence", ""),
+        ("", ""),
+    ],
+)
+def test_the_place_of_an_error_is_the_innermost_frame_of_user_code(traceback, place):
+    assert error_file.user_frame(traceback) == place
+    assert error_file.parse(of(py_callstack=traceback)).place == place

@@ -111,6 +111,7 @@ function tags(node, now) {
   if (node.hosting && here) told.push(["hosts the rendezvous", "calm"]);
   if (slow.length === 1) told.push([`straggler: rank ${slow[0]}`, "warn"]);
   if (slow.length > 1) told.push([counted(slow.length, "straggler"), "warn"]);
+  if (node.held) told.push([oneLine(node.held, 120), "warn"]);
   if (Number.isFinite(exitcode)) told.push([`exit code ${exitcode}`, "calm"]);
   if (AWAY.includes(node.state) && node.last_seen) {
     told.push([`last heard ${ago(node.last_seen, now)}`, "bad"]);

@@ -1,5 +1,6 @@
 """The ring: every agent keeps a connection to the next one in the world, so that the end of an
-agent is seen at once also where the store would notice it by a lease only.
+agent is seen at once also where the store would notice it by a lease only. It expects one from the
+agent before it, too: who can be reached by nobody is doubted by two.
 
 What is seen here is a hint. A connection may end because of a firewall, and an agent may be silent
 because it is busy: whoever leads asks the agent itself, and decides (`doubts`).
@@ -65,6 +66,11 @@ def successor(nodes: Sequence[tuple[str, str]], node: str) -> tuple[str, str] | 
     return nodes[(names.index(node) + 1) % len(names)]
 
 
+def predecessor(nodes: Sequence[tuple[str, str]], node: str) -> tuple[str, str] | None:
+    """The one before a node: whose successor it is."""
+    return successor(nodes[::-1], node)
+
+
 class Ring:
     """This node's connections to its neighbours. Made in a running loop."""
 
@@ -80,12 +86,19 @@ class Ring:
         self._doubted: set[str] = set()
         self._next: tuple[str, str] | None = None
         self._calling: asyncio.Task[None] | None = None
+        #: The one before us, while it has not called, and when it is doubted for that.
+        self._expected: tuple[str, str] | None = None
+        self._overdue: asyncio.TimerHandle | None = None
         #: Connections that others have made to us.
         self._guests: dict[Link, asyncio.Task[None]] = {}
+        #: Who has one.
+        self._callers: set[str] = set()
 
     def turn_to(self, nodes: Sequence[tuple[str, str]]) -> None:
         """Take one's place among these nodes and their addresses, in order."""
-        following = successor([pair for pair in nodes if pair[1]], self._node)
+        reached = [pair for pair in nodes if pair[1]]
+        self._expect(predecessor(reached, self._node))
+        following = successor(reached, self._node)
         self._around = frozenset(name for name, _ in nodes)
         self._note(self._doubted & self._around)
         if following == self._next:
@@ -96,6 +109,18 @@ class Ring:
             self._calling = None
         if following is not None:
             self._calling = asyncio.create_task(self._call(*following), name="ring")
+
+    def _expect(self, before: tuple[str, str] | None) -> None:
+        """Doubt the one before us unless it calls within the time that silence takes to count."""
+        if before == self._expected:
+            return
+        self._expected = before
+        if self._overdue is not None:
+            self._overdue.cancel()
+            self._overdue = None
+        if before is not None and before[0] not in self._callers:
+            loop = asyncio.get_running_loop()
+            self._overdue = loop.call_later(self._silence, self._doubt, before[0])
 
     def admit(self, link: Link, hello: wire.Hello) -> None:
         """Take a connection of a neighbour, or of whoever asks if we live."""
@@ -108,6 +133,7 @@ class Ring:
         return await lives(Endpoint.at(address, self._job.job, self._job.credentials))
 
     async def close(self) -> None:
+        self._expect(None)
         tasks = [*self._guests.values(), *([self._calling] if self._calling is not None else [])]
         for task in tasks:
             task.cancel()
@@ -141,9 +167,20 @@ class Ring:
             link.abort()
             return
         assert isinstance(beat, Beat)
-        self._trust(beat.node)
-        if not await self._converse(link):
+        self._called(beat.node)
+        self._callers.add(beat.node)
+        try:
+            has_parted = await self._converse(link)
+        finally:
+            self._callers.discard(beat.node)
+        if not has_parted:
             self._doubt(beat.node)
+
+    def _called(self, node: str) -> None:
+        self._trust(node)
+        if self._overdue is not None and self._expected is not None and node == self._expected[0]:
+            self._overdue.cancel()
+            self._overdue = None
 
     async def _converse(self, link: Link) -> bool:
         """Say that we live and hear that the neighbour does, until that is over; says whether it

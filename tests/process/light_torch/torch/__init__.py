@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+compiler = SimpleNamespace(disable=lambda function: function)
 cuda = SimpleNamespace(is_initialized=lambda: False)
 default_generator = SimpleNamespace(seed=lambda: None)
 

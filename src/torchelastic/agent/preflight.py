@@ -1,0 +1,88 @@
+"""`--preflight`: a command that has to succeed before this node takes part in the training.
+
+A node whose check fails is a member of the job, so that it can host the rendezvous, but not ready:
+no world takes it in, and no worker starts on it. The check is repeated until it succeeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+
+from torchelastic.agent.report import exit_words
+from torchelastic.agent.run_program import run_program
+from torchelastic.errors import SpawnError
+from torchelastic.failure import last_lines
+
+#: Seconds a check may take.
+LIMIT = 300.0
+#: Seconds before the next check; twice as many each time.
+FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0
+#: Bytes of its output that are kept, and lines of it that are shown.
+KEPT, SHOWN = 64 * 1024, 5
+
+
+async def until_passed(
+    command: str, env: Mapping[str, str], helpers: set[int], on_failure: Callable[[str, str], None]
+) -> None:
+    """Repeat the check until it succeeds. `on_failure` is told how it failed, and with what output
+    and what follows."""
+    failures = 0
+    while (problem := await check(command, env, helpers)) is not None:
+        failures += 1
+        how, output = problem
+        seconds = pause(failures)
+        shown = "".join(f"\n  {line}" for line in output[-SHOWN:])
+        again = f"this node does not take part; the next check is in {seconds:g} s"
+        said = f" Last lines of its output:{shown}" if shown else " It printed nothing."
+        on_failure(how, f"The --preflight check {how}: {again}.{said}")
+        await asyncio.sleep(seconds)
+
+
+def pause(failures: int) -> float:
+    """Seconds until the next check after so many that failed.
+
+    >>> [pause(failures) for failures in (1, 2, 3, 99)]
+    [5.0, 10.0, 20.0, 300.0]
+    """
+    return min(FIRST_PAUSE * 2.0 ** min(failures - 1, 20), LONGEST_PAUSE)
+
+
+async def check(
+    command: str, env: Mapping[str, str], helpers: set[int]
+) -> tuple[str, tuple[str, ...]] | None:
+    """Run the command once: None if it succeeds, else how it failed and its last lines."""
+    output = bytearray()
+    ours, theirs = os.pipe()
+    os.set_blocking(ours, False)
+
+    def read() -> None:
+        """Take what there is. What it has started may hold the other end open: no wait for that."""
+        try:
+            while data := os.read(ours, KEPT):
+                output.extend(data)
+                del output[:-KEPT]
+            loop.remove_reader(ours)
+        except BlockingIOError:
+            return
+
+    loop = asyncio.get_running_loop()
+    loop.add_reader(ours, read)
+    try:
+        with open(os.devnull, "rb", buffering=0) as null, os.fdopen(theirs, "wb") as given:
+            streams = (null.fileno(), given.fileno(), given.fileno())
+            shell = ["/bin/sh", "-c", command]
+            exitcode = await run_program(shell, env, streams, helpers, LIMIT)
+        read()
+    except SpawnError as error:
+        return f"could not be started ({error})", ()
+    finally:
+        loop.remove_reader(ours)
+        os.close(ours)
+    if exitcode == 0:
+        return None
+    how = (
+        f"took longer than {LIMIT:g} s" if exitcode is None else f"failed ({exit_words(exitcode)})"
+    )
+    return how, last_lines(output.decode(errors="replace"))

@@ -1,0 +1,204 @@
+"""Which nodes an ended generation tells against, and so are held out of the next worlds. Pure.
+
+    what has happened                                              who is held out
+    it failed before its first step, with nodes that were not in   these nodes, at once; the others
+    the last world that trained                                    go on as they did before
+    workers of two nodes could not connect to each other           one of the two, at once
+    its program cannot run on some nodes (`Failure.incurable`)     these nodes, at once
+    it failed before its first step on one node alone              that node, if it keeps doing so
+    no other node could reach a node                               that node, at once
+    a node was lost                                                that node, if it keeps doing so
+
+No node is held out that the next world cannot do without. A kill from outside tells against no
+node, nor does the loss of most nodes at once: the network, or this node, is the likelier cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from torchelastic.errors import UnfitError
+from torchelastic.failure import Failure
+from torchelastic.rendezvous import held_out, unconnected
+from torchelastic.rendezvous.forming import enough_without
+from torchelastic.rendezvous.held_out import Held
+from torchelastic.rendezvous.restart_policy import is_from_outside
+from torchelastic.rendezvous.round_state import (
+    NAMES_SHOWN,
+    TRAINED_AFTER,
+    RoundRules,
+    RoundState,
+    failed_alike,
+    follows_later_host,
+    has_stepped,
+    names_of,
+    tells_steps,
+    the_world,
+)
+from torchelastic.rendezvous.world import WorldNode
+
+
+class Finding(NamedTuple):
+    """What follows for nodes from the end of a generation."""
+
+    held: Held
+    #: Those that are held out from now on.
+    out: frozenset[str] = frozenset()
+    #: What is done about them, in words.
+    sentence: str = ""
+    #: The end of the generation in other words, where it is put down to them: it spends no restart.
+    instead: str = ""
+
+
+def find(
+    rules: RoundRules, state: RoundState, cause: Failure | None, others: Iterable[Failure]
+) -> Finding:
+    """Look for nodes to hold out, given what ended the generation.
+
+    `cause`: the first failure of a worker; None if it was none. `others`: the other failures.
+    """
+    held = _without_cleared(state)
+    finding = None
+    if cause is not None and _tells_of_nodes(cause):
+        failed_alone = [cause, *(other for other in others if other.by_itself)]
+        early = _failed_early(state)
+        finding = _newcomers(rules, state, held, failed_alone) if early else None
+        finding = finding or _unable(rules, state, held, cause)
+        if early:
+            finding = finding or _unconnected(rules, state, held, [cause, *others])
+            finding = finding or _failing_start(rules, state, held, failed_alone)
+    return finding or _lost(rules, state, held)
+
+
+def _without_cleared(state: RoundState) -> Held:
+    """The list without nodes that have trained long enough for what they did to be forgotten."""
+    world = the_world(state)
+    if state.since - state.running_since < held_out.FORGOTTEN_AFTER:
+        return world.held
+    return held_out.forget(world.held, world.members)
+
+
+def _tells_of_nodes(cause: Failure) -> bool:
+    """Whether a node may be the reason. Not where somebody killed the worker; and a worker that has
+    built another model ends by itself, and its node with the last one."""
+    return not is_from_outside(cause) and not cause.message.startswith(UnfitError.__name__)
+
+
+def _failed_early(state: RoundState) -> bool:
+    """Whether the world has ended before its first step, as far as steps are known."""
+    if has_stepped(state):
+        return False
+    return tells_steps(state) or state.since - state.running_since < TRAINED_AFTER
+
+
+def _newcomers(
+    rules: RoundRules, state: RoundState, held: Held, failed: Sequence[Failure]
+) -> Finding | None:
+    """Go back to the last membership that worked. Newcomers that did not fail stay if only other
+    newcomers did."""
+    world = the_world(state)
+    new = [node for node in world.nodes if node.new and node.node in state.members]
+    names = {failure.node for failure in failed}
+    if names <= {node.name for node in new}:
+        new = [node for node in new if node.name in names]
+    nodes = frozenset(node.node for node in new)
+    if not nodes or not enough_without(rules, state, nodes | state.out):
+        return None
+    named = names_of(state, [node.node for node in new])
+    what = f"generation {world.generation} with {named} failed before its first step"
+    reason = f"{what}: {failed[0].message}"
+    return _hold_all(state, held, new, reason, f"{what}: {failed[0].sentence()}")
+
+
+def _hold_all(
+    state: RoundState, held: Held, nodes: Sequence[WorldNode], reason: str, instead: str = ""
+) -> Finding | None:
+    """Hold these nodes out from now on; None if there are too many."""
+    for node in nodes:
+        held = held_out.hold(held, node.node, node.name, reason)
+    every = frozenset(node.node for node in nodes)
+    out = [one for one in held if one.node in every and one.seconds]
+    if len(out) < len(nodes):
+        return None
+    longest = max(out, key=lambda one: one.seconds).span()
+    named = names_of(state, [node.node for node in nodes])
+    return Finding(held, every, f"going on without {named} for {longest}", instead)
+
+
+def _unable(rules: RoundRules, state: RoundState, held: Held, failure: Failure) -> Finding | None:
+    """Hold out nodes that lack what the program needs: a module, say. Others may have it. It is
+    charged, so that the next ones that lack it end the job (`restart_policy.judge`)."""
+    nodes = failed_alike(state, failure)
+    if not failure.incurable or not nodes or not enough_without(rules, state, nodes | state.out):
+        return None
+    found = [node for node in the_world(state).nodes if node.node in nodes]
+    return _hold_all(state, held, found, failure.message)
+
+
+def _unconnected(
+    rules: RoundRules, state: RoundState, held: Held, failures: Sequence[Failure]
+) -> Finding | None:
+    """Do without a node whose workers could not connect to others; name the pair in any case."""
+    if not unconnected.is_unconnected(failures[0]):
+        return None
+    found = unconnected.pairs(the_world(state), failures)
+    if not found:
+        return None
+    said = "; ".join(pair.words() for pair in found[:NAMES_SHOWN])
+    node = unconnected.worst(found)
+    if not enough_without(rules, state, {node.node} | state.out):
+        return Finding(held, sentence=said)
+    instead = f"{said}: {failures[0].message}"
+    return _hold_all(state, held, [node], said, instead) or Finding(held, sentence=said)
+
+
+def _failing_start(
+    rules: RoundRules, state: RoundState, held: Held, failed: Sequence[Failure]
+) -> Finding | None:
+    """Count a start that failed on one node of several."""
+    world = the_world(state)
+    names = {failure.node for failure in failed}
+    found = [node for node in world.nodes if node.name in names and node.node in state.members]
+    if len(names) > 1 or not found or world.count == 1:
+        return None
+    node = found[0]
+    reason = f"its workers keep failing at start: {failed[0].message}"
+    held = held_out.note_failure(held, node.node, node.name, reason)
+    return _counted(rules, state, held, found, "failed at start", failed[0].sentence())
+
+
+def _lost(rules: RoundRules, state: RoundState, held: Held) -> Finding:
+    """Count nodes that went without a word."""
+    world = the_world(state)
+    lost = [node for node in world.nodes if node.node in state.lost]
+    if not lost or 2 * len(lost) > world.count or follows_later_host(state):
+        return Finding(held)
+    for node in lost:
+        if node.node in state.unreachable:
+            reason = "other nodes could not reach it"
+            held = held_out.hold(held, node.node, node.name, reason)
+        else:
+            held = held_out.note_failure(held, node.node, node.name, "it keeps failing")
+    return _counted(rules, state, held, lost, "failed")
+
+
+def _counted(
+    rules: RoundRules,
+    state: RoundState,
+    held: Held,
+    nodes: Iterable[WorldNode],
+    what: str,
+    instead: str = "",
+) -> Finding:
+    """Hold out those of the nodes that have failed too often, if the others can do without."""
+    counted = {node.node for node in nodes}
+    out = [one for one in held if one.node in counted and one.seconds]
+    gone = frozenset(one.node for one in out)
+    if not out or not enough_without(rules, state, gone | state.out):
+        return Finding(held_out.end_all_but(held, state.out))
+    said = [
+        f"{one.name} has {what} {one.times} times: going on without it for {one.span()}"
+        for one in out
+    ]
+    return Finding(held, gone, "; ".join(said), instead)

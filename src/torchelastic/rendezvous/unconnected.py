@@ -1,0 +1,82 @@
+"""Pairs of nodes whose workers could not connect to each other. Pure.
+
+Agents may talk over one network while their workers need another one, or ports that a firewall
+closes. Then a world begins, its workers fail to connect, and agents see nothing wrong. Which pairs
+failed is in what the workers say: gloo and TCPStore name the address they tried, `train` names the
+rank. Where only one side of a pair is named, it is half a pair.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from torchelastic.failure import Failure
+from torchelastic.rendezvous.world import World, WorldNode
+
+#: Errors of connections that were never made.
+_NEVER_MADE = re.compile(
+    r"connectfullmesh failed|connect timeout|timed out connecting|failed to connect|"
+    r"timed out after \d+ms while trying to connect|no answer from rank",
+    re.IGNORECASE,
+)
+#: The other side, by rank or by address.
+_RANK = re.compile(r"no answer from rank (\d+)")
+_ADDRESSES = re.compile(r"remote=\[([^\]]+)\]|(?:to|of) \(?\[?([\w.:%-]+?)\]?(?::| )[\d(,]")
+
+
+class Unconnected(NamedTuple):
+    """Two nodes, or one whose other side is not known."""
+
+    node: WorldNode
+    other: WorldNode | None = None
+
+    def words(self) -> str:
+        if self.other is None:
+            return f"workers of {self.node.name} cannot connect to all others"
+        return f"workers of {self.node.name} cannot connect to {self.other.name}"
+
+
+def pairs(world: World, failures: Iterable[Failure]) -> list[Unconnected]:
+    """The pairs that the failures of a generation tell of, each once."""
+    named = {node.name: node for node in world.nodes}
+    found: dict[frozenset[str], Unconnected] = {}
+    for failure in failures:
+        node = named.get(failure.node)
+        if node is None or not is_unconnected(failure):
+            continue
+        other = _other(world, failure)
+        if other is not None and other.node != node.node:
+            found.setdefault(frozenset((node.node, other.node)), Unconnected(node, other))
+        else:
+            found.setdefault(frozenset((node.node,)), Unconnected(node))
+    return list(found.values())
+
+
+def is_unconnected(failure: Failure) -> bool:
+    """Whether a worker says that a connection could not be made."""
+    return _NEVER_MADE.search(failure.message) is not None
+
+
+def _other(world: World, failure: Failure) -> WorldNode | None:
+    if rank := _RANK.search(failure.message):
+        return next((node for node in world.nodes if int(rank[1]) in _ranks(node)), None)
+    for match in _ADDRESSES.finditer(failure.message):
+        address = match[1] or match[2]
+        for node in world.nodes:
+            if address in (node.addr, node.peer.rpartition(":")[0].strip("[]")):
+                return node
+    return None
+
+
+def _ranks(node: WorldNode) -> range:
+    return range(node.first_rank, node.first_rank + node.nproc)
+
+
+def worst(found: Sequence[Unconnected]) -> WorldNode:
+    """The node to do without: that of most pairs; of several, the newest."""
+    sides = [side for pair in found for side in (pair.node, pair.other) if side is not None]
+    counts = Counter(side.node for side in sides)
+    return max(sides, key=lambda side: (counts[side.node], side.new, side.node_rank))

@@ -1,0 +1,63 @@
+"""Programs that cannot run: the job ends, unless other nodes can run them. In virtual time."""
+
+from __future__ import annotations
+
+from tests.unit.rendezvous.round_support import Job, failure, running
+from torchelastic.rendezvous.round_state import TRAINED_AFTER
+
+MISSING = "ModuleNotFoundError: No module named 'apex'"
+
+
+def fail(job: Job, *names: str) -> None:
+    for name in names:
+        job.say(name, failures=(failure(name, job.world.generation, message=MISSING),))
+    job.all_gone()
+
+
+def test_a_node_that_lacks_a_module_is_held_out_and_the_others_train():
+    job = running("2:3", "abc")
+    fail(job, "b")
+    assert (job.world.phase, job.names, job.world.spares) == ("running", ["a", "c"], ("b",))
+    assert job.world.reason.endswith("1 of 100 restarts used; going on without b for 60 s")
+
+
+def test_the_job_ends_when_the_next_node_lacks_it_too():
+    job = running("1:3", "abc")
+    fail(job, "b")
+    fail(job, "a")
+    assert (job.world.phase, job.world.exitcode) == ("closed", 1)
+    assert job.world.reason.endswith("; no restart cures this ModuleNotFoundError; giving up")
+    assert job.world.cause.node == "a"
+
+
+def test_the_job_ends_at_once_where_all_nodes_lack_it_or_none_can_be_spared():
+    everywhere, needed = running("1:3", "abc"), running("3:3", "abc")
+    everywhere.say("a", failures=(failure("a", message=MISSING),))
+    everywhere.say("b", failures=(failure("b", message=MISSING),))
+    fail(everywhere, "c")
+    fail(needed, "b")
+    for job in (everywhere, needed):
+        assert (job.world.phase, job.world.generation) == ("closed", 0)
+
+
+def test_a_job_that_has_trained_goes_on_without_one_node_after_the_other():
+    job = running("1:3", "abc")
+    job.wait(TRAINED_AFTER)
+    fail(job, "b")
+    assert job.names == ["a", "c"]
+    job.wait(TRAINED_AFTER - 1)
+    fail(job, "a")
+    assert (job.world.phase, job.names) == ("running", ["c"])
+    fail(job, "c")
+    assert job.world.phase == "closed", "every node lacks it"
+
+
+def test_nodes_that_are_unfit_and_names_that_nobody_knows_save_nothing():
+    job = running("2:3", "ab")
+    job.come("c", ready=False, unfit="its --preflight check failed (exit code 3)")
+    fail(job, "a")
+    assert job.world.phase == "closed"
+    garbled = running("1:3", "ab")
+    garbled.say("a", failures=(failure("?", message=MISSING),))
+    garbled.all_gone()
+    assert garbled.world.phase == "closed"

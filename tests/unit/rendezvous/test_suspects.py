@@ -1,0 +1,338 @@
+"""Which nodes an ended generation tells against, in virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.rendezvous.round_support import Job, failure, running
+from torchelastic.config import WorldSizes
+from torchelastic.rendezvous import round_state, suspects
+from torchelastic.rendezvous.held_out import ALLOWED, FIRST, FORGOTTEN_AFTER
+from torchelastic.rendezvous.round_state import TRAINED_AFTER, RoundRules, given_up
+
+NO = "ValueError: the batch of 2 cannot be split"
+KILLED = {"exitcode": -9, "message": "killed by SIGKILL", "traceback": ""}
+
+
+def trains(job: Job, *names: str) -> None:
+    """The nodes tell, as they do with whatever they say next, that they have taken a step."""
+    for name in names or job.names:
+        member, created = job.records[name]
+        job.records[name] = (replace(member, trained=job.world.generation), created)
+
+
+def fails(job: Job, *names: str, **fields) -> None:
+    """Workers of these nodes fail, in this order."""
+    for name in names:
+        told = failure(name, job.world.generation, **{"message": NO, **fields})
+        job.say(name, failures=(told,))
+    job.all_gone()
+
+
+def grown(nnodes: str = "1:4", first: str = "a", newcomers: str = "b", **rules) -> Job:
+    """A job that has trained, and has been resized for newcomers."""
+    job = running(nnodes, first, **rules)
+    trains(job)
+    job.come(*newcomers)
+    job.wait(5)
+    job.all_gone()
+    assert (job.world.generation, job.names) == (1, [*first, *newcomers])
+    return job
+
+
+def out(job: Job) -> dict[str, float]:
+    return {one.name: one.seconds for one in job.world.held if one.seconds}
+
+
+def test_a_join_that_fails_before_its_first_step_is_undone_and_costs_nothing():
+    job = grown(max_restarts=0)
+    fails(job, "a", "b")
+    assert (job.world.phase, job.world.generation, job.names) == ("running", 2, ["a"])
+    assert job.world.reason == (
+        "generation 1 with b failed before its first step: rank 0 on a (local rank 0, pid 1): "
+        f"{NO}; going on without b for 60 s"
+    )
+    assert (job.world.spares, out(job)) == (("b",), {"b": FIRST})
+    assert job.world.ledger.used == 0
+
+
+def test_it_is_tried_again_later_and_later_and_the_job_goes_on():
+    job = grown(max_restarts=3)
+    began = []
+    for _ in range(12):
+        fails(job, "b", "a")
+        assert (job.world.phase, job.names) == ("running", ["a"])
+        trains(job)
+        left = job.now
+        job.wait(3600)
+        job.all_gone()
+        assert job.names == ["a", "b"]
+        began.append(job.world.generation)
+    assert job.now - left == 3600
+    assert began == list(range(3, 27, 2)), "nothing between the tries"
+
+
+@pytest.mark.parametrize(
+    ("why", "change"),
+    [
+        ("it has taken a step", lambda job: trains(job, "b")),
+        ("somebody killed a worker", lambda job: fails(job, "a", **KILLED)),
+        ("a node failed", lambda job: job.die("b")),
+        ("its node ends by itself", lambda job: fails(job, "b", message="UnfitError: no")),
+    ],
+)
+def test_other_ends_of_a_resized_world_are_not_put_down_to_the_newcomer(why, change):
+    job = grown()
+    change(job)
+    if job.world.generation == 1:
+        fails(job, "a")
+    assert out(job) == {}, why
+
+
+@pytest.mark.parametrize(("lived", "back"), [(TRAINED_AFTER, True), (TRAINED_AFTER / 2, False)])
+def test_where_nobody_tells_of_steps_the_time_counts_that_the_world_before_lived(lived, back):
+    job = running("1:2", "a")
+    job.now += lived - job.rules.settle
+    job.come("b")
+    job.wait(job.rules.settle)
+    job.all_gone()
+    assert job.names == ["a", "b"]
+    fails(job, "a", "b")
+    assert job.names == (["a"] if back else ["a", "b"])
+
+
+def test_a_world_that_lived_long_without_a_step_has_not_trained_where_steps_are_told():
+    job = grown()
+    job.now += 10 * TRAINED_AFTER
+    fails(job, "a", "b")
+    assert job.names == ["a"]
+
+
+def test_the_first_world_has_no_newcomers():
+    job = running("1:2", "ab")
+    fails(job, "a", "b")
+    assert (job.names, job.world.ledger.used) == (["a", "b"], 1)
+
+
+def test_a_newcomer_of_a_world_that_never_trained_stays_one():
+    job = grown("1:4", "a", "b")
+    fails(job, "a", **KILLED)
+    assert job.names == ["a", "b"], "a kill from outside says nothing of b"
+    fails(job, "a", "b")
+    assert job.names == ["a"]
+
+
+def test_only_the_newcomers_that_failed_are_held_out_if_no_other_node_did():
+    job = grown("1:4", "a", "bc")
+    fails(job, "c")
+    assert job.names == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "rules"), [("2:2", {}), ("1:3", {"world_sizes": WorldSizes.parse("4")})]
+)
+def test_a_replacement_that_the_world_needs_is_tried_again_within_the_budget(nnodes, rules):
+    job = running(nnodes, "ab", max_restarts=1, **rules)
+    trains(job)
+    job.come("c")
+    job.die("b")
+    job.all_gone()
+    assert job.names == ["a", "c"]
+    fails(job, "a", "c")
+    assert (job.names, job.world.ledger.used, out(job)) == (["a", "c"], 1, {})
+    fails(job, "a", "c")
+    assert job.world.phase == "closed"
+
+
+def test_resident_workers_go_back_too_and_keep_their_state():
+    job = Job("1:2")
+    job.come("a", resident=True, standing=(0, 1))
+    job.wait(job.rules.settle)
+    trains(job)
+    job.come("b", resident=True, standing=(0, 1))
+    job.say("a", paused=0, entered=7)
+    assert (job.world.generation, job.names) == (1, ["a", "b"])
+    told = {"message": NO, "alive": True, "step": 8}
+    job.say("a", failures=(failure("a", 1, **told),))
+    job.say("a", gone=1)
+    job.say("b", gone=1)
+    assert (job.world.phase, job.names, job.world.spares) == ("running", ["a"], ("b",))
+    assert job.world.reason.endswith(f"at step 8: {NO}; going on without b for 60 s")
+    assert job.world.ledger.used == 0
+
+
+# --- nodes that keep failing ---------------------------------------------------------------------
+
+
+def lose(job: Job, name: str) -> None:
+    """A node loses its lease and joins anew, once the others have gone on without it."""
+    trains(job)
+    job.die(name)
+    job.all_gone()
+    assert name not in job.names
+    job.come(name, gone=job.world.generation - 1)
+
+
+def test_a_node_that_keeps_failing_is_held_out_longer_each_time():
+    job = running("1:3", "abc")
+    for _ in range(ALLOWED):
+        lose(job, "c")
+        job.wait(5)
+        job.all_gone()
+        assert job.names == ["a", "b", "c"]
+    for hold in (60.0, 120.0, 240.0):
+        lose(job, "c")
+        assert job.world.reason.startswith(
+            "c failed; a node failure spends no restart; c has failed"
+        )
+        assert out(job) == {"c": hold}
+        job.wait(hold - 0.1)
+        assert (job.names, job.world.phase) == (["a", "b"], "running")
+        job.wait(0.1)
+        job.all_gone()
+        assert job.names == ["a", "b", "c"]
+    assert job.world.ledger.used == 0
+
+
+def test_what_it_did_is_forgotten_after_it_has_trained_well():
+    job = running("1:3", "abc")
+    for _ in range(5 * ALLOWED):
+        job.now += FORGOTTEN_AFTER
+        lose(job, "c")
+        assert [one.times for one in job.world.held] == [1]
+        job.wait(5)
+        job.all_gone()
+    job.now += FORGOTTEN_AFTER
+    fails(job, "a", **KILLED)
+    assert job.world.held == ()
+
+
+def test_the_loss_of_most_nodes_tells_against_none():
+    job = running("1:3", "abc", quorum=False)
+    for _ in range(ALLOWED + 2):
+        job.die("b", "c")
+        job.all_gone()
+        job.come("b", "c", gone=job.world.generation - 1)
+        job.wait(5)
+        job.all_gone()
+    assert (job.names, job.world.held) == (["a", "b", "c"], ())
+
+
+def test_a_flaky_node_that_the_world_needs_is_let_in_all_the_same():
+    job = running("2:2", "ab")
+    for _ in range(ALLOWED + 3):
+        job.die("b")
+        job.all_gone()
+        assert "going on without" not in job.world.reason
+        job.come("b", gone=job.world.generation)
+        job.wait(5)
+        assert (job.world.phase, job.names) == ("running", ["a", "b"])
+
+
+def test_a_node_whose_workers_alone_keep_failing_at_start_is_held_out():
+    job = running("1:3", "abc")
+    for used in range(1, ALLOWED + 1):
+        fails(job, "b")
+        assert (job.names, job.world.ledger.used) == (["a", "b", "c"], used)
+        job.wait(2)
+    fails(job, "b")
+    assert job.names == ["a", "c"]
+    assert job.world.ledger.used == ALLOWED
+    assert job.world.reason.endswith("b has failed at start 3 times: going on without it for 60 s")
+
+
+def test_a_failing_node_that_the_world_needs_spends_restarts():
+    job = running("2:2", "ab", max_restarts=4)
+    for used in range(1, 5):
+        fails(job, "b")
+        job.wait(2)
+        assert (job.names, job.world.ledger.used, out(job)) == (["a", "b"], used, {})
+    fails(job, "b")
+    assert job.world.phase == "closed"
+
+
+def test_a_new_host_blames_nobody_for_who_has_not_reached_it_yet():
+    state = round_state.hosted(running("1:3", "abc").state, "a", 2, None)
+    state = replace(state, lost=("b",), members={})
+    found = suspects.find(RoundRules(min_nodes=1, max_nodes=3), state, None, ())
+    assert found == suspects.Finding(())
+
+
+def test_a_start_that_fails_on_several_nodes_tells_against_none():
+    job = running("1:3", "abc")
+    for _ in range(ALLOWED + 1):
+        fails(job, "b", "c")
+        job.wait(2)
+    assert (job.names, job.world.held) == (["a", "b", "c"], ())
+
+
+def test_the_same_error_on_every_node_still_ends_the_job():
+    """However the nodes are held out one after the other, in search of a culprit."""
+    job = running("1:3", "abc", max_restarts=100)
+    for _ in range(30):
+        if job.world.phase == "closed":
+            break
+        fails(job, job.names[0])
+        job.wait(2)
+    assert job.world.phase == "closed"
+    assert job.now < 1000
+
+
+# --- workers that cannot connect to each other ----------------------------------------------------
+
+#: What gloo says where a connection is refused, and where its packets are dropped.
+REFUSED = (
+    "RuntimeError: Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: SO_ERROR: "
+    "Connection refused, remote=[{addr}]:59264$1"
+)
+DROPPED = "RuntimeError: Gloo connectFullMesh failed with [pair.h:311] Connect timeout [none]"
+NO_STORE = (
+    "DistNetworkError: The client socket has failed to connect to any network address of "
+    "({addr}, 40001). The client socket has failed to connect to {addr}:40001 (errno: 110)."
+)
+NO_RANK = "PeerLostError: no answer from rank {rank} at 10.9.0.3:4711"
+
+
+@pytest.mark.parametrize(
+    ("says", "left", "pairs"),
+    [
+        ({"b": REFUSED.format(addr="c")}, "ab", "b cannot connect to c"),
+        ({"b": NO_STORE.format(addr="a")}, "ac", "b cannot connect to a"),
+        ({"c": NO_RANK.format(rank=2)}, "ab", "c cannot connect to b"),
+        # The node of most pairs, not the newest.
+        ({"a": REFUSED.format(addr="b"), "c": REFUSED.format(addr="b")}, "ac", "to b"),
+        # Only one side is named: the newest of those that say so.
+        ({"a": DROPPED, "b": DROPPED}, "ac", "b cannot connect to all others"),
+        ({"a": REFUSED.format(addr="172.16.0.9")}, "bc", "a cannot connect to all others"),
+    ],
+)
+def test_a_world_that_cannot_connect_goes_on_without_one_of_the_pair(says, left, pairs):
+    job = running("2:4", "abc", max_restarts=0)
+    for name, message in says.items():
+        told = failure(name, job.world.generation, message=message)
+        job.say(name, failures=(told,))
+    job.all_gone()
+    assert (job.world.phase, job.names) == ("running", [*left])
+    assert pairs in job.world.reason
+    assert job.world.ledger.used == 0
+
+
+def test_a_pair_that_the_job_needs_is_named():
+    job = running("2:2", "ab")
+    fails(job, "b", message=REFUSED.format(addr="a"))
+    assert (job.world.phase, job.names) == ("running", ["a", "b"])
+    assert "workers of b cannot connect to a" in job.world.reason
+    assert job.world.ledger.used == 1
+
+
+def test_a_node_that_others_cannot_reach_is_held_out_at_once():
+    job = running("2:4", "abc")
+    job.state = given_up(job.state, "c")
+    job.die("c")
+    job.all_gone()
+    job.come("c")
+    job.wait(FIRST - 1)
+    assert (job.names, out(job)) == (["a", "b"], {"c": FIRST})
+    assert "other nodes could not reach it" in job.world.held[0].reason
