@@ -77,6 +77,7 @@ def config_for(url: urls.RendezvousUrl, max_workers: int | None) -> LaunchConfig
         wait_for_nodes=defaults.wait_for_nodes if url.timeout is None else url.timeout,
         settle=defaults.settle if url.last_call_timeout is None else url.last_call_timeout,
         quorum=url.quorum,
+        witness=url.witness,
         progress_timeout=url.progress_timeout,
     )
 
