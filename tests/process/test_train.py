@@ -244,7 +244,7 @@ def test_the_end_of_the_process_that_holds_the_stores_disturbs_nobody(tmp_path):
         poll_for(lambda: stepped(made, 5, size=2), what="steps")
         workers = pids(made)
         os.kill(child_running(node.agent_pid, "store_host"), signal.SIGKILL)
-        poll_for(lambda: "starting another one" in node.stderr, what="another one")
+        poll_for(lambda: "store has ended (killed by SIGKILL)" in node.stderr, what="it is missed")
         reached = latest(made)
         poll_for(lambda: stepped(made, reached + 5, generation=0), what="steps of the same world")
         assert pids(made) == workers

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import os
@@ -44,16 +43,13 @@ from torchelastic.agent.stacks import Stacks
 from torchelastic.agent.straggler_watch import StragglerWatch
 from torchelastic.agent.telling import Telling
 from torchelastic.agent.transitions import Transitions
+from torchelastic.agent.upkeep import Upkeep
 from torchelastic.agent.vigil import Vigil
 from torchelastic.agent.worker_env import node_env
 from torchelastic.agent.workers import LAST_WORDS, Workers
 from torchelastic.clock import Clock, SystemClock
-from torchelastic.config import Entry, LaunchConfig, format_endpoint, parse_endpoint
-from torchelastic.errors import (
-    EXIT_FAILED,
-    RendezvousLost,
-    SpawnError,
-)
+from torchelastic.config import Entry, LaunchConfig
+from torchelastic.errors import EXIT_FAILED, RendezvousLost
 from torchelastic.events.handlers import sink_for
 from torchelastic.events.log import GATHERED_FILE, EventLog
 from torchelastic.rendezvous.credentials import load_secret
@@ -207,6 +203,14 @@ class Agent:
             on_lease_lost=self._lease_lost,
             on_child=self._nursery.pids.add,
         )
+        self._upkeep = Upkeep(
+            self._nursery,
+            self._presence,
+            self._workers,
+            self._narrator,
+            self._clock,
+            state=lambda: self._state,
+        )
         self._watch_hangs(registry_dir)
         self._stragglers = self._watch_stragglers()
         self._narrator.started([self._entry.target, *self._entry.args], os.getpid())
@@ -346,7 +350,8 @@ class Agent:
         self._narrator.joined(self._presence.member.name, self._presence.meeting)
         self._narrator.warmed_up(await warming, self._nursery.warnings)
         await checking
-        self._beside.start(self._keep_store_host, "store-host")
+        self._beside.start(self._upkeep.keep_store_host, "store-host")
+        self._beside.start(self._upkeep.keep_zygote, "zygote")
 
     async def _check(self) -> None:
         """See that this node is fit for the training, if the user has said how."""
@@ -371,7 +376,7 @@ class Agent:
         self._snapshots.hear_of(world)
         if world.phase == "running":
             self._snapshots.turn_to(world)
-            self._beside.start(partial(self._renew_store, world), "renew-store")
+            self._beside.start(partial(self._upkeep.renew_store, world), "renew-store")
         if world.phase in ("waiting", "running"):
             self._sum_up_stragglers(before=world.generation + (world.phase == "waiting"))
         if not self._state.leaving:
@@ -394,50 +399,6 @@ class Agent:
         self._queue.put_nowait(group_state.LeaseLost())
         if not self._state.leaving:
             self._narrator.lease_lost(self._presence.meeting.loss)
-
-    async def _offer_store(self) -> None:
-        port = await self._nursery.stores.open()
-        self._presence.update(store=format_endpoint(self._presence.meeting.addr, port))
-
-    async def _renew_store(self, world: World) -> None:
-        """A generation uses up the store it meets at: offer another, drop those before it."""
-        stores = self._nursery.stores
-        if world.store and world.store == self._presence.member.store:
-            stores.used(world.generation, parse_endpoint(world.store)[1])
-            self._presence.update(store="")
-            with contextlib.suppress(SpawnError):  # `_keep_store_host` sees to that
-                await self._offer_store()
-        # Workers that run through a step of the last generation still meet at its store.
-        await stores.retire(before=world.generation - (world.after is not None))
-
-    async def _keep_store_host(self) -> None:
-        """Have a store to offer: replace the process that holds the stores when it ends."""
-        stores = self._nursery.stores
-        while True:
-            if stores.pid is None or stores.ended.is_set():
-                await self._nursery.replace_store_host()
-            await self._offer_store()
-            self._presence.update(ready=True)
-            await stores.ended.wait()
-            self._presence.update(store="")
-            reason = "the process that held the workers' store has ended"
-            self._narrator.say(f"{reason}: starting another one")
-            if stores.holds(self._state.generation):
-                self._store_host_lost(reason)
-
-    def _store_host_lost(self, reason: str) -> None:
-        """End the generation that met at a store which is gone, if that can do it any harm.
-
-        Workers of a script could not find each other any more. A group of resident workers that
-        stands needs no store; those on their way into it begin again, and none is replaced.
-        """
-        if not isinstance(self._state, CrewState):
-            self._workers.fail(0, reason)
-            return
-        for local_rank in self._state.having(crew.Status.TRAINING):
-            if self._workers.entering_since(local_rank) is not None:
-                self._workers.fail(local_rank, reason, alive=True)
-                return
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -525,7 +486,7 @@ class Agent:
         """The only place with side effects."""
         match command:
             case group_state.Start(world):
-                self._act(self._workers.start_all(world, self._node))
+                self._act(self._start_workers(world))
             case group_state.Stop(signum, told) if not self._workers.stopping:
                 self._workers.begin_to_stop()
                 self._act(self._stop_workers(signum, told))
@@ -540,6 +501,8 @@ class Agent:
                 self._workers.tell(local_rank, order)
                 if isinstance(order, orders.Over):
                     self._vigil.told_over(local_rank)
+                elif isinstance(order, orders.Enter):
+                    self._upkeep.check_store(order.store, local_rank, alive=True)
             case crew.Spawn(local_rank):
                 self._beside.start(partial(self._start_standby, local_rank), "standby")
 
@@ -563,6 +526,10 @@ class Agent:
         if before is not None:
             await asyncio.wait({before})
         await work
+
+    async def _start_workers(self, world: World) -> None:
+        await self._workers.start_all(world, self._node)
+        self._upkeep.check_store(world.store, 0, alive=False)
 
     async def _start_standby(self, local_rank: int) -> None:
         """Start a worker for a later world, when those of this one do not need the processors.

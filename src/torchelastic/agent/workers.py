@@ -82,7 +82,7 @@ class Workers:
             on_handed=self._handed,
             secret=secret,
         )
-        self._supervisor.exempt = nursery.pids
+        nursery.serve(self._supervisor)
         #: Of those workers that use timers.
         self.timers = Timers()
         #: Of those that report metrics.
