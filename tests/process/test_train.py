@@ -214,6 +214,28 @@ def test_workers_and_nodes_come_and_go_until_an_error_stays(tmp_path):
         assert len(made.lines(event="enter", rank=1, step=int(step))) <= 2
 
 
+def test_a_frozen_worker_that_alone_has_the_state_is_waited_for(tmp_path):
+    """Two workers and a replacement import torch."""
+    flags = "--nnodes=1 --nproc-per-node=2"
+    with training(tmp_path, flags, steps=100000, slow=0.1) as made:
+        node = start(made)
+        poll_for(lambda: stepped(made, 5, size=2), what="steps")
+        dies, holds = (pids(made, rank=rank).pop() for rank in (0, 1))
+        os.kill(holds, signal.SIGSTOP)
+        reached = latest(made)
+        os.kill(dies, signal.SIGKILL)
+        said = r"Rank 1 is frozen and alone has the state after \d+ steps: the job waits for it"
+        poll_for(lambda: re.search(said, node.stderr), what="it is waited for")
+        os.kill(holds, signal.SIGCONT)
+        poll_for(lambda: stepped(made, reached + 5, size=2, generation=1), what="steps from there")
+        first = min(line["step"] for line in made.lines(event="step", generation=1))
+        assert first >= reached - 1, "no step that both had finished is taken again"
+        assert holds in pids(made, generation=1)
+        assert all(len(hashes) == 1 for hashes in steps(made).values())
+        node.process.terminate()
+        assert node.wait() == 143
+
+
 @pytest.mark.slow
 @pytest.mark.slow
 def test_the_host_goes_on_while_its_worker_is_replaced_and_the_other_node_is_lost(tmp_path):

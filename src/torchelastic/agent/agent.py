@@ -259,11 +259,20 @@ class Agent:
             node=self._node,
             job=config.run_id,
             world=lambda: self._state.world,
+            can_go_on=lambda generation: (
+                not self._state.leaving and self._vigil.can_go_on(generation)
+            ),
         )
         self._inquiry = Inquiry(registry_dir, self._doings)
         self._hangs = HangReport(self._doings.everywhere, self._narrator.hang)
         self._workers.timers.report = self._hangs
-        self._vigil = Vigil(self._workers, self._hangs, config.progress_timeout)
+        self._vigil = Vigil(
+            self._workers,
+            self._hangs,
+            config.progress_timeout,
+            self._doings.others_can_go_on,
+            self._narrator.say,
+        )
         self._script_vigil = ScriptVigil(self._workers, self._hangs, config.progress_timeout)
 
     def _watch_stragglers(self) -> StragglerWatch | None:
@@ -500,7 +509,7 @@ class Agent:
             case group_state.Tell(local_rank, order):
                 self._workers.tell(local_rank, order)
                 if isinstance(order, orders.Over):
-                    self._vigil.told_over(local_rank)
+                    self._vigil.told_over(local_rank, finished=order.finished)
                 elif isinstance(order, orders.Enter):
                     self._upkeep.check_store(order.store, local_rank, alive=True)
             case crew.Spawn(local_rank):

@@ -260,10 +260,10 @@ class Workers:
             self._places[local_rank] = (order.generation, order.rank)
             self._told_to_enter[local_rank] = (order.generation, time.monotonic())
             self._done.discard(local_rank)
-        if isinstance(order, orders.Over):
+        if isinstance(order, orders.Enter | orders.Over):
             self._stopped.discard(local_rank)
-            if order.finished:
-                self._done.add(local_rank)
+        if isinstance(order, orders.Over) and order.finished:
+            self._done.add(local_rank)
         self._supervisor.tell(local_rank, orders.to_json(order), list(fds))
 
     def generation(self, local_rank: int) -> int:
