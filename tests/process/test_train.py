@@ -214,8 +214,8 @@ def test_workers_and_nodes_come_and_go_until_an_error_stays(tmp_path):
         assert len(made.lines(event="enter", rank=1, step=int(step))) <= 2
 
 
-def test_a_frozen_worker_that_alone_has_the_state_is_waited_for(tmp_path):
-    """Two workers and a replacement import torch."""
+def test_the_last_copy_of_the_state_is_waited_for_and_its_loss_is_told(tmp_path):
+    """A frozen worker has it; then all are killed. Two workers and three replacements start."""
     flags = "--nnodes=1 --nproc-per-node=2"
     with training(tmp_path, flags, steps=100000, slow=0.1) as made:
         node = start(made)
@@ -232,6 +232,11 @@ def test_a_frozen_worker_that_alone_has_the_state_is_waited_for(tmp_path):
         assert first >= reached - 1, "no step that both had finished is taken again"
         assert holds in pids(made, generation=1)
         assert all(len(hashes) == 1 for hashes in steps(made).values())
+        assert node.stderr.count("No checkpoint directory: if all workers are lost at once") == 1
+        for pid in pids(made, generation=1):
+            os.kill(pid, signal.SIGKILL)
+        lost = "All copies of the state were lost: training begins again at step 0"
+        poll_for(lambda: lost in node.stderr, what="the loss is told")
         node.process.terminate()
         assert node.wait() == 143
 
