@@ -228,18 +228,26 @@ class Vigil:
         task.add_done_callback(self._tasks.discard)
 
     async def _see_freed(self, local_rank: int, finished: bool) -> None:
-        pid, waited, pause, stuck, said = self.workers.pid(local_rank), 0.0, FREED, 0, False
-        while pid is not None and self.workers.pid(local_rank) == pid:
+        pid, generation = self.workers.pid(local_rank), self.workers.generation(local_rank)
+        began, pause, stuck, said = time.monotonic(), FREED, 0, False
+
+        def is_there() -> bool:
+            """Whether the process lives, and is still in that world."""
+            here = self.workers.pid(local_rank), self.workers.generation(local_rank)
+            return here == (pid, generation) and not self.workers.has_stopped(local_rank)
+
+        while pid is not None and is_there():
             await asyncio.sleep(pause)
-            if self.workers.has_stopped(local_rank):
+            if not is_there():
                 return
-            waited, doing = waited + pause, await self._ask(local_rank)
+            doing = await self._ask(local_rank)
+            waited = time.monotonic() - began
             # Twice: on a busy machine the thread that was freed may not have run yet.
             stuck += doing == "stuck"
             if doing != "frozen" and stuck < 2:
                 continue
             spared = not finished and not await self._may_be_killed(local_rank, waited)
-            if self.workers.has_stopped(local_rank) or self.workers.pid(local_rank) != pid:
+            if not is_there():
                 return
             if not spared:
                 why = f"not free {waited * 1000:.0f} ms after its world was over ({doing})"
