@@ -9,7 +9,6 @@ import asyncio
 import dataclasses
 import logging
 import os
-import secrets
 import signal
 import socket
 from collections.abc import Coroutine
@@ -53,6 +52,7 @@ from torchelastic.errors import EXIT_FAILED, RendezvousLost
 from torchelastic.events.handlers import sink_for
 from torchelastic.events.log import GATHERED_FILE, EventLog
 from torchelastic.rendezvous.credentials import load_secret
+from torchelastic.rendezvous.embedded.voter_file import claim
 from torchelastic.rendezvous.world import Base, World
 from torchelastic.worker import orders
 
@@ -98,7 +98,8 @@ class Agent:
         self._prints_failure = prints_failure
         self._entry = entry
         self._clock = clock or SystemClock()
-        self._node = secrets.token_hex(6)
+        self._file = claim(config, [entry.target, *entry.args])
+        self._node = self._file.node
         self._secret = load_secret(config)
         self._sink = sink_for(config.event_log_handler)
         self._metrics = MetricsEndpoint.wanted(config)
@@ -202,6 +203,7 @@ class Agent:
             on_world=self._world_seen,
             on_lease_lost=self._lease_lost,
             on_child=self._nursery.pids.add,
+            file=self._file,
         )
         self._upkeep = Upkeep(
             self._nursery,
@@ -214,6 +216,8 @@ class Agent:
         self._watch_hangs(registry_dir)
         self._stragglers = self._watch_stragglers()
         self._narrator.started([self._entry.target, *self._entry.args], os.getpid())
+        if self._file.resumed is not None:
+            self._narrator.say(self._file.sentence)
         if self._page is not None:
             with observing("Starting the dashboard"):
                 self._nursery.pids.update(self._page.start(self._env, self._node))
@@ -318,6 +322,7 @@ class Agent:
             await self._telling.close()
             await self._gathering.wait_alone(LAST_TOLD if closed else 0.0)
         await self._presence.close(HOST_STAYS if closed else 0.0)
+        self._file.discard() if closed else self._file.close()
         with observing("Writing the last events"):
             await self._gathering.close()
         await self._narrator.sum_up(

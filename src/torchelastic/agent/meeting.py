@@ -18,6 +18,7 @@ from torchelastic.rendezvous.embedded.holding import Holding
 from torchelastic.rendezvous.embedded.reception import Handler, Reception
 from torchelastic.rendezvous.embedded.ring import Ring
 from torchelastic.rendezvous.embedded.seat import Seat
+from torchelastic.rendezvous.embedded.voter_file import VoterFile
 from torchelastic.rendezvous.etcd import EtcdStore
 from torchelastic.rendezvous.opening import close_store, open_store
 from torchelastic.rendezvous.parameters import check_backend
@@ -101,6 +102,10 @@ class Meeting(Protocol):
         """Take note of what is needed to host the store, should its host be lost."""
         ...
 
+    async def kept(self) -> None:
+        """Return when this node would not forget what it holds, and others may hear of it."""
+        ...
+
     def hear_of(self, addresses: Sequence[str]) -> None:
         """Take note of agents that may know where the store is, should it be lost."""
         ...
@@ -175,6 +180,9 @@ class EtcdMeeting:
     def hold(self, holding: Holding) -> None:
         """Nothing: etcd does not need us."""
 
+    async def kept(self) -> None:
+        """Nothing: etcd does not forget."""
+
     def hear_of(self, addresses: Sequence[str]) -> None:
         """Nothing: etcd is where it is."""
 
@@ -202,17 +210,19 @@ async def meet(
     clock: Clock,
     say: Callable[[str], None],
     on_child: Callable[[int], None] = lambda pid: None,
+    file: VoterFile | None = None,
 ) -> Meeting:
     """Open the store of the job: host it, or wait for it to be there and say what is in the way.
 
-    `on_child` is told of every process that is started for that.
+    `on_child` is told of every process that is started for that. `file` is where the node keeps its
+    vote; without one its next agent has none.
     """
     check_backend(config.rdzv_backend, config.rdzv_configs)
     if config.max_nodes > MANY:
         _allow_many_connections()
     if config.rdzv_backend in ETCD_BACKENDS:
         return await _meet_at_etcd(config, clock)
-    seat = _seat(config, node, clock, on_child)
+    seat = _seat(config, node, clock, on_child, file)
     try:
         await seat.open(config.wait_for_nodes or None, say)
     except BaseException:
@@ -244,7 +254,13 @@ def _allow_many_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _seat(config: LaunchConfig, node: str, clock: Clock, on_child: Callable[[int], None]) -> Seat:
+def _seat(
+    config: LaunchConfig,
+    node: str,
+    clock: Clock,
+    on_child: Callable[[int], None],
+    file: VoterFile | None,
+) -> Seat:
     witness = None
     if config.witness and config.max_nodes > 1:
         asking = Asking(config.witness, on_child)
@@ -265,4 +281,5 @@ def _seat(config: LaunchConfig, node: str, clock: Clock, on_child: Callable[[int
         may_be_remembered=config.max_nodes > 1,
         passes_workers_on=config.rdzv_backend == "static",
         witness=witness,
+        file=file,
     )

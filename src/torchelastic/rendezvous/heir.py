@@ -71,6 +71,20 @@ class Heir:
         rows: dict[str, Json] = {WORLD_KEY: summary, **listed}
         if roll is not None:
             rows[ROLL_KEY] = roll
+        return self._made(world, rows, addresses)
+
+    def formed(self, world: World, beside: Mapping[str, Json]) -> Holding:
+        """What to hold of a world that this node forms; `beside` are its parts and its roll."""
+        rows = {WORLD_KEY: world.summary(), **beside}
+        parts = [value for key, value in beside.items() if key.startswith(PART_PREFIX)]
+        self._holding = self._made(world, rows, addresses_in(parts))
+        self._digest = world.digest
+        return self._holding
+
+    def _made(
+        self, world: World, rows: Mapping[str, Json], addresses: Mapping[str, str]
+    ) -> Holding:
+        roll = rows.get(ROLL_KEY)
         made = _roll(roll, world, addresses)
         # Of those who must agree, though they are not in this world, it knows where they were.
         asked = frozenset().union(*(electorate.nodes for electorate in made.before))

@@ -13,7 +13,7 @@ import glob
 import logging
 import os
 import stat
-from collections.abc import Iterable, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
 from dataclasses import replace
 from itertools import chain
 from typing import Protocol
@@ -34,7 +34,7 @@ from torchelastic.rendezvous.round_state import (
     RoundState,
     Witnessed,
 )
-from torchelastic.rendezvous.store import Change, Listing, Store
+from torchelastic.rendezvous.store import Change, Json, Listing, Store
 from torchelastic.rendezvous.witness.asking import Silent
 from torchelastic.rendezvous.witness.jury import Witness
 from torchelastic.rendezvous.world import (
@@ -99,14 +99,17 @@ class Leader:
         ask: Ask | None = None,
         agreement: Agreement | None = None,
         witness: Witness | None = None,
+        keep: Callable[[World, Mapping[str, Json]], Awaitable[None]] | None = None,
     ) -> None:
         """`term` is that of an agent which hosts the store itself; it forms no first world before
         `may_begin_at`, and goes on without the `dead`. `ask` asks an agent that others doubt, where
         the store would be slow to. Nodes that do not share its `agreement` are left out. `witness`
-        has the votes that decide where nodes are halves."""
+        has the votes that decide where nodes are halves. `keep` takes a world, with what is stored
+        beside it, before anybody sees it."""
         self._store = store
         self._agreement = agreement
         self._term = term
+        self._keep = keep
         self._may_begin_at = may_begin_at
         self._dead = dead
         self._witness = witness
@@ -269,6 +272,8 @@ class Leader:
             beside = world.parts()
             if following.roll is not None:
                 beside[ROLL_KEY] = succession.to_json(following.roll)
+        if beside is not None and self._keep is not None:
+            await self._keep(world, beside)
         revision = await self._store.compare_and_set(
             WORLD_KEY,
             world.summary(),

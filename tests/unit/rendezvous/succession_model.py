@@ -10,7 +10,9 @@ To keep the number of states down, things happen together that nobody can tell a
 * what only ever makes more possible happens as soon as it can: a candidate counts its votes, its
   voters hear that it won, a host finds its world settled, and its followers hear that and begin.
   All conditions are monotone in what was heard, and whoever waits could do no more than then.
-A crash is a pause without end, but for its workers; it is a move only where that matters.
+A crash is a pause without end, but for its workers; it is a move only where that matters. An agent
+that restarts has no workers, no host, and of its memory what it had written down before it last
+spoke. Nobody hears of a world, a vote or a host before the disk has it.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ NO_MATTER = -2
 #: Its number, the nodes that train in it, and who formed it: its host, which may not be in it.
 World = tuple[int, Electorate]
 NO_WORLD: World = (-1, Electorate(frozenset()))
+#: What a node's file says: the term it has voted in, for whom, and of the newest world.
+File = tuple[int, str, Roll, World]
 
 
 class Node(NamedTuple):
@@ -48,6 +52,8 @@ class Node(NamedTuple):
     given_up: int = -1
     #: The newest world that it has made a step in; noted only where several jobs may be.
     stepped: World | None = None
+    #: What its next agent would know; None: that would be another node.
+    file: File | None = None
 
     @property
     def name(self) -> str:
@@ -72,6 +78,10 @@ class Node(NamedTuple):
 
     def stopped(self) -> Node:
         return self._replace(workers=None, waits=False)
+
+    def written(self) -> Node:
+        """With all that it knows on its disk."""
+        return self._replace(file=(*self.choice, self.roll, self.world))
 
 
 @cache
@@ -117,6 +127,7 @@ class State(NamedTuple):
     #: How often votes were asked for, and the numbers that were given to worlds.
     elections: int = 0
     numbers: frozenset[int] = frozenset()
+    restarts: int = 0
 
     def node(self, name: str) -> Node:
         return next(node for node in self.nodes if node.name == name)
@@ -152,6 +163,7 @@ class Bounds(NamedTuple):
     worlds: int
     leaves: int = 0
     crashes: int = 0
+    restarts: int = 0
 
 
 class Options(NamedTuple):
@@ -167,6 +179,16 @@ class Options(NamedTuple):
     agree_to_what_they_have: bool = True
     #: Off: a host that does not train goes on without the only node that does, and may still do.
     waits_for_lease: bool = True
+    #: Whether a restarted node has its file; without it, and yet with a vote, it knows nothing.
+    has_file: bool = True
+    #: Off: it votes, says that it has a world, or shows one as its host, before that is written.
+    writes_votes: bool = True
+    writes_worlds: bool = True
+    writes_formed: bool = True
+    #: Off: who says goodbye keeps its file.
+    leavers_forget: bool = True
+    #: On: workers of a world run before their node has written it down and told its host so.
+    tells_later: bool = False
     #: `--two-node-takeover`: the other of two takes the host for dead; rightly, or just so.
     takeover: str = ""
     #: The vote of a node that has crashed is taken for given.
@@ -187,7 +209,7 @@ class Options(NamedTuple):
     may_split: bool = False
 
 
-BOUNDLESS = Bounds(elections=10**6, worlds=10**6, leaves=10**6, crashes=10**6)
+BOUNDLESS = Bounds(*[10**6] * len(Bounds._fields))
 PROPER = Options()
 
 
@@ -209,6 +231,8 @@ class Model:
             "leaves": (self._can_leave, self._leave),
             "crashes": (self._can_crash, self._crash),
             "claims": (self._can_claim, self._claim),
+            "tells": (self._can_tell, self._tell),
+            "restarts": (self._can_restart, self._restart),
             "loses": (self._can_lose, self._lose),
         }
 
@@ -275,6 +299,7 @@ class Model:
         """Lose the host, stop the workers, and only then vote."""
         elector = succession.voted(without_host(node.elector), asked)
         voted = self._stopping(node)._replace(elector=elector)
+        voted = self._writing(state, voted, self.options.writes_votes)
         generation = node.roll.generation
         vote = Record(asked.term, asked.node, node.name, generation, stopped=True, is_vote=True)
         return state.having(voted).recording(vote)
@@ -313,6 +338,7 @@ class Model:
         roll = succession.settled(node.roll, self._votes(state, node))
         elector = succession.following(node.elector, term, node.name)
         host = node._replace(elector=elector, roll=roll)
+        host = self._writing(state, host, self.options.writes_votes)
         taken_over = Published(term, node.name, roll, node.world, begins=False)
         return state.having(host)._replace(
             hosts=state.hosts | {(term, node.name)}, published=state.published | {taken_over}
@@ -383,6 +409,7 @@ class Model:
     def _saying(self, state: State, node: Node, *, stopped: bool) -> State:
         """A node tells its host how it stands."""
         assert node.session is not None
+        node = self._writing(state, node, self.options.tells_later)
         record = Record(*node.session, node.name, node.roll.generation, stopped)
         return state.having(node).recording(record)
 
@@ -412,6 +439,8 @@ class Model:
         goodbyes = state.goodbyes | {(*node.session, node.name)}
         leaving = replace(node.elector, leaving=True)
         left = node.stopped() if self.options.leavers_stop else node
+        if self.options.leavers_forget:
+            left = left._replace(file=None)
         return state.having(left._replace(elector=leaving))._replace(goodbyes=goodbyes)
 
     def _can_crash(self, state: State, node: Node) -> Iterator[tuple[()]]:
@@ -420,6 +449,27 @@ class Model:
 
     def _crash(self, state: State, node: Node) -> State:
         return state.having(node.stopped()._replace(crashed=True))
+
+    def _writing(self, state: State, node: Node, now: bool) -> Node:
+        """The node with its file written, if it is `now`, and its next agent may need it."""
+        needed = state.restarts < self.bounds.restarts and not node.elector.leaving
+        return node.written() if now and needed else node
+
+    def _can_restart(self, state: State, node: Node) -> Iterator[tuple[()]]:
+        if state.restarts < self.bounds.restarts and node.file is not None:
+            yield ()
+
+    def _restart(self, state: State, node: Node) -> State:
+        """The end of an agent and of its workers, and the next one, with the file of the last."""
+        assert node.file is not None
+        file = node.file if self.options.has_file else (0, "", Roll(), NO_WORLD)
+        term, chosen, roll, world = file
+        elector = Elector(node.name, term, chosen, roll.generation)
+        resumed = node.stopped()._replace(elector=elector, roll=roll, world=world, file=file)
+        state = state.having(resumed)._replace(restarts=state.restarts + 1)
+        if state.restarts < self.bounds.restarts:
+            return state
+        return state._replace(nodes=tuple(one._replace(file=None) for one in state.nodes))
 
     # --- worlds ----------------------------------------------------------------------------------
 
@@ -474,7 +524,8 @@ class Model:
         state = state._replace(
             published=state.published | {shown}, numbers=state.numbers | {generation}
         )
-        return state.having(self._held(node, shown))
+        held = self._held(node, shown)
+        return state.having(self._writing(state, held, self.options.writes_formed))
 
     def _after_a_lease(self, state: State, host: Node) -> State:
         """None of those who train has agreed: the host has waited until their leases had ended.
@@ -515,7 +566,18 @@ class Model:
             key=lambda shown: (len(shown.roll.before), not shown.begins),
         )
         held = self._held(node, shown)
+        if self.options.tells_later:
+            return state.having(held)
+        held = self._writing(state, held, self.options.writes_worlds)
         return self._saying(state, held, stopped=held.is_over)
+
+    def _can_tell(self, state: State, node: Node) -> Iterator[tuple[()]]:
+        untold = node.file is None or node.file[2].generation != node.roll.generation
+        if self.options.tells_later and node.session and not node.is_host and untold:
+            yield ()
+
+    def _tell(self, state: State, node: Node) -> State:
+        return self._saying(state, node, stopped=node.is_over)
 
     def _held(self, node: Node, shown: Published) -> Node:
         """The node with a newer world, its workers in the old one stopped."""
@@ -610,7 +672,7 @@ def running(count: int, newcomers: int = 0, *, spare: bool = False, witness: boo
     elector = Elector("", FIRST_TERM, members[0], 0, has_host=True)
     world = (roll.generation, Electorate(frozenset(train), members[0]))
     nodes = [
-        Node(replace(elector, node=name), roll, world, world if name in train else None)
+        Node(replace(elector, node=name), roll, world, world if name in train else None).written()
         for name in members
     ]
     nodes += [Node(Elector(name)) for name in names[count:]]
@@ -668,4 +730,4 @@ def cold(count: int) -> State:
     """Nodes that were started with the list of all of them, and know nothing else."""
     names = "abcdefgh"[:count]
     roll = Roll(latest=Electorate(frozenset(names)))
-    return State(tuple(Node(Elector(name), roll) for name in names))
+    return State(tuple(Node(Elector(name), roll).written() for name in names))

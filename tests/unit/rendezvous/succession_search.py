@@ -70,6 +70,8 @@ LIKELY = {
     "loses": 1,
     "leaves": 0.3,
     "crashes": 0.3,
+    "restarts": 0.3,
+    "tells": 3,
 }
 
 

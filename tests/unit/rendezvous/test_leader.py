@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
@@ -10,8 +11,10 @@ from dataclasses import replace
 from tests.unit.rendezvous.embedded_support import connected, serving, story
 from torchelastic.clock import SystemClock
 from torchelastic.rendezvous.agreement import Agreement
-from torchelastic.rendezvous.leader import QUIET_LOOKS, CheckpointPath, Leader
+from torchelastic.rendezvous.heir import Heir
+from torchelastic.rendezvous.leader import QUIET_LOOKS, ROLL_KEY, CheckpointPath, Leader
 from torchelastic.rendezvous.round_state import RoundRules
+from torchelastic.rendezvous.succession import Electorate, Roll
 from torchelastic.rendezvous.world import LEADER_KEY, PART_PREFIX, WORLD_KEY, Member, World
 
 DEADLINE = 10.0
@@ -141,6 +144,44 @@ async def test_a_leader_shows_its_terms_and_forms_no_world_with_a_node_of_others
         await c.say(agreement=ours.digest)
         world = await a.world(0)
         assert {node.name for node in world.nodes} == {"a", "c"}
+
+
+@story
+async def test_a_host_keeps_a_world_before_anybody_sees_it():
+    """With its nodes and its roll, once for all of its phases; it could host it again."""
+    kept, heir = [], Heir("a")
+    async with serving() as server, connected(server.port) as store:
+        await store.open_lease(60.0)
+
+        async def keep(world, rows):
+            listing = await store.get("")
+            kept.append((WORLD_KEY in listing.items, world.count, heir.formed(world, rows)))
+
+        rules = RoundRules(min_nodes=1, max_nodes=1)
+        leader = Leader(store, "a", rules, SystemClock(), Told(), term=1, keep=keep)
+        member = Member(node="a", name="a", addr="a", nproc=1, ready=True, store="a:1", peer="a:2")
+        await store.put("member/a", member.to_json(), leased=True)
+        leading = asyncio.create_task(leader.run())
+        await asyncio.wait_for(_world_of(store, "running"), DEADLINE)
+        await store.put("member/a", replace(member, done=0).to_json(), leased=True)
+        await asyncio.wait_for(leading, DEADLINE)
+        listing = await store.get("")
+    ((is_shown, count, held),) = kept
+    assert (is_shown, count) == (False, 1)
+    assert held.roll == Roll(0, Electorate(frozenset("a"), "a"))
+    assert held.addresses == {"a": "a:2"}
+    stored = {key: item.value for key, item in listing.items.items()}
+    parts = {key for key in stored if key.startswith(PART_PREFIX)}
+    assert held.rows.keys() == {WORLD_KEY, ROLL_KEY, *parts}
+    for key in (ROLL_KEY, *parts):
+        assert json.loads(json.dumps(held.rows[key])) == stored[key]
+
+
+async def _world_of(store, phase):
+    async with aclosing(store.watch(WORLD_KEY, after=0)) as changes:
+        async for change in changes:
+            if change.item.value["phase"] == phase:
+                return
 
 
 @story

@@ -30,12 +30,14 @@ from torchelastic.rendezvous import succession
 from torchelastic.rendezvous.succession import Electorate, Roll
 
 pytestmark = pytest.mark.timeout(120 * SOAK)
-WIDE = Bounds(elections=12, worlds=12, leaves=1, crashes=1)
+WIDE = Bounds(elections=12, worlds=12, leaves=1, crashes=1, restarts=3)
 STATES = 500 * SOAK
 NO_QUORUM = Options(quorum=False)
 HOST_TRAINS = Options(quorum=False, hosts_train=True)
 TWO_JOBS = Options(quorum=False, may_split=True)
 WITNESS = Options(witness=True)
+RESTART = Bounds(2, 2, restarts=1)
+TELLS_LATER = Options(tells_later=True)
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +64,18 @@ SEARCHES = {
     "two, spare host, leave": (running(3, spare=True), Bounds(1, 2, leaves=1), PROPER),
     "three, spare host": (running(4, spare=True), Bounds(1, 1), PROPER),
     "cold": (cold(3), Bounds(2, 1), PROPER),
+    "two, restarts": (running(2), Bounds(2, 2, leaves=1, restarts=2), PROPER),
+    "two, newcomer, restart": (running(2, 1), RESTART, PROPER),
+    "three, restarts": (running(3), Bounds(2, 2, restarts=2), PROPER),
+    "three, restart, leave": (running(3), Bounds(1, 2, leaves=1, restarts=1), PROPER),
+    "three, restart, workers first": (running(3), RESTART, TELLS_LATER),
+    "one, spare host, restarts": (running(2, spare=True), Bounds(2, 2, restarts=2), PROPER),
+    "two, spare host, restart": (running(3, spare=True), RESTART, TELLS_LATER),
+    "cold, restart": (cold(3), Bounds(2, 1, restarts=1), PROPER),
     "two, takeover": (running(2), Bounds(1, 1, crashes=1), Options(takeover="right")),
     "two, witness": (running(2, witness=True), Bounds(2, 2, leaves=1, crashes=1), WITNESS),
     "two, newcomer, witness": (running(2, 1, witness=True), Bounds(1, 2), WITNESS),
+    "two, witness, restarts": (running(2, witness=True), Bounds(2, 2, restarts=2), WITNESS),
     "three, witness": (running(3), Bounds(2, 2), WITNESS),
     "one, spare host, witness": (
         running(2, spare=True, witness=True),
@@ -96,13 +107,14 @@ def test_in_every_order_of_events(name):
         (running(2, 1, spare=True), PROPER),
         (running(3, 1, spare=True), PROPER),
         (cold(3), PROPER),
+        (running(3, 1), TELLS_LATER),
         (running(4, 1), TWO_JOBS),
         (running(2, 2, witness=True), WITNESS),
         (running(4, 1, witness=True), WITNESS),
     ],
     ids=[
-        *("three", "four", "five", "spare host of one", "spare host of two", "cold", "two jobs"),
-        *("two, witness", "four, witness"),
+        *("three", "four", "five", "spare host of one", "spare host of two", "cold"),
+        *("workers first", "two jobs", "two, witness", "four, witness"),
     ],
 )
 def test_by_chance(first, options):
@@ -196,6 +208,28 @@ FAULTS = {
     ),
     "the dead do not vote": Fault(
         options=Options(counts_the_dead=True), bounds=Bounds(2, 2, crashes=1)
+    ),
+    # What an agent has said, its next one on that machine must know.
+    "restarts: with a vote, a file": Fault(options=Options(has_file=False), bounds=RESTART),
+    "restarts: votes are written": Fault(options=Options(writes_votes=False), bounds=RESTART),
+    # a goes on alone by b's leave; b, who has forgotten world 1, elects c, who never knew of it.
+    "restarts: worlds are written": Fault(
+        options=Options(writes_worlds=False),
+        way=(
+            "b stops; a forms a b; b takes 1; b stops; a forms a; "
+            "b restarts; c asks 3; b votes 3 c; c forms c"
+        ),
+    ),
+    # c trains alone, by a's word that a majority knows of it: a has forgotten, and elects b.
+    "restarts: a host writes first": Fault(
+        options=Options(writes_formed=False),
+        way=(
+            "b asks 3; c stops; a forms c; a restarts; a votes 3 b; b forms a; a takes 2; c takes 1"
+        ),
+    ),
+    "restarts: leavers forget": Fault(
+        options=Options(leavers_forget=False),
+        way="b leaves; b restarts; b follows 1 a; a forms b; a forms a; b takes 1",
     ),
     # A takeover trusts that the host died in the world of the two: why it is done only when asked
     # for. Otherwise both go on, or a number comes twice.
@@ -366,6 +400,20 @@ def test_who_voted_in_vain_is_not_shut_out():
     assert calm_down(Model(), alone, "ab").stepped[1].nodes == set("ab")
 
 
+@pytest.mark.parametrize("restarted", ["bc", "ab", "abc"])
+def test_restarted_agents_go_on_as_the_voters_they_were(restarted):
+    moves = [Move("restarts", name) for name in restarted]
+    after = calm_down(Model(), outcome(Model(), running(3), moves), "abc")
+    assert after.stepped[1].nodes == set("abc")
+    assert after.stepped[0] > 0
+
+
+def test_agents_that_restart_without_their_files_are_new_nodes_without_a_vote():
+    """d and e come in the places of b and c: a, the host, is no majority of the last world."""
+    lost = outcome(Model(), running(3, 2), [Move("crashes", name) for name in "bc"])
+    assert calm_down(Model(), lost, "ade").stepped[0] == 0
+
+
 @pytest.mark.parametrize(
     ("first", "options"),
     [
@@ -379,7 +427,7 @@ def test_who_voted_in_vain_is_not_shut_out():
 def test_from_wherever_chance_has_led_all_come_together(first, options):
     """Nobody has crashed or left for good: then nothing may keep them apart for ever."""
     for seed in range(10 * SOAK):
-        state = wander(Model(Bounds(6, 6), options), first, 60, seed)
+        state = wander(Model(Bounds(6, 6, restarts=2), options), first, 60, seed)
         after = calm_down(Model(options=options), state, names(first))
         assert after.stepped[1].nodes == names(first), f"after {seed}"
 

@@ -87,7 +87,12 @@ class Poll:
 
     def votes(self, returns: Returns) -> dict[str, int]:
         """Who agrees, and the newest world that each of them has."""
-        votes = {key: each.generation for key, each in returns.ballots.items() if each.granted}
+        votes = {
+            # Of a node, not of who sits in its place now: that one may know less.
+            each.node if self.has_world else key: each.generation
+            for key, each in returns.ballots.items()
+            if each.granted
+        }
         votes[self.voice] = self.elector.generation
         votes |= dict.fromkeys(self.witness.claimed, WITNESS)
         if self.two_node_takeover:
@@ -96,12 +101,29 @@ class Poll:
 
     def _dead_in(self, returns: Returns) -> set[str]:
         """Who seems to be no more: nobody listens at its port, or another agent does."""
-        replaced = {
+        return returns.refused | self._replaced_in(returns)
+
+    def _replaced_in(self, returns: Returns) -> set[str]:
+        """In whose place another agent answers."""
+        return {
             key
             for key, ballot in returns.ballots.items()
             if ballot.node not in (key, self.elector.node)
         }
-        return returns.refused | replaced
+
+    def is_outdated(self, returns: Returns, *, waited: bool) -> bool:
+        """Whether the job of this node's world has ended, and been started again without it.
+
+        Too many of its nodes have other agents in their places for a majority ever to agree; or a
+        host answers that this node cannot follow, and others have had the time to elect another.
+        """
+        electorates = self.roll.electorates
+        there = frozenset().union(*(each.voters for each in electorates))
+        there -= self._replaced_in(returns)
+        has_other_host = any(ballot.hosts for ballot in returns.ballots.values())
+        has_other_host &= not self.hosts(returns)
+        is_hopeless = not succession.agreed(electorates, there)
+        return self.has_world and (is_hopeless or (has_other_host and waited))
 
     def _is_other_of_two(self, node: str) -> bool:
         latest = self.roll.latest.nodes

@@ -33,19 +33,21 @@ from torchelastic.rendezvous.embedded.canvass import Returns, canvass, proclaim
 from torchelastic.rendezvous.embedded.client import EmbeddedStore
 from torchelastic.rendezvous.embedded.dial import Endpoint
 from torchelastic.rendezvous.embedded.endpoints import Endpoints
+from torchelastic.rendezvous.embedded.grace import grace_of, trains_alone
 from torchelastic.rendezvous.embedded.holding import Belongings, Holding, table_of
 from torchelastic.rendezvous.embedded.link import Link
 from torchelastic.rendezvous.embedded.poll import DEAD, Poll
 from torchelastic.rendezvous.embedded.reception import Handler, Reception
-from torchelastic.rendezvous.embedded.ring import answer_that_we_live, lives
-from torchelastic.rendezvous.embedded.server import GRACE, EmbeddedServer
+from torchelastic.rendezvous.embedded.ring import answer_that_we_live
+from torchelastic.rendezvous.embedded.server import EmbeddedServer
 from torchelastic.rendezvous.embedded.table import Row
 from torchelastic.rendezvous.embedded.tie_breaker import TieBreaker
+from torchelastic.rendezvous.embedded.voter_file import Voter, VoterFile
 from torchelastic.rendezvous.secret import Credentials
 from torchelastic.rendezvous.store import Json
 from torchelastic.rendezvous.succession import Candidacy, Elector
 from torchelastic.rendezvous.witness.jury import Witness
-from torchelastic.rendezvous.world import MEMBER_PREFIX, PART_PREFIX, WORLD_KEY, World
+from torchelastic.rendezvous.world import MEMBER_PREFIX, PART_PREFIX, WORLD_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +88,10 @@ class Seat:
         may_be_remembered: bool = True,
         passes_workers_on: bool = False,
         witness: Witness | None = None,
+        file: VoterFile | None = None,
     ) -> None:
-        """`passes_workers_on`: workers find their store at its port, as with torchrun's static."""
+        """`passes_workers_on`: workers find their store at its port, as with torchrun's static.
+        `file`: where this node keeps its vote."""
         self._node = node
         self._clock = clock
         self._lease = lease
@@ -100,10 +104,12 @@ class Seat:
         if passes_workers_on:
             self._reception.pass_workers_on(self._store_of_workers)
         self._endpoints = Endpoints(places, self._reception, clock=clock, is_host=is_host)
-        self._elector = Elector(node)
+        self._file = file
+        last = (file.resumed if file is not None else None) or Voter()
         self.witness = witness
-        self._tie_breaker = TieBreaker(witness, node)
-        self._holding = Holding()
+        self._tie_breaker = TieBreaker(witness, node, last.token)
+        self._elector = Elector(node, last.term, last.chosen, last.generation)
+        self._holding = last.holding
         self._belongings = Belongings(lease)
         #: The latest term for which this node, as host, has stepped down.
         self._yielded_to = 0
@@ -112,8 +118,8 @@ class Seat:
         self._stopped.set()
         #: Set when it has voted for another node.
         self._voted = asyncio.Event()
-        #: This node's address, as found out when it was somebody's client.
-        self._addr = ""
+        #: This node's address, as found out when it was somebody's client, and the port it had.
+        self._addr, self._known_port = last.address_of(node)
         #: Set when there is news of a host.
         self._news = asyncio.Event()
         self._rumours: list[str] = []
@@ -191,6 +197,11 @@ class Seat:
         self._holding = holding
         self._elector = replace(self._elector, generation=holding.roll.generation)
 
+    async def kept(self) -> None:
+        """Return when the disk has what this node votes from: before others hear of it."""
+        if self._file is not None:
+            await self._file.keep(self._elector, self._holding, self._tie_breaker.token)
+
     def hear_of(self, addresses: Sequence[str]) -> None:
         """Take note of agents that may know where the store is, should it be lost."""
         self._heard_of = addresses
@@ -207,8 +218,8 @@ class Seat:
         self._reception.serve(wire.STORE, self._say_where)
         self._reception.serve(wire.SUCCESSION, self._converse)
         self._reception.serve(wire.RING, answer_that_we_live)
-        await self._endpoints.listen()
-        if self._endpoints.ours is None:
+        await self._endpoints.listen(self._known_port)
+        if self._endpoints.ours is None and not self._holding.roll.latest.nodes:
             await self._wait_for_host(timeout, say)
         else:
             await self._find_host(timeout, say)
@@ -301,6 +312,8 @@ class Seat:
             if await self._join_one_of([*rumours, *self._poll.hosts(returns)], pause):
                 return
             waited = self._clock.now() - begun
+            if self._file is not None and self._store is None:
+                self._file.check(self._poll, returns, waited=waited > self._lease)
             if waited >= self._poll.turn and await self._stand(returns, waited >= self._lease):
                 return
             now = self._clock.now()
@@ -400,6 +413,7 @@ class Seat:
         if succession.refusal(self._elector, ours):
             return False
         self._elector = succession.voted(self._elector, ours)
+        await self.kept()
         willing = [key for key, ballot in wished.ballots.items() if ballot.granted]
         returns = await self._ask(term, binding=True, of=willing)
         returns.refused |= wished.refused
@@ -417,6 +431,7 @@ class Seat:
         """Serve the store from now on, and tell those who voted."""
         self._elector = replace(self._elector, term=term, chosen=self._node)
         self._tie_breaker.reigns()
+        await self.kept()
         if self._holding.roll.generation >= 0 or self._may_be_remembered:
             # A store that knows nothing waits a lease: another host may be about to call. So does
             # one whose last world may still make steps.
@@ -498,25 +513,10 @@ class Seat:
             self.server.admit(link, hello)
 
     async def _grace_of(self, rows: Sequence[Row]) -> float | None:
-        """Of a host: how long to wait for the agent with these rows, whose connection has ended.
-
-        Not at all where its machine says that nobody listens at its port any more; where it lives,
-        or there is no telling, or it needs nobody for a step, its lease tells.
-        """
-        records = [row.text for row in rows if row.key.startswith(MEMBER_PREFIX)]
-        address = wire.decode_value(records[0] or "{}").get("peer") if records else None
-        grace: float | None = GRACE
-        if address:
-            grace = 0.0 if await lives(self._at(address)) is False else None
-        return None if records and self._one_trains_without_us() else grace
-
-    def _one_trains_without_us(self) -> bool:
-        """Of a host: whether the last world is of another node alone."""
-        summary = self._summary()
-        if self.server is None or summary.get("count") != 1:
-            return False
-        parts = [wire.decode_value(row.text or "{}") for row in self.server.rows(PART_PREFIX)]
-        return World.from_parts(summary, parts).steps_without(self._node)
+        """Of a host: how long to wait for the agent with these rows, whose connection has ended."""
+        parts = self.server.rows(PART_PREFIX) if self.server is not None else []
+        alone = trains_alone(self._summary(), parts, self._node)
+        return await grace_of(rows, at=self._at, alone=alone)
 
     def _say_where(self, link: Link, hello: wire.Hello) -> None:
         """To a client of the store, which is not hosted here."""
@@ -567,7 +567,9 @@ class Seat:
 
     async def _vote_when_stopped(self, link: Link, asked: Candidacy) -> None:
         await self._stopped.wait()
-        link.send(self._answer(asked))
+        ballot = self._answer(asked)
+        await self.kept()
+        link.send(ballot)
 
     def _answer(self, asked: Candidacy) -> Ballot:
         why = succession.refusal(self._elector, asked)

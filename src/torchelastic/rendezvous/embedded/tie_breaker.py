@@ -18,13 +18,21 @@ logger = logging.getLogger(__name__)
 class TieBreaker:
     """Of one seat; without a witness it breaks no tie, and lets every job begin."""
 
-    def __init__(self, witness: Witness | None, node: str) -> None:
+    def __init__(self, witness: Witness | None, node: str, token: str = "") -> None:
+        """`token` is that of the run of the job that the node's last agent was in."""
         self._witness = witness
+        if witness is not None:
+            witness.expected = token
         self._node = node
         #: Why the witness is of no help, for people.
         self._obstacle = ""
         #: The term in which a vote was claimed, and there was no answer.
         self._unclear = 0
+
+    @property
+    def token(self) -> str:
+        """Of the run of the job that this node is in, as far as it has been at the witness."""
+        return "" if self._witness is None else self._witness.token or self._witness.expected
 
     def view(self, term: int) -> WitnessView:
         """What is known of its votes in a term."""

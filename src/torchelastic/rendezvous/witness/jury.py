@@ -57,6 +57,8 @@ class Witness:
         self.token = ""
         #: Of the run that this node begins, if it does.
         self._own_token = secrets.token_hex(8)
+        #: The token of the run that the node's last agent was in; empty: this node is new.
+        self.expected = ""
         self._is_tested = False
         self._holders: dict[str, Holder] = {}
 
@@ -91,6 +93,9 @@ class Witness:
         if not marker.get("token") or marker.get("closed"):
             self._incarnation = -1
             raise Silent("it does not know the job")
+        if self.expected and marker["token"] != self.expected:
+            self._incarnation = -1
+            raise Silent("it knows another run of the job")
         await self._test()
         self.token = str(marker["token"])
         return self.token
@@ -142,6 +147,7 @@ class Witness:
     async def claim(self, vote: str, term: int) -> bool:
         """Claim a vote for this node's term; True: it is this node's, for ever."""
         if vote not in self._holders:
+            await self._find_run()
             ours = Holder(self._node, term, self._nonce)
             key = f"{self._job}/{self._incarnation}/{vote}"
             made = await self._asking.ask("create", key, dataclasses.asdict(ours))
@@ -155,6 +161,11 @@ class Witness:
                 logger.info("the witness gives this node its vote %s in term %d", vote, term)
         return vote in self.votes(term)
 
+    async def _find_run(self) -> None:
+        """Of a node that has been started again: its votes are in the run of its last agent."""
+        if self._incarnation < 0:
+            await self.confirm()
+
     async def _is_open(self) -> bool:
         """Whether the job still runs. A closed one's votes are gone, and could be had again."""
         marker = await self._read_marker(self._incarnation)
@@ -163,6 +174,7 @@ class Witness:
     async def look(self, vote: str) -> None:
         """See who has a vote, if anybody has: to be asked before others are asked for theirs."""
         if vote not in self._holders:
+            await self._find_run()
             found = await self._asking.ask("read", f"{self._job}/{self._incarnation}/{vote}")
             if "value" in found:
                 holder = Holder.read(found["value"])
