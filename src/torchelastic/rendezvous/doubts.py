@@ -149,9 +149,7 @@ class Doubts:
         if is_gone(answer, self._doubters(node), heard_of=heard_of):  # others may doubt it by now
             logger.info("node %s is given up: it does not answer", node)
         elif is_cut_off:
-            logger.warning(
-                "This node cannot reach half of the nodes: another one leads from now on."
-            )
+            logger.warning("This node cannot reach half of the nodes: it steps down as leader.")
             node = self._node
         else:
             return

@@ -292,7 +292,7 @@ def _who_agrees(state: RoundState) -> str:
     if asked is not state.roll.latest:
         nodes += f" that must agree to replace generation {world.generation}"
     elif world.host and world.place(world.host) is None:
-        nodes += f" (of generation {world.generation}, and its host)"
+        nodes += f" (those of generation {world.generation} and its host)"
     else:
         nodes += f" of generation {world.generation}"
     slow = names_of(state, sorted(there - given))

@@ -37,7 +37,7 @@ class Unconnected(NamedTuple):
 
     def words(self) -> str:
         if self.other is None:
-            return f"workers of {self.node.name} cannot connect to all others"
+            return f"workers of {self.node.name} cannot connect to some other nodes"
         return f"workers of {self.node.name} cannot connect to {self.other.name}"
 
 
