@@ -109,6 +109,7 @@ class Presence:
         )
         if self._file is not None:  # the workers of an agent before this one ended with it
             self._facts.setdefault("gone", self._file.generation)
+            self._facts["resumed"] = self._file.resumed is not None
         if self._meeting.witness is not None:
             vigil = WitnessVigil(self._meeting.witness, self._observer.say)
             self._facts["witness"] = await vigil.look()
@@ -139,7 +140,7 @@ class Presence:
             task.cancel()
         await asyncio.wait(self._tasks)
         gone = max(gone, self.member.gone)  # a later word stands
-        self.update(gone=gone, failures=())
+        self.update(gone=gone, failures=(), resumed=False)
         await self._enlist()
         return self.member.name
 

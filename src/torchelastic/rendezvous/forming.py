@@ -86,7 +86,7 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         spare_count=len(ordered) - len(chosen),
         missing=(),
         missing_count=0,
-        held=held_out.end_all_but(last.held, still_out),
+        held=held_out.forget(held_out.end_all_but(last.held, still_out), state.resumed),
         proven=last.proven or trained,
         patience=None,
         enough=False,
@@ -292,7 +292,7 @@ def _who_agrees(state: RoundState) -> str:
     if asked is not state.roll.latest:
         nodes += f" that must agree to replace generation {world.generation}"
     elif world.host and world.place(world.host) is None:
-        nodes += f" (of generation {world.generation}, and its host)"
+        nodes += f" (those of generation {world.generation} and its host)"
     else:
         nodes += f" of generation {world.generation}"
     slow = names_of(state, sorted(there - given))
@@ -364,14 +364,19 @@ def are_resident(state: RoundState) -> bool:
     return bool(members) and all(present.member.resident for present in members)
 
 
-def candidates(state: RoundState) -> list[Offer]:
-    """Members that could be in the next world, in order of arrival, each static place once."""
+def candidates(state: RoundState, *, soon: bool = False) -> list[Offer]:
+    """Members that could be in the next world, in order of arrival, each static place once.
+
+    `soon`: or could be once the resident workers that start now have started.
+    """
     resident = are_resident(state)
     taken: set[int] = set()
     found = []
     for present in sorted(state.members.values(), key=lambda item: item.created):
         member = present.member
         ranks = member.standing if resident else _startable(state, member)
+        if soon and resident and member.starting and not member.unfit:
+            ranks = _first(member.nproc)
         if member.leaving or not ranks:
             continue
         if member.node_rank is not None:
@@ -398,10 +403,12 @@ def _first(count: int) -> tuple[int, ...]:
 def choose(rules: RoundRules, ordered: list[Offer], state: RoundState) -> list[Offer]:
     """The most workers that make an allowed world, from the beginning of the list; may be none.
 
-    Nodes that are held out are in it only if there is none without them, and as few as will do.
+    Nodes that are held out are in it only if there is none without them, and as few as will do. No
+    world is made of them while the workers of others start that make one.
     """
     for offers in _holding_out(ordered, state):
-        if chosen := _prefer_fast(rules, offers, state):
+        chosen = _prefer_fast(rules, offers, state)
+        if chosen or (state.out and enough_without(rules, state, state.out)):
             return chosen
     return []
 
@@ -418,14 +425,10 @@ def _holding_out(ordered: list[Offer], state: RoundState) -> Iterator[list[Offer
 
 
 def enough_without(rules: RoundRules, state: RoundState, nodes: Set[str]) -> bool:
-    """Whether the members that stay, but for these, make an allowed world once all their workers
+    """Whether the candidates, but for these nodes, make an allowed world, now or when their workers
     have started."""
-    every = [
-        Offer(node, present.member, present.created, _first(present.member.nproc))
-        for node, present in state.members.items()
-        if node not in nodes and not present.member.leaving and not present.member.unfit
-    ]
-    return bool(_choose(rules, in_order(every, state.world), state))
+    others = [offer for offer in candidates(state, soon=True) if offer.node not in nodes]
+    return bool(_choose(rules, in_order(others, state.world), state))
 
 
 def _prefer_fast(rules: RoundRules, ordered: list[Offer], state: RoundState) -> list[Offer]:

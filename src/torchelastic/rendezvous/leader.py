@@ -130,6 +130,8 @@ class Leader:
         #: The nodes that are said to be slow, of which generation, and what was said of them.
         self._slow: tuple[int, frozenset[str]] | None = None
         self._told_to_stay: frozenset[str] = frozenset()
+        #: Nodes that were given up because others could not reach them, until they are lost.
+        self._unreachable: set[str] = set()
         #: Seconds in which further changes may come before a decision.
         self._pause = 0.0
         #: Looked at only while newcomers wait for a checkpoint.
@@ -294,8 +296,8 @@ class Leader:
         """Count a member as lost before the store does."""
         present = self._state.members.get(node)
         if present is not None:
-            if is_unreachable:
-                self._state = round_state.given_up(self._state, node)
+            if is_unreachable:  # noted with its loss: `_publish` may be about to replace the state
+                self._unreachable.add(node)
             await self._store.give_up(
                 MEMBER_PREFIX + node,
                 created=present.created,
@@ -378,6 +380,9 @@ class Leader:
                 if self._doubts is not None:
                     self._doubts.heard(member)
         self._state = draft.finish()
+        for node in self._unreachable - draft.members.keys():
+            self._state = round_state.given_up(self._state, node)
+            self._unreachable.discard(node)
 
     def _is_at_odds(self, member: Member) -> bool:
         ours = self._agreement.digest if self._agreement is not None else ""

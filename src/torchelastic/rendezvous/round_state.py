@@ -123,6 +123,8 @@ class RoundState:
     #: When the holds of `World.held` began, and who is held out now (`with_holds`).
     held_since: Mapping[str, float] = field(default_factory=dict)
     out: frozenset[str] = frozenset()
+    #: Nodes whose agents were started anew: what an agent before them did is not held against them.
+    resumed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,7 @@ class Draft:
         self._done = set(state.done)
         self._lost = dict.fromkeys(state.lost)
         self._left = set(state.left)
+        self._resumed = set(state.resumed)
         self._finished = state.finished
         self._step = state.step
         self._base = state.base
@@ -159,6 +162,7 @@ class Draft:
             done=frozenset(self._done),
             lost=tuple(self._lost),
             left=frozenset(self._left),
+            resumed=frozenset(self._resumed),
             finished=self._finished,
             step=self._step,
             base=self._base,
@@ -170,6 +174,8 @@ class Draft:
         if before is not None and before.created != created:
             self.lose(member.node)
             before = None
+        if before is None and member.resumed:
+            self._resumed.add(member.node)
         seen_at = before.seen_at if before else now
         self._left.discard(member.node)
         if member.base is not None and (self._base is None or self._base < member.base):
@@ -407,7 +413,7 @@ def with_holds(state: RoundState, now: float) -> RoundState:
     """The state with those who are held out at this time."""
     held = state.world.held if state.world is not None else ()
     ends = held_out.ends(held, state.held_since)
-    out = frozenset(node for node, end in ends.items() if now < end)
+    out = frozenset(node for node, end in ends.items() if now < end) - state.resumed
     return state if out == state.out else replace(state, out=out)
 
 
@@ -461,6 +467,7 @@ def published(state: RoundState, world: World, now: float) -> RoundState:
             finished=-1,
             lost=(),
             unreachable=frozenset(),
+            resumed=frozenset(),
             running_since=now,
             slow=_outside(state.slow, world),  # those in it are judged anew
         )

@@ -92,6 +92,8 @@ class Member:
     base: Base | None = None
     #: What went wrong here in the current generation, first thing first.
     failures: tuple[Failure, ...] = ()
+    #: Its agent has just been started, in the place of one that ended.
+    resumed: bool = False
     #: Announced departure; the signal or reason, empty while staying.
     leaving: str = ""
     #: The workers here outlive their generation (`torchelastic.train`). What follows is about such.

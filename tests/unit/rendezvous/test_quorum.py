@@ -383,10 +383,12 @@ def test_what_is_missing_is_said_of_all_who_must_agree():
     job.die(*"cd")
     stop(job, "b")
     assert job.world.phase == "waiting"
-    assert "2 of the 4 nodes (of generation 1, and its host) can be reached" in job.world.reason
+    assert (
+        "2 of the 4 nodes (those of generation 1 and its host) can be reached" in job.world.reason
+    )
     assert job.world.missing == ("c", "d")
     later = taken_over(with_spare_host(*"bcd"), "b", "b")
-    assert "1 of the 4 nodes (of generation 1, and its host)" in later.world.reason
+    assert "1 of the 4 nodes (those of generation 1 and its host)" in later.world.reason
     assert later.world.missing == ("c", "d", "the host of generation 1")
 
 
