@@ -178,6 +178,9 @@ class LaunchConfig:
     quorum: Literal["majority", "none"] = "majority"
     #: Of two nodes the one that does not host may go on when the host refuses connections.
     two_node_takeover: bool = False
+    #: A directory on shared storage, or the URL of an object store, that has one more vote where
+    #: the nodes of a world are an even number; empty: there is none.
+    witness: str = ""
     #: Seconds to wait below `min_nodes`; 0 waits for ever.
     wait_for_nodes: float = 3600.0
     grow: Grow = field(default_factory=Grow)
@@ -250,6 +253,8 @@ class LaunchConfig:
         object.__setattr__(self, "rdzv_endpoint", self._canonical_endpoint())
         if self.rdzv_backend in ETCD_BACKENDS:
             self._check_etcd()
+        if self.witness:
+            self._check_witness()
         if self.max_nodes > 1 and not self.rdzv_endpoint:
             raise ConfigError(
                 "A job of several nodes needs a place to meet: give every node the same "
@@ -313,6 +318,18 @@ class LaunchConfig:
             raise ConfigError(
                 "A job of several nodes that meets at etcd needs an id: give every node the same "
                 "--rdzv-id, which no other job there has."
+            )
+
+    def _check_witness(self) -> None:
+        others = {
+            "--quorum none": self.quorum == "none",
+            "--two-node-takeover": self.two_node_takeover,
+            f"--rdzv-backend {self.rdzv_backend}": self.rdzv_backend in ETCD_BACKENDS,
+        }
+        if given := [flag for flag, is_given in others.items() if is_given]:
+            raise ConfigError(
+                f"--witness and {given[0]} both say who may go on when nodes are lost: give one of "
+                "them."
             )
 
     @property

@@ -8,6 +8,7 @@ TorchElasticError
 │   ├── RendezvousLost     the store cannot be reached any longer (exit 171)
 │   ├── LeaseExpired       the store has given this node up
 │   ├── NotEnoughNodes     fewer than min nodes for longer than allowed (exit 170)
+│   ├── VoteOutdated       the job that this node had a vote in has been started again
 │   ├── RendezvousRefused  the store answered, but this agent may not join it
 │   ├── RendezvousClosedException, RendezvousTimeoutException, RendezvousNonRetryableError
 │   │                      0.2's handlers: the job has ended; too few nodes; anything else
@@ -58,6 +59,10 @@ class RendezvousError(TorchElasticError):
 
 class RendezvousLost(RendezvousError):
     """The store that the nodes meet at is out of reach."""
+
+
+class VoteOutdated(RendezvousError):
+    """What this node has resumed is of an earlier job of the same id: it is to join anew."""
 
 
 class RendezvousRefused(RendezvousError):

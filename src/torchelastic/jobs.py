@@ -216,6 +216,15 @@ def list_jobs() -> list[JobEntry]:
     return sorted(jobs, key=lambda job: (job.alive, job.last_seen), reverse=True)
 
 
+def agents_of(job: str) -> list[AgentEntry]:
+    """The agents of this machine that a job id has, or had."""
+    base = registry()
+    if not base.exists():
+        return []
+    _refuse_foreign(base)
+    return _agents(base / _job_name(job))
+
+
 def latest_run(agents: Iterable[AgentEntry]) -> tuple[AgentEntry, ...]:
     """The agents of a job id's last run: a run begins when all earlier agents have ended."""
     run: list[AgentEntry] = []
@@ -252,11 +261,8 @@ def finished_before(
 
 def too_late(job: str, command: Sequence[str]) -> str:
     """Why a node of this job need not start, in a sentence; empty: it may."""
-    base, now = registry(), time.time()
-    if not base.exists():
-        return ""
-    _refuse_foreign(base)
-    seen = finished_before(_agents(base / _job_name(job)), command, now)
+    now = time.time()
+    seen = finished_before(agents_of(job), command, now)
     if seen is None:
         return ""
     step = f" at step {seen.step}," if seen.step >= 0 else ""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.light import with_light_torch
-from tests.process.jobs import alive, child_running, job
+from tests.process.jobs import alive, job
 from tests.support import poll_for
 
 
@@ -247,18 +247,6 @@ def test_a_frozen_agent_alone_starts_its_workers_again(tmp_path):
         os.kill(node.agent_pid, signal.SIGCONT)
         it.world(1, 1)
         assert not alive(worker["pid"])
-        it.order("finish")
-        assert node.wait() == 0, node.stderr
-
-
-@pytest.mark.slow
-def test_the_end_of_the_process_that_holds_the_stores_is_survived(tmp_path):
-    with job(tmp_path, "--standalone --no-zygote") as it:
-        node = it.start()
-        it.world(0, 1)
-        os.kill(child_running(node.agent_pid, "store_host"), signal.SIGKILL)
-        it.world(1, 1)
-        assert "has ended: starting another one" in node.stderr
         it.order("finish")
         assert node.wait() == 0, node.stderr
 

@@ -214,6 +214,33 @@ def test_workers_and_nodes_come_and_go_until_an_error_stays(tmp_path):
         assert len(made.lines(event="enter", rank=1, step=int(step))) <= 2
 
 
+def test_the_last_copy_of_the_state_is_waited_for_and_its_loss_is_told(tmp_path):
+    """A frozen worker has it; then all are killed. Two workers and three replacements start."""
+    flags = "--nnodes=1 --nproc-per-node=2"
+    with training(tmp_path, flags, steps=100000, slow=0.1) as made:
+        node = start(made)
+        poll_for(lambda: stepped(made, 5, size=2), what="steps")
+        dies, holds = (pids(made, rank=rank).pop() for rank in (0, 1))
+        os.kill(holds, signal.SIGSTOP)
+        reached = latest(made)
+        os.kill(dies, signal.SIGKILL)
+        said = r"Rank 1 is frozen and alone has the state after \d+ steps: the job waits for it"
+        poll_for(lambda: re.search(said, node.stderr), what="it is waited for")
+        os.kill(holds, signal.SIGCONT)
+        stepped_after(made, 0, 2)
+        later = [line for line in made.lines(event="step") if line["generation"] > 0]
+        assert min(line["step"] for line in later) >= reached - 1, "no finished step is lost"
+        assert holds in {line["pid"] for line in later}
+        assert all(len(hashes) == 1 for hashes in steps(made).values())
+        assert node.stderr.count("No checkpoint directory: if all workers are lost at once") == 1
+        for pid in pids(made, generation=newest(made)):
+            os.kill(pid, signal.SIGKILL)
+        lost = "All copies of the state were lost: training begins again at step 0"
+        poll_for(lambda: lost in node.stderr, what="the loss is told")
+        node.process.terminate()
+        assert node.wait() == 143
+
+
 @pytest.mark.slow
 @pytest.mark.slow
 def test_the_host_goes_on_while_its_worker_is_replaced_and_the_other_node_is_lost(tmp_path):
@@ -244,7 +271,7 @@ def test_the_end_of_the_process_that_holds_the_stores_disturbs_nobody(tmp_path):
         poll_for(lambda: stepped(made, 5, size=2), what="steps")
         workers = pids(made)
         os.kill(child_running(node.agent_pid, "store_host"), signal.SIGKILL)
-        poll_for(lambda: "starting another one" in node.stderr, what="another one")
+        poll_for(lambda: "store has ended (killed by SIGKILL)" in node.stderr, what="it is missed")
         reached = latest(made)
         poll_for(lambda: stepped(made, reached + 5, generation=0), what="steps of the same world")
         assert pids(made) == workers

@@ -88,7 +88,7 @@ def test_a_config_survives_json(made):
 
 
 def test_every_field_is_set_in_the_filled_example():
-    plain = LaunchConfig()
+    plain = LaunchConfig(witness="not together with what else is set")
     same = {
         item.name
         for item in dataclasses.fields(LaunchConfig)
@@ -212,6 +212,12 @@ def test_truth():
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
+        ({"witness": "/shared", "quorum": "none"}, "--witness and --quorum none both say"),
+        ({"witness": "/shared", "two_node_takeover": True}, "--two-node-takeover both say"),
+        (
+            {"witness": "/shared", "rdzv_backend": "etcd", "rdzv_endpoint": "etcd1"},
+            "--witness and --rdzv-backend etcd both say",
+        ),
         ({"min_nodes": 0}, "no range of nodes"),
         ({"min_nodes": 3, "max_nodes": 2}, "no range of nodes"),
         ({"nproc_per_node": 0}, "nproc_per_node must be at least 1"),

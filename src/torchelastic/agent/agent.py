@@ -6,11 +6,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import os
-import secrets
 import signal
 import socket
 from collections.abc import Coroutine
@@ -44,19 +42,17 @@ from torchelastic.agent.stacks import Stacks
 from torchelastic.agent.straggler_watch import StragglerWatch
 from torchelastic.agent.telling import Telling
 from torchelastic.agent.transitions import Transitions
+from torchelastic.agent.upkeep import Upkeep
 from torchelastic.agent.vigil import Vigil
 from torchelastic.agent.worker_env import node_env
 from torchelastic.agent.workers import LAST_WORDS, Workers
 from torchelastic.clock import Clock, SystemClock
-from torchelastic.config import Entry, LaunchConfig, format_endpoint, parse_endpoint
-from torchelastic.errors import (
-    EXIT_FAILED,
-    RendezvousLost,
-    SpawnError,
-)
+from torchelastic.config import Entry, LaunchConfig
+from torchelastic.errors import EXIT_FAILED, RendezvousLost
 from torchelastic.events.handlers import sink_for
 from torchelastic.events.log import GATHERED_FILE, EventLog
 from torchelastic.rendezvous.credentials import load_secret
+from torchelastic.rendezvous.embedded.voter_file import claim
 from torchelastic.rendezvous.world import Base, World
 from torchelastic.worker import orders
 
@@ -102,7 +98,8 @@ class Agent:
         self._prints_failure = prints_failure
         self._entry = entry
         self._clock = clock or SystemClock()
-        self._node = secrets.token_hex(6)
+        self._file = claim(config, [entry.target, *entry.args])
+        self._node = self._file.node
         self._secret = load_secret(config)
         self._sink = sink_for(config.event_log_handler)
         self._metrics = MetricsEndpoint.wanted(config)
@@ -205,10 +202,22 @@ class Agent:
             background=self._beside.start,
             on_world=self._world_seen,
             on_lease_lost=self._lease_lost,
+            on_child=self._nursery.pids.add,
+            file=self._file,
+        )
+        self._upkeep = Upkeep(
+            self._nursery,
+            self._presence,
+            self._workers,
+            self._narrator,
+            self._clock,
+            state=lambda: self._state,
         )
         self._watch_hangs(registry_dir)
         self._stragglers = self._watch_stragglers()
         self._narrator.started([self._entry.target, *self._entry.args], os.getpid())
+        if self._file.resumed is not None:
+            self._narrator.say(self._file.sentence)
         if self._page is not None:
             with observing("Starting the dashboard"):
                 self._nursery.pids.update(self._page.start(self._env, self._node))
@@ -254,11 +263,20 @@ class Agent:
             node=self._node,
             job=config.run_id,
             world=lambda: self._state.world,
+            can_go_on=lambda generation: (
+                not self._state.leaving and self._vigil.can_go_on(generation)
+            ),
         )
         self._inquiry = Inquiry(registry_dir, self._doings)
         self._hangs = HangReport(self._doings.everywhere, self._narrator.hang)
         self._workers.timers.report = self._hangs
-        self._vigil = Vigil(self._workers, self._hangs, config.progress_timeout)
+        self._vigil = Vigil(
+            self._workers,
+            self._hangs,
+            config.progress_timeout,
+            self._doings.others_can_go_on,
+            self._narrator.say,
+        )
         self._script_vigil = ScriptVigil(self._workers, self._hangs, config.progress_timeout)
 
     def _watch_stragglers(self) -> StragglerWatch | None:
@@ -304,6 +322,7 @@ class Agent:
             await self._telling.close()
             await self._gathering.wait_alone(LAST_TOLD if closed else 0.0)
         await self._presence.close(HOST_STAYS if closed else 0.0)
+        self._file.discard() if closed else self._file.close()
         with observing("Writing the last events"):
             await self._gathering.close()
         await self._narrator.sum_up(
@@ -345,7 +364,8 @@ class Agent:
         self._narrator.joined(self._presence.member.name, self._presence.meeting)
         self._narrator.warmed_up(await warming, self._nursery.warnings)
         await checking
-        self._beside.start(self._keep_store_host, "store-host")
+        self._beside.start(self._upkeep.keep_store_host, "store-host")
+        self._beside.start(self._upkeep.keep_zygote, "zygote")
 
     async def _check(self) -> None:
         """See that this node is fit for the training, if the user has said how."""
@@ -370,7 +390,7 @@ class Agent:
         self._snapshots.hear_of(world)
         if world.phase == "running":
             self._snapshots.turn_to(world)
-            self._beside.start(partial(self._renew_store, world), "renew-store")
+            self._beside.start(partial(self._upkeep.renew_store, world), "renew-store")
         if world.phase in ("waiting", "running"):
             self._sum_up_stragglers(before=world.generation + (world.phase == "waiting"))
         if not self._state.leaving:
@@ -393,50 +413,6 @@ class Agent:
         self._queue.put_nowait(group_state.LeaseLost())
         if not self._state.leaving:
             self._narrator.lease_lost(self._presence.meeting.loss)
-
-    async def _offer_store(self) -> None:
-        port = await self._nursery.stores.open()
-        self._presence.update(store=format_endpoint(self._presence.meeting.addr, port))
-
-    async def _renew_store(self, world: World) -> None:
-        """A generation uses up the store it meets at: offer another, drop those before it."""
-        stores = self._nursery.stores
-        if world.store and world.store == self._presence.member.store:
-            stores.used(world.generation, parse_endpoint(world.store)[1])
-            self._presence.update(store="")
-            with contextlib.suppress(SpawnError):  # `_keep_store_host` sees to that
-                await self._offer_store()
-        # Workers that run through a step of the last generation still meet at its store.
-        await stores.retire(before=world.generation - (world.after is not None))
-
-    async def _keep_store_host(self) -> None:
-        """Have a store to offer: replace the process that holds the stores when it ends."""
-        stores = self._nursery.stores
-        while True:
-            if stores.pid is None or stores.ended.is_set():
-                await self._nursery.replace_store_host()
-            await self._offer_store()
-            self._presence.update(ready=True)
-            await stores.ended.wait()
-            self._presence.update(store="")
-            reason = "the process that held the workers' store has ended"
-            self._narrator.say(f"{reason}: starting another one")
-            if stores.holds(self._state.generation):
-                self._store_host_lost(reason)
-
-    def _store_host_lost(self, reason: str) -> None:
-        """End the generation that met at a store which is gone, if that can do it any harm.
-
-        Workers of a script could not find each other any more. A group of resident workers that
-        stands needs no store; those on their way into it begin again, and none is replaced.
-        """
-        if not isinstance(self._state, CrewState):
-            self._workers.fail(0, reason)
-            return
-        for local_rank in self._state.having(crew.Status.TRAINING):
-            if self._workers.entering_since(local_rank) is not None:
-                self._workers.fail(local_rank, reason, alive=True)
-                return
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -524,7 +500,7 @@ class Agent:
         """The only place with side effects."""
         match command:
             case group_state.Start(world):
-                self._act(self._workers.start_all(world, self._node))
+                self._act(self._start_workers(world))
             case group_state.Stop(signum, told) if not self._workers.stopping:
                 self._workers.begin_to_stop()
                 self._act(self._stop_workers(signum, told))
@@ -538,7 +514,9 @@ class Agent:
             case group_state.Tell(local_rank, order):
                 self._workers.tell(local_rank, order)
                 if isinstance(order, orders.Over):
-                    self._vigil.told_over(local_rank)
+                    self._vigil.told_over(local_rank, finished=order.finished)
+                elif isinstance(order, orders.Enter):
+                    self._upkeep.check_store(order.store, local_rank, alive=True)
             case crew.Spawn(local_rank):
                 self._beside.start(partial(self._start_standby, local_rank), "standby")
 
@@ -562,6 +540,10 @@ class Agent:
         if before is not None:
             await asyncio.wait({before})
         await work
+
+    async def _start_workers(self, world: World) -> None:
+        await self._workers.start_all(world, self._node)
+        self._upkeep.check_store(world.store, 0, alive=False)
 
     async def _start_standby(self, local_rank: int) -> None:
         """Start a worker for a later world, when those of this one do not need the processors.

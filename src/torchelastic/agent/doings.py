@@ -3,6 +3,8 @@
     agent                                   every other agent of the world
     which generation                   ->
                                        <-   what its ranks do in that, one JSON object a line
+    who can go on after a generation   ->
+                                       <-   whether a rank there can: it has the state, and is free
 
 All of them together have two seconds: who has not answered by then is named. A reader changes
 nothing, and what goes wrong in it ends nothing; connections are those of all agents, greeted and
@@ -14,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -59,7 +62,23 @@ class These(Message):
     generation: int
 
 
-ASKED, TOLD = by_kind(Which), by_kind(These)
+@dataclass(frozen=True, slots=True)
+class CanGoOn(Message):
+    """Asks whether a rank has the state of a generation that is over, and is free."""
+
+    kind = "can-go-on"
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class GoesOn(Message):
+    """Answers it."""
+
+    kind = "goes-on"
+    yes: bool
+
+
+ASKED, TOLD = by_kind(Which, CanGoOn), by_kind(These, GoesOn)
 
 
 @dataclass(frozen=True)
@@ -92,9 +111,12 @@ class Doings:
         node: str,
         job: str,
         world: Callable[[], World | None],
+        can_go_on: Callable[[int], bool] = lambda generation: False,
     ) -> None:
+        """`can_go_on` tells of this node what `CanGoOn` asks."""
         self._workers, self._stacks = workers, stacks
         self._node, self._job, self._world = node, job, world
+        self._can_go_on = can_go_on
         self._meeting: Meeting | None = None
         self._guests: set[Link] = set()
         self._answers: set[asyncio.Task[None]] = set()
@@ -152,14 +174,43 @@ class Doings:
         ranks = tuple(sorted(doings, key=lambda doing: doing.rank))
         return Found(world.generation, ranks, tuple(silent))
 
+    async def others_can_go_on(self, generation: int) -> bool:
+        """Whether a rank on another node has the state of a generation, and is free to go on."""
+        world, turn = self._world(), asyncio.Semaphore(AT_A_TIME)
+        nodes = world.nodes if world is not None else ()
+        pending = {
+            asyncio.create_task(self._goes_on(item, generation, turn), name=item.name)
+            for item in nodes[:MOST_NODES]
+            if item.node != self._node
+        }
+        deadline = time.monotonic() + THERE
+        try:
+            while pending and (left := deadline - time.monotonic()) > 0:
+                done, pending = await asyncio.wait(
+                    pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
+                )
+                if any(map(_outcome, done)):
+                    return True
+            return False
+        finally:
+            for task in pending:
+                task.cancel()
+
+    async def _goes_on(self, item: WorldNode, generation: int, turn: asyncio.Semaphore) -> bool:
+        async with turn:
+            answer, _ = await self._ask(item.peer, CanGoOn(generation))
+            return isinstance(answer, GoesOn) and answer.yes
+
     async def _there(
         self, item: WorldNode, generation: int, turn: asyncio.Semaphore
     ) -> list[Doing]:
         """What the ranks of another node do."""
         async with turn:
-            return await self._ask(item.peer, generation)
+            _, lines = await self._ask(item.peer, Which(generation))
+            return [Doing.from_json(json.loads(line)) for line in lines.splitlines()]
 
-    async def _ask(self, peer: str, generation: int) -> list[Doing]:
+    async def _ask(self, peer: str, question: Message) -> tuple[Message, bytes]:
+        """The answer, and what follows it."""
         if self._meeting is None or not peer:
             raise ConnectionError("it cannot be reached")
         place = Endpoint.at(peer, self._job, self._meeting.credentials)
@@ -167,10 +218,9 @@ class Doings:
         try:
             if not isinstance(answer, wire.Welcome):
                 raise ConnectionError("it is not what it should be")
-            link.send(Which(generation))
+            link.send(question)
             head, _, lines = (await link.next_frame()).partition(b"\n")
-            wire.parse(head, TOLD)
-            return [Doing.from_json(json.loads(line)) for line in lines.splitlines()]
+            return wire.parse(head, TOLD), lines
         finally:
             link.abort()
 
@@ -195,6 +245,10 @@ class Doings:
 
     def _hear(self, link: Link, payload: bytes) -> None:
         asked = wire.parse(payload, ASKED)
+        if isinstance(asked, CanGoOn):
+            link.send(GoesOn(self._can_go_on(asked.generation)))
+            link.close()
+            return
         assert isinstance(asked, Which)
         task = asyncio.create_task(self._answer(link, asked.generation), name="doings")
         self._answers.add(task)

@@ -18,6 +18,7 @@ from torchelastic.errors import (
     ConfigError,
     RendezvousRefused,
     TorchElasticError,
+    VoteOutdated,
 )
 
 
@@ -55,7 +56,12 @@ def _run_agent(config: LaunchConfig, entry: Entry, outcome: Path | None) -> int:
 
     words = set_up_log()
     try:
-        ended = asyncio.run(Agent(config, entry, prints_failure=outcome is None).run())
+        while True:
+            try:
+                ended = asyncio.run(Agent(config, entry, prints_failure=outcome is None).run())
+                break
+            except VoteOutdated as error:
+                print(f"[torchelastic] {error}", file=sys.stderr)
     except TorchElasticError as error:
         return _fail(error, outcome)
     finally:

@@ -18,11 +18,14 @@ from torchelastic.rendezvous.embedded.holding import Holding
 from torchelastic.rendezvous.embedded.reception import Handler, Reception
 from torchelastic.rendezvous.embedded.ring import Ring
 from torchelastic.rendezvous.embedded.seat import Seat
+from torchelastic.rendezvous.embedded.voter_file import VoterFile
 from torchelastic.rendezvous.etcd import EtcdStore
 from torchelastic.rendezvous.opening import close_store, open_store
 from torchelastic.rendezvous.parameters import check_backend
 from torchelastic.rendezvous.secret import Credentials
 from torchelastic.rendezvous.store import Json, Store
+from torchelastic.rendezvous.witness.asking import Asking
+from torchelastic.rendezvous.witness.jury import Witness
 
 #: Nodes, each with a connection or two to the host, for which the usual limits are too low.
 MANY = 200
@@ -90,8 +93,17 @@ class Meeting(Protocol):
         """Nodes of the last world that are known to be no more."""
         ...
 
+    @property
+    def witness(self) -> Witness | None:
+        """Storage that votes where nodes are halves."""
+        ...
+
     def hold(self, holding: Holding) -> None:
         """Take note of what is needed to host the store, should its host be lost."""
+        ...
+
+    async def kept(self) -> None:
+        """Return when this node would not forget what it holds, and others may hear of it."""
         ...
 
     def hear_of(self, addresses: Sequence[str]) -> None:
@@ -115,8 +127,9 @@ class Meeting(Protocol):
         """Of a host that leaves: see to it, within some seconds, that there is another one."""
         ...
 
-    async def close(self, others: float) -> None:
-        """Go; a host gives the other nodes up to `others` seconds to go first."""
+    async def close(self, others: float, *, ended: bool = False) -> None:
+        """Go; a host gives the other nodes up to `others` seconds to go first. `ended`: what is
+        kept of the job elsewhere is of no use any more."""
         ...
 
 
@@ -127,6 +140,7 @@ class EtcdMeeting:
     is_host = False
     may_begin_at = 0.0
     dead: frozenset[str] = frozenset()
+    witness = None
     loss = ""
 
     def __init__(self, config: LaunchConfig, store: EtcdStore) -> None:
@@ -166,6 +180,9 @@ class EtcdMeeting:
     def hold(self, holding: Holding) -> None:
         """Nothing: etcd does not need us."""
 
+    async def kept(self) -> None:
+        """Nothing: etcd does not forget."""
+
     def hear_of(self, addresses: Sequence[str]) -> None:
         """Nothing: etcd is where it is."""
 
@@ -180,7 +197,7 @@ class EtcdMeeting:
     async def hand_over(self, rows: Mapping[str, Json], seconds: float) -> None:
         """Nothing: etcd stays."""
 
-    async def close(self, others: float) -> None:
+    async def close(self, others: float, *, ended: bool = False) -> None:
         if self._ring is not None:
             await self._ring.close()
         await close_store(self.store)
@@ -188,15 +205,24 @@ class EtcdMeeting:
 
 
 async def meet(
-    config: LaunchConfig, node: str, clock: Clock, say: Callable[[str], None]
+    config: LaunchConfig,
+    node: str,
+    clock: Clock,
+    say: Callable[[str], None],
+    on_child: Callable[[int], None] = lambda pid: None,
+    file: VoterFile | None = None,
 ) -> Meeting:
-    """Open the store of the job: host it, or wait for it to be there and say what is in the way."""
+    """Open the store of the job: host it, or wait for it to be there and say what is in the way.
+
+    `on_child` is told of every process that is started for that. `file` is where the node keeps its
+    vote; without one its next agent has none.
+    """
     check_backend(config.rdzv_backend, config.rdzv_configs)
     if config.max_nodes > MANY:
         _allow_many_connections()
     if config.rdzv_backend in ETCD_BACKENDS:
         return await _meet_at_etcd(config, clock)
-    seat = _seat(config, node, clock)
+    seat = _seat(config, node, clock, on_child, file)
     try:
         await seat.open(config.wait_for_nodes or None, say)
     except BaseException:
@@ -228,7 +254,17 @@ def _allow_many_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _seat(config: LaunchConfig, node: str, clock: Clock) -> Seat:
+def _seat(
+    config: LaunchConfig,
+    node: str,
+    clock: Clock,
+    on_child: Callable[[int], None],
+    file: VoterFile | None,
+) -> Seat:
+    witness = None
+    if config.witness and config.max_nodes > 1:
+        asking = Asking(config.witness, on_child)
+        witness = Witness(asking, config.witness, config.run_id, node)
     shown = credentials.load(config)
     places = [
         Endpoint(host, port, config.run_id, shown)
@@ -244,4 +280,6 @@ def _seat(config: LaunchConfig, node: str, clock: Clock) -> Seat:
         two_node_takeover=config.two_node_takeover,
         may_be_remembered=config.max_nodes > 1,
         passes_workers_on=config.rdzv_backend == "static",
+        witness=witness,
+        file=file,
     )

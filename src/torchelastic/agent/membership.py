@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -15,10 +15,16 @@ from torchelastic.rendezvous.store import Store
 from torchelastic.rendezvous.world import MEMBER_PREFIX, Member, altered
 
 NAME_PREFIX = "name/"
+#: Returns when this node would not forget what it is about to say.
+Kept = Callable[[], Awaitable[None]]
 #: Seconds by which what is not urgent is put.
 A_WHILE = 0.25
 #: Agents of one host that have consecutive numbers.
 NEIGHBOURS = 8
+
+
+async def at_once() -> None:
+    """Of a node that need not remember."""
 
 
 class Membership:
@@ -39,15 +45,17 @@ class Membership:
     def member(self) -> Member:
         return self._member
 
-    async def enlist(self, store: Store, host: str) -> None:
+    async def enlist(self, store: Store, host: str, kept: Kept = at_once) -> None:
         """Claim a name under a new lease, and put the record with it.
 
         The name is for people: the host's, with a number where another agent of the job has it. Who
         comes back has the name it had, unless somebody else took it meanwhile.
         """
+        member = self._member
+        await kept()
         names = (host if number == 1 else f"{host}-{number}" for number in _numbers())
-        for name in chain(filter(None, [self._member.name]), names):
-            named = replace(self._member, name=name)
+        for name in chain(filter(None, [member.name]), names):
+            named = replace(member, name=name)
             won = await store.compare_and_set(
                 NAME_PREFIX + named.name,
                 {"node": named.node},
@@ -83,14 +91,16 @@ class Membership:
         self._reminder = None
         self.update()
 
-    async def run(self, store: Store) -> None:
-        """Put the record at every change. Ends by raising when the lease or the store is lost."""
+    async def run(self, store: Store, kept: Kept = at_once) -> None:
+        """Put the record at every change, when what it says is `kept`. Ends by raising when the
+        lease or the store is lost."""
         key = MEMBER_PREFIX + self._member.node
         try:
             while True:
                 await self._changed.wait()
                 self._changed.clear()
                 if (member := self._member) != self._said:
+                    await kept()
                     await store.report(key, member.to_json())
                     self._said = member
                 if not self._changed.is_set():

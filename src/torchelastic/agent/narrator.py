@@ -97,6 +97,9 @@ class Narrator:
         self.name = ""
         #: The last generation whose beginning was told, and whether a signal ends the job here.
         self._told, self._leaving = -1, False
+        #: The furthest step the job had reached before its world, and what was said of its starts.
+        self._best_step = -1
+        self._beginnings: set[str] = set()
         self._goodput = GoodputFold()
         log.listen(self._goodput.feed)
         self.line = WaitingLine(_screen(), clock)
@@ -228,6 +231,7 @@ class Narrator:
         self._log.emit(events.LeaderFound(name=name))
 
     def world_seen(self, world: World) -> None:
+        self._best_step = world.ledger.best_step
         if world.phase != "waiting":
             self.line.clear()
         if world.phase == "running":
@@ -310,6 +314,14 @@ class Narrator:
             rank=rank, step=up.step, received=up.received, built=up.built, fetched=up.fetched
         )
         self._log.emit(training, generation=up.generation)
+
+    def begins(self, begins: orders.Begins, *, resident: bool) -> None:
+        """Nobody had the state of a training in memory; said as often as it is lost."""
+        told = report.beginning(begins, best_step=self._best_step, resident=resident)
+        if told and told not in self._beginnings:
+            self._beginnings.add(told)
+            logger.warning(told)
+            self._log.emit(events.Note(text=told), generation=begins.generation)
 
     def sampled(self, generation: int, seen: events.Progress | events.CheckpointStored) -> None:
         self._log.emit(seen, generation=generation)

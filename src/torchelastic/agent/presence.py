@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Coroutine, Set
+from collections.abc import Callable, Coroutine, Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -19,10 +19,12 @@ from torchelastic.errors import LeaseExpired, RendezvousLost, RendezvousRefused
 from torchelastic.rendezvous.agreement import Agreement
 from torchelastic.rendezvous.doubts import give_up_leader
 from torchelastic.rendezvous.embedded.ring import Ring
+from torchelastic.rendezvous.embedded.voter_file import VoterFile
 from torchelastic.rendezvous.heir import Heir
 from torchelastic.rendezvous.leader import SETTLED_KEY, Leader, LeaderObserver
 from torchelastic.rendezvous.round_state import RoundRules
 from torchelastic.rendezvous.store import Item, Json, Store
+from torchelastic.rendezvous.witness.vigil import WitnessVigil
 from torchelastic.rendezvous.world import (
     LEADER_KEY,
     MEMBER_PREFIX,
@@ -56,13 +58,19 @@ class Presence:
         on_world: Callable[[World], None],
         on_lease_lost: Callable[[], None],
         host: str = "",
+        on_child: Callable[[int], None] = lambda pid: None,
+        file: VoterFile | None = None,
     ) -> None:
-        """`host` is what this node is called for people, if not by the name of its machine."""
+        """`host` is what this node is called for people, if not by the name of its machine.
+        `on_child` is told of every process that this starts; `file` keeps the node's vote for its
+        next agent."""
         self._config = config
         self._node = node
         self._host = host or socket.gethostname()
         self._agreement = Agreement.from_config(config)
         self._clock = clock
+        self._on_child = on_child
+        self._file = file
         self._observer = observer
         self._background = background
         self._on_world = on_world
@@ -95,7 +103,16 @@ class Presence:
     async def join(self, **facts: Any) -> None:
         """Meet the other nodes and be one of them; `facts` are what the member record says more."""
         say = self._observer.without_host
-        self._meeting = await meet(self._config, self._node, self._clock, say)
+        self._meeting = await meet(
+            self._config, self._node, self._clock, say, self._on_child, self._file
+        )
+        if self._file is not None:  # the workers of an agent before this one ended with it
+            self._facts.setdefault("gone", self._file.generation)
+            self._facts["resumed"] = self._file.resumed is not None
+        if self._meeting.witness is not None:
+            vigil = WitnessVigil(self._meeting.witness, self._observer.say)
+            self._facts["witness"] = await vigil.look()
+            self._background(partial(vigil.run, self._note_witness), "witness")
         member = Member(
             node=self._node,
             name="",
@@ -111,6 +128,10 @@ class Presence:
         self._ring = self._meeting.ring(self._node, self._doubt)
         await self._enlist()
 
+    def _note_witness(self, token: str) -> None:
+        if self._membership is None or self.member.witness != token:
+            self.update(witness=token)
+
     async def rejoin(self, gone: int) -> str:
         """After a lost lease, with no worker left in a world: be a member again, if need be at
         another host of the store; returns the new name."""
@@ -118,7 +139,7 @@ class Presence:
             task.cancel()
         await asyncio.wait(self._tasks)
         gone = max(gone, self.member.gone)  # a later word stands
-        self.update(gone=gone, failures=())
+        self.update(gone=gone, failures=(), resumed=False)
         await self._enlist()
         return self.member.name
 
@@ -130,7 +151,7 @@ class Presence:
             store = self.meeting.store
             try:
                 await store.open_lease(self._config.lease)
-                await self._membership.enlist(store, self._host)
+                await self._membership.enlist(store, self._host, self.meeting.kept)
             except LeaseExpired as error:
                 logger.debug("the lease ended before it was of use: %s", error)
             except RendezvousLost:
@@ -175,7 +196,7 @@ class Presence:
         store = self.meeting.store
         self.update()
         work = {
-            "membership": self._membership.run(store),
+            "membership": self._membership.run(store, self.meeting.kept),
             "watch-world": self._watch_world(store),
             "watch-leader": self._watch_leader(store),
         }
@@ -208,7 +229,15 @@ class Presence:
             dead=self.meeting.dead,
             ask=self._ring.ask if self._ring is not None else None,
             agreement=self._agreement,
+            witness=self.meeting.witness,
+            keep=self._keep_formed if self.meeting.term else None,
         )
+
+    async def _keep_formed(self, world: World, rows: Mapping[str, Json]) -> None:
+        """Of a host: it counts as having a world from when others see it."""
+        if world.count:
+            self.meeting.hold(self._heir.formed(world, rows))
+            await self.meeting.kept()
 
     async def _while_leased(self, work: Coroutine[Any, Any, None]) -> None:
         """Work that ends quietly with the lease: what follows from that is `_watch_lease`'s to
@@ -305,6 +334,7 @@ class Presence:
             async for change in changes:
                 if change.item is not None:
                     self.meeting.hold(self._heir.settled(change.item.value["generation"]))
+                    await self.meeting.kept()
 
     async def _watch_lease(self, store: Store) -> None:
         await store.lease_lost.wait()
@@ -320,6 +350,7 @@ class Presence:
         """Go; a host gives the other nodes up to `others` seconds to go first."""
         if self._meeting is None:
             return
+        ended = self._meeting.is_host and self._leader is not None and self._leader.has_ended
         if self._membership is not None and self.member.leaving:
             await self._meeting.hand_over(self._kept(), HANDING_OVER)
-        await self._meeting.close(others)
+        await self._meeting.close(others, ended=ended)

@@ -13,6 +13,7 @@ from datetime import datetime
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.failure import Failure, signal_name
 from torchelastic.rendezvous.world import World
+from torchelastic.worker import orders
 
 _WIDTH = 60
 #: A list of a thousand nodes or failures helps nobody.
@@ -71,6 +72,36 @@ def exit_words(exitcode: int) -> str:
     if 128 < exitcode <= 192:
         words = f"a shell's word for {signal_name(exitcode - 128)}"
     return f"exit code {exitcode} ({words})" if words else f"exit code {exitcode}"
+
+
+def beginning(begins: orders.Begins, *, best_step: int, resident: bool) -> str:
+    """What people must know of a training that begins at step 0; empty: nothing.
+
+    `best_step` is the furthest that the job has been. Workers inside `train` hold the state
+    themselves; that of a script is held by the agents.
+    """
+    if begins.step > 0:
+        return ""
+    advice = (
+        ""
+        if begins.stored
+        else (
+            " To write checkpoints: torchelastic.checkpoint.set_checkpoint_manager(CheckpointStore("
+            '"/shared/job", every="auto")).'
+        )
+    )
+    if best_step > 0:
+        return (
+            f"All copies of the state were lost: training begins again at step 0 (generation "
+            f"{begins.generation}). It had reached step {best_step}.{advice}"
+        )
+    if begins.stored:
+        return ""
+    holders = "workers" if resident else "nodes"
+    return (
+        f"No checkpoint directory: if all {holders} are lost at once, training begins again at "
+        f"step 0.{advice}"
+    )
 
 
 def with_hint(words: str, hint: str) -> str:

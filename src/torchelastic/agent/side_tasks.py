@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from torchelastic.agent.best_effort import described
+from torchelastic.errors import TorchElasticError
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ POLICY: dict[str, float] = {
     "watch-settled": ESSENTIAL,
     "watch-lease": ESSENTIAL,
     "doubt": ESSENTIAL,
+    "witness": BEST_EFFORT,  # it is only looked at: it is asked when it decides
     # Its workers.
     "preflight": ESSENTIAL,
     "warm-up": BEST_EFFORT,  # without a zygote, workers start as plain processes
@@ -38,6 +40,7 @@ POLICY: dict[str, float] = {
     "listen": ESSENTIAL,
     "renew-store": ESSENTIAL,
     "store-host": RESTARTABLE,
+    "zygote": BEST_EFFORT,  # tried a few times; until then, workers start as plain processes
     "snapshot-copies": BEST_EFFORT,
     # Who hangs.
     "hang-watchdog": BEST_EFFORT,
@@ -71,7 +74,7 @@ def pause(failures: int) -> float:
 async def keep_up(work: Work, name: str, say: Callable[[str], None]) -> Any:
     """Run `work` and start it again when it fails, as often as `POLICY` allows; `say` is told once.
 
-    Raises what the last attempt failed with.
+    Raises what the last attempt failed with, or how many there were.
     """
     allowed, failures, said = POLICY[name], 0, False
     while True:
@@ -81,9 +84,12 @@ async def keep_up(work: Work, name: str, say: Callable[[str], None]) -> Any:
         except Exception as error:
             failures = 1 if time.monotonic() - began > STEADY else failures + 1
             if failures > allowed:
-                if allowed:
-                    logger.error("%s failed %d times in a row, and is needed.", name, failures)
-                raise
+                if not allowed:
+                    raise
+                raise TorchElasticError(
+                    f"{name} failed {failures} times in a row, and this node cannot train without "
+                    f"it. Last error: {described(error)}."
+                ) from error
             effect = "Training is not affected." if allowed == BEST_EFFORT else ""
             if not said:
                 again = f"It restarts in {pause(failures):g} s. {effect}".rstrip()

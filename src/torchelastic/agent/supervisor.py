@@ -77,10 +77,10 @@ class Supervisor:
         self.exempt: set[int] = set(linux.children())
         if zygote is not None:
             self.exempt -= zygote.blanks()  # it is asked each time
-        if zygote is not None and cgroup is not None:
-            zygote.use_cgroup(cgroup)
-        self._zygote = zygote
+        self._zygote: Zygote | None = None
         self._cgroup = cgroup
+        if zygote is not None:
+            self.use_zygote(zygote)
         self._on_exit = on_exit
         self._on_message = on_message
         self._on_handed = on_handed
@@ -95,6 +95,13 @@ class Supervisor:
         self._none_left.set()
         self._said_plain = False
         self._giving_up = False
+
+    def use_zygote(self, zygote: Zygote) -> None:
+        """Copy workers from this one from now on."""
+        self._zygote = zygote
+        self._said_plain = False
+        if self._cgroup is not None:
+            zygote.use_cgroup(self._cgroup)
 
     @property
     def alive(self) -> tuple[int, ...]:

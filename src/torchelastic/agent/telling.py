@@ -279,7 +279,8 @@ class Telling:
             sent = self._clock.now()
             heard = await ear.begin()
             offset.note(sent, heard.at)
-            upto = heard.upto
+            # Later than now: it is by the clock of an agent from before this machine was booted.
+            upto = heard.upto if heard.upto <= sent else NOTHING
         while not ear.ended.done():
             self._news.clear()
             upto = await self._tell_rest(ear, offset, upto, leads=leads)

@@ -2,24 +2,29 @@
 
 When one worker hangs, all of its world stand still, waiting for it. So a worker whose time is up is
 asked before it is judged: one that waits for others is innocent; one that does not answer, or does
-something of its own, is the cause. It is killed, and treated as lost.
+something of its own, is the cause. It is killed, and treated as lost. One that alone has the state
+when its world is over is waited for (`last_copy`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torchelastic.agent.best_effort import observing
 from torchelastic.agent.crew import CrewState, Status
 from torchelastic.agent.hang_report import HangReport
+from torchelastic.agent.last_copy import Copy, is_usable, may_be_killed
 from torchelastic.agent.stacks import NOTHING, answered, is_frozen
 from torchelastic.agent.workers import Workers
 from torchelastic.events.hangs import where
 from torchelastic.worker import orders
+
+logger = logging.getLogger(__name__)
 
 #: Where no limit is given: ten times the longest step, and no less than ten minutes. (Seconds.)
 LEARNED_FACTOR, LEARNED_FLOOR = 10.0, 600.0
@@ -32,6 +37,8 @@ BEFOREHAND = 0.3
 ANSWER = 0.05
 #: How long after "the generation is over" a worker that waits for others must be free.
 FREED = 0.1
+#: How long to wait for who alone has the state, where no limit is given.
+PATIENCE = 600.0
 #: Where all wait and nobody is ended for it, that is told after so many times the limit.
 ALL_WAIT = 2.0
 #: How often to look where there is nothing to wait for.
@@ -111,6 +118,9 @@ class Vigil:
     report: HangReport
     #: `--progress-timeout`: seconds, 0 for none, None to learn it.
     limit: float | None = None
+    #: Whether another node can go on after a generation; and who is told what is waited for.
+    others_can_go_on: Callable[[int], Awaitable[bool]] | None = None
+    say: Callable[[str], None] = logger.warning
     _paces: dict[int, Pace] = field(default_factory=dict)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -207,25 +217,83 @@ class Vigil:
 
     # --- the last resort -------------------------------------------------------------------------
 
-    def told_over(self, local_rank: int) -> None:
-        """The worker was told that its generation is over: it must be free in no time."""
-        task = asyncio.create_task(self._see_freed(local_rank), name="see-freed")
+    def told_over(self, local_rank: int, *, finished: bool = False) -> None:
+        """The worker was told that its generation is over: it must be free in no time.
+
+        With `finished` so is the training, and no world goes on from its state.
+        """
+        seeing = self._see_freed(local_rank, finished)
+        task = asyncio.create_task(seeing, name="see-freed")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _see_freed(self, local_rank: int) -> None:
-        pid, looks, stuck = self.workers.pid(local_rank), 0, 0
-        while pid is not None and self.workers.pid(local_rank) == pid:
-            await asyncio.sleep(FREED)
-            if self.workers.has_stopped(local_rank):
+    async def _see_freed(self, local_rank: int, finished: bool) -> None:
+        pid, generation = self.workers.pid(local_rank), self.workers.generation(local_rank)
+        began, pause, stuck, said = time.monotonic(), FREED, 0, False
+
+        def is_there() -> bool:
+            """Whether the process lives, and is still in that world."""
+            here = self.workers.pid(local_rank), self.workers.generation(local_rank)
+            return here == (pid, generation) and not self.workers.has_stopped(local_rank)
+
+        while pid is not None and is_there():
+            await asyncio.sleep(pause)
+            if not is_there():
                 return
-            looks, doing = looks + 1, await self._ask(local_rank)
+            doing = await self._ask(local_rank)
+            waited = time.monotonic() - began
             # Twice: on a busy machine the thread that was freed may not have run yet.
             stuck += doing == "stuck"
-            if (doing == "frozen" or stuck > 1) and not self.workers.has_stopped(local_rank):
-                why = f"not free {looks * FREED * 1000:.0f} ms after its world was over ({doing})"
+            if doing != "frozen" and stuck < 2:
+                continue
+            spared = not finished and not await self._may_be_killed(local_rank, waited)
+            if not is_there():
+                return
+            if not spared:
+                why = f"not free {waited * 1000:.0f} ms after its world was over ({doing})"
                 self.workers.kill(local_rank, why, over=True)
                 return
+            if waited >= LOOK:  # until then the others may only not be ready yet
+                said = said or self._say_waiting(local_rank, doing, pid)
+                pause = LOOK
+
+    async def _may_be_killed(self, local_rank: int, waited: float) -> bool:
+        own, limit = self._copy(local_rank), self._patience(local_rank)
+        others = [self._copy(rank) for rank in self.workers.alive if rank != local_rank]
+        if may_be_killed(own, others, elsewhere=False, waited=waited, limit=limit):
+            return True
+        elsewhere = False
+        if self.others_can_go_on is not None:
+            elsewhere = await self.others_can_go_on(own.generation)
+        return may_be_killed(own, others, elsewhere=elsewhere, waited=waited, limit=limit)
+
+    def _patience(self, local_rank: int) -> float:
+        pace = self._paces.get(local_rank, Pace())
+        return limit_for(pace, self.limit, frozen=True) or PATIENCE
+
+    def _say_waiting(self, local_rank: int, doing: Doing, pid: int) -> bool:
+        step = self._copy(local_rank).step
+        wake = f" To wake it: kill -CONT {pid}." if doing == "frozen" else ""
+        self.say(
+            f"Rank {self.workers.rank(local_rank)} is {doing} and alone has the state after "
+            f"{step} steps: the job waits for it, at most {self._patience(local_rank):g} s.{wake}"
+        )
+        return True
+
+    def can_go_on(self, generation: int) -> bool:
+        """Whether a worker here has the state of a generation that is over, and is free."""
+        return any(is_usable(self._copy(rank), generation) for rank in self.workers.alive)
+
+    def _copy(self, local_rank: int) -> Copy:
+        generation = self.workers.generation(local_rank)
+        shown = self.workers.doing(local_rank, generation)
+        return Copy(
+            generation=generation,
+            step=shown.step if shown is not None else None,
+            stopped=self.workers.has_stopped(local_rank),
+            frozen=is_frozen(self.workers.pid(local_rank)),
+            doomed=self.workers.last_stack(local_rank) is not None,
+        )
 
     # --- asking ----------------------------------------------------------------------------------
 

@@ -82,7 +82,7 @@ class Workers:
             on_handed=self._handed,
             secret=secret,
         )
-        self._supervisor.exempt = nursery.pids
+        nursery.serve(self._supervisor)
         #: Of those workers that use timers.
         self.timers = Timers()
         #: Of those that report metrics.
@@ -200,15 +200,9 @@ class Workers:
         self._resident.discard(local_rank)
         self._cut_off.discard(local_rank)
         self.counted.forget(local_rank)
-        for known in (
-            self._steps,
-            self._last_words_of,
-            self._verdicts,
-            self.pongs,
-            self._told_to_enter,
-            self._inside,
-        ):
-            known.pop(local_rank, None)
+        known = (self._steps, self._last_words_of, self._verdicts, self.pongs)
+        for facts in (*known, self._told_to_enter, self._inside):
+            facts.pop(local_rank, None)
 
     async def _start(
         self,
@@ -260,10 +254,10 @@ class Workers:
             self._places[local_rank] = (order.generation, order.rank)
             self._told_to_enter[local_rank] = (order.generation, time.monotonic())
             self._done.discard(local_rank)
-        if isinstance(order, orders.Over):
+        if isinstance(order, orders.Enter | orders.Over):
             self._stopped.discard(local_rank)
-            if order.finished:
-                self._done.add(local_rank)
+        if isinstance(order, orders.Over) and order.finished:
+            self._done.add(local_rank)
         self._supervisor.tell(local_rank, orders.to_json(order), list(fds))
 
     def generation(self, local_rank: int) -> int:
@@ -364,6 +358,8 @@ class Workers:
             case orders.Erred() | orders.PeerLost() as erred:
                 self._steps[local_rank] = erred.step
                 self._erred(local_rank, erred)
+            case orders.Begins() as begins:
+                self._narrator.begins(begins, resident=self.is_resident(local_rank))
             case orders.Stored() as stored:
                 self._sampling.stored(*self._places[local_rank], stored)
             case orders.Up() as up:

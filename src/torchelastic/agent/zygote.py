@@ -219,12 +219,21 @@ class Zygote:
 
     async def _end(self) -> str:
         """Wait for the end of the process: `exit code 1`, `killed by SIGKILL`."""
-        if self._ending is None:
-            self._ending = asyncio.ensure_future(_exit_of(self._pidfd))
-        exitcode = await asyncio.shield(self._ending)
+        exitcode = await self._exitcode()
         if exitcode == -signal.SIGPROF:
             return "its Python does not import sitecustomize, by which we start"
         return exit_words(exitcode)
+
+    async def killed(self) -> str:
+        """Wait for the end of the process: the signal that killed it, in words. Empty if it ended
+        by itself, or was not ours to begin with: another one would end the same way."""
+        exitcode = await self._exitcode()
+        return exit_words(exitcode) if exitcode < 0 and exitcode != -signal.SIGPROF else ""
+
+    async def _exitcode(self) -> int:
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(_exit_of(self._pidfd))
+        return await asyncio.shield(self._ending)
 
     def _give_up(self) -> None:
         """It is frozen, or the machine is: a process without it is better than none."""
@@ -232,7 +241,7 @@ class Zygote:
         self._kill()
 
     def _kill(self) -> None:
-        if self._ending is None:
+        if self._ending is None or not self._ending.done():
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
@@ -245,6 +254,7 @@ class Zygote:
         for pid in self._blanks.intersection(linux.children()):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+        self._blanks.clear()
         async with self._lock:  # whoever waits for an answer learns first that there is none
             self._control.close()
 

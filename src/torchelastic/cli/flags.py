@@ -233,6 +233,16 @@ _ELASTICITY_FLAGS = (
         "connections: trusts that it is dead then, which a firewall can fake.",
     ),
     Flag(
+        name="--witness",
+        group=ELASTICITY,
+        metavar="URL",
+        convert=str,
+        default="",
+        help="A directory on storage that all nodes share, or an object store with conditional "
+        "writes (s3://…), that decides who goes on when half of the nodes are lost: so either of "
+        "two nodes may die.",
+    ),
+    Flag(
         name="--wait-for-nodes",
         group=ELASTICITY,
         metavar="SECONDS",

@@ -27,6 +27,7 @@ _SAME_NAME = (
     "replace_stragglers",
     "quorum",
     "two_node_takeover",
+    "witness",
     "snapshot_replicas",
     "snapshot_bandwidth",
     "preload",

@@ -53,7 +53,7 @@ One leader decides (`rendezvous/round.py`). The world it publishes is in one of 
 
 | phase | what agents do |
 | --- | --- |
-| waiting | as over, if it had nodes: now there are too few, or they have not settled yet |
+| waiting | too few nodes are there, or not settled yet: stop workers that are left, as in over |
 | agreeing | take it up and say so: no worker starts before a majority has it |
 | running | those with a place in it start their workers; others warm up, or are spares |
 | over | stop the workers, then report *gone* |

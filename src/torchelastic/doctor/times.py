@@ -109,10 +109,12 @@ RULES: tuple[Rule, ...] = (
             and (config.min_nodes, config.max_nodes) == (1, 2)
             and config.quorum == "majority"
             and not config.two_node_takeover
+            and not config.witness
         ),
         "Of two nodes only the host of the rendezvous can go on alone: if it is lost, the job "
         "waits.",
-        "Use etcd or a third node, or read of --two-node-takeover.",
+        "Give --witness a directory that both nodes share, such as where checkpoints are; or use "
+        "etcd or a third node.",
     ),
     Rule(
         "shape",

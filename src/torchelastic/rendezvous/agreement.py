@@ -35,6 +35,7 @@ class Agreement:
                 "--grow": str(config.grow),
                 "--quorum": config.quorum,
                 "--two-node-takeover": "yes" if config.two_node_takeover else "no",
+                "--witness": config.witness or "none",
             }
         )
 

@@ -142,13 +142,14 @@ class Doubts:
         await asyncio.sleep(HEARSAY)
         if records is None or node not in self._records:
             return  # gone already
-        doubters = doubters_of(node, self._doubts) | {self._node}
-        if is_gone(answer, doubters, heard_of=self._records[node] != records):
+        is_cut_off = False
+        if answer is None and len(self._doubters(node)) < DOUBTERS:
+            is_cut_off = must_resign(await self._survey())
+        heard_of = self._records.get(node) != records
+        if is_gone(answer, self._doubters(node), heard_of=heard_of):  # others may doubt it by now
             logger.info("node %s is given up: it does not answer", node)
-        elif answer is False:
-            return
-        elif must_resign(await self._survey()):
-            logger.warning("This node cannot reach half of the others: it leads no more.")
+        elif is_cut_off:
+            logger.warning("This node cannot reach half of the nodes: it steps down as leader.")
             node = self._node
         else:
             return
@@ -156,6 +157,9 @@ class Doubts:
             await self._give_up(node, answer is None)
         except RendezvousError as error:
             logger.debug("whether %s is given up will be seen: %s", node, error)
+
+    def _doubters(self, node: str) -> set[str]:
+        return doubters_of(node, self._doubts) | {self._node}
 
     async def _survey(self) -> list[bool | None]:
         """Ask some of the others whether they live."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import replace
 from functools import cache
@@ -15,11 +16,12 @@ from torchelastic.rendezvous.round_state import (
     Decision,
     RoundRules,
     RoundState,
-    has_quorum,
     has_trained,
     may_step_elsewhere,
     names_of,
+    roll_after,
     the_world,
+    to_claim,
     votes,
     votes_of_the_absent,
 )
@@ -48,7 +50,8 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         return _wait(rules, state, now)  # before a look at each: they come one by one
     ordered = in_order(candidates(state), state.world)
     chosen = choose(rules, ordered, state)
-    if not chosen or not has_quorum(state):
+    missing = to_claim(state)
+    if not chosen or missing is None:
         return _wait(rules, state, now)
     if now < state.may_begin_at and (
         _may_be_known_elsewhere(rules, state, chosen) or may_step_elsewhere(state)
@@ -60,6 +63,8 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
             return Decision(wake_at=at) if state.world else _wait(rules, state, now)
     if not chosen[0].member.store:
         return Decision()
+    if missing:
+        return _ask_witness(rules, state, missing, now)
     last = state.world or World(generation=-1, phase="waiting", reason="the job starts")
     trained = has_trained(state)
     still_out = state.out.difference(offer.node for offer in chosen)
@@ -71,6 +76,7 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         host=state.host,
         heirs=_host_of(state),
         term=state.term,
+        witness=_witness(state, chosen),
         store=chosen[0].member.store,
         ending=None,
         after=None,
@@ -80,7 +86,7 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         spare_count=len(ordered) - len(chosen),
         missing=(),
         missing_count=0,
-        held=held_out.end_all_but(last.held, still_out),
+        held=held_out.forget(held_out.end_all_but(last.held, still_out), state.resumed),
         proven=last.proven or trained,
         patience=None,
         enough=False,
@@ -96,6 +102,36 @@ def _proven(last: World, trained: bool) -> frozenset[str] | None:
     if not last.proven:
         return None
     return frozenset(node.node for node in last.nodes if not node.new)
+
+
+def _witness(state: RoundState, chosen: list[Offer]) -> str:
+    """The token of the witness, if it is to vote on what follows a world of these nodes: where they
+    could be cut into halves, and all of them, and the host, read the same one there."""
+    host = state.members.get(state.host)
+    if state.roll is None or host is None or not host.member.witness:
+        return ""
+    tokens = {host.member.witness, *(offer.member.witness for offer in chosen)}
+    may_tie = succession.may_tie([offer.node for offer in chosen], state.host)
+    return host.member.witness if may_tie and len(tokens) == 1 else ""
+
+
+def _ask_witness(
+    rules: RoundRules, state: RoundState, missing: tuple[str, ...], now: float
+) -> Decision:
+    """Claim what only the witness can give: last, since nobody else can have it then.
+
+    A host that is not in the world waits a lease before: others may step in it that long. The only
+    one that trains counts as lost no sooner.
+    """
+    world = the_world(state)
+    if world.place(state.host) is None and not world.steps_without(state.host):
+        ended = state.since + rules.lease if world.phase == "waiting" else math.inf
+        if now < ended:
+            waiting = _wait(rules, state, now)
+            wake_at = ended if waiting.wake_at is None else min(waiting.wake_at, ended)
+            return waiting if waiting.world is not None else Decision(wake_at=wake_at)
+    asked = _wait(rules, state, now) if state.witness.silent else Decision()
+    return asked if asked.world is not None else replace(asked, claims=missing)
 
 
 def _host_of(state: RoundState) -> dict[str, str]:
@@ -125,9 +161,7 @@ def _to_agree_on(state: RoundState, world: World) -> World:
     """The world as it may be published: to be begun at once, or when enough have taken it up."""
     if state.roll is None:
         return world
-    nodes = [node.node for node in world.nodes]
-    roll = succession.formed(state.roll, world.generation, nodes, world.host)
-    if succession.settles_itself(roll, votes_of_the_absent(state)):
+    if succession.settles_itself(roll_after(state, world), votes_of_the_absent(state)):
         return world
     return replace(world, phase="agreeing")
 
@@ -221,8 +255,11 @@ def limit(left: float | None) -> str:
 
 def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
     """What keeps a world from being formed, and whether enough nodes are there: they warm up."""
-    if not has_quorum(state):
-        return f"waiting for a majority: {_who_agrees(state)} (--quorum)", False
+    missing = to_claim(state)
+    if missing and state.witness.silent:
+        return f"waiting for the witness at {state.witness.url}: {state.witness.silent}", False
+    if missing is None:
+        return f"waiting for a majority: {_who_agrees(state)} (--quorum){_tie(state)}", False
     every = [item.member for item in state.members.values() if not item.member.leaving]
     staying = [member for member in every if not member.unfit]
     there = f"{len(staying)} of at least {rules.min_nodes} there{_unfit(every)}"
@@ -255,12 +292,23 @@ def _who_agrees(state: RoundState) -> str:
     if asked is not state.roll.latest:
         nodes += f" that must agree to replace generation {world.generation}"
     elif world.host and world.place(world.host) is None:
-        nodes += f" (of generation {world.generation}, and its host)"
+        nodes += f" (those of generation {world.generation} and its host)"
     else:
         nodes += f" of generation {world.generation}"
     slow = names_of(state, sorted(there - given))
     busy = f", but the workers of {slow} are not reported to have ended" if slow else ""
     return f"{nodes} can be reached{busy}"
+
+
+def _tie(state: RoundState) -> str:
+    """Who has the vote of the witness, or what one would be good for; for people."""
+    assert state.roll is not None
+    wanted = [each for each in state.roll.electorates if not each.agrees(votes(state))]
+    refused = state.witness.refused
+    if holders := [refused[each.witness] for each in wanted if each.witness in refused]:
+        return f"; the witness voted for {names_of(state, holders)}"
+    may_tie = all(len(each.voters) % 2 == 0 for each in wanted)
+    return "; with --witness either half of the nodes could go on" if may_tie else ""
 
 
 def _unfit(members: Iterable[Member]) -> str:
@@ -316,14 +364,19 @@ def are_resident(state: RoundState) -> bool:
     return bool(members) and all(present.member.resident for present in members)
 
 
-def candidates(state: RoundState) -> list[Offer]:
-    """Members that could be in the next world, in order of arrival, each static place once."""
+def candidates(state: RoundState, *, soon: bool = False) -> list[Offer]:
+    """Members that could be in the next world, in order of arrival, each static place once.
+
+    `soon`: or could be once the resident workers that start now have started.
+    """
     resident = are_resident(state)
     taken: set[int] = set()
     found = []
     for present in sorted(state.members.values(), key=lambda item: item.created):
         member = present.member
         ranks = member.standing if resident else _startable(state, member)
+        if soon and resident and member.starting and not member.unfit:
+            ranks = _first(member.nproc)
         if member.leaving or not ranks:
             continue
         if member.node_rank is not None:
@@ -350,10 +403,12 @@ def _first(count: int) -> tuple[int, ...]:
 def choose(rules: RoundRules, ordered: list[Offer], state: RoundState) -> list[Offer]:
     """The most workers that make an allowed world, from the beginning of the list; may be none.
 
-    Nodes that are held out are in it only if there is none without them, and as few as will do.
+    Nodes that are held out are in it only if there is none without them, and as few as will do. No
+    world is made of them while the workers of others start that make one.
     """
     for offers in _holding_out(ordered, state):
-        if chosen := _prefer_fast(rules, offers, state):
+        chosen = _prefer_fast(rules, offers, state)
+        if chosen or (state.out and enough_without(rules, state, state.out)):
             return chosen
     return []
 
@@ -370,14 +425,10 @@ def _holding_out(ordered: list[Offer], state: RoundState) -> Iterator[list[Offer
 
 
 def enough_without(rules: RoundRules, state: RoundState, nodes: Set[str]) -> bool:
-    """Whether the members that stay, but for these, make an allowed world once all their workers
+    """Whether the candidates, but for these nodes, make an allowed world, now or when their workers
     have started."""
-    every = [
-        Offer(node, present.member, present.created, _first(present.member.nproc))
-        for node, present in state.members.items()
-        if node not in nodes and not present.member.leaving and not present.member.unfit
-    ]
-    return bool(_choose(rules, in_order(every, state.world), state))
+    others = [offer for offer in candidates(state, soon=True) if offer.node not in nodes]
+    return bool(_choose(rules, in_order(others, state.world), state))
 
 
 def _prefer_fast(rules: RoundRules, ordered: list[Offer], state: RoundState) -> list[Offer]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from torchelastic.rendezvous import succession
 from torchelastic.rendezvous.embedded.holding import Holding
 from torchelastic.rendezvous.leader import ROLL_KEY
 from torchelastic.rendezvous.store import Json, Store
+from torchelastic.rendezvous.succession import Roll
 from torchelastic.rendezvous.world import PART_PREFIX, WORLD_KEY, World, addresses_in
 
 
@@ -73,7 +74,7 @@ class Heir:
         """Enough to vote, and to look for a host."""
         places = {node.node: node.peer for node in world.nodes}
         return Holding(
-            roll=succession.from_json(None, world.generation, places, world.host),
+            roll=_roll(None, world, places),
             order=tuple(world.heirs),
             addresses=_known({**world.heirs, **places}),
         )
@@ -87,7 +88,21 @@ class Heir:
         rows: dict[str, Json] = {WORLD_KEY: summary, **listed}
         if roll is not None:
             rows[ROLL_KEY] = roll
-        made = succession.from_json(roll, world.generation, addresses, world.host)
+        return self._made(world, rows, addresses)
+
+    def formed(self, world: World, beside: Mapping[str, Json]) -> Holding:
+        """What to hold of a world that this node forms; `beside` are its parts and its roll."""
+        rows = {WORLD_KEY: world.summary(), **beside}
+        parts = [value for key, value in beside.items() if key.startswith(PART_PREFIX)]
+        self._holding = self._made(world, rows, addresses_in(parts))
+        self._digest = world.digest
+        return self._holding
+
+    def _made(
+        self, world: World, rows: Mapping[str, Json], addresses: Mapping[str, str]
+    ) -> Holding:
+        roll = rows.get(ROLL_KEY)
+        made = _roll(roll, world, addresses)
         # Of those who must agree, though they are not in this world, it knows where they were.
         asked = frozenset().union(*(electorate.nodes for electorate in made.before))
         before = {node: at for node, at in self._holding.addresses.items() if node in asked}
@@ -97,6 +112,12 @@ class Heir:
             addresses={**before, **_known({**world.heirs, **addresses})},
             rows=rows,
         )
+
+
+def _roll(stored: Json | None, world: World, nodes: Iterable[str]) -> Roll:
+    return succession.from_json(
+        stored, world.generation, nodes, world.host, witness=bool(world.witness)
+    )
 
 
 def _known(addresses: Mapping[str, str]) -> dict[str, str]:

@@ -78,7 +78,8 @@ def _note(held: Held, node: str, name: str, reason: str, times: int) -> Held:
         others = tuple(one for one in others if one.seconds)
     if len(others) >= MOST:
         return held
-    return (*others, HeldOut(node, name, times, _seconds(times), reason[:MOST_WORDS]))
+    line = " ".join(reason.split())[:MOST_WORDS]
+    return (*others, HeldOut(node, name, times, _seconds(times), line))
 
 
 def _times(held: Held, node: str) -> int:

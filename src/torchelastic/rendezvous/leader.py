@@ -13,7 +13,7 @@ import glob
 import logging
 import os
 import stat
-from collections.abc import Iterable, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
 from dataclasses import replace
 from itertools import chain
 from typing import Protocol
@@ -26,8 +26,17 @@ from torchelastic.rendezvous.doubts import Ask, Doubts
 from torchelastic.rendezvous.replacing import holding_up, why_to_replace
 from torchelastic.rendezvous.restart_policy import Kind
 from torchelastic.rendezvous.round import waits_for_checkpoint
-from torchelastic.rendezvous.round_state import Decision, Draft, Present, RoundRules, RoundState
-from torchelastic.rendezvous.store import Change, Listing, Store
+from torchelastic.rendezvous.round_state import (
+    Decision,
+    Draft,
+    Present,
+    RoundRules,
+    RoundState,
+    Witnessed,
+)
+from torchelastic.rendezvous.store import Change, Json, Listing, Store
+from torchelastic.rendezvous.witness.asking import Silent
+from torchelastic.rendezvous.witness.jury import Witness
 from torchelastic.rendezvous.world import (
     LEADER_KEY,
     MEMBER_PREFIX,
@@ -44,6 +53,9 @@ SETTLED_KEY = "settled"
 #: How often the checkpoint path is looked at, and how often in a row nothing must have changed.
 CHECKPOINT_POLL = 0.5
 QUIET_LOOKS = 2
+
+#: Seconds after which a witness that did not answer is asked again.
+ASK_AGAIN = 1.0
 
 #: A decision about thousands of nodes takes milliseconds, and they report one by one: so many times
 #: as long is waited before the next one, for more of them to do so; not worth it with few nodes.
@@ -86,15 +98,24 @@ class Leader:
         dead: frozenset[str] = frozenset(),
         ask: Ask | None = None,
         agreement: Agreement | None = None,
+        witness: Witness | None = None,
+        keep: Callable[[World, Mapping[str, Json]], Awaitable[None]] | None = None,
     ) -> None:
         """`term` is that of an agent which hosts the store itself; it forms no first world before
         `may_begin_at`, and goes on without the `dead`. `ask` asks an agent that others doubt, where
-        the store would be slow to. Nodes that do not share its `agreement` are left out."""
+        the store would be slow to. Nodes that do not share its `agreement` are left out. `witness`
+        has the votes that decide where nodes are halves. `keep` takes a world, with what is stored
+        beside it, before anybody sees it."""
         self._store = store
         self._agreement = agreement
         self._term = term
+        self._keep = keep
         self._may_begin_at = may_begin_at
         self._dead = dead
+        self._witness = witness
+        #: Why the witness did not answer when it was asked last, and what asks it now.
+        self._silent = ""
+        self._claiming: asyncio.Task[None] | None = None
         self._doubts = Doubts(node, ask, self._give_up) if ask is not None else None
         self._node = node
         self._rules = rules
@@ -109,6 +130,8 @@ class Leader:
         #: The nodes that are said to be slow, of which generation, and what was said of them.
         self._slow: tuple[int, frozenset[str]] | None = None
         self._told_to_stay: frozenset[str] = frozenset()
+        #: Nodes that were given up because others could not reach them, until they are lost.
+        self._unreachable: set[str] = set()
         #: Seconds in which further changes may come before a decision.
         self._pause = 0.0
         #: Looked at only while newcomers wait for a checkpoint.
@@ -157,6 +180,13 @@ class Leader:
                 await watching
             if self._doubts is not None:
                 await self._doubts.close()
+            if self._claiming is not None:
+                self._claiming.cancel()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the job is closed, or nobody else could go on with it."""
+        return round_state.has_ended(self._state)
 
     async def _take_over(self) -> int:
         """Start from what the store holds; returns the revision it is as of."""
@@ -199,6 +229,7 @@ class Leader:
             await self._settle()
             self._state = round_state.with_holds(self._state, self._clock.now())
             self._note_slow()
+            self._note_witness()
             decision = resident.decide(self._rules, self._state, self._clock.now())
             self._pause = PAUSE * (asyncio.get_running_loop().time() - began)
             if decision.world is not None:
@@ -207,7 +238,33 @@ class Leader:
                 if decision.world.phase == "closed":
                     return True
                 continue
+            if decision.claims and (self._claiming is None or self._claiming.done()):
+                self._claiming = asyncio.create_task(self._claim(decision.claims), name="claim")
             await self._next_change(decision, watching)
+
+    def _note_witness(self) -> None:
+        if self._witness is not None:
+            known = Witnessed(
+                url=self._witness.url,
+                held=self._witness.votes(self._term),
+                refused=self._witness.refused(self._term),
+                silent=self._silent,
+            )
+            self._state = replace(self._state, witness=known)
+
+    async def _claim(self, votes: Iterable[str]) -> None:
+        """Ask the witness for votes, one after the other until it refuses one."""
+        assert self._witness is not None, "a vote of the witness, and no witness"
+        try:
+            for vote in votes:
+                if not await self._witness.claim(vote, self._term):
+                    break
+            self._silent = ""
+        except Silent as error:
+            self._silent = str(error)
+            self._changes.put_nowait(None)  # to be said
+            await asyncio.sleep(ASK_AGAIN)
+        self._changes.put_nowait(None)
 
     async def _publish(self, world: World, kind: Kind | None) -> bool:
         if self._store.lease_lost.is_set():
@@ -220,6 +277,8 @@ class Leader:
             beside = world.parts()
             if following.roll is not None:
                 beside[ROLL_KEY] = succession.to_json(following.roll)
+        if beside is not None and self._keep is not None:
+            await self._keep(world, beside)
         revision = await self._store.compare_and_set(
             WORLD_KEY,
             world.summary(),
@@ -240,8 +299,8 @@ class Leader:
         """Count a member as lost before the store does."""
         present = self._state.members.get(node)
         if present is not None:
-            if is_unreachable:
-                self._state = round_state.given_up(self._state, node)
+            if is_unreachable:  # noted with its loss: `_publish` may be about to replace the state
+                self._unreachable.add(node)
             await self._store.give_up(
                 MEMBER_PREFIX + node,
                 created=present.created,
@@ -324,6 +383,9 @@ class Leader:
                 if self._doubts is not None:
                     self._doubts.heard(member)
         self._state = draft.finish()
+        for node in self._unreachable - draft.members.keys():
+            self._state = round_state.given_up(self._state, node)
+            self._unreachable.discard(node)
 
     def _is_at_odds(self, member: Member) -> bool:
         ours = self._agreement.digest if self._agreement is not None else ""

@@ -96,7 +96,7 @@ def _await_agreement(state: RoundState, now: float) -> Decision:
         return Decision(replace(world, phase="running"))
     at = state.since + SAY_EVERY
     if now >= at or not can_be_settled(state):
-        reason = "too few nodes of the generation before have taken it up"
+        reason = f"too few nodes of the last world have confirmed generation {world.generation}"
         return script.over_by(state, "node-failure", reason)
     return Decision(wake_at=at)
 

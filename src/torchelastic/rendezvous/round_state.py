@@ -33,6 +33,8 @@ class RoundRules:
     count_resizes: bool = False
     #: Whether the host of the store needs a majority to go on without the others.
     quorum: bool = True
+    #: Seconds after which a node that cannot be reached has stopped its workers.
+    lease: float = 3.0
 
     @classmethod
     def from_config(cls, config: LaunchConfig) -> RoundRules:
@@ -46,6 +48,7 @@ class RoundRules:
             max_restarts=config.max_restarts,
             count_resizes=config.count_resizes,
             quorum=config.quorum == "majority",
+            lease=config.lease,
         )
 
 
@@ -58,6 +61,19 @@ class Present:
     created: int
     #: When the leader first saw it: its arrival, ready or not.
     seen_at: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Witnessed:
+    """What the host knows of the witness's votes."""
+
+    url: str = ""
+    #: Those that this host has in its term.
+    held: frozenset[str] = frozenset()
+    #: Those that it cannot have any more, and the node that has each.
+    refused: Mapping[str, str] = field(default_factory=dict)
+    #: Why it did not answer when it was asked last.
+    silent: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +113,7 @@ class RoundState:
     dead: frozenset[str] = frozenset()
     #: Who must agree to the next world; None: nobody but the store.
     roll: Roll | None = None
+    witness: Witnessed = field(default_factory=Witnessed)
     #: No first world before this time.
     may_begin_at: float = 0.0
     #: A checkpoint was written since the waiting newcomers came (`--grow after-checkpoint:PATH`).
@@ -106,6 +123,8 @@ class RoundState:
     #: When the holds of `World.held` began, and who is held out now (`with_holds`).
     held_since: Mapping[str, float] = field(default_factory=dict)
     out: frozenset[str] = frozenset()
+    #: Nodes whose agents were started anew: what an agent before them did is not held against them.
+    resumed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -115,6 +134,8 @@ class Decision:
     world: World | None = None
     kind: Kind | None = None
     wake_at: float | None = None
+    #: Votes of the witness, with which a world could be formed at once.
+    claims: tuple[str, ...] = ()
 
 
 class Draft:
@@ -127,6 +148,7 @@ class Draft:
         self._done = set(state.done)
         self._lost = dict.fromkeys(state.lost)
         self._left = set(state.left)
+        self._resumed = set(state.resumed)
         self._finished = state.finished
         self._step = state.step
         self._base = state.base
@@ -140,6 +162,7 @@ class Draft:
             done=frozenset(self._done),
             lost=tuple(self._lost),
             left=frozenset(self._left),
+            resumed=frozenset(self._resumed),
             finished=self._finished,
             step=self._step,
             base=self._base,
@@ -151,6 +174,8 @@ class Draft:
         if before is not None and before.created != created:
             self.lose(member.node)
             before = None
+        if before is None and member.resumed:
+            self._resumed.add(member.node)
         seen_at = before.seen_at if before else now
         self._left.discard(member.node)
         if member.base is not None and (self._base is None or self._base < member.base):
@@ -248,7 +273,9 @@ def hosted(
         nodes = [node.node for node in world.nodes]
         if quorum:
             known = stored if settled != world.generation else None
-            roll = succession.from_json(known, world.generation, nodes, world.host)
+            roll = succession.from_json(
+                known, world.generation, nodes, world.host, witness=bool(world.witness)
+            )
         if world.term != term and world.phase in ("agreeing", "running", "pausing"):
             # Those who voted have stopped their workers, and the others cannot go on without them.
             reason = "the host of the rendezvous is gone"
@@ -302,11 +329,35 @@ def _agrees(state: RoundState, world: World, node: str) -> bool:
     return member.gone >= world.generation or member.paused == world.generation
 
 
-def has_quorum(state: RoundState) -> bool:
-    """Whether enough nodes of the last world agree to another one."""
+def to_claim(state: RoundState) -> tuple[str, ...] | None:
+    """The votes of the witness that are missing for a quorum; None: those would not be enough, or
+    cannot be had."""
     if state.roll is None:
+        return ()
+    missing = succession.to_claim(state.roll.electorates, votes(state) | state.witness.held)
+    return None if missing is None or state.witness.refused.keys() & set(missing) else missing
+
+
+def has_ended(state: RoundState) -> bool:
+    """Whether the job is closed, or nobody but the host could go on: all others said goodbye."""
+    if state.world is not None and state.world.phase == "closed":
         return True
-    return succession.agreed(state.roll.electorates, votes(state))
+    electorates = state.roll.electorates if state.roll is not None else ()
+    alone = not state.members.keys() - {state.host}
+    return alone and succession.agreed(electorates, votes(state) | {state.host})
+
+
+def roll_after(state: RoundState, world: World) -> Roll:
+    """Who must agree to what follows `world`, which the host forms next."""
+    assert state.roll is not None
+    return succession.formed(
+        state.roll,
+        world.generation,
+        [node.node for node in world.nodes],
+        world.host,
+        witness=bool(world.witness),
+        held=state.witness.held,
+    )
 
 
 def may_step_elsewhere(state: RoundState) -> bool:
@@ -365,7 +416,7 @@ def with_holds(state: RoundState, now: float) -> RoundState:
     """The state with those who are held out at this time."""
     held = state.world.held if state.world is not None else ()
     ends = held_out.ends(held, state.held_since)
-    out = frozenset(node for node, end in ends.items() if now < end)
+    out = frozenset(node for node, end in ends.items() if now < end) - state.resumed
     return state if out == state.out else replace(state, out=out)
 
 
@@ -419,15 +470,14 @@ def published(state: RoundState, world: World, now: float) -> RoundState:
             finished=-1,
             lost=(),
             unreachable=frozenset(),
+            resumed=frozenset(),
             running_since=now,
             slow=_outside(state.slow, world),  # those in it are judged anew
         )
     if _is_finished(world) and not _is_finished(before):
         state = replace(state, forgiven=state.failures, lost=())
     if state.roll is not None and world.nodes and world.generation != state.roll.generation:
-        nodes = [node.node for node in world.nodes]
-        roll = succession.formed(state.roll, world.generation, nodes, world.host)
-        state = replace(state, roll=roll)
+        state = replace(state, roll=roll_after(state, world))
     since = state.since if before is not None and before.phase == world.phase else now
     known = before.held if before is not None else ()
     if world.held is not known:

@@ -12,6 +12,9 @@ A majority of whom? Of the nodes of the last world and its host, in it or not. U
 those before that have taken it up, it is not *settled*, and they must agree as well: they may know
 nothing of it.
 
+Where those are an even number, storage can be one more voter: the *witness*. It has one vote in
+each such electorate, which whoever claims it first has for ever, and for one term.
+
 A voter never votes for who knows less than itself, so the new host holds the newest world that a
 majority can have taken up. The old host, cut off, may have formed one world more that nobody has
 taken up: its number is left out.
@@ -35,31 +38,63 @@ STAGGER = 0.25
 
 @dataclass(frozen=True)
 class Electorate:
-    """Nodes of which a strict majority must agree; of two, the host alone will do."""
+    """Voters of which a strict majority must agree; of two, the host alone will do."""
 
     nodes: frozenset[str]
     host: str = ""
+    #: The vote of the witness, one more voter where the nodes are an even number (`vote_after`).
+    witness: str = ""
+    #: The host that formed the next world has that vote.
+    held: bool = False
+
+    @property
+    def voters(self) -> frozenset[str]:
+        return self.nodes | {self.witness} if self.witness else self.nodes
 
     def agrees(self, votes: Collection[str]) -> bool:
-        given = sum(node in votes for node in self.nodes)
-        return 2 * given > len(self.nodes) or self._is_tied_with_host(votes)
+        given = sum(voter in votes for voter in self.voters)
+        return 2 * given > len(self.voters) or self._is_tied_with_host(votes)
 
     def _is_tied_with_host(self, votes: Collection[str]) -> bool:
-        return len(self.nodes) == 2 and self.host in self.nodes and self.host in votes
+        return len(self.voters) == 2 and self.host in self.nodes and self.host in votes
 
 
-def electorate(nodes: Iterable[str], host: str) -> Electorate:
+def electorate(nodes: Iterable[str], host: str, witness: str = "") -> Electorate:
     """Who must agree to what follows a world: its nodes, and its host, which may be a spare.
 
     A node that trains alone needs nobody for a step, and a majority without it (of two, the host)
     does not stop it. Such a host goes on only when that node's lease has ended.
     """
-    return Electorate(frozenset(filter(None, (*nodes, host))), host)
+    return Electorate(frozenset(filter(None, (*nodes, host))), host, witness)
 
 
 def agreed(electorates: Iterable[Electorate], votes: Collection[str]) -> bool:
     """Whether these votes are enough for all who must agree."""
     return all(electorate.agrees(votes) for electorate in electorates)
+
+
+def vote_after(generation: int) -> str:
+    """The vote of the witness in the electorate of a world.
+
+    One for each world that is left behind, not for each that is formed: of two hosts, one would
+    claim the vote for generation g + 1, the other for g + 2, and both would have one.
+    """
+    return f"after-{generation}"
+
+
+def may_tie(nodes: Iterable[str], host: str) -> bool:
+    """Whether the electorate of these nodes and their host can be cut into halves."""
+    return len({*nodes, host}) % 2 == 0
+
+
+def to_claim(electorates: Iterable[Electorate], votes: Collection[str]) -> tuple[str, ...] | None:
+    """The votes of the witness that are missing for a majority; None: no majority even with them.
+
+    The oldest first: it is the one that others may claim, too.
+    """
+    every = tuple(electorates)
+    missing = tuple(each.witness for each in every if each.witness and not each.agrees(votes))
+    return missing if agreed(every, {*votes, *missing}) else None
 
 
 @dataclass(frozen=True)
@@ -79,9 +114,23 @@ class Roll:
         return tuple(each for each in (*self.before, self.latest) if each.nodes)
 
 
-def formed(roll: Roll, generation: int, nodes: Iterable[str], host: str) -> Roll:
-    """The roll after the host has formed another world."""
-    return Roll(generation, electorate(nodes, host), roll.electorates)
+def formed(
+    roll: Roll,
+    generation: int,
+    nodes: Iterable[str],
+    host: str,
+    *,
+    witness: bool = False,
+    held: Collection[str] = (),
+) -> Roll:
+    """The roll after the host has formed another world, with a vote for the witness or without.
+
+    `held` are the votes of the witness that the host has in its term.
+    """
+    vote = vote_after(generation) if witness else ""
+    latest = electorate(nodes, host, vote)
+    before = tuple(replace(each, held=each.witness in held) for each in roll.electorates)
+    return Roll(generation, latest, before)
 
 
 def settled(roll: Roll, accepted: Mapping[str, int], gone: Collection[str] = ()) -> Roll:
@@ -92,7 +141,7 @@ def settled(roll: Roll, accepted: Mapping[str, int], gone: Collection[str] = ())
     """
     have = {node for node, generation in accepted.items() if generation == roll.generation}
     have |= {roll.latest.host, *gone}  # by forming it, its host has taken it up
-    return replace(roll, before=()) if agreed(roll.before, have) else roll
+    return replace(roll, before=()) if agreed(roll.before, have | _held(roll)) else roll
 
 
 def settles_itself(roll: Roll, gone: Collection[str] = ()) -> bool:
@@ -101,7 +150,13 @@ def settles_itself(roll: Roll, gone: Collection[str] = ()) -> bool:
     A step needs every node of the world. Where those are a majority of who had to agree, nobody
     can have stepped in it before that majority had it; else it must be settled before it begins.
     """
-    return agreed(roll.before, {roll.latest.host, *roll.latest.nodes, *gone})
+    nodes = {roll.latest.host, *roll.latest.nodes, *gone}
+    return agreed(roll.before, nodes | _held(roll))
+
+
+def _held(roll: Roll) -> set[str]:
+    """The votes of the witness that nobody but the host which formed the world can ever have."""
+    return {each.witness for each in roll.before if each.held}
 
 
 def next_generation(generation: int, term: int) -> int:
@@ -224,15 +279,22 @@ def turn(order: Sequence[str], node: str, host: str) -> float:
 
 def to_json(roll: Roll) -> dict[str, Any]:
     """What of a roll is not in the world itself."""
-    before = [{"nodes": sorted(each.nodes), "host": each.host} for each in roll.before]
+    before = [{**vars(each), "nodes": sorted(each.nodes)} for each in roll.before]
     return {"generation": roll.generation, "before": before}
 
 
 def from_json(
-    data: Mapping[str, Any] | None, generation: int, nodes: Iterable[str], host: str
+    data: Mapping[str, Any] | None,
+    generation: int,
+    nodes: Iterable[str],
+    host: str,
+    *,
+    witness: bool = False,
 ) -> Roll:
     """The roll of a world, with what was stored beside it; of another world: as if settled."""
     before: tuple[Electorate, ...] = ()
     if data is not None and data["generation"] == generation:
-        before = tuple(Electorate(frozenset(e["nodes"]), e["host"]) for e in data["before"])
-    return Roll(generation, electorate(nodes, host), before)
+        before = tuple(
+            Electorate(**{**each, "nodes": frozenset(each["nodes"])}) for each in data["before"]
+        )
+    return replace(formed(Roll(), generation, nodes, host, witness=witness), before=before)

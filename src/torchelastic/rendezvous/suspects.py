@@ -15,12 +15,12 @@ node, nor does the loss of most nodes at once: the network, or this node, is the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
 from torchelastic.errors import UnfitError
 from torchelastic.failure import Failure
-from torchelastic.rendezvous import held_out, unconnected
+from torchelastic.rendezvous import held_out, root_cause, unconnected
 from torchelastic.rendezvous.forming import enough_without
 from torchelastic.rendezvous.held_out import Held
 from torchelastic.rendezvous.restart_policy import is_from_outside
@@ -61,13 +61,13 @@ def find(
     held = _without_cleared(state)
     finding = None
     if cause is not None and _tells_of_nodes(cause):
-        failed_alone = [cause, *(other for other in others if other.by_itself)]
+        failed_alone = _failed_alone(cause, others)
         early = _failed_early(state)
-        finding = _newcomers(rules, state, held, failed_alone) if early else None
+        finding = _newcomers(rules, state, held, cause, failed_alone) if early else None
         finding = finding or _unable(rules, state, held, cause)
         if early:
             finding = finding or _unconnected(rules, state, held, [cause, *others])
-            finding = finding or _failing_start(rules, state, held, failed_alone)
+            finding = finding or _failing_start(rules, state, held, cause, failed_alone)
     return finding or _lost(rules, state, held)
 
 
@@ -80,9 +80,20 @@ def _without_cleared(state: RoundState) -> Held:
 
 
 def _tells_of_nodes(cause: Failure) -> bool:
-    """Whether a node may be the reason. Not where somebody killed the worker; and a worker that has
-    built another model ends by itself, and its node with the last one."""
-    return not is_from_outside(cause) and not cause.message.startswith(UnfitError.__name__)
+    """Whether a node may be the reason. Not where somebody killed the worker, nor where the user's
+    code says that the job is to end; and a worker that has built another model ends by itself, and
+    its node with the last one."""
+    if cause.fatal or is_from_outside(cause):
+        return False
+    return not cause.message.startswith(UnfitError.__name__)
+
+
+def _failed_alone(cause: Failure, others: Iterable[Failure]) -> frozenset[str]:
+    """Names of the nodes whose workers failed by themselves: none where they only waited for others
+    in vain, whoever said so first."""
+    if root_cause.waited_for_others(cause):
+        return frozenset()
+    return frozenset((cause.node, *(other.node for other in others if other.by_itself)))
 
 
 def _failed_early(state: RoundState) -> bool:
@@ -93,22 +104,21 @@ def _failed_early(state: RoundState) -> bool:
 
 
 def _newcomers(
-    rules: RoundRules, state: RoundState, held: Held, failed: Sequence[Failure]
+    rules: RoundRules, state: RoundState, held: Held, cause: Failure, names: Set[str]
 ) -> Finding | None:
     """Go back to the last membership that worked. Newcomers that did not fail stay if only other
     newcomers did."""
     world = the_world(state)
     new = [node for node in world.nodes if node.new and node.node in state.members]
-    names = {failure.node for failure in failed}
-    if names <= {node.name for node in new}:
+    if names and names <= {node.name for node in new}:
         new = [node for node in new if node.name in names]
     nodes = frozenset(node.node for node in new)
     if not nodes or not enough_without(rules, state, nodes | state.out):
         return None
     named = names_of(state, [node.node for node in new])
     what = f"generation {world.generation} with {named} failed before its first step"
-    reason = f"{what}: {failed[0].message}"
-    return _hold_all(state, held, new, reason, f"{what}: {failed[0].sentence()}")
+    reason = f"{what}: {cause.message}"
+    return _hold_all(state, held, new, reason, f"{what}: {cause.sentence()}")
 
 
 def _hold_all(
@@ -149,23 +159,22 @@ def _unconnected(
     node = unconnected.worst(found)
     if not enough_without(rules, state, {node.node} | state.out):
         return Finding(held, sentence=said)
-    instead = f"{said}: {failures[0].message}"
+    instead = f"{said}: {failures[0].sentence()}"
     return _hold_all(state, held, [node], said, instead) or Finding(held, sentence=said)
 
 
 def _failing_start(
-    rules: RoundRules, state: RoundState, held: Held, failed: Sequence[Failure]
+    rules: RoundRules, state: RoundState, held: Held, cause: Failure, names: Set[str]
 ) -> Finding | None:
     """Count a start that failed on one node of several."""
     world = the_world(state)
-    names = {failure.node for failure in failed}
     found = [node for node in world.nodes if node.name in names and node.node in state.members]
     if len(names) > 1 or not found or world.count == 1:
         return None
     node = found[0]
-    reason = f"its workers keep failing at start: {failed[0].message}"
+    reason = f"its workers keep failing at start: {cause.message}"
     held = held_out.note_failure(held, node.node, node.name, reason)
-    return _counted(rules, state, held, found, "failed at start", failed[0].sentence())
+    return _counted(rules, state, held, found, "keeps failing at start", cause.sentence())
 
 
 def _lost(rules: RoundRules, state: RoundState, held: Held) -> Finding:
@@ -180,7 +189,7 @@ def _lost(rules: RoundRules, state: RoundState, held: Held) -> Finding:
             held = held_out.hold(held, node.node, node.name, reason)
         else:
             held = held_out.note_failure(held, node.node, node.name, "it keeps failing")
-    return _counted(rules, state, held, lost, "failed")
+    return _counted(rules, state, held, lost, "keeps failing")
 
 
 def _counted(
@@ -197,8 +206,10 @@ def _counted(
     gone = frozenset(one.node for one in out)
     if not out or not enough_without(rules, state, gone | state.out):
         return Finding(held_out.end_all_but(held, state.out))
-    said = [
-        f"{one.name} has {what} {one.times} times: going on without it for {one.span()}"
-        for one in out
-    ]
+    said = []
+    for one in out:
+        why = f"{one.name} {what}"
+        if one.node in state.unreachable:
+            why = f"other nodes could not reach {one.name}"
+        said.append(f"{why}: going on without it for {one.span()}")
     return Finding(held, gone, "; ".join(said), instead)

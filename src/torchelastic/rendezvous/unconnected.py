@@ -19,12 +19,14 @@ from torchelastic.rendezvous.world import World, WorldNode
 #: Errors of connections that were never made.
 _NEVER_MADE = re.compile(
     r"connectfullmesh failed|connect timeout|timed out connecting|failed to connect|"
-    r"timed out after \d+ms while trying to connect|no answer from rank",
+    r"timed out after \d+ms while trying to connect|no answer from (rank \d+|\S+:\d+)",
     re.IGNORECASE,
 )
+#: Said of connections between workers, whatever the address: a script has servers of its own.
+_BETWEEN_WORKERS = re.compile(r"gloo|client socket|tcpstore|no answer from", re.IGNORECASE)
 #: The other side, by rank or by address.
 _RANK = re.compile(r"no answer from rank (\d+)")
-_ADDRESSES = re.compile(r"remote=\[([^\]]+)\]|(?:to|of) \(?\[?([\w.:%-]+?)\]?(?::| )[\d(,]")
+_ADDRESSES = re.compile(r"remote=\[([^\]]+)\]|(?:to|of|from) \(?\[?([\w.:%-]+?)\]?(?::| )[\d(,]")
 
 
 class Unconnected(NamedTuple):
@@ -35,7 +37,7 @@ class Unconnected(NamedTuple):
 
     def words(self) -> str:
         if self.other is None:
-            return f"workers of {self.node.name} cannot connect to all others"
+            return f"workers of {self.node.name} cannot connect to some other nodes"
         return f"workers of {self.node.name} cannot connect to {self.other.name}"
 
 
@@ -50,7 +52,7 @@ def pairs(world: World, failures: Iterable[Failure]) -> list[Unconnected]:
         other = _other(world, failure)
         if other is not None and other.node != node.node:
             found.setdefault(frozenset((node.node, other.node)), Unconnected(node, other))
-        else:
+        elif _BETWEEN_WORKERS.search(failure.message):
             found.setdefault(frozenset((node.node,)), Unconnected(node))
     return list(found.values())
 

@@ -31,7 +31,7 @@ _QUORUMS = ("majority", "none")
 #: What only the rendezvous of that scheme understands; etcd's store checks the values.
 _OPTIONS: dict[str, tuple[str, ...]] = {
     "etcd": KEYS,
-    "tcp": ("quorum",),
+    "tcp": ("quorum", "witness"),
 }
 
 
@@ -54,6 +54,8 @@ class RendezvousUrl:
     progress_timeout: float | None = None
     #: Who may go on when workers are lost: a majority, or whoever is left with the host.
     quorum: Literal["majority", "none"] = "majority"
+    #: Storage that breaks ties: a directory or a URL.
+    witness: str = ""
     #: `secret_file`, `tls_cert`, `tls_key`, `tls_ca`: paths, those that are said.
     files: Mapping[str, str] = field(default_factory=dict)
     #: For the store: `etcd_prefix` and the like.
@@ -80,6 +82,7 @@ def parse(url: str) -> RendezvousUrl:
         last_call_timeout=_time(url, given, "last_call_timeout"),
         progress_timeout=_time(url, given, "progress_timeout"),
         quorum=_quorum(url, given),
+        witness=given.get("witness", ""),
         files={name: given[name] for name in FILE_KEYS if name in given},
         options={name: given[name] for name in KEYS if name in given},
     )

@@ -70,6 +70,8 @@ class Member:
     agreement: str = ""
     #: `host:port` of a store nobody has used yet, offered for the next generation.
     store: str = ""
+    #: The token that it reads at the witness; empty: it has none, or cannot reach it.
+    witness: str = ""
     #: Whether workers could start at once; newcomers are admitted only then.
     ready: bool = False
     #: Why this node does not get ready before its user or time mends it; empty while it may.
@@ -90,6 +92,8 @@ class Member:
     base: Base | None = None
     #: What went wrong here in the current generation, first thing first.
     failures: tuple[Failure, ...] = ()
+    #: Its agent has just been started, in the place of one that ended.
+    resumed: bool = False
     #: Announced departure; the signal or reason, empty while staying.
     leaving: str = ""
     #: The workers here outlive their generation (`torchelastic.train`). What follows is about such.
@@ -218,6 +222,8 @@ class World:
     heirs: Mapping[str, str] = field(default_factory=dict)
     host: str = ""
     term: int = 0
+    #: The token of the witness, where that has a vote in what follows.
+    witness: str = ""
     #: `host:port` of the store made for this generation alone.
     store: str = ""
     #: What ended it, once it is over.

@@ -19,12 +19,10 @@ from torchelastic.rendezvous.embedded.canvass import (
     Returns,
 )
 from torchelastic.rendezvous.embedded.holding import Holding
-from torchelastic.rendezvous.embedded.poll import DEAD, Poll
+from torchelastic.rendezvous.embedded.poll import DEAD, Poll, Search
 from torchelastic.rendezvous.embedded.seat import (
-    FIRST_PAUSE,
     FIRST_TERM,
     HOST_ANSWERS,
-    LONGEST_PAUSE,
     PROCLAMATIONS,
     SECOND_CHANCE,
 )
@@ -79,13 +77,7 @@ class Seat:
         self._rumours: list[str] = []
         self._heard_of: list[str] = []
         self._given_up = ""
-        #: While it looks for a host: since when, or when it stood in vain; and the pause between
-        #: two rounds of asking.
-        self._tried = 0.0
-        self._in_vain = 0
-        #: The latest term that somebody has told of.
-        self._heard = 0
-        self._pause = FIRST_PAUSE
+        self._search = Search(0.0)
         self._next: Timer | None = None
         self._votes: Round | None = None
         self._searching = False
@@ -124,7 +116,7 @@ class Seat:
 
     def open(self) -> None:
         """Find a host, or be it."""
-        self._search()
+        self._look_for_host()
 
     def regain(self) -> None:
         """The host is lost, and no worker here is in a world: find the next one, or be it."""
@@ -132,7 +124,7 @@ class Seat:
         self._leave()
         agent.belongings = agent.member
         self._stop()
-        self._search()
+        self._look_for_host()
 
     def hand_over(self) -> None:
         """Of a host that leaves, with no worker left: vote for the next one before going."""
@@ -162,10 +154,9 @@ class Seat:
 
     # --- looking for a host ----------------------------------------------------------------------
 
-    def _search(self) -> None:
+    def _look_for_host(self) -> None:
         self._searching = True
-        self._tried, self._in_vain, self._heard = self._agent.bus.now, 0, 0
-        self._pause = FIRST_PAUSE
+        self._search = Search(self._agent.bus.now)
         self._ask_around()
 
     def _ask_around(self) -> None:
@@ -179,7 +170,7 @@ class Seat:
         elif self._may_found():
             self._reign(FIRST_TERM, Returns())
         else:
-            term = succession.next_term(self.elector, self._heard)
+            term = succession.next_term(self.elector, self._search.heard)
             self._canvass(term, binding=False, of=None, then=self._judge)
 
     def _may_found(self) -> bool:
@@ -197,13 +188,13 @@ class Seat:
         return [*places, *(node for node in known if node not in but and node != self._agent.node)]
 
     def _judge(self, returns: Returns) -> None:
-        self._heard = max(self._heard, returns.latest_term)
+        self._search.hear(returns)
         rumours, self._rumours = self._rumours, []
         hosts = [*rumours, *self.poll.hosts(returns)]
         self._join_one_of(hosts, lambda: self._stand_or_wait(returns))
 
     def _stand_or_wait(self, returns: Returns) -> None:
-        is_our_turn = self._agent.bus.now - self._tried >= self.poll.turn(self._in_vain)
+        is_our_turn = self._search.is_our_turn(self.poll, self._agent.bus.now)
         if is_our_turn and self.poll.is_won(returns):
             self._stand(returns)
         else:
@@ -211,8 +202,7 @@ class Seat:
 
     def _wait(self) -> None:
         if self._searching:
-            self._next = self._agent.after(self._pause, self._ask_around)
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            self._next = self._agent.after(self._search.next_pause(), self._ask_around)
 
     def _hear_news(self) -> None:
         if self._votes is not None and self._votes.then is not None:
@@ -325,7 +315,7 @@ class Seat:
             agent.send(target, target.seat.hear_hello, agent, term, attempt, begins=True)
         elif agent.bus.is_clear(agent.machine, agent.simulation.machine_of(address)):
             agent.after(0.004, attempt.close, ())
-        patience = SECOND_CHANCE * self._pause if address == self._given_up else HOST_ANSWERS
+        patience = SECOND_CHANCE * self._search.pause if address == self._given_up else HOST_ANSWERS
         agent.after(min(patience, HOST_ANSWERS), attempt.close, ())
 
     def hear_hello(self, client: Agent, term: int, attempt: Attempt) -> None:
@@ -367,8 +357,7 @@ class Seat:
             if self.poll.is_won(returns) and self.elector.term == term:
                 self._reign(term, returns)
             else:
-                self._pause, self._tried = FIRST_PAUSE, self._agent.bus.now
-                self._in_vain += 1
+                self._search.stood_in_vain(self._agent.bus.now)
                 self._wait()
 
         self._votes = self._canvass(term, binding=True, of=willing, then=count)

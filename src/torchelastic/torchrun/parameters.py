@@ -68,6 +68,8 @@ def _flags_of_ours(conf: Mapping[str, Any]) -> dict[str, Any]:
                 f"Rendezvous key quorum: '{conf['quorum']}' is none: write majority or none."
             )
         fields["quorum"] = conf["quorum"]
+    if "witness" in conf:
+        fields["witness"] = str(conf["witness"])
     if "two_node_takeover" in conf:
         fields["two_node_takeover"] = parse_truth(str(conf["two_node_takeover"]))
     return fields

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from torchelastic import faults, torch_private
+from torchelastic.config import format_endpoint
 from torchelastic.torch_private import Store
 from torchelastic.training import backward, sockets
 from torchelastic.training.waits import Operation, OwnedWork, Waits
@@ -40,6 +41,8 @@ class Owner(Protocol):
     """The world that groups made now belong to."""
 
     waits: Waits
+    #: Of the world, not of a group in it.
+    size: int
 
     def adopt(self, group: OwnedGloo) -> None: ...
 
@@ -71,10 +74,11 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Any
     return gloo, sockets.find(sockets.Ports.told(rank, cards))
 
 
-def silent_peer(store: Store, rank: int, size: int) -> str:
+def silent_peer(store: Store, rank: int, size: int, world_size: int) -> str:
     """Which rank cannot be connected to, though all have come to build; empty: none.
 
-    gloo itself waits for five times its time-out, and then does not say for whom.
+    gloo itself waits for five times its time-out, and then does not say for whom. A rank of a group
+    that is smaller than the world means nothing to others: there only the address is named.
     """
     try:
         cards = store.multi_get([f"0/{peer}" for peer in range(size)])
@@ -83,7 +87,8 @@ def silent_peer(store: Store, rank: int, size: int) -> str:
     for peer, card in enumerate(cards):
         host, port = sockets.listening_address(card)
         if peer != rank and sockets.is_silent((host, port)):
-            return f"no answer from rank {peer} at {host}:{port}"
+            who = f"rank {peer} at " if size == world_size else ""
+            return f"no answer from {who}{format_endpoint(host, port)}"
     return ""
 
 
@@ -172,7 +177,7 @@ class OwnedGloo(dist.ProcessGroup):
         self._row: int | None = None
         self._gloo, self.connections = self._waits.call(
             lambda: connect(store, rank, size, timeout),
-            find_fault=partial(silent_peer, store, rank, size),
+            find_fault=partial(silent_peer, store, rank, size, _owner.size),
         )
         _owner.adopt(self)
 

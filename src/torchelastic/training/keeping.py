@@ -62,6 +62,7 @@ from torchelastic.training.keeping_shards import Shards
 from torchelastic.training.keeping_start import Loaded, checked, different_starts, unsaid_start
 from torchelastic.training.keeping_tree import Tree
 from torchelastic.training.keeping_writer import Place, Standing, Writer
+from torchelastic.worker import orders
 from torchelastic.worker.backward_waits import BackwardWaits
 from torchelastic.worker.orders import Leave
 
@@ -250,6 +251,10 @@ class Keeper:
         with stalls.Counted("restore"):
             base = self._restore(start)
         self._begin(base or NOTHING)
+        if self._holder is not None and self.rank == 0 and (base is None or base[0] < 0):
+            # Who says where it starts has checkpoints of its own.
+            stored = start is not None or checkpoint.get_checkpoint_manager() is not None
+            self._holder.begins(orders.Begins(self.generation, base[1] if base else 0, stored))
         return base[1] if base is not None else None
 
     def _restore(self, start: int | None) -> Version | None:

@@ -63,6 +63,8 @@ class Holder(Protocol):
 
     def progress(self, version: Version, rank: int) -> None: ...
 
+    def begins(self, begins: orders.Begins) -> None: ...
+
     def listen(self, on_leave: Callable[[orders.Leave], None]) -> None: ...
 
 
@@ -114,6 +116,10 @@ class Agent:
     def tell(self, message: Sealed | Settled) -> None:
         """Without waiting; it may get lost."""
         channel.send(to_json(message))
+
+    def begins(self, begins: orders.Begins) -> None:
+        """Nobody had anything to go on from."""
+        channel.send(orders.to_json(begins))
 
     def progress(self, version: Version, rank: int) -> None:
         """So many steps are committed: it is named with a failure, and refills the restarts."""

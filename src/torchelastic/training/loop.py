@@ -52,6 +52,7 @@ from torchelastic.training.state import FIRST, TORN, State, Torn, Version, call_
 from torchelastic.training.steps import Steps
 from torchelastic.worker import bootstrap, error_file, optimizer_steps
 from torchelastic.worker.orders import (
+    Begins,
     Enlisted,
     Enter,
     Erred,
@@ -229,6 +230,9 @@ class Loop:
             raise NonRetryableException(
                 "No worker holds a whole state any more, and there is no checkpoint to begin from."
             )
+        if here.rank == 0 and base[0] < 0:
+            stored = checkpoint.get_checkpoint_manager() is not None
+            self._control.tell(Begins(here.generation, base[1], stored))
         faults.position(rank=here.rank, step=base[1], generation=here.generation)
         self._half_written |= self._version != base
         faults.at("sync.begin")

@@ -23,6 +23,7 @@ from torchelastic import env
 from torchelastic.agent import crew, group_state
 from torchelastic.agent.log_observer import LogObserver
 from torchelastic.agent.presence import Presence
+from torchelastic.agent.report import beginning
 from torchelastic.agent.side_tasks import SideTasks
 from torchelastic.agent.transitions import Transitions
 from torchelastic.agent.vigil import LOOK, Pace, limit_for
@@ -77,6 +78,7 @@ def config_for(url: urls.RendezvousUrl, max_workers: int | None) -> LaunchConfig
         wait_for_nodes=defaults.wait_for_nodes if url.timeout is None else url.timeout,
         settle=defaults.settle if url.last_call_timeout is None else url.last_call_timeout,
         quorum=url.quorum,
+        witness=url.witness,
         progress_timeout=url.progress_timeout,
     )
 
@@ -217,6 +219,10 @@ class OwnNode:
                 self._queue.put_nowait(crew.Said(0, report))
             case orders.Pong():
                 self._pong = report
+            case orders.Begins():
+                best = self._state.world.ledger.best_step if self._state.world is not None else -1
+                if said := beginning(report, best_step=best, resident=True):
+                    logger.warning(said)
 
     def _failure(self, erred: orders.Erred | orders.PeerLost) -> Failure:
         world = self._state.world

@@ -142,7 +142,8 @@ class Waits:
         operation.mark = (NO_ROW, 0, name)
 
         def look() -> None:
-            if find_fault is not None and (fault := find_fault()):
+            fault = find_fault() if find_fault is not None else ""
+            if fault and operation.number in self.under_way:
                 operation.finish(self.failed(RuntimeError(fault)), None)
 
         looking = threading.Timer(FAULT_AFTER, look)

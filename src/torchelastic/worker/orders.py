@@ -139,6 +139,16 @@ class Entered:
 
 
 @dataclass(frozen=True)
+class Begins:
+    """Rank 0: nobody has the state of a training in memory, so it begins here, at `step`."""
+
+    generation: int
+    step: int
+    #: Whether checkpoints are written: by a manager, or by the script itself.
+    stored: bool
+
+
+@dataclass(frozen=True)
 class Up:
     """The group stands and the state is synchronised; training goes on from `step`."""
 
@@ -223,6 +233,7 @@ Report = (
     | Keeps
     | CanSave
     | Entered
+    | Begins
     | Up
     | Stopped
     | Erred

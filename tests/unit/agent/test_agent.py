@@ -7,22 +7,14 @@ import pytest
 
 from tests.unit.agent.support import in_loop
 from torchelastic.agent.agent import Agent
-from torchelastic.agent.crew import CrewState, Status, Worker
-from torchelastic.agent.group_state import GroupState
 from torchelastic.config import Entry, LaunchConfig
 
 
 class Workers:
     """Notes what it is asked to do."""
 
-    def __init__(self, entering=()):
-        self.entering, self.failed, self.started, self.stopping = entering, [], [], False
-
-    def entering_since(self, local_rank):
-        return 1.0 if local_rank in self.entering else None
-
-    def fail(self, local_rank, message, *, alive=False):
-        self.failed.append((local_rank, alive))
+    def __init__(self):
+        self.started, self.stopping = [], False
 
     async def start_standby(self, local_rank, world):
         self.started.append(local_rank)
@@ -32,29 +24,6 @@ def agent_with(workers, state):
     made = Agent(LaunchConfig(), Entry("script", "train.py"))
     made._workers, made._state = workers, state
     return made
-
-
-def of_residents():
-    workers = {rank: Worker(status=Status.TRAINING, generation=1) for rank in range(3)}
-    workers[0] = Worker(status=Status.STARTING)
-    return CrewState(node="n", name="n", workers=workers)
-
-
-@pytest.mark.parametrize(
-    ("state", "entering", "failed"),
-    [
-        (GroupState(node="n", nproc=3), (), [(0, False)]),
-        (of_residents(), (), []),
-        (of_residents(), (0,), []),
-        (of_residents(), (1, 2), [(1, True)]),
-        (of_residents(), (2,), [(2, True)]),
-    ],
-    ids=["a script", "the group stands", "nobody of it", "two on the way", "one on the way"],
-)
-def test_a_lost_store_host_ends_a_generation_only_where_it_is_needed(state, entering, failed):
-    workers = Workers(entering)
-    agent_with(workers, state)._store_host_lost("it has ended")
-    assert workers.failed == failed
 
 
 @pytest.mark.parametrize(

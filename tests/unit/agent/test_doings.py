@@ -108,6 +108,32 @@ async def test_all_nodes_are_asked(secret):
     assert (found.generation, found.unheard) == (GENERATION, ())
 
 
+@pytest.mark.parametrize(
+    ("able", "closed", "found"),
+    [("", "", False), ("b", "", True), ("c", "b", True), ("b", "b", False), ("a", "", False)],
+    ids=["nobody", "one", "though another is gone", "who is gone is not", "the asking node is not"],
+)
+@in_loop
+async def test_whether_another_node_can_go_on_is_asked(able, closed, found):
+    async with nodes([0], [1], [2]) as (_, *every):
+        for node in every:
+            node.doings._can_go_on = lambda generation, node=node: (
+                generation == GENERATION and node.name == able
+            )
+            if node.name == closed:
+                await node.reception.close()
+        assert await every[0].doings.others_can_go_on(GENERATION) is found
+
+
+@in_loop
+async def test_a_node_that_does_not_answer_cannot_go_on(monkeypatch):
+    async with nodes([0], [1]) as (_, a, b):
+        monkeypatch.setattr(b.doings, "_admit", lambda link, hello: None)
+        b.doings.open(b.meeting)
+        monkeypatch.setattr(doings, "THERE", 0.1)
+        assert await a.doings.others_can_go_on(GENERATION) is False
+
+
 @in_loop
 async def test_who_is_gone_or_silent_is_named(monkeypatch):
     monkeypatch.setattr(doings, "THERE", 0.2)

@@ -58,6 +58,32 @@ def test_the_last_of_thousands_of_one_host_does_not_try_every_number():
 
 
 @in_loop
+async def test_a_record_is_put_once_what_it_says_is_kept():
+    """What is said meanwhile is put after that, by a record of its own."""
+    written = asyncio.Event()
+    async with serving() as server, connected(server.port) as store:
+        await store.open_lease(60.0)
+        membership = Membership(member("a"))
+        enlisting = asyncio.create_task(membership.enlist(store, "host", written.wait))
+        for _ in range(3):
+            await store.keep_alive()
+            membership.update(gone=1)
+        assert server.rows("") == []
+        written.set()
+        await enlisting
+        assert (await record(store, "a")).gone == -1
+        written.clear()
+        running = asyncio.create_task(membership.run(store, written.wait))
+        await store.keep_alive()
+        assert (await record(store, "a")).gone == -1
+        written.set()
+        await membership.flush(store)
+        assert (await record(store, "a")).gone == 1
+        running.cancel()
+        await asyncio.wait({running})
+
+
+@in_loop
 async def test_a_record_is_put_when_it_differs_from_what_the_store_has():
     async with serving() as server, connected(server.port) as store:
         await store.open_lease(60.0)

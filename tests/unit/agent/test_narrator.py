@@ -13,9 +13,11 @@ from torchelastic.agent.narrator import Narrator
 from torchelastic.clock import FakeClock
 from torchelastic.config import LaunchConfig
 from torchelastic.events import types as events
-from torchelastic.events.log import GATHERED_FILE, EventLog
+from torchelastic.events.log import GATHERED_FILE, EventLog, read_files
 from torchelastic.rendezvous import held_out
+from torchelastic.rendezvous.restart_policy import RestartLedger
 from torchelastic.rendezvous.world import World
+from torchelastic.worker.orders import Begins
 
 
 @pytest.fixture
@@ -170,3 +172,19 @@ def test_a_node_that_is_held_out_says_so(tmp_path, said):
     narrator.world_seen(replace(world, generation=4, held=held_out.end_all_but(held, ())))
     ends = ["; this node is a spare, held out for 60 s", "; this node is a newcomer"]
     assert [end in line for end, line in zip(ends, said, strict=True)] == [True, True]
+
+
+def test_a_training_that_begins_without_a_checkpoint_is_told_once_and_each_loss(tmp_path, said):
+    narrator = narrator_of(tmp_path, nodes=1)
+    begins = Begins(0, 0, stored=False)
+    narrator.begins(begins, resident=True)
+    narrator.begins(Begins(1, 0, stored=False), resident=True)
+    assert len(said) == 1
+    assert said[0].startswith("No checkpoint directory: ")
+    lost = World(generation=2, phase="over", ledger=RestartLedger(best_step=9))
+    narrator.world_seen(lost)
+    narrator.begins(Begins(3, 0, stored=False), resident=True)
+    assert said[-1].startswith("All copies of the state were lost: training begins again")
+    told = [record.event for record in read_files([tmp_path / "events.jsonl"])]
+    notes = [event.text for event in told if isinstance(event, events.Note)]
+    assert notes == [said[0], said[-1]]

@@ -10,6 +10,7 @@ from torchelastic.agent import report
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.failure import Failure, node_failure
 from torchelastic.rendezvous.world import World
+from torchelastic.worker.orders import Begins
 
 CAUSE = Failure(
     generation=3,
@@ -217,3 +218,55 @@ def test_one_line():
 def test_the_command_that_other_nodes_need(entry, changes, expected):
     config = LaunchConfig(1, 4, 8, run_id="job", rdzv_endpoint="node1:29400")
     assert report.command_for_others(replace(config, **changes), entry) == expected
+
+
+ADVICE = (
+    " To write checkpoints: torchelastic.checkpoint.set_checkpoint_manager("
+    'CheckpointStore("/shared/job", every="auto")).'
+)
+
+
+@pytest.mark.parametrize(
+    ("step", "stored", "best_step", "resident", "said"),
+    [
+        (0, True, -1, True, ""),
+        (0, True, 0, False, ""),
+        (12, False, -1, False, ""),
+        (12, False, 40, True, ""),
+        (
+            0,
+            False,
+            -1,
+            False,
+            "No checkpoint directory: if all nodes are lost at once, training begins again at "
+            f"step 0.{ADVICE}",
+        ),
+        (
+            0,
+            False,
+            0,
+            True,
+            "No checkpoint directory: if all workers are lost at once, training begins again at "
+            f"step 0.{ADVICE}",
+        ),
+        (
+            0,
+            False,
+            40,
+            True,
+            "All copies of the state were lost: training begins again at step 0 (generation 3). "
+            f"It had reached step 40.{ADVICE}",
+        ),
+        (
+            0,
+            True,
+            40,
+            False,
+            "All copies of the state were lost: training begins again at step 0 (generation 3). "
+            "It had reached step 40.",
+        ),
+    ],
+)
+def test_what_is_said_of_a_training_that_begins(step, stored, best_step, resident, said):
+    begins = Begins(3, step, stored)
+    assert report.beginning(begins, best_step=best_step, resident=resident) == said

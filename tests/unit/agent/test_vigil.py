@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import re
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -122,6 +123,9 @@ class Workers:
         self.first_step = lambda local_rank: first
         self.generation = lambda local_rank: 1
         self.entering_since = lambda local_rank: since
+        self.alive, self.step = (0,), None
+        self.doing = lambda local_rank, generation: Doing(rank=0, node="a", step=self.step)
+        self.last_stack = lambda local_rank: None
 
     async def look(self):
         """At all ranks of the world: this one, and one that waits for it."""
@@ -284,4 +288,77 @@ def test_who_is_stuck_at_two_looks_after_its_world_was_over_is_killed(monkeypatc
 
     workers.has_stopped = lambda local_rank: False
     main()
-    assert [why for why, _ in workers.killed] == ["not free 20 ms after its world was over (stuck)"]
+    [(why, _)] = workers.killed
+    assert re.fullmatch(r"not free \d+ ms after its world was over \(stuck\)", why)
+
+
+@pytest.mark.parametrize(
+    ("step", "finished", "elsewhere", "limit", "killed", "said"),
+    [
+        (7, False, [False, False, True], 10, True, True),
+        (7, False, [True], 10, True, False),
+        (7, False, [False] * 9, 0.06, True, True),
+        (7, False, [False] * 3 + ["it stops"], 10, False, True),
+        (0, False, [], 10, True, False),
+        (7, True, [], 10, True, False),
+    ],
+    ids=["until another can", "another can", "until its limit", "until it stops", "new", "done"],
+)
+def test_who_alone_has_the_state_is_waited_for(
+    monkeypatch, step, finished, elsewhere, limit, killed, said
+):
+    monkeypatch.setattr(vigil, "FREED", 0.01)
+    monkeypatch.setattr(vigil, "is_frozen", lambda pid: True)
+    workers, told, answers = Workers(), [], list(elsewhere)
+    workers.step, stopped = step, []
+    workers.has_stopped = lambda local_rank: bool(stopped)
+
+    async def others_can_go_on(generation):
+        assert generation == 1
+        answer = answers.pop(0)
+        if answer == "it stops":
+            stopped.append(True)
+        return answer is True
+
+    @in_loop
+    async def main():
+        watching = Vigil(workers, None, limit, others_can_go_on, told.append)
+        watching.told_over(0, finished=finished)
+        await asyncio.gather(*watching._tasks)
+
+    main()
+    assert bool(workers.killed) is killed
+    expected = (
+        f"Rank 0 is frozen and alone has the state after 7 steps: the job waits for it, at most "
+        f"{limit:g} s. To wake it: kill -CONT {os.getpid()}."
+    )
+    assert told == ([expected] if said else [])
+    if said and limit == 10:
+        assert answers == [], "they are asked until one can"
+
+
+def test_who_was_told_to_enter_the_next_world_has_left_the_last_one(monkeypatch):
+    monkeypatch.setattr(vigil, "FREED", 0.01)
+    monkeypatch.setattr(vigil, "is_frozen", lambda pid: True)
+    workers, generations = Workers(), [1, 1, 2]
+    workers.has_stopped = lambda local_rank: False
+    workers.generation = lambda local_rank: generations.pop(0) if generations[1:] else 2
+
+    @in_loop
+    async def main():
+        watching = Vigil(workers, None, 10)
+        watching.told_over(0)
+        await asyncio.gather(*watching._tasks)
+
+    main()
+    assert workers.killed == []
+
+
+def test_a_worker_of_this_node_that_is_free_can_go_on():
+    workers = Workers()
+    workers.step, workers.has_stopped = 7, lambda local_rank: True
+    watching = Vigil(workers, None, 10)
+    assert watching.can_go_on(1)
+    assert not watching.can_go_on(2)
+    workers.last_stack = lambda local_rank: "it is to be killed"
+    assert not watching.can_go_on(1)

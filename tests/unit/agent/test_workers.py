@@ -47,7 +47,7 @@ def workers(monkeypatch, told, killed, tmp_path):
         LaunchConfig(),
         Entry("script", "train.py"),
         {},
-        nursery=SimpleNamespace(zygote=None, pids=set()),
+        nursery=SimpleNamespace(zygote=None, serve=lambda supervisor: None),
         node_logs=None,
         narrator=SimpleNamespace(
             name="node-a",

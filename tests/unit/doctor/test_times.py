@@ -25,6 +25,7 @@ FINE = [
     (launch(**AT_ETCD), {}),
     (launch(1, 2, two_node_takeover=True), {}),
     (launch(1, 2, quorum="none"), {}),
+    (launch(1, 2, witness="/shared"), {}),
     (launch(1, 2, **AT_ETCD), {}),
     (launch(2, 2), {}),
     (launch(), KUBERNETES),

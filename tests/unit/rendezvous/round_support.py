@@ -21,6 +21,7 @@ class Job:
         self.worlds: list[World] = []
         self.kinds: list[str | None] = []
         self.wake_at: float | None = None
+        self.claims: tuple[str, ...] = ()
         self.records: dict[str, tuple[Member, int]] = {}
         self.revision = 0
 
@@ -56,7 +57,7 @@ class Job:
     def settle(self) -> None:
         for _ in range(10):
             decision = resident.decide(self.rules, self.state, self.now)
-            self.wake_at = decision.wake_at
+            self.wake_at, self.claims = decision.wake_at, decision.claims
             if decision.world is None:
                 return
             self.worlds.append(decision.world)

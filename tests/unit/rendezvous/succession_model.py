@@ -10,7 +10,9 @@ To keep the number of states down, things happen together that nobody can tell a
 * what only ever makes more possible happens as soon as it can: a candidate counts its votes, its
   voters hear that it won, a host finds its world settled, and its followers hear that and begin.
   All conditions are monotone in what was heard, and whoever waits could do no more than then.
-A crash is a pause without end, but for its workers; it is a move only where that matters.
+A crash is a pause without end, but for its workers; it is a move only where that matters. An agent
+that restarts has no workers, no host, and of its memory what it had written down before it last
+spoke. Nobody hears of a world, a vote or a host before the disk has it.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ NO_MATTER = -2
 #: Its number, the nodes that train in it, and who formed it: its host, which may not be in it.
 World = tuple[int, Electorate]
 NO_WORLD: World = (-1, Electorate(frozenset()))
+#: What a node's file says: the term it has voted in, for whom, and of the newest world.
+File = tuple[int, str, Roll, World]
 
 
 class Node(NamedTuple):
@@ -48,6 +52,8 @@ class Node(NamedTuple):
     given_up: int = -1
     #: The newest world that it has made a step in; noted only where several jobs may be.
     stepped: World | None = None
+    #: What its next agent would know; None: that would be another node.
+    file: File | None = None
 
     @property
     def name(self) -> str:
@@ -72,6 +78,10 @@ class Node(NamedTuple):
 
     def stopped(self) -> Node:
         return self._replace(workers=None, waits=False)
+
+    def written(self) -> Node:
+        """With all that it knows on its disk."""
+        return self._replace(file=(*self.choice, self.roll, self.world))
 
 
 @cache
@@ -110,11 +120,14 @@ class State(NamedTuple):
     published: frozenset[Published] = frozenset()
     #: Term and host to whom a node has said that it leaves.
     goodbyes: frozenset[tuple[int, str, str]] = frozenset()
+    #: Votes of the witness, who has claimed each, and in which term.
+    claims: frozenset[tuple[str, str, int]] = frozenset()
     #: The newest world that has made a step.
     stepped: World = NO_WORLD
     #: How often votes were asked for, and the numbers that were given to worlds.
     elections: int = 0
     numbers: frozenset[int] = frozenset()
+    restarts: int = 0
 
     def node(self, name: str) -> Node:
         return next(node for node in self.nodes if node.name == name)
@@ -150,6 +163,7 @@ class Bounds(NamedTuple):
     worlds: int
     leaves: int = 0
     crashes: int = 0
+    restarts: int = 0
 
 
 class Options(NamedTuple):
@@ -165,6 +179,16 @@ class Options(NamedTuple):
     agree_to_what_they_have: bool = True
     #: Off: a host that does not train goes on without the only node that does, and may still do.
     waits_for_lease: bool = True
+    #: Whether a restarted node has its file; without it, and yet with a vote, it knows nothing.
+    has_file: bool = True
+    #: Off: it votes, says that it has a world, or shows one as its host, before that is written.
+    writes_votes: bool = True
+    writes_worlds: bool = True
+    writes_formed: bool = True
+    #: Off: who says goodbye keeps its file.
+    leavers_forget: bool = True
+    #: On: workers of a world run before their node has written it down and told its host so.
+    tells_later: bool = False
     #: `--two-node-takeover`: the other of two takes the host for dead; rightly, or just so.
     takeover: str = ""
     #: The vote of a node that has crashed is taken for given.
@@ -173,12 +197,19 @@ class Options(NamedTuple):
     quorum: bool = True
     #: On: a host is in every world that it forms.
     hosts_train: bool = False
+    #: Even electorates have a vote for the witness: storage in which each can be claimed once, by
+    #: whoever asks, and that knows nothing.
+    witness: bool = False
+    #: Off: storage lets each node claim a vote that another has.
+    claimed_once: bool = True
+    #: Off: a vote claimed in one term counts in every other.
+    claims_for_a_term: bool = True
     #: Several jobs may come of one, and give the same numbers: what is left of the laws is that on
     #: every node generations only grow.
     may_split: bool = False
 
 
-BOUNDLESS = Bounds(elections=10**6, worlds=10**6, leaves=10**6, crashes=10**6)
+BOUNDLESS = Bounds(*[10**6] * len(Bounds._fields))
 PROPER = Options()
 
 
@@ -199,6 +230,9 @@ class Model:
             "takes": (self._can_take, self._take),
             "leaves": (self._can_leave, self._leave),
             "crashes": (self._can_crash, self._crash),
+            "claims": (self._can_claim, self._claim),
+            "tells": (self._can_tell, self._tell),
+            "restarts": (self._can_restart, self._restart),
             "loses": (self._can_lose, self._lose),
         }
 
@@ -223,7 +257,7 @@ class Model:
         """The state after a possible move; raises `Violation`."""
         node = state.node(move.node)
         done = self._kinds[move.kind][1](state, node, *move.argument)
-        if move.kind in ("asks", "votes"):
+        if move.kind in ("asks", "votes", "claims"):
             done = self._count(done, done.node(node.name).elector)
         return self._stepping(self._spread(done, done.node(node.name).session))
 
@@ -265,6 +299,7 @@ class Model:
         """Lose the host, stop the workers, and only then vote."""
         elector = succession.voted(without_host(node.elector), asked)
         voted = self._stopping(node)._replace(elector=elector)
+        voted = self._writing(state, voted, self.options.writes_votes)
         generation = node.roll.generation
         vote = Record(asked.term, asked.node, node.name, generation, stopped=True, is_vote=True)
         return state.having(voted).recording(vote)
@@ -275,7 +310,8 @@ class Model:
             for record in state.records
             if record.is_vote and (record.term, record.host) == (node.elector.term, node.name)
         }
-        return votes | {name: -1 for name in self.taken_for_dead(state, node)}
+        votes |= {name: -1 for name in self.taken_for_dead(state, node)}
+        return votes | dict.fromkeys(self._claimed(state, node), NO_MATTER)
 
     def _stopping(self, node: Node) -> Node:
         return node.stopped() if self.options.stops_first else node
@@ -302,6 +338,7 @@ class Model:
         roll = succession.settled(node.roll, self._votes(state, node))
         elector = succession.following(node.elector, term, node.name)
         host = node._replace(elector=elector, roll=roll)
+        host = self._writing(state, host, self.options.writes_votes)
         taken_over = Published(term, node.name, roll, node.world, begins=False)
         return state.having(host)._replace(
             hosts=state.hosts | {(term, node.name)}, published=state.published | {taken_over}
@@ -316,6 +353,45 @@ class Model:
         if not self.options.takeover or len(node.roll.latest.nodes) != 2 or host == node.name:
             return set()
         return {host} if self.options.takeover == "blind" else {host} & crashed
+
+    # --- the witness -----------------------------------------------------------------------------
+
+    def _claimed(self, state: State, node: Node) -> set[str]:
+        """The votes of the witness that a host or candidate has in its term."""
+        return {
+            vote
+            for vote, holder, term in state.claims
+            if holder == node.name
+            and (term == node.elector.term or not self.options.claims_for_a_term)
+        }
+
+    def _can_claim(self, state: State, node: Node) -> Iterator[tuple[str]]:
+        """What is missing to form a world, or to win a term for which it has asked for votes."""
+        if not self.options.witness or node.elector.chosen != node.name:
+            return
+        if node.is_host:
+            roll, votes = node.roll, self._agree(state, node)
+        elif node.choice not in state.hosts:
+            votes = set(self._votes(state, node))
+            roll = succession.settled(node.roll, self._votes(state, node))
+        else:
+            return
+        if node.name not in node.roll.latest.nodes:
+            return
+        taken = {vote for vote, holder, _ in state.claims if self._refuses(holder, node)}
+        for vote in succession.to_claim(roll.electorates, votes) or ():
+            if vote not in taken:
+                yield (vote,)
+
+    def _refuses(self, holder: str, node: Node) -> bool:
+        return self.options.claimed_once or holder == node.name
+
+    def _claim(self, state: State, node: Node, vote: str) -> State:
+        claims = state.claims | {(vote, node.name, node.elector.term)}
+        state = state.having(self._stopping(node))._replace(claims=claims)
+        if self.options.waits_for_lease and node.name not in node.world[1].nodes:
+            return self._after_a_lease(state, node)
+        return state
 
     # --- a host and those who follow it ----------------------------------------------------------
 
@@ -333,6 +409,7 @@ class Model:
     def _saying(self, state: State, node: Node, *, stopped: bool) -> State:
         """A node tells its host how it stands."""
         assert node.session is not None
+        node = self._writing(state, node, self.options.tells_later)
         record = Record(*node.session, node.name, node.roll.generation, stopped)
         return state.having(node).recording(record)
 
@@ -362,6 +439,8 @@ class Model:
         goodbyes = state.goodbyes | {(*node.session, node.name)}
         leaving = replace(node.elector, leaving=True)
         left = node.stopped() if self.options.leavers_stop else node
+        if self.options.leavers_forget:
+            left = left._replace(file=None)
         return state.having(left._replace(elector=leaving))._replace(goodbyes=goodbyes)
 
     def _can_crash(self, state: State, node: Node) -> Iterator[tuple[()]]:
@@ -370,6 +449,27 @@ class Model:
 
     def _crash(self, state: State, node: Node) -> State:
         return state.having(node.stopped()._replace(crashed=True))
+
+    def _writing(self, state: State, node: Node, now: bool) -> Node:
+        """The node with its file written, if it is `now`, and its next agent may need it."""
+        needed = state.restarts < self.bounds.restarts and not node.elector.leaving
+        return node.written() if now and needed else node
+
+    def _can_restart(self, state: State, node: Node) -> Iterator[tuple[()]]:
+        if state.restarts < self.bounds.restarts and node.file is not None:
+            yield ()
+
+    def _restart(self, state: State, node: Node) -> State:
+        """The end of an agent and of its workers, and the next one, with the file of the last."""
+        assert node.file is not None
+        file = node.file if self.options.has_file else (0, "", Roll(), NO_WORLD)
+        term, chosen, roll, world = file
+        elector = Elector(node.name, term, chosen, roll.generation)
+        resumed = node.stopped()._replace(elector=elector, roll=roll, world=world, file=file)
+        state = state.having(resumed)._replace(restarts=state.restarts + 1)
+        if state.restarts < self.bounds.restarts:
+            return state
+        return state._replace(nodes=tuple(one._replace(file=None) for one in state.nodes))
 
     # --- worlds ----------------------------------------------------------------------------------
 
@@ -387,7 +487,7 @@ class Model:
 
     def _agree(self, state: State, node: Node) -> set[str]:
         """Who agrees to another world of this host."""
-        agree = self._said_goodbye(state, node) | {node.name}
+        agree = self._said_goodbye(state, node) | {node.name} | self._claimed(state, node)
         # Whoever follows a new host runs nothing that an earlier one has formed.
         any_will_do = node.roll.generation < succession.first_generation(node.elector.term)
         any_will_do |= not self.options.agree_to_what_they_have
@@ -407,7 +507,14 @@ class Model:
         if generation in state.numbers and not self.options.may_split:
             raise Violation(f"generation {generation} was given twice")
         before = node.roll if self.options.quorum else Roll()  # who is not asked is not noted
-        roll = succession.formed(before, generation, nodes, node.name)
+        roll = succession.formed(
+            before,
+            generation,
+            nodes,
+            node.name,
+            witness=self.options.witness and succession.may_tie(nodes, node.name),
+            held=self._claimed(state, node),
+        )
         roll = succession.settled(roll, {}, gone)
         begins = succession.settles_itself(roll, gone) or not self.options.waits_until_settled
         world = (generation, Electorate(frozenset(nodes), node.name))
@@ -417,7 +524,8 @@ class Model:
         state = state._replace(
             published=state.published | {shown}, numbers=state.numbers | {generation}
         )
-        return state.having(self._held(node, shown))
+        held = self._held(node, shown)
+        return state.having(self._writing(state, held, self.options.writes_formed))
 
     def _after_a_lease(self, state: State, host: Node) -> State:
         """None of those who train has agreed: the host has waited until their leases had ended.
@@ -458,7 +566,18 @@ class Model:
             key=lambda shown: (len(shown.roll.before), not shown.begins),
         )
         held = self._held(node, shown)
+        if self.options.tells_later:
+            return state.having(held)
+        held = self._writing(state, held, self.options.writes_worlds)
         return self._saying(state, held, stopped=held.is_over)
+
+    def _can_tell(self, state: State, node: Node) -> Iterator[tuple[()]]:
+        untold = node.file is None or node.file[2].generation != node.roll.generation
+        if self.options.tells_later and node.session and not node.is_host and untold:
+            yield ()
+
+    def _tell(self, state: State, node: Node) -> State:
+        return self._saying(state, node, stopped=node.is_over)
 
     def _held(self, node: Node, shown: Published) -> Node:
         """The node with a newer world, its workers in the old one stopped."""
@@ -543,17 +662,17 @@ def subsets(names: Iterable[str]) -> Iterator[tuple[str, ...]]:
     return chain.from_iterable(combinations(ordered, count) for count in range(1, len(ordered) + 1))
 
 
-def running(count: int, newcomers: int = 0, *, spare: bool = False) -> State:
+def running(count: int, newcomers: int = 0, *, spare: bool = False, witness: bool = False) -> State:
     """Nodes a, b, … train in the first world, hosted by a, which may be a `spare`; newcomers hold
     nothing yet."""
     names = "abcdefgh"[: count + newcomers]
     members = names[:count]
     train = members[spare:]
-    roll = Roll(0, succession.electorate(train, members[0]))
+    roll = succession.formed(Roll(), 0, train, members[0], witness=witness)
     elector = Elector("", FIRST_TERM, members[0], 0, has_host=True)
     world = (roll.generation, Electorate(frozenset(train), members[0]))
     nodes = [
-        Node(replace(elector, node=name), roll, world, world if name in train else None)
+        Node(replace(elector, node=name), roll, world, world if name in train else None).written()
         for name in members
     ]
     nodes += [Node(Elector(name)) for name in names[count:]]
@@ -611,4 +730,4 @@ def cold(count: int) -> State:
     """Nodes that were started with the list of all of them, and know nothing else."""
     names = "abcdefgh"[:count]
     roll = Roll(latest=Electorate(frozenset(names)))
-    return State(tuple(Node(Elector(name), roll) for name in names))
+    return State(tuple(Node(Elector(name), roll).written() for name in names))

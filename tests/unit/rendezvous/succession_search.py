@@ -66,16 +66,20 @@ LIKELY = {
     "follows": 4,
     "forms": 4,
     "asks": 2,
+    "claims": 2,
     "loses": 1,
     "leaves": 0.3,
     "crashes": 0.3,
+    "restarts": 0.3,
+    "tells": 3,
 }
 
 
 def wander(model: Model, first: State, length: int, seed: int) -> State:
     """One long way through the states, by chance; a violation comes with the moves that matter."""
     chance, state, moves = Random(seed), first, []
-    for kind in chance.choices(list(LIKELY), list(LIKELY.values()), k=length):
+    likely = {kind: LIKELY[kind] for kind in LIKELY if kind != "claims" or model.options.witness}
+    for kind in chance.choices(list(likely), list(likely.values()), k=length):
         possible = sorted(model.moves(state, [kind]))
         if possible:
             moves.append(chance.choice(possible))
@@ -152,9 +156,17 @@ def _reign(model: Model, state: State, host: Node, there: frozenset[str]) -> Sta
     if any(succession.must_yield(host.elector.term, term) for term in terms):
         return model.after(state, Move("loses", host.name))
     nodes = tuple(sorted(node.name for node in _followers(state, host, there)))
+    if not _wants_another(state, host, there):
+        return state
+    state = _claimed(model, state, host.name)
     forming = Move("forms", host.name, (nodes,))
-    if _wants_another(state, host, there) and model.is_possible(state, forming):
-        return model.after(state, forming)
+    return model.after(state, forming) if model.is_possible(state, forming) else state
+
+
+def _claimed(model: Model, state: State, name: str) -> State:
+    """What is left of votes is the witness's, if those are enough then."""
+    for move in sorted(model.moves_of(state, "claims", state.node(name))):
+        state = model.after(state, move)
     return state
 
 
@@ -203,11 +215,13 @@ def _stand(model: Model, state: State, node: Node, there: frozenset[str]) -> Sta
     ]
     votes = {other.name: other.elector.generation for other in willing}
     votes |= dict.fromkeys(model.taken_for_dead(state, node), -1)
-    if not succession.elected(node.roll, votes):
+    roll = succession.settled(node.roll, votes)
+    missing = succession.to_claim(roll.electorates, votes)
+    if missing is None or {vote for vote, *_ in state.claims} & set(missing):
         return state
     state = model.after(state, Move("asks", node.name, (term,)))
     for other in willing:
         vote = Move("votes", other.name, (term, node.name))
         if model.is_possible(state, vote):
             state = model.after(state, vote)
-    return state
+    return _claimed(model, state, node.name)

@@ -29,6 +29,7 @@ OURS = Agreement.from_config(CONFIG)
             {"two_node_takeover": True},
             ("--two-node-takeover (no on this node, yes in the job)",),
         ),
+        ({"witness": "/shared"}, ("--witness (none on this node, /shared in the job)",)),
         ({"grow": Grow("every", 30.0)}, ("--grow (any on this node, every:30 in the job)",)),
     ],
 )

@@ -182,6 +182,24 @@ def test_a_state_file_has_one_server(tmp_path):
     assert (tmp_path / "state").stat().st_mode & 0o777 == 0o600
 
 
+def test_a_state_file_that_is_written_whole_at_that_moment_is_in_use(tmp_path, monkeypatch):
+    """Whoever has opened the old one could lock it, and would have it for itself."""
+    first, second = StateFile(str(tmp_path / "state")), StateFile(str(tmp_path / "state"))
+    first.rewrite([])
+    lock = StateFile._lock
+
+    def too_late(file, descriptor):
+        monkeypatch.undo()
+        first.rewrite([])
+        lock(file, descriptor)
+
+    monkeypatch.setattr(StateFile, "_lock", too_late)
+    with pytest.raises(ConfigError, match="in use by another process"):
+        second.read()
+    first.close()
+    second.close()
+
+
 @pytest.mark.parametrize(
     ("path", "entries", "sentence"),
     [

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 
 from tests.unit.rendezvous.embedded_support import connected, serving, story
+from tests.unit.rendezvous.round_support import failure
 from torchelastic.clock import SystemClock
 from torchelastic.rendezvous.agreement import Agreement
-from torchelastic.rendezvous.leader import QUIET_LOOKS, CheckpointPath, Leader
+from torchelastic.rendezvous.heir import Heir
+from torchelastic.rendezvous.held_out import FIRST
+from torchelastic.rendezvous.leader import QUIET_LOOKS, ROLL_KEY, CheckpointPath, Leader
 from torchelastic.rendezvous.round_state import RoundRules
+from torchelastic.rendezvous.succession import Electorate, Roll
 from torchelastic.rendezvous.world import LEADER_KEY, PART_PREFIX, WORLD_KEY, Member, World
 
 DEADLINE = 10.0
@@ -144,6 +149,44 @@ async def test_a_leader_shows_its_terms_and_forms_no_world_with_a_node_of_others
 
 
 @story
+async def test_a_host_keeps_a_world_before_anybody_sees_it():
+    """With its nodes and its roll, once for all of its phases; it could host it again."""
+    kept, heir = [], Heir("a")
+    async with serving() as server, connected(server.port) as store:
+        await store.open_lease(60.0)
+
+        async def keep(world, rows):
+            listing = await store.get("")
+            kept.append((WORLD_KEY in listing.items, world.count, heir.formed(world, rows)))
+
+        rules = RoundRules(min_nodes=1, max_nodes=1)
+        leader = Leader(store, "a", rules, SystemClock(), Told(), term=1, keep=keep)
+        member = Member(node="a", name="a", addr="a", nproc=1, ready=True, store="a:1", peer="a:2")
+        await store.put("member/a", member.to_json(), leased=True)
+        leading = asyncio.create_task(leader.run())
+        await asyncio.wait_for(_world_of(store, "running"), DEADLINE)
+        await store.put("member/a", replace(member, done=0).to_json(), leased=True)
+        await asyncio.wait_for(leading, DEADLINE)
+        listing = await store.get("")
+    ((is_shown, count, held),) = kept
+    assert (is_shown, count) == (False, 1)
+    assert held.roll == Roll(0, Electorate(frozenset("a"), "a"))
+    assert held.addresses == {"a": "a:2"}
+    stored = {key: item.value for key, item in listing.items.items()}
+    parts = {key for key in stored if key.startswith(PART_PREFIX)}
+    assert held.rows.keys() == {WORLD_KEY, ROLL_KEY, *parts}
+    for key in (ROLL_KEY, *parts):
+        assert json.loads(json.dumps(held.rows[key])) == stored[key]
+
+
+async def _world_of(store, phase):
+    async with aclosing(store.watch(WORLD_KEY, after=0)) as changes:
+        async for change in changes:
+            if change.item.value["phase"] == phase:
+                return
+
+
+@story
 async def test_a_leader_that_was_overtaken_publishes_nothing():
     rules = RoundRules(min_nodes=1, max_nodes=2, settle=0.05)
     async with cluster(rules, "a") as (a,):
@@ -182,6 +225,28 @@ async def test_a_slow_node_is_replaced_when_a_spare_is_there_and_else_that_is_sa
         await a.say(gone=0, store="a:2")
         await b.say(gone=0, store="b:2")
         assert [node.name for node in (await c.world(1)).nodes] == ["a", "c"]
+
+
+@story
+async def test_who_is_given_up_while_a_world_is_published_is_held_out_too(monkeypatch):
+    async with cluster(RoundRules(min_nodes=1, max_nodes=2), "a", "b") as (a, b):
+        await asyncio.wait_for(a.told.leads.wait(), DEADLINE)
+        await a.say()
+        await b.say()
+        await b.world(0)
+        publish = a.store.compare_and_set
+
+        async def publish_meanwhile(key, value, **conditions):
+            if value["phase"] == "over":
+                await a.leader._give_up("b", True)
+            return await publish(key, value, **conditions)
+
+        monkeypatch.setattr(a.store, "compare_and_set", publish_meanwhile)
+        await a.say(failures=(failure("a", message="lost a peer: b"),))
+        while "b" not in a.told.lost:
+            await asyncio.sleep(0.01)
+        await a.say(gone=0, store="a:2")
+        assert [(one.name, one.seconds) for one in (await a.world(1)).held] == [("b", FIRST)]
 
 
 def test_a_checkpoint_counts_once_it_is_written(tmp_path):

@@ -11,7 +11,7 @@ from torchelastic.agent import group_state
 from torchelastic.agent.group_state import GroupState, WorldSeen
 from torchelastic.config import WorldSizes
 from torchelastic.rendezvous import round_state, succession
-from torchelastic.rendezvous.round_state import RoundState
+from torchelastic.rendezvous.round_state import RoundState, Witnessed
 
 
 def hosted(nnodes: str = "1:5", *, term: int = 1, **rules) -> Job:
@@ -383,10 +383,12 @@ def test_what_is_missing_is_said_of_all_who_must_agree():
     job.die(*"cd")
     stop(job, "b")
     assert job.world.phase == "waiting"
-    assert "2 of the 4 nodes (of generation 1, and its host) can be reached" in job.world.reason
+    assert (
+        "2 of the 4 nodes (those of generation 1 and its host) can be reached" in job.world.reason
+    )
     assert job.world.missing == ("c", "d")
     later = taken_over(with_spare_host(*"bcd"), "b", "b")
-    assert "1 of the 4 nodes (of generation 1, and its host)" in later.world.reason
+    assert "1 of the 4 nodes (those of generation 1 and its host)" in later.world.reason
     assert later.world.missing == ("c", "d", "the host of generation 1")
 
 
@@ -423,3 +425,123 @@ def test_a_leader_that_leads_again_knows_what_was_settled(settled, goes_on):
     member, created = job.records["a"]
     again = round_state.seen(again, replace(member, gone=1), created, job.now)
     assert round_state.has_quorum(again) == goes_on
+
+
+# --- a witness -----------------------------------------------------------------------------------
+
+
+def witnessed(job: Job, **known) -> None:
+    job.state = replace(job.state, witness=Witnessed(url="/shared", **known))
+    job.settle()
+
+
+def with_witness(*nodes: str, **tokens: str) -> Job:
+    """A world of these nodes, hosted by `a`, which read the same token at the witness."""
+    job = hosted()
+    for node in nodes:
+        job.come(node, witness=tokens.get(node, "token"))
+    job.wait(2.0)
+    accept(job, *nodes)
+    return job
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tokens", "votes"),
+    [
+        ("ab", {}, True),
+        ("abcd", {}, True),
+        ("abc", {}, False),  # no tie
+        ("a", {}, False),
+        ("ab", {"b": "another"}, False),
+        ("ab", {"b": ""}, False),
+        ("ab", {"a": "", "b": ""}, False),
+    ],
+)
+def test_a_witness_votes_where_nodes_are_an_even_number_and_all_read_its_token(
+    nodes, tokens, votes
+):
+    job = with_witness(*nodes, **tokens)
+    assert job.world.witness == ("token" if votes else "")
+    assert job.state.roll.latest.witness == ("after-0" if votes else "")
+
+
+@pytest.mark.parametrize(("nodes", "left"), [("ab", "a"), ("abcd", "ab"), ("abcd", "ac")])
+def test_half_of_the_nodes_go_on_with_the_vote_of_the_witness(nodes, left):
+    job = with_witness(*nodes)
+    job.die(*set(nodes) - set(left))
+    assert job.claims == ()  # not before its own workers have stopped
+    stop(job, *left)
+    assert (job.world.phase, job.claims) == ("over", ("after-0",))
+    witnessed(job, held=frozenset({"after-0"}))
+    assert (job.world.phase, job.names) == ("running", list(left))
+    assert job.state.roll.before[0].held
+    accept(job, *left)
+    assert not job.state.roll.before, "settled: nobody else can have that vote"
+
+
+def test_it_is_asked_only_where_it_decides():
+    job = with_witness(*"abcd")
+    job.die("d")
+    stop(job, *"abc")
+    assert (job.world.phase, job.claims) == ("running", ())
+    fixed = hosted("2:2")
+    for node in "ab":
+        fixed.come(node, witness="token")
+    fixed.die("b")
+    stop(fixed, "a")
+    assert (fixed.world.phase, fixed.claims) == ("waiting", ())  # it could not form a world
+
+
+def test_a_witness_that_has_voted_for_another_node_is_not_asked_again():
+    job = with_witness(*"ab")
+    job.die("b")
+    stop(job, "a")
+    witnessed(job, refused={"after-0": "b"})
+    assert (job.world.phase, job.claims) == ("waiting", ())
+    assert "1 of the 2 nodes of generation 0 can be reached" in job.world.reason
+    assert "the witness voted for b" in job.world.reason
+    job.come("b", gone=0, witness="token")
+    job.wait(1.0)
+    assert (job.world.phase, job.names) == ("running", ["a", "b"])
+
+
+def test_a_witness_that_does_not_answer_is_waited_for():
+    job = with_witness(*"ab")
+    job.die("b")
+    stop(job, "a")
+    witnessed(job, silent="no answer within 5 s")
+    assert (job.world.phase, job.claims) == ("waiting", ("after-0",))
+    said = "waiting for the witness at /shared: no answer within 5 s, for 1 h more"
+    assert job.world.reason == said
+    witnessed(job, held=frozenset({"after-0"}))
+    assert job.world.phase == "running"
+
+
+def test_a_host_outside_the_world_claims_after_a_lease():
+    """Of three that train one has stopped, so that no step is made; still it waits."""
+    job = hosted("1:3", lease=5.0)
+    job.come("a", witness="token", ready=False)
+    for node in "bcd":
+        job.come(node, witness="token")
+    job.wait(60.0)
+    assert (job.names, job.state.roll.latest.witness) == (["b", "c", "d"], "after-0")
+    accept(job, *"abcd")
+    job.die("c", "d")
+    stop(job, "b")
+    assert (job.world.phase, job.claims) == ("waiting", ())
+    job.wait(4.0)
+    assert job.claims == ()
+    job.wait(2.0)
+    assert job.claims == ("after-0",)
+
+
+def test_a_job_has_ended_when_it_is_closed_or_all_others_said_goodbye():
+    job = with_witness(*"ab")
+    assert not round_state.has_ended(job.state)
+    job.die("b")
+    assert not round_state.has_ended(job.state)
+    polite = with_witness(*"ab")
+    polite.say("b", leaving="SIGTERM")
+    polite.die("b")
+    assert round_state.has_ended(polite.state)
+    assert round_state.has_ended(hosted().state)  # nobody ever came

@@ -11,10 +11,10 @@ import pytest
 from tests.unit.rendezvous.embedded_support import JOB, connected, serving, story, within
 from torchelastic.rendezvous.doubts import Doubts, give_up_leader
 from torchelastic.rendezvous.embedded import wire
-from torchelastic.rendezvous.embedded.dial import Endpoint
+from torchelastic.rendezvous.embedded.dial import Endpoint, knock
 from torchelastic.rendezvous.embedded.endpoint import bind_endpoint
 from torchelastic.rendezvous.embedded.reception import Reception
-from torchelastic.rendezvous.embedded.ring import Ring, lives, successor
+from torchelastic.rendezvous.embedded.ring import Beat, Ring, lives, successor
 from torchelastic.rendezvous.world import LEADER_KEY, MEMBER_PREFIX, Member
 
 PATIENCE = 20.0
@@ -130,6 +130,21 @@ async def test_the_one_before_is_doubted_if_it_never_calls():
 
 
 @story
+async def test_the_end_of_an_old_connection_tells_nothing_of_who_has_called_again():
+    async with ring_of("ab") as (_, b):
+        (old,) = b.ring._guests
+        link, _ = await knock(Endpoint.at(b.address, JOB), purpose=wire.RING, timeout=PATIENCE)
+        link.send(Beat("a"))
+        while b.ring._callers["a"] is old:
+            await asyncio.sleep(0.01)
+        guest = b.ring._guests[old]
+        old.abort()
+        await within(PATIENCE, guest)
+        assert (b.doubted, [*b.ring._callers]) == (set(), ["a"])
+        link.abort()
+
+
+@story
 async def test_who_lives_says_so():
     async with ring_of("ab") as (a, _):
         assert await lives(Endpoint("127.0.0.1", a.reception.port, JOB)) is True
@@ -177,6 +192,26 @@ async def test_a_leader_that_is_cut_off_gives_nobody_up_but_itself():
     assert await given_up_by_the_leader({"l": "b"}, silent) == ["l"]
     # Of two nodes neither knows on which side the cut is.
     assert await given_up_by_the_leader({"l": "b"}, silent, members="lb") == []
+
+
+@story
+async def test_a_second_doubt_counts_that_comes_while_the_leader_asks_the_others():
+    gone = []
+
+    async def ask(address):
+        if address == "a:1":  # of all, and not of one who is doubted
+            doubts.heard(member("c", "b"))
+        return None if address == "b:1" else True
+
+    async def give_up(node, is_unreachable):
+        gone.append((node, is_unreachable))
+
+    doubts = Doubts("l", ask, give_up)
+    for name in "abcl":
+        doubts.heard(member(name, *("b" if name == "l" else "")))
+    while doubts._asking:
+        await asyncio.gather(*doubts._asking.values())
+    assert gone == [("b", True)]
 
 
 async def given_up_by_the_leader(who, answers, *, is_heard_of=False, members="labc"):

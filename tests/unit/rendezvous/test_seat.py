@@ -23,6 +23,8 @@ from torchelastic.rendezvous.embedded.seat import Seat
 from torchelastic.rendezvous.embedded.server import GRACE
 from torchelastic.rendezvous.embedded.table import Row
 from torchelastic.rendezvous.leader import ROLL_KEY
+from torchelastic.rendezvous.witness.asking import Asking, Silent
+from torchelastic.rendezvous.witness.jury import Witness
 from torchelastic.rendezvous.world import MEMBER_PREFIX, WORLD_KEY, World
 
 PATIENCE = 20.0
@@ -51,11 +53,13 @@ class Table:
         self.form(0, seats)
         return seats
 
-    def form(self, generation: int, seats: list[Seat], trains: str = "") -> None:
+    def form(
+        self, generation: int, seats: list[Seat], trains: str = "", *, witness: bool = False
+    ) -> None:
         """As if the host had published a world, and all had taken it up."""
         nodes = [*trains] or [name_of(seat) for seat in seats]
         host = next(name_of(seat) for seat in seats if seat.is_host)
-        roll = succession.from_json(None, generation, nodes, host)
+        roll = succession.from_json(None, generation, nodes, host, witness=witness)
         rows = {WORLD_KEY: {"generation": generation}, ROLL_KEY: succession.to_json(roll)}
         addresses = {name_of(seat): seat.peer for seat in seats}
         for seat in seats:
@@ -351,3 +355,96 @@ async def test_a_spare_host_votes_with_the_others():
         await asyncio.gather(table.regain(a), table.regain(c))
         assert a.is_host != c.is_host
         assert (a if a.is_host else c).may_begin_at > SystemClock().now()
+
+
+# --- a witness -----------------------------------------------------------------------------------
+
+
+async def with_witness(table: Table, directory, *names: str) -> list[Seat]:
+    """As `Table.sit`, with a witness that has a vote in their world."""
+    seats = []
+    for name in names:
+        asking = Asking(str(directory))
+        seat = table.seat(name, witness=Witness(asking, str(directory), JOB, name))
+        await within(PATIENCE, seat.open(PATIENCE))
+        await within(PATIENCE, seat.witness.confirm())
+        await enlist(seat)
+        seats.append(seat)
+    table.form(0, seats, witness=True)
+    return seats
+
+
+@story
+async def test_of_two_nodes_the_other_is_host_by_the_vote_of_the_witness(tmp_path):
+    async with seats_at() as table:
+        a, b = await with_witness(table, tmp_path, "a", "b")
+        await end(a)
+        assert await table.regain(b)
+        assert b.is_host
+        assert b.witness.votes(b.term) == {"after-0"}
+
+
+@story
+async def test_a_witness_that_has_voted_for_the_other_keeps_a_node_waiting(tmp_path):
+    async with seats_at() as table:
+        a, b = await with_witness(table, tmp_path, "a", "b")
+        assert await a.witness.claim("after-0", a.term)  # it has gone on alone
+        for purpose in (wire.SUCCESSION, wire.STORE):
+            a._reception.serve(purpose, lambda link, hello: link.abort())
+        b.store.lose("a cut")
+        with pytest.raises(RendezvousLost, match="the witness has voted for them"):
+            await table.regain(b, timeout=0.5)
+        assert b.term == a.term, "it asked nobody for votes: the other need not yield"
+
+
+@story
+async def test_an_answer_of_the_witness_that_is_lost_costs_no_vote(tmp_path):
+    async with seats_at() as table:
+        a, b = await with_witness(table, tmp_path, "a", "b")
+        ask = b.witness._asking.ask
+        answers = iter([False])
+
+        async def lose_one_answer(do, key, value=None):
+            found = await ask(do, key, value)
+            if do == "create" and not next(answers, True):
+                raise Silent("no answer within 5 s")
+            return found
+
+        b.witness._asking.ask = lose_one_answer
+        await end(a)
+        await table.regain(b)
+        assert b.is_host
+        assert b.witness.votes(b.term) == {"after-0"}
+
+
+@story
+async def test_a_witness_out_of_reach_is_said_to_be_waited_for(tmp_path):
+    async with seats_at() as table:
+        a, b = await with_witness(table, tmp_path, "a", "b")
+
+        async def silent(do, key, value=None):
+            raise Silent("no answer within 5 s")
+
+        b.witness._asking.ask = silent
+        await end(a)
+        sentence = f"waiting for the witness at {tmp_path}: no answer within 5 s"
+        with pytest.raises(RendezvousLost, match=sentence):
+            await table.regain(b, timeout=0.5)
+
+
+@story
+async def test_an_earlier_run_that_was_not_closed_keeps_a_job_from_beginning(tmp_path):
+    async with seats_at() as table:
+        (a,) = await with_witness(table, tmp_path, "a")
+        await end(a)
+    async with seats_at() as table:
+        again = table.seat("b", witness=Witness(Asking(str(tmp_path)), str(tmp_path), JOB, "b"))
+        with pytest.raises(RendezvousLost, match="has not been closed"):
+            await within(PATIENCE, again.open(1.0))
+    async with seats_at() as table:
+        third = Witness(Asking(str(tmp_path)), str(tmp_path), JOB, "c")
+        await third.confirm()
+        await third.close_job()
+        await third.close()
+        (seat,) = await with_witness(table, tmp_path, "d")
+        assert seat.is_host

@@ -37,12 +37,58 @@ AB = Electorate(frozenset("ab"), "a")
         (AB, "ab", True),
         (Electorate(frozenset("ab")), "a", False),
         (Electorate(frozenset("ab"), "c"), "ac", False),
+        (replace(AB, witness="after-0"), "a", False),
+        (replace(AB, witness="after-0"), ["a", "after-0"], True),
+        (replace(AB, witness="after-0"), ["b", "after-0"], True),
+        (replace(AB, witness="after-0"), ["b", "after-1"], False),
+        (replace(ABCD, witness="after-0"), ["c", "d", "after-0"], True),
+        (replace(ABCD, witness="after-0"), ["d", "after-0"], False),
         (Electorate(frozenset("a"), "a"), "a", True),
         (Electorate(frozenset()), "a", False),
     ],
 )
 def test_a_majority_or_of_two_the_host(electorate, votes, agrees):
     assert electorate.agrees(set(votes)) is agrees
+
+
+W0, W1 = replace(AB, witness="after-0"), replace(ABCD, witness="after-1")
+
+
+@pytest.mark.parametrize(
+    ("electorates", "votes", "missing"),
+    [
+        ([W0], "a", ("after-0",)),
+        ([W0], "b", ("after-0",)),
+        ([W0], "ab", ()),
+        ([W0], "", None),
+        ([ABC], "a", None),
+        ([W0, W1], "ab", ("after-1",)),
+        ([W0, W1], "bcd", ("after-0",)),
+        ([W0, W1], "bc", ("after-0", "after-1")),
+        ([W0, ABC], "a", None),
+        ([W0, ABC], "ab", ()),
+    ],
+)
+def test_the_witness_is_asked_only_where_it_decides(electorates, votes, missing):
+    assert succession.to_claim(electorates, votes) == missing
+
+
+def test_a_world_of_an_even_electorate_may_have_a_witness():
+    assert succession.may_tie("ab", "a")
+    assert succession.may_tie("b", "a")
+    assert not succession.may_tie("abc", "a")
+    assert not succession.may_tie("ab", "c")
+
+
+def test_what_the_forming_host_has_claimed_settles_its_worlds_only():
+    alone = formed(Roll(0, W0), 1, "a", "a", held={"after-0"})
+    assert settled(alone, {}).before == ()
+    assert succession.settles_itself(alone)
+    later = formed(alone, 5, "b", "b")  # of a host of a later term
+    assert [each.held for each in later.before] == [False, False]
+    assert settled(later, {}) == later
+    assert succession.from_json(succession.to_json(alone), 1, "a", "a") == alone
+    assert formed(Roll(), 3, "ab", "a", witness=True).latest.witness == "after-3"
 
 
 def test_all_who_must_agree_have_to():

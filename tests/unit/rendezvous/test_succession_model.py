@@ -30,11 +30,14 @@ from torchelastic.rendezvous import succession
 from torchelastic.rendezvous.succession import Electorate, Roll
 
 pytestmark = pytest.mark.timeout(120 * SOAK)
-WIDE = Bounds(elections=12, worlds=12, leaves=1, crashes=1)
+WIDE = Bounds(elections=12, worlds=12, leaves=1, crashes=1, restarts=3)
 STATES = 500 * SOAK
 NO_QUORUM = Options(quorum=False)
 HOST_TRAINS = Options(quorum=False, hosts_train=True)
 TWO_JOBS = Options(quorum=False, may_split=True)
+WITNESS = Options(witness=True)
+RESTART = Bounds(2, 2, restarts=1)
+TELLS_LATER = Options(tells_later=True)
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +64,25 @@ SEARCHES = {
     "two, spare host, leave": (running(3, spare=True), Bounds(1, 2, leaves=1), PROPER),
     "three, spare host": (running(4, spare=True), Bounds(1, 1), PROPER),
     "cold": (cold(3), Bounds(2, 1), PROPER),
+    "two, restarts": (running(2), Bounds(2, 2, leaves=1, restarts=2), PROPER),
+    "two, newcomer, restart": (running(2, 1), RESTART, PROPER),
+    "three, restarts": (running(3), Bounds(2, 2, restarts=2), PROPER),
+    "three, restart, leave": (running(3), Bounds(1, 2, leaves=1, restarts=1), PROPER),
+    "three, restart, workers first": (running(3), RESTART, TELLS_LATER),
+    "one, spare host, restarts": (running(2, spare=True), Bounds(2, 2, restarts=2), PROPER),
+    "two, spare host, restart": (running(3, spare=True), RESTART, TELLS_LATER),
+    "cold, restart": (cold(3), Bounds(2, 1, restarts=1), PROPER),
     "two, takeover": (running(2), Bounds(1, 1, crashes=1), Options(takeover="right")),
+    "two, witness": (running(2, witness=True), Bounds(2, 2, leaves=1, crashes=1), WITNESS),
+    "two, newcomer, witness": (running(2, 1, witness=True), Bounds(1, 2), WITNESS),
+    "two, witness, restarts": (running(2, witness=True), Bounds(2, 2, restarts=2), WITNESS),
+    "three, witness": (running(3), Bounds(2, 2), WITNESS),
+    "one, spare host, witness": (
+        running(2, spare=True, witness=True),
+        Bounds(2, 3, leaves=1, crashes=1),
+        WITNESS,
+    ),
+    "four, witness": (running(4, witness=True), Bounds(1, 1), WITNESS),
     # While the only host trains itself, and else what is left of the laws where a job may split.
     "no quorum": (running(3), Bounds(0, 2, leaves=1, crashes=1), HOST_TRAINS),
     "no quorum, newcomer": (running(2, 1), Bounds(0, 2, leaves=1, crashes=1), HOST_TRAINS),
@@ -86,9 +107,15 @@ def test_in_every_order_of_events(name):
         (running(2, 1, spare=True), PROPER),
         (running(3, 1, spare=True), PROPER),
         (cold(3), PROPER),
+        (running(3, 1), TELLS_LATER),
         (running(4, 1), TWO_JOBS),
+        (running(2, 2, witness=True), WITNESS),
+        (running(4, 1, witness=True), WITNESS),
     ],
-    ids=["three", "four", "five", "spare host of one", "spare host of two", "cold", "two jobs"],
+    ids=[
+        *("three", "four", "five", "spare host of one", "spare host of two", "cold"),
+        *("workers first", "two jobs", "two, witness", "four, witness"),
+    ],
 )
 def test_by_chance(first, options):
     walks = 25 * SOAK
@@ -106,8 +133,15 @@ def any_vote_will_do(electorates, votes):
     return all(any(node in votes for node in each.nodes) for each in electorates)
 
 
-def forgets_who_had_to_agree(roll, generation, nodes, host):
+def forgets_who_had_to_agree(roll, generation, nodes, host, **more):
     return Roll(generation, Electorate(frozenset(nodes), host))
+
+
+class Tied(Electorate):
+    """The host of two goes on alone although there is a witness."""
+
+    def agrees(self, votes):
+        return super().agrees(votes) or (len(self.nodes) == 2 and self.host in votes)
 
 
 def votes_as_if(**changes):
@@ -175,6 +209,28 @@ FAULTS = {
     "the dead do not vote": Fault(
         options=Options(counts_the_dead=True), bounds=Bounds(2, 2, crashes=1)
     ),
+    # What an agent has said, its next one on that machine must know.
+    "restarts: with a vote, a file": Fault(options=Options(has_file=False), bounds=RESTART),
+    "restarts: votes are written": Fault(options=Options(writes_votes=False), bounds=RESTART),
+    # a goes on alone by b's leave; b, who has forgotten world 1, elects c, who never knew of it.
+    "restarts: worlds are written": Fault(
+        options=Options(writes_worlds=False),
+        way=(
+            "b stops; a forms a b; b takes 1; b stops; a forms a; "
+            "b restarts; c asks 3; b votes 3 c; c forms c"
+        ),
+    ),
+    # c trains alone, by a's word that a majority knows of it: a has forgotten, and elects b.
+    "restarts: a host writes first": Fault(
+        options=Options(writes_formed=False),
+        way=(
+            "b asks 3; c stops; a forms c; a restarts; a votes 3 b; b forms a; a takes 2; c takes 1"
+        ),
+    ),
+    "restarts: leavers forget": Fault(
+        options=Options(leavers_forget=False),
+        way="b leaves; b restarts; b follows 1 a; a forms b; a forms a; b takes 1",
+    ),
     # A takeover trusts that the host died in the world of the two: why it is done only when asked
     # for. Otherwise both go on, or a number comes twice.
     "takeover: the host lives": Fault(
@@ -185,6 +241,20 @@ FAULTS = {
     ),
     "takeover: it had gone on with a newcomer": Fault(
         options=Options(takeover="right"), bounds=Bounds(2, 3, crashes=1), first="two, newcomer"
+    ),
+    "witness: each vote once": Fault(
+        options=WITNESS._replace(claimed_once=False), first="two, witness"
+    ),
+    "witness: not while others may step": Fault(
+        options=WITNESS._replace(waits_for_lease=False), first="two, witness"
+    ),
+    "witness: no tie for the host": Fault(
+        ("Electorate", Tied), options=WITNESS, first="two, witness"
+    ),
+    "witness: it knows what its holder does": Fault(
+        ("_held", lambda roll: {each.witness for each in roll.before}),
+        options=WITNESS,
+        first="two, witness",
     ),
     # Without quorum a job can become two, unless its only host trains itself.
     "no quorum: the host does not train": Fault(options=NO_QUORUM, bounds=Bounds(0, 2)),
@@ -231,6 +301,25 @@ def test_of_two_the_host_goes_on_alone_and_the_other_only_by_a_takeover():
     dead = outcome(model, cut, [Move("crashes", "a")])
     right = Options(takeover="right")
     assert calm_down(Model(options=right), dead, "b").stepped[1].nodes == {"b"}
+
+
+@pytest.mark.parametrize("side", ["a", "b", "ab", "cd", "ac", "bd"])
+def test_with_a_witness_whichever_half_claims_first_goes_on_and_the_other_waits(side):
+    first = running(2 if len(side) == 1 else 4, witness=True)
+    others = names(first) - set(side)
+    model = Model(options=WITNESS)
+    cut = calm_down(model, first, side)
+    assert cut.stepped[1].nodes == set(side)
+    assert calm_down(model, cut, others).stepped == cut.stepped
+    assert calm_down(model, cut, names(first)).stepped[1].nodes == names(first)
+
+
+@pytest.mark.parametrize("lost", "ab")
+def test_with_a_witness_the_loss_of_either_of_two_is_survived(lost):
+    first = running(2, witness=True)
+    dead = outcome(Model(options=WITNESS), first, [Move("crashes", lost)])
+    after = calm_down(Model(options=WITNESS), dead, names(dead))
+    assert after.stepped[1].nodes == set("ab") - {lost}
 
 
 # --- a host that does not train ------------------------------------------------------------------
@@ -311,12 +400,35 @@ def test_who_voted_in_vain_is_not_shut_out():
     assert calm_down(Model(), alone, "ab").stepped[1].nodes == set("ab")
 
 
-@pytest.mark.parametrize("first", [running(3, 1), running(5), cold(3)], ids=["3", "5", "cold"])
-def test_from_wherever_chance_has_led_all_come_together(first):
+@pytest.mark.parametrize("restarted", ["bc", "ab", "abc"])
+def test_restarted_agents_go_on_as_the_voters_they_were(restarted):
+    moves = [Move("restarts", name) for name in restarted]
+    after = calm_down(Model(), outcome(Model(), running(3), moves), "abc")
+    assert after.stepped[1].nodes == set("abc")
+    assert after.stepped[0] > 0
+
+
+def test_agents_that_restart_without_their_files_are_new_nodes_without_a_vote():
+    """d and e come in the places of b and c: a, the host, is no majority of the last world."""
+    lost = outcome(Model(), running(3, 2), [Move("crashes", name) for name in "bc"])
+    assert calm_down(Model(), lost, "ade").stepped[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "options"),
+    [
+        (running(3, 1), PROPER),
+        (running(5), PROPER),
+        (cold(3), PROPER),
+        (running(2, 2, witness=True), WITNESS),
+    ],
+    ids=["3", "5", "cold", "2, witness"],
+)
+def test_from_wherever_chance_has_led_all_come_together(first, options):
     """Nobody has crashed or left for good: then nothing may keep them apart for ever."""
     for seed in range(10 * SOAK):
-        state = wander(Model(Bounds(6, 6)), first, 60, seed)
-        after = calm_down(Model(), state, names(first))
+        state = wander(Model(Bounds(6, 6, restarts=2), options), first, 60, seed)
+        after = calm_down(Model(options=options), state, names(first))
         assert after.stepped[1].nodes == names(first), f"after {seed}"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.rendezvous.round_support import Job, failure, running
 from torchelastic.config import WorldSizes
-from torchelastic.rendezvous import round_state, suspects
+from torchelastic.rendezvous import held_out, round_state, suspects
 from torchelastic.rendezvous.held_out import ALLOWED, FIRST, FORGOTTEN_AFTER
 from torchelastic.rendezvous.round_state import TRAINED_AFTER, RoundRules, given_up
 
@@ -163,6 +163,43 @@ def test_resident_workers_go_back_too_and_keep_their_state():
     assert job.world.ledger.used == 0
 
 
+def test_no_world_is_made_of_a_held_node_while_the_workers_of_others_start():
+    job = Job("2:3")
+    job.come("a", "b", resident=True, standing=(0, 1))
+    job.wait(job.rules.settle)
+    trains(job)
+    job.come("c", resident=True, standing=(0, 1))
+    for name in "ab":
+        job.say(name, paused=0, entered=7)
+    assert job.names == ["a", "b", "c"]
+    job.say("a", failures=(failure("a", 1, NO),), standing=(), starting=2)
+    for name in "abc":
+        job.say(name, gone=1)
+    assert (job.world.phase, job.world.enough, out(job)) == ("waiting", True, {"c": FIRST})
+    assert "waiting for 2 workers to start" in job.world.reason
+    job.say("a", standing=(0, 1), starting=0)
+    assert (job.world.phase, job.names, out(job)) == ("running", ["a", "b"], {"c": FIRST})
+
+
+def test_a_held_node_is_taken_in_when_the_others_cannot_start():
+    job = Job("2:3")
+    job.come("a", "b", "c", resident=True, standing=(0, 1))
+    job.wait(job.rules.settle)
+    held = held_out.hold((), "c", "c", "no")
+    job.state = replace(job.state, world=replace(job.world, held=held), held_since={"c": job.now})
+    job.say("a", failures=(failure("a", 0, NO),), standing=(), starting=0)
+    for name in "abc":
+        job.say(name, gone=0)
+    assert (job.world.phase, job.names, out(job)) == ("running", ["b", "c"], {})
+
+
+def test_what_the_user_calls_fatal_ends_the_job_also_where_a_newcomer_could_be_held_out():
+    job = grown()
+    fails(job, "b", fatal=True)
+    assert job.world.phase == "closed"
+    assert job.world.reason.endswith("trying again cannot help")
+
+
 # --- nodes that keep failing ---------------------------------------------------------------------
 
 
@@ -185,7 +222,7 @@ def test_a_node_that_keeps_failing_is_held_out_longer_each_time():
     for hold in (60.0, 120.0, 240.0):
         lose(job, "c")
         assert job.world.reason.startswith(
-            "c failed; a node failure spends no restart; c has failed"
+            "c failed; a node failure spends no restart; c keeps failing: going on without it"
         )
         assert out(job) == {"c": hold}
         job.wait(hold - 0.1)
@@ -240,7 +277,7 @@ def test_a_node_whose_workers_alone_keep_failing_at_start_is_held_out():
     fails(job, "b")
     assert job.names == ["a", "c"]
     assert job.world.ledger.used == ALLOWED
-    assert job.world.reason.endswith("b has failed at start 3 times: going on without it for 60 s")
+    assert job.world.reason.endswith("b keeps failing at start: going on without it for 60 s")
 
 
 def test_a_failing_node_that_the_world_needs_spends_restarts():
@@ -251,6 +288,34 @@ def test_a_failing_node_that_the_world_needs_spends_restarts():
         assert (job.names, job.world.ledger.used, out(job)) == (["a", "b"], used, {})
     fails(job, "b")
     assert job.world.phase == "closed"
+
+
+def test_nodes_that_are_not_ready_do_not_make_up_for_one_that_keeps_failing():
+    """It would be taken in at once, and fail again, without an end: that spends no restart."""
+    job = running("2:3", "ab", max_restarts=4)
+    job.come("c", ready=False)
+    for used in range(1, 5):
+        fails(job, "b")
+        job.wait(2)
+        assert (job.names, job.world.ledger.used, out(job)) == (["a", "b"], used, {})
+    fails(job, "b")
+    assert job.world.phase == "closed"
+
+
+def test_who_waits_for_others_in_vain_is_not_the_one_that_keeps_failing():
+    job = running("1:3", "abc")
+    late = "DistStoreError: Timed out after 61 seconds waiting for clients. 2/3 clients joined."
+    for used in range(1, ALLOWED + 3):
+        fails(job, "a", message=late)
+        job.wait(2)
+        assert (job.names, job.world.ledger.used) == (["a", "b", "c"], used)
+    assert job.world.held == ()
+
+
+def test_newcomers_are_held_out_whichever_of_them_waited_in_vain():
+    job = grown("1:4", "a", "bc")
+    fails(job, "c", message="RuntimeError: Connection closed by peer [10.0.0.2]:4711")
+    assert job.names == ["a"]
 
 
 def test_a_new_host_blames_nobody_for_who_has_not_reached_it_yet():
@@ -293,6 +358,7 @@ NO_STORE = (
     "({addr}, 40001). The client socket has failed to connect to {addr}:40001 (errno: 110)."
 )
 NO_RANK = "PeerLostError: no answer from rank {rank} at 10.9.0.3:4711"
+NO_ADDRESS = "PeerLostError: no answer from {addr}:4711"
 
 
 @pytest.mark.parametrize(
@@ -301,11 +367,12 @@ NO_RANK = "PeerLostError: no answer from rank {rank} at 10.9.0.3:4711"
         ({"b": REFUSED.format(addr="c")}, "ab", "b cannot connect to c"),
         ({"b": NO_STORE.format(addr="a")}, "ac", "b cannot connect to a"),
         ({"c": NO_RANK.format(rank=2)}, "ab", "c cannot connect to b"),
+        ({"a": NO_ADDRESS.format(addr="b")}, "ac", "a cannot connect to b"),
         # The node of most pairs, not the newest.
         ({"a": REFUSED.format(addr="b"), "c": REFUSED.format(addr="b")}, "ac", "to b"),
         # Only one side is named: the newest of those that say so.
-        ({"a": DROPPED, "b": DROPPED}, "ac", "b cannot connect to all others"),
-        ({"a": REFUSED.format(addr="172.16.0.9")}, "bc", "a cannot connect to all others"),
+        ({"a": DROPPED, "b": DROPPED}, "ac", "b cannot connect to some other nodes"),
+        ({"a": REFUSED.format(addr="172.16.0.9")}, "bc", "a cannot connect to some other nodes"),
     ],
 )
 def test_a_world_that_cannot_connect_goes_on_without_one_of_the_pair(says, left, pairs):
@@ -317,6 +384,21 @@ def test_a_world_that_cannot_connect_goes_on_without_one_of_the_pair(says, left,
     assert (job.world.phase, job.names) == ("running", [*left])
     assert pairs in job.world.reason
     assert job.world.ledger.used == 0
+
+
+def test_a_server_of_the_user_is_no_worker():
+    job = running("1:3", "abc")
+    message = "ConnectionError: Failed to connect to the tracking server at 10.7.0.1:5000"
+    fails(job, "a", "b", "c", message=message)
+    assert (job.names, job.world.ledger.used, job.world.held) == (["a", "b", "c"], 1, ())
+
+
+def test_what_is_said_of_a_pair_is_one_line():
+    job = running("2:4", "abc")
+    trace = "\nException raised from throwTimeoutError at socket.cpp:1041\nframe #0: c10::Error"
+    fails(job, "b", message=NO_STORE.format(addr="a") + trace)
+    assert "\n" not in job.world.reason
+    assert "\n" not in job.world.held[0].reason
 
 
 def test_a_pair_that_the_job_needs_is_named():
@@ -332,7 +414,29 @@ def test_a_node_that_others_cannot_reach_is_held_out_at_once():
     job.state = given_up(job.state, "c")
     job.die("c")
     job.all_gone()
+    said = "other nodes could not reach c: going on without it for 60 s"
+    assert job.world.reason.endswith(f"; {said}")
     job.come("c")
     job.wait(FIRST - 1)
     assert (job.names, out(job)) == (["a", "b"], {"c": FIRST})
     assert "other nodes could not reach it" in job.world.held[0].reason
+
+
+def test_an_agent_that_is_started_anew_is_not_held_out_for_the_one_before_it():
+    job = running("1:4", "ab")
+    for _ in range(ALLOWED + 3):
+        job.die("b")
+        job.all_gone()
+        job.come("b", resumed=True)
+        job.wait(5)
+        job.all_gone()
+        assert job.names == ["a", "b"]
+    assert out(job) == {}
+    # The same agent comes back: its connection, or its machine, is what fails.
+    for _ in range(ALLOWED + 1):
+        job.die("b")
+        job.all_gone()
+        job.come("b")
+        job.wait(5)
+        job.all_gone()
+    assert (job.names, out(job)) == (["a"], {"b": FIRST})

@@ -35,6 +35,10 @@ def made(**more):
             made(backend="c10d", endpoint="h:29400", quorum="none", progress_timeout=0.0),
         ),
         (
+            "tcp://h/r?min_workers=2&witness=/shared/votes",
+            made(backend="c10d", endpoint="h:29400", witness="/shared/votes"),
+        ),
+        (
             "tcp://h/r?min_workers=2&secret_file=/run/secret&tls_ca=ca.pem",
             made(
                 backend="c10d",

@@ -30,6 +30,7 @@ def test_keys_mean_what_they_mean_to_torchrun():
     assert (config.settle, config.wait_for_nodes, config.lease) == (2.0, 60.0, 3.0)
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (1, 2, 1)
     # for flags that torchrun has not
+    assert made(witness="/shared").witness == "/shared"
     config = made(quorum="none", two_node_takeover="1", secret_file="/secret")
 
     assert (config.quorum, config.two_node_takeover) == ("none", True)

@@ -22,6 +22,7 @@ class FakeAgent:
         self.end = end
         self._store_port = store_port
         self.heard: list[orders.Report] = []
+        self.begun: list[orders.Begins] = []
 
     def say(self, order: orders.Order, descriptor: int | None = None) -> None:
         data = [json.dumps(orders.to_json(order)).encode()]
@@ -43,12 +44,15 @@ class FakeAgent:
         )
 
     def hear(self, kind: type, timeout: float = 30.0) -> Any:
-        """The next report, which must be of this kind."""
+        """The next report, which must be of this kind; where it begins is noted beside."""
         readable, _, _ = select.select([self.end], [], [], timeout)
         assert readable, f"no {kind.__name__} within {timeout} s after {self.heard}"
         data = self.end.recv(channel.LIMIT)
         assert data, f"the worker has closed its end, after {self.heard}"
         report = orders.from_json(json.loads(data))
+        if isinstance(report, orders.Begins):
+            self.begun.append(report)
+            return self.hear(kind, timeout)
         self.heard.append(report)
         assert type(report) is kind, f"{kind.__name__} expected: {self.heard}"
         return report

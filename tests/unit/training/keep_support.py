@@ -14,7 +14,7 @@ from torchelastic.errors import SnapshotError
 from torchelastic.snapshot.layout import Memory, Sizes, Version, buffers_for, create
 from torchelastic.snapshot.messages import Holding, Holdings, Sealed, Settled
 from torchelastic.training.torch_state import TorchState
-from torchelastic.worker.orders import Leave
+from torchelastic.worker.orders import Begins, Leave
 
 
 class Shelf:
@@ -28,6 +28,7 @@ class Shelf:
         self.descriptors: dict[str, int] = {}
         self.told: list[Sealed | Settled] = []
         self.steps: list[int] = []
+        self.begun: list[Begins] = []
         self.refusal = ""
         #: Those who want to be told to leave.
         self.on_leave: list[Callable[[Leave], None]] = []
@@ -76,6 +77,9 @@ class Shelf:
 
     def tell(self, message: Sealed | Settled) -> None:
         self.told.append(message)
+
+    def begins(self, begins: Begins) -> None:
+        self.begun.append(begins)
 
     def progress(self, version: Version, rank: int) -> None:
         self.steps.append(version[1])

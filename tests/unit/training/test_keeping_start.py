@@ -12,13 +12,14 @@ from torch.optim.lr_scheduler import StepLR
 
 from tests.unit.training.keep_support import Shelf, build, finish, step, train
 from tests.unit.training.rank_support import Ranks
+from torchelastic.checkpoint import CheckpointStore, save, set_checkpoint_manager
 from torchelastic.checkpoint import finish as finish_checkpoints
-from torchelastic.checkpoint import save
 from torchelastic.errors import CheckpointError
 from torchelastic.snapshot.layout import SHARED
 from torchelastic.training import keeping_exchange
 from torchelastic.training.keeping_start import Loaded, steps_taken
 from torchelastic.training.torch_state import TorchState
+from torchelastic.worker.orders import Begins
 
 # --- what ranks say -------------------------------------------------------------------------------
 
@@ -199,3 +200,29 @@ def test_each_rank_must_load_its_own_shards(world, monkeypatch):
 def test_all_ranks_end_where_one_has_loaded_something_unsaid(world):
     errors = restored(world, [loaded(5), build()], [None, None])
     assert ["start=5" in str(error) for error in errors] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("start", "manager", "stored"),
+    [(None, None, False), (0, None, True), (None, "manager", True)],
+    ids=["nowhere", "by the script", "by the manager"],
+)
+def test_who_begins_says_whether_checkpoints_are_written(
+    shelf, tmp_path, monkeypatch, start, manager, stored
+):
+    """And nothing once there is something to go on from."""
+    if manager:
+        set_checkpoint_manager(CheckpointStore(tmp_path))
+    try:
+        state = build()
+        state.restore(start=start)
+        train(state, 2)
+        finish(state)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        again = build(seed=9)
+        assert again.restore() == 2
+        finish(again)
+    finally:
+        finish_checkpoints()
+        set_checkpoint_manager(None)
+    assert shelf.begun == [Begins(0, 0, stored)]

@@ -23,7 +23,7 @@ from torchelastic.errors import ChannelLost, ConfigError, JobClosed
 from torchelastic.p2p import CoordinatorP2P
 from torchelastic.training import coordinator as coordinators
 from torchelastic.worker import channel, slate
-from torchelastic.worker.orders import Closed, Erred, Slate
+from torchelastic.worker.orders import Begins, Closed, Erred, Slate
 
 
 def test_the_world_is_seen_by_the_script(run):
@@ -35,6 +35,17 @@ def test_the_world_is_seen_by_the_script(run):
 
     run(one_world(end=1, generation=7), Steps(end=1, _0=look))
     assert seen == [["0", "1", "127.0.0.1", "7"]]
+
+
+def test_who_begins_says_so_once(run):
+    begun = []
+
+    def script(agent):
+        one_error(3)(agent)
+        begun.extend(agent.begun)
+
+    run(script, Steps(_3=once(ValueError("no"))))
+    assert begun == [Begins(0, 0, stored=False)]
 
 
 def test_progress_is_written_to_the_slate(run):

@@ -198,7 +198,7 @@ def test_gloo_bears_with_a_connection_that_says_nothing():
     threads[1].start()
     for thread in threads:
         thread.join()
-    assert group_gloo.silent_peer(store, 1, 2) == ""
+    assert group_gloo.silent_peer(store, 1, 2, 2) == ""
     ones = [torch.ones(1), torch.ones(1)]
     works = [made[rank][0].allreduce([ones[rank]]) for rank in range(2)]
     for work in works:

@@ -5,11 +5,12 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.support import poll_for
 from torchelastic import stalls
-from torchelastic.training import group_threads, sockets
+from torchelastic.training import group_gloo, group_threads, sockets
 from torchelastic.training import waits as waits_module
 from torchelastic.training.waits import Operation, PeerLostError, Waits
 from torchelastic.worker import backward_waits
@@ -149,6 +150,42 @@ def test_a_call_that_takes_long_fails_with_what_is_found(monkeypatch, fault):
     else:
         end.set()
         assert Waits().call(block, find_fault=find_fault) is True
+
+
+def test_a_fault_that_is_found_when_the_call_has_ended_is_none(monkeypatch):
+    """It would be given as the reason of the script's next error."""
+    monkeypatch.setattr(waits_module, "FAULT_AFTER", 0.01)
+    asked, ended, told = threading.Event(), threading.Event(), threading.Event()
+
+    class Looking(threading.Timer):
+        def run(self):
+            super().run()
+            told.set()
+
+    def find_fault():
+        asked.set()
+        ended.wait()
+        return "no answer from rank 1 at 10.0.0.7:4711"
+
+    monkeypatch.setattr(waits_module.threading, "Timer", Looking)
+    waits = Waits()
+    assert waits.call(asked.wait, find_fault=find_fault) is True
+    ended.set()
+    assert told.wait(10)
+    assert waits.failure is None
+
+
+@pytest.mark.parametrize(
+    ("world_size", "named"), [(2, "rank 1 at 10.0.0.7:4711"), (4, "10.0.0.7:4711")]
+)
+def test_a_rank_is_named_only_in_a_group_of_the_whole_world(monkeypatch, world_size, named):
+    """In another group rank 1 is some other rank of the world."""
+    store = dist.HashStore()
+    for rank in range(2):
+        store.set(f"0/{rank}", "card")
+    monkeypatch.setattr(sockets, "listening_address", lambda card: ("10.0.0.7", 4711))
+    monkeypatch.setattr(sockets, "is_silent", lambda address: True)
+    assert group_gloo.silent_peer(store, 0, 2, world_size) == f"no answer from {named}"
 
 
 def test_a_host_that_drops_packets_is_silent_one_that_refuses_is_not(monkeypatch):

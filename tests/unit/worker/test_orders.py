@@ -23,6 +23,7 @@ ALL = [
     orders.Keeps(),
     orders.CanSave(),
     orders.Entered(3, -1),
+    orders.Begins(3, 0, stored=False),
     orders.Up(3, 17, 4096, 0.25, 1.5),
     orders.Stopped(3, 17),
     orders.Erred(3, 17, "ValueError: no", "Traceback", retry=False),

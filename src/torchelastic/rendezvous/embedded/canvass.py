@@ -8,7 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torchelastic.errors import RendezvousError
 from torchelastic.rendezvous.embedded import wire
@@ -17,6 +17,7 @@ from torchelastic.rendezvous.embedded.dial import Endpoint, NoAnswer, knock
 from torchelastic.rendezvous.embedded.link import Link
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 #: Seconds an agent has to answer; longer where it must stop its workers before.
 PATIENCE = 0.5
@@ -145,10 +146,10 @@ async def _ask_one(key: str, place: Endpoint, asked: Canvass, returns: Returns) 
         link.abort()
 
 
-async def unless(news: asyncio.Event, asking: Coroutine[Any, Any, Returns]) -> Returns | None:
-    """Wait for the answers, but not once there is news of a host: who has frozen, or is being
-    stopped, would keep this node from following it."""
-    asked = asyncio.ensure_future(asking)
+async def unless(news: asyncio.Event, waiting: Coroutine[Any, Any, T]) -> T | None:
+    """Wait for answers, or for a time, but not once there is news of a host: who has frozen, or is
+    being stopped, would keep this node from following it."""
+    asked = asyncio.ensure_future(waiting)
     heard = asyncio.ensure_future(news.wait())
     try:
         await asyncio.wait({asked, heard}, return_when=asyncio.FIRST_COMPLETED)

@@ -6,7 +6,7 @@ import errno
 import ipaddress
 import logging
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from torchelastic.errors import ConfigError
@@ -75,7 +75,7 @@ def bind_endpoint(
         return None
     loopback = loopback_addresses(host)
     try:
-        return _listen_on(loopback, port) if loopback else [_listen_everywhere(port)]
+        return _listen_at(loopback, port)
     except PermissionError as error:
         raise ConfigError(
             f"This agent may not listen on port {port}: choose one above 1023 in --rdzv-endpoint."
@@ -86,18 +86,22 @@ def bind_endpoint(
         raise
 
 
-def listen_beside(host: str, port: int) -> list[socket.socket]:
-    """Listening sockets for an agent whose endpoint is another's: at the same port, if it is free
-    here, for then the address of any node is as good as the endpoint's."""
+def listen_beside(host: str, port: int, known: int = 0) -> list[socket.socket]:
+    """Listening sockets for an agent whose endpoint is another's: at the port where this node is
+    `known`, or at the same port, if it is free here, for then the address of any node is as good
+    as the endpoint's."""
     loopback = loopback_addresses(host)
-    if loopback:
-        return _listen_on(loopback, 0)
-    try:
-        return [_listen_everywhere(port)]
-    except OSError as error:
-        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-            raise
-    return [_listen_everywhere(0)]
+    for wanted in filter(None, (known, 0 if loopback else port)):
+        try:
+            return _listen_at(loopback, wanted)
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+    return _listen_at(loopback, 0)
+
+
+def _listen_at(loopback: Sequence[str], port: int) -> list[socket.socket]:
+    return _listen_on(loopback, port) if loopback else [_listen_everywhere(port)]
 
 
 def reachable_address(address: str, host: str) -> str:

@@ -38,12 +38,13 @@ class Endpoints:
         self._is_host = is_host
         self._next_look = 0.0
 
-    async def listen(self) -> None:
-        """Listen, at the own endpoint or elsewhere."""
+    async def listen(self, known: int = 0) -> None:
+        """Listen, at the own endpoint or elsewhere: at the port where others know this node from
+        its last agent, if there was one and the port is free."""
         await self.look()
         if not self._reception.port:
             first = self.places[0]
-            await self._reception.listen(listen_beside(first.host, first.port))
+            await self._reception.listen(listen_beside(first.host, first.port, known))
 
     async def look(self, *, again: bool = False) -> None:
         """Listen at the endpoint that is this machine's, if there is one and its port is free.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torchelastic.rendezvous.embedded import wire
 from torchelastic.rendezvous.embedded.ballots import Ballot
-from torchelastic.rendezvous.embedded.table import Table
+from torchelastic.rendezvous.embedded.table import Row, Table
 from torchelastic.rendezvous.store import Json
-from torchelastic.rendezvous.succession import Roll
+from torchelastic.rendezvous.succession import Elector, Roll
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,21 @@ class Belongings:
     seconds: float
     rows: Mapping[str, Json] = field(default_factory=dict)
     lease: str = field(default_factory=lambda: secrets.token_hex(16))
+
+    def ballot(self, elector: Elector, hosts: list[str], *, why: str, granted: bool) -> Ballot:
+        """The answer to who asks for this node's vote; what it has goes along with the vote."""
+        rows = [Row(key, json.dumps(value), 0, 0) for key, value in self.rows.items()]
+        return Ballot(
+            node=elector.node,
+            granted=granted,
+            why=why,
+            term=elector.term,
+            generation=elector.generation,
+            hosts=hosts,
+            lease=self.lease if granted and rows else "",
+            seconds=self.seconds,
+            rows=rows if granted else [],
+        )
 
 
 def table_of(holding: Holding, ballots: Iterable[Ballot], now: float) -> Table:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import dataclass, field
 
 from torchelastic.rendezvous import succession
 from torchelastic.rendezvous.embedded.canvass import Returns
@@ -13,6 +14,20 @@ from torchelastic.rendezvous.succession import Elector, Electorate, Roll
 DEAD = -2
 #: How often the time to let others try first doubles.
 MOST_DOUBLINGS = 4
+#: Seconds between two rounds of asking; they grow.
+FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.5
+#: That of the witness: none.
+WITNESS = -3
+
+
+@dataclass(frozen=True)
+class WitnessView:
+    """The votes of the witness that a candidate has in its term, and those it cannot have."""
+
+    claimed: Set[str] = frozenset()
+    refused: Set[str] = frozenset()
+    #: Why it is of no help, for people.
+    obstacle: str = ""
 
 
 @dataclass(frozen=True)
@@ -25,10 +40,17 @@ class Poll:
     places: tuple[str, ...]
     own_place: str = ""
     two_node_takeover: bool = False
+    witness: WitnessView = field(default_factory=WitnessView)
 
     @property
     def has_world(self) -> bool:
         return self.holding.roll.generation >= 0
+
+    @property
+    def is_in_world(self) -> bool:
+        """Whether this node trained in the last world, for sure: its host may not have."""
+        latest = self.holding.roll.latest
+        return self.elector.node in latest.nodes - {latest.host}
 
     @property
     def roll(self) -> Roll:
@@ -57,26 +79,56 @@ class Poll:
 
     def is_won(self, returns: Returns) -> bool:
         """Whether this node is, or would be, elected."""
+        return self.to_claim(returns) == ()
+
+    def to_claim(self, returns: Returns) -> tuple[str, ...] | None:
+        """The votes of the witness with which it would be elected; None: it would not be."""
         if self.has_world and not self.holding.rows:
-            return False  # nothing to host the store with
-        return succession.elected(self.roll, self.votes(returns))
+            return None  # nothing to host the store with
+        votes = self.votes(returns)
+        electorates = succession.settled(self.roll, votes).electorates
+        missing = succession.to_claim(electorates, votes)
+        return None if missing is None or self.witness.refused & set(missing) else missing
 
     def votes(self, returns: Returns) -> dict[str, int]:
         """Who agrees, and the newest world that each of them has."""
-        votes = {key: each.generation for key, each in returns.ballots.items() if each.granted}
+        votes = {
+            # Of a node, not of who sits in its place now: that one may know less.
+            each.node if self.has_world else key: each.generation
+            for key, each in returns.ballots.items()
+            if each.granted
+        }
         votes[self.voice] = self.elector.generation
+        votes |= dict.fromkeys(self.witness.claimed, WITNESS)
         if self.two_node_takeover:
             votes |= dict.fromkeys(filter(self._is_other_of_two, self._dead_in(returns)), DEAD)
         return votes
 
     def _dead_in(self, returns: Returns) -> set[str]:
         """Who seems to be no more: nobody listens at its port, or another agent does."""
-        replaced = {
+        return returns.refused | self._replaced_in(returns)
+
+    def _replaced_in(self, returns: Returns) -> set[str]:
+        """In whose place another agent answers."""
+        return {
             key
             for key, ballot in returns.ballots.items()
             if ballot.node not in (key, self.elector.node)
         }
-        return returns.refused | replaced
+
+    def is_outdated(self, returns: Returns, *, waited: bool) -> bool:
+        """Whether the job of this node's world has ended, and been started again without it.
+
+        Too many of its nodes have other agents in their places for a majority ever to agree; or a
+        host answers that this node cannot follow, and others have had the time to elect another.
+        """
+        electorates = self.roll.electorates
+        there = frozenset().union(*(each.voters for each in electorates))
+        there -= self._replaced_in(returns)
+        has_other_host = any(ballot.hosts for ballot in returns.ballots.values())
+        has_other_host &= not self.hosts(returns)
+        is_hopeless = not succession.agreed(electorates, there)
+        return self.has_world and (is_hopeless or (has_other_host and waited))
 
     def _is_other_of_two(self, node: str) -> bool:
         latest = self.roll.latest.nodes
@@ -103,6 +155,8 @@ class Poll:
     def predicament(self, returns: Returns) -> str:
         """What a node waits for that has no host and no majority, for people."""
         gone = "the host of the rendezvous is out of reach"
+        if obstacle := self.witness.obstacle:
+            return f"{gone}: {obstacle}" if self.has_world else obstacle
         if self.has_world and not self.holding.rows:
             return f"{gone}: this node waits for one of those that could host it"
         votes = set(self.votes(returns))
@@ -110,6 +164,39 @@ class Poll:
         what = "nodes" if self.has_world else "endpoints"
         there = f"{len(wanted.nodes & votes)} of {len(wanted.nodes)} {what}"
         hint = ""
-        if self.has_world and len(wanted.nodes) == 2:
-            hint = "; if the host is gone for good, --two-node-takeover lets the other go on"
+        if self.has_world and len(wanted.nodes) == 2 and not wanted.witness:
+            hint = (
+                "; if the host is gone for good, --two-node-takeover lets the other go on; with "
+                "--witness (a directory that all nodes share) either of two nodes may be lost"
+            )
+        elif wanted.witness in self.witness.refused:
+            hint = ", and the witness has voted for them"
         return f"{gone}, and {there} are no majority: this node waits for the others{hint}"
+
+
+class Search:
+    """How a node that looks for a host goes on: in which term it asks, how soon, and when it is its
+    turn to stand for election."""
+
+    def __init__(self, now: float) -> None:
+        self.begun = self._tried = now
+        #: Seconds until it asks again.
+        self.pause = FIRST_PAUSE
+        #: The latest term that somebody knows of: who has voted in a term refuses it to all others.
+        self.heard = 0
+        self._in_vain = 0
+
+    def hear(self, returns: Returns) -> None:
+        self.heard = max(self.heard, returns.latest_term)
+
+    def is_our_turn(self, poll: Poll, now: float) -> bool:
+        return now - self._tried >= poll.turn(self._in_vain)
+
+    def stood_in_vain(self, now: float) -> None:
+        """Others stood at the same time, and would again: let those before this node try first."""
+        self.pause, self._tried = FIRST_PAUSE, now
+        self._in_vain += 1
+
+    def next_pause(self) -> float:
+        pause, self.pause = self.pause, min(2 * self.pause, LONGEST_PAUSE)
+        return pause

@@ -91,8 +91,8 @@ class Ring:
         self._overdue: asyncio.TimerHandle | None = None
         #: Connections that others have made to us.
         self._guests: dict[Link, asyncio.Task[None]] = {}
-        #: Who has one.
-        self._callers: set[str] = set()
+        #: The last one of each.
+        self._callers: dict[str, Link] = {}
 
     def turn_to(self, nodes: Sequence[tuple[str, str]]) -> None:
         """Take one's place among these nodes and their addresses, in order."""
@@ -168,13 +168,12 @@ class Ring:
             return
         assert isinstance(beat, Beat)
         self._called(beat.node)
-        self._callers.add(beat.node)
-        try:
-            has_parted = await self._converse(link)
-        finally:
-            self._callers.discard(beat.node)
-        if not has_parted:
-            self._doubt(beat.node)
+        self._callers[beat.node] = link
+        has_parted = await self._converse(link)
+        if self._callers.get(beat.node) is link:  # else it has called again
+            del self._callers[beat.node]
+            if not has_parted:
+                self._doubt(beat.node)
 
     def _called(self, node: str) -> None:
         self._trust(node)

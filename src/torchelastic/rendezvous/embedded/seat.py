@@ -15,7 +15,6 @@ rules). Who decides what:
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import random
@@ -34,22 +33,24 @@ from torchelastic.rendezvous.embedded.canvass import Returns, canvass, proclaim,
 from torchelastic.rendezvous.embedded.client import EmbeddedStore
 from torchelastic.rendezvous.embedded.dial import Endpoint
 from torchelastic.rendezvous.embedded.endpoints import Endpoints
+from torchelastic.rendezvous.embedded.grace import grace_of, trains_alone
 from torchelastic.rendezvous.embedded.holding import Belongings, Holding, table_of
 from torchelastic.rendezvous.embedded.link import Link
-from torchelastic.rendezvous.embedded.poll import DEAD, Poll
+from torchelastic.rendezvous.embedded.poll import DEAD, Poll, Search
 from torchelastic.rendezvous.embedded.reception import Handler, Reception
-from torchelastic.rendezvous.embedded.ring import answer_that_we_live, lives
-from torchelastic.rendezvous.embedded.server import GRACE, EmbeddedServer
+from torchelastic.rendezvous.embedded.ring import answer_that_we_live
+from torchelastic.rendezvous.embedded.server import EmbeddedServer
 from torchelastic.rendezvous.embedded.table import Row
+from torchelastic.rendezvous.embedded.tie_breaker import TieBreaker
+from torchelastic.rendezvous.embedded.voter_file import Voter, VoterFile
 from torchelastic.rendezvous.secret import Credentials
 from torchelastic.rendezvous.store import Json
 from torchelastic.rendezvous.succession import Candidacy, Elector
-from torchelastic.rendezvous.world import MEMBER_PREFIX, PART_PREFIX, WORLD_KEY, World
+from torchelastic.rendezvous.witness.jury import Witness
+from torchelastic.rendezvous.world import MEMBER_PREFIX, PART_PREFIX, WORLD_KEY
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two rounds of asking; they grow.
-FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.5
 #: Seconds a host that was named has to answer. One that this node has just given up itself has so
 #: many times the pause at first: others may name it who are about to give it up, too.
 HOST_ANSWERS, SECOND_CHANCE = 1.0, 5.0
@@ -84,8 +85,11 @@ class Seat:
         two_node_takeover: bool = False,
         may_be_remembered: bool = True,
         passes_workers_on: bool = False,
+        witness: Witness | None = None,
+        file: VoterFile | None = None,
     ) -> None:
-        """`passes_workers_on`: workers find their store at its port, as with torchrun's static."""
+        """`passes_workers_on`: workers find their store at its port, as with torchrun's static.
+        `file`: where this node keeps its vote."""
         self._node = node
         self._clock = clock
         self._lease = lease
@@ -98,8 +102,12 @@ class Seat:
         if passes_workers_on:
             self._reception.pass_workers_on(self._store_of_workers)
         self._endpoints = Endpoints(places, self._reception, clock=clock, is_host=is_host)
-        self._elector = Elector(node)
-        self._holding = Holding()
+        self._file = file
+        last = (file.resumed if file is not None else None) or Voter()
+        self.witness = witness
+        self._tie_breaker = TieBreaker(witness, node, last.token)
+        self._elector = Elector(node, last.term, last.chosen, last.generation)
+        self._holding = last.holding
         self._belongings = Belongings(lease)
         #: The latest term for which this node, as host, has stepped down.
         self._yielded_to = 0
@@ -108,8 +116,8 @@ class Seat:
         self._stopped.set()
         #: Set when it has voted for another node.
         self._voted = asyncio.Event()
-        #: This node's address, as found out when it was somebody's client.
-        self._addr = ""
+        #: This node's address, as found out when it was somebody's client, and the port it had.
+        self._addr, self._known_port = last.address_of(node)
         #: Set when there is news of a host.
         self._news = asyncio.Event()
         self._rumours: list[str] = []
@@ -187,6 +195,11 @@ class Seat:
         self._holding = holding
         self._elector = replace(self._elector, generation=holding.roll.generation)
 
+    async def kept(self) -> None:
+        """Return when the disk has what this node votes from: before others hear of it."""
+        if self._file is not None:
+            await self._file.keep(self._elector, self._holding, self._tie_breaker.token)
+
     def hear_of(self, addresses: Sequence[str]) -> None:
         """Take note of agents that may know where the store is, should it be lost."""
         self._heard_of = addresses
@@ -203,8 +216,8 @@ class Seat:
         self._reception.serve(wire.STORE, self._say_where)
         self._reception.serve(wire.SUCCESSION, self._converse)
         self._reception.serve(wire.RING, answer_that_we_live)
-        await self._endpoints.listen()
-        if self._endpoints.ours is None:
+        await self._endpoints.listen(self._known_port)
+        if self._endpoints.ours is None and not self._holding.roll.latest.nodes:
             await self._wait_for_host(timeout, say)
         else:
             await self._find_host(timeout, say)
@@ -244,8 +257,9 @@ class Seat:
         await asyncio.wait({voted}, timeout=seconds)
         voted.cancel()
 
-    async def close(self, others: float = 0.0) -> None:
-        """Go; a host gives the other nodes up to `others` seconds to go first."""
+    async def close(self, others: float = 0.0, *, ended: bool = False) -> None:
+        """Go; a host gives the other nodes up to `others` seconds to go first, and clears away what
+        the witness has of a job that has `ended`."""
         self._elector = replace(self._elector, has_host=False)
         for task in self._tasks:
             task.cancel()
@@ -256,6 +270,7 @@ class Seat:
                 await self.server.wait_alone(others)
             await self.server.close()
         await self._reception.close()
+        await self._tie_breaker.close(ended=ended)
 
     async def _wait_for_host(self, timeout: float | None, say: Callable[[str], None]) -> None:
         """Of a node that has no say: wait until somebody hosts."""
@@ -281,42 +296,37 @@ class Seat:
 
     async def _find_host(self, timeout: float | None, say: Callable[[str], None]) -> None:
         """Ask around until this node has a host, or is it."""
-        begun = self._clock.now()
-        deadline = begun + (math.inf if timeout is None else timeout)
-        pause, say_at = FIRST_PAUSE, begun + 2 * self._lease
-        tried, in_vain, heard = begun, 0, 0
+        search = Search(self._clock.now())
+        deadline = search.begun + (math.inf if timeout is None else timeout)
+        say_at = search.begun + 2 * self._lease
         while True:
-            if self._may_found():
+            if self._may_found() and await self._tie_breaker.begins_job():
                 await self._reign(FIRST_TERM, Returns())
                 return
-            self._news.clear()
-            # Beyond what was heard: who has voted in a term refuses that one to others for ever.
-            returns = await self._ask(succession.next_term(self._elector, heard), binding=False)
-            heard = max(heard, returns.latest_term)
+            term = self._tie_breaker.next_term(self._elector, search.heard)
+            returns = await self._ask(term, binding=False)
+            search.hear(returns)
             rumours, self._rumours = self._rumours, []
             self._news.clear()
-            if await self._join_one_of([*rumours, *self._poll.hosts(returns)], pause):
+            if await self._join_one_of([*rumours, *self._poll.hosts(returns)], search.pause):
                 return
-            is_our_turn = self._clock.now() - tried >= self._poll.turn(in_vain)
-            if is_our_turn and self._poll.is_won(returns):
-                if await self._stand(returns):
+            now = self._clock.now()
+            waited = now - search.begun
+            if self._file is not None and self._store is None:
+                self._file.check(self._poll, returns, waited=waited > self._lease)
+            if search.is_our_turn(self._poll, now):
+                before = self._elector
+                if await self._stand(returns, waited >= self._lease):
                     return
-                # Others stood at the same time, and would again: each lets those before it try.
-                pause, tried, in_vain = FIRST_PAUSE, self._clock.now(), in_vain + 1
+                if self._elector is not before:
+                    search.stood_in_vain(self._clock.now())
             now = self._clock.now()
             if now >= deadline:
                 raise RendezvousLost(f"{self._poll.predicament(returns)}: given up.")
             if now >= say_at:
                 say(self._poll.predicament(returns))
                 say_at = now + SAY_EVERY
-            await self._wait_for_news(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-
-    async def _wait_for_news(self, seconds: float) -> None:
-        # Not `wait_for`, which before Python 3.12 may lose a cancellation.
-        news = asyncio.ensure_future(self._news.wait())
-        await asyncio.wait({news}, timeout=seconds)
-        news.cancel()
+            await unless(self._news, asyncio.sleep(search.next_pause()))
 
     def _may_found(self) -> bool:
         """Whether nobody else could know of the job: no world here, ours the only endpoint, and
@@ -335,6 +345,7 @@ class Seat:
             places=tuple(map(str, self._endpoints.places)),
             own_place="" if ours is None else str(ours),
             two_node_takeover=self._two_node_takeover,
+            witness=self._tie_breaker.view(self._tie_breaker.next_term(self._elector)),
         )
 
     def _whereabouts(self, but: Set[str] = frozenset()) -> dict[str, Endpoint]:
@@ -388,22 +399,27 @@ class Seat:
 
     # Becoming host
 
-    async def _stand(self, wished: Returns) -> bool:
-        """Ask those for their vote who would give it; says whether this node is host now."""
-        term = succession.next_term(self._elector, wished.latest_term)
+    async def _stand(self, wished: Returns, a_lease_later: bool) -> bool:
+        """If this would win: ask those for their vote who would give it; says whether this node is
+        host now."""
+        if not await self._tie_breaker.may_win(self._poll, wished, a_lease_later):
+            return False
+        term = self._tie_breaker.next_term(self._elector, wished.latest_term)
         ours = Candidacy(term, self._node, self._elector.generation, binding=True)
         if succession.refusal(self._elector, ours):
             return False
         self._elector = succession.voted(self._elector, ours)
+        await self.kept()
         willing = [key for key, ballot in wished.ballots.items() if ballot.granted]
-        returns = await unless(self._news, self._ask(term, binding=True, of=willing))
-        if returns is None:
+        asking = self._ask(term, binding=True, of=willing)
+        if (returns := await unless(self._news, asking)) is None:
             return False
         returns.refused |= wished.refused
         for key, ballot in wished.ballots.items():
             returns.ballots.setdefault(key, replace(ballot, granted=False))
+        is_won = await self._tie_breaker.wins(self._poll, returns, term)
         # Meanwhile it may have voted for somebody of a later term.
-        if not self._poll.is_won(returns) or self._elector.term != term:
+        if not is_won or self._elector.term != term:
             returns.close()
             return False
         await self._reign(term, returns)
@@ -412,6 +428,8 @@ class Seat:
     async def _reign(self, term: int, returns: Returns) -> None:
         """Serve the store from now on, and tell those who voted."""
         self._elector = replace(self._elector, term=term, chosen=self._node)
+        self._tie_breaker.reigns()
+        await self.kept()
         if self._holding.roll.generation >= 0 or self._may_be_remembered:
             # A store that knows nothing waits a lease: another host may be about to call. So does
             # one whose last world may still make steps.
@@ -493,25 +511,10 @@ class Seat:
             self.server.admit(link, hello)
 
     async def _grace_of(self, rows: Sequence[Row]) -> float | None:
-        """Of a host: how long to wait for the agent with these rows, whose connection has ended.
-
-        Not at all where its machine says that nobody listens at its port any more; where it lives,
-        or there is no telling, or it needs nobody for a step, its lease tells.
-        """
-        records = [row.text for row in rows if row.key.startswith(MEMBER_PREFIX)]
-        address = wire.decode_value(records[0] or "{}").get("peer") if records else None
-        grace: float | None = GRACE
-        if address:
-            grace = 0.0 if await lives(self._at(address)) is False else None
-        return None if records and self._one_trains_without_us() else grace
-
-    def _one_trains_without_us(self) -> bool:
-        """Of a host: whether the last world is of another node alone."""
-        summary = self._summary()
-        if self.server is None or summary.get("count") != 1:
-            return False
-        parts = [wire.decode_value(row.text or "{}") for row in self.server.rows(PART_PREFIX)]
-        return World.from_parts(summary, parts).steps_without(self._node)
+        """Of a host: how long to wait for the agent with these rows, whose connection has ended."""
+        parts = self.server.rows(PART_PREFIX) if self.server is not None else []
+        alone = trains_alone(self._summary(), parts, self._node)
+        return await grace_of(rows, at=self._at, alone=alone)
 
     def _say_where(self, link: Link, hello: wire.Hello) -> None:
         """To a client of the store, which is not hosted here."""
@@ -562,7 +565,9 @@ class Seat:
 
     async def _vote_when_stopped(self, link: Link, asked: Candidacy) -> None:
         await self._stopped.wait()
-        link.send(self._answer(asked))
+        ballot = self._answer(asked)
+        await self.kept()
+        link.send(ballot)
 
     def _answer(self, asked: Candidacy) -> Ballot:
         why = succession.refusal(self._elector, asked)
@@ -573,18 +578,7 @@ class Seat:
         return self._ballot(why, granted=not why)
 
     def _ballot(self, why: str, *, granted: bool) -> Ballot:
-        rows = [Row(key, json.dumps(value), 0, 0) for key, value in self._belongings.rows.items()]
-        return Ballot(
-            node=self._node,
-            granted=granted,
-            why=why,
-            term=self._elector.term,
-            generation=self._elector.generation,
-            hosts=self._known_hosts(),
-            lease=self._belongings.lease if granted and rows else "",
-            seconds=self._belongings.seconds,
-            rows=rows if granted else [],
-        )
+        return self._belongings.ballot(self._elector, self._known_hosts(), why=why, granted=granted)
 
     def _hear_of_host(self, link: Link, reign: Reign) -> None:
         """Somebody says that it is host."""

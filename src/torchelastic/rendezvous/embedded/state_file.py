@@ -34,6 +34,8 @@ class StateFile:
         except OSError as error:
             raise ConfigError(self._unusable(error)) from None
         self._lock(self._descriptor)
+        if not self._is_current():
+            raise ConfigError(self._in_use())
         with open(self._descriptor, "rb", closefd=False) as file:
             return journal.parse(file.read(), self.path)
 
@@ -41,10 +43,20 @@ class StateFile:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(
-                f"The state file {self.path} is in use by another process: give every server one "
-                "of its own."
-            ) from None
+            raise ConfigError(self._in_use()) from None
+
+    def _is_current(self) -> bool:
+        """Not where another process has just written the file whole, and let go of the old one."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def _in_use(self) -> str:
+        return (
+            f"The state file {self.path} is in use by another process: give every server one of "
+            "its own."
+        )
 
     def rewrite(self, entries: Iterable[Entry]) -> None:
         """Write the file whole: there is the old one or the new one, whatever happens."""
@@ -61,7 +73,7 @@ class StateFile:
             _write(descriptor, b"".join(lines))
             os.fsync(descriptor)
             os.rename(temporary, self.path)
-            _sync_directory(self.path)
+            sync_directory(self.path)
         except BaseException:
             os.close(descriptor)
             raise
@@ -101,7 +113,7 @@ def _write(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def _sync_directory(path: str) -> None:
+def sync_directory(path: str) -> None:
     """A new name is safe only when its directory is."""
     directory = os.open(Path(path).absolute().parent, os.O_RDONLY | os.O_DIRECTORY)
     try:

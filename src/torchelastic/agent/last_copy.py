@@ -1,0 +1,44 @@
+"""Whether a worker that does not leave a world which is over may be killed. Pure.
+
+Killed at once, it frees its node for the next world. But if no other worker can go on with the
+state that it has, steps would be lost that all ranks have finished: then the job waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """The state that a living worker has."""
+
+    #: The last world it was told to enter.
+    generation: int
+    #: How many steps are in it; None: it has not been given any state yet.
+    step: int | None
+    #: Whether it has left that world in order.
+    stopped: bool = False
+    frozen: bool = False
+    #: Whether it is about to be killed.
+    doomed: bool = False
+
+
+def is_usable(copy: Copy, generation: int) -> bool:
+    """Whether the world after `generation` can go on from this copy."""
+    if copy.step is None or copy.frozen or copy.doomed:
+        return False
+    return copy.generation > generation or (copy.generation == generation and copy.stopped)
+
+
+def may_be_killed(
+    own: Copy, others: Iterable[Copy], *, elsewhere: bool, waited: float, limit: float
+) -> bool:
+    """Whether a worker may be killed that has not left its world for `waited` seconds.
+
+    `others` are the workers of its node; `elsewhere`: whether another node has a usable copy.
+    """
+    if not own.step or waited >= limit:
+        return True
+    return elsewhere or any(is_usable(other, own.generation) for other in others)

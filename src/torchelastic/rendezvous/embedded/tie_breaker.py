@@ -1,0 +1,113 @@
+"""The witness, as a node without a host asks it: for its votes, and whether the job may begin."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from torchelastic.rendezvous import succession
+from torchelastic.rendezvous.embedded.canvass import Returns
+from torchelastic.rendezvous.embedded.poll import Poll, WitnessView
+from torchelastic.rendezvous.succession import Elector
+from torchelastic.rendezvous.witness.asking import Silent
+from torchelastic.rendezvous.witness.jury import Witness
+
+logger = logging.getLogger(__name__)
+
+
+class TieBreaker:
+    """Of one seat; without a witness it breaks no tie, and lets every job begin."""
+
+    def __init__(self, witness: Witness | None, node: str, token: str = "") -> None:
+        """`token` is that of the run of the job that the node's last agent was in."""
+        self._witness = witness
+        if witness is not None:
+            witness.expected = token
+        self._node = node
+        #: Why the witness is of no help, for people.
+        self._obstacle = ""
+        #: The term in which a vote was claimed, and there was no answer.
+        self._unclear = 0
+
+    @property
+    def token(self) -> str:
+        """Of the run of the job that this node is in, as far as it has been at the witness."""
+        return "" if self._witness is None else self._witness.token or self._witness.expected
+
+    def view(self, term: int) -> WitnessView:
+        """What is known of its votes in a term."""
+        if self._witness is None:
+            return WitnessView()
+        refused = self._witness.refused(term).keys()
+        return WitnessView(self._witness.votes(term), refused, self._obstacle)
+
+    def next_term(self, elector: Elector, heard: int = 0) -> int:
+        """The term to ask for votes for: the last one again while it is not known who has the vote
+        of the witness in it, since that would not count in another."""
+        is_unclear = self._unclear == elector.term and elector.chosen == self._node
+        return self._unclear if is_unclear else succession.next_term(elector, heard)
+
+    async def begins_job(self) -> bool:
+        """Whether this node may begin the job: not while the witness knows of an earlier run."""
+        if self._witness is None:
+            return True
+        try:
+            self._obstacle = await self._witness.found()
+        except Silent as error:
+            self._note(error)
+        return not self._obstacle
+
+    async def may_win(self, poll: Poll, returns: Returns, a_lease_later: bool) -> bool:
+        """Whether a node would be elected, if need be with the votes of the witness.
+
+        Those not before a lease is over where the node is not in the world: others may step in it.
+        """
+        missing = poll.to_claim(returns)
+        if not missing:
+            self._obstacle = ""
+            return missing is not None
+        if self._witness is None or not (poll.is_in_world or a_lease_later):
+            return False
+        try:
+            for vote in missing:
+                await self._witness.look(vote)
+        except Silent as error:
+            self._note(error)
+            return False
+        self._obstacle = ""
+        return not self._witness.refused(self.next_term(poll.elector)).keys() & set(missing)
+
+    async def wins(self, poll: Poll, returns: Returns, term: int) -> bool:
+        """Whether the votes of nodes, and of the witness where those are missing, elect a node."""
+        if poll.elector.term != term:
+            return False
+        missing = replace(poll, witness=self.view(term)).to_claim(returns)
+        for vote in missing or ():
+            assert self._witness is not None
+            try:
+                is_ours = await self._witness.claim(vote, term)
+            except Silent as error:
+                self._note(error)
+                self._unclear = term
+                return False
+            if not is_ours:
+                return False
+        return missing is not None and (poll.has_world or await self.begins_job())
+
+    def reigns(self) -> None:
+        """The node is host: it never asks for votes in that term again."""
+        self._unclear = 0
+
+    def _note(self, error: Silent) -> None:
+        assert self._witness is not None
+        self._obstacle = f"waiting for the witness at {self._witness.url}: {error}"
+
+    async def close(self, *, ended: bool) -> None:
+        if self._witness is None:
+            return
+        if ended:
+            try:
+                await self._witness.close_job()
+            except Silent as error:
+                logger.warning("The witness does not know that the job is closed: %s", error)
+        await self._witness.close()

@@ -1,0 +1,307 @@
+"""The file in which a node keeps what it must not forget as a voter, so that the next agent on its
+machine is the same voter: its id, the term it has voted in and for whom, and the newest world.
+
+    $XDG_RUNTIME_DIR/torchelastic/<job>-<hash>/<node>/voter       beside the node's `agent.json`
+
+Whoever has the file locked is the node; an agent that finds none free is a new node. A file can be
+removed at any time: its node never comes back then, and its next agent is a new one without a vote.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchelastic import jobs
+from torchelastic.config import ETCD_BACKENDS, LaunchConfig, parse_endpoint
+from torchelastic.errors import ConfigError, RendezvousError, VoteOutdated
+from torchelastic.rendezvous import succession
+from torchelastic.rendezvous.agreement import Agreement
+from torchelastic.rendezvous.embedded.canvass import Returns
+from torchelastic.rendezvous.embedded.holding import Holding
+from torchelastic.rendezvous.embedded.journal import Entry
+from torchelastic.rendezvous.embedded.poll import Poll
+from torchelastic.rendezvous.embedded.state_file import StateFile, sync_directory
+from torchelastic.rendezvous.succession import Elector
+
+log = logging.getLogger(__name__)
+
+FILE = "voter"
+#: Where a machine says which one it is; the second changes when it is booted.
+_MACHINE_IDS = ("/etc/machine-id", "/proc/sys/kernel/random/boot_id")
+#: Seconds to write the file after which people are told that the disk is slow.
+SLOW = 2.0
+
+
+@dataclass(frozen=True)
+class Voter:
+    """What a node must not forget."""
+
+    term: int = 0
+    chosen: str = ""
+    holding: Holding = field(default_factory=Holding)
+    #: Of the run of the job at the witness, if there is one.
+    token: str = ""
+
+    @property
+    def generation(self) -> int:
+        return self.holding.roll.generation
+
+    def address_of(self, node: str) -> tuple[str, int]:
+        """Where others reached a node; an empty address, and port 0: it is not known."""
+        address = self.holding.addresses.get(node)
+        return parse_endpoint(address) if address else ("", 0)
+
+    def is_as(self, other: Voter | None) -> bool:
+        """Whether nothing that matters differs: a phase of the same world does not matter."""
+        if other is None or self.holding.rows.keys() != other.holding.rows.keys():
+            return False
+        return _without_rows(self) == _without_rows(other)
+
+    def to_json(self) -> dict[str, Any]:
+        roll = self.holding.roll
+        return {
+            "term": self.term,
+            "chosen": self.chosen,
+            "generation": roll.generation,
+            "nodes": sorted(roll.latest.nodes),
+            "host": roll.latest.host,
+            "witness": bool(roll.latest.witness),
+            "roll": succession.to_json(roll),
+            "order": self.holding.order,
+            "addresses": self.holding.addresses,
+            "rows": self.holding.rows,
+            "token": self.token,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Voter:
+        roll = succession.from_json(
+            data["roll"],
+            data["generation"],
+            data["nodes"],
+            data["host"],
+            witness=data["witness"],
+        )
+        held = Holding(roll, tuple(data["order"]), data["addresses"], data["rows"])
+        return cls(data["term"], data["chosen"], held, data["token"])
+
+
+def _without_rows(voter: Voter) -> tuple[object, ...]:
+    held = voter.holding
+    return voter.term, voter.chosen, voter.token, held.roll, held.order, held.addresses
+
+
+def why_void(
+    voter: Voter,
+    said: Mapping[str, Any],
+    ours: Mapping[str, Any],
+    *,
+    gone: Sequence[str] = (),
+    is_late: bool = False,
+) -> str:
+    """Why an agent must not, or need not, go on as this voter; empty: it does. Pure.
+
+    `said` and `ours` are the machine and the job, as in the file and as they are here; `gone` are
+    nodes that never come back.
+    """
+    differing = [key for key in ours if said.get(key) != ours[key]]
+    if differing:
+        return f"it is of another {differing[0]}"
+    if is_late:
+        return "the others have given up waiting for its node (--wait-for-nodes)"
+    voters = frozenset().union(*(each.voters for each in voter.holding.roll.electorates))
+    if not succession.agreed(voter.holding.roll.electorates, voters - {*gone}):
+        return "too many nodes of its world never come back"
+    return ""
+
+
+class VoterFile:
+    """The file of one node, and the node's id; written in threads, used in one loop."""
+
+    def __init__(
+        self, path: Path, node: str, identity: Mapping[str, Any], *, is_off: bool = False
+    ) -> None:
+        """`is_off`: nothing is ever written."""
+        self.path = path
+        self.node = node
+        #: What the last agent of this node has left; None: it is a new node.
+        self.resumed: Voter | None = None
+        self._identity = {**identity, "node": node}
+        self._file = StateFile(str(path))
+        self._begun = False
+        self._lock = threading.Lock()
+        self._wanted: Voter | None = None
+        self._written: Voter | None = None
+        self._is_off = is_off
+
+    @property
+    def sentence(self) -> str:
+        """What this node goes on from, for people."""
+        return (
+            f"this node resumes its vote in generation {self.generation} from {self.path}; "
+            "to begin the job anew, remove that file before the start"
+        )
+
+    @property
+    def generation(self) -> int:
+        """The newest world of the last agent, whose workers are gone; -1: none."""
+        return -1 if self.resumed is None else self.resumed.generation
+
+    async def keep(self, elector: Elector, holding: Holding, token: str = "") -> None:
+        """Return when the disk has this, so that others may hear of it; of a node that leaves, when
+        the file is removed.
+
+        Where the disk does not take it, people are told, and the file is removed. Term 0 is that of
+        a store that nobody takes over.
+        """
+        voter = None if elector.leaving else Voter(elector.term, elector.chosen, holding, token)
+        if not elector.term or self._is_off or (voter is not None and voter.is_as(self._written)):
+            return
+        self._wanted = voter
+        await asyncio.to_thread(self._write)
+
+    def _write(self) -> None:
+        with self._lock:
+            wanted, began = self._wanted, time.monotonic()
+            if self._is_off or (wanted is not None and wanted.is_as(self._written)):
+                return  # another thread was quicker, or had something later to write
+            try:
+                self._put(wanted)
+            except (OSError, ConfigError) as error:
+                log.warning(
+                    "%s cannot be written (%s): if this agent is restarted, it joins as a new node "
+                    "without a vote.",
+                    self.path,
+                    error,
+                )
+                self._remove()
+            self._written = wanted
+            if time.monotonic() - began > SLOW:
+                took = time.monotonic() - began
+                log.warning("Writing %s took %.1f s: others waited for this node.", self.path, took)
+
+    def _put(self, voter: Voter | None) -> None:
+        if voter is None:
+            self._remove()
+            return
+        entry = ["voter", self._identity, voter.to_json()]
+        if self._begun and not self._file.is_long:
+            self._file.append(entry, lasting=True)
+        else:
+            self._file.rewrite([entry])
+            self._begun = True
+
+    def check(self, poll: Poll, returns: Returns, *, waited: bool) -> None:
+        """End this node, to be started as a new one, if what it has resumed is outdated."""
+        if self.resumed is not None and poll.is_outdated(returns, waited=waited):
+            self.discard()
+            raise VoteOutdated(
+                f"This node resumed generation {self.generation} of job '{self._identity['job']}', "
+                "which has been started again since: it joins as a new node."
+            )
+
+    def discard(self) -> None:
+        """Remove the file: the job is closed, or is another one."""
+        with self._lock:
+            if not self._is_off:
+                self._remove()
+
+    def _remove(self) -> None:
+        self._is_off = True
+        try:
+            for path in (self.path, self.path.with_name(f"{FILE}.new")):
+                path.unlink(missing_ok=True)
+            if self.path.parent.exists():
+                sync_directory(str(self.path))
+        except OSError as error:
+            # An older vote than this node's last would be resumed: it may have been counted twice.
+            raise RendezvousError(
+                f"{self.path} can neither be written nor removed ({error.strerror}): remove it "
+                "before a node of this job is started here again."
+            ) from error
+        finally:
+            self._file.close()
+
+    def close(self) -> None:
+        """Leave the file to the next agent."""
+        with self._lock:
+            self._is_off = True
+            self._file.close()
+
+    def resume(self, *, gone: Sequence[str], is_late: bool) -> bool:
+        """Take the file for this process alone, and go on from it; False: it is in use, or void."""
+        try:
+            kept = _last(self._file.read())
+        except ConfigError as error:
+            log.debug("not resumed: %s", error)  # another agent has it, or it is damaged
+            kept = None
+        if kept is None:
+            self._file.close()
+            return False
+        voter, said = kept
+        why = why_void(voter, said, self._identity, gone=gone, is_late=is_late)
+        if not why:
+            self.resumed = self._written = voter
+            return True
+        log.debug("%s is void: %s", self.path, why)
+        if said.get("machine") == self._identity["machine"]:
+            self.discard()
+        self.close()
+        return False
+
+
+def _last(entries: Sequence[Entry]) -> tuple[Voter, Mapping[str, Any]] | None:
+    """What a file says now; None where it is none of ours."""
+    match entries[-1:]:
+        case [["voter", dict(said), dict(data)]]:
+            try:
+                return Voter.from_json(data), said
+            except (KeyError, TypeError, ValueError):
+                return None
+    return None
+
+
+def claim(config: LaunchConfig, command: Sequence[str]) -> VoterFile:
+    """The file of a node of this job that was here and has no agent any more, the oldest first, or
+    of a new node; where nobody ever votes, none is written."""
+    node = secrets.token_hex(6)
+    if config.max_nodes == 1 or config.rdzv_backend in ETCD_BACKENDS:
+        return VoterFile(Path(os.devnull), node, {}, is_off=True)
+    ours = {
+        "machine": _machine(),
+        "job": config.run_id,
+        "command": [*command],
+        "agreement": Agreement.from_config(config).digest,
+    }
+    agents = jobs.agents_of(config.run_id)
+    ended = sorted((one for one in agents if not one.alive), key=lambda one: one.started)
+    gone = [one.node for one in ended if not _path(config, one.node).exists()]
+    for agent in ended:
+        file = VoterFile(_path(config, agent.node), agent.node, ours)
+        idle = time.time() - agent.last_seen
+        if file.resume(gone=gone, is_late=idle > (config.wait_for_nodes or math.inf)):
+            return file
+    return VoterFile(_path(config, node), node, ours)
+
+
+def _path(config: LaunchConfig, node: str) -> Path:
+    return jobs.directory_for(config.run_id, node) / FILE
+
+
+def _machine() -> str:
+    """Which machine this is: files may lie on storage that others have as well."""
+    for path in map(Path, _MACHINE_IDS):
+        if path.exists() and (found := path.read_text().strip()):
+            return f"{found} {socket.gethostname()}"
+    return f"{os.uname().version} {socket.gethostname()}"

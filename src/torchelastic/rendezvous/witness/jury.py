@@ -1,0 +1,192 @@
+"""The witness of one job: which run of the job this is, and who has which of its votes.
+
+    <url>/<job>/incarnation-<k>      {token}, made by who begins the job; {token, closed} at its end
+    <url>/<job>/<k>/after-<g>        {node, term, nonce}: has the vote in the electorate of world g
+
+A vote is claimed by creating its key, which storage lets one node do, and is never given back. What
+is not there proves nothing (NFS remembers that for a while): only what was created or read counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from torchelastic.errors import RendezvousRefused
+from torchelastic.rendezvous.witness.asking import Asking, Silent
+from torchelastic.rendezvous.witness.storage import Json
+
+logger = logging.getLogger(__name__)
+
+_INCARNATION = re.compile(r"incarnation-(\d+)")
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who has claimed a vote, and for which term."""
+
+    node: str
+    term: int
+    nonce: str
+
+    @classmethod
+    def read(cls, value: Json | None) -> Holder:
+        """What a key says; nobody's if that is unreadable."""
+        try:
+            return cls(**value) if value is not None else cls("", 0, "")
+        except TypeError:
+            return cls("", 0, "")
+
+
+class Witness:
+    """A node's view of the witness. Whatever storage does not answer raises `Silent`."""
+
+    def __init__(self, asking: Asking, url: str, job: str, node: str) -> None:
+        self.url = url
+        self._asking = asking
+        self._job = quote(job, safe="")
+        self._node = node
+        self._nonce = secrets.token_hex(8)
+        #: The run of the job, and the random token that all its nodes read there; empty: not yet.
+        self._incarnation = -1
+        self.token = ""
+        #: Of the run that this node begins, if it does.
+        self._own_token = secrets.token_hex(8)
+        #: The token of the run that the node's last agent was in; empty: this node is new.
+        self.expected = ""
+        self._is_tested = False
+        self._holders: dict[str, Holder] = {}
+
+    # The run of the job
+
+    async def found(self) -> str:
+        """Begin the job, unless an earlier run of it has not been closed; returns why not."""
+        newest, marker = await self._newest()
+        if marker.get("token") == self._own_token:
+            newest -= 1  # begun by this node before, without an answer
+        elif newest >= 0 and not marker.get("closed"):
+            return (
+                f"an earlier run of this job has not been closed at the witness: waiting for its "
+                f"nodes (if none of them is left, remove {self._path(newest)})"
+            )
+        ours = {"token": self._own_token, "node": self._node}
+        made = await self._asking.ask("create", self._marker(newest + 1), ours)
+        if made.get("value") != ours:
+            return "another node begins the job"
+        self._incarnation, self.token = newest + 1, self._own_token
+        await self._test()
+        return ""
+
+    async def confirm(self) -> str:
+        """The token of the job that runs, as this node reads it; tests the storage at first."""
+        if self._incarnation < 0:
+            newest, _ = await self._newest()
+            if newest < 0:
+                raise Silent("it does not know the job")
+            self._incarnation = newest
+        marker = await self._read_marker(self._incarnation)
+        if not marker.get("token") or marker.get("closed"):
+            self._incarnation = -1
+            raise Silent("it does not know the job")
+        if self.expected and marker["token"] != self.expected:
+            self._incarnation = -1
+            raise Silent("it knows another run of the job")
+        await self._test()
+        self.token = str(marker["token"])
+        return self.token
+
+    async def close_job(self) -> None:
+        """The job has ended: nobody begins again what this run has left, and its votes go.
+
+        In this order: who claims a vote looks at the marker after that.
+        """
+        if self.token:
+            closed = {"token": self.token, "closed": True}
+            await self._asking.ask("replace", self._marker(self._incarnation), closed)
+            await self._asking.ask("remove", f"{self._job}/{self._incarnation}")
+
+    async def close(self) -> None:
+        await self._asking.close()
+
+    async def _newest(self) -> tuple[int, Json]:
+        names = (await self._asking.ask("names", self._job))["names"]
+        numbers = [int(found[1]) for name in names if (found := _INCARNATION.fullmatch(name))]
+        newest = max(numbers, default=-1)
+        return newest, await self._read_marker(newest) if newest >= 0 else {}
+
+    async def _read_marker(self, incarnation: int) -> Json:
+        return (await self._asking.ask("read", self._marker(incarnation))).get("value") or {}
+
+    def _marker(self, incarnation: int) -> str:
+        return f"{self._job}/incarnation-{incarnation}"
+
+    def _path(self, incarnation: int) -> str:
+        return f"{self.url.rstrip('/')}/{self._marker(incarnation)}"
+
+    async def _test(self) -> None:
+        """Refuse storage that creates one key twice: it would give a vote to two nodes."""
+        if self._is_tested:
+            return
+        key = f"{self._job}/{self._incarnation}/test-{self._node}-{self._nonce}"
+        made = [await self._asking.ask("create", key, {"attempt": number}) for number in (0, 1)]
+        await self._asking.ask("remove", key)
+        if not made[0]["created"] or made[1]["created"] or made[1].get("value") != {"attempt": 0}:
+            raise RendezvousRefused(
+                f"--witness {self.url} cannot be a witness: it lets a key be created twice. Use a "
+                "directory on shared storage, or an object store with conditional writes."
+            )
+        self._is_tested = True
+
+    # Its votes
+
+    async def claim(self, vote: str, term: int) -> bool:
+        """Claim a vote for this node's term; True: it is this node's, for ever."""
+        if vote not in self._holders:
+            await self._find_run()
+            ours = Holder(self._node, term, self._nonce)
+            key = f"{self._job}/{self._incarnation}/{vote}"
+            made = await self._asking.ask("create", key, dataclasses.asdict(ours))
+            if "value" not in made:
+                raise Silent("it does not show what was written")
+            holder = Holder.read(made["value"])
+            if holder == ours and not await self._is_open():
+                holder = Holder("", 0, "")
+            self._holders[vote] = holder
+            if holder == ours:
+                logger.info("the witness gives this node its vote %s in term %d", vote, term)
+        return vote in self.votes(term)
+
+    async def _find_run(self) -> None:
+        """Of a node that has been started again: its votes are in the run of its last agent."""
+        if self._incarnation < 0:
+            await self.confirm()
+
+    async def _is_open(self) -> bool:
+        """Whether the job still runs. A closed one's votes are gone, and could be had again."""
+        marker = await self._read_marker(self._incarnation)
+        return marker.get("token") == self.token and not marker.get("closed")
+
+    async def look(self, vote: str) -> None:
+        """See who has a vote, if anybody has: to be asked before others are asked for theirs."""
+        if vote not in self._holders:
+            await self._find_run()
+            found = await self._asking.ask("read", f"{self._job}/{self._incarnation}/{vote}")
+            if "value" in found:
+                holder = Holder.read(found["value"])
+                if (holder.node, holder.nonce) != (self._node, self._nonce):
+                    self._holders[vote] = holder
+
+    def votes(self, term: int) -> frozenset[str]:
+        """The votes that this node has in a term."""
+        ours = Holder(self._node, term, self._nonce)
+        return frozenset(vote for vote, holder in self._holders.items() if holder == ours)
+
+    def refused(self, term: int) -> Mapping[str, str]:
+        """The votes that it cannot have any more in a term, and which node has them."""
+        ours = self.votes(term)
+        return {vote: held.node for vote, held in self._holders.items() if vote not in ours}

@@ -1,0 +1,44 @@
+"""Whether the witness can be reached: looked at now and then, long before it has to decide."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from torchelastic.rendezvous.witness.asking import Silent
+from torchelastic.rendezvous.witness.jury import Witness
+
+#: Seconds between two looks, and while it does not answer.
+LOOK, LOOK_AGAIN = 60.0, 5.0
+
+
+class WitnessVigil:
+    """Reads the job's token there. A witness out of reach is told of once, and when it is back."""
+
+    def __init__(self, witness: Witness, say: Callable[[str], None]) -> None:
+        self._witness = witness
+        self._say = say
+        self._is_missed = False
+
+    async def look(self) -> str:
+        """The token; empty if it cannot be read. Raises `RendezvousRefused` for useless storage."""
+        try:
+            token = await self._witness.confirm()
+        except Silent as error:
+            if not self._is_missed:
+                self._say(
+                    f"the witness at {self._witness.url} does not respond: {error}. Training is "
+                    "not affected; worlds that begin meanwhile have no witness"
+                )
+            self._is_missed = True
+            return ""
+        if self._is_missed:
+            self._say(f"the witness at {self._witness.url} responds again")
+        self._is_missed = False
+        return token
+
+    async def run(self, note: Callable[[str], None]) -> None:
+        """Look again and again; `note` gets the token each time."""
+        while True:
+            await asyncio.sleep(LOOK_AGAIN if self._is_missed else LOOK)
+            note(await self.look())

@@ -1,0 +1,92 @@
+"""Two nodes and a witness: either may be lost, and a cut never makes two jobs of one."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+
+import pytest
+
+from tests.netns import Network
+from tests.process.jobs import Job, Node, job
+from tests.process.network_jobs import check_one_world_at_a_time, network_job
+from tests.process.s3_server import s3_server
+from tests.support import poll_for
+
+FLAGS = "--nnodes=1:2 --settle=60 --lease=2 --no-zygote"
+
+
+def goes_on_alone(it: Job, node: Node, before: int = 0) -> int:
+    """Wait for a world of one; its generation."""
+    found = poll_for(
+        lambda: [
+            line for line in it.lines(event="start", world_size=1) if line["generation"] > before
+        ],
+        what=f"a world of one: {node.stderr}",
+        timeout=60.0,
+    )
+    return int(found[0]["generation"])
+
+
+@pytest.mark.parametrize("lost", ["host", "other"])
+def test_either_of_two_nodes_may_be_lost(tmp_path, lost):
+    """Two agents start, and one is killed; what the witness has kept goes with the job."""
+    with job(tmp_path / "job", f"{FLAGS} --witness={tmp_path}/witness") as it:
+        nodes = {"host": it.start(), "other": it.start()}
+        it.world(0, 2)
+        nodes.pop(lost).kill()
+        ((_, left),) = nodes.items()
+        goes_on_alone(it, left)
+        claimed = tmp_path / "witness" / f"job{it.port}" / "0" / "after-0"
+        assert json.loads(claimed.read_text())["term"] == (1 if lost == "other" else 3)
+        it.order("finish")
+        assert left.wait() == 0, left.stderr
+        assert not claimed.exists()
+        marker = tmp_path / "witness" / f"job{it.port}" / "incarnation-0"
+        assert json.loads(marker.read_text())["closed"]
+
+
+@pytest.mark.needs("namespaces")
+@pytest.mark.timeout(300)
+def test_a_cut_between_two_nodes_never_makes_two_jobs(tmp_path):
+    """Both sides lose the other when a lease of two seconds ends, and both ask the witness."""
+    flags = f"--nnodes=1:2 --settle=0.5 --lease=2 --witness={tmp_path}/witness"
+    with Network(2) as network, network_job(tmp_path / "job", network, flags) as made:
+        first = made.start_on(network.hosts[0])
+        made.wait_for(lambda: first.events("joined"), "the first node hosts")
+        made.start_on(network.hosts[1])
+        before = made.wait_steps(size=2)
+        for how in ("drop", "reset"):
+            network.cut(network.hosts[:1], network.hosts[1:], how=how)
+            apart = made.wait_steps(size=1, after=before)
+            network.heal()
+            before = made.wait_steps(size=2, after=apart)
+        check_one_world_at_a_time(made)
+
+
+@pytest.mark.slow
+@pytest.mark.needs("moto", "s3fs")
+@pytest.mark.timeout(900)
+def test_the_witness_may_be_an_s3_bucket(tmp_path, monkeypatch):
+    """The server and each node's process that asks it import what takes seconds."""
+    with (
+        s3_server(tmp_path) as endpoint,
+        job(tmp_path / "job", f"{FLAGS} --witness=s3://witness/jobs") as it,
+    ):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "test")
+        urllib.request.urlopen(urllib.request.Request(f"{endpoint}/witness", method="PUT")).close()
+        host, other = it.start(), it.start()
+        it.world(0, 2, timeout=300.0)
+        host.kill()
+        goes_on_alone(it, other)
+        assert "/0/after-0" in listing(endpoint)
+        it.order("finish")
+        assert other.wait() == 0, other.stderr
+        assert "/0/after-0" not in listing(endpoint)
+
+
+def listing(endpoint: str) -> str:
+    with urllib.request.urlopen(f"{endpoint}/witness?list-type=2") as found:
+        return found.read().decode()
