@@ -34,19 +34,30 @@ SHUTDOWN_TIMEOUT = 30.0
 class Agent(Process):
     """One agent, from its start to its end."""
 
-    def __init__(self, simulation: Simulation, machine: str, number: int) -> None:
+    def __init__(
+        self, simulation: Simulation, machine: str, number: int, last: Seat | None = None
+    ) -> None:
+        """`last` is what the agent before this one on its machine has left in its file."""
         super().__init__(simulation.bus, machine)
         self.simulation = simulation
         self.node = f"{machine}{number}"
-        self.is_first = number == 1
+        self.is_first = number == 1 and last is None
         self.lease = simulation.lease
         #: The job's workers call `torchelastic.train`.
         self.resident = simulation.resident
         self.state: GroupState | CrewState = GroupState(node=self.node)
         self.workers = Workers(self)
-        self.seat = Seat(self)
+        self.seat = Seat(self, last)
         self.heir = Heir(self.node)
-        self.member = Member(node=self.node, name=self.node, addr=machine, nproc=1, peer=self.node)
+        self.member = Member(
+            node=self.node,
+            name=self.node,
+            addr=machine,
+            nproc=1,
+            peer=self.node,
+            gone=self.seat.elector.generation,
+            resumed=last is not None,
+        )
         self._said: Member | None = None
         self._flushing = False
         #: The record that it takes along to another host.
@@ -211,7 +222,7 @@ class Agent(Process):
 
     def _rejoin(self, gone: int) -> None:
         self._awaits_rejoin = False
-        self.update(gone=max(gone, self.member.gone), failures=())
+        self.update(gone=max(gone, self.member.gone), failures=(), resumed=False)
         if self.session is not None and self.session.connected:
             self._enlist()
         else:

@@ -48,6 +48,8 @@ class Schedule(NamedTuple):
     machines: str
     min_nodes: int
     max_nodes: int
+    #: An agent that is started again is the same voter: it has the file of the one before it.
+    remembers: bool
     #: How many steps the training has; many: it does not end.
     steps: int
     faults: tuple[Fault, ...]
@@ -56,6 +58,8 @@ class Schedule(NamedTuple):
         kind = "train" if self.resident else "script"
         head = f"seed {self.seed}: {kind}, {len(self.machines)} machines, "
         head += f"--nnodes {self.min_nodes}:{self.max_nodes}"
+        if self.remembers:
+            head += ", agents resume"
         if self.steps < ENDLESS:
             head += f", {self.steps} steps"
         return "\n".join([head, *(f"  {fault}" for fault in self.faults)])
@@ -91,6 +95,7 @@ def made_from(seed: int, faults: int = 10, machines: int | None = None) -> Sched
         max_nodes=count + 2 if chance.random() < 0.8 else count,
         steps=ENDLESS if chance.random() < 0.9 else chance.randint(5, 80),
         faults=tuple(_fault(chance, at, there) for at in times),
+        remembers=chance.random() < 0.5,
     )
 
 

@@ -59,10 +59,14 @@ class Round:
 class Seat:
     """One node at the embedded rendezvous."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Agent, last: Seat | None = None) -> None:
         self._agent = agent
         self.elector = Elector(agent.node)
         self.holding = Holding()
+        if last is not None:
+            voter = last.elector
+            self.elector = Elector(agent.node, voter.term, voter.chosen, voter.generation)
+            self.holding = last.holding
         self.server: Host | None = None
         #: It listens at the endpoint of the job.
         self._is_endpoint = agent.machine == agent.simulation.endpoint

@@ -13,7 +13,7 @@ from torchelastic.testing.agent import Agent
 from torchelastic.testing.bus import Bus, Timer
 from torchelastic.testing.faults import HEALED_AT, Fault, Schedule
 from torchelastic.testing.laws import Laws, Violation
-from torchelastic.testing.seat import ENDPOINT
+from torchelastic.testing.seat import ENDPOINT, Seat
 from torchelastic.testing.workers import Run
 
 LEASE = 3.0
@@ -51,6 +51,8 @@ class Simulation:
         self.agents: dict[str, Agent] = {}
         self.there: dict[str, Agent] = {}
         self._numbers: dict[str, int] = {}
+        #: What agents that were killed have left for the next ones on their machines.
+        self._files: dict[str, Seat] = {}
         self._runs: dict[tuple[int, str], Run] = {}
         #: Agents that have not found the job yet.
         self._seeking: set[str] = set()
@@ -167,8 +169,10 @@ class Simulation:
     def _start(self, machine: str) -> None:
         if machine in self.there:
             return
-        number = self._numbers[machine] = self._numbers.get(machine, 0) + 1
-        agent = self.there[machine] = Agent(self, machine, number)
+        last = self._files.pop(machine, None)
+        if last is None:
+            self._numbers[machine] = self._numbers.get(machine, 0) + 1
+        agent = self.there[machine] = Agent(self, machine, self._numbers[machine], last)
         self.agents[agent.node] = agent
         self._seeking.add(agent.node)
         for source, target in sorted(self.bus.cut):
@@ -183,6 +187,8 @@ class Simulation:
         run = agent.workers.run
         if run is not None:
             self.laws.note(laws.Failed(self.bus.now, agent.node, run.generation))
+        if self.schedule.remembers:
+            self._files[machine] = agent.seat
         self._remove(agent)
 
     def _remove(self, agent: Agent) -> None:

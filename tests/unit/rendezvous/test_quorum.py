@@ -424,7 +424,8 @@ def test_a_leader_that_leads_again_knows_what_was_settled(settled, goes_on):
     again = round_state.hosted(again, "a", 1, stored, settled=settled)
     member, created = job.records["a"]
     again = round_state.seen(again, replace(member, gone=1), created, job.now)
-    assert round_state.has_quorum(again) == goes_on
+    votes = round_state.votes(again)
+    assert succession.agreed(again.roll.electorates, votes) == goes_on
 
 
 # --- a witness -----------------------------------------------------------------------------------

@@ -23,9 +23,11 @@ def nobody_reports_a_world_that_waits(change: Set) -> None:
 
 def a_host_that_does_not_train_has_no_vote(change: Set) -> None:
     """V2: the electorate is the nodes of the world, and not its host."""
-    change(
-        succession, "electorate", lambda nodes, host: succession.Electorate(frozenset(nodes), host)
-    )
+
+    def of_nodes(nodes: Any, host: str, *args: Any, **more: Any) -> succession.Electorate:
+        return succession.Electorate(frozenset(nodes), host)
+
+    change(succession, "electorate", of_nodes)
 
 
 def a_leader_forgets_what_was_settled(change: Set) -> None:

@@ -21,7 +21,7 @@ from torchelastic.testing.simulation import violations
 pytestmark = pytest.mark.timeout(120 * SOAK)
 
 #: Seeds of one test; the suite has so many tests of them.
-SEEDS, TESTS = 60, 5
+SEEDS, TESTS = 50, 4
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS * TESTS * SOAK, SEEDS))
@@ -35,15 +35,15 @@ def test_no_law_is_broken(first):
 
 #: What finds that a rule is missing: the seed that did first, or nearly.
 FOUND_BY = {
-    rules.nobody_reports_a_world_that_waits: 819,
-    rules.a_host_that_does_not_train_has_no_vote: 216,
-    rules.a_leader_forgets_what_was_settled: 116,
+    rules.nobody_reports_a_world_that_waits: 428,
+    rules.a_host_that_does_not_train_has_no_vote: 246,
+    rules.a_leader_forgets_what_was_settled: 427,
     rules.newcomers_do_not_see_the_world_of_an_earlier_host: 344,
-    rules.those_who_stood_in_vain_stand_again_at_once: 531,
+    rules.those_who_stood_in_vain_stand_again_at_once: 256,
     rules.who_asks_never_asks_for_a_later_term: 3079,
 }
 #: How many seeds may be tried, from a bit before the one that is known.
-TRIED, BEFORE = 40, 10
+TRIED, BEFORE = 20, 5
 
 
 @pytest.mark.parametrize("rule", FOUND_BY, ids=lambda rule: rule.__name__)
@@ -64,6 +64,7 @@ def job(machines: str, *faults: Fault, min_nodes: int = 1, seed: int = 0) -> Sch
         machines=machines,
         min_nodes=min_nodes,
         max_nodes=len(machines) + 2,
+        remembers=False,
         steps=1 << 20,
         faults=faults,
     )
@@ -123,8 +124,8 @@ def test_a_seed_is_replayed_exactly_in_another_process():
 
 def test_a_failure_is_told_with_its_seed_and_a_short_schedule(monkeypatch):
     rules.a_host_that_does_not_train_has_no_vote(monkeypatch.setattr)
-    told = simulate.explained(made_from(216))
-    assert "replay: --seed 216" in told
+    told = simulate.explained(made_from(246))
+    assert "replay: --seed 246" in told
     assert told.count("worker a") == 1
     assert len(told.splitlines()) < 12
 
