@@ -106,7 +106,7 @@ def compare(node: ast.AST) -> ast.AST | None:
     """`<` for `<=`, `==` for `!=`, `in` for `not in`."""
     if not isinstance(node, ast.Compare):
         return None
-    node.ops[0] = _COMPARISONS[type(node.ops[0])]()
+    node.ops = [_COMPARISONS[type(node.ops[0])](), *node.ops[1:]]
     return node
 
 
@@ -152,7 +152,7 @@ def field(node: ast.AST) -> ast.AST | None:
     kept = [key for key in node.keywords if key.arg not in ("reason", "cause", "consequences")]
     if not kept:
         return None
-    node.keywords.remove(kept[0])
+    node.keywords = [key for key in node.keywords if key is not kept[0]]
     return node
 
 
@@ -234,7 +234,7 @@ def all_mutants() -> Iterator[Mutant]:
                 continue
             for index, node in enumerate(places_in(function)):
                 for operator in OPERATORS:
-                    if operator(copy.deepcopy(node)) is None:
+                    if operator(copy.copy(node)) is None:
                         continue
                     line = getattr(node, "lineno", function.lineno)
                     source = lines[line - 1].strip()

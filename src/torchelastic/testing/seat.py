@@ -63,6 +63,8 @@ class Seat:
         self._agent = agent
         self.elector = Elector(agent.node)
         self.holding = Holding()
+        #: It goes by what an agent before it knew, and has had no host itself.
+        self._resumed = last is not None
         if last is not None:
             voter = last.elector
             self.elector = Elector(agent.node, voter.term, voter.chosen, voter.generation)
@@ -113,7 +115,7 @@ class Seat:
         self.elector = replace(self.elector, has_host=False)
 
     def follow(self, session: Session) -> None:
-        self._searching = False
+        self._searching = self._resumed = False
         self._stopped = False
         host = session.host.agent.node
         self.elector = succession.following(self.elector, session.term, host)
@@ -198,6 +200,10 @@ class Seat:
         self._join_one_of(hosts, lambda: self._stand_or_wait(returns))
 
     def _stand_or_wait(self, returns: Returns) -> None:
+        waited = self._agent.bus.now - self._search.begun
+        if self._resumed and self.poll.is_outdated(returns, waited=waited > self._agent.lease):
+            self._agent.simulation.start_anew(self._agent)
+            return
         is_our_turn = self._search.is_our_turn(self.poll, self._agent.bus.now)
         if is_our_turn and self.poll.is_won(returns):
             self._stand(returns)

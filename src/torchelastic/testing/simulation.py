@@ -126,6 +126,13 @@ class Simulation:
             self._start(agent.machine)
             self.has_joined(self.there[agent.machine])
 
+    def start_anew(self, agent: Agent) -> None:
+        """What an agent has from the one before it is of no use any more."""
+        self._remove(agent)
+        self._start(agent.machine)
+        if self.bus.now >= HEALED_AT:
+            self.has_joined(self.there[agent.machine])
+
     # --- faults ----------------------------------------------------------------------------------
 
     def _perform(self, fault: Fault) -> None:

@@ -1,0 +1,33 @@
+"""The mutants of the deciders are made as they say, and one of them is noticed."""
+
+from __future__ import annotations
+
+from tests import mutants
+from torchelastic.rendezvous import succession
+
+
+def test_all_operators_find_something_in_the_deciders():
+    every = list(mutants.all_mutants())
+    assert {one.operator for one in every} == {one.__name__ for one in mutants.OPERATORS}
+    assert {one.module for one in every} == set(mutants.MODULES)
+    assert len(set(every)) == len(every)
+
+
+def the_mutant(function: str, operator: str) -> mutants.Mutant:
+    made = [one for one in mutants.all_mutants() if one.function == function]
+    return next(one for one in made if one.operator == operator)
+
+
+def test_whoever_has_the_function_has_the_mutant():
+    must_yield = succession.must_yield
+    code = must_yield.__code__
+    assert not must_yield(3, 3)
+    mutants.apply(the_mutant("must_yield", "compare"))
+    try:
+        assert must_yield(3, 3)
+    finally:
+        must_yield.__code__ = code
+
+
+def test_a_mutant_is_noticed_in_a_process_of_its_own():
+    assert mutants.tried(the_mutant("_begin", "field"), 40) == mutants.BY_SIMULATION
