@@ -207,7 +207,10 @@ def _world(state: CrewState, event: WorldSeen) -> Step:
     if world.phase == "running":
         return _enter(state, world)
     if world.phase == "pausing":
-        return _ask(state, world)
+        # One that was never seen running: the others of it wait for the workers here.
+        state, entering = _enter(state, world)
+        state, asking = _ask(state, world)
+        return state, [*entering, *asking]
     state, commands = _world_over(state, world) if world.has_ended else (state, list[Command]())
     if world.phase != "waiting" or state.leaving:
         return state, commands

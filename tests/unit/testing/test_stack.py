@@ -8,11 +8,13 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from tests.support import SOAK
 from tests.unit.testing import rules
+from torchelastic.agent import crew
 from torchelastic.rendezvous import forming
 from torchelastic.rendezvous.embedded import canvass
 from torchelastic.testing import laws, simulate
@@ -77,6 +79,24 @@ def last_of_all(seed: int) -> Schedule:
     return job(seed, "ab", *faults, Fault(round(12.0 + later, 3), "leave", "a"))
 
 
+def growth_at_once(seed: int) -> Schedule:
+    """The host is lost; the next world is to grow before a node that is slow has heard of it."""
+    slow = Fault(7.0, "slow", "bc", "d", seconds=0.1)
+    faults = (Fault(6.0, "join", "f"), slow, Fault(9.5 + 0.1 * seed, "restart", "a"))
+    return job(seed, "abcd", *faults)._replace(max_nodes=4)
+
+
+def nobody_enters_a_world_that_pauses(change: rules.Set) -> None:
+    world = crew._world
+
+    def only_asked(state: crew.CrewState, event: crew.WorldSeen) -> crew.Step:
+        if event.world.phase == "pausing":
+            return crew._ask(replace(state, world=event.world), event.world)
+        return world(state, event)
+
+    change(crew, "HANDLERS", {**crew.HANDLERS, crew.WorldSeen: only_asked})
+
+
 def who_leaves_hands_nothing_over(change: rules.Set) -> None:
     change(forming, "_handing_over", lambda state: frozenset())
 
@@ -91,6 +111,7 @@ FOUND_BY = {
     rules.a_host_that_does_not_train_has_no_vote: (spare_host, 8, 10),
     an_agent_has_as_long_for_three_answers_as_for_one: (slow_links, 8, 5),
     who_leaves_hands_nothing_over: (last_of_all, 3, 20),
+    nobody_enters_a_world_that_pauses: (growth_at_once, 8, 10),
 }
 
 
