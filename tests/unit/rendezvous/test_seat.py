@@ -248,6 +248,17 @@ async def test_a_host_that_leaves_votes_before_it_goes():
 
 
 @story
+async def test_a_host_does_not_wait_for_a_successor_when_all_leave():
+    async with seats_at() as table:
+        a, b = await table.sit("a", "b")
+        leaving = {"node": "b", "leaving": "SIGTERM"}
+        await b.store.put(MEMBER_PREFIX + "b", leaving, leased=True)
+        a.say_goodbye()
+        await within(PATIENCE / 2, a.hand_over({}, PATIENCE))
+        assert a.is_host
+
+
+@story
 async def test_an_agent_that_is_new_at_the_old_address_says_that_the_old_one_is_dead():
     """Where that is trusted, as a refusal is."""
     async with seats_at() as table:

@@ -1,4 +1,5 @@
-"""How long the host of the store waits for an agent whose connection has ended."""
+"""How long the host of the store waits for others: for an agent whose connection has ended, and for
+a successor when it leaves."""
 
 from __future__ import annotations
 
@@ -35,3 +36,9 @@ def trains_alone(summary: Json, parts: Iterable[Row], host: str) -> bool:
         return False
     found = [wire.decode_value(row.text or "{}") for row in parts]
     return World.from_parts(summary, found).steps_without(host)
+
+
+def others_stay(members: Iterable[Row], host: str) -> bool:
+    """Whether a member other than the host has not announced that it leaves, too."""
+    records = [wire.decode_value(row.text or "{}") for row in members]
+    return any(one.get("node") != host and not one.get("leaving") for one in records)

@@ -33,7 +33,7 @@ from torchelastic.rendezvous.embedded.canvass import Returns, canvass, proclaim,
 from torchelastic.rendezvous.embedded.client import EmbeddedStore
 from torchelastic.rendezvous.embedded.dial import Endpoint
 from torchelastic.rendezvous.embedded.endpoints import Endpoints
-from torchelastic.rendezvous.embedded.grace import grace_of, trains_alone
+from torchelastic.rendezvous.embedded.grace import grace_of, others_stay, trains_alone
 from torchelastic.rendezvous.embedded.holding import Belongings, Holding, table_of
 from torchelastic.rendezvous.embedded.link import Link
 from torchelastic.rendezvous.embedded.poll import DEAD, Poll, Search
@@ -246,7 +246,8 @@ class Seat:
 
         `rows` as of `regain`. Waits up to `seconds` for somebody to ask.
         """
-        if self.server is None or self.server.clients < 2:
+        server = self.server
+        if server is None or not others_stay(server.rows(MEMBER_PREFIX), self._node):
             return
         await self._leave("Its host leaves the job.")
         self._belongings = Belongings(self._lease, rows)
