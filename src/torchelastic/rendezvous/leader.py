@@ -208,7 +208,8 @@ class Leader:
         if WORLD_KEY in items:
             parts = [item.value for key, item in items.items() if key.startswith(PART_PREFIX)]
             world = World.from_parts(items[WORLD_KEY].value, parts)
-            state = round_state.taken_over(world, self._clock.now())
+            known = round_state.taken_over(world, self._clock.now())
+            state = replace(known, may_begin_at=self._may_begin_at)
         if not self._term:
             return state
         stored = items[ROLL_KEY].value if ROLL_KEY in items else None

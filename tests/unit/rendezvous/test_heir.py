@@ -37,3 +37,10 @@ def test_the_host_has_a_vote_and_is_asked_in_the_world_or_not(node):
     assert holding.addresses == {"a": "a:1", "b": "b:1", "c": "c:1"}
     assert bool(holding.rows) == (node != "d")
     assert holding.order == ("b", "c", "a")
+
+
+def test_who_forms_a_world_hears_when_it_is_settled():
+    heir = Heir("a")
+    world = World(generation=0, phase="running", host="a").with_nodes([place("a", 0)])
+    heir.formed(world, world.parts())
+    assert heir.is_candidate.is_set()
