@@ -68,12 +68,16 @@ def _job(script: str, nodes: str, endpoint: str = "", *, workers: int = 1, flags
 
 
 def _start(job: Job, host: Host | None = None) -> Node:
-    logs = ("--log-dir", str(job.directory / f"node-{len(job.nodes)}"))
+    """Start a node as on a machine of its own: no other has its voter file."""
+    number = len(job.nodes)
+    logs = ("--log-dir", str(job.directory / f"node-{number}"))
+    machine = job.directory / f"tmp-{number}"
+    machine.mkdir()
+    environment = {"TMPDIR": str(machine)}
     if host is None:
-        return job.start_node(place=Place(flags=logs))
-    return job.start_node(
-        place=Place(tuple(host.command([])), logs, {"GLOO_SOCKET_IFNAME": "eth0"})
-    )
+        return job.start_node(place=Place(flags=logs, environment=environment))
+    environment["GLOO_SOCKET_IFNAME"] = "eth0"
+    return job.start_node(place=Place(tuple(host.command([])), logs, environment))
 
 
 def _start_all(job: Job, *hosts: Host | None) -> None:
@@ -271,8 +275,8 @@ def _standbys(job: Job) -> list[int]:
 
 
 def spare_host(flags: str = "") -> Callable[[Network], Attempt]:
-    """The host's worker is being replaced, so the other node trains alone; that one is killed and
-    started again, as a node without a vote."""
+    """The host's worker is being replaced, so the other node trains alone; that one is killed, and
+    a new node without a vote is started."""
 
     def start(job: Job) -> None:
         _start_all(job, None, None)
@@ -357,7 +361,7 @@ ROWS = (
         hosts=4,
     ),
     Row("etcd-cut", "one of three nodes reaches etcd and no peer", "the cut", etcd_cut, hosts=4),
-    Row("spare-host", "the host is a spare, the other node is killed", "the kill", spare_host()),
+    Row("spare-host", "the host is a spare, the other node is replaced", "the kill", spare_host()),
     Row("helper", "the store host is killed, and the next one", "the last kill", helper),
     Row("witness-host", "the host of two is killed", "the kill", witness(0), limit=CLAIM_LIMIT),
     Row("witness-other", "the other of two is killed", "the kill", witness(1), limit=CLAIM_LIMIT),
