@@ -21,7 +21,9 @@ from benchmarks.harness.in_process_faults import LEASE
 from benchmarks.harness.job import POLL_SECONDS, Job, JobFailed, Node, Place
 from benchmarks.harness.launchers import OURS
 from benchmarks.harness.scenarios import SPLIT, Attempt, Repetition, failed
+from benchmarks.harness.worker_log import History
 from tests.netns import Host, Network
+from torchelastic.testing import laws
 
 #: Four nodes that import torch start slowly where cores are few; a job that waits waits an hour.
 LAUNCHER = replace(OURS, start_patience=120.0)
@@ -128,7 +130,7 @@ def recovered(
 ) -> Repetition:
     """Wait for the next step of a new world (of `first` ranks), and for a world of `size`.
 
-    The job passes when that trains on, and no two worlds have made steps at the same time.
+    The job passes when that trains on, and no law about who makes steps was broken.
     """
     known = set(job.history.spans) if known is None else known
     patience, history = job.launcher.patience, job.history
@@ -143,10 +145,19 @@ def recovered(
     if not job.wait_for(lambda: history.trained_for(size, time.monotonic()) >= AFTER, patience):
         return failed(job, known, f"no world of {size} trained for {AFTER:g} s")
     details = {"whole": round(whole.time - at, 4), "worlds": job.worlds(known)}
-    overlaps = len(history.overlapping(known)) + len(history.doubled())
-    if overlaps:
-        return Repetition(None, SPLIT, overlaps, details, job.output())
+    if wrong := broken(history, known):
+        return Repetition(None, wrong, 1, details, job.output())
     return Repetition(next_step.time - at, details=details)
+
+
+def broken(history: History, known: set[int]) -> str:
+    """Which law about who makes steps was broken, in words; empty: none."""
+    split = history.overlapping(known) or history.doubled()
+    events = [
+        laws.Stepped(step.finished, f"process {step.pid}", step.generation, step.number)
+        for step in sorted(history.steps, key=lambda step: step.finished)
+    ]
+    return "; ".join([SPLIT] * bool(split) + [str(one) for one in laws.check(events)[:1]])
 
 
 # --- cuts ----------------------------------------------------------------------------------------
