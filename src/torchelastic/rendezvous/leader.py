@@ -36,7 +36,7 @@ from torchelastic.rendezvous.round_state import (
 )
 from torchelastic.rendezvous.store import Change, Json, Listing, Store
 from torchelastic.rendezvous.witness.asking import Silent
-from torchelastic.rendezvous.witness.jury import Witness
+from torchelastic.rendezvous.witness.vote_keys import Witness
 from torchelastic.rendezvous.world import (
     LEADER_KEY,
     MEMBER_PREFIX,

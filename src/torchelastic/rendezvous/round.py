@@ -95,8 +95,8 @@ def _leavers(state: RoundState) -> list[str]:
 def departed(state: RoundState) -> list[str]:
     """The nodes of the world that have left, and were never seen to be about to: what they said
     and their end became known at once."""
-    known = {*state.members, *state.done, *state.lost}
-    return [node.node for node in the_world(state).nodes if node.node not in known]
+    left = state.left - state.done
+    return [node.node for node in the_world(state).nodes if node.node in left] if left else []
 
 
 def success(state: RoundState) -> Decision:
