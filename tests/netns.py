@@ -164,14 +164,21 @@ class Network:
 
     # --- cutting and healing ----------------------------------------------------------------------
 
-    def cut(self, *groups: Sequence[Host], how: Literal["drop", "reset"] = "drop") -> None:
+    def cut(
+        self,
+        *groups: Sequence[Host],
+        how: Literal["drop", "reset"] = "drop",
+        one_way: bool = False,
+    ) -> None:
         """Hosts of different groups do not reach each other any more; it is not announced.
 
         `drop`: what they send vanishes. `reset`: every packet of a connection, the first one as
-        well, is answered with a reset in the other's name, as firewalls do.
+        well, is answered with a reset in the other's name, as firewalls do. `one_way`: this happens
+        only to what earlier groups send to later ones.
         """
         answers = _NOBODY if how == "drop" else self._build_wall()
-        for group, other in itertools.permutations(groups, 2):
+        pairs = itertools.combinations if one_way else itertools.permutations
+        for group, other in pairs(groups, 2):
             self._point(group, other, answers)
 
     def heal(self) -> None:

@@ -150,7 +150,9 @@ class Job:
             raise JobFailed(f"{len(hosts)} of {len(self.nodes)} nodes host the rendezvous")
         return guests[0]
 
-    def wait_for(self, probe: Callable[[], T | None], seconds: float) -> T | None:
+    def wait_for(
+        self, probe: Callable[[], T | None], seconds: float, poll: float = POLL_SECONDS
+    ) -> T | None:
         """Read the logs and ask `probe` until it answers; None when time or the nodes are up."""
         deadline = time.monotonic() + seconds
         while True:
@@ -158,7 +160,7 @@ class Job:
             self.read_logs()
             if (answer := probe()) or not alive or time.monotonic() > deadline:
                 return answer or None
-            time.sleep(POLL_SECONDS)
+            time.sleep(poll)
 
     def wait_training(self, size: int, quiet: float) -> None:
         """Until a world of `size` has trained without a break for `quiet` seconds."""

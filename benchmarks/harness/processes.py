@@ -56,6 +56,14 @@ def descendants(root: int) -> list[int]:
     return found[1:]
 
 
+def command_line(pid: int) -> list[bytes]:
+    """The words of it; empty if the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
 def parent(pid: int) -> int:
     return int(stat_fields(pid)[1])
 

@@ -62,8 +62,12 @@ class Span:
     generations: set[int] = field(default_factory=set)
     #: The pid of each rank.
     pids: dict[int, int] = field(default_factory=dict)
+    #: Ranks that two processes had.
+    doubled: set[int] = field(default_factory=set)
 
     def add(self, step: Step) -> None:
+        if self.pids.get(step.rank, step.pid) != step.pid:
+            self.doubled.add(step.rank)
         self.began = min(self.began, step.began)
         self.ended = max(self.ended, step.finished)
         self.generations.add(step.generation)
@@ -150,6 +154,10 @@ class History:
             for one, other in combinations(spans, 2)
             if one.overlaps(other) and not {one.world, other.world} <= old
         ]
+
+    def doubled(self) -> list[Span]:
+        """Worlds in which two processes had the same rank: two worlds of one number."""
+        return [span for span in self.spans.values() if span.doubled]
 
     def largest_gap(self, begin: float, end: float) -> float:
         """The longest time around [begin, end] in which no world finished a step.

@@ -44,6 +44,24 @@ except OSError as error:
 """
 
 
+#: Says what it is sent within half a second.
+HEAR = f"""
+import socket
+listening = socket.socket(type=socket.SOCK_DGRAM)
+listening.bind(("", {PORT}))
+listening.settimeout(0.5)
+print("ready", flush=True)
+try:
+    print(listening.recv(100).decode())
+except TimeoutError:
+    print("nothing")
+"""
+SAY = f"""
+import socket, sys
+socket.socket(type=socket.SOCK_DGRAM).sendto(b"hello", (sys.argv[1], {PORT}))
+"""
+
+
 class Asking:
     """A process on one host with a connection to another."""
 
@@ -106,6 +124,19 @@ def test_hosts_that_are_cut_off_do_not_reach_each_other(network, how, to_the_old
             network.heal()
             with Asking(first, address) as healed:
                 assert healed.hear() == "connected"
+
+
+@pytest.mark.parametrize(("sender", "heard"), [(0, "nothing"), (1, "hello")])
+def test_a_cut_may_be_of_one_direction(network, sender, heard):
+    """By datagrams, which need no answer."""
+    hosts = network.hosts[:2]
+    network.cut(*([host] for host in hosts), one_way=True)
+    receiver = hosts[1 - sender]
+    hearing = receiver.popen([sys.executable, "-c", HEAR], stdout=subprocess.PIPE)
+    with hearing:
+        assert hearing.stdout.readline() == b"ready\n"
+        hosts[sender].run([sys.executable, "-c", SAY, receiver.ipv4])
+        assert hearing.stdout.readline().decode().strip() == heard
 
 
 def test_connections_can_be_reset_once(network):

@@ -25,7 +25,7 @@ from torchelastic.rendezvous.parameters import check_backend
 from torchelastic.rendezvous.secret import Credentials
 from torchelastic.rendezvous.store import Json, Store
 from torchelastic.rendezvous.witness.asking import Asking
-from torchelastic.rendezvous.witness.jury import Witness
+from torchelastic.rendezvous.witness.vote_keys import Witness
 
 #: Nodes, each with a connection or two to the host, for which the usual limits are too low.
 MANY = 200

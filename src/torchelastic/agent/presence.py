@@ -24,7 +24,7 @@ from torchelastic.rendezvous.heir import Heir
 from torchelastic.rendezvous.leader import SETTLED_KEY, Leader, LeaderObserver
 from torchelastic.rendezvous.round_state import RoundRules
 from torchelastic.rendezvous.store import Item, Json, Store
-from torchelastic.rendezvous.witness.vigil import WitnessVigil
+from torchelastic.rendezvous.witness.reachability import WitnessWatch
 from torchelastic.rendezvous.world import (
     LEADER_KEY,
     MEMBER_PREFIX,
@@ -110,7 +110,7 @@ class Presence:
             self._facts.setdefault("gone", self._file.generation)
             self._facts["resumed"] = self._file.resumed is not None
         if self._meeting.witness is not None:
-            vigil = WitnessVigil(self._meeting.witness, self._observer.say)
+            vigil = WitnessWatch(self._meeting.witness, self._observer.say)
             self._facts["witness"] = await vigil.look()
             self._background(partial(vigil.run, self._note_witness), "witness")
         member = Member(

@@ -369,7 +369,7 @@ def candidates(state: RoundState, *, soon: bool = False) -> list[Offer]:
 
     `soon`: or could be once the resident workers that start now have started.
     """
-    resident = are_resident(state)
+    resident, handing_over = are_resident(state), _handing_over(state)
     taken: set[int] = set()
     found = []
     for present in sorted(state.members.values(), key=lambda item: item.created):
@@ -377,7 +377,7 @@ def candidates(state: RoundState, *, soon: bool = False) -> list[Offer]:
         ranks = member.standing if resident else _startable(state, member)
         if soon and resident and member.starting and not member.unfit:
             ranks = _first(member.nproc)
-        if member.leaving or not ranks:
+        if (member.leaving and member.node not in handing_over) or not ranks:
             continue
         if member.node_rank is not None:
             if member.node_rank in taken:
@@ -385,6 +385,19 @@ def candidates(state: RoundState, *, soon: bool = False) -> list[Offer]:
             taken.add(member.node_rank)
         found.append(Offer(member.node, member, present.created, ranks))
     return found
+
+
+def _handing_over(state: RoundState) -> frozenset[str]:
+    """Nodes that leave, and are in one more world before: nobody else of the last one has what it
+    trained, and there are others to take it."""
+    world = state.world
+    if world is None or not world.resident or world.phase != "pausing":
+        return frozenset()
+    there = [present.member for present in state.members.values()]
+    staying = [member.node for member in there if member.standing and not member.leaving]
+    if not staying or any(world.place(node) is not None for node in staying):
+        return frozenset()
+    return frozenset(member.node for member in there if world.place(member.node) is not None)
 
 
 def _startable(state: RoundState, member: Member) -> tuple[int, ...]:

@@ -99,6 +99,7 @@ class Heir:
         """What to hold of a world that this node forms; `beside` are its parts and its roll."""
         rows = {WORLD_KEY: world.summary(), **beside}
         parts = [value for key, value in beside.items() if key.startswith(PART_PREFIX)]
+        self.is_candidate.set()
         self._holding = self._made(world, rows, addresses_in(parts))
         self._digest = world.digest
         return self._holding

@@ -36,7 +36,7 @@ from torchelastic.rendezvous.round_state import (
 )
 from torchelastic.rendezvous.store import Change, Json, Listing, Store
 from torchelastic.rendezvous.witness.asking import Silent
-from torchelastic.rendezvous.witness.jury import Witness
+from torchelastic.rendezvous.witness.vote_keys import Witness
 from torchelastic.rendezvous.world import (
     LEADER_KEY,
     MEMBER_PREFIX,
@@ -208,7 +208,8 @@ class Leader:
         if WORLD_KEY in items:
             parts = [item.value for key, item in items.items() if key.startswith(PART_PREFIX)]
             world = World.from_parts(items[WORLD_KEY].value, parts)
-            state = round_state.taken_over(world, self._clock.now())
+            known = round_state.taken_over(world, self._clock.now())
+            state = replace(known, may_begin_at=self._may_begin_at)
         if not self._term:
             return state
         stored = items[ROLL_KEY].value if ROLL_KEY in items else None

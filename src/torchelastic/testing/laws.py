@@ -66,6 +66,13 @@ class Thawed(NamedTuple):
     node: str
 
 
+class Leaves(NamedTuple):
+    """A node was asked to leave: it trains no more, and agrees to what the others do."""
+
+    at: float
+    node: str
+
+
 class Cut(NamedTuple):
     """Nothing gets from one node to another any more; the way back is another event."""
 
@@ -180,6 +187,7 @@ Event = (
     | Down
     | Frozen
     | Thawed
+    | Leaves
     | Cut
     | Mended
     | Disturbed
@@ -254,6 +262,7 @@ class Laws:
         self._finished = -1
         self._up: set[str] = set()
         self._frozen: set[str] = set()
+        self._leaving: set[str] = set()
         self._cut: set[tuple[str, str]] = set()
         self._failures = 0
         #: Since when nothing was disturbed; when the last step was made.
@@ -412,9 +421,14 @@ class Laws:
     def _are_enough(self, group: frozenset[str]) -> bool:
         return (
             len(group) >= self._rules.min_nodes
-            and all(each.agrees(group) for each in self._electorates_for(group))
+            and all(self._agrees(each, group) for each in self._electorates_for(group))
             and all(self._are_linked(one, other) for one, other in combinations(group, 2))
         )
+
+    def _agrees(self, electorate: Electorate, group: frozenset[str]) -> bool:
+        """With those who leave; but one of it must stay: nobody else could be host."""
+        stay = not electorate.nodes or bool(electorate.nodes & group)
+        return stay and electorate.agrees(group | self._leaving)
 
     def _electorates_for(self, group: frozenset[str]) -> Iterable[Electorate]:
         """Who must agree by what these nodes know: of a world that only lost nodes know of, nobody
@@ -428,7 +442,7 @@ class Laws:
 
     def _groups(self) -> list[frozenset[str]]:
         """The nodes that are there, those together of which one hears another."""
-        left, groups = self._up - self._frozen, []
+        left, groups = self._up - self._frozen - self._leaving, []
         while left:
             group, edge = set[str](), {left.pop()}
             while edge:
@@ -454,6 +468,7 @@ class Laws:
     def _down(self, event: Down | Ended) -> None:
         self._up.discard(event.node)
         self._frozen.discard(event.node)
+        self._leaving.discard(event.node)
         self._held.pop(event.node, None)
         self._disturbed(event)
 
@@ -463,6 +478,10 @@ class Laws:
 
     def _thaw(self, event: Thawed) -> None:
         self._frozen.discard(event.node)
+        self._disturbed(event)
+
+    def _leave(self, event: Leaves) -> None:
+        self._leaving.add(event.node)
         self._disturbed(event)
 
     def _cut_off(self, event: Cut) -> None:
@@ -493,6 +512,7 @@ _HANDLERS: Mapping[type, Callable[[Laws, Any], None]] = {
     Down: Laws._down,
     Frozen: Laws._freeze,
     Thawed: Laws._thaw,
+    Leaves: Laws._leave,
     Cut: Laws._cut_off,
     Mended: Laws._mend,
     Disturbed: Laws._disturbed,

@@ -3,6 +3,7 @@
     --seed 17               the job of seed 17, and what happened to it
     --count 10000           the jobs of 10,000 seeds, from --seed on; ends with the first that fails
     --all                   goes on after a failure, and counts them
+    --stack                 the whole control plane, not its deciders alone: slower, and no model
 
 A failure is shown with its seed and a short schedule that fails as well. What a seed makes depends
 on nothing but this package: it can be replayed anywhere, with the same commit.
@@ -17,7 +18,12 @@ from collections.abc import Sequence
 
 from torchelastic.testing import laws
 from torchelastic.testing.faults import Schedule, made_from, shrunk
-from torchelastic.testing.simulation import Simulation, violations
+from torchelastic.testing.laws import Violation
+from torchelastic.testing.simulation import Simulation
+from torchelastic.testing.stack import Stack
+
+#: What a job is simulated by.
+Level = type[Simulation] | type[Stack]
 
 #: Not part of a story: they are most of it.
 _DULL = (laws.Stepped, laws.Disturbed)
@@ -33,16 +39,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--faults", type=int, default=10, help="faults in each (default 10)")
     parser.add_argument("--machines", type=int, help="2 to 5 of them (default: by the seed)")
     parser.add_argument("--all", action="store_true", help="go on after a failure")
+    parser.add_argument("--stack", action="store_true", help="simulate the whole stack")
     options = parser.parse_args(argv)
+    level: Level = Stack if options.stack else Simulation
     began, failed = time.process_time(), []
     seeds = range(options.seed, options.seed + options.count)
     for seed in seeds:
         schedule = made_from(seed, options.faults, options.machines)
         if options.count == 1:
-            print(told(schedule))
-        if violations(schedule):
+            print(told(schedule, level))
+        if level(schedule).run():
             failed.append(seed)
-            print(explained(schedule), flush=True)
+            print(explained(schedule, level), flush=True)
             if not options.all:
                 break
     rate = len(seeds) / (time.process_time() - began)
@@ -53,21 +61,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def explained(schedule: Schedule) -> str:
+def explained(schedule: Schedule, level: Level = Simulation) -> str:
     """What a schedule breaks, and a short one that breaks the same law."""
-    found = violations(schedule)
-    short = shrunk(schedule, lambda other: _breaks(other, found[0].law))
-    lines = ["", str(found[0]), f"replay: --seed {schedule.seed}", "a short schedule:", str(short)]
-    return "\n".join([*lines, *(f"  -> {one}" for one in violations(short)[:1])])
+
+    def broken(tried: Schedule) -> list[Violation]:
+        return level(tried).run()[:1]
+
+    (found,) = broken(schedule)
+    short = shrunk(schedule, lambda other: [one.law for one in broken(other)] == [found.law])
+    replay = f"replay: --seed {schedule.seed}{' --stack' if level is Stack else ''}"
+    lines = ["", str(found), replay, "a short schedule:", str(short)]
+    return "\n".join([*lines, *(f"  -> {one}" for one in broken(short))])
 
 
-def _breaks(schedule: Schedule, law: int) -> bool:
-    return any(one.law == law for one in violations(schedule)[:1])
-
-
-def told(schedule: Schedule) -> str:
+def told(schedule: Schedule, level: Level = Simulation) -> str:
     """What happens, event by event."""
-    simulation = Simulation(schedule)
+    simulation = level(schedule)
     lines = [str(schedule), ""]
     note = simulation.laws.note
 

@@ -47,3 +47,10 @@ def test_of_a_large_world_only_its_candidates_have_the_whole():
     for node in ("spare", *names):
         holding = asyncio.run(Heir(node).take(Store(world), world, world.summary()))
         assert bool(holding.rows) == (node in world.heirs)
+
+
+def test_who_forms_a_world_hears_when_it_is_settled():
+    heir = Heir("a")
+    world = World(generation=0, phase="running", host="a").with_nodes([place("a", 0)])
+    heir.formed(world, world.parts())
+    assert heir.is_candidate.is_set()

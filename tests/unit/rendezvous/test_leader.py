@@ -16,6 +16,7 @@ from torchelastic.rendezvous.heir import Heir
 from torchelastic.rendezvous.held_out import FIRST
 from torchelastic.rendezvous.leader import QUIET_LOOKS, ROLL_KEY, CheckpointPath, Leader
 from torchelastic.rendezvous.round_state import RoundRules
+from torchelastic.rendezvous.store import Item, Listing
 from torchelastic.rendezvous.succession import Electorate, Roll
 from torchelastic.rendezvous.world import LEADER_KEY, PART_PREFIX, WORLD_KEY, Member, World
 
@@ -273,3 +274,16 @@ def test_an_old_checkpoint_that_goes_is_no_new_one(tmp_path):
     path = CheckpointPath(str(tmp_path))
     (tmp_path / "old").unlink()
     assert not any(path.written() for _ in range(2 * QUIET_LOOKS))
+
+
+def test_a_host_that_takes_a_world_over_knows_when_it_may_go_on():
+    """Not before a lease is over: a node that trained alone may still make steps."""
+    world = World(generation=3, phase="running", host="a", term=1).with_nodes([])
+    rows = {WORLD_KEY: world.summary(), **world.parts()}
+    listing = Listing(1, {key: Item(value, 1, 1) for key, value in rows.items()})
+    rules = RoundRules(min_nodes=1, max_nodes=2)
+
+    async def made() -> Leader:
+        return Leader(None, "a", rules, SystemClock(), Told(), term=5, may_begin_at=7.0)
+
+    assert asyncio.run(made())._state_from(listing).may_begin_at == 7.0

@@ -37,3 +37,20 @@ def test_a_wish_is_for_a_later_term_than_anybody_has_voted_in():
     again = Candidacy(succession.next_term(asker, returns.latest_term), "c", 2, binding=False)
     assert not succession.refusal(stubborn, again)
     assert Returns().latest_term == 0
+
+
+@pytest.mark.parametrize(
+    ("generation", "term", "outdated"),
+    [
+        (6, 7, False),  # the others have gone on, and this node follows them
+        (6, 4, False),  # they have, in an earlier term than its own: that host will yield
+        (0, 1, True),  # the job was started again
+    ],
+)
+def test_a_resumed_node_is_outdated_where_the_host_knows_less(generation, term, outdated):
+    roll = Roll(3, Electorate(frozenset("abc"), "a"))
+    asker = Poll(Elector("a", term=5, generation=3), Holding(roll), places=("x:1",))
+    ballot = Ballot("b", False, "its host answers", term, generation, ["b:1"], "", 3.0, [])
+    returns = Returns(ballots={"b": ballot})
+    assert asker.is_outdated(returns, waited=True) is outdated
+    assert not asker.is_outdated(returns, waited=False)

@@ -119,6 +119,19 @@ def test_a_leave_goes_by_agreement_and_the_others_go_on():
     assert job.world.ledger.used == 0
 
 
+def test_who_alone_has_the_state_meets_a_newcomer_before_it_leaves():
+    job = resident_job("a", nnodes="1:2")
+    job.come("b", resident=True, standing=(0, 1))
+    job.say("a", leaving="SIGTERM")
+    job.say("a", paused=0, entered=3)
+    assert (job.world.generation, job.world.after) == (1, 3)
+    assert workers(job) == {"a": (0, 1), "b": (0, 1)}
+    assert (job.world.phase, job.world.reason) == ("pausing", "a leaves (SIGTERM)")
+    for name in ("a", "b"):
+        job.say(name, paused=1, entered=4)
+    assert (job.world.phase, job.world.after, workers(job)) == ("running", 4, {"b": (0, 1)})
+
+
 def test_the_last_node_that_leaves_ends_its_world_at_the_boundary_too():
     job = resident_job("a", nnodes="1:1")
     job.say("a", leaving="SIGTERM")

@@ -24,7 +24,7 @@ from torchelastic.rendezvous.embedded.server import GRACE
 from torchelastic.rendezvous.embedded.table import Row
 from torchelastic.rendezvous.leader import ROLL_KEY
 from torchelastic.rendezvous.witness.asking import Asking, Silent
-from torchelastic.rendezvous.witness.jury import Witness
+from torchelastic.rendezvous.witness.vote_keys import Witness
 from torchelastic.rendezvous.world import MEMBER_PREFIX, WORLD_KEY, World
 
 PATIENCE = 20.0

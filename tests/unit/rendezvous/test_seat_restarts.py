@@ -32,7 +32,7 @@ from torchelastic.rendezvous.embedded.seat import Seat
 from torchelastic.rendezvous.embedded.voter_file import VoterFile
 from torchelastic.rendezvous.succession import Elector, Electorate, Roll
 from torchelastic.rendezvous.witness.asking import Asking
-from torchelastic.rendezvous.witness.jury import Witness
+from torchelastic.rendezvous.witness.vote_keys import Witness
 from torchelastic.rendezvous.world import WORLD_KEY
 
 

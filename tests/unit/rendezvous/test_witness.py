@@ -12,9 +12,9 @@ from tests.unit.rendezvous.embedded_support import story, within
 from torchelastic.errors import ConfigError, RendezvousRefused
 from torchelastic.rendezvous.witness import asking as asking_module
 from torchelastic.rendezvous.witness.asking import Asking, Silent
-from torchelastic.rendezvous.witness.jury import Witness
+from torchelastic.rendezvous.witness.reachability import WitnessWatch
 from torchelastic.rendezvous.witness.storage import Directory, answer, open_storage
-from torchelastic.rendezvous.witness.vigil import WitnessVigil
+from torchelastic.rendezvous.witness.vote_keys import Witness
 
 PATIENCE = 30.0
 
@@ -219,7 +219,7 @@ async def test_storage_that_creates_a_key_twice_is_refused(tmp_path):
 async def test_a_witness_out_of_reach_is_told_of_once_and_when_it_is_back(tmp_path):
     _, b = await two(tmp_path)
     said: list[str] = []
-    vigil = WitnessVigil(b, said.append)
+    vigil = WitnessWatch(b, said.append)
     for _ in range(2):
         b._asking.loses_answer = True
         assert await vigil.look() == ""

@@ -19,8 +19,9 @@ from torchelastic.rendezvous.embedded.link import Link
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: Seconds an agent has to answer; longer where it must stop its workers before.
-PATIENCE = 0.5
+#: Seconds an agent has to answer, each time it is spoken to: it is connected to, greeted and asked.
+#: Longer, and once for all three, where it must stop its workers before.
+PATIENCE, EXCHANGES = 0.5, 3
 STOPPING_PATIENCE = 5.0
 #: Seconds left for the others once enough have answered.
 LAST_CALL = 0.1
@@ -99,7 +100,9 @@ class _Questions:
             self._under_way.add(asyncio.create_task(asking))
         if asked:
             self._more_at = now + BRISK
-            self._deadline = now + _patience(self._asked)
+            self._deadline = now + (
+                STOPPING_PATIENCE if self._asked.binding else EXCHANGES * PATIENCE
+            )
         return bool(self._under_way)
 
     async def wait(self, last_call: float | None) -> bool:

@@ -7,7 +7,9 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from functools import lru_cache
+from typing import Protocol
 
 from torchelastic.errors import ConfigError
 from torchelastic.rendezvous.interfaces import can_be_told, placed_addresses
@@ -22,6 +24,44 @@ _LOOPBACK = ("127.0.0.1", "::1")
 _NOBODYS = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 #: This machine lacks the address or the whole protocol.
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+class Network(Protocol):
+    """What an agent asks of its machine."""
+
+    def resolve(self, host: str) -> list[tuple[int, str]]:
+        """The addresses of a name, each with its family; may wait for the name service."""
+        ...
+
+    def is_local(self, family: int, address: str) -> bool: ...
+
+    def outward_address(self) -> str | None:
+        """What this machine sends from on its way out, or has at all where there is no way out."""
+        ...
+
+    def listen(self, family: int, address: str, port: int) -> socket.socket: ...
+
+
+class _Kernel:
+    """The network of the machine that this process runs on."""
+
+    def resolve(self, host: str) -> list[tuple[int, str]]:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return [(family, str(sockaddr[0])) for family, _, _, _, sockaddr in found]
+
+    def is_local(self, family: int, address: str) -> bool:
+        return _is_local(family, address)
+
+    def outward_address(self) -> str | None:
+        return _outward_address()
+
+    def listen(self, family: int, address: str, port: int) -> socket.socket:
+        return _listen(family, address, port)
+
+
+_KERNEL = _Kernel()
+#: The machine's own, but for agents in a simulation.
+NETWORK: ContextVar[Network] = ContextVar("network", default=_KERNEL)
 
 
 @lru_cache(maxsize=64)  # an agent asks it of its endpoint with every connection
@@ -112,11 +152,10 @@ def reachable_address(address: str, host: str) -> str:
     """
     if loopback_addresses(host) or can_be_told(address):
         return address
-    return _outward_address() or address
+    return NETWORK.get().outward_address() or address
 
 
 def _outward_address() -> str | None:
-    """What this machine sends from on its way out, or has at all where there is no way out."""
     routed = (_source_towards(family, address) for family, address in _NOBODYS.items())
     placed = (found.address for found in placed_addresses())
     return next((found for found in (*routed, *placed) if found and can_be_told(found)), None)
@@ -129,10 +168,10 @@ def _is_this_machine(host: str) -> bool:
     pods, and each of them would host a store of its own.
     """
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        found = NETWORK.get().resolve(host)
     except (socket.gaierror, UnicodeError):
         return False
-    local = [_is_local(family, str(sockaddr[0])) for family, _, _, _, sockaddr in found]
+    local = [NETWORK.get().is_local(family, address) for family, address in found]
     if any(local) and not all(local):
         log.warning(
             "'%s' names this machine and others; this agent leaves hosting the rendezvous to "
@@ -179,7 +218,7 @@ def _listen_on(addresses: Iterable[str], port: int) -> list[socket.socket]:
     for address in addresses:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            sockets.append(_listen(family, address, port))
+            sockets.append(NETWORK.get().listen(family, address, port))
         except OSError as error:
             # The first address decides: clients try it first.
             if not sockets and error.errno not in _NOT_HERE:
@@ -194,11 +233,11 @@ def _listen_on(addresses: Iterable[str], port: int) -> list[socket.socket]:
 def _listen_everywhere(port: int) -> socket.socket:
     """A socket for every address of this machine, IPv4 and, where there is, IPv6."""
     try:
-        return _listen(socket.AF_INET6, "::", port)
+        return NETWORK.get().listen(socket.AF_INET6, "::", port)
     except OSError as error:
         if error.errno not in _NOT_HERE:
             raise
-    return _listen(socket.AF_INET, "0.0.0.0", port)
+    return NETWORK.get().listen(socket.AF_INET, "0.0.0.0", port)
 
 
 def _listen(family: int, address: str, port: int) -> socket.socket:

@@ -18,6 +18,8 @@ MOST_DOUBLINGS = 4
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.5
 #: That of the witness: none.
 WITNESS = -3
+#: How often the time to let others try first doubles.
+MOST_DOUBLINGS = 4
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,11 @@ class Poll:
         electorates = self.roll.electorates
         there = frozenset().union(*(each.voters for each in electorates))
         there -= self._replaced_in(returns)
-        has_other_host = any(ballot.hosts for ballot in returns.ballots.values())
-        has_other_host &= not self.hosts(returns)
+        named = [ballot for ballot in returns.ballots.values() if ballot.hosts]
+        # A host of an earlier term than this node has voted in yields to it: others elect anew.
+        has_other_host = bool(named) and not any(
+            self._knows_more(ballot.term, ballot.generation) for ballot in named
+        )
         is_hopeless = not succession.agreed(electorates, there)
         return self.has_world and (is_hopeless or (has_other_host and waited))
 
@@ -148,9 +153,13 @@ class Poll:
     def may_follow(self, term: int, generation: int) -> bool:
         """Not who knows less than this node, and may never know more: a store that was started
         anew, say, at the endpoint of a host that is gone."""
+        knows_more = self._knows_more(term, generation)
+        return knows_more and succession.may_follow(self.elector, term)
+
+    def _knows_more(self, term: int, generation: int) -> bool:
+        """Whether the host of a term does, or will when it forms its first world."""
         ours = self.elector.generation
-        will_know_more = generation >= ours or succession.first_generation(term) > ours
-        return will_know_more and succession.may_follow(self.elector, term)
+        return generation >= ours or succession.first_generation(term) > ours
 
     def predicament(self, returns: Returns) -> str:
         """What a node waits for that has no host and no majority, for people."""

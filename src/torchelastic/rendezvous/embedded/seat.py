@@ -46,7 +46,7 @@ from torchelastic.rendezvous.embedded.voter_file import Voter, VoterFile
 from torchelastic.rendezvous.secret import Credentials
 from torchelastic.rendezvous.store import Json
 from torchelastic.rendezvous.succession import Candidacy, Elector
-from torchelastic.rendezvous.witness.jury import Witness
+from torchelastic.rendezvous.witness.vote_keys import Witness
 from torchelastic.rendezvous.world import MEMBER_PREFIX, PART_PREFIX, WORLD_KEY
 
 logger = logging.getLogger(__name__)

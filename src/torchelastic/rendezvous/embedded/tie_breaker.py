@@ -10,7 +10,7 @@ from torchelastic.rendezvous.embedded.canvass import Returns
 from torchelastic.rendezvous.embedded.poll import Poll, WitnessView
 from torchelastic.rendezvous.succession import Elector
 from torchelastic.rendezvous.witness.asking import Silent
-from torchelastic.rendezvous.witness.jury import Witness
+from torchelastic.rendezvous.witness.vote_keys import Witness
 
 logger = logging.getLogger(__name__)
 

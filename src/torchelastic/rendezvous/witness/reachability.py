@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable
 
 from torchelastic.rendezvous.witness.asking import Silent
-from torchelastic.rendezvous.witness.jury import Witness
+from torchelastic.rendezvous.witness.vote_keys import Witness
 
 #: Seconds between two looks, and while it does not answer.
 LOOK, LOOK_AGAIN = 60.0, 5.0
 
 
-class WitnessVigil:
+class WitnessWatch:
     """Reads the job's token there. A witness out of reach is told of once, and when it is back."""
 
     def __init__(self, witness: Witness, say: Callable[[str], None]) -> None:

@@ -1,0 +1,234 @@
+"""Event loops in virtual time: one for each simulated process, all run by one scheduler.
+
+Time jumps to the next timer, nothing ever sleeps, and what happens at the same time happens in the
+order in which it was asked for: the same program runs in the same way every time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import heapq
+import itertools
+from asyncio.events import _set_running_loop
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+#: Virtual seconds that a function in a thread takes.
+THREAD = 0.001
+#: How often a task is cancelled that goes on, and virtual seconds between.
+MOST_CANCELS, CLOSING = 20, 0.1
+
+Context = contextvars.Context
+
+
+class Scheduler:
+    """Virtual time, and everything that is to happen in it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        #: Of tasks and futures, whose order in a set must not depend on where they lie in memory.
+        self.numbers = itertools.count(1)
+        self._order = itertools.count()
+        self._ready: deque[asyncio.Handle] = deque()
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        #: Everything outside the nodes: the network, and whoever injects faults.
+        self.outside = VirtualLoop(self)  # type: ignore[abstract]
+
+    def at(self, when: float, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
+        """Call something outside all nodes at a time."""
+        return self.outside.call_at(when, callback, *args)
+
+    def close(self, loops: Iterable[VirtualLoop]) -> None:
+        """Let all tasks of these loops end, so that none is left to be thrown away half-way."""
+        for _ in range(MOST_CANCELS):
+            if not any([loop.cancel_all() for loop in loops]):
+                return
+            self.run_until(self.now + CLOSING)
+
+    def soon(self, handle: asyncio.Handle) -> None:
+        self._ready.append(handle)
+
+    def later(self, handle: asyncio.TimerHandle) -> None:
+        heapq.heappush(self._timers, (handle.when(), next(self._order), handle))
+
+    def run_until(self, end: float) -> None:
+        """Run everything up to a time."""
+        ready, timers = self._ready, self._timers
+        running: VirtualLoop | None = None
+        try:
+            while True:
+                while ready:
+                    handle = ready.popleft()
+                    loop: VirtualLoop = handle._loop  # type: ignore[attr-defined]
+                    if handle.cancelled():
+                        continue
+                    if loop.held is not None:
+                        loop.held.append(handle)
+                        continue
+                    if loop is not running:
+                        _set_running_loop(loop)
+                        running = loop
+                    handle._run()
+                if not timers or timers[0][0] > end:
+                    break
+                when, _, timer = heapq.heappop(timers)
+                self.now = max(self.now, when)
+                ready.append(timer)
+        finally:
+            _set_running_loop(None)
+        self.now = max(self.now, end)
+
+
+class VirtualLoop(asyncio.AbstractEventLoop):
+    """The event loop of one process. `network` makes its connections."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        #: What a process that is frozen, or dead, does not do; None: it runs.
+        self.held: list[asyncio.Handle] | None = None
+        self._dead = False
+        #: What a callback runs in that nobody inside the process has asked for.
+        self.context = contextvars.copy_context()
+        self.signal_handlers: dict[int, Callable[[], object]] = {}
+        #: Exceptions that nobody caught.
+        self.errors: list[str] = []
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+
+    # Freezing and ending
+
+    def freeze(self) -> None:
+        """Run nothing until it is thawed."""
+        if self.held is None:
+            self.held = []
+
+    def thaw(self) -> None:
+        """Go on: what came from others first, then the timers that have run out, as `select`
+        tells them."""
+        if self._dead or self.held is None:
+            return
+        held, self.held = self.held, None
+        for handle in sorted(held, key=lambda one: isinstance(one, asyncio.TimerHandle)):
+            self._scheduler.soon(handle)
+
+    def end(self) -> None:
+        """Run nothing any more."""
+        self._dead = True
+        self.held = []
+
+    def cancel_all(self) -> bool:
+        """Cancel the tasks of a loop, ended or not; False: there is none."""
+        self._dead, self.held = False, None
+        for task in [*self._tasks]:
+            task.cancel()
+        return bool(self._tasks)
+
+    # What asyncio asks
+
+    def time(self) -> float:
+        return self._scheduler.now
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._scheduler.soon(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
+
+    def call_later(  # type: ignore[override]
+        self,
+        delay: float,
+        callback: Callable[..., object],
+        *args: Any,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._scheduler.now + delay, callback, *args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self,
+        when: float,
+        callback: Callable[..., object],
+        *args: Any,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        self._scheduler.later(handle)
+        return handle
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Nothing: it is passed over when its time comes."""
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return _Future(self, next(self._scheduler.numbers))
+
+    def create_task(self, coro: Any, *, name: str | None = None, **_: Any) -> asyncio.Task[Any]:
+        task = _Task(coro, self, next(self._scheduler.numbers), name)
+        self._tasks[task] = None
+        task.add_done_callback(self._forget)
+        return task
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.pop(task, None)
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
+        """At once, and the answer a moment later."""
+        future = self.create_future()
+
+        def answer() -> None:
+            if future.cancelled():
+                return
+            try:
+                future.set_result(func(*args))
+            except Exception as error:
+                future.set_exception(error)
+
+        self.call_later(THREAD, answer)
+        return future
+
+    def add_signal_handler(  # type: ignore[override]
+        self, sig: int, callback: Callable[..., object], *args: Any
+    ) -> None:
+        self.signal_handlers[sig] = lambda: callback(*args)
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self.errors.append(f"{context.get('message')}: {error!r}")
+
+    def run_forever(self) -> NoReturn:
+        raise NotImplementedError("the scheduler runs all loops")
+
+
+class _Future(asyncio.Future[Any]):
+    """A future with a place in sets that is the same in every run."""
+
+    def __init__(self, loop: VirtualLoop, number: int) -> None:
+        self._number = number
+        super().__init__(loop=loop)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class _Task(asyncio.Task[Any]):
+    """A task with a place in sets that is the same in every run."""
+
+    def __init__(self, coro: Any, loop: VirtualLoop, number: int, name: str | None) -> None:
+        self._number = number
+        super().__init__(coro, loop=loop, name=name or f"Task-{number}")
+
+    def __hash__(self) -> int:
+        return self._number

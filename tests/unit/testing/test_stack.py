@@ -1,0 +1,142 @@
+"""The whole control plane on virtual loops: no seed breaks a law, and each rule taken away is
+missed. A seed that fails is replayed by `python -m torchelastic.testing.simulate --stack --seed N`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import SOAK
+from tests.unit.testing import rules
+from torchelastic.rendezvous import forming
+from torchelastic.rendezvous.embedded import canvass
+from torchelastic.testing import laws, simulate
+from torchelastic.testing.faults import ENDLESS, Fault, Schedule, made_from
+from torchelastic.testing.stack import Stack, violations
+
+pytestmark = pytest.mark.timeout(120 * SOAK)
+
+#: Seeds of one test; the suite has so many tests of them.
+SEEDS, TESTS = 8, 2
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS * TESTS * SOAK, SEEDS))
+def test_no_law_is_broken(first):
+    for seed in range(first, first + SEEDS):
+        schedule = made_from(seed)
+        assert not violations(schedule), simulate.explained(schedule, Stack)
+
+
+# --- without one rule ----------------------------------------------------------------------------
+
+
+def job(
+    seed: int, machines: str, *faults: Fault, resident: bool = True, least: int = 1
+) -> Schedule:
+    return Schedule(
+        seed=seed,
+        resident=resident,
+        machines=machines,
+        min_nodes=least,
+        max_nodes=len(machines) + 2,
+        remembers=True,
+        steps=ENDLESS,
+        faults=faults,
+    )
+
+
+def healed_cut(seed: int) -> Schedule:
+    """A worker dies, and the network is cut while the others are being stopped."""
+    later = random.Random(seed).uniform(0.01, 0.2)
+    cut = Fault(round(8.0 + later, 3), "cut", "ab", "cd")
+    faults = (Fault(8.0, "worker", "a"), cut, Fault(18.0, "mend"))
+    return job(seed, "abcd", *faults, resident=bool(seed % 2), least=2)
+
+
+def spare_host(seed: int) -> Schedule:
+    """The host's worker dies, and the other node is lost before its replacement is there."""
+    later = random.Random(seed).uniform(0.01, 0.3)
+    return job(seed, "ab", Fault(8.0, "worker", "a"), Fault(round(8.0 + later, 3), "kill", "b"))
+
+
+def slow_links(seed: int) -> Schedule:
+    """A host is lost, and the others are far from each other."""
+    slow = Fault(7.0, "slow", "bd", "ce", seconds=0.2)
+    return job(seed, "abcde", slow, Fault(8.0, "kill", "a"))
+
+
+def last_of_all(seed: int) -> Schedule:
+    """A node trains alone, and leaves when another one is ready."""
+    later = random.Random(seed).uniform(0.85, 0.99)
+    faults = (Fault(8.0, "kill", "b"), Fault(12.0, "restart", "b"))
+    return job(seed, "ab", *faults, Fault(round(12.0 + later, 3), "leave", "a"))
+
+
+def who_leaves_hands_nothing_over(change: rules.Set) -> None:
+    change(forming, "_handing_over", lambda state: frozenset())
+
+
+def an_agent_has_as_long_for_three_answers_as_for_one(change: rules.Set) -> None:
+    change(canvass, "EXCHANGES", 1)
+
+
+#: The law that is broken without the rule, by one of some schedules.
+FOUND_BY = {
+    rules.nobody_reports_a_world_that_waits: (healed_cut, 8, 20),
+    rules.a_host_that_does_not_train_has_no_vote: (spare_host, 8, 10),
+    an_agent_has_as_long_for_three_answers_as_for_one: (slow_links, 8, 5),
+    who_leaves_hands_nothing_over: (last_of_all, 3, 20),
+}
+
+
+@pytest.mark.parametrize("rule", FOUND_BY, ids=lambda rule: rule.__name__)
+def test_a_rule_taken_away_is_found_within_some_seeds(rule, monkeypatch):
+    made, law, seeds = FOUND_BY[rule]
+    rule(monkeypatch.setattr)
+    found = next(seed for seed in range(seeds) if violations(made(seed)))
+    assert violations(made(found))[0].law == law
+    monkeypatch.undo()
+    assert violations(made(found)) == []
+
+
+# --- replay --------------------------------------------------------------------------------------
+
+
+def test_a_schedule_has_the_same_history_in_every_run_and_process():
+    ran = [Stack(made_from(5)) for _ in range(2)]
+    for stack in ran:
+        stack.run()
+    code = "from torchelastic.testing.stack import *; from torchelastic.testing.faults import *; "
+    code += "stack = Stack(made_from(5)); stack.run(); print(stack.digest())"
+    env = {**os.environ, "PYTHONHASHSEED": "7"}
+    other = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True)
+    assert {*(stack.digest() for stack in ran), other.stdout.decode().strip()} == {ran[0].digest()}
+    assert len(ran[0].history) > 100
+
+
+def test_a_failure_is_told_with_its_seed_and_a_short_schedule(monkeypatch):
+    rules.a_host_that_does_not_train_has_no_vote(monkeypatch.setattr)
+    told = simulate.explained(spare_host(0)._replace(seed=0), Stack)
+    assert "replay: --seed 0 --stack" in told
+    assert told.count("worker a") == 1
+
+
+def test_what_nobody_catches_is_a_failure(monkeypatch):
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a bug in a callback")
+
+    monkeypatch.setattr(Stack, "_mend", broken)
+    found = violations(job(0, "ab", Fault(8.0, "mend")))
+    assert "a bug in a callback" in found[-1].sentence
+    assert found[-1].law == 0
+
+
+def test_the_job_trains_when_nothing_goes_wrong():
+    stack = Stack(job(0, "abc"))
+    assert stack.run() == []
+    assert {type(event) for event in stack.history} >= {laws.Up, laws.Formed, laws.Stepped}
