@@ -59,6 +59,7 @@ LEFT_OUT = {
     "_who_agrees": "words",
     "_beginning": "words",
     "_missing": "words",
+    "_unfit": "words",
     "_lacks": "words",
     "brief": "words",
     "_first": "a cache",

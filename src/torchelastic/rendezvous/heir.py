@@ -15,8 +15,10 @@ from torchelastic.rendezvous.world import PART_PREFIX, WORLD_KEY, World, address
 
 
 class Heir:
-    """Collects what is to be held of the newest world. The whole of it only where this node is one
-    of the candidates that the world names; others have no use for thousands of addresses."""
+    """Collects what is to be held of the newest world. The whole of a large one only where this
+    node is one of the candidates that it names: others have no use for thousands of addresses. Of a
+    small one all have it: a spare may be the only one left that has taken it up, and nobody who
+    knows less could be elected with its vote."""
 
     def __init__(self, node: str) -> None:
         self._node = node
@@ -39,7 +41,10 @@ class Heir:
 
     def lacks(self, world: World) -> bool:
         """Whether this node is to hold the whole of a world, and does not know all of it yet."""
-        return self._node in world.heirs and not self._knows(world)
+        return self._is_to_hold(world) and not self._knows(world)
+
+    def _is_to_hold(self, world: World) -> bool:
+        return self._node in world.heirs or world.shards == 1
 
     def _knows(self, world: World) -> bool:
         return (world.generation, world.digest) == (self._holding.roll.generation, self._digest)
@@ -52,7 +57,7 @@ class Heir:
             if self._holding.rows:
                 rows = {**self._holding.rows, WORLD_KEY: summary}
                 self._holding = replace(self._holding, rows=rows)
-        elif self._node in world.heirs:
+        elif self._is_to_hold(world):
             self.is_candidate.set()
             self._holding = self._whole(world, summary, parts, roll)
         else:

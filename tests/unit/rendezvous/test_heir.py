@@ -29,14 +29,24 @@ class Store:
 
 @pytest.mark.parametrize("node", ["a", "b", "c", "d"])
 def test_the_host_has_a_vote_and_is_asked_in_the_world_or_not(node):
-    """a hosts and does not train, b and c do; d is a spare, and could not host."""
+    """a hosts and does not train, b and c do; d is a spare, and could host as well: it may be the
+    only one left that knows of this world."""
     made = World(generation=3, phase="running", host="a", heirs={"a": "a:1"})
     world = made.with_nodes(place(name, rank, peer=f"{name}:1") for rank, name in enumerate("bc"))
     holding = asyncio.run(Heir(node).take(Store(world), world, world.summary()))
     assert holding.roll.latest.nodes == set("abc")
     assert holding.addresses == {"a": "a:1", "b": "b:1", "c": "c:1"}
-    assert bool(holding.rows) == (node != "d")
+    assert holding.rows
     assert holding.order == ("b", "c", "a")
+
+
+def test_of_a_large_world_only_its_candidates_have_the_whole():
+    made = World(generation=3, phase="running", host="n0")
+    names = [f"n{number}" for number in range(40)]
+    world = made.with_nodes(place(name, rank, peer=f"{name}:1") for rank, name in enumerate(names))
+    for node in ("spare", *names):
+        holding = asyncio.run(Heir(node).take(Store(world), world, world.summary()))
+        assert bool(holding.rows) == (node in world.heirs)
 
 
 def test_who_forms_a_world_hears_when_it_is_settled():

@@ -10,6 +10,7 @@ from torchelastic.agent.group_state import Phase, Rejoin, WorkersGone
 from torchelastic.rendezvous import round_state, succession
 from torchelastic.rendezvous.embedded.canvass import Returns
 from torchelastic.rendezvous.embedded.poll import Poll
+from torchelastic.rendezvous.heir import Heir
 from torchelastic.rendezvous.world import World
 
 #: Sets an attribute, as `monkeypatch.setattr` does.
@@ -41,6 +42,11 @@ def a_leader_forgets_what_was_settled(change: Set) -> None:
 def newcomers_do_not_see_the_world_of_an_earlier_host(change: Set) -> None:
     """So they never learn that its workers are resident, and start none."""
     change(World, "is_under_way", property(lambda world: True))
+
+
+def a_spare_node_cannot_host(change: Set) -> None:
+    """Though it may be the only one left that has taken the last world up."""
+    change(Heir, "_is_to_hold", lambda heir, world: heir._node in world.heirs)
 
 
 def who_asks_never_asks_for_a_later_term(change: Set) -> None:

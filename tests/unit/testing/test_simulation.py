@@ -86,6 +86,18 @@ SHORT = {
         rules.a_node_takes_along_that_its_workers_are_resident,
         job("abc", Fault(4.059, "kill", "a"), seed=5843),
     ),
+    "the host leaves before those of its world have heard of it": (
+        rules.a_spare_node_cannot_host,
+        job(
+            "abcd",
+            Fault(6.097, "cut", "a", "bcd", both_ways=False),
+            Fault(8.360, "mend"),
+            Fault(8.545, "leave", "b"),
+            Fault(8.545, "cut", "d", "abc"),
+            Fault(8.595, "freeze", "c"),
+            seed=16439,
+        ),
+    ),
     "newcomers, after the third host": (
         rules.newcomers_do_not_see_the_world_of_an_earlier_host,
         job(
