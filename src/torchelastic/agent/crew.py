@@ -207,10 +207,7 @@ def _world(state: CrewState, event: WorldSeen) -> Step:
     if world.phase == "running":
         return _enter(state, world)
     if world.phase == "pausing":
-        # One that was never seen running: the others of it wait for the workers here.
-        state, entering = _enter(state, world)
-        state, asking = _ask(state, world)
-        return state, [*entering, *asking]
+        return _ask(state, world)
     state, commands = _world_over(state, world) if world.has_ended else (state, list[Command]())
     if world.phase != "waiting" or state.leaving:
         return state, commands
@@ -295,13 +292,12 @@ def _report_missing(state: CrewState, world: World, local_rank: int, rank: int) 
 
 
 def _ask(state: CrewState, world: World) -> Step:
-    asked = [
-        rank
-        for rank in state.having(Status.TRAINING)
-        if state.workers[rank].generation == world.generation
-    ]
+    state, entering = _enter(state, world)  # one never seen running: the others wait there
+    training = state.having(Status.TRAINING)
+    asked = [rank for rank in training if state.workers[rank].generation == world.generation]
     state, commands = _answer_for_all(state)
-    return state, [*(Tell(rank, orders.Ask(world.generation)) for rank in asked), *commands]
+    told = (Tell(rank, orders.Ask(world.generation)) for rank in asked)
+    return state, [*entering, *told, *commands]
 
 
 def _world_over(state: CrewState, world: World) -> Step:

@@ -8,7 +8,6 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
@@ -17,6 +16,7 @@ from tests.unit.testing import rules
 from torchelastic.agent import crew
 from torchelastic.rendezvous import forming
 from torchelastic.rendezvous.embedded import canvass
+from torchelastic.rendezvous.world import World
 from torchelastic.testing import laws, simulate
 from torchelastic.testing.faults import ENDLESS, Fault, Schedule, made_from
 from torchelastic.testing.stack import Stack, violations
@@ -80,21 +80,18 @@ def last_of_all(seed: int) -> Schedule:
 
 
 def growth_at_once(seed: int) -> Schedule:
-    """The host is lost; the next world is to grow before a node that is slow has heard of it."""
-    slow = Fault(7.0, "slow", "bc", "d", seconds=0.1)
-    faults = (Fault(6.0, "join", "f"), slow, Fault(9.5 + 0.1 * seed, "restart", "a"))
-    return job(seed, "abcd", *faults)._replace(max_nodes=4)
+    """The host is lost; the next world is to grow before one of its nodes has heard of it."""
+    faults = (Fault(6.0, "join", "g"), Fault(9.4, "cut", "d", "a"), Fault(11.859, "restart", "a"))
+    return job(4908 + seed, "abcd", *faults)._replace(max_nodes=4)
 
 
 def nobody_enters_a_world_that_pauses(change: rules.Set) -> None:
-    world = crew._world
+    enter = crew._enter
 
-    def only_asked(state: crew.CrewState, event: crew.WorldSeen) -> crew.Step:
-        if event.world.phase == "pausing":
-            return crew._ask(replace(state, world=event.world), event.world)
-        return world(state, event)
+    def only_a_running_one(state: crew.CrewState, world: World) -> crew.Step:
+        return enter(state, world) if world.phase == "running" else (state, [])
 
-    change(crew, "HANDLERS", {**crew.HANDLERS, crew.WorldSeen: only_asked})
+    change(crew, "_enter", only_a_running_one)
 
 
 def who_leaves_hands_nothing_over(change: rules.Set) -> None:
