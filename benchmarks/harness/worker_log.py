@@ -90,6 +90,7 @@ class History:
     """All steps of one job, gathered as they are read."""
 
     def __init__(self) -> None:
+        self.steps: list[Step] = []
         self.finishes: list[Finish] = []
         self.spans: dict[int, Span] = {}
         self._open: dict[tuple[int, int], dict[int, float]] = {}
@@ -100,6 +101,7 @@ class History:
             self.add(Step.from_line(line))
 
     def add(self, step: Step) -> None:
+        self.steps.append(step)
         span = self.spans.setdefault(
             step.world, Span(step.world, step.size, step.began, step.finished)
         )

@@ -292,13 +292,12 @@ def _report_missing(state: CrewState, world: World, local_rank: int, rank: int) 
 
 
 def _ask(state: CrewState, world: World) -> Step:
-    asked = [
-        rank
-        for rank in state.having(Status.TRAINING)
-        if state.workers[rank].generation == world.generation
-    ]
+    state, entering = _enter(state, world)  # one never seen running: the others wait there
+    training = state.having(Status.TRAINING)
+    asked = [rank for rank in training if state.workers[rank].generation == world.generation]
     state, commands = _answer_for_all(state)
-    return state, [*(Tell(rank, orders.Ask(world.generation)) for rank in asked), *commands]
+    told = (Tell(rank, orders.Ask(world.generation)) for rank in asked)
+    return state, [*entering, *told, *commands]
 
 
 def _world_over(state: CrewState, world: World) -> Step:

@@ -114,7 +114,9 @@ class Doubts:
         self._records[member.node] = self._records.get(member.node, 0) + 1
         self._peers[member.node] = member.peer
         self._doubts[member.node] = member.doubts
-        for node in member.doubts:
+        # Who was doubted before it joined again is looked into now: nobody says so a second time.
+        again = [member.node] if doubters_of(member.node, self._doubts) else []
+        for node in (*member.doubts, *again):
             if self._peers.get(node) and node not in self._asking:
                 task = asyncio.create_task(self._look_into(node), name="doubt")
                 self._asking[node] = task

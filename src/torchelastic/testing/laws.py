@@ -426,9 +426,14 @@ class Laws:
         )
 
     def _agrees(self, electorate: Electorate, group: frozenset[str]) -> bool:
-        """With those who leave; but one of it must stay: nobody else could be host."""
+        """With those who leave, and can say so; but one of it must stay: nobody else could host."""
+        leaving = {
+            node
+            for node in self._leaving - self._frozen
+            if all(self._are_linked(node, other) for other in group)
+        }
         stay = not electorate.nodes or bool(electorate.nodes & group)
-        return stay and electorate.agrees(group | self._leaving)
+        return stay and electorate.agrees(group | leaving)
 
     def _electorates_for(self, group: frozenset[str]) -> Iterable[Electorate]:
         """Who must agree by what these nodes know: of a world that only lost nodes know of, nobody

@@ -143,6 +143,18 @@ STORIES = {
         then(Said(0, Entered(0, 8)), commands=[]),
         then(Said(1, Entered(0, 7)), reported={"paused": 0, "entered": 8}),
     ],
+    "a world that pauses before it was seen running is entered, too": [
+        then(FAILED),
+        then(Said(0, Stopped(0, 7))),
+        then(Said(1, Stopped(0, 7)), statuses="standing standing"),
+        then(
+            see(1, phase="pausing", ending="resize"),
+            told="0 Enter, 1 Enter, 0 Ask, 1 Ask",
+            reported={"paused": None},
+        ),
+        then(Said(0, Entered(1, -1))),
+        then(Said(1, Entered(1, -1)), reported={"paused": 1, "entered": -1}),
+    ],
     "a death does not leave the question unanswered": [
         then(see(phase="pausing", ending="resize")),
         then(Said(0, Entered(0, 8))),

@@ -138,8 +138,17 @@ def test_the_time_runs_to_the_next_step_and_to_one_of_all():
         (world(1, 2, -1.0, 0.5), "no world of 2 trained for 2 s"),
         (world(1, 2, -8.0, 5.0) + world(2, 1, -5.0, -4.0), SPLIT),
         (world(1, 2, -8.0, 5.0) + world(1, 2, -8.0, 5.0, pid=5), SPLIT),
+        (world(2, 2, -8.0, -6.0) + world(1, 2, -5.0, 5.0), "of generation 1 on process 10, after"),
     ],
-    ids=["nobody", "one alone", "no more", "not long", "two worlds", "two of one number"],
+    ids=[
+        "nobody",
+        "one alone",
+        "no more",
+        "not long",
+        "two worlds",
+        "two of one number",
+        "an older world",
+    ],
 )
 def test_what_is_no_pass(steps, note):
     found = told(*BEFORE, *steps)

@@ -214,7 +214,13 @@ async def test_a_second_doubt_counts_that_comes_while_the_leader_asks_the_others
     assert gone == [("b", True)]
 
 
-async def given_up_by_the_leader(who, answers, *, is_heard_of=False, members="labc"):
+@story
+async def test_a_node_that_was_doubted_before_it_joined_is_looked_into():
+    """The leader before was given up, joins again at once, and is as silent as it was."""
+    assert await given_up_by_the_leader({"a": "b"}, {"b": None}, members="ac", later="b") == ["b"]
+
+
+async def given_up_by_the_leader(who, answers, *, is_heard_of=False, members="labc", later=""):
     gone = []
 
     async def ask(address):
@@ -228,7 +234,7 @@ async def given_up_by_the_leader(who, answers, *, is_heard_of=False, members="la
         gone.append(node)
 
     doubts = Doubts("l", ask, give_up)
-    for node in (*members, *who):
+    for node in (*members, *who, *later):
         doubts.heard(member(node, *who.get(node, "") if node in who else ""))
     while doubts._asking:
         await asyncio.gather(*doubts._asking.values())

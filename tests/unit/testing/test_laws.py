@@ -18,6 +18,7 @@ from torchelastic.testing.laws import (
     Formed,
     Frozen,
     Laws,
+    Leaves,
     Mended,
     Rules,
     Settled,
@@ -160,3 +161,16 @@ def test_before_the_first_world_its_founders_must_be_there():
     assert [str(one) for one in laws.violations] == [
         "law 8, at 15.000 s: the job could train since 9.000 s, and no step was made"
     ]
+
+
+@pytest.mark.parametrize(
+    ("more", "laws"),
+    [
+        ([], [8]),  # a said goodbye, c is there
+        ([Frozen(2.0, "a")], []),  # it could not say so, and one of three is no majority
+    ],
+)
+def test_who_leaves_agrees_to_what_the_others_do_if_it_can_say_so(more, laws):
+    rules = Rules(min_nodes=1, within=5.0)
+    events = [*job(), Down(1.5, "b"), Leaves(2.0, "a"), *more]
+    assert [one.law for one in check([*events, Disturbed(9.0, "")], rules)] == laws

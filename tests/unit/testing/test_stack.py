@@ -13,8 +13,10 @@ import pytest
 
 from tests.support import SOAK
 from tests.unit.testing import rules
+from torchelastic.agent import crew
 from torchelastic.rendezvous import forming
 from torchelastic.rendezvous.embedded import canvass
+from torchelastic.rendezvous.world import World
 from torchelastic.testing import laws, simulate
 from torchelastic.testing.faults import ENDLESS, Fault, Schedule, made_from
 from torchelastic.testing.stack import Stack, violations
@@ -77,6 +79,21 @@ def last_of_all(seed: int) -> Schedule:
     return job(seed, "ab", *faults, Fault(round(12.0 + later, 3), "leave", "a"))
 
 
+def growth_at_once(seed: int) -> Schedule:
+    """The host is lost; the next world is to grow before one of its nodes has heard of it."""
+    faults = (Fault(6.0, "join", "g"), Fault(9.4, "cut", "d", "a"), Fault(11.859, "restart", "a"))
+    return job(4908 + seed, "abcd", *faults)._replace(max_nodes=4)
+
+
+def nobody_enters_a_world_that_pauses(change: rules.Set) -> None:
+    enter = crew._enter
+
+    def only_a_running_one(state: crew.CrewState, world: World) -> crew.Step:
+        return enter(state, world) if world.phase == "running" else (state, [])
+
+    change(crew, "_enter", only_a_running_one)
+
+
 def who_leaves_hands_nothing_over(change: rules.Set) -> None:
     change(forming, "_handing_over", lambda state: frozenset())
 
@@ -91,6 +108,7 @@ FOUND_BY = {
     rules.a_host_that_does_not_train_has_no_vote: (spare_host, 8, 10),
     an_agent_has_as_long_for_three_answers_as_for_one: (slow_links, 8, 5),
     who_leaves_hands_nothing_over: (last_of_all, 3, 20),
+    nobody_enters_a_world_that_pauses: (growth_at_once, 8, 10),
 }
 
 
