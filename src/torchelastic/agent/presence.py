@@ -228,6 +228,7 @@ class Presence:
             may_begin_at=self.meeting.may_begin_at,
             dead=self.meeting.dead,
             ask=self._ring.ask if self._ring is not None else None,
+            ask_again=self._config.lease / 2,
             agreement=self._agreement,
             witness=self.meeting.witness,
             keep=self._keep_formed if self.meeting.term else None,

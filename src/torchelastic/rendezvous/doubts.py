@@ -5,9 +5,10 @@ What becomes of an agent that does not answer depends on how:
 
     refused    nobody listens at its port: it is given up, unless it has just put its record anew,
                because its own connections ended as well; a firewall refuses in its name
-    silence    a cut lies between, and it is not known on which side: it is given up only if a
-               second node doubts it, too; else its lease decides. That it speaks to the store does
-               not help the others, who need it for every step
+    silence    it is frozen, or a cut lies between, and it is not known on which side: it is given
+               up if a second node doubts it, too, or it is silent at the store as well; else its
+               lease decides. That it speaks to the store does not help the others, who need it
+               for every step
 
 So a node that is cut off from all others, but not from the store, gives nobody up; the others give
 it up. If the leader is that node, it notices that many do not answer, and resigns.
@@ -21,7 +22,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 
 from torchelastic.errors import RendezvousError
-from torchelastic.rendezvous.store import Store
+from torchelastic.rendezvous.store import Item, Store
 from torchelastic.rendezvous.world import LEADER_KEY, MEMBER_PREFIX, Member
 
 logger = logging.getLogger(__name__)
@@ -39,10 +40,16 @@ Ask = Callable[[str], Awaitable[bool | None]]
 GiveUp = Callable[[str, bool], Awaitable[None]]
 
 
-def is_gone(answer: bool | None, doubters: Collection[str], *, heard_of: bool) -> bool:
-    """Whether an agent that was asked is given up; `heard_of`: it has put its record since."""
+def is_gone(
+    answer: bool | None, doubters: Collection[str], *, heard_of: bool, frozen: bool = False
+) -> bool:
+    """Whether an agent that was asked is given up.
+
+    `heard_of`: it has put its record since. `frozen`: it has been silent everywhere for a while,
+    and does not doubt who doubts it, as one that is cut off would.
+    """
     if answer is None:
-        return len(doubters) >= DOUBTERS
+        return frozen or len(doubters) >= DOUBTERS
     return not answer and not heard_of
 
 
@@ -73,6 +80,7 @@ async def give_up_leader(
 
     Asks every `again` seconds. Ends when another leads, or the leader is not `doubted`.
     """
+    first: Item | None = None
     while True:
         leaders = await store.get(LEADER_KEY)
         leader = leaders.items.get(LEADER_KEY)
@@ -87,19 +95,23 @@ async def give_up_leader(
         members = (await store.get(MEMBER_PREFIX)).items
         doubts = {item.value["node"]: item.value.get("doubts", ()) for item in members.values()}
         doubters = doubters_of(leader.value["node"], doubts) | {node}
-        if is_gone(answer, doubters, heard_of=members.get(key) != before):
+        frozen = first == members.get(key) and node not in before.value.get("doubts", ())
+        if is_gone(answer, doubters, heard_of=members.get(key) != before, frozen=frozen):
             logger.info("the leader, %s, is given up: it does not answer", before.value["name"])
             await store.give_up(key, created=before.created, provided=(LEADER_KEY, leader.created))
             return
+        first = before
         await asyncio.sleep(again)
 
 
 class Doubts:
     """The doubts of the present leader."""
 
-    def __init__(self, node: str, ask: Ask, give_up: GiveUp) -> None:
-        """`node` is the leader itself, which gives itself up where it must resign."""
+    def __init__(self, node: str, ask: Ask, give_up: GiveUp, *, again: float) -> None:
+        """`node` is the leader itself, which gives itself up where it must resign. A node that only
+        the leader finds silent is asked again after `again` seconds."""
         self._node = node
+        self._again = again
         self._ask = ask
         self._give_up = give_up
         #: How often each node has put its record, as seen here.
@@ -144,11 +156,13 @@ class Doubts:
         await asyncio.sleep(HEARSAY)
         if records is None or node not in self._records:
             return  # gone already
-        is_cut_off = False
+        is_cut_off = frozen = False
         if answer is None and len(self._doubters(node)) < DOUBTERS:
             is_cut_off = must_resign(await self._survey())
+            frozen = not is_cut_off and await self._is_frozen(node, records)
         heard_of = self._records.get(node) != records
-        if is_gone(answer, self._doubters(node), heard_of=heard_of):  # others may doubt it by now
+        doubters = self._doubters(node)  # others may doubt it by now
+        if is_gone(answer, doubters, heard_of=heard_of, frozen=frozen):
             logger.info("node %s is given up: it does not answer", node)
         elif is_cut_off:
             logger.warning("This node cannot reach half of the nodes: it steps down as leader.")
@@ -159,6 +173,13 @@ class Doubts:
             await self._give_up(node, answer is None)
         except RendezvousError as error:
             logger.debug("whether %s is given up will be seen: %s", node, error)
+
+    async def _is_frozen(self, node: str, records: int) -> bool:
+        """Whether a node stays silent, at the store too; one that is cut off would doubt us."""
+        await asyncio.sleep(self._again)
+        if self._records.get(node) != records or self._node in self._doubts.get(node, ()):
+            return False
+        return await self._ask(self._peers[node]) is None
 
     def _doubters(self, node: str) -> set[str]:
         return doubters_of(node, self._doubts) | {self._node}

@@ -97,13 +97,15 @@ class Leader:
         may_begin_at: float = 0.0,
         dead: frozenset[str] = frozenset(),
         ask: Ask | None = None,
+        ask_again: float = 0.0,
         agreement: Agreement | None = None,
         witness: Witness | None = None,
         keep: Callable[[World, Mapping[str, Json]], Awaitable[None]] | None = None,
     ) -> None:
         """`term` is that of an agent which hosts the store itself; it forms no first world before
         `may_begin_at`, and goes on without the `dead`. `ask` asks an agent that others doubt, where
-        the store would be slow to. Nodes that do not share its `agreement` are left out. `witness`
+        the store would be slow to; one that is silent, again after `ask_again` seconds.
+        Nodes that do not share its `agreement` are left out. `witness`
         has the votes that decide where nodes are halves. `keep` takes a world, with what is stored
         beside it, before anybody sees it."""
         self._store = store
@@ -116,7 +118,9 @@ class Leader:
         #: Why the witness did not answer when it was asked last, and what asks it now.
         self._silent = ""
         self._claiming: asyncio.Task[None] | None = None
-        self._doubts = Doubts(node, ask, self._give_up) if ask is not None else None
+        self._doubts = (
+            Doubts(node, ask, self._give_up, again=ask_again) if ask is not None else None
+        )
         self._node = node
         self._rules = rules
         self._clock = clock

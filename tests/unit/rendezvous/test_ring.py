@@ -172,7 +172,8 @@ LOOKS = [
     ({"a": "b"}, True, False, []),
     ({"a": "b"}, False, False, ["b"]),
     ({"a": "b"}, None, False, ["b"]),  # the leader is the second one
-    ({"l": "b"}, None, False, []),  # the leader alone: the lease decides
+    ({"l": "b"}, None, False, ["b"]),  # the leader alone: it is silent at the store, too
+    ({"l": "b", "b": "l"}, None, False, []),  # it doubts the leader: cut off, the lease decides
     ({"l": "b"}, False, False, ["b"]),
     ({"a": "b"}, False, True, []),  # a firewall resets its connections, but it speaks elsewhere
     ({"a": "b"}, None, True, ["b"]),  # it reaches the store, but nobody reaches it
@@ -189,9 +190,9 @@ async def test_the_leader_asks_whom_others_doubt_and_decides(who, answer, is_hea
 @story
 async def test_a_leader_that_is_cut_off_gives_nobody_up_but_itself():
     silent = dict.fromkeys("abc")
-    assert await given_up_by_the_leader({"l": "b"}, silent) == ["l"]
+    assert await given_up_by_the_leader({"l": "b", "b": "l"}, silent) == ["l"]
     # Of two nodes neither knows on which side the cut is.
-    assert await given_up_by_the_leader({"l": "b"}, silent, members="lb") == []
+    assert await given_up_by_the_leader({"l": "b", "b": "l"}, silent, members="lb") == []
 
 
 @story
@@ -206,7 +207,7 @@ async def test_a_second_doubt_counts_that_comes_while_the_leader_asks_the_others
     async def give_up(node, is_unreachable):
         gone.append((node, is_unreachable))
 
-    doubts = Doubts("l", ask, give_up)
+    doubts = Doubts("l", ask, give_up, again=0.0)
     for name in "abcl":
         doubts.heard(member(name, *("b" if name == "l" else "")))
     while doubts._asking:
@@ -233,7 +234,7 @@ async def given_up_by_the_leader(who, answers, *, is_heard_of=False, members="la
         assert is_unreachable is (answers[node if node in answers else "b"] is None)
         gone.append(node)
 
-    doubts = Doubts("l", ask, give_up)
+    doubts = Doubts("l", ask, give_up, again=0.0)
     for node in (*members, *who, *later):
         doubts.heard(member(node, *who.get(node, "") if node in who else ""))
     while doubts._asking:
@@ -243,16 +244,19 @@ async def given_up_by_the_leader(who, answers, *, is_heard_of=False, members="la
 
 
 @pytest.mark.parametrize(
-    ("answer", "others", "is_given_up"),
+    ("answer", "others", "leader_doubts", "is_given_up"),
     [
-        (False, ["c"], True),
-        (None, ["c"], True),  # a second node doubts it, too
-        (None, [], False),  # cut off alone, or of two nodes: the lease decides
-        (True, ["c"], False),
+        (False, ["c"], [], True),
+        (None, ["c"], ["a"], True),  # a second node doubts it, too
+        (None, [], [], True),  # it is silent at the store, too
+        (None, [], ["a"], False),  # cut off alone, or of two nodes: the lease decides
+        (True, ["c"], [], False),
     ],
 )
 @story
-async def test_a_silent_leader_is_given_up_by_two_who_doubt_it(answer, others, is_given_up):
+async def test_a_silent_leader_is_given_up_by_two_who_doubt_it(
+    answer, others, leader_doubts, is_given_up
+):
     asked = asyncio.Event()
 
     async def ask(address):
@@ -267,7 +271,8 @@ async def test_a_silent_leader_is_given_up_by_two_who_doubt_it(answer, others, i
         for store, nodes in ((leader, "l"), (other, "abc")):
             await store.open_lease(60.0)
             for node in nodes:
-                doubts = "l" if node in ("a", *others) else ()
+                doubts = leader_doubts if node == "l" else ()
+                doubts = "l" if node in ("a", *others) else doubts
                 record = member(node, *doubts).to_json()
                 await store.put(MEMBER_PREFIX + node, record, leased=True)
         await leader.put(LEADER_KEY, {"node": "l"}, leased=True)
