@@ -67,7 +67,10 @@ LEFT_OUT = {
     "from_config": "copies the user's settings",
 }
 #: (module, function, operator, source line) -> why nobody can notice.
-EQUIVALENT: dict[tuple[str, str, str, str], str] = {}
+EQUIVALENT: dict[tuple[str, str, str, str], str] = {
+    ("rendezvous.round_state", "published", "number", "finished=-1,"): "below 0 is below 0",
+    ("rendezvous.forming", "form", "number", "missing_count=0,"): "words",
+}
 #: Seconds of the processor for one mutant: some never end.
 LIMIT = 60
 SURVIVED, BY_SIMULATION, BY_TABLES, BY_TIME = 0, 11, 12, 13

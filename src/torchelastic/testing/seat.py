@@ -196,7 +196,8 @@ class Seat:
     def _judge(self, returns: Returns) -> None:
         self._search.hear(returns)
         rumours, self._rumours = self._rumours, []
-        hosts = [*rumours, *self.poll.hosts(returns)]
+        waited = self._agent.bus.now - self._search.begun > self._agent.lease
+        hosts = [*rumours, *self.poll.hosts(returns, waited=waited)]
         self._join_one_of(hosts, lambda: self._stand_or_wait(returns))
 
     def _stand_or_wait(self, returns: Returns) -> None:

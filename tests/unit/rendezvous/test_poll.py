@@ -54,3 +54,15 @@ def test_a_resumed_node_is_outdated_where_the_host_knows_less(generation, term, 
     returns = Returns(ballots={"b": ballot})
     assert asker.is_outdated(returns, waited=True) is outdated
     assert not asker.is_outdated(returns, waited=False)
+
+
+@pytest.mark.parametrize(
+    ("term", "waited", "hosts"),
+    [(3, False, ["x:1"]), (2, False, []), (2, True, ["x:1"])],
+)
+def test_a_host_of_an_earlier_term_is_greeted_after_a_while_so_that_it_yields(term, waited, hosts):
+    """It may not know where this node is, which has voted in term 3 and could never follow it."""
+    told = Returns({"c": Ballot("c", False, "", term, 2, ["x:1"], "", 3.0, [])})
+    assert poll("d").hosts(told, waited=waited) == hosts
+    knows_less = Returns({"c": Ballot("c", False, "", 2, 1, ["x:1"], "", 3.0, [])})
+    assert poll("d").hosts(knows_less, waited=True) == []

@@ -139,13 +139,18 @@ class Poll:
         latest = self.roll.latest.nodes
         return self.has_world and len(latest) == 2 and node in latest
 
-    def hosts(self, returns: Returns) -> list[str]:
-        """Where a host is said to be, of the latest term first."""
+    def hosts(self, returns: Returns, *, waited: bool = False) -> list[str]:
+        """Where a host is said to be, of the latest term first.
+
+        Who has voted in a later term may not follow it; but it yields to who says hello, and may
+        not know where this node is. So that is done where others had a lease's time to elect.
+        """
         ballots = sorted(returns.ballots.values(), key=lambda ballot: -ballot.term)
         named = [
             address
             for ballot in ballots
             if self.may_follow(ballot.term, ballot.generation)
+            or (waited and self._knows_more(ballot.term, ballot.generation))
             for address in ballot.hosts
         ]
         return list(dict.fromkeys(named))

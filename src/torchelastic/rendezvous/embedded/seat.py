@@ -309,15 +309,16 @@ class Seat:
             search.hear(returns)
             rumours, self._rumours = self._rumours, []
             self._news.clear()
-            if await self._join_one_of([*rumours, *self._poll.hosts(returns)], search.pause):
-                return
             now = self._clock.now()
-            waited = now - search.begun
+            waited = now - search.begun > self._lease
+            hosts = [*rumours, *self._poll.hosts(returns, waited=waited)]
+            if await self._join_one_of(hosts, search.pause):
+                return
             if self._file is not None and self._store is None:
-                self._file.check(self._poll, returns, waited=waited > self._lease)
+                self._file.check(self._poll, returns, waited=waited)
             if search.is_our_turn(self._poll, now):
                 before = self._elector
-                if await self._stand(returns, waited >= self._lease):
+                if await self._stand(returns, waited):
                     return
                 if self._elector is not before:
                     search.stood_in_vain(self._clock.now())
