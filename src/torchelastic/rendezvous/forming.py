@@ -16,6 +16,7 @@ from torchelastic.rendezvous.round_state import (
     Decision,
     RoundRules,
     RoundState,
+    departing,
     has_trained,
     may_step_elsewhere,
     names_of,
@@ -23,7 +24,6 @@ from torchelastic.rendezvous.round_state import (
     the_world,
     to_claim,
     votes,
-    votes_of_the_absent,
 )
 from torchelastic.rendezvous.world import NAMED, Member, World, WorldNode
 
@@ -161,7 +161,7 @@ def _to_agree_on(state: RoundState, world: World) -> World:
     """The world as it may be published: to be begun at once, or when enough have taken it up."""
     if state.roll is None:
         return world
-    if succession.settles_itself(roll_after(state, world), votes_of_the_absent(state)):
+    if succession.settles_itself(roll_after(state, world), departing(state)):
         return world
     return replace(world, phase="agreeing")
 

@@ -35,6 +35,7 @@ from torchelastic.rendezvous.round_state import (
     has_trained,
     names_of,
     the_world,
+    to_claim,
 )
 from torchelastic.rendezvous.world import World
 
@@ -228,16 +229,19 @@ def wait_for_stop(state: RoundState, slow: list[str], now: float) -> Decision:
 def holds_up(state: RoundState, node: str, generation: int) -> bool:
     """Whether a node is there, stays, and still has workers of the old generation.
 
-    Who leaves is waited for only if nobody stays: where somebody has stopped, the others of the
-    world cannot make a step without it.
+    Who leaves is waited for only if nobody stays, or its vote is wanted: where somebody has
+    stopped, the others of the world cannot make a step without it.
     """
     present = state.members.get(node)
     if present is None or present.member.gone >= generation or follows_later_host(state):
         return False
-    return not present.member.leaving or not any(
+    if not present.member.leaving:
+        return True
+    stays = any(
         other.node in state.members and not state.members[other.node].member.leaving
         for other in the_world(state).nodes
     )
+    return not stays or to_claim(state) is None
 
 
 def classify(state: RoundState) -> tuple[Kind, Failure | None, tuple[Failure, ...]]:

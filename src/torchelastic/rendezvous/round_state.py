@@ -292,14 +292,17 @@ def votes(state: RoundState) -> set[str]:
     return {node for node in _asked(state, world) if _agrees(state, world, node)}
 
 
-def votes_of_the_absent(state: RoundState) -> set[str]:
-    """Those of the `votes` whose nodes are not there: found without a look at thousands that
-    are, whenever some of these say something."""
+def departing(state: RoundState) -> set[str]:
+    """Those with a say that need not take up the next world: they are gone after a goodbye, or have
+    announced it, and vote for nobody any more. An announced leave is consent."""
     world = state.world
     if world is None:
         return set()
-    absent = _asked(state, world) - state.members.keys()
-    return {node for node in absent if _agrees(state, world, node)}
+    asked = _asked(state, world)
+    gone = {node for node in asked - state.members.keys() if _agrees(state, world, node)}
+    return gone | {
+        node for node, one in state.members.items() if one.member.leaving and node in asked
+    }
 
 
 def _asked(state: RoundState, world: World) -> Set[str]:
@@ -377,7 +380,7 @@ def settled(state: RoundState) -> RoundState:
     if state.roll is None or not state.roll.before:
         return state
     have = {node: present.member.accepted for node, present in state.members.items()}
-    roll = succession.settled(state.roll, have, votes_of_the_absent(state))
+    roll = succession.settled(state.roll, have, departing(state))
     return state if roll == state.roll else replace(state, roll=roll)
 
 
@@ -385,7 +388,7 @@ def can_be_settled(state: RoundState) -> bool:
     """Whether enough of those who had to agree to the last world are there to take it up."""
     if state.roll is None:
         return True
-    there = {state.roll.latest.host, *state.members, *votes_of_the_absent(state)}
+    there = {state.roll.latest.host, *state.members, *departing(state)}
     return succession.agreed(state.roll.before, there)
 
 

@@ -199,6 +199,9 @@ class Elector:
     has_host: bool = False
     #: It has announced to a host that it leaves.
     leaving: bool = False
+    #: It was host, and leaves: it votes once more. Whoever gets that vote counts on it from then
+    #: on, as a host counts on those who have announced to it that they leave.
+    hands_over: bool = False
 
 
 def next_term(elector: Elector, heard: int = 0) -> int:
@@ -235,7 +238,9 @@ def refusal(elector: Elector, asked: Candidacy) -> str:
 
 def voted(elector: Elector, asked: Candidacy) -> Elector:
     """The voter after a vote that was asked for and not refused."""
-    return replace(elector, term=asked.term, chosen=asked.node) if asked.binding else elector
+    if not asked.binding:
+        return elector
+    return replace(elector, term=asked.term, chosen=asked.node, leaving=elector.hands_over)
 
 
 def may_follow(elector: Elector, term: int) -> bool:

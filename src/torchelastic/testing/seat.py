@@ -87,7 +87,6 @@ class Seat:
         self._next: Timer | None = None
         self._votes: Round | None = None
         self._searching = False
-        self._handing_over = False
         self._herald: Timer | None = None
 
     # --- what the agent asks ---------------------------------------------------------------------
@@ -136,8 +135,7 @@ class Seat:
         """Of a host that leaves, with no worker left: vote for the next one before going."""
         self._leave()
         self._agent.belongings = self._agent.member
-        self.elector = replace(self.elector, leaving=False)
-        self._handing_over = True
+        self.elector = replace(self.elector, leaving=False, hands_over=True)
         self._stop()
 
     def _leave(self) -> None:
@@ -277,7 +275,7 @@ class Seat:
             self.elector = succession.voted(self.elector, asked)
         ballot = self._ballot(why)
         self._agent.send(sender, sender.seat._returned, key, made, ballot, begins=True)
-        if self._handing_over and asked.binding and not why:
+        if self.elector.hands_over and asked.binding and not why:
             self._agent.after(0.1, self._agent.exit)
 
     def _ballot(self, why: str) -> Ballot:

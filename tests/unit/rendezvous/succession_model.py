@@ -118,8 +118,9 @@ class State(NamedTuple):
     hosts: frozenset[tuple[int, str]] = frozenset()
     records: frozenset[Record] = frozenset()
     published: frozenset[Published] = frozenset()
-    #: Term and host to whom a node has said that it leaves.
+    #: Term and host to whom a node has said that it leaves, or is about to.
     goodbyes: frozenset[tuple[int, str, str]] = frozenset()
+    announced: frozenset[tuple[int, str, str]] = frozenset()
     #: Votes of the witness, who has claimed each, and in which term.
     claims: frozenset[tuple[str, str, int]] = frozenset()
     #: The newest world that has made a step.
@@ -173,6 +174,8 @@ class Options(NamedTuple):
     stops_first: bool = True
     #: Off: a leave counts as consent while its workers still run.
     leavers_stop: bool = True
+    #: On: who leaves says so before its workers have stopped. It need not take up what follows.
+    leavers_announce: bool = False
     #: Off: workers begin at once in a world that does not settle itself.
     waits_until_settled: bool = True
     #: Off: who has not taken up the last world agrees to the next one, too.
@@ -228,6 +231,7 @@ class Model:
             "stops": (self._can_stop, self._stop),
             "forms": (self._can_form, self._form),
             "takes": (self._can_take, self._take),
+            "announces": (self._can_announce, self._announce),
             "leaves": (self._can_leave, self._leave),
             "crashes": (self._can_crash, self._crash),
             "claims": (self._can_claim, self._claim),
@@ -302,6 +306,9 @@ class Model:
         voted = self._writing(state, voted, self.options.writes_votes)
         generation = node.roll.generation
         vote = Record(asked.term, asked.node, node.name, generation, stopped=True, is_vote=True)
+        if node.elector.hands_over:
+            said = state.goodbyes | {(asked.term, asked.node, node.name)}
+            state = state._replace(goodbyes=said)
         return state.having(voted).recording(vote)
 
     def _votes(self, state: State, node: Node) -> dict[str, int]:
@@ -429,19 +436,40 @@ class Model:
         return state.having(node.stopped()._replace(elector=without_host(node.elector)))
 
     def _can_leave(self, state: State, node: Node) -> Iterator[tuple[()]]:
-        possible = len(state.goodbyes) < self.bounds.leaves and not node.elector.leaving
-        if possible and node.session is not None and not node.is_host:
+        if node.session is None:
+            return
+        said = (*node.session, node.name)
+        if said in state.announced - state.goodbyes or self._may_begin_to_leave(state, node):
             yield ()
 
+    def _may_begin_to_leave(self, state: State, node: Node) -> bool:
+        leaving = [one for one in state.nodes if one.elector.leaving or one.elector.hands_over]
+        return len(leaving) < self.bounds.leaves and node not in leaving
+
     def _leave(self, state: State, node: Node) -> State:
-        """Stop, and say goodbye; before that, an announced leave is no consent."""
+        """Stop, and say goodbye; before that, an announced leave is no consent to another world. A
+        host is host no more then, and votes once."""
         assert node.session is not None
-        goodbyes = state.goodbyes | {(*node.session, node.name)}
-        leaving = replace(node.elector, leaving=True)
         left = node.stopped() if self.options.leavers_stop else node
         if self.options.leavers_forget:
             left = left._replace(file=None)
+        if node.is_host:
+            parting = replace(without_host(node.elector), hands_over=True)
+            return state.having(left._replace(elector=parting))
+        goodbyes = state.goodbyes | {(*node.session, node.name)}
+        leaving = replace(node.elector, leaving=True)
         return state.having(left._replace(elector=leaving))._replace(goodbyes=goodbyes)
+
+    def _can_announce(self, state: State, node: Node) -> Iterator[tuple[()]]:
+        can = self.options.leavers_announce and node.session is not None and not node.is_host
+        if can and self._may_begin_to_leave(state, node):
+            yield ()
+
+    def _announce(self, state: State, node: Node) -> State:
+        assert node.session is not None
+        announced = state.announced | {(*node.session, node.name)}
+        leaving = node._replace(elector=replace(node.elector, leaving=True), file=None)
+        return state.having(leaving)._replace(announced=announced)
 
     def _can_crash(self, state: State, node: Node) -> Iterator[tuple[()]]:
         if sum(other.crashed for other in state.nodes) < self.bounds.crashes:
@@ -501,8 +529,13 @@ class Model:
         said = {name for *session, name in state.goodbyes if tuple(session) == node.session}
         return said | self.taken_for_dead(state, node)
 
+    def _departing(self, state: State, node: Node) -> set[str]:
+        """Who need not take up a world of this host."""
+        said = {name for *session, name in state.announced if tuple(session) == node.session}
+        return said | self._said_goodbye(state, node)
+
     def _form(self, state: State, node: Node, nodes: tuple[str, ...]) -> State:
-        term, gone = node.elector.term, self._said_goodbye(state, node)
+        term, gone = node.elector.term, self._departing(state, node)
         generation = succession.next_generation(node.roll.generation, term)
         if generation in state.numbers and not self.options.may_split:
             raise Violation(f"generation {generation} was given twice")
@@ -611,7 +644,7 @@ class Model:
             if (record.term, record.host) == host.session
             and record.generation == host.roll.generation
         }
-        roll = succession.settled(host.roll, accepted, self._said_goodbye(state, host))
+        roll = succession.settled(host.roll, accepted, self._departing(state, host))
         state = state.having(host._replace(roll=roll))
         if roll.before or roll.generation < succession.first_generation(host.elector.term):
             return state
@@ -702,6 +735,7 @@ def essence(state: State) -> State:
         hosts=frozenset(one for one in state.hosts if one[0] >= lowest),
         records=frozenset(_essential(state)),
         goodbyes=frozenset(one for one in state.goodbyes if terms[one[1]] == one[0]),
+        announced=frozenset(one for one in state.announced if terms[one[1]] == one[0]),
         published=frozenset(
             one
             for one in state.published

@@ -69,6 +69,7 @@ LIKELY = {
     "claims": 2,
     "loses": 1,
     "leaves": 0.3,
+    "announces": 0.3,
     "crashes": 0.3,
     "restarts": 0.3,
     "tells": 3,

@@ -32,8 +32,8 @@ def train(job: Job, *names: str) -> None:
 def accept(job: Job, *names: str) -> None:
     for name in names:
         job.say(name, accepted=job.world.generation)
-    absent = round_state.votes_of_the_absent(job.state)
-    assert absent == round_state.votes(job.state) - job.state.members.keys()
+    members = job.state.members.keys()
+    assert round_state.departing(job.state) - members == round_state.votes(job.state) - members
     job.state = round_state.settled(job.state)
     job.settle()
 
@@ -116,7 +116,7 @@ def test_who_says_goodbye_agrees():
     for name in "bcd":
         job.say(name, leaving="SIGTERM")
     job.die(*"bcd")
-    assert round_state.votes_of_the_absent(job.state) == set("bcd")
+    assert round_state.departing(job.state) == set("bcd")
     stop(job, "a")
     assert [node.node for node in job.world.nodes] == ["a"]
 
@@ -400,6 +400,25 @@ def test_a_host_that_takes_over_waits_for_the_lease_of_who_trains_alone():
     assert (later.world.phase, later.wake_at) == ("waiting", 3.0)
     later.wait(3.0)
     assert (later.names, later.world.phase) == (["a", "c"], "running")
+
+
+@pytest.mark.parametrize(("leaving", "phase"), [("SIGTERM", "running"), ("", "agreeing")])
+def test_a_host_that_leaves_agrees_to_what_its_successor_forms(leaving, phase):
+    """Its record is in the next store, with its vote, until its lease ends."""
+    first = with_spare_host("b")
+    first.say("a", leaving=leaving)
+    later = taken_over(first, "b", "a", "b", may_begin_at=3.0)
+    assert (later.names, later.world.phase) == (["b"], phase)
+    assert (round_state.settled(later.state).roll.before == ()) == bool(leaving)
+
+
+@pytest.mark.parametrize(("stopped", "goes_on"), [("b", False), ("ab", True)])
+def test_a_host_that_leaves_is_waited_for_where_its_vote_is_wanted(stopped, goes_on):
+    job = hosted()
+    train(job, *"ab")
+    job.say("a", leaving="SIGTERM")
+    stop(job, *stopped)
+    assert job.world.phase == ("running" if goes_on else "over")
 
 
 def test_it_does_not_wait_for_who_has_stopped():

@@ -38,6 +38,7 @@ TWO_JOBS = Options(quorum=False, may_split=True)
 WITNESS = Options(witness=True)
 RESTART = Bounds(2, 2, restarts=1)
 TELLS_LATER = Options(tells_later=True)
+ANNOUNCED = Options(leavers_announce=True)
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +57,7 @@ SEARCHES = {
     "three": (running(3), Bounds(2, 2), PROPER),
     "three, newcomer": (running(3, 1), Bounds(1, 1), PROPER),
     "three, leave": (running(3), Bounds(1, 2, leaves=1), PROPER),
+    "three, announced leave": (running(3), Bounds(1, 2, leaves=1), ANNOUNCED),
     "three, everything": (running(3, 1), Bounds(3, 3, leaves=1, crashes=1), PROPER),
     "four": (running(4), Bounds(1, 1), PROPER),
     "one, spare host": (running(2, spare=True), Bounds(2, 3, leaves=1, crashes=1), PROPER),
@@ -108,13 +110,14 @@ def test_in_every_order_of_events(name):
         (running(3, 1, spare=True), PROPER),
         (cold(3), PROPER),
         (running(3, 1), TELLS_LATER),
+        (running(3, 1), ANNOUNCED),
         (running(4, 1), TWO_JOBS),
         (running(2, 2, witness=True), WITNESS),
         (running(4, 1, witness=True), WITNESS),
     ],
     ids=[
         *("three", "four", "five", "spare host of one", "spare host of two", "cold"),
-        *("workers first", "two jobs", "two, witness", "four, witness"),
+        *("workers first", "announced leave", "two jobs", "two, witness", "four, witness"),
     ],
 )
 def test_by_chance(first, options):
@@ -126,7 +129,7 @@ def test_by_chance(first, options):
 
 # --- checks of the check: without any one of the rules it must fail ------------------------------
 
-REFUSAL = succession.refusal
+REFUSAL, VOTED = succession.refusal, succession.voted
 
 
 def any_vote_will_do(electorates, votes):
@@ -171,6 +174,14 @@ FAULTS = {
     "no vote of a leaver": Fault(
         votes_as_if(leaving=False),
         way="b asks 3; c leaves; c votes 3 b; b forms b; c takes 2; a forms a",
+    ),
+    # a votes for b, which counts on that as on a goodbye, and then for c.
+    "a host that leaves votes once": Fault(
+        ("voted", lambda elector, asked: replace(VOTED(elector, asked), leaving=False)),
+        way=(
+            "a leaves; b asks 3; a votes 3 b; b forms b; "
+            "c asks 4; a votes 4 c; c forms c; b forms b"
+        ),
     ),
     "those before": Fault(("formed", forgets_who_had_to_agree)),
     "leaving a number out": Fault(

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 
@@ -152,6 +153,16 @@ def test_what_nobody_catches_is_a_failure(monkeypatch):
     found = violations(job(0, "ab", Fault(8.0, "mend")))
     assert "a bug in a callback" in found[-1].sentence
     assert found[-1].law == 0
+
+
+@pytest.mark.parametrize(("resident", "most"), [(True, 1.0), (False, 2.0)], ids=["train", "script"])
+def test_whoever_its_host_leaves_goes_on_at_once(resident, most):
+    """Not after a lease, or a settle time: a goodbye is consent."""
+    stack = Stack(job(1, "ab", Fault(8.0, "leave", "a"), resident=resident))
+    assert stack.run() == []
+    steps = [event.at for event in stack.history if isinstance(event, laws.Stepped)]
+    around = [at for at in steps if 7.0 < at < 20.0]
+    assert max(after - before for before, after in pairwise(around)) < most
 
 
 def test_the_job_trains_when_nothing_goes_wrong():

@@ -252,7 +252,7 @@ class Seat:
         await self._leave("Its host leaves the job.")
         self._belongings = Belongings(self._lease, rows)
         # Nobody else counts on its consent: it was its own host.
-        self._elector = replace(self._elector, leaving=False)
+        self._elector = replace(self._elector, leaving=False, hands_over=True)
         self._stopped.set()
         voted = asyncio.ensure_future(self._voted.wait())
         await asyncio.wait({voted}, timeout=seconds)
