@@ -61,7 +61,8 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         at = settled_at(rules, state, [offer.node for offer in ordered], len(ordered))
         if now < at:
             return Decision(wake_at=at) if state.world else _wait(rules, state, now)
-    if not chosen[0].member.store:
+    store = _store_of(chosen)
+    if not store:
         return Decision()
     if missing:
         return _ask_witness(rules, state, missing, now)
@@ -77,7 +78,7 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         heirs=_host_of(state),
         term=state.term,
         witness=_witness(state, chosen),
-        store=chosen[0].member.store,
+        store=store,
         ending=None,
         after=None,
         resident=are_resident(state),
@@ -93,6 +94,12 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
     )
     known = _proven(last, trained)
     return Decision(_to_agree_on(state, world.with_nodes(_place(chosen, known))))
+
+
+def _store_of(chosen: Iterable[Offer]) -> str:
+    """Where the workers of a world meet: at the first node that has a store to offer. One whose
+    store host is being replaced has none, and does not hold up the others."""
+    return next((offer.member.store for offer in chosen if offer.member.store), "")
 
 
 def _proven(last: World, trained: bool) -> frozenset[str] | None:

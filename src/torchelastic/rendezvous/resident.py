@@ -191,7 +191,7 @@ def _go_on_after(rules: RoundRules, state: RoundState, step: int, now: float) ->
     world = the_world(state)
     formed = form(rules, state, now, at_once=True)
     if formed.world is None:
-        return formed  # the store of the first node is on its way
+        return formed  # no node has a store yet, but one is on its way
     if formed.world.phase not in ("running", "agreeing"):
         return Decision(replace(world, phase="over", after=step), world.ending)
     leaving = tuple(n.node for n in world.nodes if formed.world.place(n.node) is None)

@@ -30,12 +30,21 @@ def test_a_failure_restarts_the_same_nodes_only_when_all_workers_are_gone():
 
 
 def test_no_store_serves_two_generations():
-    job = running("2:2")
-    job.say("b", failures=(failure("b"),), gone=0)
-    job.say("a", gone=0, store="")
+    job = running("1:2", nodes="a")
+    job.say("a", failures=(failure("a"),), gone=0, store="")
     assert job.world.phase == "over"
     job.say("a", store="a:9")
     assert (job.world.phase, job.world.store) == ("running", "a:9")
+
+
+@pytest.mark.parametrize(
+    ("stores", "met_at"), [(("a:9", "b:9"), "a:9"), (("", "b:9"), "b:9"), (("a:9", ""), "a:9")]
+)
+def test_a_node_whose_store_host_is_being_replaced_holds_up_nobody(stores, met_at):
+    job = running("2:2")
+    job.say("b", failures=(failure("b"),), gone=0, store=stores[1])
+    job.say("a", gone=0, store=stores[0])
+    assert (job.world.phase, job.names, job.world.store) == ("running", ["a", "b"], met_at)
 
 
 def test_when_the_budget_is_spent_the_first_failure_of_the_job_is_named():
