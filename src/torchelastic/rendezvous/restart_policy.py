@@ -8,6 +8,7 @@ A generation has made progress when it got beyond the best step of those before 
     an exit code or a crash without a word   5 times: the job ends     refill the budget
     a kill from outside, a lost connection   never the same            refill the budget
     an error that no restart cures           at once: the job ends     -
+    the same, but not on the nodes that stay spends nothing            -
 
 "The same" is the type of the exception, the innermost frame of user code and the step.
 """
@@ -85,6 +86,8 @@ in_vain=0), sentence='a resize spends no restart')
         return Verdict(False, ledger, "trying again cannot help")
     if failure is not None and failure.incurable and _is_hopeless(ending, ledger, failure):
         return Verdict(False, ledger, f"no restart cures this {failure.kind}; giving up")
+    if failure is not None and failure.incurable and ending.without:
+        return Verdict(True, _note_failure(ending, ledger), "no restart is spent")
     if ending.kind == "error":
         return _judge_error(ending, ledger, budget)
     if ending.kind != "failure" and not count_resizes:

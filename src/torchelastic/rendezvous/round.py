@@ -166,6 +166,7 @@ def succeed(rules: RoundRules, state: RoundState, now: float) -> Decision:
     kind, cause, consequences = classify(state)
     failure = cause if cause is None or not cause.is_node else None
     found = suspects.find(rules, state, failure, consequences)
+    failed = failed_alike(state, failure) if failure is not None else frozenset()
     if found.instead:
         verdict = Verdict(True, world.ledger, "")  # not charged
     else:
@@ -176,8 +177,8 @@ def succeed(rules: RoundRules, state: RoundState, now: float) -> Decision:
                 failure=failure,
                 step=state.step,
                 trained=world.proven or has_trained(state),
-                everywhere=failure is not None and failed_alike(state, failure) >= world.members,
-                without=bool(found.out),
+                everywhere=failure is not None and failed >= world.members,
+                without=bool(failed) and failed <= found.out,
             ),
             world.ledger,
             budget=rules.max_restarts,

@@ -138,7 +138,7 @@ def _hold_all(
 
 def _unable(rules: RoundRules, state: RoundState, held: Held, failure: Failure) -> Finding | None:
     """Hold out nodes that lack what the program needs: a module, say. Others may have it. It is
-    charged, so that the next ones that lack it end the job (`restart_policy.judge`)."""
+    noted, so that the next ones that lack it end the job (`restart_policy.judge`)."""
     nodes = failed_alike(state, failure)
     if not failure.incurable or not nodes or not enough_without(rules, state, nodes | state.out):
         return None

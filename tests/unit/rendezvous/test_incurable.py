@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.unit.rendezvous.round_support import Job, failure, running
+from torchelastic.rendezvous.held_out import ALLOWED
 from torchelastic.rendezvous.round_state import TRAINED_AFTER
 
 MISSING = "ModuleNotFoundError: No module named 'apex'"
@@ -18,7 +19,35 @@ def test_a_node_that_lacks_a_module_is_held_out_and_the_others_train():
     job = running("2:3", "abc")
     fail(job, "b")
     assert (job.world.phase, job.names, job.world.spares) == ("running", ["a", "c"], ("b",))
-    assert job.world.reason.endswith("1 of 100 restarts used; going on without b for 60 s")
+    assert job.world.reason.endswith("no restart is spent; going on without b for 60 s")
+
+
+def test_it_spends_nothing_of_what_the_others_have():
+    job = running("1:3", "abc", max_restarts=0)
+    fail(job, "b")
+    assert (job.world.phase, job.names, job.world.ledger.used) == ("running", ["a", "c"], 0)
+    job.wait(TRAINED_AFTER)
+    fail(job, "c")
+    assert (job.world.phase, job.names) == ("running", ["a"])
+    job.say("a", failures=(failure("a", job.world.generation),))
+    job.all_gone()
+    assert job.world.phase == "closed", "an error of another kind is charged"
+
+
+def test_a_node_that_is_held_out_for_something_else_saves_nothing():
+    """The one that lacks the module is needed."""
+    job = running("2:3", "abc", max_restarts=0)
+    for _ in range(ALLOWED):
+        job.die("c")
+        job.all_gone()
+        job.come("c")
+        job.wait(job.rules.settle)
+        job.all_gone()
+    job.wait(TRAINED_AFTER)
+    job.say("a", failures=(failure("a", job.world.generation, message=MISSING),))
+    job.die("c")
+    job.all_gone()
+    assert (job.world.phase, job.world.cause.node) == ("closed", "a")
 
 
 def test_the_job_ends_when_the_next_node_lacks_it_too():
