@@ -49,7 +49,7 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
     if len(state.members) < rules.min_nodes:
         return _wait(rules, state, now)  # before a look at each: they come one by one
     ordered = in_order(candidates(state), state.world)
-    chosen = choose(rules, ordered, state)
+    chosen = choose(rules, ordered, state, awaits_starts=now < _starts_awaited_until(state))
     missing = to_claim(state)
     if not chosen or missing is None:
         return _wait(rules, state, now)
@@ -229,7 +229,9 @@ def _wait(rules: RoundRules, state: RoundState, now: float) -> Decision:
     missing = _missing(state)
     again = state.said_at + _pause(last, what, len(missing), enough)
     if still and now < again:
-        return Decision(wake_at=again if left is None else min(again, now + left))
+        times = [again, _starts_awaited_until(state) if state.out else math.inf]
+        times += [now + left] if left is not None else []
+        return Decision(wake_at=min(time for time in times if time > now))
     if last is not None and last.resident and last.phase == "over":
         what = f"{last.reason}; {what}"  # what ended the world is known by now
     world = replace(
@@ -243,6 +245,13 @@ def _wait(rules: RoundRules, state: RoundState, now: float) -> Decision:
         enough=enough,
     )
     return Decision(world)
+
+
+def _starts_awaited_until(state: RoundState) -> float:
+    """Until when a job that waits prefers workers that start to a node that is held out: they may
+    hang."""
+    waits = state.world is not None and state.world.phase == "waiting"
+    return state.since + WARM_UP_PATIENCE if waits else math.inf
 
 
 def _pause(last: World | None, what: str, missing: int, enough: bool) -> float:
@@ -420,15 +429,18 @@ def _first(count: int) -> tuple[int, ...]:
     return tuple(range(count))
 
 
-def choose(rules: RoundRules, ordered: list[Offer], state: RoundState) -> list[Offer]:
+def choose(
+    rules: RoundRules, ordered: list[Offer], state: RoundState, *, awaits_starts: bool = True
+) -> list[Offer]:
     """The most workers that make an allowed world, from the beginning of the list; may be none.
 
-    Nodes that are held out are in it only if there is none without them, and as few as will do. No
-    world is made of them while the workers of others start that make one.
+    Nodes that are held out are in it only if there is none without them, and as few as will do.
+    `awaits_starts`: no world is made of them while the workers of others start that make one.
     """
     for offers in _holding_out(ordered, state):
         chosen = _prefer_fast(rules, offers, state)
-        if chosen or (state.out and enough_without(rules, state, state.out)):
+        awaited = awaits_starts and state.out and enough_without(rules, state, state.out)
+        if chosen or awaited:
             return chosen
     return []
 

@@ -9,6 +9,7 @@ import pytest
 from tests.unit.rendezvous.round_support import Job, failure, running
 from torchelastic.config import WorldSizes
 from torchelastic.rendezvous import held_out, round_state, suspects
+from torchelastic.rendezvous.forming import WARM_UP_PATIENCE
 from torchelastic.rendezvous.held_out import ALLOWED, FIRST, FORGOTTEN_AFTER
 from torchelastic.rendezvous.round_state import TRAINED_AFTER, RoundRules, given_up
 
@@ -163,7 +164,8 @@ def test_resident_workers_go_back_too_and_keep_their_state():
     assert job.world.ledger.used == 0
 
 
-def test_no_world_is_made_of_a_held_node_while_the_workers_of_others_start():
+def back_to_two() -> Job:
+    """A job that needs two nodes holds c out, and waits for new workers of a."""
     job = Job("2:3")
     job.come("a", "b", resident=True, standing=(0, 1))
     job.wait(job.rules.settle)
@@ -177,8 +179,23 @@ def test_no_world_is_made_of_a_held_node_while_the_workers_of_others_start():
         job.say(name, gone=1)
     assert (job.world.phase, job.world.enough, out(job)) == ("waiting", True, {"c": FIRST})
     assert "waiting for 2 workers to start" in job.world.reason
+    return job
+
+
+def test_no_world_is_made_of_a_held_node_while_the_workers_of_others_start():
+    job = back_to_two()
+    job.wait(WARM_UP_PATIENCE - 1)
     job.say("a", standing=(0, 1), starting=0)
     assert (job.world.phase, job.names, out(job)) == ("running", ["a", "b"], {"c": FIRST})
+
+
+def test_a_worker_that_hangs_at_its_start_is_not_awaited_until_the_hold_ends():
+    job = back_to_two()
+    job.wait(WARM_UP_PATIENCE - 1)
+    assert job.world.phase == "waiting"
+    job.wait(1)
+    assert (job.world.phase, job.names, out(job)) == ("running", ["b", "c"], {})
+    assert WARM_UP_PATIENCE < FIRST
 
 
 def test_a_held_node_is_taken_in_when_the_others_cannot_start():
