@@ -47,7 +47,7 @@ class NodeView:
     #: Whether its agent hosts the store that the nodes meet at.
     hosting: bool = False
     exitcode: int | None = None
-    #: Why it is a spare, if it is held out.
+    #: Why it is a spare, if it is held out; of a job that is not over.
     held: str = ""
 
 
@@ -170,13 +170,22 @@ def fold(records: Iterable[Record]) -> JobView:
 def without(view: JobView, dead: Collection[str]) -> JobView:
     """The picture when the agents with these ids turn out to be gone without a last word."""
     nodes = {
-        name: replace(node, state="died") if node.agent in dead and node.state != "ended" else node
+        name: _with_state(node, "died") if node.agent in dead and node.state != "ended" else node
         for name, node in view.nodes.items()
     }
     local = [node for node in nodes.values() if node.agent is not None]
     if local and view.ended is None and all(node.state in ("died", "ended") for node in local):
-        return replace(view, nodes=nodes, phase="died")
+        return replace(view, nodes=_let_in(nodes), phase="died")
     return replace(view, nodes=nodes)
+
+
+def _with_state(node: NodeView, state: NodeState) -> NodeView:
+    return replace(node, state=state, held=node.held if state == "spare" else "")
+
+
+def _let_in(nodes: Mapping[str, NodeView]) -> dict[str, NodeView]:
+    """The nodes of a job that is over: there is nothing left to be held out of."""
+    return {name: replace(node, held="") if node.held else node for name, node in nodes.items()}
 
 
 class JobFold:
@@ -369,9 +378,7 @@ class JobFold:
             heard = node.agent is not None and node.state != "lost"
             if name not in nodes and (heard or node.state == "joined"):
                 # Still here, but not in this world: it may come into the next one.
-                nodes[name] = (
-                    replace(node, state="joined", held="") if node.state in _PLACED else node
-                )
+                nodes[name] = _with_state(node, "joined") if node.state in _PLACED else node
         self._nodes = nodes
 
     def _world_over(self, record: Record, kind: str, why: str) -> None:
@@ -392,6 +399,7 @@ class JobFold:
         self._change(exitcode=ended.exitcode)
         self._agents.discard(record.node)
         if not self._agents:
+            self._nodes = _let_in(self._nodes)
             self._change(phase="ended", ended=record.wall)
             self._world_over(record, "", ended.reason)
         self._tell(record, f"{name} ended with exit code {ended.exitcode}", ended.reason)
@@ -406,9 +414,9 @@ class JobFold:
         if self._view.job != record.job:
             self._change(job=record.job)
 
-    def _set(self, name: str, **changes: Any) -> None:
+    def _set(self, name: str, state: NodeState, **changes: Any) -> None:
         present = self._nodes.get(name) or NodeView(name=name, state="joined")
-        self._nodes[name] = replace(present, **changes)
+        self._nodes[name] = replace(_with_state(present, state), **changes)
 
     def _change(self, **changes: Any) -> None:
         self._view = replace(self._view, **changes)

@@ -70,6 +70,34 @@ def test_why_a_node_is_held_out_until_it_is_in_a_world_again():
         assert {name: node.held for name, node in story.view().nodes.items() if node.held} == held
 
 
+@pytest.mark.parametrize(
+    ("event", "by", "dead", "shown"),
+    [
+        (events.NodeJoined("e"), "a", set(), True),
+        (events.NodeLost("c", "its lease ended"), "a", set(), False),
+        (events.JobEnded(0, "done"), "c", set(), False),
+        (events.JobEnded(0, "done"), "a", {"id-c"}, False),
+        (events.JobEnded(0, "done"), "a", set(), True),
+    ],
+    ids=["while it runs", "lost", "ended", "died", "others ended"],
+)
+def test_why_a_node_was_held_out_is_shown_no_more_when_it_is_gone(event, by, dead, shown):
+    story = Story().agent("a").agent("c")
+    held = {"c": "held out for 60 s: no GPU"}
+    story.tell(events.WorldFormed(["a"], 1, "a:2", "why", 0, ["c"], held=held), generation=0)
+    story.tell(event, by=by)
+    assert bool(without(story.view(), dead).nodes["c"].held) == shown
+
+
+def test_nobody_is_held_out_of_a_job_that_is_over():
+    """What the other node did has not been heard."""
+    story = Story().agent("a")
+    held = {"c": "held out for 60 s: no GPU"}
+    story.tell(events.WorldFormed(["a"], 1, "a:2", "why", 0, ["c"], held=held), generation=0)
+    assert without(story.view(), {"id-a"}).nodes["c"].held == ""
+    assert story.tell(events.JobEnded(0, "done")).view().nodes["c"].held == ""
+
+
 def test_a_world_told_by_several_agents_counts_once():
     story = Story().agent("a").agent("b").world(0, "a", "b").world(0, "a", "b", by="b")
     assert [change.what for change in story.view().history] == ["generation 0 began"]
