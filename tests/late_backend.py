@@ -171,7 +171,7 @@ class LateGroup(dist.ProcessGroup):
             raise dist.DistBackendError("The communicator was aborted.")
         if self._gloo is None:
             self.reachable.wait()
-            self._gloo, self._connections = group_gloo.connect(
+            self._gloo, self._connections, _ = group_gloo.connect(
                 self._store, self.rank(), self.size(), timedelta(minutes=5)
             )
         self._launched += counted

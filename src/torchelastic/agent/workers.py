@@ -396,7 +396,7 @@ class Workers:
         self.counted.forget(local_rank)
         if local_rank not in self._slates:
             self._slates[local_rank] = slate.create()
-        self.tell(local_rank, orders.Slate(), [self._slates[local_rank]])
+        self.tell(local_rank, orders.Slate(self._config.lease), [self._slates[local_rank]])
 
     # --- ends ------------------------------------------------------------------------------------
 

@@ -22,6 +22,9 @@ from torchelastic.worker.channel import Link
 
 log = logging.getLogger(__name__)
 
+#: How often to look for a peer that does not answer, in seconds.
+LOOK = 0.5
+
 T = TypeVar("T")
 Next = orders.Enter | orders.Over | orders.Leave
 
@@ -42,6 +45,9 @@ class Abortable(Protocol):
     def show(self) -> None:
         """Let the agent see what is waited for, where the training thread does not show it."""
 
+    def look(self, silence: float) -> None:
+        """End waits for a peer that has not answered for so many seconds."""
+
 
 class Control:
     """A resident worker's side of the conversation with its agent."""
@@ -53,6 +59,8 @@ class Control:
         #: What the training thread may be waiting in, and in which generation.
         self._guarded: tuple[int, Abortable] | None = None
         self._slate: slate.Slate | None = None
+        self._silence = 0.0
+        self._stopped = False
         self._thread = threading.Thread(target=self._run, name="torchelastic-control", daemon=True)
 
     def start(self) -> None:
@@ -60,6 +68,7 @@ class Control:
 
     def stop(self) -> None:
         """End the thread and close the link; nothing is answered any more."""
+        self._stopped = True
         self._link.wake()
         self._thread.join()
         self._link.close()
@@ -133,8 +142,12 @@ class Control:
 
     def _run(self) -> None:
         try:
-            while (received := self._link.receive()) is not None:
-                self._hear(*received)
+            while not self._stopped:
+                received = self._link.receive(patience=LOOK)
+                if received is not None:
+                    self._hear(*received)
+                elif not self._stopped:
+                    self._look()
             return
         except ChannelLost as error:
             why = error
@@ -150,7 +163,7 @@ class Control:
         try:
             order = orders.from_json(message)
             if isinstance(order, orders.Slate) and descriptor is not None:
-                self._slate = slate.Slate(descriptor)
+                self._slate, self._silence = slate.Slate(descriptor), order.silence
             elif isinstance(order, orders.Dump) and descriptor is not None:
                 faulthandler.dump_traceback(descriptor, all_threads=True)
         finally:
@@ -177,6 +190,12 @@ class Control:
             over = guarded is not None and self._inbox.is_over(guarded[0])
         if over and guarded is not None:
             guarded[1].abort(self.reason)
+
+    def _look(self) -> None:
+        with self._changed:
+            guarded = self._guarded
+        if guarded is not None and self._silence:
+            guarded[1].look(self._silence)
 
     def _pong(self, number: int) -> orders.Pong:
         with self._changed:

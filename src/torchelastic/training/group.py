@@ -73,6 +73,8 @@ class Group:
         self.waits = Waits()
         self._store = PrefixStore(f"generation-{generation}", store)
         self._owned: list[OwnedGloo] = []
+        #: The operation that was waited for at the last `look`.
+        self._waited: int | None = None
         self._aborting = threading.Lock()
         self._excepthook: Any = None
         #: What keeps connections silent that gloo does not see to be broken.
@@ -149,6 +151,21 @@ class Group:
         late = time.monotonic() - self._aborted_at > _ABORT_TAKES
         busy = late and any(map(group_native.is_busy, self._streams))
         return self.waits.pending + busy
+
+    def look(self, silence: float) -> None:
+        """End waits for a rank that has not answered for `silence` seconds. The control thread.
+
+        The network may be cut between two nodes while their agents go on talking.
+        """
+        before, self._waited = self._waited, None
+        if self.waits.over is None and self.waits.failure is None and self.waits.pending:
+            self._waited = min(self.waits.under_way, default=None)
+        if self._waited is None or self._waited != before:
+            return
+        for group in list(self._owned):
+            if fault := group.unanswered(silence):
+                self.waits.fail(fault)
+                return
 
     def show(self) -> None:
         """Let the agent see what was launched in groups of NCCL, by number. Any thread.

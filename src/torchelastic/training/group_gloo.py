@@ -21,7 +21,7 @@ release changes it):
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from torchelastic import faults, torch_private
 from torchelastic.config import format_endpoint
+from torchelastic.events.hangs import listed
 from torchelastic.torch_private import Store
 from torchelastic.training import backward, sockets
 from torchelastic.training.waits import Operation, OwnedWork, Waits
@@ -64,14 +65,18 @@ def uninstall() -> None:
     torch_private.make_gloo_of(torch_private.Gloo)
 
 
-def connect(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Any, frozenset[int]]:
-    """Meet the other ranks; gloo, and its connections by inode. Blocks until all are there."""
+def connect(
+    store: Store, rank: int, size: int, timeout: timedelta
+) -> tuple[Any, frozenset[int], sockets.Ports]:
+    """Meet the other ranks; gloo, its connections by inode, and where all listen. Blocks until all
+    are there."""
     faults.at("group.build")
     gloo = torch_private.Gloo(store, rank, size, timeout=timeout)
     cards: list[list[bytes]] = []
     while store.check([f"{len(cards)}/{rank}"]):  # one more device: several network interfaces
         cards.append(store.multi_get([f"{len(cards)}/{peer}" for peer in range(size)]))
-    return gloo, sockets.find(sockets.Ports.told(rank, cards))
+    ports = sockets.Ports.told(rank, cards)
+    return gloo, sockets.find(ports), ports
 
 
 def silent_peer(store: Store, rank: int, size: int, world_size: int) -> str:
@@ -87,9 +92,13 @@ def silent_peer(store: Store, rank: int, size: int, world_size: int) -> str:
     for peer, card in enumerate(cards):
         host, port = sockets.listening_address(card)
         if peer != rank and sockets.is_silent((host, port)):
-            who = f"rank {peer} at " if size == world_size else ""
-            return f"no answer from {who}{format_endpoint(host, port)}"
+            return no_answer((host, port), [peer] if size == world_size else [])
     return ""
+
+
+def no_answer(address: sockets.Address, ranks: Sequence[int] = ()) -> str:
+    """The fault of a connection, as `rendezvous.unconnected` reads it."""
+    return f"no answer from {f'{listed(ranks)} at ' if ranks else ''}{format_endpoint(*address)}"
 
 
 #: What people know gloo's operations by, where that is another name; those that no other rank
@@ -175,7 +184,8 @@ class OwnedGloo(dist.ProcessGroup):
         #: Collectives launched in it, and where the agent sees them.
         self._launched = 0
         self._row: int | None = None
-        self._gloo, self.connections = self._waits.call(
+        self._is_world = size == _owner.size
+        self._gloo, self.connections, self._ports = self._waits.call(
             lambda: connect(store, rank, size, timeout),
             find_fault=partial(silent_peer, store, rank, size, _owner.size),
         )
@@ -265,6 +275,13 @@ class OwnedGloo(dist.ProcessGroup):
         )
 
     merge_remote_group = split_group
+
+    def unanswered(self, seconds: float) -> str:
+        """Which ranks have not answered at all for some seconds, in words; empty: none."""
+        address = sockets.unanswered(self.connections, seconds)
+        if address is None:
+            return ""
+        return no_answer(address, self._ports.ranks_at(address) if self._is_world else [])
 
     def take(self) -> Any:
         """gloo's own object, which this group then no longer has: who drops it must not hurry."""

@@ -210,7 +210,7 @@ class OwnNode:
                 self._step = report.step
                 self._queue.put_nowait(group_state.WorkerFailed(self._failure(report)))
             case orders.Enlisted():
-                self._tell(orders.Slate(), os.dup(self._slate))
+                self._tell(orders.Slate(self._config.lease), os.dup(self._slate))
                 self._queue.put_nowait(crew.Said(0, report))
             case orders.Stopped() | orders.Finished() | orders.Up():
                 self._step = report.step

@@ -17,7 +17,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _NOBODY = bytes(16)
 
 #: How often a host is asked whether it answers, and seconds it has for that.
-ATTEMPTS, ANSWERS = 2, 3.0
+ATTEMPTS, ANSWERS = 2, 1.5
+#: Packets sent again, and window probes, in a row that no answer came to, before that counts.
+AGAIN, ASKED = 3, 2
+
+#: Of a C `tcp_info`: packets sent again and window probes, both since the last answer; the present
+#: time-out in microseconds; milliseconds since the last acknowledgement.
+_TCP_INFO = struct.Struct("=2xBB4xI44xI")
 
 #: IP address and port.
 Address = tuple[str, int]
@@ -37,17 +43,28 @@ class Ports:
     """Where the ranks of one group listen."""
 
     own: frozenset[Address]
-    others: frozenset[Address]
+    #: With the rank of each.
+    others: Mapping[Address, int]
 
     @classmethod
     def told(cls, rank: int, cards: Iterable[Iterable[bytes]]) -> Ports:
         """From what the ranks put into the store: for each device the cards in order of ranks."""
         own: set[Address] = set()
-        others: set[Address] = set()
+        others: dict[Address, int] = {}
         for device in cards:
             for peer, card in enumerate(device):
-                (own if peer == rank else others).add(listening_address(card))
-        return cls(frozenset(own), frozenset(others))
+                if peer == rank:
+                    own.add(listening_address(card))
+                else:
+                    others[listening_address(card)] = peer
+        return cls(frozenset(own), others)
+
+    def ranks_at(self, address: Address) -> list[int]:
+        """The ranks that the other end of a connection may be: where it was accepted at our port,
+        only the host is known."""
+        if address in self.others:
+            return [self.others[address]]
+        return sorted({rank for (host, _), rank in self.others.items() if host == address[0]})
 
 
 def listening_address(card: bytes) -> Address:
@@ -79,6 +96,32 @@ def is_silent(address: Address) -> bool:
             continue
         return False
     return True
+
+
+def unanswered(inodes: frozenset[int], seconds: float) -> Address | None:
+    """The other end of a connection on which nothing that was sent has been acknowledged for some
+    seconds: the network is cut, whatever the processes at both ends do."""
+    for connection in _connections(inodes):
+        with contextlib.suppress(OSError):  # it may be closed meanwhile
+            told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+            if is_unanswered(told, seconds):
+                return _address(connection.getpeername())
+    return None
+
+
+def is_unanswered(told: bytes, seconds: float) -> bool:
+    """Whether the kernel has sent again and again for so long, and nothing came back.
+
+    `told` is a C `tcp_info`. The time between two packets doubles, so the present one says when
+    they began. A peer that does not read, because it is frozen or late, still acknowledges; when
+    its window is full, the kernel asks whether it still is, and gets an answer.
+    """
+    again, asked, wait, heard = _TCP_INFO.unpack(told)
+    if heard < seconds * 1000:
+        return False
+    if again >= AGAIN:
+        return bool(wait * (1 - 0.5**again) >= seconds * 1e6)
+    return bool(asked >= ASKED)
 
 
 def find(ports: Ports) -> frozenset[int]:

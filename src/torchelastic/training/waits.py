@@ -37,7 +37,7 @@ class PeerLostError(RuntimeError):
 _TRANSPORT = "gloo/transport"
 
 #: After how long it is asked why a call does not end, in seconds.
-FAULT_AFTER = 10.0
+FAULT_AFTER = 3.0
 
 #: From so many operations under way on, those that have ended are looked for.
 _MANY = 64
@@ -179,6 +179,11 @@ class Waits:
         if self.failure is None:
             self.failure = PeerLostError(what)
         return PeerLostError(what)
+
+    def fail(self, fault: str) -> None:
+        """Free every wait with what was found to keep it from ending."""
+        for operation in list(self.under_way.values()):
+            operation.finish(self.failed(RuntimeError(fault)), None)
 
     def end(self, over: GenerationOver) -> None:
         """Free every wait, now, and launch nothing more."""

@@ -11,6 +11,8 @@ from torchelastic import backends, env
 from torchelastic.torch_private import Store, TCPStore
 from torchelastic.training.control import Control
 from torchelastic.training.group import GenerationOver, Group
+from torchelastic.training.group_gloo import no_answer
+from torchelastic.training.sockets import is_silent
 from torchelastic.training.state import Version
 from torchelastic.training.waits import Waits
 from torchelastic.worker.orders import Enter
@@ -32,9 +34,14 @@ class _Connecting:
     def show(self) -> None:
         """Nothing: there are no collectives yet."""
 
+    def look(self, silence: float) -> None:
+        """Nothing: whoever waits finds the fault."""
+
     def connect(self, host: str, port: int, timeout: timedelta) -> Store:
         store: Store = self._waits.call(
-            lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+            lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
+            b"connecting to the store",
+            find_fault=lambda: no_answer((host, port)) if is_silent((host, port)) else "",
         )
         return store
 

@@ -111,6 +111,9 @@ class Dump:
 class Slate:
     """The memory this worker writes its progress and its private state to comes with this."""
 
+    #: Seconds after which a peer that does not answer counts as unreachable; 0: never.
+    silence: float = 0.0
+
 
 # --- up: from the worker to the agent ------------------------------------------------------------
 

@@ -10,8 +10,9 @@ import pytest
 from tests.support import poll_for
 from tests.unit.worker.entering import enter
 from torchelastic.errors import ChannelLost, JobClosed
+from torchelastic.training import control as control_module
 from torchelastic.training.control import Control
-from torchelastic.worker import channel, orders
+from torchelastic.worker import channel, orders, slate
 from torchelastic.worker.orders import Closed, Over, Ping, Pong, Stopped
 
 
@@ -19,13 +20,16 @@ class Group:
     """Something to be aborted."""
 
     def __init__(self, pending=0):
-        self.pending, self.reasons = pending, []
+        self.pending, self.reasons, self.looks = pending, [], []
 
     def abort(self, reason):
         self.reasons.append(reason)
 
     def show(self):
         pass
+
+    def look(self, silence):
+        self.looks.append(silence)
 
     @property
     def aborted(self):
@@ -166,3 +170,19 @@ def test_an_agent_that_is_gone_is_an_error(ends):
     with pytest.raises(ChannelLost, match="gone"):
         link.receive()
     link.close()
+
+
+def test_while_the_agent_is_quiet_it_looks_for_peers_that_do_not_answer(
+    agent, control, monkeypatch
+):
+    monkeypatch.setattr(control_module, "LOOK", 0.01)
+    group, look, quiet = Group(pending=1), control._look, []
+    monkeypatch.setattr(control, "_look", lambda: (look(), quiet.append(None)))
+    control.guard(0, group)
+    poll_for(lambda: quiet, what="a quiet moment")
+    assert group.looks == [], "it does not know yet for how long"
+    descriptor = slate.create()
+    say(agent, orders.Slate(2.5), descriptor)
+    os.close(descriptor)
+    poll_for(lambda: len(group.looks) > 1, what="several looks")
+    assert set(group.looks) == {2.5}

@@ -129,3 +129,51 @@ def test_a_busy_second_thread_is_never_disturbed(mesh):
     assert heard
     assert all(heard)
     assert talks(mesh.stranger, mesh.stranger_far)
+
+
+# --- connections to which nothing comes back -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("again", "asked", "wait", "heard", "dead"),
+    [
+        (4, 0, 3.2, 3.1, True),  # sent at 0, 0.2, 0.6, 1.4 and 3.0 s
+        (3, 0, 1.6, 3.1, False),  # idle before: it was sent 1.4 s ago at the earliest
+        (4, 0, 3.2, 2.9, False),  # something was heard since
+        (3, 0, 3.2, 9.0, False),  # a slower link: it was sent 2.8 s ago
+        (2, 0, 6.4, 9.0, False),  # a slow link: two packets may be lost
+        (3, 0, 6.4, 9.0, True),
+        (0, 0, 0.2, 60.0, False),  # nothing to send, or a frozen peer: its kernel acknowledges
+        (0, 1, 0.2, 60.0, False),  # the peer does not read, and its kernel says so now and then
+        (0, 2, 0.2, 9.0, True),  # nor does that any more
+        (0, 2, 0.2, 2.0, False),
+    ],
+)
+def test_a_connection_is_dead_when_nothing_sent_was_answered_for_so_long(
+    again, asked, wait, heard, dead
+):
+    told = struct.pack("=4B4xI44xI", 1, 0, again, asked, int(wait * 1e6), int(heard * 1e3))
+    assert sockets.is_unanswered(told, 3.0) is dead
+
+
+def test_the_other_end_of_a_dead_connection_is_named(mesh, monkeypatch):
+    found = sockets.find(mesh.ports)
+    talks(mesh.outgoing, mesh.far)
+    assert sockets.unanswered(found, 0.0) is None
+    monkeypatch.setattr(sockets, "is_unanswered", lambda told, seconds: seconds == 3.0)
+    assert sockets.unanswered(found, 3.0) == mesh.other.getsockname()
+    assert sockets.unanswered(frozenset(), 3.0) is None
+
+
+@pytest.mark.parametrize(
+    ("address", "ranks"),
+    [
+        (("10.0.0.2", 41), [2]),
+        (("10.0.0.2", 59000), [2, 3]),  # accepted at our port: only the host is known
+        (("10.0.0.9", 41), []),
+    ],
+)
+def test_a_dead_connection_tells_of_ranks(address, ranks):
+    hosts = [("10.0.0.1", 40), ("10.0.0.1", 41), ("10.0.0.2", 41), ("10.0.0.2", 42)]
+    ports = Ports.told(0, [[card(socket.AF_INET, *host) for host in hosts]])
+    assert ports.ranks_at(address) == ranks

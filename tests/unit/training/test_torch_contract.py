@@ -36,7 +36,7 @@ def gloo_pair(timeout):
     store, made = dist.HashStore(), {}
 
     def make(rank):
-        made[rank] = group_gloo.connect(store, rank, 2, timeout)
+        made[rank] = group_gloo.connect(store, rank, 2, timeout)[:2]
 
     threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
     for thread in threads:

@@ -2,6 +2,8 @@
 
 import socket
 import threading
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +12,10 @@ from torch import nn
 
 from tests.support import poll_for
 from torchelastic import stalls
-from torchelastic.training import group_gloo, group_threads, sockets
+from torchelastic.training import group_gloo, group_threads, sockets, world_entry
 from torchelastic.training import waits as waits_module
-from torchelastic.training.waits import Operation, PeerLostError, Waits
+from torchelastic.training.group import Group
+from torchelastic.training.waits import GenerationOver, Operation, PeerLostError, Waits
 from torchelastic.worker import backward_waits
 from torchelastic.worker.backward_waits import BackwardWaits
 
@@ -196,3 +199,80 @@ def test_a_host_that_drops_packets_is_silent_one_that_refuses_is_not(monkeypatch
         with socket.create_connection(address):
             assert sockets.is_silent(address)
     assert not sockets.is_silent(address)
+
+
+@pytest.mark.parametrize(
+    ("found", "is_world", "said"),
+    [
+        (("10.0.0.7", 4711), True, "no answer from rank 1 at 10.0.0.7:4711"),
+        (("10.0.0.7", 59000), True, "no answer from ranks 1, 2 at 10.0.0.7:59000"),
+        (("10.0.0.7", 4711), False, "no answer from 10.0.0.7:4711"),
+        (None, True, ""),
+    ],
+)
+def test_a_group_says_who_does_not_answer(monkeypatch, found, is_world, said):
+    """As `rendezvous.unconnected` reads it."""
+    monkeypatch.setattr(sockets, "unanswered", lambda inodes, seconds: found)
+    listens = {("10.0.0.7", 4711): 1, ("10.0.0.7", 4712): 2, ("10.0.0.8", 4711): 3}
+    group = SimpleNamespace(
+        connections=frozenset(), _ports=sockets.Ports(frozenset(), listens), _is_world=is_world
+    )
+    assert group_gloo.OwnedGloo.unanswered(group, 3.0) == said
+
+
+class Silent:
+    """A group of gloo's with a rank that does not answer."""
+
+    def __init__(self, seconds=3.0):
+        self.seconds = seconds
+
+    def unanswered(self, seconds):
+        return "no answer from rank 1 at 10.0.0.7:4711" if seconds == self.seconds else ""
+
+
+@pytest.fixture
+def world():
+    made = Group(store=dist.HashStore(), rank=0, size=2, generation=0, timeout=timedelta(seconds=9))
+    made._owned.append(Silent())
+    return made
+
+
+@pytest.mark.parametrize(
+    ("case", "fails"),
+    [
+        ("the same wait twice", True),
+        ("another wait", False),
+        ("nothing to wait for", False),
+        ("the world is over", False),
+        ("all answer", False),
+    ],
+)
+def test_a_wait_for_a_rank_that_does_not_answer_ends(world, case, fails):
+    waits, operation = world.waits, Operation(world.waits, 1)
+    waits.under_way[1] = operation
+    world.look(3.0)
+    if case == "another wait":
+        waits.under_way = {2: Operation(waits, 2)}
+    elif case == "nothing to wait for":
+        waits.under_way = {}
+    elif case == "the world is over":
+        waits.over = GenerationOver("it is")
+    elif case == "all answer":
+        world._owned[0].seconds = 0.0
+    world.look(3.0)
+    assert (waits.failure is not None) is fails
+    if fails:
+        with pytest.raises(PeerLostError, match="no answer from rank 1"):
+            operation.wait()
+
+
+def test_a_store_that_does_not_answer_is_named(monkeypatch):
+    """It lies on the first node of a world, which another one may not reach."""
+    monkeypatch.setattr(waits_module, "FAULT_AFTER", 0.01)
+    monkeypatch.setattr(group_threads, "IDLE", 0.05)
+    monkeypatch.setattr(world_entry, "is_silent", lambda address: address == ("fd77::2", 4711))
+    never = threading.Event()
+    monkeypatch.setattr(world_entry, "TCPStore", lambda *args, **options: never.wait())
+    with pytest.raises(PeerLostError, match=r"no answer from \[fd77::2\]:4711"):
+        world_entry._Connecting().connect("fd77::2", 4711, timedelta(seconds=9))
+    never.set()
