@@ -129,6 +129,28 @@ def test_training_goes_on_in_memory_whatever_the_network_does(tmp_path):
         check_one_world_at_a_time(made)
 
 
+@pytest.mark.slow
+def test_one_of_two_nodes_that_cannot_reach_each_other_is_left_out(tmp_path):
+    """The first node, which hosts the store, reaches both: no agent has lost anything."""
+    flags, keys = "--nnodes=1:3 --lease=2", {"steps": 1_000_000, "slow": 0.05}
+    with (
+        Network(3) as network,
+        network_job(tmp_path / "job", network, flags, script=HERE / "resident.py", **keys) as made,
+    ):
+        nodes = made.start_all(network.hosts)
+        together = made.wait_steps(size=3)
+        workers = {line["pid"] for line in made.steps(generation=together)}
+        network.cut(network.hosts[1:2], network.hosts[2:])
+        apart = made.wait_steps(size=2, after=together)
+        assert {line["pid"] for line in made.steps(generation=apart)} < workers
+        [formed] = [one for one in nodes[0].events("world-formed") if one["generation"] == apart]
+        [(name, why)] = formed["held"].items()
+        assert name in ("host2", "host3")
+        assert "cannot connect to host" in why
+        assert not any(node.events("lease-lost") for node in nodes)
+        check_one_world_at_a_time(made)
+
+
 # --- addresses -----------------------------------------------------------------------------------
 
 

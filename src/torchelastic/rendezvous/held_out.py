@@ -36,6 +36,8 @@ class HeldOut(NamedTuple):
     #: 0: it is not held out, or no longer.
     seconds: float
     reason: str
+    #: A node that it could not talk to, and that may have been to blame instead; empty: none.
+    other: str = ""
 
     def span(self) -> str:
         """`60 s`, `2 min`."""
@@ -54,8 +56,8 @@ class HeldOut(NamedTuple):
 Held = tuple[HeldOut, ...]
 
 
-def hold(held: Held, node: str, name: str, reason: str) -> Held:
-    """Hold a node out, for longer each time.
+def hold(held: Held, node: str, name: str, reason: str, other: str = "") -> Held:
+    """Hold a node out, for longer each time; because of `other`, or so it may turn out.
 
     >>> held = hold((), "b", "node-b", "no GPU")
     >>> [(one.name, one.seconds) for one in held]
@@ -63,7 +65,7 @@ def hold(held: Held, node: str, name: str, reason: str) -> Held:
     >>> [one.seconds for one in hold(held, "b", "node-b", "no GPU")]
     [120.0]
     """
-    return _note(held, node, name, reason, max(_times(held, node), ALLOWED) + 1)
+    return _note(held, node, name, reason, max(_times(held, node), ALLOWED) + 1, other)
 
 
 def note_failure(held: Held, node: str, name: str, reason: str) -> Held:
@@ -71,15 +73,16 @@ def note_failure(held: Held, node: str, name: str, reason: str) -> Held:
     return _note(held, node, name, reason, _times(held, node) + 1)
 
 
-def _note(held: Held, node: str, name: str, reason: str, times: int) -> Held:
-    """With the node last; as it was where the list is full of nodes that are held out."""
-    others = forget(held, [node])
+def _note(held: Held, node: str, name: str, reason: str, times: int, other: str = "") -> Held:
+    """With the node last; as it was where the list is full of nodes that are held out. Who was held
+    out because of this node is no longer."""
+    others = tuple(one for one in forget(held, [node]) if one.other != node)
     if len(others) >= MOST:
         others = tuple(one for one in others if one.seconds)
     if len(others) >= MOST:
         return held
     line = " ".join(reason.split())[:MOST_WORDS]
-    return (*others, HeldOut(node, name, times, _seconds(times), line))
+    return (*others, HeldOut(node, name, times, _seconds(times), line, other))
 
 
 def _times(held: Held, node: str) -> int:

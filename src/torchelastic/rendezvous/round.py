@@ -197,7 +197,7 @@ def succeed(rules: RoundRules, state: RoundState, now: float) -> Decision:
             reason="; ".join(filter(None, said)),
             held=found.held,
         ),
-        out=state.out | found.out,
+        out=state.out & {one.node for one in found.held if one.seconds} | found.out,
     )
     if not verdict.go_on:
         return Decision(replace(the_world(state), phase="closed", exitcode=EXIT_FAILED), kind)

@@ -3,7 +3,7 @@
     what has happened                                              who is held out
     it failed before its first step, with nodes that were not in   these nodes, at once; the others
     the last world that trained                                    go on as they did before
-    workers of two nodes could not connect to each other           one of the two, at once
+    workers of two nodes could not talk to each other              one of the two, at once
     its program cannot run on some nodes (`Failure.incurable`)     these nodes, at once
     it failed before its first step on one node alone              that node, if it keeps doing so
     no other node could reach a node                               that node, at once
@@ -36,6 +36,7 @@ from torchelastic.rendezvous.round_state import (
     tells_steps,
     the_world,
 )
+from torchelastic.rendezvous.unconnected import Unconnected
 from torchelastic.rendezvous.world import WorldNode
 
 
@@ -63,10 +64,11 @@ def find(
     if cause is not None and _tells_of_nodes(cause):
         failed_alone = _failed_alone(cause, others)
         early = _failed_early(state)
-        finding = _newcomers(rules, state, held, cause, failed_alone) if early else None
+        pairs = _pairs(state, cause, others, early=early)
+        finding = _newcomers(rules, state, held, cause, failed_alone, pairs) if early else None
         finding = finding or _unable(rules, state, held, cause)
+        finding = finding or _unconnected(rules, state, held, cause, pairs)
         if early:
-            finding = finding or _unconnected(rules, state, held, [cause, *others])
             finding = finding or _failing_start(rules, state, held, cause, failed_alone)
     return finding or _lost(rules, state, held)
 
@@ -104,14 +106,21 @@ def _failed_early(state: RoundState) -> bool:
 
 
 def _newcomers(
-    rules: RoundRules, state: RoundState, held: Held, cause: Failure, names: Set[str]
+    rules: RoundRules,
+    state: RoundState,
+    held: Held,
+    cause: Failure,
+    names: Set[str],
+    pairs: Sequence[Unconnected],
 ) -> Finding | None:
     """Go back to the last membership that worked. Newcomers that did not fail stay if only other
-    newcomers did."""
+    newcomers did, and those that could talk to all others if some pair could not."""
     world = the_world(state)
     new = [node for node in world.nodes if node.new and node.node in state.members]
     if names and names <= {node.name for node in new}:
         new = [node for node in new if node.name in names]
+    if pairs and all(pair.other is not None for pair in pairs):
+        new = [node for node in new if any(node in pair for pair in pairs)]
     nodes = frozenset(node.node for node in new)
     if not nodes or not enough_without(rules, state, nodes | state.out):
         return None
@@ -122,11 +131,16 @@ def _newcomers(
 
 
 def _hold_all(
-    state: RoundState, held: Held, nodes: Sequence[WorldNode], reason: str, instead: str = ""
+    state: RoundState,
+    held: Held,
+    nodes: Sequence[WorldNode],
+    reason: str,
+    instead: str = "",
+    other: str = "",
 ) -> Finding | None:
     """Hold these nodes out from now on; None if there are too many."""
     for node in nodes:
-        held = held_out.hold(held, node.node, node.name, reason)
+        held = held_out.hold(held, node.node, node.name, reason, other)
     every = frozenset(node.node for node in nodes)
     out = [one for one in held if one.node in every and one.seconds]
     if len(out) < len(nodes):
@@ -146,21 +160,47 @@ def _unable(rules: RoundRules, state: RoundState, held: Held, failure: Failure) 
     return _hold_all(state, held, found, failure.message)
 
 
+def _pairs(
+    state: RoundState, cause: Failure, others: Iterable[Failure], *, early: bool
+) -> list[Unconnected]:
+    """The pairs of nodes that could not talk to each other, if that is what ended the generation.
+
+    A worker may lose its peer because that one has found such a pair, and be taken for the cause.
+    Once a world has trained, failed connections may be the script's own: only silence counts.
+    """
+    if not unconnected.is_unconnected(cause) and not root_cause.waited_for_others(cause):
+        return []
+    told = [one for one in (cause, *others) if early or unconnected.got_no_answer(one)]
+    return unconnected.pairs(the_world(state), told)
+
+
 def _unconnected(
-    rules: RoundRules, state: RoundState, held: Held, failures: Sequence[Failure]
+    rules: RoundRules, state: RoundState, held: Held, cause: Failure, found: Sequence[Unconnected]
 ) -> Finding | None:
-    """Do without a node whose workers could not connect to others; name the pair in any case."""
-    if not unconnected.is_unconnected(failures[0]):
-        return None
-    found = unconnected.pairs(the_world(state), failures)
+    """Do without a node whose workers could not talk to others; name the pair in any case."""
     if not found:
         return None
     said = "; ".join(pair.words() for pair in found[:NAMES_SHOWN])
-    node = unconnected.worst(found)
-    if not enough_without(rules, state, {node.node} | state.out):
+    node, other = unconnected.worst(found, _pairs_known(state, held))
+    excused = {one.node for one in held if one.other == node.node}
+    out = (state.out - excused) | {node.node}
+    if not enough_without(rules, state, out):
         return Finding(held, sentence=said)
-    instead = f"{said}: {failures[0].sentence()}"
-    return _hold_all(state, held, [node], said, instead) or Finding(held, sentence=said)
+    instead = f"{said}: {cause.sentence()}"
+    finding = _hold_all(state, held, [node], said, instead, other)
+    return finding or Finding(held, sentence=said)
+
+
+def _pairs_known(state: RoundState, held: Held) -> set[frozenset[str]]:
+    """Pairs that agents doubt now, and those that nodes are held out for."""
+    members = the_world(state).members
+    doubted = {
+        frozenset((node, other))
+        for node, present in state.members.items()
+        for other in present.member.doubts
+        if node in members and other in members
+    }
+    return doubted | {frozenset((one.node, one.other)) for one in held if one.other}
 
 
 def _failing_start(

@@ -1,9 +1,13 @@
-"""Pairs of nodes whose workers could not connect to each other. Pure.
+"""Pairs of nodes whose workers cannot talk to each other. Pure.
 
 Agents may talk over one network while their workers need another one, or ports that a firewall
-closes. Then a world begins, its workers fail to connect, and agents see nothing wrong. Which pairs
-failed is in what the workers say: gloo and TCPStore name the address they tried, `train` names the
-rank. Where only one side of a pair is named, it is half a pair.
+closes. Then a world begins, its workers fail to connect, and agents see nothing wrong; or it has
+begun, and the network between two of its nodes is cut. Which pairs failed is in what the workers
+say: gloo and TCPStore name the address they tried, `train` names the rank. Where only one side of a
+pair is named, it is half a pair.
+
+A pair does not tell which of the two is to blame. The node of most pairs is, with those that agents
+doubt (`doubts`) and those of earlier worlds (`HeldOut.other`); of equals, the newest goes.
 """
 
 from __future__ import annotations
@@ -19,14 +23,19 @@ from torchelastic.rendezvous.world import World, WorldNode
 #: Errors of connections that were never made.
 _NEVER_MADE = re.compile(
     r"connectfullmesh failed|connect timeout|timed out connecting|failed to connect|"
-    r"timed out after \d+ms while trying to connect|no answer from (rank \d+|\S+:\d+)",
+    r"timed out after \d+ms while trying to connect|no answer from (ranks? \d+|\S+:\d+)",
     re.IGNORECASE,
 )
+#: Said of connections that were made, too.
+_NO_ANSWER = re.compile(r"no answer from (ranks? \d+|\S+:\d+)")
 #: Said of connections between workers, whatever the address: a script has servers of its own.
 _BETWEEN_WORKERS = re.compile(r"gloo|client socket|tcpstore|no answer from", re.IGNORECASE)
 #: The other side, by rank or by address.
-_RANK = re.compile(r"no answer from rank (\d+)")
-_ADDRESSES = re.compile(r"remote=\[([^\]]+)\]|(?:to|of|from) \(?\[?([\w.:%-]+?)\]?(?::| )[\d(,]")
+_RANK = re.compile(r"no answer from ranks? (\d+)")
+_ADDRESSES = re.compile(
+    r"remote=\[(?P<remote>[^\]]+)\]"
+    r"|(?:to|of|from) \(?(?:\[(?P<bracketed>[^\]]+)\]|(?P<plain>[\w.:%-]+?))(?::| )[\d(,]"
+)
 
 
 class Unconnected(NamedTuple):
@@ -62,11 +71,16 @@ def is_unconnected(failure: Failure) -> bool:
     return _NEVER_MADE.search(failure.message) is not None
 
 
+def got_no_answer(failure: Failure) -> bool:
+    """Whether a worker says that another one does not answer, connected or not."""
+    return _NO_ANSWER.search(failure.message) is not None
+
+
 def _other(world: World, failure: Failure) -> WorldNode | None:
     if rank := _RANK.search(failure.message):
         return next((node for node in world.nodes if int(rank[1]) in _ranks(node)), None)
     for match in _ADDRESSES.finditer(failure.message):
-        address = match[1] or match[2]
+        address = match["remote"] or match["bracketed"] or match["plain"]
         for node in world.nodes:
             if address in (node.addr, node.peer.rpartition(":")[0].strip("[]")):
                 return node
@@ -77,8 +91,24 @@ def _ranks(node: WorldNode) -> range:
     return range(node.first_rank, node.first_rank + node.nproc)
 
 
-def worst(found: Sequence[Unconnected]) -> WorldNode:
-    """The node to do without: that of most pairs; of several, the newest."""
+def worst(
+    found: Sequence[Unconnected], known: Iterable[frozenset[str]] = ()
+) -> tuple[WorldNode, str]:
+    """The node to do without: that of most pairs, those `known` otherwise included; of several,
+    the newest. And the node that may be to blame as well; empty: none."""
+    every = {*known, *map(_sides, found)}
+    counts = Counter(node for pair in every for node in pair)
     sides = [side for pair in found for side in (pair.node, pair.other) if side is not None]
-    counts = Counter(side.node for side in sides)
-    return max(sides, key=lambda side: (counts[side.node], side.new, side.node_rank))
+    node = max(sides, key=lambda side: (counts[side.node], side.new, side.node_rank))
+    rivals = {
+        other
+        for pair in every
+        if node.node in pair
+        for other in pair - {node.node}
+        if counts[other] == counts[node.node]
+    }
+    return node, min(rivals, default="")
+
+
+def _sides(pair: Unconnected) -> frozenset[str]:
+    return frozenset(side.node for side in (pair.node, pair.other) if side is not None)

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.rendezvous.round_support import Job, failure, running
-from torchelastic.config import WorldSizes
+from torchelastic.config import WorldSizes, format_endpoint
 from torchelastic.rendezvous import held_out, round_state, suspects
 from torchelastic.rendezvous.forming import WARM_UP_PATIENCE
 from torchelastic.rendezvous.held_out import ALLOWED, FIRST, FORGOTTEN_AFTER
 from torchelastic.rendezvous.round_state import TRAINED_AFTER, RoundRules, given_up
+from torchelastic.rendezvous.unconnected import pairs
 
 NO = "ValueError: the batch of 2 cannot be split"
 KILLED = {"exitcode": -9, "message": "killed by SIGKILL", "traceback": ""}
@@ -379,7 +380,7 @@ NO_ADDRESS = "PeerLostError: no answer from {addr}:4711"
 
 
 @pytest.mark.parametrize(
-    ("says", "left", "pairs"),
+    ("says", "left", "pair"),
     [
         ({"b": REFUSED.format(addr="c")}, "ab", "b cannot connect to c"),
         ({"b": NO_STORE.format(addr="a")}, "ac", "b cannot connect to a"),
@@ -392,15 +393,120 @@ NO_ADDRESS = "PeerLostError: no answer from {addr}:4711"
         ({"a": REFUSED.format(addr="172.16.0.9")}, "bc", "a cannot connect to some other nodes"),
     ],
 )
-def test_a_world_that_cannot_connect_goes_on_without_one_of_the_pair(says, left, pairs):
+def test_a_world_that_cannot_connect_goes_on_without_one_of_the_pair(says, left, pair):
     job = running("2:4", "abc", max_restarts=0)
     for name, message in says.items():
         told = failure(name, job.world.generation, message=message)
         job.say(name, failures=(told,))
     job.all_gone()
     assert (job.world.phase, job.names) == ("running", [*left])
-    assert pairs in job.world.reason
+    assert pair in job.world.reason
     assert job.world.ledger.used == 0
+
+
+LOST = "lost a peer: connection closed by peer"
+
+
+def silence(job: Job, **says: int | str) -> None:
+    """Workers of these nodes get no answer from a rank (two to a node), or say something else."""
+    for name, told in says.items():
+        message = f"lost a peer: {NO_RANK.format(rank=told)}" if isinstance(told, int) else told
+        said = failure(name, job.world.generation, message=message, traceback="", alive=True)
+        job.say(name, failures=(said,))
+    job.all_gone()
+
+
+@pytest.mark.parametrize(
+    ("says", "left", "pair"),
+    [
+        ({"b": 4}, "abd", "b cannot connect to c"),
+        ({"c": 2}, "abd", "c cannot connect to b"),
+        # The first to speak may only have lost who found it out.
+        ({"a": LOST, "b": 4}, "abd", "b cannot connect to c"),
+        # Both ends of a node that nobody reaches.
+        ({"a": 2, "b": 4}, "acd", "a cannot connect to b"),
+        # Several ranks behind one address.
+        ({"b": "lost a peer: no answer from ranks 4, 5 at 10.9.0.3:4711"}, "abd", "to c"),
+        # A connection that a script that trains does not get is its own affair, an error no pair's.
+        ({"b": REFUSED.format(addr="c")}, "abcd", ""),
+        ({"a": NO, "b": 4}, "abcd", ""),
+    ],
+)
+def test_a_world_that_has_trained_goes_on_without_one_of_two_nodes_that_fall_silent(
+    says, left, pair
+):
+    job = running("2:4", "abcd", max_restarts=3)
+    trains(job)
+    silence(job, **says)
+    assert (job.world.phase, job.names) == ("running", [*left])
+    assert pair in job.world.reason
+    assert (job.world.ledger.used == 0) is (left != "abcd")
+
+
+@pytest.mark.parametrize(
+    ("doubts", "left"),
+    [
+        ({}, "ab"),
+        ({"a": ("b",), "b": ("a", "c"), "c": ("b",)}, "ac"),
+        ({"a": ("x",), "x": ("b",)}, "ab"),  # who is in no world does not count
+    ],
+)
+def test_whom_agents_doubt_tells_which_of_the_two_it_is(doubts, left):
+    job = running("2:4", "abc")
+    job.come("x", ready=False)
+    for name, doubted in doubts.items():
+        job.say(name, doubts=doubted)
+    trains(job)
+    silence(job, b=4)
+    assert job.names == [*left]
+
+
+def test_a_second_pair_shows_that_the_first_choice_was_wrong():
+    """b is cut off from c and d, which the pair of b and d does not show."""
+    job = running("3:4", "abcd")
+    trains(job)
+    silence(job, b=6)
+    assert (job.names, out(job)) == (["a", "b", "c"], {"d": FIRST})
+    silence(job, c=2)
+    assert (job.names, out(job)) == (["a", "c", "d"], {"b": FIRST})
+
+
+@pytest.mark.parametrize(
+    ("says", "held", "lost", "still"),
+    [
+        ({"b": 4}, "c", "b", ""),
+        ({"b": 4}, "c", "a", "c"),
+        # It is clear which of them it was.
+        ({"a": 2, "b": 4}, "b", "a", "b"),
+        ({"a": 2, "b": 4}, "b", "c", "b"),
+    ],
+)
+def test_a_node_is_let_back_in_when_the_other_one_of_its_pair_is_lost(says, held, lost, still):
+    job = running("1:4", "abcd")
+    trains(job)
+    silence(job, **says)
+    assert out(job) == {held: FIRST}
+    trains(job)
+    job.die(lost)
+    job.all_gone()
+    assert out(job) == dict.fromkeys(still, FIRST)
+    assert (held in job.names) is (not still)
+
+
+@pytest.mark.parametrize(("silent", "left"), [(2, "abd"), (6, "abc")], ids=["b", "d"])
+def test_a_newcomer_is_held_out_for_a_pair_only_if_it_is_in_it(silent, left):
+    job = grown("2:4", "abc", "d")
+    silence(job, c=silent)
+    assert job.names == [*left]
+
+
+@pytest.mark.parametrize("addr", ["10.9.0.3", "fd77::2", "fd77:0:1::a3"])
+def test_a_node_is_known_by_its_address(addr):
+    world = running("1:4", "ab").world
+    a, b = world.nodes
+    world = world.with_nodes((a, b._replace(addr=addr)), ())
+    [found] = pairs(world, [failure("a", message=f"no answer from {format_endpoint(addr, 4711)}")])
+    assert found.words() == "workers of a cannot connect to b"
 
 
 def test_a_server_of_the_user_is_no_worker():
