@@ -37,8 +37,6 @@ STORE_HOST = b"torchelastic.worker.store_host"
 #: Seconds to the next step where the witness decides, after the lease if it has to end first.
 CLAIM_LIMIT = 1.0
 WITNESS = "--witness={}/witness"
-#: Longer than the lease, as it has to be.
-PROGRESS = 5.0
 
 
 @dataclass(frozen=True)
@@ -247,8 +245,7 @@ def pair(kill: bool) -> Callable[[Network], Attempt]:
             processes.kill([pids[0]] if kill else [])
             return recovered(job, at, len(hosts) - 1, len(hosts) - 1)
 
-        flags = f"--progress-timeout={PROGRESS:g}"
-        return Attempt(lambda: _job(RESIDENT, "1:4", f"host1:{PORT}", flags=flags), start, cut)
+        return Attempt(lambda: _job(RESIDENT, "1:4", f"host1:{PORT}"), start, cut)
 
     return make
 
