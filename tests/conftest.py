@@ -8,12 +8,14 @@ time; tests marked `alone` come last, in one process, when no other test runs.
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import signal
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import hypothesis
@@ -62,6 +64,9 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     ports.free_port()  # opens what stays open
+    # Until all tests are collected almost nothing becomes garbage; looking for it takes a third of
+    # the time.
+    gc.disable()
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -74,8 +79,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Say what it needs and whom it runs with; xdist reads that when all are collected."""
-    for fixture in item.fixturenames:  # type: ignore[attr-defined]
-        item.add_marker(pytest.mark.needs(*_NEEDS_OF_FIXTURES.get(fixture, ())))
+    for fixture in _NEEDS_OF_FIXTURES.keys() & item.fixturenames:  # type: ignore[attr-defined]
+        item.add_marker(pytest.mark.needs(*_NEEDS_OF_FIXTURES[fixture]))
     if (group := _group(item)) is not None:
         item.add_marker(pytest.mark.xdist_group(group))
     if SOAK > 1:
@@ -92,6 +97,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()  # what is loaded stays; `gc.collect` in a test looks at what that test made
+    gc.enable()
+    gc.set_threshold(10_000)  # models and simulations make many small objects, and few cycles
     # pytest-xdist 3.8 with pytest 9.2 loses the groups without a word.
     if hasattr(session.config, "workerinput"):
         lost = [item.nodeid for item in session.items if _group(item) and "@" not in item.nodeid]
@@ -100,7 +108,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def _directory(item: pytest.Item) -> str:
     """The one under `tests` that an item is in."""
-    return item.path.relative_to(Path(__file__).parent).parts[0]
+    return _directory_of(item.path)
+
+
+@cache
+def _directory_of(path: Path) -> str:
+    return path.relative_to(Path(__file__).parent).parts[0]
 
 
 def _group(item: pytest.Item) -> str | None:
