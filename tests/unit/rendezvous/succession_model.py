@@ -131,11 +131,15 @@ class State(NamedTuple):
     restarts: int = 0
 
     def node(self, name: str) -> Node:
-        return next(node for node in self.nodes if node.name == name)
+        for node in self.nodes:
+            if node.elector.node == name:
+                return node
+        raise KeyError(name)
 
     def having(self, changed: Node) -> State:
-        nodes = tuple(changed if node.name == changed.name else node for node in self.nodes)
-        return self._replace(nodes=nodes)
+        name = changed.elector.node
+        nodes = tuple([changed if node.elector.node == name else node for node in self.nodes])
+        return State(nodes, *self[1:])  # as _replace, in half the time
 
     def recording(self, record: Record) -> State:
         return self._replace(records=self.records | {record})
@@ -242,7 +246,15 @@ class Model:
 
     @property
     def kinds(self) -> list[str]:
-        return list(self._kinds)
+        """Those that can happen within the bounds."""
+        never = {
+            "leaves": not self.bounds.leaves,
+            "crashes": not self.bounds.crashes,
+            "restarts": not self.bounds.restarts,
+            "claims": not self.options.witness,
+            "tells": not self.options.tells_later,
+        }
+        return [kind for kind in self._kinds if not never.get(kind)]
 
     def moves(self, state: State, kinds: Iterable[str] | None = None) -> Iterator[Move]:
         for kind in kinds or self._kinds:

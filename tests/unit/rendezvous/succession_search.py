@@ -40,8 +40,8 @@ def search(model: Model, first: State, *, states: int) -> Explored:
             for move in model.moves(state, kinds):
                 after = essence(_explained(model, state, move, way))
                 # By their hash alone: a million whole states would not fit.
-                if hash(after) not in seen:
-                    seen.add(hash(after))
+                if (mark := hash(after)) not in seen:
+                    seen.add(mark)
                     beyond.append((after, (way, move)))
         edge = beyond
     return Explored(len(seen), not edge)
