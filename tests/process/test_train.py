@@ -264,8 +264,8 @@ def test_the_host_goes_on_while_its_worker_is_replaced_and_the_other_node_is_los
 
 
 def test_the_end_of_the_process_that_holds_the_stores_disturbs_nobody(tmp_path):
-    """Two workers and two processes with stores import torch, each by itself."""
-    flags = "--nnodes=1 --nproc-per-node=2 --no-zygote"
+    """Two processes with stores import torch, each by itself."""
+    flags = "--nnodes=1 --nproc-per-node=2"
     with training(tmp_path, flags, steps=100000, slow=0.1) as made:
         node = start(made)
         poll_for(lambda: stepped(made, 5, size=2), what="steps")
