@@ -23,6 +23,7 @@ SCRIPTS = {
     "exits with a text": "import sys; sys.exit('no such thing')",
     "exits with nothing": "import sys; sys.exit()",
     "exits with True": "import sys; sys.exit(True)",
+    "has a collector": "import gc; print(gc.isenabled(), gc.get_threshold())",
     "exits at once": "import os; print('here'); os._exit(5)",
     "is killed": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
     "is interrupted": "raise KeyboardInterrupt",

@@ -210,7 +210,9 @@ def _warm_up(control: socket.socket, preload: Iterable[str]) -> dict[str, str | 
     """Import everything; returns what the preloaded modules did to the environment."""
     began = time.monotonic()
     env.update({NVML_CHECK: "1"})
+    gc.disable()  # importing torch leaves little garbage; looking for it takes a fifth of the time
     told = import_all(MODULES)
+    gc.enable()
     if "torch" not in sys.modules:
         _step_aside(control, told[0])
     version = str(getattr(sys.modules["torch"], "__version__", ""))
