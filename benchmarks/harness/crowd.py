@@ -349,5 +349,6 @@ def measure_failures(
 
 def _missed(failure: CrowdFailed, limit: float, crowd: Crowd) -> Repetition:
     if isinstance(failure, CrowdLate):
-        return Repetition(None, f"not finished after {limit:g} s", details={"limit": limit})
+        late = f"not finished after {limit:g} s"
+        return Repetition(None, late, details={"limit": limit}, output=crowd.errors())
     return Repetition(None, str(failure), output=crowd.errors())
