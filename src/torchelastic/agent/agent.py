@@ -113,6 +113,8 @@ class Agent:
         self._action: asyncio.Task[None] | None = None
         #: The newest generation in which a worker here was seen to have taken a step.
         self._trained = -1
+        #: The newest generation whose state is kept here.
+        self._kept = -1
         #: Set once this node may take part in the training (`--preflight`).
         self._fit = asyncio.Event()
         if not config.preflight:
@@ -404,6 +406,7 @@ class Agent:
 
     def _settled(self, base: Base) -> None:
         """Tell the leader what the workers here have gone on from; a few nodes are enough."""
+        self._kept = base.generation
         world = self._state.world
         place = world.place(self._node) if world is not None else None
         if place is not None and place < TELLERS:
@@ -508,7 +511,7 @@ class Agent:
                 self._workers.signal(signum)
             case group_state.Report(changes):
                 steps = {"step": self._workers.best_step, "trained": self._newest_trained()}
-                self._presence.update(**{**steps, **changes})
+                self._presence.update(**{**steps, "holds": self._newest_held(), **changes})
             case group_state.Rejoin(gone):
                 self._beside.start(partial(self._rejoin, gone), "rejoin")
             case group_state.Tell(local_rank, order):
@@ -529,6 +532,16 @@ class Agent:
                 generations.append(seen[0])
         self._trained = max(generations)
         return self._trained
+
+    def _newest_held(self) -> int:
+        """The newest generation whose state is kept here, or in the memory of a resident worker: it
+        has entered a step there itself."""
+        generations = [self._kept]
+        for local_rank in self._workers.alive:
+            seen = self._workers.progress(local_rank)
+            if seen is not None and seen != self._workers.inherited.get(local_rank):
+                generations.append(seen[0])
+        return max(generations)
 
     def _act(self, work: Coroutine[Any, Any, None]) -> None:
         """Perform after what is under way: a stop does not overtake the start it ends."""

@@ -88,6 +88,8 @@ class Member:
     step: int = -1
     #: The newest generation in which a worker here has taken a step.
     trained: int = -1
+    #: The newest generation whose state is in memory here; -1: none is.
+    holds: int = -1
     #: What the newest generation began from whose workers here have restored what is kept.
     base: Base | None = None
     #: What went wrong here in the current generation, first thing first.

@@ -125,8 +125,9 @@ class Agent(Process):
             case group_state.Stop():
                 self.workers.stop()
             case group_state.Report(changes):
-                step, trained = self.workers.version[1], self.workers.trained
-                self.update(**{"step": step, "trained": trained, **changes})
+                workers = self.workers
+                steps = {"step": workers.version[1], "trained": workers.trained}
+                self.update(**{**steps, "holds": workers.holds, **changes})
             case group_state.Rejoin(gone):
                 self.after(0.0, self._rejoin, gone)
             case group_state.Tell(_, order):
