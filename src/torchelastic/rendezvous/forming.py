@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Set
-from dataclasses import replace
 from functools import cache
 from itertools import accumulate, islice
 from typing import NamedTuple
 
 from torchelastic.errors import EXIT_NOT_ENOUGH_NODES
 from torchelastic.events import words
+from torchelastic.records import replace
 from torchelastic.rendezvous import held_out, succession
 from torchelastic.rendezvous.round_state import (
     Decision,
@@ -470,7 +470,7 @@ def _prefer_holders(rules: RoundRules, ordered: list[Offer], state: RoundState) 
     newest = max((offer.member.holds for offer in ordered), default=-1)
     holders_first = sorted(ordered, key=lambda offer: offer.member.holds < newest)  # stable
     chosen = _prefer_fast(rules, holders_first, state)
-    if not any(offer.member.holds == newest for offer in chosen):
+    if chosen and not any(offer.member.holds == newest for offer in chosen):
         chosen = _choose(rules, holders_first, replace(state, slow=frozenset()))
     places = {offer.node: place for place, offer in enumerate(ordered)}
     return sorted(chosen, key=lambda offer: places[offer.node])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torchelastic.rendezvous import succession
 from torchelastic.rendezvous.embedded.canvass import Returns
@@ -40,7 +40,7 @@ class Poll:
     places: tuple[str, ...]
     own_place: str = ""
     two_node_takeover: bool = False
-    witness: WitnessView = field(default_factory=WitnessView)
+    witness: WitnessView = WitnessView()
 
     @property
     def has_world(self) -> bool:
