@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -196,16 +196,28 @@ class Agent:
         )
         if file_timers is not None:
             self._workers.timers.take_also(file_timers)
-        self._presence = Presence(
-            config,
+        self._open_presence(Presence, on_child=self._nursery.pids.add)
+        self._watch_hangs(registry_dir)
+        self._stragglers = self._watch_stragglers()
+        self._narrator.started([self._entry.target, *self._entry.args], os.getpid())
+        if self._file.resumed is not None:
+            self._narrator.say(self._file.sentence)
+        if self._page is not None:
+            with observing("Starting the dashboard"):
+                self._nursery.pids.update(self._page.start(self._env, self._node))
+
+    def _open_presence(self, kind: Callable[..., Presence], **given: Any) -> None:
+        """Its place among the others, and what they need of this node."""
+        self._presence = kind(
+            self._config,
             self._node,
             self._clock,
             observer=self._narrator,
             background=self._beside.start,
             on_world=self._world_seen,
             on_lease_lost=self._lease_lost,
-            on_child=self._nursery.pids.add,
             file=self._file,
+            **given,
         )
         self._upkeep = Upkeep(
             self._nursery,
@@ -215,14 +227,6 @@ class Agent:
             self._clock,
             state=lambda: self._state,
         )
-        self._watch_hangs(registry_dir)
-        self._stragglers = self._watch_stragglers()
-        self._narrator.started([self._entry.target, *self._entry.args], os.getpid())
-        if self._file.resumed is not None:
-            self._narrator.say(self._file.sentence)
-        if self._page is not None:
-            with observing("Starting the dashboard"):
-                self._nursery.pids.update(self._page.start(self._env, self._node))
 
     def _open_story(self, path: Path) -> None:
         """What happens here is written down, told to the leader, and said to people."""

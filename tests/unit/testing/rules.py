@@ -50,8 +50,10 @@ def a_spare_node_cannot_host(change: Set) -> None:
 
 
 def who_asks_never_asks_for_a_later_term(change: Set) -> None:
-    """Than the one in which somebody has voted for itself."""
+    """Than the one in which somebody has voted for itself. Seldom noticed where nobody stands right
+    after it has voted."""
     change(Returns, "latest_term", property(lambda returns: 0))
+    who_has_voted_stands_all_the_same(change)
 
 
 def those_who_stood_in_vain_stand_again_at_once(change: Set) -> None:
