@@ -151,7 +151,7 @@ def field(node: ast.AST) -> ast.AST | None:
     if not isinstance(node, ast.Call) or len(node.keywords) < 1:
         return None
     name = node.func.id if isinstance(node.func, ast.Name) else ""
-    if name not in ("replace", "altered", "_report") or node.keywords[-1].arg is None:
+    if name not in ("replace", "_report") or node.keywords[-1].arg is None:
         return None
     kept = [key for key in node.keywords if key.arg not in ("reason", "cause", "consequences")]
     if not kept:

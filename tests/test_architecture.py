@@ -37,6 +37,7 @@ LAYERS = (
         "failure",
         "faults",
         "milestones",
+        "records",
         "http1",
         "http1_socket",
         "stalls",
@@ -52,7 +53,7 @@ DEPTH = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
 PURE = {
     f"{where}{name}.py"
     for where, names in {
-        "": "codec http1 terminal_text torch_versions",
+        "": "codec http1 records terminal_text torch_versions",
         "agent/": "crew group_state heard scraping",
         "checkpoint/": "fence grace interval marker retention",
         "dashboard/": "door",

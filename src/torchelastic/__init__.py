@@ -45,8 +45,8 @@ Layout, from top to bottom; nothing imports from a layer above its own:
     events/               what happened and why, as JSON lines
     event_logger, jobs    events of the user's; the jobs of this machine
 
-    config, env, errors, clock, codec, failure, faults, milestones, stalls,
-    http1, http1_socket, tensor_bytes, terminal_text, backends, torch_versions
+    config, env, errors, clock, codec, failure, faults, milestones, records,
+    stalls, http1, http1_socket, tensor_bytes, terminal_text, backends, torch_versions
     torch_private         the only use of torch's private names
 
 The public names are loaded when they are first used: importing the package imports neither torch

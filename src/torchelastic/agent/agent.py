@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -113,6 +113,8 @@ class Agent:
         self._action: asyncio.Task[None] | None = None
         #: The newest generation in which a worker here was seen to have taken a step.
         self._trained = -1
+        #: The newest generation whose state is kept here.
+        self._kept = -1
         #: Set once this node may take part in the training (`--preflight`).
         self._fit = asyncio.Event()
         if not config.preflight:
@@ -194,16 +196,28 @@ class Agent:
         )
         if file_timers is not None:
             self._workers.timers.take_also(file_timers)
-        self._presence = Presence(
-            config,
+        self._open_presence(Presence, on_child=self._nursery.pids.add)
+        self._watch_hangs(registry_dir)
+        self._stragglers = self._watch_stragglers()
+        self._narrator.started([self._entry.target, *self._entry.args], os.getpid())
+        if self._file.resumed is not None:
+            self._narrator.say(self._file.sentence)
+        if self._page is not None:
+            with observing("Starting the dashboard"):
+                self._nursery.pids.update(self._page.start(self._env, self._node))
+
+    def _open_presence(self, kind: Callable[..., Presence], **given: Any) -> None:
+        """Its place among the others, and what they need of this node."""
+        self._presence = kind(
+            self._config,
             self._node,
             self._clock,
             observer=self._narrator,
             background=self._beside.start,
             on_world=self._world_seen,
             on_lease_lost=self._lease_lost,
-            on_child=self._nursery.pids.add,
             file=self._file,
+            **given,
         )
         self._upkeep = Upkeep(
             self._nursery,
@@ -213,14 +227,6 @@ class Agent:
             self._clock,
             state=lambda: self._state,
         )
-        self._watch_hangs(registry_dir)
-        self._stragglers = self._watch_stragglers()
-        self._narrator.started([self._entry.target, *self._entry.args], os.getpid())
-        if self._file.resumed is not None:
-            self._narrator.say(self._file.sentence)
-        if self._page is not None:
-            with observing("Starting the dashboard"):
-                self._nursery.pids.update(self._page.start(self._env, self._node))
 
     def _open_story(self, path: Path) -> None:
         """What happens here is written down, told to the leader, and said to people."""
@@ -404,6 +410,7 @@ class Agent:
 
     def _settled(self, base: Base) -> None:
         """Tell the leader what the workers here have gone on from; a few nodes are enough."""
+        self._kept = base.generation
         world = self._state.world
         place = world.place(self._node) if world is not None else None
         if place is not None and place < TELLERS:
@@ -508,7 +515,7 @@ class Agent:
                 self._workers.signal(signum)
             case group_state.Report(changes):
                 steps = {"step": self._workers.best_step, "trained": self._newest_trained()}
-                self._presence.update(**{**steps, **changes})
+                self._presence.update(**{**steps, "holds": self._newest_held(), **changes})
             case group_state.Rejoin(gone):
                 self._beside.start(partial(self._rejoin, gone), "rejoin")
             case group_state.Tell(local_rank, order):
@@ -529,6 +536,16 @@ class Agent:
                 generations.append(seen[0])
         self._trained = max(generations)
         return self._trained
+
+    def _newest_held(self) -> int:
+        """The newest generation whose state is kept here, or in the memory of a resident worker: it
+        has entered a step there itself."""
+        generations = [self._kept]
+        for local_rank in self._workers.alive:
+            seen = self._workers.progress(local_rank)
+            if seen is not None and seen != self._workers.inherited.get(local_rank):
+                generations.append(seen[0])
+        return max(generations)
 
     def _act(self, work: Coroutine[Any, Any, None]) -> None:
         """Perform after what is under way: a stop does not overtake the start it ends."""

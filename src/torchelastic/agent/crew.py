@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from torchelastic.agent import group_state
@@ -40,6 +40,7 @@ from torchelastic.agent.group_state import (
 )
 from torchelastic.errors import EXIT_FAILED, EXIT_RENDEZVOUS_LOST, EXIT_SIGNAL_BASE
 from torchelastic.failure import Failure, signal_name
+from torchelastic.records import replace
 from torchelastic.rendezvous.world import World
 from torchelastic.worker import orders
 

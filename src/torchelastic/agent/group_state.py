@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torchelastic.errors import EXIT_RENDEZVOUS_LOST, EXIT_SIGNAL_BASE
 from torchelastic.failure import Failure, signal_name
+from torchelastic.records import replace
 from torchelastic.rendezvous.world import World
 from torchelastic.worker import orders
 

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 from torchelastic.errors import RendezvousError
+from torchelastic.records import replace
 from torchelastic.rendezvous.store import Store
-from torchelastic.rendezvous.world import MEMBER_PREFIX, Member, altered
+from torchelastic.rendezvous.world import MEMBER_PREFIX, Member
 
 NAME_PREFIX = "name/"
 #: Returns when this node would not forget what it is about to say.
@@ -76,14 +76,14 @@ class Membership:
     def update(self, **changes: Any) -> None:
         """Change the record; it is put by `run`."""
         if changes:
-            self._member = altered(self._member, **changes)
+            self._member = replace(self._member, **changes)
         self._changed.set()
         self._settled.clear()
 
     def mention(self, **changes: Any) -> None:
         """Change the record in something that is not urgent: it is put with what comes next, or
         after a while. When a world begins, all its nodes have more important things to ask."""
-        self._member = altered(self._member, **changes)
+        self._member = replace(self._member, **changes)
         if self._reminder is None:
             self._reminder = asyncio.get_running_loop().call_later(A_WHILE, self._remind)
 

@@ -113,6 +113,8 @@ class Workers:
         self._logs_of: dict[int, logs.GenerationLogs] = {}
         #: Memory that outlives a worker, for its replacement.
         self._slates: dict[int, int] = {}
+        #: By local rank: the progress of the worker before it.
+        self.inherited: dict[int, tuple[int, int, float]] = {}
         #: Of those that tell no steps.
         self.counted = CountedSteps()
         #: The last answer to a `Ping`.
@@ -396,6 +398,7 @@ class Workers:
         self.counted.forget(local_rank)
         if local_rank not in self._slates:
             self._slates[local_rank] = slate.create()
+        self.inherited[local_rank] = slate.read_progress(self._slates[local_rank])
         self.tell(local_rank, orders.Slate(self._config.lease), [self._slates[local_rank]])
 
     # --- ends ------------------------------------------------------------------------------------

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Set
-from dataclasses import replace
 from functools import cache
 from itertools import accumulate, islice
 from typing import NamedTuple
 
 from torchelastic.errors import EXIT_NOT_ENOUGH_NODES
 from torchelastic.events import words
+from torchelastic.records import replace
 from torchelastic.rendezvous import held_out, succession
 from torchelastic.rendezvous.round_state import (
     Decision,
@@ -438,7 +438,7 @@ def choose(
     `awaits_starts`: no world is made of them while the workers of others start that make one.
     """
     for offers in _holding_out(ordered, state):
-        chosen = _prefer_fast(rules, offers, state)
+        chosen = _prefer_holders(rules, offers, state)
         awaited = awaits_starts and state.out and enough_without(rules, state, state.out)
         if chosen or awaited:
             return chosen
@@ -463,18 +463,27 @@ def enough_without(rules: RoundRules, state: RoundState, nodes: Set[str]) -> boo
     return bool(_choose(rules, in_order(others, state.world), state))
 
 
+def _prefer_holders(rules: RoundRules, ordered: list[Offer], state: RoundState) -> list[Offer]:
+    """Nodes that have the newest state in memory are the first choice, and one of them is chosen in
+    any case, slow or not: the last world may be one that never began, without the only node that
+    has the state. Whoever is chosen keeps its place in the order."""
+    newest = max((offer.member.holds for offer in ordered), default=-1)
+    holders_first = sorted(ordered, key=lambda offer: offer.member.holds < newest)  # stable
+    chosen = _prefer_fast(rules, holders_first, state)
+    if chosen and not any(offer.member.holds == newest for offer in chosen):
+        chosen = _choose(rules, holders_first, replace(state, slow=frozenset()))
+    places = {offer.node: place for place, offer in enumerate(ordered)}
+    return sorted(chosen, key=lambda offer: places[offer.node])
+
+
 def _prefer_fast(rules: RoundRules, ordered: list[Offer], state: RoundState) -> list[Offer]:
-    """Nodes that are slow are the last choice, unless the world were smaller without them. Whoever
-    is chosen keeps its place in the order."""
+    """Nodes that are slow are the last choice, unless the world were smaller without them."""
     chosen = _choose(rules, ordered, state)
     if not any(offer.node in state.slow for offer in chosen):
         return chosen
     slow_last = sorted(ordered, key=lambda offer: offer.node in state.slow)  # stable
     better = _choose(rules, slow_last, state)
-    if workers(better) < workers(chosen):
-        return chosen
-    places = {offer.node: place for place, offer in enumerate(ordered)}
-    return sorted(better, key=lambda offer: places[offer.node])
+    return chosen if workers(better) < workers(chosen) else better
 
 
 def workers(offers: Iterable[Offer]) -> int:
@@ -489,12 +498,16 @@ def _choose(rules: RoundRules, ordered: list[Offer], state: RoundState) -> list[
 
 def _choose_workers(rules: RoundRules, offers: list[Offer], state: RoundState) -> list[Offer]:
     """A node may bring some of its workers only; those of the last world have precedence, but not
-    over those of a node that is not slow where they are."""
+    over those of a node that is not slow, or has the newest state, where theirs is or has not."""
     every = [(offer.node, rank) for offer in offers for rank in offer.ranks]
     last = state.world
     if last is not None:
+        newest = max((offer.member.holds for offer in offers), default=-1)
+        without = {offer.node for offer in offers if offer.member.holds < newest}
         # Stable: else in order.
-        every.sort(key=lambda one: (one[0] in state.slow, last.rank(*one) is None))
+        every.sort(
+            key=lambda one: (one[0] in state.slow, one[0] in without, last.rank(*one) is None)
+        )
     size = _largest(rules, every)
     ranks: dict[str, list[int]] = {}
     for node, rank in every[:size]:

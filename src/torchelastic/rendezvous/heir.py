@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
+from torchelastic.records import replace
 from torchelastic.rendezvous import succession
 from torchelastic.rendezvous.embedded.holding import Holding
 from torchelastic.rendezvous.leader import ROLL_KEY
@@ -69,7 +69,7 @@ class Heir:
         """What to hold once a world is settled; it may be heard of before the world is here."""
         self._settled = max(self._settled, generation)
         held = self._holding
-        if held.roll.generation == generation:
+        if held.roll.generation == generation and held.roll.before:
             roll = replace(held.roll, before=())
             rows = {**held.rows, ROLL_KEY: succession.to_json(roll)} if held.rows else {}
             self._holding = replace(held, roll=roll, rows=rows)

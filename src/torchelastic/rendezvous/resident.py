@@ -12,10 +12,9 @@ failure while they are asked voids the question.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torchelastic.errors import EXIT_FAILED
 from torchelastic.failure import Failure
+from torchelastic.records import replace
 from torchelastic.rendezvous import round as script
 from torchelastic.rendezvous.forming import SAY_EVERY, form, newcomers_to
 from torchelastic.rendezvous.replacing import why_to_replace

@@ -15,10 +15,11 @@ A generation has made progress when it got beyond the best step of those before 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from torchelastic.failure import Failure
+from torchelastic.records import replace
 from torchelastic.rendezvous import root_cause
 
 #: What ended a generation. A worker's failure or error spends a restart; the others do not.

@@ -18,10 +18,9 @@ no two worlds make progress at once.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torchelastic.errors import EXIT_FAILED
 from torchelastic.failure import Failure, node_failure
+from torchelastic.records import replace
 from torchelastic.rendezvous import root_cause, suspects
 from torchelastic.rendezvous.forming import SAY_EVERY, candidates, form, newcomers_to, settled_at
 from torchelastic.rendezvous.replacing import why_to_replace

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchelastic.config import Grow, LaunchConfig, WorldSizes
 from torchelastic.failure import Failure
+from torchelastic.records import replace
 from torchelastic.rendezvous import held_out, succession
 from torchelastic.rendezvous.restart_policy import IN_VAIN, Kind
 from torchelastic.rendezvous.succession import Roll
-from torchelastic.rendezvous.world import Base, Member, World, altered
+from torchelastic.rendezvous.world import Base, Member, World
 
 #: A world that lived this long, in seconds, has trained where nobody tells of steps.
 TRAINED_AFTER = 30.0
@@ -155,7 +156,7 @@ class Draft:
 
     def finish(self) -> RoundState:
         """The state as it is now."""
-        return altered(
+        return replace(
             self._state,
             members=self.members,
             failures=tuple(self._failures),

@@ -29,8 +29,10 @@ explored of it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from torchelastic.records import replace
 
 #: Seconds between the attempts of those who could be the next host, by their place in the world.
 STAGGER = 0.25
@@ -139,6 +141,8 @@ def settled(roll: Roll, accepted: Mapping[str, int], gone: Collection[str] = ())
     Once settled, only those who are in the world have a say. Whoever finds out may say so: who has
     this world has it from its own host (`may_take_up`). Who has a newer one need not have had this.
     """
+    if not roll.before:
+        return roll
     have = {node for node, generation in accepted.items() if generation == roll.generation}
     have |= {roll.latest.host, *gone}  # by forming it, its host has taken it up
     return replace(roll, before=()) if agreed(roll.before, have | _held(roll)) else roll

@@ -19,6 +19,7 @@ from operator import itemgetter
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from torchelastic.failure import Failure
+from torchelastic.records import replace
 from torchelastic.rendezvous.held_out import Held, HeldOut
 from torchelastic.rendezvous.restart_policy import Kind, RestartLedger
 
@@ -88,6 +89,8 @@ class Member:
     step: int = -1
     #: The newest generation in which a worker here has taken a step.
     trained: int = -1
+    #: The newest generation whose state is in memory here; -1: none is.
+    holds: int = -1
     #: What the newest generation began from whose workers here have restored what is kept.
     base: Base | None = None
     #: What went wrong here in the current generation, first thing first.
@@ -332,9 +335,7 @@ class World:
         if self.place(node) is None or self.phase not in ("running", "pausing"):
             return self
         reason = "this node was given up"
-        return dataclasses.replace(
-            self, phase="over", after=None, ending="node-failure", reason=reason
-        )
+        return replace(self, phase="over", after=None, ending="node-failure", reason=reason)
 
     def with_nodes(self, nodes: Iterable[WorldNode], handing_over: Iterable[str] = ()) -> World:
         """The same world of these nodes, all of them; what is said of all is counted anew. The host
@@ -344,7 +345,7 @@ class World:
         roles: dict[str, int] = {}
         for node in nodes:
             roles[node.role] = roles.get(node.role, 0) + node.nproc
-        return dataclasses.replace(
+        return replace(
             self,
             nodes=nodes,
             handing_over=handing_over,
@@ -358,7 +359,7 @@ class World:
 
     def in_parts(self, most: int) -> World:
         """The same world in no more than so many parts, however large they are then."""
-        return dataclasses.replace(self, shards=min(self.shards, most))
+        return replace(self, shards=min(self.shards, most))
 
     # --- as JSON ---------------------------------------------------------------------------------
 
@@ -424,7 +425,7 @@ class World:
 
     def with_list_of(self, other: World) -> World:
         """The same world with the nodes that another phase of it has."""
-        return altered(
+        return replace(
             self,
             nodes=other.nodes,
             handing_over=other.handing_over,
@@ -434,7 +435,7 @@ class World:
     def with_parts(self, parts: Sequence[Mapping[str, Any]]) -> World:
         """The same world with the nodes of these parts of it."""
         nodes = [WorldNode.from_json(node) for part in parts for node in part["nodes"]]
-        return altered(
+        return replace(
             self,
             nodes=tuple(sorted(nodes, key=_by_rank)),
             handing_over=tuple([node for part in parts for node in part["handing_over"]]),
@@ -512,15 +513,6 @@ def _digest(nodes: Sequence[WorldNode], handing_over: Sequence[str]) -> str:
         return ""
     lines = [f"{node.node} {node.first_rank} {node.local_ranks}" for node in nodes]
     return hashlib.blake2s("\n".join((*lines, *handing_over)).encode(), digest_size=12).hexdigest()
-
-
-def altered(record: T, **changes: Any) -> T:
-    """As `dataclasses.replace` does, without a look at every field of a record that has many."""
-    assert changes.keys() <= vars(record).keys()
-    made = object.__new__(type(record))
-    vars(made).update(vars(record), **changes)
-    vars(made).pop("_by_node", None)  # of a world: counted anew where it is wanted
-    return made
 
 
 def _made(cls: type[T], values: Json) -> T:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from torchelastic.agent import crew, group_state
 from torchelastic.agent.crew import CrewState
 from torchelastic.agent.group_state import GroupState
+from torchelastic.records import replace
 from torchelastic.rendezvous.heir import Heir
-from torchelastic.rendezvous.world import Member, World, altered
+from torchelastic.rendezvous.world import Member, World
 from torchelastic.testing import laws
 from torchelastic.testing.bus import Process
 from torchelastic.testing.host import Json, Session
@@ -125,8 +126,9 @@ class Agent(Process):
             case group_state.Stop():
                 self.workers.stop()
             case group_state.Report(changes):
-                step, trained = self.workers.version[1], self.workers.trained
-                self.update(**{"step": step, "trained": trained, **changes})
+                workers = self.workers
+                steps = {"step": workers.version[1], "trained": workers.trained}
+                self.update(**{**steps, "holds": workers.holds, **changes})
             case group_state.Rejoin(gone):
                 self.after(0.0, self._rejoin, gone)
             case group_state.Tell(_, order):
@@ -146,7 +148,9 @@ class Agent(Process):
     # --- the member record -----------------------------------------------------------------------
 
     def update(self, **changes: Any) -> None:
-        self.member = altered(self.member, **changes)
+        if changes and all(getattr(self.member, name) == changes[name] for name in changes):
+            return
+        self.member = replace(self.member, **changes)
         if changes.get("leaving"):
             self.seat.say_goodbye()
         if not self._flushing:
@@ -156,7 +160,7 @@ class Agent(Process):
     def _flush(self) -> None:
         self._flushing = False
         session = self.session
-        if session is None or not self.is_member or self.member == self._said:
+        if session is None or not self.is_member or self.member is self._said:
             return
         if session.connected:
             self._said = self.member

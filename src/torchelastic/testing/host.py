@@ -6,9 +6,9 @@ something comes in the way, the last renewal is known, and with it the end of th
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchelastic.records import replace
 from torchelastic.rendezvous import resident, round_state, succession
 from torchelastic.rendezvous.embedded.client import RENEWALS, SUCCESSOR_WAITS
 from torchelastic.rendezvous.round_state import Draft, RoundState

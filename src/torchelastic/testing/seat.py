@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torchelastic.rendezvous import succession
@@ -175,7 +176,7 @@ class Seat:
             self._reign(FIRST_TERM, Returns())
         else:
             term = succession.next_term(self.elector, self._search.heard)
-            self._canvass(term, binding=False, of=None, then=self._judge)
+            self._canvass(term, binding=False, of=None, then=partial(self._judge, term))
 
     def _may_found(self) -> bool:
         is_first = self._yielded_to <= FIRST_TERM and self.holding.roll.generation < 0
@@ -191,19 +192,19 @@ class Seat:
         known = self.holding.addresses
         return [*places, *(node for node in known if node not in but and node != self._agent.node)]
 
-    def _judge(self, returns: Returns) -> None:
+    def _judge(self, term: int, returns: Returns) -> None:
         self._search.hear(returns)
         rumours, self._rumours = self._rumours, []
         waited = self._agent.bus.now - self._search.begun > self._agent.lease
         hosts = [*rumours, *self.poll.hosts(returns, waited=waited)]
-        self._join_one_of(hosts, lambda: self._stand_or_wait(returns))
+        self._join_one_of(hosts, lambda: self._stand_or_wait(term, returns))
 
-    def _stand_or_wait(self, returns: Returns) -> None:
+    def _stand_or_wait(self, term: int, returns: Returns) -> None:
         waited = self._agent.bus.now - self._search.begun
         if self._resumed and self.poll.is_outdated(returns, waited=waited > self._agent.lease):
             self._agent.simulation.start_anew(self._agent)
             return
-        is_our_turn = self._search.is_our_turn(self.poll, self._agent.bus.now)
+        is_our_turn = self._search.is_our_turn(self.poll, term, self._agent.bus.now)
         if is_our_turn and self.poll.is_won(returns):
             self._stand(returns)
         else:

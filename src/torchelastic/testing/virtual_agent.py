@@ -15,7 +15,6 @@ from unittest import mock
 from torchelastic.agent import agent
 from torchelastic.agent.agent import Agent
 from torchelastic.agent.presence import Presence
-from torchelastic.agent.upkeep import Upkeep
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.rendezvous.embedded.voter_file import Voter, VoterFile
 from torchelastic.rendezvous.leader import Leader
@@ -115,26 +114,7 @@ class VirtualAgent(Agent):
         ):
             setattr(self, f"_{name}", nothing)
         self._stragglers = None
-        self._presence = _Presence(
-            self._config,
-            self._node,
-            self._clock,
-            observer=self._narrator,
-            background=self._beside.start,
-            on_world=self._world_seen,
-            on_lease_lost=self._lease_lost,
-            host=self._node,
-            file=self._file,
-        )
-        self._presence.note = self._note
-        self._upkeep = Upkeep(
-            self._nursery,
-            self._presence,
-            self._workers,
-            self._narrator,
-            self._clock,
-            state=lambda: self._state,
-        )
+        self._open_presence(_Presence, host=self._node, note=self._note)
 
 
 class _Narrator(Nothing):
@@ -196,7 +176,9 @@ class _Stores:
 class _Presence(Presence):
     """Notes every world that is formed, and who may decide on the next one."""
 
-    note: Callable[[laws.Event], None]
+    def __init__(self, *args: Any, note: Callable[[laws.Event], None], **given: Any) -> None:
+        super().__init__(*args, **given)
+        self.note = note
 
     def _new_leader(self, store: Store) -> Leader:
         leader = super()._new_leader(store)

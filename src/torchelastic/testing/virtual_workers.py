@@ -72,8 +72,6 @@ class Group:
         self._size = size
         self._members: dict[int, Worker] = {}
         self.has_begun = False
-        #: The step that it begins with.
-        self.base = -1
         self._broken = False
 
     def join(self, rank: int, worker: Worker) -> None:
@@ -120,9 +118,9 @@ class Group:
     def _begin(self) -> None:
         """The freshest state is everybody's."""
         self.has_begun = True
-        self.base = base = max(worker.version for worker in self._members.values())[1]
+        base = max(worker.version for worker in self._members.values())[1]
         for worker in self._ordered():
-            worker.version = (self.generation, base)
+            worker.version, worker.base = (self.generation, base), base
             self._tell(laws.Began, worker, base)
         self._let_run_on()
 
@@ -159,6 +157,8 @@ class Worker:
         self.group: Group | None = None
         #: The generation that trained last, and how many steps are done.
         self.version = (-1, 0)
+        #: The step that it began with.
+        self.base = -1
         self.is_in_step = False
         self.is_gone = False
         self._is_resident = resident
@@ -287,6 +287,7 @@ class VirtualWorkers:
         self._places: dict[int, tuple[int, int]] = {}
         self.stopping = False
         self.results: dict[int, str] = {}
+        self.inherited: dict[int, tuple[int, int, float]] = {}
         self.timers = Nothing()
         self.counted = self
 
@@ -299,15 +300,13 @@ class VirtualWorkers:
         return max((one.version[1] - 1 for one in self._processes.values()), default=-1)
 
     def progress(self, local_rank: int) -> tuple[int, int, float] | None:
-        """Generation and step that a worker is in."""
+        """Generation and step that a worker has entered last."""
         worker = self._processes.get(local_rank)
-        if worker is None or worker.group is None or not worker.group.has_begun:
-            return None
-        return worker.generation, worker.version[1], 0.0
+        return (*worker.version, 0.0) if worker is not None and worker.version[0] >= 0 else None
 
     def first_step(self, local_rank: int) -> int:
         worker = self._processes.get(local_rank)
-        return worker.group.base if worker is not None and worker.group is not None else -1
+        return worker.base if worker is not None else -1
 
     @property
     def newest(self) -> int:

@@ -89,6 +89,7 @@ class Run:
         note, now = self._simulation.laws.note, self._simulation.bus.now
         for agent in agents:
             agent.workers.version = base
+            agent.workers.holds = self.generation
             note(laws.Began(now, agent.node, self.generation, self.step))
         self._expect(STEP)
 
@@ -123,6 +124,8 @@ class Workers:
         self._agent = agent
         #: The newest state in memory here: the worker's own, or what the agent keeps of a script.
         self.version = NOTHING
+        #: The generation that has begun with it, or made it.
+        self.holds = -1
         #: The newest generation in which a step was made here.
         self.trained = -1
         #: Whether the process lives.
@@ -198,7 +201,7 @@ class Workers:
 
     def _forget(self) -> None:
         if self.version != NOTHING:
-            self.version = NOTHING
+            self.version, self.holds = NOTHING, -1
             self._agent.note(laws.Forgot(self._agent.bus.now, self._agent.node))
 
     def kill(self) -> None:

@@ -254,7 +254,8 @@ class OwnNode:
             case group_state.Report(changes):
                 self._trained = max(self._trained, slate.read_trained(self._slate))
                 steps = {"step": self._step, "trained": self._trained}
-                self._presence.update(**{**steps, **changes})
+                holds, _, _ = slate.read_progress(self._slate)
+                self._presence.update(**{**steps, "holds": holds, **changes})
             case group_state.Rejoin(gone):
                 self._beside.start(partial(self._presence.rejoin, gone), "rejoin")
             case group_state.Stop():

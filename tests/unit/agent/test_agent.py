@@ -67,6 +67,28 @@ def test_a_generation_has_trained_once_a_worker_is_past_its_first_step(
     assert made._newest_trained() == trained, "it is remembered"
 
 
+@pytest.mark.parametrize(
+    ("progress", "inherited", "kept", "held"),
+    [
+        (None, None, -1, -1),
+        ((4, 7, 1.0), (-1, -1, 0.0), -1, 4),
+        ((4, 7, 1.0), (4, 7, 1.0), -1, -1),
+        ((5, 7, 2.0), (4, 7, 1.0), -1, 5),
+        (None, None, 3, 3),
+    ],
+    ids=["nothing", "its own", "of the worker before", "its own by now", "kept by the agent"],
+)
+def test_the_state_of_a_generation_is_held_by_who_has_entered_a_step_of_it(
+    progress, inherited, kept, held
+):
+    workers = SimpleNamespace(
+        alive=(0,), progress=lambda local_rank: progress, inherited={0: inherited}
+    )
+    made = agent_with(workers, None)
+    made._kept = kept
+    assert made._newest_held() == held
+
+
 @in_loop
 async def test_no_worker_is_started_before_the_preflight_check_has_succeeded():
     workers = Workers()

@@ -6,9 +6,10 @@ import copy
 
 import pytest
 
-from tests.unit.rendezvous.round_support import Job
+from tests.unit.rendezvous.round_support import Job, failure
 from torchelastic.config import WorldSizes
 from torchelastic.errors import EXIT_NOT_ENOUGH_NODES
+from torchelastic.rendezvous import round_state
 from torchelastic.rendezvous.forming import SAY_CHANGES, SAY_EVERY, WARM_UP_PATIENCE, limit
 
 
@@ -132,6 +133,36 @@ def test_static_places_are_obeyed_and_a_second_claim_is_a_spare():
     job.come("twin", node_rank=1)
     job.come("first", node_rank=0)
     assert job.names == ["first", "late"]
+
+
+@pytest.mark.parametrize(
+    ("holds", "slow", "names"),
+    [
+        ({}, "", "ab"),
+        ({"c": 3}, "", "ac"),
+        ({"a": 3, "b": 3, "c": 3}, "", "ab"),
+        ({"b": 3, "c": 2}, "", "ab"),
+        ({"c": 3}, "c", "ac"),
+        ({"a": 3, "b": 3}, "b", "ac"),
+    ],
+    ids=["nobody", "a spare", "all", "an older state", "slow, alone", "slow, not alone"],
+)
+@pytest.mark.parametrize("is_resident", [False, True], ids=["script", "train"])
+@pytest.mark.parametrize("limit", ["nodes", "sizes"])
+def test_whoever_has_the_newest_state_is_in_the_next_world(holds, slow, names, is_resident, limit):
+    """The last world may never have begun, without the only node that has the state."""
+    many = limit == "sizes"
+    job = Job("1:4" if many else "2:2", world_sizes=WorldSizes.parse("4" if many else "1,2,3,4"))
+    job.come("a", "b", "c")
+    job.wait(1.0)
+    assert job.names == ["a", "b"]
+    trains = {"resident": True, "standing": (0, 1)} if is_resident else {}
+    for name in "abc":
+        job.say(name, holds=holds.get(name, -1), **trains)
+    job.state = round_state.slow_seen(job.state, frozenset(slow))
+    job.say("a", failures=(failure("a"),))
+    job.all_gone()
+    assert (job.world.generation, job.names) == (1, list(names))
 
 
 # --- sizes ---------------------------------------------------------------------------------------

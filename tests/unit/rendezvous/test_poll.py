@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from torchelastic.rendezvous import succession
 from torchelastic.rendezvous.embedded.ballots import Ballot
 from torchelastic.rendezvous.embedded.canvass import Returns
 from torchelastic.rendezvous.embedded.holding import Holding
-from torchelastic.rendezvous.embedded.poll import MOST_DOUBLINGS, Poll
+from torchelastic.rendezvous.embedded.poll import MOST_DOUBLINGS, Poll, Search
 from torchelastic.rendezvous.succession import STAGGER, Candidacy, Elector, Electorate, Roll
 
 NODES = frozenset("abcd")
@@ -25,6 +27,20 @@ def test_who_stood_in_vain_lets_those_before_it_try_for_longer(node, place):
     """As long as it must not be the same moment again, whatever an answer takes; not for ever."""
     turns = [poll(node).turn(in_vain) for in_vain in (0, 1, 2, MOST_DOUBLINGS, 99)]
     assert turns == [place * STAGGER * times for times in (1, 2, 4, 16, 16)]
+
+
+@pytest.mark.parametrize(
+    ("term", "chosen", "stands"),
+    [
+        (3, "a", True),
+        (4, "b", False),  # its vote may have made `b` host, which would yield to a later term
+        (4, "c", True),  # its own candidacy, in which the witness has not answered yet
+    ],
+)
+def test_who_has_voted_while_it_asked_does_not_stand_this_time(term, chosen, stands):
+    asker = poll("c")
+    asker = replace(asker, elector=replace(asker.elector, term=term, chosen=chosen))
+    assert Search(0.0).is_our_turn(asker, 4, now=9.0) is stands
 
 
 def test_a_wish_is_for_a_later_term_than_anybody_has_voted_in():

@@ -7,9 +7,9 @@ from typing import Any
 
 from torchelastic.agent import group_state
 from torchelastic.agent.group_state import Phase, Rejoin, WorkersGone
-from torchelastic.rendezvous import round_state, succession
+from torchelastic.rendezvous import forming, round_state, succession
 from torchelastic.rendezvous.embedded.canvass import Returns
-from torchelastic.rendezvous.embedded.poll import Poll
+from torchelastic.rendezvous.embedded.poll import Poll, Search
 from torchelastic.rendezvous.heir import Heir
 from torchelastic.rendezvous.world import World
 
@@ -50,14 +50,27 @@ def a_spare_node_cannot_host(change: Set) -> None:
 
 
 def who_asks_never_asks_for_a_later_term(change: Set) -> None:
-    """Than the one in which somebody has voted for itself."""
+    """Than the one in which somebody has voted for itself. Seldom noticed where nobody stands right
+    after it has voted."""
     change(Returns, "latest_term", property(lambda returns: 0))
+    who_has_voted_stands_all_the_same(change)
 
 
 def those_who_stood_in_vain_stand_again_at_once(change: Set) -> None:
     """And with slow answers at the same time, for ever."""
     turn = Poll.turn
     change(Poll, "turn", lambda poll, in_vain=0: turn(poll))
+
+
+def who_has_voted_stands_all_the_same(change: Set) -> None:
+    """In a later term, to which the host that it has elected yields."""
+    is_our_turn = Search.is_our_turn
+    change(Search, "is_our_turn", lambda it, poll, term, now: is_our_turn(it, poll, 1 << 30, now))
+
+
+def who_has_the_state_may_be_left_out(change: Set) -> None:
+    """Of a world after one that never began."""
+    change(forming, "_prefer_holders", forming._prefer_fast)
 
 
 def a_node_takes_along_that_its_workers_are_resident(change: Set) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torchelastic.rendezvous import succession
 from torchelastic.rendezvous.embedded.canvass import Returns
@@ -18,8 +18,6 @@ MOST_DOUBLINGS = 4
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.5
 #: That of the witness: none.
 WITNESS = -3
-#: How often the time to let others try first doubles.
-MOST_DOUBLINGS = 4
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Poll:
     places: tuple[str, ...]
     own_place: str = ""
     two_node_takeover: bool = False
-    witness: WitnessView = field(default_factory=WitnessView)
+    witness: WitnessView = WitnessView()
 
     @property
     def has_world(self) -> bool:
@@ -203,8 +201,14 @@ class Search:
     def hear(self, returns: Returns) -> None:
         self.heard = max(self.heard, returns.latest_term)
 
-    def is_our_turn(self, poll: Poll, now: float) -> bool:
-        return now - self._tried >= poll.turn(self._in_vain)
+    def is_our_turn(self, poll: Poll, term: int, now: float) -> bool:
+        """Whether a node that has asked for the votes of a term stands for election.
+
+        Not if it has voted in that term itself meanwhile: the node it voted for may be host by now,
+        and would yield to a later term as soon as it heard of it.
+        """
+        voted = poll.elector.term >= term and poll.elector.chosen != poll.elector.node
+        return not voted and now - self._tried >= poll.turn(self._in_vain)
 
     def stood_in_vain(self, now: float) -> None:
         """Others stood at the same time, and would again: let those before this node try first."""

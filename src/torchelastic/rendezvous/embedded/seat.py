@@ -316,7 +316,7 @@ class Seat:
                 return
             if self._file is not None and self._store is None:
                 self._file.check(self._poll, returns, waited=waited)
-            if search.is_our_turn(self._poll, now):
+            if search.is_our_turn(self._poll, term, now):
                 before = self._elector
                 if await self._stand(returns, waited):
                     return
