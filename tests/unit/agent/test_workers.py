@@ -214,7 +214,7 @@ def test_a_script_that_keeps_its_state_is_given_a_slate_and_shows_its_step(worke
     workers._places[1] = (4, 1)
     workers._heard(1, orders.to_json(Keeps()))
     [(message, descriptor)] = given
-    assert message == orders.to_json(orders.Slate())
+    assert message == orders.to_json(orders.Slate(silence=workers._config.lease))
     assert workers.best_step == -1
     shown = slate.Slate(descriptor)
     shown.entered(3, 50)  # of a generation before: nothing of this one
