@@ -17,14 +17,15 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
-from torchelastic import metrics, stalls
-from torchelastic.agent.sampling import Sampling
+from torchelastic import metrics
+from torchelastic.agent.telemetry.progress_sampler import Sampling
 from torchelastic.clock import SystemClock
-from torchelastic.events.goodput import GoodputFold
+from torchelastic.events.analysis.goodput import GoodputFold
 from torchelastic.events.log import EventLog
 from torchelastic.metrics import reporting
-from torchelastic.metrics.board import Board
-from torchelastic.worker import slate
+from torchelastic.metrics.metric_table import Board
+from torchelastic.worker import status_page
+from torchelastic.worker_counters import stalls
 
 Step = Callable[[int], None]
 
@@ -42,7 +43,7 @@ def nothing(number: int) -> None:
     """What a loop costs by itself."""
 
 
-def of_a_worker(shown: slate.Slate) -> dict[str, Step]:
+def of_a_worker(shown: status_page.Slate) -> dict[str, Step]:
     """The parts of a step."""
     shown.rank = 0
     found: dict[str, Step] = {NOTHING: nothing, AGAIN: nothing}
@@ -147,14 +148,14 @@ def look(directory: Path, count: int) -> Step:
     log = EventLog(directory / f"{count}.jsonl", job="job", node="node", clock=clock)
     log.listen(GoodputFold().feed)
     sampling = Sampling(lambda generation, event: log.emit(event, generation=generation), clock)
-    slates = [slate.Slate(slate.create()) for _ in range(count)]
+    slates = [status_page.Slate(status_page.create()) for _ in range(count)]
     for rank, one in enumerate(slates):
         one.rank = rank
 
     def step(number: int) -> None:
         for one in slates:
             one.entered(0, number)
-        sampling.look([slate.read(one._descriptor) for one in slates])
+        sampling.look([status_page.read(one._descriptor) for one in slates])
 
     return step
 
@@ -188,7 +189,7 @@ def trace(parts: dict[str, Step]) -> None:
 
 def main() -> None:
     gc.disable()
-    parts = of_a_worker(slate.Slate(slate.create()))
+    parts = of_a_worker(status_page.Slate(status_page.create()))
     for step in parts.values():
         nanoseconds(step, 200)  # what is made at the first time is made
     if sys.argv[1] == "trace":

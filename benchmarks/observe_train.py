@@ -24,15 +24,15 @@ from torchelastic.p2p import CoordinatorP2P
 
 #: What is called to be seen. Parts that this version does not have are left out.
 SEEN = (
-    "torchelastic.worker.slate:Slate.entered",
-    "torchelastic.stalls:add",
-    "torchelastic.worker.collectives:Collectives.launched",
-    "torchelastic.worker.collectives:Collectives.waits",
-    "torchelastic.worker.collectives:Collectives.goes_on",
+    "torchelastic.worker.status_page:Slate.entered",
+    "torchelastic.worker_counters.stalls:add",
+    "torchelastic.worker.collective_log:Collectives.launched",
+    "torchelastic.worker.collective_log:Collectives.waits",
+    "torchelastic.worker.collective_log:Collectives.goes_on",
     "torchelastic.worker.backward_waits:BackwardWaits.before_write",
     "torchelastic.worker.backward_waits:BackwardWaits.committed",
     "torchelastic.worker.optimizer_steps:_counter._note",
-    "torchelastic.metrics.board:Board.put",
+    "torchelastic.metrics.metric_table:Board.put",
 )
 
 

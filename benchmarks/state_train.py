@@ -26,9 +26,9 @@ import workload
 from workload import StepLog
 
 import torchelastic
+from torchelastic.snapshot.agent_client import Agent
 from torchelastic.snapshot.layout import SHARED, Memory
-from torchelastic.tensor_bytes import address_of
-from torchelastic.training.keeping_agent import Agent
+from torchelastic.tensors.tensor_bytes import address_of
 
 #: How many copies of the state a step is to take: beyond the twenty of the promise, for a copy
 #: takes longer at one time than at another.

@@ -20,7 +20,7 @@ from tests import needs
 from tests.needs import system_etcd
 from tests.ports import free_port
 from tests.support import poll_for
-from torchelastic.rendezvous.etcd_server import BINARY_VARIABLE, packaged_etcd
+from torchelastic.rendezvous.etcd.local_server import BINARY_VARIABLE, packaged_etcd
 
 #: With these times etcd grants leases of one second; with its own, of two at least.
 FAST = ("--heartbeat-interval=20", "--election-timeout=200")

@@ -7,12 +7,12 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from torchelastic.agent.gathering import Begin, Heard, Lines
-from torchelastic.rendezvous.embedded import wire
-from torchelastic.rendezvous.embedded.ballots import Canvass, Reign
-from torchelastic.rendezvous.embedded.ring import Beat, Parting
-from torchelastic.rendezvous.secret import new_nonce
-from torchelastic.snapshot.pipe import FOUND, GIVE, WANT, Header
+from torchelastic.agent.telemetry.collector import Begin, Heard, Lines
+from torchelastic.rendezvous.embedded.votes import Canvass, Reign
+from torchelastic.snapshot.node.stream import FOUND, GIVE, WANT, Header
+from torchelastic.transport import frames
+from torchelastic.transport.auth import new_nonce
+from torchelastic.transport.ring import Beat, Parting
 
 T = TypeVar("T")
 
@@ -36,48 +36,52 @@ NOISE = (
 )
 
 
-def greetings(job: str) -> list[wire.Message]:
+def greetings(job: str) -> list[frames.Message]:
     """First frames: ours, those of other versions and jobs, and what comes later otherwise."""
     return [
-        wire.Hello(wire.PROTOCOL, wire.VERSION, job, None),
-        wire.Hello(wire.PROTOCOL, wire.VERSION, job, TOKEN, wire.RING, -5, new_nonce()),
-        wire.Hello(wire.PROTOCOL, wire.VERSION, job, None, wire.SUCCESSION, 10**9, new_nonce()),
-        wire.Hello(wire.PROTOCOL, wire.VERSION, job, None, wire.SNAPSHOT, 0, new_nonce()),
-        wire.Hello(wire.PROTOCOL, wire.VERSION, job, None, wire.EVENTS, 0, new_nonce()),
-        wire.Hello(wire.PROTOCOL, wire.VERSION + 1, job, None),
-        wire.Hello(wire.PROTOCOL, wire.VERSION, "another job", None, "juggling", 0, new_nonce()),
-        wire.Hello("http", wire.VERSION, job, None),
-        wire.Proof("0" * 64),
-        wire.Challenge(new_nonce(), "0" * 64),
-        wire.Get(1, ""),
-        wire.Bye(),
+        frames.Hello(frames.PROTOCOL, frames.VERSION, job, None),
+        frames.Hello(frames.PROTOCOL, frames.VERSION, job, TOKEN, frames.RING, -5, new_nonce()),
+        frames.Hello(
+            frames.PROTOCOL, frames.VERSION, job, None, frames.SUCCESSION, 10**9, new_nonce()
+        ),
+        frames.Hello(frames.PROTOCOL, frames.VERSION, job, None, frames.SNAPSHOT, 0, new_nonce()),
+        frames.Hello(frames.PROTOCOL, frames.VERSION, job, None, frames.EVENTS, 0, new_nonce()),
+        frames.Hello(frames.PROTOCOL, frames.VERSION + 1, job, None),
+        frames.Hello(
+            frames.PROTOCOL, frames.VERSION, "another job", None, "juggling", 0, new_nonce()
+        ),
+        frames.Hello("http", frames.VERSION, job, None),
+        frames.Proof("0" * 64),
+        frames.Challenge(new_nonce(), "0" * 64),
+        frames.Get(1, ""),
+        frames.Bye(),
     ]
 
 
-def requests() -> list[wire.Message]:
+def requests() -> list[frames.Message]:
     """What a client may ask for, kept away from what others have in the store."""
     return [
-        wire.Get(1, "fuzz/"),
-        wire.Put(2, "fuzz/a", '{"n":1}', "fuzz/2", None, False),
-        wire.Put(3, "fuzz/b", "{}", "fuzz/3", 0, True),
-        wire.Report(8, "fuzz/c", "{}"),
-        wire.Watch(4, "fuzz/", 0),
-        wire.Unwatch("fuzz/"),
-        wire.OpenLease(5, TOKEN, 0.5),
-        wire.KeepAlive(6),
-        wire.Done(7, 1),
-        wire.Refusal("You are refused."),
-        wire.Hello(wire.PROTOCOL, wire.VERSION, "job", None),
+        frames.Get(1, "fuzz/"),
+        frames.Put(2, "fuzz/a", '{"n":1}', "fuzz/2", None, False),
+        frames.Put(3, "fuzz/b", "{}", "fuzz/3", 0, True),
+        frames.Report(8, "fuzz/c", "{}"),
+        frames.Watch(4, "fuzz/", 0),
+        frames.Unwatch("fuzz/"),
+        frames.OpenLease(5, TOKEN, 0.5),
+        frames.KeepAlive(6),
+        frames.Done(7, 1),
+        frames.Refusal("You are refused."),
+        frames.Hello(frames.PROTOCOL, frames.VERSION, "job", None),
     ]
 
 
-def between_agents() -> list[wire.Message]:
+def between_agents() -> list[frames.Message]:
     """What agents say to each other about the host of the store and about themselves. A node with
     the secret is believed: only broken ones may be sent to a job that is to go on."""
     return [Beat("fuzz"), Parting(), Canvass(0, "fuzz", 0, False), Reign(0, "fuzz", 0, [])]
 
 
-def tellings() -> list[wire.Message]:
+def tellings() -> list[frames.Message]:
     """What an agent tells of its events, out of turn and without any lines."""
     return [Begin("fuzz"), Lines(1.0), Lines(-1e308), Heard(5.0, 5.0)]
 
@@ -98,22 +102,22 @@ class Fuzzer:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        breaks: tuple[Callable[[wire.Message], bytes], ...] = (
+        breaks: tuple[Callable[[frames.Message], bytes], ...] = (
             self._cut,
             self._with_wrong_length,
             self._without_field,
             self._nested,
             self._noise,
         )
-        bends = (self._flipped, self._with_odd_field, self._twice, wire.pack)
+        bends = (self._flipped, self._with_odd_field, self._twice, frames.pack)
         self._breaks = breaks
         self._bends = (*breaks, *bends)
 
-    def message(self, messages: Sequence[wire.Message]) -> bytes:
+    def message(self, messages: Sequence[frames.Message]) -> bytes:
         """One of these, bent in one way or another, or left as it is."""
         return self._random.choice(self._bends)(self._random.choice(messages))
 
-    def broken(self, messages: Sequence[wire.Message]) -> bytes:
+    def broken(self, messages: Sequence[frames.Message]) -> bytes:
         """One of these, so that it is one no more."""
         return self._random.choice(self._breaks)(self._random.choice(messages))
 
@@ -142,44 +146,44 @@ class Fuzzer:
     def chance(self, probability: float) -> bool:
         return self._random.random() < probability
 
-    def _flipped(self, message: wire.Message) -> bytes:
-        data = bytearray(wire.pack(message))
+    def _flipped(self, message: frames.Message) -> bytes:
+        data = bytearray(frames.pack(message))
         for _ in range(self._random.randint(1, 8)):
             data[self._random.randrange(len(data))] = self._random.randrange(256)
         return bytes(data)
 
-    def _cut(self, message: wire.Message) -> bytes:
-        data = wire.pack(message)
+    def _cut(self, message: frames.Message) -> bytes:
+        data = frames.pack(message)
         return data[: self._random.randrange(len(data))]
 
-    def _with_wrong_length(self, message: wire.Message) -> bytes:
+    def _with_wrong_length(self, message: frames.Message) -> bytes:
         length = self._random.choice((0, 1, 5, 4096, 4097, 2**22, 2**22 + 1, 2**31, 2**32 - 1))
-        return length.to_bytes(4, "big") + wire.payload_of(wire.pack(message))
+        return length.to_bytes(4, "big") + frames.payload_of(frames.pack(message))
 
-    def _with_odd_field(self, message: wire.Message) -> bytes:
+    def _with_odd_field(self, message: frames.Message) -> bytes:
         content = self._content(message)
         content[self._random.choice(list(content))] = self._random.choice(ODD)
         return _frame(json.dumps(content).encode())
 
-    def _without_field(self, message: wire.Message) -> bytes:
+    def _without_field(self, message: frames.Message) -> bytes:
         content = self._content(message)
         del content[self._random.choice(list(content))]
         return _frame(json.dumps(content).encode())
 
-    def _nested(self, message: wire.Message) -> bytes:
+    def _nested(self, message: frames.Message) -> bytes:
         depth = self._random.choice((10, 500, 1900))
         return _frame(b'{"kind":' + b"[" * depth + b"]" * depth + b"}")
 
-    def _twice(self, message: wire.Message) -> bytes:
-        return wire.pack(message) * self._random.randint(2, 20)
+    def _twice(self, message: frames.Message) -> bytes:
+        return frames.pack(message) * self._random.randint(2, 20)
 
-    def _noise(self, message: wire.Message) -> bytes:
+    def _noise(self, message: frames.Message) -> bytes:
         if self._random.random() < 0.5:
             return self._random.choice(NOISE)
         return self._random.randbytes(self._random.randint(1, 3000))
 
-    def _content(self, message: wire.Message) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads(wire.payload_of(wire.pack(message)))
+    def _content(self, message: frames.Message) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(frames.payload_of(frames.pack(message)))
         return content
 
 

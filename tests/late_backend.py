@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from torchelastic.training import group_gloo, sockets
+from torchelastic.training.group import gloo, sockets
 
 NAME = "late"
 #: Seconds between two looks of a watchdog; how often the device looks for an abort.
@@ -171,7 +171,7 @@ class LateGroup(dist.ProcessGroup):
             raise dist.DistBackendError("The communicator was aborted.")
         if self._gloo is None:
             self.reachable.wait()
-            self._gloo, self._connections, _ = group_gloo.connect(
+            self._gloo, self._connections, _ = gloo.connect(
                 self._store, self.rank(), self.size(), timedelta(minutes=5)
             )
         self._launched += counted

@@ -29,14 +29,14 @@ from typing import Any, NamedTuple
 
 PACKAGE = "torchelastic."
 MODULES = (
-    "rendezvous.round",
+    "rendezvous.script_round",
     "rendezvous.round_state",
-    "rendezvous.resident",
+    "rendezvous.in_process_round",
     "rendezvous.forming",
-    "rendezvous.succession",
-    "rendezvous.embedded.poll",
-    "agent.group_state",
-    "agent.crew",
+    "rendezvous.majority",
+    "rendezvous.embedded.election",
+    "agent.lifecycle.script",
+    "agent.lifecycle.in_process",
 )
 #: The tables of the deciders.
 TABLES = [
@@ -316,8 +316,8 @@ def _noticed(mutant: Mutant, schedules: int) -> int:
 
 
 def _breaks_a_law(seeds: range) -> bool:
-    from torchelastic.testing.faults import made_from
-    from torchelastic.testing.simulation import violations
+    from torchelastic.testing.bus.bus_simulation import violations
+    from torchelastic.testing.fault_schedule import made_from
 
     try:
         return any(violations(made_from(seed)) for seed in seeds)

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from torchelastic.agent.cgroup import Cgroup
-from torchelastic.rendezvous.etcd_server import BINARY_VARIABLE, packaged_etcd
+from torchelastic.rendezvous.etcd.local_server import BINARY_VARIABLE, packaged_etcd
+from torchelastic.system.cgroup import Cgroup
 
 #: Set by `scripts/test --install`: what was to be installed must be there.
 MUST_BE_THERE = "TESTS_MUST_NOT_SKIP"

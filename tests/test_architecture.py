@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -9,40 +10,50 @@ from typing import get_args, get_type_hints
 import pytest
 
 from torchelastic import errors
+from torchelastic.compat.paths import PATHS
 from torchelastic.rendezvous.world import World
 
 pytestmark = pytest.mark.xdist_group("architecture")  # every file is read once
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "torchelastic"
-FILES = sorted(PACKAGE.rglob("*.py"))
+EVERY = sorted(PACKAGE.rglob("*.py"))
+#: Import paths of earlier releases: they only re-export, and the rules below are not for them.
+SHIMS = {
+    path
+    for name in PATHS
+    for stem in [PACKAGE.joinpath(*name.split("."))]
+    for path in (stem.with_suffix(".py"), stem / "__init__.py")
+    if path in EVERY
+}
+FILES = [path for path in EVERY if path not in SHIMS]
+#: Packages with names of earlier releases in them, which are loaded when first used.
+LAZY = {PACKAGE / "rendezvous" / "__init__.py", PACKAGE / "distributed" / "__init__.py"}
 
 # Top to bottom. A module may import from its own layer and those below.
 LAYERS = (
     ("testing",),
-    ("cli", "dashboard", "distributed", "__main__"),
-    ("integrations", "doctor"),
-    ("p2p", "coordinator", "state", "train_loop", "worker_stats", "fault_injection"),
-    ("agent", "training", "multiprocessing", "launcher", "torchrun"),
-    ("worker", "timer", "metrics"),
-    ("rendezvous", "snapshot", "checkpoint", "data", "utils"),
-    ("events", "jobs", "event_logger"),
+    ("cli", "distributed", "__main__"),
+    ("compat", "integrations", "doctor", "dashboard"),
+    ("launcher",),
+    ("training",),
+    ("agent",),
+    ("snapshot",),
+    ("worker", "timer", "metrics", "checkpoint", "data"),
+    ("rendezvous", "tensors"),
+    ("transport",),
+    ("events", "worker_counters"),
     (
-        "backends",
+        "best_effort",
+        "clock",
         "config",
         "env",
         "errors",
-        "clock",
-        "codec",
-        "failure",
         "faults",
-        "milestones",
         "records",
-        "http1",
-        "http1_socket",
-        "stalls",
-        "tensor_bytes",
-        "terminal_text",
+        "side_tasks",
+        "system",
+        "torch_backends",
         "torch_private",
         "torch_versions",
     ),
@@ -53,27 +64,31 @@ DEPTH = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
 PURE = {
     f"{where}{name}.py"
     for where, names in {
-        "": "codec http1 records terminal_text torch_versions",
-        "agent/": "crew group_state heard scraping",
-        "checkpoint/": "fence grace interval marker retention",
-        "dashboard/": "door",
+        "": "records torch_versions",
+        "agent/lifecycle/": "in_process last_copy script",
+        "agent/output/": "terminal_text",
+        "agent/telemetry/": "clock_offset metrics_request",
+        "checkpoint/": "fence interval marker retention time_left",
+        "compat/torchrun/": "launcher_node_state",
+        "dashboard/": "access",
         "data/": "shares verdict",
-        "doctor/": "environment finding network",
-        "events/": (
-            "goodput hangs merge node_time ranks record recoveries series step_time "
-            "stragglers trace view words"
+        "doctor/": "finding network_rules variables",
+        "events/": "merge record words",
+        "events/analysis/": (
+            "goodput hangs node_time ranks recoveries series step_time stragglers trace_export view"
         ),
         "metrics/": "job_metrics",
         "rendezvous/": (
-            "agreement forming replacing resident restart_policy root_cause round round_state "
-            "secret succession"
+            "forming in_process_round job_settings majority restart_policy root_cause round_state "
+            "script_round straggler_replacement suspects unconnected held_out"
         ),
-        "rendezvous/embedded/": "journal lobby table",
-        "rendezvous/etcd/": "feed messages",
-        "snapshot/": "bandwidth placement",
+        "rendezvous/embedded/": "journal table",
+        "rendezvous/etcd/": "etcd_messages watch_events",
+        "snapshot/": "shard_boxes",
+        "snapshot/node/": "bandwidth placement",
         "testing/": "laws",
-        "torchrun/": "guest_state",
-        "training/": "gate inbox keeping_boxes",
+        "training/": "gate inbox",
+        "transport/": "auth codec http limits",
         "worker/": "orders",
     }.items()
     for name in names.split()
@@ -82,8 +97,8 @@ IMPURE = {"torch", "time", "socket", "subprocess", "threading", "asyncio", "os"}
 
 #: Loaded when first used, and programs that the doctor starts.
 WITH_TORCH = {
-    "distributed/collectives.py",
-    "doctor/path_program.py",
+    "compat/release01/collectives.py",
+    "doctor/gpu_program.py",
     "doctor/torch_probe.py",
 }
 
@@ -93,6 +108,7 @@ PRIVATE = "torch_private.py"
 OF_PYTHON = {"_exit", "_fields", "_getframe", "_inheriting", "_make", "_replace"}
 
 MOST_LINES = 600
+MOST_FILES = 20
 MOST_LINES_OF_A_FUNCTION = 80
 
 
@@ -165,7 +181,7 @@ def file_of(name: str) -> Path | None:
 
 
 def test_nothing_imports_from_a_layer_above():
-    layered = [path for path in FILES if part_of(path) != "__init__"]
+    layered = [path for path in FILES if part_of(path) != "__init__" and path not in LAZY]
     nowhere = {part_of(path) for path in layered} - set(DEPTH)
     assert nowhere == set(), "say in LAYERS where they belong"
     upward = [
@@ -176,6 +192,58 @@ def test_nothing_imports_from_a_layer_above():
         and DEPTH.get(name.split(".")[1], len(LAYERS)) < DEPTH[part_of(path)]
     ]
     assert upward == []
+
+
+def test_packages_import_each_other_in_one_direction():
+    uses: dict[str, set[str]] = {}
+    for path in set(FILES) - LAZY - {PACKAGE / "__init__.py"}:
+        names = {name.split(".")[1] for _, name in imports_of(path) if "torchelastic." in name}
+        uses.setdefault(part_of(path), set()).update(names - {part_of(path)})
+    while free := [part for part, others in uses.items() if not others & set(uses)]:
+        for part in free:
+            del uses[part]
+    assert uses == {}, "among these is a cycle"
+
+
+def test_paths_of_earlier_releases_only_re_export():
+    assert len(SHIMS) == len(PATHS), "a path in compat/paths.py has no file"
+    for path in SHIMS:
+        kinds = {type(node) for node in ast.parse(path.read_text()).body}
+        assert kinds <= {ast.Expr, ast.ImportFrom, ast.Assign}, name_of(path)
+        assert len(path.read_text().splitlines()) <= 10, name_of(path)
+
+
+def test_every_package_says_where_it_runs_and_what_for():
+    places = (
+        "Agent process",
+        "Agent and zygote",
+        "Any process",
+        "Command line",
+        "Dashboard process",
+        "Launching process",
+        "Tests",
+        "torchrun's process",
+        "Worker process",
+    )
+    silent = [
+        name_of(path)
+        for path in EVERY
+        if path.name == "__init__.py"
+        and path.parent != PACKAGE
+        and "startup" not in path.parts
+        and not (ast.get_docstring(ast.parse(path.read_text())) or "").startswith(
+            tuple(f"{place}: " for place in places)
+        )
+    ]
+    assert silent == []
+
+
+def test_no_two_files_have_one_name_and_no_folder_is_crowded():
+    own = [path for path in FILES if part_of(path) != "distributed"]  # names of users' commands
+    stems = Counter(path.stem for path in own if not path.stem.startswith("__"))
+    assert [stem for stem, count in stems.items() if count > 1] == []
+    folders = Counter(path.parent for path in FILES if path.name != "__init__.py")
+    assert [name_of(folder) for folder, count in folders.items() if count > MOST_FILES] == []
 
 
 def test_the_map_in_the_package_names_every_part_in_its_layer():

@@ -23,12 +23,12 @@ UNSAFE_CALLS = {
 
 #: Each one, and where its bytes come from.
 ALLOWED = {
-    "checkpoint/restricted.py": "a checkpoint's metadata: only names of data classes are looked up",
+    "checkpoint/storage/safe_pickle.py": "a checkpoint's metadata: only data classes are looked up",
     "worker/bootstrap.py": "the caller's function, in a private directory of its own launcher",
-    "multiprocessing/calls.py": "what that function has returned, in the same directory",
-    "training/small.py": "this process's own memory",
-    "training/state.py": "a checkpoint that the user's own job has written (docs/checkpoint.md)",
-    "training/torch_state.py": "the same, and only tensors are loaded (weights_only)",
+    "launcher/function_call.py": "what that function has returned, in the same directory",
+    "tensors/small_state.py": "this process's own memory",
+    "training/state/state.py": "a checkpoint that the user's own job wrote (docs/checkpoint.md)",
+    "training/state/torch_state.py": "the same, and only tensors are loaded (weights_only)",
 }
 #: What brings bytes of others into a module.
 SOCKETS = {"socket", "asyncio", "ssl", "http", "urllib", "torch.distributed"}

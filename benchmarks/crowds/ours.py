@@ -17,10 +17,10 @@ from typing import Any, cast
 
 from benchmarks.crowds import traffic
 from benchmarks.crowds.channel import COUNT, GO, LEASE, MARK, Share, tell
-from torchelastic.agent.presence import Presence
 from torchelastic.clock import SystemClock
 from torchelastic.config import LaunchConfig
 from torchelastic.rendezvous.leader import LeaderObserver
+from torchelastic.rendezvous.membership.member_session import Presence
 from torchelastic.rendezvous.world import World
 
 

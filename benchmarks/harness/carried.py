@@ -12,12 +12,13 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from torchelastic.rendezvous.embedded import bind_endpoint, wire
-from torchelastic.rendezvous.embedded.reception import Reception
-from torchelastic.rendezvous.secret import ANONYMOUS
-from torchelastic.snapshot.carrier import Carrier
+from torchelastic.rendezvous.embedded import bind_endpoint
 from torchelastic.snapshot.layout import SHARED, Version
-from torchelastic.snapshot.shelf import Shelf
+from torchelastic.snapshot.node.memory import Shelf
+from torchelastic.snapshot.node.replicator import Carrier
+from torchelastic.transport import frames
+from torchelastic.transport.auth import ANONYMOUS
+from torchelastic.transport.listener import Reception
 
 _JOB = "benchmark"
 _VERSION: Version = (0, 1)
@@ -58,7 +59,7 @@ async def _serve(size: int, tell: int, wait: int) -> None:
             part[:] = b"." * len(part)
         shelf.make_room(SHARED, size, 100).memory.seal(_VERSION, b"{}", size, 0)
         reception = Reception(_JOB)
-        reception.serve(wire.SNAPSHOT, carrier.admit)
+        reception.serve(frames.SNAPSHOT, carrier.admit)
         port = await reception.listen(bind_endpoint("127.0.0.1", 0))
         os.write(tell, str(port).encode())
         await asyncio.to_thread(os.read, wait, 1)

@@ -18,36 +18,37 @@ Layout, from top to bottom; nothing imports from a layer above its own:
     testing/              the checker of the laws, and the simulated control plane
 
     cli/, distributed/    argv becomes a job: `torchelastic run` and its module entry points
-    dashboard/            a page that shows a job
 
+    compat/               APIs of torchelastic 0.1 and 0.2, and the rendezvous for stock torchrun
     integrations/         Lightning, Transformers and Accelerate
-    doctor/               what to check before a long run
+    doctor/, dashboard/   checks before a long run; a page that shows a job
 
-    p2p, train_loop, state, coordinator, worker_stats, fault_injection
-                          the module names of release 0.1
+    launcher/             a job from Python: `elastic_launch`
+
+    training/             the loop of a resident worker: state, process group, rolling back
 
     agent/                one per node: starts, watches and stops the workers of the node
-    launcher/             a job from Python: `elastic_launch`
-    torchrun/             the rendezvous for stock torchrun
-    training/             the loop of a resident worker: state, process group, rolling back
-    multiprocessing/      starting processes, and the error files they leave
+
+    snapshot/             states in memory, and their copies on other nodes
 
     worker/               what runs inside a worker
-    timer/                blocks that must end in time
-    metrics/              what happened in numbers, and numbers of the user's
+    timer/, metrics/      blocks that must end in time; numbers of the job and of the user
+    checkpoint/, data/    states in storage; each sample once an epoch in worlds of any size
 
     rendezvous/           how the nodes agree on a world; the store they agree through
-    snapshot/             states in memory, and their copies on other nodes
-    checkpoint/           states in storage
-    data/                 samples shared out in worlds of any size, each once an epoch
-    utils/                names of release 0.1
+    tensors/              the parts of a training state, as trees of tensors and as bytes
 
-    events/               what happened and why, as JSON lines
-    event_logger, jobs    events of the user's; the jobs of this machine
+    transport/            connections between agents
 
-    config, env, errors, clock, codec, failure, faults, milestones, records,
-    stalls, http1, http1_socket, tensor_bytes, terminal_text, backends, torch_versions
+    events/               what happened and why, as JSON lines, and what that says of a job
+    worker_counters/      what a worker counts for its agent
+
+    config, env, errors, clock, faults, records, side_tasks, best_effort, torch_versions
+    system/               Linux calls, memory limits, cgroups
+    torch_backends        the only place that knows the back ends of torch.distributed by name
     torch_private         the only use of torch's private names
+
+Import paths of earlier releases are listed in `compat/paths.py`.
 
 The public names are loaded when they are first used: importing the package imports neither torch
 nor anything else that takes time.
@@ -63,8 +64,8 @@ if TYPE_CHECKING:
     from torchelastic.coordinator import Coordinator, NonRetryableException, StopException
     from torchelastic.launcher import elastic_launch
     from torchelastic.state import State
-    from torchelastic.train_loop import run_train, train
-    from torchelastic.training.torch_state import TorchState
+    from torchelastic.training.state.torch_state import TorchState
+    from torchelastic.training.train import run_train, train
     from torchelastic.worker_stats import SimpleWorkerStats, WorkerStats
 
 __version__ = "1.0.0.dev0"
@@ -91,11 +92,11 @@ _HOME = {
     "SimpleWorkerStats": "torchelastic.worker_stats",
     "State": "torchelastic.state",
     "StopException": "torchelastic.coordinator",
-    "TorchState": "torchelastic.training.torch_state",
+    "TorchState": "torchelastic.training.state.torch_state",
     "WorkerStats": "torchelastic.worker_stats",
     "elastic_launch": "torchelastic.launcher",
-    "run_train": "torchelastic.train_loop",
-    "train": "torchelastic.train_loop",
+    "run_train": "torchelastic.training.train",
+    "train": "torchelastic.training.train",
 }
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from tests.browser.pictures import told, training
 from tests.browser.serving import Served, Shown, served
-from torchelastic.events.view import JobView
+from torchelastic.events.analysis.view import JobView
 
 #: Milliseconds: of a busy machine, and less than pytest gives a test.
 PATIENCE = 90_000

@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from torchelastic.events import hangs
 from torchelastic.events import types as events
-from torchelastic.events.failures import FailureView
-from torchelastic.events.goodput import PARTS, Goodput
-from torchelastic.events.ranks import RankView
-from torchelastic.events.recoveries import Recovery
-from torchelastic.events.view import Change, JobView, NodeView, StoredView, WorldView
-from torchelastic.failure import Failure
+from torchelastic.events.analysis import hangs
+from torchelastic.events.analysis.goodput import PARTS, Goodput
+from torchelastic.events.analysis.last_failure import FailureView
+from torchelastic.events.analysis.ranks import RankView
+from torchelastic.events.analysis.recoveries import Recovery
+from torchelastic.events.analysis.view import Change, JobView, NodeView, StoredView, WorldView
+from torchelastic.events.failure import Failure
 
 #: When the jobs begin, and when they are looked at, by the wall clock.
 BEGAN = 1_800_000_000.0

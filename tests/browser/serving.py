@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torchelastic.dashboard.door import Door
-from torchelastic.dashboard.pictures import Picture, packed
-from torchelastic.dashboard.server import Server
+from torchelastic.dashboard.access import Door
+from torchelastic.dashboard.job_state import Picture, packed
+from torchelastic.dashboard.page_server import Server
 
 #: Seconds, as the real pictures have it.
 AGAIN = 5.0

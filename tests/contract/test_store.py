@@ -17,10 +17,10 @@ from tests.unit.rendezvous.embedded_support import JOB, run, serving, within
 from torchelastic.clock import Clock, FakeClock, SystemClock
 from torchelastic.errors import LeaseExpired, RendezvousLost
 from torchelastic.rendezvous.embedded import EmbeddedStore
-from torchelastic.rendezvous.embedded.dial import Endpoint
-from torchelastic.rendezvous.etcd import EtcdStore
-from torchelastic.rendezvous.etcd_settings import EtcdSettings
+from torchelastic.rendezvous.etcd.etcd_store import EtcdStore
+from torchelastic.rendezvous.etcd.settings import EtcdSettings
 from torchelastic.rendezvous.store import Change, Store
+from torchelastic.transport.connect import Endpoint
 
 #: Opens one more connection to the store; the clock is what that client tells the time by.
 Connect = Callable[..., "asyncio.Future[Store]"]

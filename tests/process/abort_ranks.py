@@ -24,9 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests import late_backend
 from tests.support import poll_for
-from torchelastic.training import group as groups
-from torchelastic.training import group_park, group_threads
-from torchelastic.training.group import GenerationOver, Group, PeerLostError
+from torchelastic.training.group import group as groups
+from torchelastic.training.group import parked, threads
+from torchelastic.training.group.group import GenerationOver, Group, PeerLostError
 
 SIZE = 3
 #: The rank that is lost.
@@ -302,7 +302,7 @@ def abort_in_traffic(
     rank: int, port: int, what: str, size: int, worlds: int, beside_strangers: bool
 ) -> Tally:
     """World after world, abort at a random moment while all are busy."""
-    group_threads.IDLE = 0.1
+    threads.IDLE = 0.1
     tally = Tally()
     enter = partial(_one_world, tally, port, rank, size, OPERATIONS[what], random.Random(rank))
     enter(0)  # what stays for ever is made in the first
@@ -355,7 +355,7 @@ def _one_world(
 
 def _held_at_rest() -> tuple[int, int]:
     """Threads, those of C++ too, and descriptors, when what was parked has been reaped."""
-    poll_for(lambda: not group_park.parked(), what="all old groups reaped")
+    poll_for(lambda: not parked.parked(), what="all old groups reaped")
     poll_for(lambda: threading.active_count() == 1, what="no other thread of Python's")
     gc.collect()  # what only waits for the collector is no leak
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchelastic.agent import linux
-from torchelastic.agent.cgroup import Cgroup
-from torchelastic.agent.processes import command_line
-from torchelastic.agent.supervisor import Supervisor, WorkerExit, WorkerSpawn
-from torchelastic.agent.zygote import Zygote
+from torchelastic.agent.spawn.processes import command_line
+from torchelastic.agent.spawn.zygote_client import Zygote
+from torchelastic.agent.workers.supervisor import Supervisor, WorkerExit, WorkerSpawn
 from torchelastic.config import Entry
-from torchelastic.rendezvous.secret import Secret
+from torchelastic.system import linux
+from torchelastic.system.cgroup import Cgroup
+from torchelastic.transport.auth import Secret
 
 #: Long, for a busy machine: a torch that is imported from a cold disk cache takes its time.
 DEADLINE = 90.0

@@ -3,41 +3,39 @@
 import sys
 
 from torchelastic import cli
-from torchelastic.agent import (
-    inquiry,
-    metrics_endpoint,
-    narrator,
-    page,
-    sampling,
-    script_vigil,
+from torchelastic.agent.output import waiting_line
+from torchelastic.agent.telemetry import (
+    dashboard_process,
+    metrics_server,
+    progress_sampler,
+    reporter,
+    shipper,
     straggler_watch,
-    telling,
-    timers,
-    waiting_line,
-    workers,
 )
-from torchelastic.worker import slate
+from torchelastic.agent.watch import query_socket, script_hang_watchdog, worker_timers
+from torchelastic.agent.workers import pool
+from torchelastic.worker import status_page
 
 #: Whose methods fail.
 OBSERVERS = (
-    (inquiry.Inquiry, "open"),
-    (metrics_endpoint.MetricsEndpoint, "open"),
-    (narrator.Narrator, "_world_runs"),
-    (narrator.Narrator, "_waits"),
-    (page.Page, "start"),
-    (page.Page, "close"),
-    (sampling.Sampling, "look"),
-    (sampling.Sampling, "turn_to"),
-    (sampling.Sampling, "run"),
-    (script_vigil.ScriptVigil, "run"),
-    (slate, "read"),
-    (slate, "read_progress"),
+    (query_socket.Inquiry, "open"),
+    (metrics_server.MetricsEndpoint, "open"),
+    (reporter.Narrator, "_world_runs"),
+    (reporter.Narrator, "_waits"),
+    (dashboard_process.Page, "start"),
+    (dashboard_process.Page, "close"),
+    (progress_sampler.Sampling, "look"),
+    (progress_sampler.Sampling, "turn_to"),
+    (progress_sampler.Sampling, "run"),
+    (script_hang_watchdog.ScriptVigil, "run"),
+    (status_page, "read"),
+    (status_page, "read_progress"),
     (straggler_watch.StragglerWatch, "sum_up"),
-    (telling.Telling, "turn_to"),
-    (timers.Timers, "watch"),
-    (timers.Timers, "ended"),
+    (shipper.Telling, "turn_to"),
+    (worker_timers.Timers, "watch"),
+    (worker_timers.Timers, "ended"),
     (waiting_line.WaitingLine, "run"),
-    (workers.Workers, "_last_lines"),
+    (pool.Workers, "_last_lines"),
 )
 
 

@@ -21,7 +21,7 @@ from tests.process.chaos_record import Record
 from tests.process.chaos_schedule import NODES, Fault
 from tests.process.jobs import Job, Node, alive
 from tests.support import poll_for
-from torchelastic.agent.vigil import is_frozen
+from torchelastic.agent.watch.hang_watchdog import is_frozen
 
 T = TypeVar("T")
 

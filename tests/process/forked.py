@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchelastic.training.group import Group
+from torchelastic.training.group.group import Group
 
 #: Longer than any test: what is waited for comes, or the test is over.
 PATIENCE = timedelta(seconds=60)

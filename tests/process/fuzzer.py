@@ -17,13 +17,13 @@ from functools import partial
 from pathlib import Path
 
 from tests.fuzz import Fuzzer, between_agents, greetings, requests, tellings
-from torchelastic.rendezvous.embedded import wire
-from torchelastic.rendezvous.secret import Secret, new_nonce
+from torchelastic.transport import frames
+from torchelastic.transport.auth import Secret, new_nonce
 
 #: Connections that are left open, and say nothing more.
 IDLE = 50
 PATIENCE = 10.0
-PURPOSES = (wire.STORE, wire.RING, wire.SUCCESSION, wire.SNAPSHOT, wire.EVENTS)
+PURPOSES = (frames.STORE, frames.RING, frames.SUCCESSION, frames.SNAPSHOT, frames.EVENTS)
 
 
 class Attacker:
@@ -44,7 +44,7 @@ class Attacker:
     def attack(self, limit: int) -> None:
         """One connection, with `limit` messages at most."""
         member = self._fuzzer.chance(0.5)
-        purpose = self._fuzzer.choice((wire.STORE, *PURPOSES))
+        purpose = self._fuzzer.choice((frames.STORE, *PURPOSES))
         connection = socket.create_connection(("127.0.0.1", self._port), PATIENCE)
         # A reset instead of an end; an end would also keep the local port for a minute.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -53,11 +53,11 @@ class Attacker:
                 self._say(connection, partial(self._fuzzer.message, self._greetings), limit)
             elif not self._be_admitted(connection, purpose):
                 self.sent += 1
-            elif purpose == wire.STORE:
+            elif purpose == frames.STORE:
                 self._say(connection, partial(self._fuzzer.message, self._requests), limit)
-            elif purpose == wire.SNAPSHOT:
+            elif purpose == frames.SNAPSHOT:
                 self._say(connection, self._fuzzer.header, limit)
-            elif purpose == wire.EVENTS:
+            elif purpose == frames.EVENTS:
                 self._say(connection, partial(self._fuzzer.message, tellings()), limit)
             else:
                 self._say(connection, partial(self._fuzzer.broken, self._between_agents), limit)
@@ -82,26 +82,26 @@ class Attacker:
     def _be_admitted(self, connection: socket.socket, purpose: str) -> bool:
         """Greet as a node does; whether this is served here."""
         nonce = new_nonce() if self._secret is not None else ""
-        hello = wire.pack(
-            wire.Hello(wire.PROTOCOL, wire.VERSION, self._job, None, purpose, 0, nonce)
+        hello = frames.pack(
+            frames.Hello(frames.PROTOCOL, frames.VERSION, self._job, None, purpose, 0, nonce)
         )
         connection.sendall(hello)
         answer = _receive(connection)
         if self._secret is not None:
-            assert isinstance(answer, wire.Challenge), answer
-            proof = self._secret.proof("client", wire.payload_of(hello), answer.nonce)
-            connection.sendall(wire.pack(wire.Proof(proof)))
+            assert isinstance(answer, frames.Challenge), answer
+            proof = self._secret.proof("client", frames.payload_of(hello), answer.nonce)
+            connection.sendall(frames.pack(frames.Proof(proof)))
             answer = _receive(connection)
-        served = isinstance(answer, wire.Welcome)
+        served = isinstance(answer, frames.Welcome)
         self.admitted += served
         return served
 
 
-def _receive(connection: socket.socket) -> wire.Message:
-    unpacker = wire.Unpacker()
+def _receive(connection: socket.socket) -> frames.Message:
+    unpacker = frames.Unpacker()
     while data := connection.recv(4096):
         for payload in unpacker.feed(data):
-            return wire.parse(payload, wire.ANSWERS_TO_HELLO)
+            return frames.parse(payload, frames.ANSWERS_TO_HELLO)
     raise EOFError
 
 

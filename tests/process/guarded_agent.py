@@ -26,10 +26,10 @@ def write(path: Path, content: object) -> None:
 
 
 async def be_agent(directory: Path, warm: bool) -> int:
-    from torchelastic.agent.cgroup import Cgroup
-    from torchelastic.agent.processes import command_line
-    from torchelastic.agent.supervisor import Supervisor, WorkerSpawn
-    from torchelastic.agent.zygote import Zygote
+    from torchelastic.agent.spawn.processes import command_line
+    from torchelastic.agent.spawn.zygote_client import Zygote
+    from torchelastic.agent.workers.supervisor import Supervisor, WorkerSpawn
+    from torchelastic.system.cgroup import Cgroup
 
     def guard_lost() -> None:
         supervisor.kill_everything()

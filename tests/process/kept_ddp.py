@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.process.forked import build, when_lost
-from torchelastic.training import ddp as kept
+from torchelastic.training.group import ddp as kept
 
 
 @dataclass(frozen=True)

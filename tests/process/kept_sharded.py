@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 import torchelastic
 from torchelastic import checkpoint
-from torchelastic.training.keeping_writer import Standing
+from torchelastic.snapshot.writer import Standing
 
 LINES, ORDERS = Path(sys.argv[1]), Path(sys.argv[2])
 KEYS = dict(text.split("=", 1) for text in sys.argv[3:])

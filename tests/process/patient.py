@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import sys
 
-from torchelastic.agent import doings, inquiry, stacks, vigil
+from torchelastic.agent.watch import hang_watchdog, inspector, query_socket, stack_reader
 from torchelastic.cli import main
 
-stacks.ANSWER = stacks.WRITTEN = vigil.ANSWER = 30.0
-doings.HERE = doings.THERE = inquiry.PATIENCE = 90.0
+stack_reader.ANSWER = stack_reader.WRITTEN = hang_watchdog.ANSWER = 30.0
+inspector.HERE = inspector.THERE = query_socket.PATIENCE = 90.0
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from tests.process.forked import build
 from torchelastic.errors import TransferError
-from torchelastic.training import parts, transfer
-from torchelastic.training.group import Group
+from torchelastic.tensors import tensor_tree, transfer
+from torchelastic.training.group.group import Group
 
 
 def state(value: int) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def state(value: int) -> dict[str, Any]:
 
 
 def digest(tree: Any) -> tuple[str, list[bytes]]:
-    skeleton, tensors = parts.flatten(tree)
+    skeleton, tensors = tensor_tree.flatten(tree)
     flat = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors)
     return skeleton, [one.numpy().tobytes() for one in flat]
 
@@ -65,10 +65,10 @@ def in_place(rank: int, port: int) -> Any:
         return None
     own = state(2)
     own["large"] = own["large"][:-1]  # does not fit
-    before = dict(parts.tensors_by_path(own))
+    before = dict(tensor_tree.tensors_by_path(own))
     tree = transfer.share(session(1, 2), None, holders=[0], into=own)
     dist.barrier()
-    after = dict(parts.tensors_by_path(tree))
+    after = dict(tensor_tree.tensors_by_path(tree))
     kept = [p for p, x in after.items() if x.numel() and x.data_ptr() == before[p].data_ptr()]
     return digest(tree), kept
 

@@ -11,7 +11,7 @@ import sys
 
 from torchelastic.errors import RendezvousLost
 from torchelastic.rendezvous.embedded import EmbeddedStore
-from torchelastic.rendezvous.embedded.dial import Endpoint
+from torchelastic.transport.connect import Endpoint
 
 
 async def main(port: int, key: str, seconds: float) -> None:

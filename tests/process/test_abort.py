@@ -9,7 +9,7 @@ import pytest
 from tests import late_backend
 from tests.process import abort_ranks, forked
 from tests.support import SOAK
-from torchelastic.training.group import GenerationOver, PeerLostError
+from torchelastic.training.group.group import GenerationOver, PeerLostError
 
 #: What is meant by that: nearly always within this, on a machine that has nothing else to do.
 SOON = 0.1

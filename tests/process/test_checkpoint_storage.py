@@ -14,7 +14,7 @@ from tests.process.jobs import alive
 from tests.support import poll_for
 from torchelastic import faults
 from torchelastic.checkpoint import CheckpointStore
-from torchelastic.checkpoint import store as store_module
+from torchelastic.checkpoint import checkpoint_store as store_module
 from torchelastic.errors import CheckpointError
 
 #: A process that writes lets all others go first: on a busy machine its imports take long.

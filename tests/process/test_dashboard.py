@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from tests.process.jobs import Job, Node, alive, child_running, job
 from tests.support import poll_for
-from torchelastic.agent import linux
+from torchelastic.system import linux
 
 ALONE = "--standalone --no-zygote"
 #: Megabytes that the page's process may have beyond what Python and the code take.

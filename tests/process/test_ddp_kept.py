@@ -1,7 +1,7 @@
 """DDP kept while ranks die, come and go: the parameters are those of an undisturbed run, exactly.
 
 With four ranks the last bit of a sum of gradients tells how the buckets were laid out. These tests
-fail when torch changes what `torchelastic.training.ddp` relies on.
+fail when torch changes what `torchelastic.training.group.ddp` relies on.
 """
 
 import functools

@@ -18,7 +18,14 @@ from tests.ports import free_port
 from tests.process.test_etcd_cluster import PASSWORD, want_logins
 from tests.support import poll_for
 from torchelastic.config import LaunchConfig
-from torchelastic.doctor import at_etcd, machine_facts, meeting, openings, paths, torch_check
+from torchelastic.doctor import (
+    etcd_check,
+    gpu_jobs,
+    machine_facts,
+    port_checks,
+    rendezvous_check,
+    torch_check,
+)
 from torchelastic.doctor.finding import Verdict
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +48,7 @@ def launch(endpoint, **more):
 
 def test_a_free_port_of_this_machine_is_free_afterwards():
     port = free_port()
-    (found,) = meeting.check(launch(f"localhost:{port}"))
+    (found,) = rendezvous_check.check(launch(f"localhost:{port}"))
     assert found.verdict is Verdict.OK
     assert "this node hosts" in found.found
     with socket.create_server(("127.0.0.1", port)):
@@ -51,13 +58,13 @@ def test_a_free_port_of_this_machine_is_free_afterwards():
 @pytest.fixture
 def patient(monkeypatch):
     """Where an answer comes, a busy machine may take its time."""
-    monkeypatch.setattr(meeting, "PATIENCE", 60.0)
-    monkeypatch.setattr(at_etcd, "PATIENCE", 60.0)
+    monkeypatch.setattr(rendezvous_check, "PATIENCE", 60.0)
+    monkeypatch.setattr(etcd_check, "PATIENCE", 60.0)
 
 
 def test_a_port_that_something_silent_has():
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        (found,) = meeting.check(launch(f"127.0.0.1:{listener.getsockname()[1]}"))
+        (found,) = rendezvous_check.check(launch(f"127.0.0.1:{listener.getsockname()[1]}"))
     assert found.verdict is Verdict.FAULT
     assert "does not answer as a rendezvous" in found.found
 
@@ -74,21 +81,21 @@ def test_a_port_of_another_protocol(patient):
 
         speaker = threading.Thread(target=speak)
         speaker.start()
-        (found,) = meeting.check(launch(f"127.0.0.1:{listener.getsockname()[1]}"))
+        (found,) = rendezvous_check.check(launch(f"127.0.0.1:{listener.getsockname()[1]}"))
         speaker.join()
     assert found.verdict is Verdict.FAULT
     assert "not a torchelastic rendezvous" in found.found
 
 
 def test_another_machine_where_nobody_listens_yet_is_not_checked(patient):
-    found = meeting.check(
+    found = rendezvous_check.check(
         launch(f"127.0.0.1:{free_port()}", rdzv_configs={"is_host": "0"})  # as if it were another
     )
     assert [finding.verdict for finding in found] == [Verdict.NOT_CHECKED]
 
 
 def test_a_name_that_nobody_knows_is_a_fault():
-    (found,) = meeting.check(launch("nobody.invalid:29400"))
+    (found,) = rendezvous_check.check(launch("nobody.invalid:29400"))
     assert found.verdict is Verdict.FAULT
     assert "'nobody.invalid'" in found.found
 
@@ -115,28 +122,28 @@ def served(tmp_path):
 
 def test_a_rendezvous_lets_us_in_by_the_secret_and_the_job(served, tmp_path, monkeypatch, patient):
     file = str(tmp_path / "secret")
-    (found,) = meeting.check(launch(served, rdzv_secret_file=file))
+    (found,) = rendezvous_check.check(launch(served, rdzv_secret_file=file))
     assert (found.verdict, "Job 'job' answers" in found.found) == (Verdict.OK, True)
-    (found,) = meeting.check(launch(served, rdzv_secret_file=file, run_id="other"))
+    (found,) = rendezvous_check.check(launch(served, rdzv_secret_file=file, run_id="other"))
     assert (found.verdict, "belongs to job 'job'" in found.found) == (Verdict.FAULT, True)
-    (found,) = meeting.check(launch(served))
+    (found,) = rendezvous_check.check(launch(served))
     assert (found.verdict, "this node none" in found.found) == (Verdict.FAULT, True)
     monkeypatch.setenv("TORCHELASTIC_SECRET", OTHER)
-    (found,) = meeting.check(launch(served))
+    (found,) = rendezvous_check.check(launch(served))
     assert (found.verdict, "different secrets" in found.found) == (Verdict.FAULT, True)
 
 
 def test_a_secret_is_judged_as_the_agent_judges_it(tmp_path):
     file = tmp_path / "secret"
     config = launch("node1:29400", rdzv_secret_file=str(file))
-    assert [found.verdict for found in meeting.secret(config)] == [Verdict.FAULT]
+    assert [found.verdict for found in rendezvous_check.secret(config)] == [Verdict.FAULT]
     file.write_text(SECRET)
     file.chmod(0o644)
-    (found,) = meeting.secret(config)
+    (found,) = rendezvous_check.secret(config)
     assert (found.verdict, "chmod 600" in found.found) == (Verdict.WARNING, True)
     file.chmod(0o600)
-    assert [found.verdict for found in meeting.secret(config)] == [Verdict.OK]
-    (found,) = meeting.secret(launch("node1:29400"))
+    assert [found.verdict for found in rendezvous_check.secret(config)] == [Verdict.OK]
+    (found,) = rendezvous_check.secret(launch("node1:29400"))
     assert (found.verdict, "no secret" in found.found) == (Verdict.WARNING, True)
 
 
@@ -149,7 +156,7 @@ def at(endpoint, **conf):
 
 def test_a_real_etcd_keeps_a_lease_and_has_nothing_of_us_afterwards(etcd, patient):
     prefix = "/doctor-of-tests"
-    (found,) = at_etcd.check(at(etcd.endpoint, etcd_prefix=prefix))
+    (found,) = etcd_check.check(at(etcd.endpoint, etcd_prefix=prefix))
     # How long it takes is the machine's affair.
     assert found.verdict in (Verdict.OK, Verdict.WARNING)
     assert f"etcd at {etcd.endpoint}" in found.found
@@ -164,27 +171,27 @@ def test_an_etcd_that_asks_who_we_are(patient, tmp_path):
     who = {"etcd_user": "trainer", "etcd_password_file": str(password)}
     with running(*FAST) as etcd:
         want_logins(etcd, "trainer")
-        (found,) = at_etcd.check(at(etcd.endpoint, **who))
+        (found,) = etcd_check.check(at(etcd.endpoint, **who))
         assert found.verdict in (Verdict.OK, Verdict.WARNING)
-        found = at_etcd.check(at(etcd.endpoint, **who, etcd_prefix="/elsewhere"))[-1]
+        found = etcd_check.check(at(etcd.endpoint, **who, etcd_prefix="/elsewhere"))[-1]
         assert (found.verdict, "the user needs a role" in found.found) == (Verdict.FAULT, True)
         password.write_text("wrong")
-        found = at_etcd.check(at(etcd.endpoint, **who))[-1]
+        found = etcd_check.check(at(etcd.endpoint, **who))[-1]
         assert (found.verdict, "does not let 'trainer' in" in found.found) == (Verdict.FAULT, True)
 
 
 def test_an_etcd_that_is_not_there_or_is_none(monkeypatch):
-    monkeypatch.setattr(at_etcd, "PATIENCE", 0.1)
-    (found,) = at_etcd.check(at(f"127.0.0.1:{free_port()}"))
+    monkeypatch.setattr(etcd_check, "PATIENCE", 0.1)
+    (found,) = etcd_check.check(at(f"127.0.0.1:{free_port()}"))
     assert (found.verdict, "No etcd answered" in found.found) == (Verdict.FAULT, True)
 
 
 def test_an_etcd_of_the_jobs_own(etcd_on_path, monkeypatch):
     config = LaunchConfig(rdzv_backend="etcd", rdzv_endpoint="localhost:0", run_id="job")
-    (found,) = at_etcd.check(config)
+    (found,) = etcd_check.check(config)
     assert (found.verdict, etcd_on_path in found.found) == (Verdict.OK, True)
     monkeypatch.setenv("TORCHELASTIC_ETCD_BINARY_PATH", "/nowhere/etcd")
-    assert [found.verdict for found in at_etcd.check(config)] == [Verdict.FAULT]
+    assert [found.verdict for found in etcd_check.check(config)] == [Verdict.FAULT]
 
 
 # --- what the agent opens besides ----------------------------------------------------------------
@@ -193,18 +200,18 @@ def test_an_etcd_of_the_jobs_own(etcd_on_path, monkeypatch):
 def test_an_address_that_is_taken_is_a_warning_since_the_job_goes_on():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = f"127.0.0.1:{listener.getsockname()[1]}"
-        (found,) = openings.check(LaunchConfig(dashboard=taken))
+        (found,) = port_checks.check(LaunchConfig(dashboard=taken))
         assert (found.verdict, taken in found.found) == (Verdict.WARNING, True)
-    (found,) = openings.check(LaunchConfig(dashboard=f"localhost:{free_port()}"))
+    (found,) = port_checks.check(LaunchConfig(dashboard=f"localhost:{free_port()}"))
     assert found.verdict is Verdict.OK
-    assert openings.check(LaunchConfig(dashboard="auto")) == []
+    assert port_checks.check(LaunchConfig(dashboard="auto")) == []
 
 
 def test_what_the_agent_would_refuse_is_told_in_its_words(tmp_path):
-    (found,) = openings.check(LaunchConfig(event_log_handler="nobody"))
+    (found,) = port_checks.check(LaunchConfig(event_log_handler="nobody"))
     assert (found.verdict, "does not know 'nobody'" in found.found) == (Verdict.FAULT, True)
     missing = LaunchConfig(dashboard="auto", dashboard_token_file=str(tmp_path / "none"))
-    (found,) = openings.check(missing)
+    (found,) = port_checks.check(missing)
     assert (found.verdict, "--dashboard-token-file" in found.found) == (Verdict.FAULT, True)
 
 
@@ -327,15 +334,15 @@ def test_the_gpu_paths_cannot_be_asked_for_without_one(tmp_path):
 
 
 def test_a_path_that_is_not_done_in_time_hangs_and_leaves_nothing(monkeypatch):
-    monkeypatch.setattr(paths, "LIMIT", 0.3)
-    found = paths.take(paths.PATHS[0], "cpu", 1, dict(os.environ)).finding
+    monkeypatch.setattr(gpu_jobs, "LIMIT", 0.3)
+    found = gpu_jobs.take(gpu_jobs.PATHS[0], "cpu", 1, dict(os.environ)).finding
     assert (found.verdict, "hangs" in found.found) == (Verdict.FAULT, True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_path_that_does_not_work_says_why():
-    taken = paths.take(paths.PATHS[0], "cuda", 1, {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    taken = gpu_jobs.take(gpu_jobs.PATHS[0], "cuda", 1, {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert taken.finding.verdict is Verdict.FAULT
     assert taken.finding.found.startswith("CUDA in a worker that was forked does not work: ")
     assert "Traceback (most recent call last)" in taken.traceback
@@ -349,10 +356,10 @@ ON_GLOO = ("zygote", "snapshot")
 @pytest.mark.alone  # who hangs is judged by how soon the others answer
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("way", paths.PATHS, ids=lambda way: way.name)
+@pytest.mark.parametrize("way", gpu_jobs.PATHS, ids=lambda way: way.name)
 def test_each_path_works_on_the_cpu(way, monkeypatch):
     """The lines that `doctor --gpu` runs with CUDA and NCCL, which import torch."""
-    monkeypatch.setattr(paths, "LIMIT", 280.0)  # on a machine that is busy with other tests
+    monkeypatch.setattr(gpu_jobs, "LIMIT", 280.0)  # on a machine that is busy with other tests
     late = f"{late_backend.__name__}:{late_backend.NAME}"
     environ = {
         **os.environ,
@@ -360,5 +367,5 @@ def test_each_path_works_on_the_cpu(way, monkeypatch):
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    taken = paths.take(way, "cpu", 2, environ, "" if way.name in ON_GLOO else late)
+    taken = gpu_jobs.take(way, "cpu", 2, environ, "" if way.name in ON_GLOO else late)
     assert taken.finding.verdict is Verdict.OK, taken

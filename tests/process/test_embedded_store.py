@@ -16,7 +16,7 @@ import pytest
 from tests.unit.rendezvous.embedded_support import connected, run, serving, within
 from torchelastic.errors import RendezvousLost
 from torchelastic.rendezvous.embedded import EmbeddedStore
-from torchelastic.rendezvous.embedded.dial import Endpoint
+from torchelastic.transport.connect import Endpoint
 
 HERE = Path(__file__).parent
 PATIENCE = 25.0

@@ -12,9 +12,10 @@ from tests.etcd import FAST, Etcd, running
 from tests.unit.rendezvous.embedded_support import Proxy, proxied, run, within
 from torchelastic.clock import FakeClock, SystemClock
 from torchelastic.errors import LeaseExpired, RendezvousLost, RendezvousRefused, WireError
-from torchelastic.rendezvous.etcd import EtcdStore, clear_remains, start_afresh
-from torchelastic.rendezvous.etcd_settings import EtcdSettings
-from torchelastic.rendezvous.opening import close_store, open_store
+from torchelastic.rendezvous.etcd.cleanup import clear_remains, start_afresh
+from torchelastic.rendezvous.etcd.etcd_store import EtcdStore
+from torchelastic.rendezvous.etcd.open_store import close_store, open_store
+from torchelastic.rendezvous.etcd.settings import EtcdSettings
 
 PATIENCE = 20.0
 #: With leases as short as asked for.
@@ -221,7 +222,7 @@ def test_etcd_started_again_has_forgotten_nothing(run_id):
 
 
 def test_a_frozen_etcd_holds_verbs_up_until_it_goes_on(run_id, monkeypatch):
-    monkeypatch.setattr("torchelastic.rendezvous.etcd.line.ATTEMPT", 0.3)
+    monkeypatch.setattr("torchelastic.rendezvous.etcd.connection_pool.ATTEMPT", 0.3)
 
     async def story(etcd):
         async with connected(etcd.port, run_id) as store:

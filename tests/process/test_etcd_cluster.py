@@ -16,8 +16,8 @@ from tests.etcd import BOTH, FAST, Etcd, binary, cluster, running
 from tests.support import poll_for
 from tests.unit.rendezvous.embedded_support import within
 from torchelastic.errors import RendezvousLost, RendezvousRefused
-from torchelastic.rendezvous.etcd import EtcdStore
-from torchelastic.rendezvous.etcd_settings import EtcdSettings, Login, TlsFiles
+from torchelastic.rendezvous.etcd.etcd_store import EtcdStore
+from torchelastic.rendezvous.etcd.settings import EtcdSettings, Login, TlsFiles
 
 PATIENCE = 20.0
 
@@ -76,7 +76,7 @@ def test_the_leader_of_a_cluster_may_go(program, run_id, caplog):
 
 
 def test_a_frozen_server_is_left_by_calls_and_watches(run_id, monkeypatch):
-    monkeypatch.setattr("torchelastic.rendezvous.etcd.line.ATTEMPT", 1.0)
+    monkeypatch.setattr("torchelastic.rendezvous.etcd.connection_pool.ATTEMPT", 1.0)
 
     async def story(members):
         # Not the leader: the cluster itself does not notice.

@@ -14,7 +14,7 @@ import pytest
 from tests.support import poll_for
 from torchelastic.errors import ConfigError, RendezvousError
 from torchelastic.rendezvous import etcd_server
-from torchelastic.rendezvous.etcd import EtcdStore
+from torchelastic.rendezvous.etcd.etcd_store import EtcdStore
 from torchelastic.rendezvous.etcd_server import EtcdServer
 
 

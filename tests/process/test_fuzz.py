@@ -16,17 +16,18 @@ import pytest
 
 from tests.process.jobs import Job, Node, job
 from tests.support import SOAK, poll_for
-from torchelastic.agent.gathered_log import GatheredLog
-from torchelastic.agent.gathering import NOTHING, Gathering
-from torchelastic.agent.telling import DistantEar
+from torchelastic.agent.telemetry.collected_log import GatheredLog
+from torchelastic.agent.telemetry.collector import NOTHING, Gathering
+from torchelastic.agent.telemetry.shipper import DistantEar
 from torchelastic.clock import SystemClock
-from torchelastic.rendezvous.embedded import EmbeddedServer, EmbeddedStore, bind_endpoint, wire
-from torchelastic.rendezvous.embedded.dial import Endpoint, knock
-from torchelastic.rendezvous.embedded.reception import Reception
-from torchelastic.rendezvous.secret import Credentials, Secret
+from torchelastic.rendezvous.embedded import EmbeddedServer, EmbeddedStore, bind_endpoint
 from torchelastic.snapshot import layout
-from torchelastic.snapshot.carrier import Carrier
-from torchelastic.snapshot.shelf import Shelf
+from torchelastic.snapshot.node.memory import Shelf
+from torchelastic.snapshot.node.replicator import Carrier
+from torchelastic.transport import frames
+from torchelastic.transport.auth import Credentials, Secret
+from torchelastic.transport.connect import Endpoint, knock
+from torchelastic.transport.listener import Reception
 
 HERE = Path(__file__).parent
 JOB = "job-1"
@@ -63,7 +64,7 @@ def attack(
 @contextlib.asynccontextmanager
 async def hosting(secret: Secret | None) -> AsyncIterator[Reception]:
     reception, server = Reception(JOB, secret=secret), EmbeddedServer(JOB)
-    reception.serve(wire.STORE, server.admit)
+    reception.serve(frames.STORE, server.admit)
     sockets = bind_endpoint("127.0.0.1", 0)
     assert sockets is not None
     await reception.listen(sockets)
@@ -129,7 +130,7 @@ def test_snapshots_travel_beside_those_who_talk_nonsense(caplog, secret_file):
         async with hosting(shown.secret) as reception:
             shelves = Shelf(), Shelf()
             carriers = [Carrier(shelf, "node", JOB, shown) for shelf in shelves]
-            reception.serve(wire.SNAPSHOT, carriers[0].admit)
+            reception.serve(frames.SNAPSHOT, carriers[0].admit)
             place = f"127.0.0.1:{reception.port}"
             with attack(reception.port, JOB, FEW, 2, str(secret_file)) as fuzzer:
                 working = work(carriers[1], shelves[0], place, fuzzer)
@@ -153,8 +154,8 @@ def test_events_are_gathered_beside_those_who_talk_nonsense(caplog, secret_file,
 
     async def tell(port: int, fuzzer: subprocess.Popen[str]) -> int:
         place = Endpoint("127.0.0.1", port, JOB, shown)
-        link, answer = await knock(place, purpose=wire.EVENTS, timeout=60)
-        assert isinstance(answer, wire.Welcome)
+        link, answer = await knock(place, purpose=frames.EVENTS, timeout=60)
+        assert isinstance(answer, frames.Welcome)
         ear, rounds = DistantEar(link, "node"), 0
         assert (await ear.begin()).upto == NOTHING
         while fuzzer.poll() is None:
@@ -166,7 +167,7 @@ def test_events_are_gathered_beside_those_who_talk_nonsense(caplog, secret_file,
     async def story() -> None:
         async with hosting(shown.secret) as reception:
             gathering = Gathering(GatheredLog(path), SystemClock())
-            reception.serve(wire.EVENTS, gathering.admit)
+            reception.serve(frames.EVENTS, gathering.admit)
             with attack(reception.port, JOB, FEW, 3, str(secret_file)) as fuzzer:
                 rounds = await asyncio.wait_for(tell(reception.port, fuzzer), 240)
             assert fuzzer.returncode == 0

@@ -8,6 +8,8 @@ import pytest
 
 from tests.ports import free_port
 from tests.support import poll_for
+from torchelastic.compat.torchrun.launcher_node import Guest
+from torchelastic.compat.torchrun.torchrun_flags import launch_config
 from torchelastic.config import parse_endpoint
 from torchelastic.errors import JobClosed, NotEnoughNodes, RendezvousLost
 from torchelastic.rendezvous import (
@@ -16,15 +18,13 @@ from torchelastic.rendezvous import (
     RendezvousTimeoutException,
     get_rendezvous_handler,
 )
-from torchelastic.torchrun.guest import Guest
-from torchelastic.torchrun.parameters import launch_config
-from torchelastic.worker import own_stores
+from torchelastic.worker import worker_stores
 
 
 @pytest.fixture(scope="module", autouse=True)
 def a_store_before():
     """The first one in a process makes a pipe that the process keeps."""
-    own_stores.serve()
+    worker_stores.serve()
 
 
 class Nodes:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.process.jobs import Job, job
 from tests.support import poll_for
-from torchelastic.agent.vigil import is_frozen
+from torchelastic.agent.watch.hang_watchdog import is_frozen
 from torchelastic.checkpoint import CheckpointStore
 
 SCRIPT = Path(__file__).with_name("kept_sharded.py")

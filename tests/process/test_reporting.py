@@ -9,8 +9,8 @@ import pytest
 from tests.light import with_light_torch
 from tests.process.jobs import Node, job
 from tests.support import poll_for
+from torchelastic.events.analysis.view import JobView, fold
 from torchelastic.events.log import read
-from torchelastic.events.view import JobView, fold
 
 SCRIPT = Path(__file__).with_name("reporting.py")
 

@@ -15,7 +15,7 @@ from tests.process.bench import bench
 from tests.process.jobs import Job, Node, job
 from torchelastic.config import Entry
 from torchelastic.errors import EXIT_USAGE
-from torchelastic.rendezvous.secret import Secret
+from torchelastic.transport.auth import Secret
 
 KEY = "the secret of this job"
 SECRET = Secret(KEY.encode())

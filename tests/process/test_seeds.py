@@ -22,9 +22,9 @@ from tests.etcd import Etcd, any_etcd
 from tests.ports import free_port
 from tests.process.jobs import Job, Node, job
 from tests.support import poll_for
-from torchelastic.cli.flavours import DISTRIBUTED_RUN
-from torchelastic.cli.job import launch_config
-from torchelastic.cli.parser import parse
+from torchelastic.cli.options.command_defaults import DISTRIBUTED_RUN
+from torchelastic.cli.options.launch_config import launch_config
+from torchelastic.cli.options.parser import parse
 
 # --- the documents' words ------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ STEPS = """
 import gc, os, time
 from torchelastic import metrics, stalls
 from torchelastic.metrics import reporting
-from torchelastic.metrics.board import Board
-from torchelastic.worker import slate
+from torchelastic.metrics.metric_table import Board
+from torchelastic.worker import status_page as slate
 from torchelastic.worker.backward_waits import BackwardWaits
 from torchelastic.worker.optimizer_steps import Counter
 

@@ -14,7 +14,7 @@ import pytest
 from tests.process.jobs import job
 from tests.process.test_dashboard import Tab, dashboard, picture, tab, url_of
 from tests.support import poll_for
-from tests.unit.events.test_trace import check_nesting
+from tests.unit.events.analysis.test_trace_export import check_nesting
 
 SCRIPT = Path(__file__).with_name("resident.py")
 FLAGS = "--nnodes=1 --nproc-per-node=2 --rdzv-id=told --redirects=3 --dashboard=0"

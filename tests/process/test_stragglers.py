@@ -11,11 +11,11 @@ import pytest
 
 from tests.process.jobs import Job, Node, job
 from tests.support import poll_for
+from torchelastic.events.analysis.stragglers import Stragglers
+from torchelastic.events.analysis.view import JobView, fold
 from torchelastic.events.log import read_job
 from torchelastic.events.record import Record
-from torchelastic.events.stragglers import Stragglers
 from torchelastic.events.types import Progress
-from torchelastic.events.view import JobView, fold
 
 PACED = Path(__file__).with_name("paced.py")
 PATIENCE = 120.0

@@ -12,11 +12,11 @@ import pytest
 from tests.light import with_light_torch
 from tests.process.bench import bench
 from tests.support import poll_for
-from torchelastic.agent import linux
-from torchelastic.agent.cgroup import Cgroup
-from torchelastic.agent.supervisor import WorkerSpawn
+from torchelastic.agent.workers.supervisor import WorkerSpawn
 from torchelastic.config import Entry
 from torchelastic.errors import SpawnError
+from torchelastic.system import linux
+from torchelastic.system.cgroup import Cgroup
 
 
 @pytest.fixture

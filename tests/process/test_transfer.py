@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.process import forked, sharing
-from torchelastic.training import transfer
+from torchelastic.tensors import transfer
 
 pytestmark = pytest.mark.usefixtures("forks")
 

@@ -13,9 +13,9 @@ import pytest
 from tests.light import PLACE, with_light_torch
 from tests.process.bench import bench, pids_of
 from tests.support import poll_for
-from torchelastic.agent import zygote
-from torchelastic.agent.supervisor import WorkerSpawn
-from torchelastic.agent.zygote import Zygote
+from torchelastic.agent.spawn import zygote_client
+from torchelastic.agent.spawn.zygote_client import Zygote
+from torchelastic.agent.workers.supervisor import WorkerSpawn
 from torchelastic.config import Entry
 from torchelastic.errors import SpawnError
 from torchelastic.worker.bootstrap import result_path, write_call
@@ -279,7 +279,7 @@ def test_a_cancelled_request_does_not_confuse_the_next(made, script, environ):
 
 
 def test_a_frozen_zygote_is_given_up(made, script, environ, monkeypatch):
-    monkeypatch.setattr(zygote, "ANSWER_LIMIT", 0.2)
+    monkeypatch.setattr(zygote_client, "ANSWER_LIMIT", 0.2)
     entry = Entry("script", str(script))
     made.start_zygote(entry, environ)
     os.kill(made.zygote.pid, signal.SIGSTOP)

@@ -13,7 +13,7 @@ import pytest
 from tests.light import with_light_torch
 from tests.process import probe as probe_module
 from tests.process.bench import bench, run_plain
-from torchelastic.agent.processes import command_line
+from torchelastic.agent.spawn.processes import command_line
 from torchelastic.config import Entry
 
 ARGS = ("--lr", "1e-3", "", "a b", "ü")

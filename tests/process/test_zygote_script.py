@@ -12,7 +12,7 @@ import pytest
 from tests.light import with_light_torch
 from tests.process.bench import bench, run_plain
 from torchelastic import env
-from torchelastic.agent.processes import command_line
+from torchelastic.agent.spawn.processes import command_line
 from torchelastic.config import Entry
 
 SCRIPTS = {

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.process.forked import PATIENCE, build
 from torchelastic.data.batch_policy import BatchPolicy
-from torchelastic.training import ddp as kept
+from torchelastic.training.group import ddp as kept
 
 
 class Case(NamedTuple):

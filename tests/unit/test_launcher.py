@@ -12,8 +12,8 @@ from torchelastic.errors import (
     RendezvousLost,
     TorchElasticError,
 )
-from torchelastic.failure import Failure
-from torchelastic.launcher.api import Ended, completed, entrypoint_name, make_entry
+from torchelastic.events.failure import Failure
+from torchelastic.launcher.launch_job import Ended, completed, entrypoint_name, make_entry
 from torchelastic.multiprocessing.errors import ChildFailedError
 from torchelastic.rendezvous.world import World
 

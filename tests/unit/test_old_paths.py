@@ -13,6 +13,12 @@ import pytest
 
 from tests.support import poll_for
 from torchelastic import events
+from torchelastic.compat.release02.distributed_utils import (
+    create_c10d_store,
+    get_free_port,
+    get_socket_with_port,
+)
+from torchelastic.compat.release02.log_levels import get_logger
 from torchelastic.errors import ConfigError
 from torchelastic.events.record import Record
 from torchelastic.launcher import LaunchConfig
@@ -24,8 +30,6 @@ from torchelastic.rendezvous.etcd_rendezvous import (
     create_rdzv_handler,
 )
 from torchelastic.timer import FileTimerClient, FileTimerServer, expires
-from torchelastic.utils.distributed import create_c10d_store, get_free_port, get_socket_with_port
-from torchelastic.utils.logging import get_logger
 
 PATHS = {
     "agent.server": "ElasticAgent LocalElasticAgent SimpleElasticAgent Worker WorkerGroup "
@@ -107,7 +111,7 @@ def test_a_train_step_becomes_a_generator():
             raise StopIteration
         return state, left.pop()
 
-    steps = importlib.import_module("torchelastic.train_loop").to_generator(train_step)
+    steps = importlib.import_module("torchelastic.training.train").to_generator(train_step)
     assert list(steps("state")) == [("state", 2), ("state", 1)]
 
 

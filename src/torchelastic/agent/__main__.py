@@ -6,9 +6,9 @@ import json
 import sys
 from pathlib import Path
 
-from torchelastic.agent.linux import die_with_parent
 from torchelastic.agent.main import run_job
 from torchelastic.config import Entry, LaunchConfig
+from torchelastic.system.linux import die_with_parent
 
 
 def main() -> int:

@@ -17,43 +17,46 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchelastic import env, jobs
-from torchelastic.agent import crew, group_state, logs, preflight, report
-from torchelastic.agent.best_effort import observing
-from torchelastic.agent.crew import CrewState
-from torchelastic.agent.doings import Doings
-from torchelastic.agent.file_timers import FileTimers
-from torchelastic.agent.gathered_log import GatheredLog
-from torchelastic.agent.gathering import Gathering
-from torchelastic.agent.group_state import GroupState
+from torchelastic import env
+from torchelastic.agent import failure_report, preflight
 from torchelastic.agent.guard import GUARD_LOST_SIGNAL, is_under_nohup
-from torchelastic.agent.hang_report import HangReport
-from torchelastic.agent.inquiry import Inquiry
-from torchelastic.agent.metrics_endpoint import MetricsEndpoint
-from torchelastic.agent.narrator import Narrator
-from torchelastic.agent.nursery import Nursery
-from torchelastic.agent.page import Page
-from torchelastic.agent.presence import Presence
-from torchelastic.agent.sampling import Sampling
-from torchelastic.agent.script_vigil import ScriptVigil
-from torchelastic.agent.side_tasks import SideTasks
-from torchelastic.agent.snapshots import Snapshots
-from torchelastic.agent.stacks import Stacks
-from torchelastic.agent.straggler_watch import StragglerWatch
-from torchelastic.agent.telling import Telling
-from torchelastic.agent.transitions import Transitions
-from torchelastic.agent.upkeep import Upkeep
-from torchelastic.agent.vigil import Vigil
-from torchelastic.agent.worker_env import node_env
-from torchelastic.agent.workers import LAST_WORDS, Workers
+from torchelastic.agent.lifecycle import in_process, script
+from torchelastic.agent.lifecycle.in_process import CrewState
+from torchelastic.agent.lifecycle.script import GroupState
+from torchelastic.agent.lifecycle.transitions import Transitions
+from torchelastic.agent.output import log_files
+from torchelastic.agent.snapshot_service import Snapshots
+from torchelastic.agent.spawn.factory import Nursery
+from torchelastic.agent.spawn.helper_restarts import Upkeep
+from torchelastic.agent.telemetry.collected_log import GatheredLog
+from torchelastic.agent.telemetry.collector import Gathering
+from torchelastic.agent.telemetry.dashboard_process import Page
+from torchelastic.agent.telemetry.metrics_server import MetricsEndpoint
+from torchelastic.agent.telemetry.progress_sampler import Sampling
+from torchelastic.agent.telemetry.reporter import Narrator
+from torchelastic.agent.telemetry.shipper import Telling
+from torchelastic.agent.telemetry.straggler_watch import StragglerWatch
+from torchelastic.agent.watch.file_timers import FileTimers
+from torchelastic.agent.watch.hang_report import HangReport
+from torchelastic.agent.watch.hang_watchdog import Vigil
+from torchelastic.agent.watch.inspector import Doings
+from torchelastic.agent.watch.query_socket import Inquiry
+from torchelastic.agent.watch.script_hang_watchdog import ScriptVigil
+from torchelastic.agent.watch.stack_reader import Stacks
+from torchelastic.agent.workers.environment import node_env
+from torchelastic.agent.workers.pool import LAST_WORDS, Workers
+from torchelastic.best_effort import observing
 from torchelastic.clock import Clock, SystemClock
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.errors import EXIT_FAILED, RendezvousLost
+from torchelastic.events import job_registry
 from torchelastic.events.handlers import sink_for
 from torchelastic.events.log import GATHERED_FILE, EventLog
-from torchelastic.rendezvous.credentials import load_secret
 from torchelastic.rendezvous.embedded.voter_file import claim
+from torchelastic.rendezvous.membership.member_session import Presence
 from torchelastic.rendezvous.world import Base, World
+from torchelastic.side_tasks import SideTasks
+from torchelastic.transport.credentials import load_secret
 from torchelastic.worker import orders
 
 logger = logging.getLogger(__name__)
@@ -107,7 +110,7 @@ class Agent:
         self._state: GroupState | CrewState = GroupState(
             node=self._node, nproc=config.nproc_per_node
         )
-        self._queue: asyncio.Queue[crew.Event | Exception] = asyncio.Queue()
+        self._queue: asyncio.Queue[in_process.Event | Exception] = asyncio.Queue()
         self._beside = SideTasks(self._went_wrong, lambda sentence: self._narrator.say(sentence))
         self._transitions = Transitions()
         self._action: asyncio.Task[None] | None = None
@@ -152,11 +155,11 @@ class Agent:
 
     def _open(self) -> None:
         config = self._config
-        self._run_dir = logs.make_run_dir(config)
-        self._logs = logs.NodeLogs(config, self._run_dir)
-        registry_dir = jobs.directory_for(config.run_id, self._node)
-        path = jobs.events_path(config, self._run_dir, registry_dir)
-        self._registration = jobs.register(
+        self._run_dir = log_files.make_run_dir(config)
+        self._logs = log_files.NodeLogs(config, self._run_dir)
+        registry_dir = job_registry.directory_for(config.run_id, self._node)
+        path = job_registry.events_path(config, self._run_dir, registry_dir)
+        self._registration = job_registry.register(
             config.run_id,
             self._node,
             pid=os.getpid(),
@@ -257,7 +260,7 @@ class Agent:
             self._node,
             self._clock,
             prints_failure=self._prints_failure,
-            for_others=report.command_for_others(config, self._entry),
+            for_others=failure_report.command_for_others(config, self._entry),
         )
 
     def _watch_hangs(self, registry_dir: Path) -> None:
@@ -392,7 +395,7 @@ class Agent:
         self._narrator.rejoined(name, self._presence.meeting)
 
     def _world_seen(self, world: World) -> None:
-        self._queue.put_nowait(group_state.WorldSeen(world))
+        self._queue.put_nowait(script.WorldSeen(world))
         self._snapshots.hear_of(world)
         if world.phase == "running":
             self._snapshots.turn_to(world)
@@ -417,13 +420,13 @@ class Agent:
             self._presence.update(base=base)
 
     def _lease_lost(self) -> None:
-        self._queue.put_nowait(group_state.LeaseLost())
+        self._queue.put_nowait(script.LeaseLost())
         if not self._state.leaving:
             self._narrator.lease_lost(self._presence.meeting.loss)
 
     # --- events ----------------------------------------------------------------------------------
 
-    async def _next_event(self) -> crew.Event:
+    async def _next_event(self) -> in_process.Event:
         event = await self._queue.get()
         if isinstance(event, Exception):
             raise event
@@ -432,7 +435,7 @@ class Agent:
     def _went_wrong(self, error: Exception) -> None:
         """What is essential and fails beside the loop becomes an event."""
         if isinstance(error, RendezvousLost):
-            self._queue.put_nowait(group_state.StoreLost(str(error)))
+            self._queue.put_nowait(script.StoreLost(str(error)))
         else:
             self._queue.put_nowait(error)
 
@@ -452,14 +455,14 @@ class Agent:
 
     def _asked_to_leave(self, signum: signal.Signals) -> None:
         deadline = self._clock.now() + self._config.shutdown_timeout
-        self._queue.put_nowait(group_state.LeaveRequested(signum, deadline))
+        self._queue.put_nowait(script.LeaveRequested(signum, deadline))
         self._beside.start(self._leave_in_time, "leave")
         self._narrator.leaves(signum.name)
 
     async def _leave_in_time(self) -> None:
         """Resident workers go at a step boundary, if there is one before the time is up."""
         await asyncio.sleep(self._config.shutdown_timeout)
-        self._queue.put_nowait(crew.LeaveOverdue())
+        self._queue.put_nowait(in_process.LeaveOverdue())
 
     def _forward(self, signum: signal.Signals) -> None:
         self._workers.signal(signum)
@@ -470,26 +473,26 @@ class Agent:
         self._workers.kill_everything()
         os._exit(128 + signal.SIGKILL)
 
-    def _handle(self, event: crew.Event) -> list[crew.Command]:
+    def _handle(self, event: in_process.Event) -> list[in_process.Command]:
         """Let the machine that is in charge decide; the workers may turn out to be resident."""
         if isinstance(self._state, CrewState):
             return self._let_crew(self._state, event)
         state = self._state
-        decided: list[crew.Command] = []
+        decided: list[in_process.Command] = []
         known = _for_script(event)
         if known is not None:
-            state, decided = self._transitions.take(group_state.handle, state, known)
+            state, decided = self._transitions.take(script.handle, state, known)
         self._state = state
-        if not group_state.has_turned_resident(state):
+        if not script.has_turned_resident(state):
             return decided
         assert state.world is not None
-        taken_over, more = crew.take_over(state, self._narrator.name)
-        again = self._let_crew(taken_over, group_state.WorldSeen(state.world))
+        taken_over, more = in_process.take_over(state, self._narrator.name)
+        again = self._let_crew(taken_over, script.WorldSeen(state.world))
         self._beside.start(partial(self._vigil.run, lambda: self._crew), "hang-watchdog")
         return [*decided, *more, *again]
 
-    def _let_crew(self, state: CrewState, event: crew.Event) -> list[crew.Command]:
-        state, commands = self._transitions.take(crew.handle, state, event)
+    def _let_crew(self, state: CrewState, event: in_process.Event) -> list[in_process.Command]:
+        state, commands = self._transitions.take(in_process.handle, state, event)
         self._state = state
         return commands
 
@@ -503,28 +506,28 @@ class Agent:
 
     # --- commands --------------------------------------------------------------------------------
 
-    def _perform(self, command: crew.Command) -> None:
+    def _perform(self, command: in_process.Command) -> None:
         """The only place with side effects."""
         match command:
-            case group_state.Start(world):
+            case script.Start(world):
                 self._act(self._start_workers(world))
-            case group_state.Stop(signum, told) if not self._workers.stopping:
+            case script.Stop(signum, told) if not self._workers.stopping:
                 self._workers.begin_to_stop()
                 self._act(self._stop_workers(signum, told))
-            case group_state.Stop(signum):
+            case script.Stop(signum):
                 self._workers.signal(signum)
-            case group_state.Report(changes):
+            case script.Report(changes):
                 steps = {"step": self._workers.best_step, "trained": self._newest_trained()}
                 self._presence.update(**{**steps, "holds": self._newest_held(), **changes})
-            case group_state.Rejoin(gone):
+            case script.Rejoin(gone):
                 self._beside.start(partial(self._rejoin, gone), "rejoin")
-            case group_state.Tell(local_rank, order):
+            case script.Tell(local_rank, order):
                 self._workers.tell(local_rank, order)
                 if isinstance(order, orders.Over):
                     self._vigil.told_over(local_rank, finished=order.finished)
                 elif isinstance(order, orders.Enter):
                     self._upkeep.check_store(order.store, local_rank, alive=True)
-            case crew.Spawn(local_rank):
+            case in_process.Spawn(local_rank):
                 self._beside.start(partial(self._start_standby, local_rank), "standby")
 
     def _newest_trained(self) -> int:
@@ -569,7 +572,7 @@ class Agent:
         script; they wait for it only where the world does.
         """
         await self._fit.wait()
-        if isinstance(self._state, CrewState) and self._state.having(crew.Status.TRAINING):
+        if isinstance(self._state, CrewState) and self._state.having(in_process.Status.TRAINING):
             await self._vigil.recovered(lambda: self._crew)
         if self._closing or self._workers.stopping:
             return  # it would outlive those who are to stop it
@@ -579,16 +582,16 @@ class Agent:
 
     async def _stop_workers(self, signum: int, told: frozenset[int]) -> None:
         await self._workers.stop(signum, self._state.generation, told)
-        self._queue.put_nowait(group_state.WorkersGone())
+        self._queue.put_nowait(script.WorkersGone())
 
 
-def _for_script(event: crew.Event) -> group_state.Event | None:
+def _for_script(event: in_process.Event) -> script.Event | None:
     """The event as a group that is stopped and started as one knows it; None: it does not."""
     match event:
-        case crew.Said(local_rank, orders.Enlisted()):
-            return group_state.WorkerEnlisted(local_rank)
-        case crew.Said(local_rank, orders.CanSave()):
-            return group_state.WorkerCanSave(local_rank)
-        case crew.Said() | crew.LeaveOverdue():
+        case in_process.Said(local_rank, orders.Enlisted()):
+            return script.WorkerEnlisted(local_rank)
+        case in_process.Said(local_rank, orders.CanSave()):
+            return script.WorkerCanSave(local_rank)
+        case in_process.Said() | in_process.LeaveOverdue():
             return None
     return event

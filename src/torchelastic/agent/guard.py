@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Collection
 from typing import NoReturn
 
-from torchelastic.agent import cgroup, linux
+from torchelastic.system import cgroup, linux
 
 #: What the agent gets when the guard is gone. Its default action ends a process, which is right
 #: for an agent that has not started anything yet; an agent with workers must end those first.

@@ -41,7 +41,7 @@ def _with_etcd(config: LaunchConfig) -> Iterator[LaunchConfig]:
     if config.rdzv_endpoint != OWN_ETCD:
         yield config
         return
-    from torchelastic.rendezvous.etcd_server import EtcdServer
+    from torchelastic.rendezvous.etcd.local_server import EtcdServer
 
     with EtcdServer() as server:
         yield dataclasses.replace(config, rdzv_endpoint=server.get_endpoint())
@@ -52,7 +52,7 @@ def _run_agent(config: LaunchConfig, entry: Entry, outcome: Path | None) -> int:
     import asyncio
 
     from torchelastic.agent.agent import Agent
-    from torchelastic.agent.narrator import set_up_log
+    from torchelastic.agent.telemetry.reporter import set_up_log
 
     words = set_up_log()
     try:

@@ -10,10 +10,10 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping
 
-from torchelastic.agent.report import exit_words
-from torchelastic.agent.run_program import run_program
+from torchelastic.agent.failure_report import exit_words
+from torchelastic.agent.spawn.run_program import run_program
 from torchelastic.errors import SpawnError
-from torchelastic.failure import last_lines
+from torchelastic.events.failure import last_lines
 
 #: Seconds a check may take.
 LIMIT = 300.0

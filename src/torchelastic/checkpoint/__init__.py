@@ -1,4 +1,4 @@
-"""Checkpoints: a state in storage, for when no worker that holds it in memory is left.
+"""Worker process: checkpoints in storage, for when no copy of the state in memory is left.
 
     from torchelastic.checkpoint import CheckpointStore, set_checkpoint_manager
 
@@ -6,21 +6,19 @@
 
 `save`, `load_latest`, `finish` and their like are what the training loop calls.
 
-    store.py          CheckpointStore: when, how, and the copy at a step boundary
-    plan, tree        who writes what of a state, and under which names
-    staging, job      the memory it is copied to, and what becomes of it: in a thread, or a ...
-    process.py        ... process of its own
-    dcp.py            the files of torch.distributed.checkpoint
-    catalog, marker, fence, retention      what makes a checkpoint one, whose, and until when
-    storage, fsspec_storage                where
-    manager, background, checkpoint_util   0.1's names, and any manager of the user's own
+    checkpoint_store  CheckpointStore: when, how, and the copy at a step boundary
+    write_plan        who writes what of a state, and under which names
+    catalog, marker, fence, retention   what makes a checkpoint valid, whose it is, until when
+    background/       the copy of the state, and the thread or process that writes it
+    storage/          directories and URLs, and the files of torch.distributed.checkpoint
+    manager, checkpoint_util            0.1's names, and any manager of the user's own
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchelastic.checkpoint.background import (
+from torchelastic.checkpoint.background.saving import (
     before_write,
     can_be_saved,
     entered,
@@ -36,6 +34,7 @@ from torchelastic.checkpoint.background import (
     wait,
     warn_if_never_due,
 )
+from torchelastic.checkpoint.checkpoint_store import CheckpointStore, FileSystemCheckpointManager
 from torchelastic.checkpoint.file_system_checkpoint import FileSystemCheckpoint
 from torchelastic.checkpoint.manager import (
     Checkpoint,
@@ -43,7 +42,6 @@ from torchelastic.checkpoint.manager import (
     get_checkpoint_manager,
     set_checkpoint_manager,
 )
-from torchelastic.checkpoint.store import CheckpointStore, FileSystemCheckpointManager
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.checkpoint_util import CheckpointUtil

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from torchelastic.checkpoint import fence, marker, retention
 from torchelastic.checkpoint.fence import Fence, Verdict
 from torchelastic.checkpoint.marker import File, History, Marker
-from torchelastic.checkpoint.storage import Storage, Summed, crc_of
+from torchelastic.checkpoint.storage.storage import Storage, Summed, crc_of
 from torchelastic.errors import CheckpointError
 
 log = logging.getLogger(__name__)

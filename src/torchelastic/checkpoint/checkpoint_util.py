@@ -7,8 +7,8 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from torchelastic import backends
-from torchelastic.checkpoint.background import load_latest, save
+from torchelastic import torch_backends
+from torchelastic.checkpoint.background.saving import load_latest, save
 from torchelastic.checkpoint.manager import Saved, get_checkpoint_manager
 
 
@@ -59,6 +59,6 @@ def _anyone(flag: bool) -> bool:
     """Whether it is set on any worker of the world."""
     if not (dist.is_available() and dist.is_initialized()):
         return flag
-    flags = torch.tensor([int(flag)], device=backends.here())
+    flags = torch.tensor([int(flag)], device=torch_backends.here())
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     return bool(flags.item())

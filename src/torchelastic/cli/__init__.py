@@ -1,9 +1,7 @@
-"""The command line: argv becomes a job, and nothing else happens here.
+"""Command line: argv becomes a job or a question about one, and nothing else happens here.
 
-parser (argv and PET_* -> values) -> job (values -> LaunchConfig, Entry) -> checks -> the agent.
-`flags` is the table behind parser, help and `docs/cli.md`.
-
-A command's module is imported when it is used: none of them imports torch, and `--help` is quick.
+options/   parser (argv and PET_* -> values) -> launch_config (LaunchConfig, Entry) -> checks
+commands/  one module per command, imported when it is used: none imports torch, `--help` is quick
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchelastic.cli.flavours import Flavour
+    from torchelastic.cli.options.command_defaults import Flavour
 
 #: Each is a module here with a `main`.
 _COMMANDS = (
@@ -64,11 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_program(flavour: str, argv: Sequence[str] | None) -> int:
-    """A module entry point with the flags of `run`: its defaults are a name in `flavours`."""
+    """Run a module entry point with the flags of `run`; `flavour` names its defaults."""
     try:
-        from torchelastic.cli import flavours, run
+        from torchelastic.cli.commands import run
+        from torchelastic.cli.options import command_defaults
 
-        chosen: Flavour = getattr(flavours, flavour)
+        chosen: Flavour = getattr(command_defaults, flavour)
         return run.main(sys.argv[1:] if argv is None else argv, chosen)
     except KeyboardInterrupt:
         return interrupted()
@@ -82,7 +81,7 @@ def interrupted() -> int:
 
 def _main(command: str, *rest: str) -> int:
     if command in _COMMANDS:
-        return int(import_module(f"torchelastic.cli.{command}").main(list(rest)))
+        return int(import_module(f"torchelastic.cli.commands.{command}").main(list(rest)))
     if command in ("-h", "--help", "help"):
         print(_HELP, end="")
         return EXIT_OK

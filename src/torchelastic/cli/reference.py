@@ -12,13 +12,18 @@ from pathlib import Path
 from types import ModuleType
 
 from torchelastic import env
-from torchelastic.agent import crew, group_state
-from torchelastic.cli.flag import GROUPS, Flag
-from torchelastic.cli.flags import FLAGS
-from torchelastic.cli.flavours import DISTRIBUTED_LAUNCH, DISTRIBUTED_RUN, FLAVOURS, RUN
-from torchelastic.cli.help import default_words, spellings
-from torchelastic.rendezvous import resident
-from torchelastic.rendezvous import round as rounds
+from torchelastic.agent.lifecycle import in_process, script
+from torchelastic.cli.options.command_defaults import (
+    DISTRIBUTED_LAUNCH,
+    DISTRIBUTED_RUN,
+    FLAVOURS,
+    RUN,
+)
+from torchelastic.cli.options.flag import GROUPS, Flag
+from torchelastic.cli.options.flags import FLAGS
+from torchelastic.cli.options.help import default_words, spellings
+from torchelastic.rendezvous import in_process_round
+from torchelastic.rendezvous import script_round as rounds
 
 _GENERATED = "<!-- Written by `python -m torchelastic.cli.reference docs`; do not edit. -->\n"
 
@@ -45,7 +50,7 @@ _STATES_HEAD = f"""\
 
 ## A world
 
-One leader decides (`rendezvous/round.py`). The world it publishes is in one of these phases:
+One leader decides (`rendezvous/script_round.py`). The world it publishes is in one of these phases:
 
 ```
 {_drawing(rounds)}
@@ -61,11 +66,11 @@ One leader decides (`rendezvous/round.py`). The world it publishes is in one of 
 
 ## The workers of a node
 
-`agent/group_state.py` decides. Stopping is SIGTERM to every worker's process group, SIGKILL after
-`--shutdown-timeout`, and an end for whatever the workers had started.
+`agent/lifecycle/script.py` decides. Stopping is SIGTERM to every worker's process group, SIGKILL
+after `--shutdown-timeout`, and an end for whatever the workers had started.
 
 ```
-{_drawing(group_state)}
+{_drawing(script)}
 ```
 """
 
@@ -73,10 +78,10 @@ _CREW_HEAD = f"""\
 ## Resident workers
 
 Workers that have called `torchelastic.train` outlive their generation. When those of all nodes
-have, the world is *resident*, and other rules hold (`rendezvous/resident.py`):
+have, the world is *resident*, and other rules hold (`rendezvous/in_process_round.py`):
 
 ```
-{_drawing(resident)}
+{_drawing(in_process_round)}
 ```
 
 | phase | what agents do |
@@ -86,10 +91,10 @@ have, the world is *resident*, and other rules hold (`rendezvous/resident.py`):
 | over | tell their workers to abort and roll back, or to stop after an agreed step; report *gone* |
 | waiting, closed | as above |
 
-On a node, `agent/crew.py` decides. A worker's life:
+On a node, `agent/lifecycle/in_process.py` decides. A worker's life:
 
 ```
-{_drawing(crew)}
+{_drawing(in_process)}
 ```
 """
 
@@ -196,10 +201,12 @@ def states_page() -> str:
     """The text of `docs/states.md`."""
     rows = (
         (phase.value, event.__name__, _docstring(handler))
-        for (phase, event), handler in group_state.TRANSITIONS.items()
+        for (phase, event), handler in script.TRANSITIONS.items()
     )
     group = _table(("while", "event", "what the node does"), rows)
-    handlers = ((event.__name__, _docstring(handler)) for event, handler in crew.HANDLERS.items())
+    handlers = (
+        (event.__name__, _docstring(handler)) for event, handler in in_process.HANDLERS.items()
+    )
     residents = _table(("event", "what the node does"), handlers)
     return f"{_GENERATED}\n{_STATES_HEAD}\n{group}\n{_CREW_HEAD}\n{residents}"
 

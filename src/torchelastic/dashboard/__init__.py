@@ -1,8 +1,8 @@
-"""A page that shows a job: read-only, over its event logs, in a process of its own.
+"""Dashboard process: a page that shows a job, read-only, made from its event logs.
 
-door      who is let in (pure)
-answers   what a request gets (pure)
-files     the page itself, as it lies in `static/`
-pictures  the job as it stands, made once for all who look
-server    the sockets
+access        who may see the page, pure
+responses     the answer to a request, pure
+static_files  the page itself, from `static/`
+job_state     the job as the page shows it, made once for all viewers
+page_server   the sockets; start: from an address and a token to a running page
 """

@@ -11,19 +11,19 @@ import json
 import logging
 import sys
 
-from torchelastic.cli.story import choose
-from torchelastic.dashboard import serving
-from torchelastic.dashboard.pictures import Pictures
+from torchelastic.dashboard import start
+from torchelastic.dashboard.job_state import Pictures
 from torchelastic.errors import EXIT_FAILED, TorchElasticError
+from torchelastic.events.analysis.find_job import choose
 
 
 def main() -> int:
     job, node, address, *files = sys.argv[1:]
     logging.basicConfig(format="[torchelastic dashboard] %(message)s", level=logging.WARNING)
     try:
-        token = serving.load_token(next(iter(files), None), "--dashboard-token-file")
+        token = start.load_token(next(iter(files), None), "--dashboard-token-file")
         pictures = Pictures(choose(job), node)
-        return asyncio.run(serving.serve(pictures, address, token, _found, until=0))
+        return asyncio.run(start.serve(pictures, address, token, _found, until=0))
     except (TorchElasticError, OSError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         _tell({"error": reason})

@@ -1,4 +1,4 @@
-"""Data for a world that changes: each sample once an epoch, whatever comes and goes.
+"""Worker process: data loading in a world that changes: each sample once an epoch.
 
 order        the order of an epoch: a permutation that is computed, not stored
 shares       which samples of a step are whose, as pure functions
@@ -9,7 +9,7 @@ stateful     the same loader on torchdata's
 streaming    ElasticStream: records in numbered shards, known only by reading
 batch_policy BatchPolicy: how many samples a step takes, and each rank's share of them
 accumulation a step in micro-batches, with the right weights
-schedule     SampleSchedule: learning rates that follow samples instead of steps
+learning_rate SampleSchedule: learning rates that follow samples instead of steps
 ledger       Ledger: which samples each committed step has used, as JSON lines
 verdict      whether such lines prove that every sample was used exactly once
 checker      the same as a command, over files
@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torchelastic.data.batch_policy import BatchPolicy
+    from torchelastic.data.learning_rate import SampleSchedule
     from torchelastic.data.ledger import Ledger
     from torchelastic.data.loader import DataLoader
     from torchelastic.data.sampler import ElasticSampler
-    from torchelastic.data.schedule import SampleSchedule
     from torchelastic.data.stateful import StatefulDataLoader
     from torchelastic.data.streaming import ElasticStream
 
@@ -48,7 +48,7 @@ _HOME = {
     "ElasticSampler": "torchelastic.data.sampler",
     "ElasticStream": "torchelastic.data.streaming",
     "Ledger": "torchelastic.data.ledger",
-    "SampleSchedule": "torchelastic.data.schedule",
+    "SampleSchedule": "torchelastic.data.learning_rate",
     "StatefulDataLoader": "torchelastic.data.stateful",
 }
 

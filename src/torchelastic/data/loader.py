@@ -18,7 +18,6 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, default_collate
 
-from torchelastic import stalls
 from torchelastic.data.batch_policy import BatchPolicy
 from torchelastic.data.own_rank import OwnRank
 from torchelastic.data.progress import Handed, Position, Progress
@@ -26,6 +25,7 @@ from torchelastic.data.sampler import ElasticSampler
 from torchelastic.data.shares import Plan, Policy
 from torchelastic.data.streaming import CollateStep, ElasticStream, StreamFeed, StreamSteps
 from torchelastic.errors import ConfigError
+from torchelastic.worker_counters import stalls
 
 T = TypeVar("T")
 Collate = Callable[[list[Any]], Any]

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from torchelastic import milestones
 from torchelastic.data.order import Order
 from torchelastic.data.progress import Position, Progress
 from torchelastic.data.shares import every_nth, turns_left
 from torchelastic.errors import ConfigError
+from torchelastic.worker_counters import milestones
 
 
 class ElasticSampler(Progress, Sampler[int]):

@@ -1,4 +1,4 @@
-"""The entry points that users of torchrun, Bagua and torchelastic 0.2 know: `run`, `launch`.
+"""Command line: the entry points of torchrun, Bagua and torchelastic 0.2: `run`, `launch`.
 
 And the collectives of 0.1, for `State.sync`: `import torchelastic.distributed as edist`. They are
 loaded when first used: the entry points are to start without torch.
@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchelastic.distributed.collectives import (
+    from torchelastic.compat.release01.collectives import (
         all_gather_return_max_long,
         broadcast_binary,
         broadcast_bool,
@@ -40,7 +40,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'torchelastic.distributed' has no attribute '{name}'")
-    return getattr(importlib.import_module("torchelastic.distributed.collectives"), name)
+    return getattr(importlib.import_module("torchelastic.compat.release01.collectives"), name)
 
 
 def __dir__() -> list[str]:

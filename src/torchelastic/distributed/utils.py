@@ -1,5 +1,5 @@
 """A module name of 0.1's."""
 
-from torchelastic.distributed.collectives import get_rank
+from torchelastic.compat.release01.collectives import get_rank
 
 __all__ = ["get_rank"]

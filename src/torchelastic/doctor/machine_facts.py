@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from torchelastic.agent import linux
-from torchelastic.agent.cgroup import Cgroup
-from torchelastic.doctor.machine import Clocks, Limits, Machine, Ports, Space
-from torchelastic.snapshot import room
+from torchelastic.doctor.machine_rules import Clocks, Limits, Machine, Ports, Space
+from torchelastic.system import linux, memory_limit
+from torchelastic.system.cgroup import Cgroup
 
 SHARED_MEMORY = "/dev/shm"
 #: What `adjtimex` returns while nobody keeps the clock right.
@@ -39,7 +38,7 @@ def gather() -> Machine:
         },
         cgroup=_has_cgroup(),
         cpus=len(os.sched_getaffinity(0)),
-        memory=room.limits(),
+        memory=memory_limit.limits(),
         shared_memory=space_in(SHARED_MEMORY),
         limits=_limits(),
         ports=_ports(),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 import time
 
-from torchelastic.doctor.network import Name
-from torchelastic.rendezvous.embedded.endpoint import reachable_address
-from torchelastic.rendezvous.interfaces import can_be_told, interface_of
+from torchelastic.doctor.network_rules import Name
+from torchelastic.transport.addresses import reachable_address
+from torchelastic.transport.interfaces import can_be_told, interface_of
 
 _HERE = "127.0.0.1"
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchelastic import torch_versions
-from torchelastic.doctor import child, torch_probe
+from torchelastic.doctor import child_process, torch_probe
 from torchelastic.doctor.finding import Finding, fault, not_checked, ok, warning
 
 CHECK = "torch"
@@ -34,9 +34,9 @@ class Torch:
 def check(python: str, env: Mapping[str, str], *, gpus: int) -> list[Finding]:
     """Ask the Python that workers run with, in their environment."""
     # By its path: what is beside the script must not be taken for our package, nor ours for it.
-    ended = child.run([python, "-P", torch_probe.__file__], env, LIMIT)
+    ended = child_process.run([python, "-P", torch_probe.__file__], env, LIMIT)
     if ended.exitcode == 2:  # Python 3.10 has no -P
-        ended = child.run([python, torch_probe.__file__], env, LIMIT)
+        ended = child_process.run([python, torch_probe.__file__], env, LIMIT)
     if ended.exitcode is None:
         return [not_checked(CHECK, f"torch was not imported within {LIMIT:g} s.", "Try again.")]
     if ended.exitcode != 0:

@@ -1,10 +1,9 @@
-"""The event log: what happened in a job and why, written by every agent, read by everything else.
+"""Any process: the event log, written by every agent and read by everything else.
 
-types (what can happen) -> record (a line) -> log (files) -> merge (one story out of several)
-    -> view (what the story says about a job; with ranks, recoveries, goodput)
-    -> words (in sentences), trace (as a drawing), places (who had which rank)
+types (what can happen) -> record (a line) -> log (files) -> merge (one log out of several)
+    -> analysis/ (view, goodput, recoveries, hangs, ...) -> words (events as sentences)
 
-The names here are 0.2's, for events of a user's own (`api`).
+The names here are 0.2's, for a script's own events (`api`).
 """
 
 # The module is loaded first: loaded later, it would take its name from 0.2's function.

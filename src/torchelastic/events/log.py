@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torchelastic.clock import Clock
 from torchelastic.errors import ConfigError
-from torchelastic.events.appended import AppendedFile
+from torchelastic.events.append_file import AppendedFile
 from torchelastic.events.merge import last_run, merged
 from torchelastic.events.record import Record
 from torchelastic.events.rotation import Rotation, length, opened

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchelastic.events import types as events
-from torchelastic.events.goodput import PARTS, Goodput
+from torchelastic.events.analysis.goodput import PARTS, Goodput
+from torchelastic.events.analysis.recoveries import Recovery
+from torchelastic.events.analysis.view import JobView
+from torchelastic.events.failure import Failure, signal_name
 from torchelastic.events.record import Record
-from torchelastic.events.recoveries import Recovery
-from torchelastic.events.view import JobView
-from torchelastic.failure import Failure, signal_name
 
 #: Names and ranks that a sentence lists.
 _LISTED = 8

@@ -1,4 +1,4 @@
-"""Run + keep for training frameworks: a killed worker costs them the step in flight, in one line.
+"""Worker process: run + keep for Lightning, Transformers and Accelerate, in one line.
 
 lightning      Keep, a callback for Lightning's Trainer
 transformers   Keep, a callback for the Trainer of Hugging Face

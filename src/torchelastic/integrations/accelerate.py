@@ -24,8 +24,8 @@ import torch
 
 from torchelastic.integrations import frameworks
 from torchelastic.integrations.position import batches_done
-from torchelastic.training import rng
-from torchelastic.training.torch_state import TorchState
+from torchelastic.tensors import rng
+from torchelastic.training.state.torch_state import TorchState
 
 _accelerate = frameworks.find("accelerate")
 

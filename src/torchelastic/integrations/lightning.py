@@ -20,8 +20,8 @@ import torch
 
 from torchelastic.integrations import frameworks
 from torchelastic.integrations.position import Skip, batches_done
-from torchelastic.training import parts, rng
-from torchelastic.training.torch_state import TorchState
+from torchelastic.tensors import rng, tensor_tree
+from torchelastic.training.state.torch_state import TorchState
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class _Progress:
     def _if_plain(self, name: str, other: Any) -> Iterator[tuple[str, Any]]:
         """A state that cannot be kept is no reason to refuse the training."""
         try:
-            parts.check(name, other)
+            tensor_tree.check(name, other)
         except TypeError as error:
             if name not in self._not_kept:
                 self._not_kept.add(name)
@@ -227,5 +227,5 @@ def _is_indexed(loader: object) -> bool:
         isinstance(loader, torch.utils.data.DataLoader)
         and not isinstance(loader.dataset, torch.utils.data.IterableDataset)
         and loader.batch_sampler is not None
-        and not parts.is_stateful(loader)
+        and not tensor_tree.is_stateful(loader)
     )

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from torchelastic.integrations import frameworks
-from torchelastic.training.torch_state import TorchState
+from torchelastic.training.state.torch_state import TorchState
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
-"""A job from Python, as torch's launcher has it: `elastic_launch(config, function)(*args)`."""
+"""Launching process: jobs and processes started from Python: `elastic_launch`."""
 
 from torchelastic.config import LaunchConfig
-from torchelastic.launcher.api import elastic_launch, launch_agent
+from torchelastic.launcher.launch_job import elastic_launch, launch_agent
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]

@@ -1,4 +1,4 @@
-"""Metrics of a job, sent where a handler takes them; by default nowhere. The names are 0.1's.
+"""Worker process: a script's metrics, sent to the handlers it configures. The names are 0.1's.
 
 from torchelastic import metrics
 

@@ -15,9 +15,9 @@ from math import nan
 from typing import Literal, get_args
 
 from torchelastic.events import types as events
-from torchelastic.events.goodput import DISRUPTIONS
+from torchelastic.events.analysis.goodput import DISRUPTIONS
+from torchelastic.events.analysis.view import JobFold, JobPhase, JobView
 from torchelastic.events.record import Record
-from torchelastic.events.view import JobFold, JobPhase, JobView
 
 #: Upper bounds in seconds, for the time that a rendezvous or a recovery takes.
 BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)

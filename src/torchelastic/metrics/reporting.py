@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 from torchelastic.errors import ChannelLost
-from torchelastic.metrics.board import MESSAGE, Board
+from torchelastic.metrics.metric_table import MESSAGE, Board
 from torchelastic.worker import channel
 
 #: Seconds to wait for an agent that is busy. It is asked once.

@@ -1,19 +1,3 @@
 """A module name of 0.2's."""
 
-from torchelastic.config import Std
-from torchelastic.multiprocessing.contexts import (
-    MultiprocessContext,
-    PContext,
-    RunProcsResult,
-    SubprocessContext,
-    to_map,
-)
-
-__all__ = [
-    "MultiprocessContext",
-    "PContext",
-    "RunProcsResult",
-    "Std",
-    "SubprocessContext",
-    "to_map",
-]
+from torchelastic.compat.release02.multiprocessing_api import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""`from torchelastic.p2p import CoordinatorP2P`: where the first release had it."""
+"""Worker process: `CoordinatorP2P`, under the module name of 0.1."""
 
 from __future__ import annotations
 

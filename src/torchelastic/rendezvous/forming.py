@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torchelastic.errors import EXIT_NOT_ENOUGH_NODES
 from torchelastic.events import words
 from torchelastic.records import replace
-from torchelastic.rendezvous import held_out, succession
+from torchelastic.rendezvous import held_out, majority
 from torchelastic.rendezvous.round_state import (
     Decision,
     RoundRules,
@@ -118,7 +118,7 @@ def _witness(state: RoundState, chosen: list[Offer]) -> str:
     if state.roll is None or host is None or not host.member.witness:
         return ""
     tokens = {host.member.witness, *(offer.member.witness for offer in chosen)}
-    may_tie = succession.may_tie([offer.node for offer in chosen], state.host)
+    may_tie = majority.may_tie([offer.node for offer in chosen], state.host)
     return host.member.witness if may_tie and len(tokens) == 1 else ""
 
 
@@ -168,7 +168,7 @@ def _to_agree_on(state: RoundState, world: World) -> World:
     """The world as it may be published: to be begun at once, or when enough have taken it up."""
     if state.roll is None:
         return world
-    if succession.settles_itself(roll_after(state, world), departing(state)):
+    if majority.settles_itself(roll_after(state, world), departing(state)):
         return world
     return replace(world, phase="agreeing")
 
@@ -176,8 +176,8 @@ def _to_agree_on(state: RoundState, world: World) -> World:
 def _number(last: World, state: RoundState) -> int:
     """The number of the world after `last`, which may have had no nodes."""
     if not last.nodes:
-        return max(last.generation, 0, succession.first_generation(state.term))
-    return succession.next_generation(last.generation, state.term)
+        return max(last.generation, 0, majority.first_generation(state.term))
+    return majority.next_generation(last.generation, state.term)
 
 
 def newcomers_to(rules: RoundRules, state: RoundState) -> list[str]:

@@ -20,12 +20,10 @@ from typing import Protocol
 
 from torchelastic.clock import Clock
 from torchelastic.errors import LeaseExpired, RendezvousError
-from torchelastic.rendezvous import resident, round_state, succession
-from torchelastic.rendezvous.agreement import Agreement
-from torchelastic.rendezvous.doubts import Ask, Doubts
-from torchelastic.rendezvous.replacing import holding_up, why_to_replace
+from torchelastic.rendezvous import in_process_round, majority, round_state
+from torchelastic.rendezvous.job_settings import Agreement
+from torchelastic.rendezvous.membership.suspicion import Ask, Doubts
 from torchelastic.rendezvous.restart_policy import Kind
-from torchelastic.rendezvous.round import waits_for_checkpoint
 from torchelastic.rendezvous.round_state import (
     Decision,
     Draft,
@@ -34,9 +32,11 @@ from torchelastic.rendezvous.round_state import (
     RoundState,
     Witnessed,
 )
+from torchelastic.rendezvous.script_round import waits_for_checkpoint
 from torchelastic.rendezvous.store import Change, Json, Listing, Store
-from torchelastic.rendezvous.witness.asking import Silent
+from torchelastic.rendezvous.straggler_replacement import holding_up, why_to_replace
 from torchelastic.rendezvous.witness.vote_keys import Witness
+from torchelastic.rendezvous.witness.witness_client import Silent
 from torchelastic.rendezvous.world import (
     LEADER_KEY,
     MEMBER_PREFIX,
@@ -235,7 +235,7 @@ class Leader:
             self._state = round_state.with_holds(self._state, self._clock.now())
             self._note_slow()
             self._note_witness()
-            decision = resident.decide(self._rules, self._state, self._clock.now())
+            decision = in_process_round.decide(self._rules, self._state, self._clock.now())
             self._pause = PAUSE * (asyncio.get_running_loop().time() - began)
             if decision.world is not None:
                 if not await self._publish(decision.world, decision.kind):
@@ -281,7 +281,7 @@ class Leader:
         if before is None or not world.has_list_of(before):
             beside = world.parts()
             if following.roll is not None:
-                beside[ROLL_KEY] = succession.to_json(following.roll)
+                beside[ROLL_KEY] = majority.to_json(following.roll)
         if beside is not None and self._keep is not None:
             await self._keep(world, beside)
         revision = await self._store.compare_and_set(

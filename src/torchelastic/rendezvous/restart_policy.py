@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from torchelastic.failure import Failure
+from torchelastic.events.failure import Failure
 from torchelastic.records import replace
 from torchelastic.rendezvous import root_cause
 

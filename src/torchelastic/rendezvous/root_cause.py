@@ -26,7 +26,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torchelastic.failure import Failure
+from torchelastic.events.failure import Failure
 
 #: What gloo, NCCL, torch's stores and we say when the other end is gone; in lower case.
 _LOST_PEER = re.compile(

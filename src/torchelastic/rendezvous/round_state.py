@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchelastic.config import Grow, LaunchConfig, WorldSizes
-from torchelastic.failure import Failure
+from torchelastic.events.failure import Failure
 from torchelastic.records import replace
-from torchelastic.rendezvous import held_out, succession
+from torchelastic.rendezvous import held_out, majority
+from torchelastic.rendezvous.majority import Roll
 from torchelastic.rendezvous.restart_policy import IN_VAIN, Kind
-from torchelastic.rendezvous.succession import Roll
 from torchelastic.rendezvous.world import Base, Member, World
 
 #: A world that lived this long, in seconds, has trained where nobody tells of steps.
@@ -274,7 +274,7 @@ def hosted(
         nodes = [node.node for node in world.nodes]
         if quorum:
             known = stored if settled != world.generation else None
-            roll = succession.from_json(
+            roll = majority.from_json(
                 known, world.generation, nodes, world.host, witness=bool(world.witness)
             )
         if world.term != term and world.phase in ("agreeing", "running", "pausing"):
@@ -338,7 +338,7 @@ def to_claim(state: RoundState) -> tuple[str, ...] | None:
     cannot be had."""
     if state.roll is None:
         return ()
-    missing = succession.to_claim(state.roll.electorates, votes(state) | state.witness.held)
+    missing = majority.to_claim(state.roll.electorates, votes(state) | state.witness.held)
     return None if missing is None or state.witness.refused.keys() & set(missing) else missing
 
 
@@ -348,13 +348,13 @@ def has_ended(state: RoundState) -> bool:
         return True
     electorates = state.roll.electorates if state.roll is not None else ()
     alone = not state.members.keys() - {state.host}
-    return alone and succession.agreed(electorates, votes(state) | {state.host})
+    return alone and majority.agreed(electorates, votes(state) | {state.host})
 
 
 def roll_after(state: RoundState, world: World) -> Roll:
     """Who must agree to what follows `world`, which the host forms next."""
     assert state.roll is not None
-    return succession.formed(
+    return majority.formed(
         state.roll,
         world.generation,
         [node.node for node in world.nodes],
@@ -381,7 +381,7 @@ def settled(state: RoundState) -> RoundState:
     if state.roll is None or not state.roll.before:
         return state
     have = {node: present.member.accepted for node, present in state.members.items()}
-    roll = succession.settled(state.roll, have, departing(state))
+    roll = majority.settled(state.roll, have, departing(state))
     return state if roll == state.roll else replace(state, roll=roll)
 
 
@@ -390,7 +390,7 @@ def can_be_settled(state: RoundState) -> bool:
     if state.roll is None:
         return True
     there = {state.roll.latest.host, *state.members, *departing(state)}
-    return succession.agreed(state.roll.before, there)
+    return majority.agreed(state.roll.before, there)
 
 
 def without_the_vanished(state: RoundState) -> RoundState:

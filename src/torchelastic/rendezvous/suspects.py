@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
 from torchelastic.errors import UnfitError
-from torchelastic.failure import Failure
+from torchelastic.events.failure import Failure
 from torchelastic.rendezvous import held_out, root_cause, unconnected
 from torchelastic.rendezvous.forming import enough_without
 from torchelastic.rendezvous.held_out import Held

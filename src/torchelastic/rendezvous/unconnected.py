@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from torchelastic.failure import Failure
+from torchelastic.events.failure import Failure
 from torchelastic.rendezvous.world import World, WorldNode
 
 #: Errors of connections that were never made.

@@ -16,8 +16,8 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from torchelastic.config import DEFAULT_ETCD_PORT, DEFAULT_PORT, format_endpoint, parse_endpoints
 from torchelastic.errors import ConfigError
-from torchelastic.rendezvous.etcd_settings import KEYS
-from torchelastic.rendezvous.parameters import FILE_KEYS
+from torchelastic.rendezvous.backend_parameters import FILE_KEYS
+from torchelastic.rendezvous.etcd.settings import KEYS
 
 #: Scheme -> (the backend it means, the port it has when none is given).
 _SCHEMES = {"etcd": ("etcd", DEFAULT_ETCD_PORT), "tcp": ("c10d", DEFAULT_PORT)}

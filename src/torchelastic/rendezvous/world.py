@@ -18,7 +18,7 @@ from functools import cache, cached_property
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from torchelastic.failure import Failure
+from torchelastic.events.failure import Failure
 from torchelastic.records import replace
 from torchelastic.rendezvous.held_out import Held, HeldOut
 from torchelastic.rendezvous.restart_policy import Kind, RestartLedger

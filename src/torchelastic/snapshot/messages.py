@@ -19,8 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
-from torchelastic.codec import Codec, Count
 from torchelastic.snapshot.layout import Version
+from torchelastic.transport.codec import Codec, Count
 
 PREFIX = "snapshot."
 

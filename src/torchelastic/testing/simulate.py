@@ -18,10 +18,10 @@ import time
 from collections.abc import Sequence
 
 from torchelastic.testing import laws
-from torchelastic.testing.faults import Schedule, made_from, shrunk
+from torchelastic.testing.bus.bus_simulation import Simulation
+from torchelastic.testing.fault_schedule import Schedule, made_from, shrunk
 from torchelastic.testing.laws import Violation
-from torchelastic.testing.simulation import Simulation
-from torchelastic.testing.stack import Stack
+from torchelastic.testing.stack.stack_simulation import Stack
 
 #: What a job is simulated by.
 Level = type[Simulation] | type[Stack]

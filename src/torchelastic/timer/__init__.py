@@ -1,4 +1,4 @@
-"""Countdown timers: a worker that does not come out of a block in time is ended. The API is 0.2's.
+"""Worker process: timers that end a worker stuck in a block for too long. The API is 0.2's.
 
 from torchelastic.timer import expires
 
@@ -12,13 +12,13 @@ from torchelastic.timer.file_based_local_timer import (
     FileTimerRequest,
     FileTimerServer,
 )
-from torchelastic.timer.local import (
+from torchelastic.timer.queue_timers import (
     LocalTimerClient,
     LocalTimerServer,
     MultiprocessingRequestQueue,
 )
-from torchelastic.timer.requests import RequestQueue, TimerClient, TimerRequest
-from torchelastic.timer.server import TimerServer
+from torchelastic.timer.timer_requests import RequestQueue, TimerClient, TimerRequest
+from torchelastic.timer.timer_server import TimerServer
 
 __all__ = [
     "FileTimerClient",

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextlib import ContextDecorator
 from types import TracebackType
 
-from torchelastic.timer import agent_client
-from torchelastic.timer.requests import TimerClient
+from torchelastic.timer import agent_timers
+from torchelastic.timer.timer_requests import TimerClient
 
 _configured: TimerClient | None = None
 
@@ -39,9 +39,9 @@ class expires(ContextDecorator):
         self._release: Callable[[], None] | None = None
 
     def __enter__(self) -> None:
-        client = self._client or _configured or agent_client.connect()
+        client = self._client or _configured or agent_timers.connect()
         if client is None:
-            raise RuntimeError(agent_client.why_not())
+            raise RuntimeError(agent_timers.why_not())
         self._release = client.start(self._scope, self._after)
 
     def __exit__(

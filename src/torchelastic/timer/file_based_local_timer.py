@@ -16,9 +16,9 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from torchelastic.timer.local import LocalTimerServer
-from torchelastic.timer.requests import RELEASE, RequestQueue, TimerClient, TimerRequest
-from torchelastic.timer.server import TimerServer
+from torchelastic.timer.queue_timers import LocalTimerServer
+from torchelastic.timer.timer_requests import RELEASE, RequestQueue, TimerClient, TimerRequest
+from torchelastic.timer.timer_server import TimerServer
 
 __all__ = ["FileTimerClient", "FileTimerRequest", "FileTimerServer"]
 

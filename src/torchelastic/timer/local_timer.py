@@ -1,6 +1,6 @@
 """A module name of 0.2's."""
 
-from torchelastic.timer.local import (
+from torchelastic.timer.queue_timers import (
     LocalTimerClient,
     LocalTimerServer,
     MultiprocessingRequestQueue,

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar, cast
 from torchelastic.errors import ChannelLost
 from torchelastic.training.gate import Gate, Verdict
 from torchelastic.training.inbox import Inbox
-from torchelastic.worker import orders, slate
+from torchelastic.worker import orders, status_page
 from torchelastic.worker.channel import Link
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Control:
         self._changed = threading.Condition()
         #: What the training thread may be waiting in, and in which generation.
         self._guarded: tuple[int, Abortable] | None = None
-        self._slate: slate.Slate | None = None
+        self._slate: status_page.Slate | None = None
         self._silence = 0.0
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="torchelastic-control", daemon=True)
@@ -126,7 +126,7 @@ class Control:
         return self._inbox.reason
 
     @property
-    def slate(self) -> slate.Slate | None:
+    def slate(self) -> status_page.Slate | None:
         """The memory the agent has given this worker, if it has."""
         return self._slate
 
@@ -163,7 +163,7 @@ class Control:
         try:
             order = orders.from_json(message)
             if isinstance(order, orders.Slate) and descriptor is not None:
-                self._slate, self._silence = slate.Slate(descriptor), order.silence
+                self._slate, self._silence = status_page.Slate(descriptor), order.silence
             elif isinstance(order, orders.Dump) and descriptor is not None:
                 faulthandler.dump_traceback(descriptor, all_threads=True)
         finally:

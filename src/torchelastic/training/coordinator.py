@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchelastic import backends
+from torchelastic import torch_backends
 from torchelastic.errors import ConfigError
 from torchelastic.metrics.reporting import report
 from torchelastic.torch_private import Store
 from torchelastic.training import session
-from torchelastic.training.group import PeerLostError
-from torchelastic.training.state import State
+from torchelastic.training.group.group import PeerLostError
+from torchelastic.training.state.state import State
 from torchelastic.training.worker_stats import WorkerStats
 from torchelastic.worker import channel
 
@@ -125,9 +125,9 @@ class CoordinatorP2P(Coordinator):
         """The channel orders come on; from `torchelastic.train`."""
         if self.init_method is None:
             return self._enlist()
-        from torchelastic.training import own_node
+        from torchelastic.training import standalone
 
-        node = own_node.start(
+        node = standalone.start(
             self.init_method, max_workers=self.max_num_trainers, timeout=self.timeout
         )
         return channel.Link(node)
@@ -250,7 +250,7 @@ def _agents_link() -> channel.Link:
 
 def _gather(value: float) -> list[float]:
     """Everybody's, by rank."""
-    device = backends.here()
+    device = torch_backends.here()
     mine: Any = torch.tensor([value], dtype=torch.float64, device=device)
     all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(all_of_them, mine)

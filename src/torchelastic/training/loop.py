@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torchelastic import checkpoint, faults, stalls
+from torchelastic import checkpoint, faults
 from torchelastic.errors import (
     EXIT_SIGNAL_BASE,
     ChannelLost,
@@ -33,11 +33,12 @@ from torchelastic.errors import (
     NonRetryableException,
     StopException,
 )
-from torchelastic.training import fitting, session, world_entry
+from torchelastic.tensors.module_state import form_number
+from torchelastic.training import session, world_entry
 from torchelastic.training.control import Control
 from torchelastic.training.coordinator import Coordinator, CoordinatorP2P
 from torchelastic.training.gate import Gate, Verdict
-from torchelastic.training.group import GenerationOver, Group
+from torchelastic.training.group.group import GenerationOver, Group
 from torchelastic.training.outcome import (
     Action,
     AnotherWorld,
@@ -48,7 +49,8 @@ from torchelastic.training.outcome import (
     kind_of,
 )
 from torchelastic.training.session import Session
-from torchelastic.training.state import FIRST, TORN, State, Torn, Version, call_sync
+from torchelastic.training.state import compatibility
+from torchelastic.training.state.state import FIRST, TORN, State, Torn, Version, call_sync
 from torchelastic.training.steps import Steps
 from torchelastic.worker import bootstrap, error_file, optimizer_steps
 from torchelastic.worker.orders import (
@@ -64,6 +66,7 @@ from torchelastic.worker.orders import (
     Unfit,
     Up,
 )
+from torchelastic.worker_counters import stalls
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +198,7 @@ class Loop:
         self._group = world_entry.build(self._control, world, store, backend, timeout)
         stood = time.monotonic()
         form = self._state._form()
-        number = fitting.number_of(form)
+        number = form_number(form)
         versions, forms = world_entry.exchange(self._group, self._version, number)
         session.enter(
             Session(
@@ -213,7 +216,7 @@ class Loop:
             )
         )
         here = session.current()
-        fitting.check(here, form)
+        compatibility.check(here, form)
         self._synchronise(here)
         built, fetched = stood - began, time.monotonic() - stood
         step = self._version[1]

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchelastic.training.state import Version
+from torchelastic.training.state.state import Version
 
 if TYPE_CHECKING:
     from torchelastic.torch_private import Store
-    from torchelastic.training.group import Group
-    from torchelastic.worker.slate import Slate
+    from torchelastic.training.group.group import Group
+    from torchelastic.worker.status_page import Slate
 
 
 @dataclass(kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from torchelastic.training.state import State
+from torchelastic.training.state.state import State
 
 TrainStep = Callable[[Any], Any]
 StepGenerator = Callable[[Any], Iterator[Any]]

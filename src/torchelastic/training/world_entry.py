@@ -7,14 +7,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from torchelastic import backends, env
+from torchelastic import env, torch_backends
 from torchelastic.torch_private import Store, TCPStore
 from torchelastic.training.control import Control
-from torchelastic.training.group import GenerationOver, Group
-from torchelastic.training.group_gloo import no_answer
-from torchelastic.training.sockets import is_silent
-from torchelastic.training.state import Version
-from torchelastic.training.waits import Waits
+from torchelastic.training.group.gloo import no_answer
+from torchelastic.training.group.group import GenerationOver, Group
+from torchelastic.training.group.sockets import is_silent
+from torchelastic.training.group.waits import Waits
+from torchelastic.training.state.state import Version
 from torchelastic.worker.orders import Enter
 
 
@@ -76,7 +76,7 @@ def exchange(
     group: Group, version: Version, form: int
 ) -> tuple[tuple[Version, ...], tuple[int, ...]]:
     """What each worker of the world has, by rank, and of what form that is."""
-    mine = torch.tensor((*version, form), dtype=torch.int64, device=backends.here())
+    mine = torch.tensor((*version, form), dtype=torch.int64, device=torch_backends.here())
     everybodys = [torch.empty_like(mine) for _ in range(group.size)]
     group.first(lambda: dist.all_gather(everybodys, mine))
     told = [one.tolist() for one in everybodys]

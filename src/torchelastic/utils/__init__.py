@@ -1,1 +1,1 @@
-"""A name of 0.1's: `torchelastic.utils.data`."""
+"""Any process: module names of 0.1 and 0.2."""

@@ -1,57 +1,9 @@
-"""A module name of 0.2's: ports and stores for programs that meet by themselves."""
+"""A module name of 0.2's."""
 
-from __future__ import annotations
-
-import socket
-from datetime import timedelta
-from typing import TYPE_CHECKING
-
-from torchelastic.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public all the same
+from torchelastic.compat.release02.distributed_utils import (
+    create_c10d_store,
+    get_free_port,
+    get_socket_with_port,
+)
 
 __all__ = ["create_c10d_store", "get_free_port", "get_socket_with_port"]
-
-
-def create_c10d_store(
-    is_server: bool,
-    server_addr: str,
-    server_port: int = -1,
-    world_size: int = 1,
-    timeout: float = 600,
-    wait_for_workers: bool = True,
-    retries: int = 3,
-    use_libuv: bool | None = None,
-) -> TCPStore:
-    """A store for `world_size` processes; the server waits for the others unless told otherwise.
-
-    Without a port the server takes a free one by itself, so nothing is ever to be tried again
-    (`retries`), and torch chooses how to serve (`use_libuv`).
-    """
-    import torch.distributed as dist  # most users of this module want a port
-
-    if server_port == -1 and world_size > 1:
-        raise ConfigError("server_port is needed where world_size is more than 1.")
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        host_name=server_addr,
-        port=0 if server_port == -1 else server_port,
-        world_size=world_size,
-        is_master=is_server,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=wait_for_workers,
-    )
-
-
-def get_free_port() -> int:
-    """A port of this machine that nobody listens on now; another process may take it any time."""
-    with get_socket_with_port() as sock:
-        return int(sock.getsockname()[1])
-
-
-def get_socket_with_port() -> socket.socket:
-    """A socket that listens on a free port of this machine."""
-    try:
-        return socket.create_server(("localhost", 0), backlog=1)
-    except OSError as error:
-        raise RuntimeError(f"localhost has no free port: {error.strerror}.") from error

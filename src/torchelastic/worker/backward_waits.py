@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from torchelastic import stalls
+from torchelastic.worker_counters import stalls
 
 
 class BackwardWaits:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from torchelastic import env, milestones
+from torchelastic import env
 from torchelastic.worker import channel, error_file, handed_secret, optimizer_steps, stack_dump
+from torchelastic.worker_counters import milestones
 
 #: How many characters of a message and of a traceback the agent is told, at most 12 bytes each in
 #: JSON; the error file has everything.

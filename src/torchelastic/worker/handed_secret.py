@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torchelastic import env
 
 if TYPE_CHECKING:
-    from torchelastic.rendezvous.secret import Secret
+    from torchelastic.transport.auth import Secret
 
 VARIABLE = "TORCHELASTIC_SECRET_FD"
 #: More than a secret has, less than a pipe takes at once.
@@ -47,6 +47,6 @@ def secret() -> Secret | None:
     if _key is None:
         return None
     # Not before it is needed: a worker starts without it.
-    from torchelastic.rendezvous.secret import Secret
+    from torchelastic.transport.auth import Secret
 
     return Secret(_key)

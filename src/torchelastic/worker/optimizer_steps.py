@@ -28,7 +28,7 @@ from torchelastic.worker import channel
 
 if TYPE_CHECKING:
     from torchelastic.worker.backward_waits import BackwardWaits
-    from torchelastic.worker.slate import Slate
+    from torchelastic.worker.status_page import Slate
 
 #: The type of the message by which a worker hands its slate to its agent.
 MESSAGE = "steps"
@@ -138,12 +138,14 @@ def _hand_over_a_slate() -> Slate | None:
     link = channel.link()
     if link is None:
         return None
-    from torchelastic.worker import slate  # not before it is needed: a worker starts without it
+    from torchelastic.worker import (
+        status_page,  # not before it is needed: a worker starts without it
+    )
 
-    descriptor = slate.create()
+    descriptor = status_page.create()
     try:
         link.tell({"type": MESSAGE}, [descriptor], patience=PATIENCE)
-        return slate.Slate(descriptor)
+        return status_page.Slate(descriptor)
     except ChannelLost:  # training matters more than telling
         return None
     finally:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
-from torchelastic.codec import Codec
+from torchelastic.transport.codec import Codec
 
 # --- down: from the agent to the worker ----------------------------------------------------------
 

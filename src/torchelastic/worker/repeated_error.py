@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from torchelastic.failure import SAME
+from torchelastic.events.failure import SAME
 from torchelastic.worker import error_file
 
 #: Earlier failures that are looked at.

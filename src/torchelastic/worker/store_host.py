@@ -14,7 +14,7 @@ import sys
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public all the same
 
-from torchelastic.worker import own_stores
+from torchelastic.worker import worker_stores
 
 
 def serve() -> None:
@@ -23,7 +23,7 @@ def serve() -> None:
     for line in sys.stdin:
         verb, _, port = line.strip().partition(" ")
         if verb == "open":
-            store = own_stores.serve()
+            store = worker_stores.serve()
             stores[store.port] = store
             print(store.port, flush=True)
         elif verb == "close":

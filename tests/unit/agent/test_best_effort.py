@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from torchelastic.agent import best_effort
-from torchelastic.agent.best_effort import observing, quiet
+from torchelastic import best_effort
+from torchelastic.best_effort import observing, quiet
 
 
 @pytest.fixture(autouse=True)

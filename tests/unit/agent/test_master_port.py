@@ -11,12 +11,12 @@ from torch.distributed import TCPStore
 from tests.ports import free_port
 from tests.unit.agent.support import in_loop
 from tests.unit.rendezvous.embedded_support import story, within
-from tests.unit.rendezvous.reception_support import stranger
-from torchelastic.agent.meeting import meet
+from tests.unit.transport.listener_support import stranger
 from torchelastic.clock import SystemClock
 from torchelastic.config import LaunchConfig
-from torchelastic.rendezvous.embedded.splice import TORCH_STORE
+from torchelastic.rendezvous.membership.backend import meet
 from torchelastic.rendezvous.world import WORLD_KEY
+from torchelastic.transport.splice import TORCH_STORE
 
 PATIENCE = 20.0
 

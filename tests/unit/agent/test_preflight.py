@@ -10,7 +10,7 @@ import pytest
 from tests.process.jobs import alive
 from tests.support import poll_for
 from torchelastic.agent import preflight
-from torchelastic.failure import MOST_LINES
+from torchelastic.events.failure import MOST_LINES
 
 
 def checked(command: str) -> tuple[str, tuple[str, ...]] | None:

@@ -4,10 +4,10 @@ import pytest
 
 from tests.unit.agent.support import place
 from torchelastic.agent.server import LocalElasticAgent, RunResult, WorkerSpec, WorkerState
+from torchelastic.compat.release02.rendezvous_registry import get_rendezvous_handler
 from torchelastic.config import Std
 from torchelastic.errors import ConfigError
 from torchelastic.rendezvous import RendezvousParameters
-from torchelastic.rendezvous.registry import get_rendezvous_handler
 from torchelastic.rendezvous.world import World
 
 HANDLER = get_rendezvous_handler(

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from torchelastic.agent import side_tasks
-from torchelastic.agent.side_tasks import BEST_EFFORT, ESSENTIAL, POLICY, RESTARTABLE, SideTasks
+from torchelastic import side_tasks
+from torchelastic.side_tasks import BEST_EFFORT, ESSENTIAL, POLICY, RESTARTABLE, SideTasks
 
-PACKAGE = Path(side_tasks.__file__).parents[1]
+PACKAGE = Path(side_tasks.__file__).parent
 
 
 @pytest.fixture(autouse=True)

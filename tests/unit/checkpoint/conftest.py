@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchelastic import checkpoint, faults
+from torchelastic import faults
 from torchelastic.checkpoint import (
     CheckpointStore,
     FileSystemCheckpointManager,
     set_checkpoint_manager,
 )
+from torchelastic.checkpoint.background import saving
 
 
 class Number:
@@ -35,9 +36,9 @@ def manager(tmp_path):
     faults.plan("")
     set_checkpoint_manager(None)
     made.close()
-    checkpoint.background._runner.wait()
-    checkpoint.background._runner.failures.clear()
-    checkpoint.background._used = None
+    saving._runner.wait()
+    saving._runner.failures.clear()
+    saving._used = None
 
 
 # --- of stores ------------------------------------------------------------------------------------
@@ -67,7 +68,7 @@ def used(open_store, tmp_path):
     set_checkpoint_manager(store)
     yield store
     set_checkpoint_manager(None)
-    checkpoint.background._used = None
+    saving._used = None
 
 
 def saved(store, *steps, **options):

@@ -8,7 +8,7 @@ import pytest
 from torchelastic.checkpoint.catalog import Catalog, Fenced, name_of
 from torchelastic.checkpoint.fence import Fence
 from torchelastic.checkpoint.marker import History, Marker
-from torchelastic.checkpoint.storage import LocalStorage, open_storage
+from torchelastic.checkpoint.storage.storage import LocalStorage, open_storage
 from torchelastic.errors import ConfigError
 
 
@@ -165,7 +165,7 @@ def test_paths_and_urls_of_this_machine(tmp_path, monkeypatch):
 
 
 def test_a_file_system_with_directories_makes_them(tmp_path):
-    from torchelastic.checkpoint.fsspec_storage import FsspecStorage
+    from torchelastic.checkpoint.storage.fsspec_storage import FsspecStorage
 
     storage = FsspecStorage(f"file://{tmp_path}/not/there", {})
     storage.put("fence.json", b"{}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from torchelastic.checkpoint import fence, grace, marker
+from torchelastic.checkpoint import fence, marker, time_left
 from torchelastic.checkpoint.fence import Fence, Verdict, World
 from torchelastic.checkpoint.marker import File, Marker
 from torchelastic.checkpoint.retention import removable
@@ -61,7 +61,7 @@ def test_what_is_not_kept(steps, keep_last, keep_every, gone):
     ],
 )
 def test_whether_there_is_time(left, expected, step, saved, save):
-    decision = grace.decide(grace=left, expected=expected, step=step, saved=saved)
+    decision = time_left.decide(grace=left, expected=expected, step=step, saved=saved)
     assert decision.save is save
     assert str(step) in decision.why
 

@@ -7,10 +7,11 @@ import types
 
 import pytest
 
-from torchelastic import __version__, cli, jobs
+from torchelastic import __version__, cli
 from torchelastic.config import Entry
 from torchelastic.distributed import launch
 from torchelastic.distributed import run as distributed_run
+from torchelastic.events import job_registry
 
 
 @pytest.fixture
@@ -47,8 +48,8 @@ def test_a_job_reaches_the_agent_whose_code_comes_back(started, main, argv, rest
 
 def test_a_node_that_comes_too_late_starts_nothing(started, capsys):
     command = ["run", "--nnodes=1:2", "--rdzv-endpoint=n1:1", "--rdzv-id=job-1", "train.py", "7"]
-    directory = jobs.directory_for("job-1", "node")
-    jobs.register(
+    directory = job_registry.directory_for("job-1", "node")
+    job_registry.register(
         "job-1",
         "node",
         pid=1,

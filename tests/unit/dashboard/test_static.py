@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import torchelastic
-from torchelastic.dashboard import files
+from torchelastic.dashboard import static_files
 
 STATIC = Path(torchelastic.__file__).parent / "dashboard" / "static"
 SCRIPTS = sorted(STATIC.glob("*.js"))
@@ -38,7 +38,7 @@ def test_what_the_page_asks_for_is_there_and_from_here():
 
 
 def test_everything_in_the_directory_is_served_and_installed():
-    found = files.load()
+    found = static_files.load()
     assert found["/"].content_type == "text/html; charset=utf-8"
     assert found["/"].body.lstrip().lower().startswith(b"<!doctype html>")
     paths = {f"/static/{path.name}" for path in STATIC.iterdir()} - {"/static/index.html"}

@@ -7,11 +7,11 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from tests.unit.data.worlds import PlacedSampler, World, sampled
-from torchelastic import stalls
 from torchelastic.data import BatchPolicy, DataLoader, ElasticSampler
 from torchelastic.data.order import Order
 from torchelastic.data.own_rank import OwnRank
 from torchelastic.errors import ConfigError
+from torchelastic.worker_counters import stalls
 
 
 def play(world, events):

@@ -6,7 +6,7 @@ import torch.utils.data
 from torchelastic.data import ElasticSampler
 from torchelastic.data.order import Order
 from torchelastic.errors import ConfigError
-from torchelastic.training import parts
+from torchelastic.tensors import tensor_tree
 
 
 def sampler_of(length=10, rank=0, size=1, **options):
@@ -28,7 +28,7 @@ def test_its_state_is_plain_and_good_for_any_world():
     other.load_state_dict(sampler.state_dict())
     assert (other.seed, other.consumed) == (3, 4)
     assert list(other) == Order(10, 3, 0).at(4, 10)[1::2]
-    parts.check("sampler", sampler)
+    tensor_tree.check("sampler", sampler)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torchelastic.data import DataLoader, ElasticStream
 from torchelastic.data.progress import Position
 from torchelastic.data.streaming import records_from
 from torchelastic.errors import ConfigError
-from torchelastic.training import parts
+from torchelastic.tensors import tensor_tree
 
 
 def content(shard, number):
@@ -125,7 +125,7 @@ def test_its_state_is_plain():
     (worker,) = World(streamed([3, 3], batch_size=2), 1).workers
     worker.take()
     worker.data.committed()
-    parts.check("stream", worker.data)
+    tensor_tree.check("stream", worker.data)
     assert worker.data.state_dict() == {
         "shards": 2,
         "shuffle": True,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from torchelastic.events import types as events
+from torchelastic.events.failure import Failure
 from torchelastic.events.record import Record
 from torchelastic.events.types import Event
-from torchelastic.failure import Failure
 
 
 def failure(**changes) -> Failure:

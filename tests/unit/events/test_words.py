@@ -3,13 +3,13 @@ from __future__ import annotations
 import dataclasses
 
 from tests.unit.cli.tables import wrong
+from tests.unit.events.analysis.test_goodput import undisturbed
 from tests.unit.events.stories import Story, failure, record
-from tests.unit.events.test_goodput import undisturbed
 from torchelastic.events import types as events
 from torchelastic.events import words
-from torchelastic.events.goodput import Goodput, goodput
-from torchelastic.events.recoveries import Recovery
-from torchelastic.events.view import JobView, NodeView, StoredView, WorldView
+from torchelastic.events.analysis.goodput import Goodput, goodput
+from torchelastic.events.analysis.recoveries import Recovery
+from torchelastic.events.analysis.view import JobView, NodeView, StoredView, WorldView
 
 
 def said(event: events.Event | None, **fields) -> str:

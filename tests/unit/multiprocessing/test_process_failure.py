@@ -4,7 +4,7 @@ import time
 import pytest
 
 from torchelastic.errors import TorchElasticError
-from torchelastic.failure import Failure
+from torchelastic.events.failure import Failure
 from torchelastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torchelastic.worker import error_file
 

@@ -15,7 +15,7 @@ import hypothesis
 from tests.ports import free_port
 from tests.support import SOAK
 from torchelastic.rendezvous.embedded import EmbeddedServer, EmbeddedStore, bind_endpoint
-from torchelastic.rendezvous.embedded.dial import Endpoint
+from torchelastic.transport.connect import Endpoint
 
 JOB = "job-1"
 #: A failed test ends by this, never by hanging.

@@ -11,13 +11,13 @@ from dataclasses import replace
 from tests.unit.rendezvous.embedded_support import connected, serving, story
 from tests.unit.rendezvous.round_support import failure
 from torchelastic.clock import SystemClock
-from torchelastic.rendezvous.agreement import Agreement
-from torchelastic.rendezvous.heir import Heir
 from torchelastic.rendezvous.held_out import FIRST
+from torchelastic.rendezvous.job_settings import Agreement
 from torchelastic.rendezvous.leader import QUIET_LOOKS, ROLL_KEY, CheckpointPath, Leader
+from torchelastic.rendezvous.majority import Electorate, Roll
+from torchelastic.rendezvous.membership.failover import Heir
 from torchelastic.rendezvous.round_state import RoundRules
 from torchelastic.rendezvous.store import Item, Listing
-from torchelastic.rendezvous.succession import Electorate, Roll
 from torchelastic.rendezvous.world import LEADER_KEY, PART_PREFIX, WORLD_KEY, Member, World
 
 DEADLINE = 10.0

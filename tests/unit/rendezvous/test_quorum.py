@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.rendezvous.round_support import Job, failure
-from torchelastic.agent import group_state
-from torchelastic.agent.group_state import GroupState, WorldSeen
+from torchelastic.agent.lifecycle import script
+from torchelastic.agent.lifecycle.script import GroupState, WorldSeen
 from torchelastic.config import WorldSizes
-from torchelastic.rendezvous import round_state, succession
+from torchelastic.rendezvous import majority, round_state
 from torchelastic.rendezvous.round_state import RoundState, Witnessed
 
 
@@ -98,8 +98,8 @@ def test_without_the_rule_no_list_grows_of_who_would_have_to_agree():
 
 def test_without_the_rule_those_of_the_newest_world_elect_the_next_host():
     """What an heir holds of it: the nodes before have no say, they may be gone for good."""
-    held = succession.from_json(None, 9, "afg", "a")
-    assert succession.elected(held, dict.fromkeys("fg", 9))
+    held = majority.from_json(None, 9, "afg", "a")
+    assert majority.elected(held, dict.fromkeys("fg", 9))
 
 
 def test_a_later_host_without_the_rule_asks_nobody_either():
@@ -229,7 +229,7 @@ def test_a_cut_that_heals_leaves_nobody_waiting():
     assert job.world.phase == "waiting"  # they may have workers of it, as far as is known
     assert "but the workers of c, d are not reported to have ended" in job.world.reason
     node = GroupState(node="c", generation=0)
-    _, commands = group_state.handle(node, WorldSeen(job.world))
+    _, commands = script.handle(node, WorldSeen(job.world))
     for command in commands:
         job.say("c", **command.changes)
     assert (job.world.phase, job.world.generation) == ("running", 2)
@@ -238,7 +238,7 @@ def test_a_cut_that_heals_leaves_nobody_waiting():
 
 def test_the_first_world_of_a_store_that_knows_nothing_waits():
     job = hosted()
-    job.state = RoundState(may_begin_at=3.0, host="a", term=1, roll=succession.Roll())
+    job.state = RoundState(may_begin_at=3.0, host="a", term=1, roll=majority.Roll())
     job.come("a", "b")
     job.wait(2.0)
     assert job.state.world is None or not job.state.world.nodes
@@ -248,7 +248,7 @@ def test_the_first_world_of_a_store_that_knows_nothing_waits():
 
 def test_it_does_not_wait_where_all_are_there():
     job = hosted("2:2")
-    job.state = RoundState(may_begin_at=3.0, host="a", term=1, roll=succession.Roll())
+    job.state = RoundState(may_begin_at=3.0, host="a", term=1, roll=majority.Roll())
     job.come("a")
     assert job.world.phase == "waiting"
     job.come("b")
@@ -268,7 +268,7 @@ def taken_over(
     state = round_state.taken_over(first.world, 0.0)
     roll = first.state.roll
     assert roll is not None
-    stored = succession.to_json(roll)
+    stored = majority.to_json(roll)
     hosted = round_state.hosted(state, host, term, stored, quorum=quorum)
     later.state = replace(hosted, may_begin_at=may_begin_at)
     for name in names:
@@ -337,7 +337,7 @@ def test_the_first_world_of_a_later_host_has_a_number_that_all_take_up():
     job.come("a")
     job.come("b")
     assert job.world.phase == "running"
-    assert job.world.generation >= succession.first_generation(4)
+    assert job.world.generation >= majority.first_generation(4)
 
 
 # --- a host that does not train ------------------------------------------------------------------
@@ -435,7 +435,7 @@ def test_a_leader_that_leads_again_knows_what_was_settled(settled, goes_on):
     job.die("c")
     stop(job, "a", "b")
     assert job.names == ["a", "b"]
-    stored = succession.to_json(job.state.roll)
+    stored = majority.to_json(job.state.roll)
     accept(job, "a", "b")
     assert stored["before"]
     assert job.state.roll is not None
@@ -444,7 +444,7 @@ def test_a_leader_that_leads_again_knows_what_was_settled(settled, goes_on):
     member, created = job.records["a"]
     again = round_state.seen(again, replace(member, gone=1), created, job.now)
     votes = round_state.votes(again)
-    assert succession.agreed(again.roll.electorates, votes) == goes_on
+    assert majority.agreed(again.roll.electorates, votes) == goes_on
 
 
 # --- a witness -----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchelastic.failure import Failure
+from torchelastic.events.failure import Failure
 from torchelastic.rendezvous.restart_policy import (
     IN_VAIN,
     LONGEST_PAUSE,

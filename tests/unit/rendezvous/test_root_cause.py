@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchelastic.failure import Failure, node_failure
+from torchelastic.events.failure import Failure, node_failure
 from torchelastic.rendezvous.root_cause import is_consequence, pick, waited_for_others
 
 

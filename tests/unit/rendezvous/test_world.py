@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.rendezvous.embedded_support import a_few_examples
-from torchelastic.failure import Failure
+from torchelastic.events.failure import Failure
 from torchelastic.rendezvous.restart_policy import RestartLedger
 from torchelastic.rendezvous.world import (
     CANDIDATES,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchelastic.agent import group_state
-from torchelastic.agent.group_state import Phase, Rejoin, WorkersGone
-from torchelastic.rendezvous import forming, round_state, succession
-from torchelastic.rendezvous.embedded.canvass import Returns
-from torchelastic.rendezvous.embedded.poll import Poll, Search
-from torchelastic.rendezvous.heir import Heir
+from torchelastic.agent.lifecycle import script
+from torchelastic.agent.lifecycle.script import Phase, Rejoin, WorkersGone
+from torchelastic.rendezvous import forming, majority, round_state
+from torchelastic.rendezvous.embedded.ask_peers import Returns
+from torchelastic.rendezvous.embedded.election import Poll, Search
+from torchelastic.rendezvous.membership.failover import Heir
 from torchelastic.rendezvous.world import World
 
 #: Sets an attribute, as `monkeypatch.setattr` does.
@@ -25,10 +25,10 @@ def nobody_reports_a_world_that_waits(change: Set) -> None:
 def a_host_that_does_not_train_has_no_vote(change: Set) -> None:
     """V2: the electorate is the nodes of the world, and not its host."""
 
-    def of_nodes(nodes: Any, host: str, *args: Any, **more: Any) -> succession.Electorate:
-        return succession.Electorate(frozenset(nodes), host)
+    def of_nodes(nodes: Any, host: str, *args: Any, **more: Any) -> majority.Electorate:
+        return majority.Electorate(frozenset(nodes), host)
 
-    change(succession, "electorate", of_nodes)
+    change(majority, "electorate", of_nodes)
 
 
 def a_leader_forgets_what_was_settled(change: Set) -> None:
@@ -75,16 +75,16 @@ def who_has_the_state_may_be_left_out(change: Set) -> None:
 
 def a_node_takes_along_that_its_workers_are_resident(change: Set) -> None:
     """To the next host, though a lost lease has ended them."""
-    gone = group_state._gone
+    gone = script._gone
 
     def silent(state: Any, event: WorkersGone) -> Any:
         state, commands = gone(state, event)
         if any(isinstance(command, Rejoin) for command in commands):
-            commands = [one for one in commands if one != group_state.Report(NOT_RESIDENT)]
+            commands = [one for one in commands if one != script.Report(NOT_RESIDENT)]
         return state, commands
 
     at = (Phase.STOPPING, WorkersGone)
-    change(group_state, "TRANSITIONS", {**group_state.TRANSITIONS, at: silent})
+    change(script, "TRANSITIONS", {**script.TRANSITIONS, at: silent})
 
 
 NOT_RESIDENT = {"resident": False, "standing": ()}

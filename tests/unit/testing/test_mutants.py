@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests import mutants
-from torchelastic.rendezvous import succession
+from torchelastic.rendezvous import majority
 
 
 def test_all_operators_find_something_in_the_deciders():
@@ -19,7 +19,7 @@ def the_mutant(function: str, operator: str) -> mutants.Mutant:
 
 
 def test_whoever_has_the_function_has_the_mutant():
-    must_yield = succession.must_yield
+    must_yield = majority.must_yield
     code = must_yield.__code__
     assert not must_yield(3, 3)
     mutants.apply(the_mutant("must_yield", "compare"))

@@ -8,7 +8,7 @@ import pytest
 
 from torchelastic import timer
 from torchelastic.timer import countdown, expires
-from torchelastic.timer.requests import TimerClient
+from torchelastic.timer.timer_requests import TimerClient
 
 
 class Kept(TimerClient):

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.unit.training.keep_support import Shelf
-from torchelastic.training import keeping_agent, keeping_exchange, transfer
+from torchelastic.snapshot import agent_client, exchange
+from torchelastic.tensors import transfer
 
 PATIENCE = 60.0
 
@@ -25,10 +26,10 @@ class Ranks:
         self._here = threading.local()
         self._slots: list[Any] = [None] * self.size
         self._barrier = threading.Barrier(self.size)
-        monkeypatch.setattr(keeping_agent, "connect", lambda: nodes[self._here.rank])
-        monkeypatch.setattr(keeping_exchange, "place", lambda: (self._here.rank, self.size))
-        monkeypatch.setattr(keeping_exchange, "gather", self._gather)
-        monkeypatch.setattr(keeping_exchange, "least", lambda number, *_: min(self._all(number)))
+        monkeypatch.setattr(agent_client, "connect", lambda: nodes[self._here.rank])
+        monkeypatch.setattr(exchange, "place", lambda: (self._here.rank, self.size))
+        monkeypatch.setattr(exchange, "gather", self._gather)
+        monkeypatch.setattr(exchange, "least", lambda number, *_: min(self._all(number)))
         monkeypatch.setattr(transfer, "share", self._share)
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:

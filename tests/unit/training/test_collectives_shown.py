@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 
 from tests.support import poll_for
-from torchelastic.training import group_threads
-from torchelastic.training.group import Group
-from torchelastic.training.waits import Operation
-from torchelastic.worker import slate
-from torchelastic.worker.collectives import Operation as Shown
-from torchelastic.worker.collectives import read
+from torchelastic.training.group import threads
+from torchelastic.training.group.group import Group
+from torchelastic.training.group.waits import Operation
+from torchelastic.worker import status_page
+from torchelastic.worker.collective_log import Operation as Shown
+from torchelastic.worker.collective_log import read
 
 
 @pytest.fixture
 def memory():
-    descriptor = slate.create()
+    descriptor = status_page.create()
     yield descriptor
     os.close(descriptor)
 
@@ -27,8 +27,8 @@ def memory():
 @pytest.fixture
 def world(memory, monkeypatch):
     """The group of a world of one, which shows its collectives."""
-    monkeypatch.setattr(group_threads, "IDLE", 0.05)
-    shown = slate.Slate(memory)
+    monkeypatch.setattr(threads, "IDLE", 0.05)
+    shown = status_page.Slate(memory)
     group = Group(
         store=dist.HashStore(), rank=0, size=1, generation=3, timeout=timedelta(seconds=20)
     )

@@ -12,7 +12,7 @@ from tests.unit.worker.entering import enter
 from torchelastic.errors import ChannelLost, JobClosed
 from torchelastic.training import control as control_module
 from torchelastic.training.control import Control
-from torchelastic.worker import channel, orders, slate
+from torchelastic.worker import channel, orders, status_page
 from torchelastic.worker.orders import Closed, Over, Ping, Pong, Stopped
 
 
@@ -181,7 +181,7 @@ def test_while_the_agent_is_quiet_it_looks_for_peers_that_do_not_answer(
     control.guard(0, group)
     poll_for(lambda: quiet, what="a quiet moment")
     assert group.looks == [], "it does not know yet for how long"
-    descriptor = slate.create()
+    descriptor = status_page.create()
     say(agent, orders.Slate(2.5), descriptor)
     os.close(descriptor)
     poll_for(lambda: len(group.looks) > 1, what="several looks")

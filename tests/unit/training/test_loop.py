@@ -20,10 +20,9 @@ from tests.unit.training.loop_support import (
     up_then_error,
     wait_until_aborted,
 )
-from torchelastic import train_loop
 from torchelastic.errors import NonRetryableException
-from torchelastic.training import session
-from torchelastic.training.group import Group, PeerLostError
+from torchelastic.training import session, train
+from torchelastic.training.group.group import Group, PeerLostError
 from torchelastic.worker.orders import (
     Ask,
     Entered,
@@ -113,7 +112,7 @@ def test_failures_are_counted_until_a_step_is_further_than_ever(run):
 
 
 def test_the_limit_of_release_01(run, monkeypatch):
-    monkeypatch.setattr(train_loop, "MAX_FAILURES", 0)
+    monkeypatch.setattr(train, "MAX_FAILURES", 0)
 
     def script(agent):
         assert not up_then_error(agent).retry

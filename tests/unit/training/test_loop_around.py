@@ -22,7 +22,7 @@ from torchelastic import env, faults
 from torchelastic.errors import ChannelLost, ConfigError, JobClosed
 from torchelastic.p2p import CoordinatorP2P
 from torchelastic.training import coordinator as coordinators
-from torchelastic.worker import channel, slate
+from torchelastic.worker import channel, status_page
 from torchelastic.worker.orders import Begins, Closed, Erred, Slate
 
 
@@ -49,14 +49,14 @@ def test_who_begins_says_so_once(run):
 
 
 def test_progress_is_written_to_the_slate(run):
-    descriptor = slate.create()
+    descriptor = status_page.create()
 
     def script(agent):
         agent.say(Slate(), descriptor)
         one_world(generation=4)(agent)
 
     run(script, Steps())
-    assert slate.read_progress(descriptor) == (4, STEPS, math.inf)
+    assert status_page.read_progress(descriptor) == (4, STEPS, math.inf)
     os.close(descriptor)
 
 
@@ -109,7 +109,7 @@ def test_a_job_that_has_ended_otherwise_is_an_error(run):
 @pytest.mark.alone
 def test_a_step_costs_little(run):
     """CPU time of the training thread for what is not the user's, with a slate."""
-    descriptor, count, spent = slate.create(), 20_000, []
+    descriptor, count, spent = status_page.create(), 20_000, []
 
     def step(state):
         if state.count == 0:

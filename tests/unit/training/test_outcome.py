@@ -3,7 +3,7 @@
 import pytest
 
 from torchelastic.errors import ConfigError, NonRetryableException, StopException, UnfitError
-from torchelastic.training.group import GenerationOver, PeerLostError
+from torchelastic.training.group.group import GenerationOver, PeerLostError
 from torchelastic.training.outcome import (
     Action,
     AnotherWorld,

@@ -1,4 +1,4 @@
-"""How torch and gloo behave where `torchelastic.training.group` relies on it."""
+"""How torch and gloo behave where `torchelastic.training.group.group` relies on it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from torch.distributed import distributed_c10d
 
 from torchelastic import torch_private
 from torchelastic.errors import ConfigError
-from torchelastic.training import group_gloo, group_threads, sockets
-from torchelastic.training.group import GenerationOver, Group
-from torchelastic.training.group_gloo import OwnedGloo
-from torchelastic.training.waits import OwnedWork, Waits, _Failed
+from torchelastic.training.group import gloo, sockets
+from torchelastic.training.group import threads as group_threads
+from torchelastic.training.group.gloo import OwnedGloo
+from torchelastic.training.group.group import GenerationOver, Group
+from torchelastic.training.group.waits import OwnedWork, Waits, _Failed
 
 SOON = timedelta(seconds=20)
 
@@ -36,7 +37,7 @@ def gloo_pair(timeout):
     store, made = dist.HashStore(), {}
 
     def make(rank):
-        made[rank] = group_gloo.connect(store, rank, 2, timeout)[:2]
+        made[rank] = gloo.connect(store, rank, 2, timeout)[:2]
 
     threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -188,7 +189,7 @@ def test_gloo_bears_with_a_connection_that_says_nothing():
     store, made = dist.HashStore(), {}
 
     def make(rank):
-        made[rank] = group_gloo.connect(store, rank, 2, SOON)
+        made[rank] = gloo.connect(store, rank, 2, SOON)
 
     threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
     threads[0].start()
@@ -198,7 +199,7 @@ def test_gloo_bears_with_a_connection_that_says_nothing():
     threads[1].start()
     for thread in threads:
         thread.join()
-    assert group_gloo.silent_peer(store, 1, 2, 2) == ""
+    assert gloo.silent_peer(store, 1, 2, 2) == ""
     ones = [torch.ones(1), torch.ones(1)]
     works = [made[rank][0].allreduce([ones[rank]]) for rank in range(2)]
     for work in works:

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, OneCycleLR
 
-from torchelastic.training import rng
-from torchelastic.training.torch_state import TorchState
+from torchelastic.tensors import rng
+from torchelastic.training.state.torch_state import TorchState
 
 Point = Callable[[], None]
 Step = Callable[[TorchState, Point], None]

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from torchelastic.rendezvous.secret import Secret
+from torchelastic.transport.auth import Secret
 from torchelastic.worker import handed_secret
 
 KEY = b"0123456789abcdef" * 256

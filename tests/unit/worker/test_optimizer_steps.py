@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchelastic import stalls
-from torchelastic.worker import optimizer_steps, slate
+from torchelastic.worker import optimizer_steps, status_page
 from torchelastic.worker.optimizer_steps import MIXED, UNKNOWN, Counter, steps_before
+from torchelastic.worker_counters import stalls
 
 
 class Torch:
@@ -54,8 +54,8 @@ def handed(monkeypatch):
     made = []
 
     def hand_over():
-        made.append(slate.create())
-        return slate.Slate(made[-1])
+        made.append(status_page.create())
+        return status_page.Slate(made[-1])
 
     monkeypatch.setattr(optimizer_steps, "_hand_over_a_slate", hand_over)
     yield made
@@ -93,9 +93,9 @@ def test_what_counts_as_a_step(order, steps, before, counter, torch, handed):
     for name in order:
         torch.step(optimizers[name])
     [descriptor] = handed
-    assert slate.read(descriptor).step == steps
-    assert slate.read_taken(descriptor) == before
-    assert slate.read_first_step(descriptor) == 1
+    assert status_page.read(descriptor).step == steps
+    assert status_page.read_taken(descriptor) == before
+    assert status_page.read_first_step(descriptor) == 1
 
 
 BEFORE = {
@@ -116,7 +116,7 @@ def test_steps_go_on_where_the_state_that_was_loaded_ends(counter, torch, handed
     adam = optimizer(step=51.0)
     for _ in range(3):
         torch.step(adam)
-    assert (slate.read(handed[0]).step, slate.read_taken(handed[0])) == (53, 50)
+    assert (status_page.read(handed[0]).step, status_page.read_taken(handed[0])) == (53, 50)
 
 
 def test_a_cuda_graph_that_is_recorded_is_left_alone(monkeypatch):

@@ -1,25 +1,3 @@
-"""The agent of torchelastic 0.2, for programs that were written for it."""
+"""Launching process: the agent API of torchelastic 0.2."""
 
-from torchelastic.agent.server.local_elastic_agent import (
-    ElasticAgent,
-    LocalElasticAgent,
-    SimpleElasticAgent,
-)
-from torchelastic.agent.server.worker_group import (
-    RunResult,
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
-
-__all__ = [
-    "ElasticAgent",
-    "LocalElasticAgent",
-    "RunResult",
-    "SimpleElasticAgent",
-    "Worker",
-    "WorkerGroup",
-    "WorkerSpec",
-    "WorkerState",
-]
+from torchelastic.compat.release02.agent_api import *  # noqa: F403

@@ -1,10 +1,6 @@
-"""What failed processes leave, and what is raised for them."""
+"""Any process: the errors of failed processes, with the names of 0.2 and torch."""
 
-from torchelastic.multiprocessing.errors.error_handler import (
-    ErrorHandler,
-    get_error_handler,
-    record,
-)
-from torchelastic.multiprocessing.errors.process_failure import ChildFailedError, ProcessFailure
+from torchelastic.launcher.error_handler import ErrorHandler, get_error_handler, record
+from torchelastic.launcher.process_failure import ChildFailedError, ProcessFailure
 
 __all__ = ["ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_handler", "record"]

@@ -1,5 +1,5 @@
 """A module name of 0.2's."""
 
-from torchelastic.multiprocessing.errors.error_handler import get_error_handler
+from torchelastic.launcher.error_handler import get_error_handler
 
 __all__ = ["get_error_handler"]

@@ -1,25 +1,18 @@
-"""The store that needs nothing installed: hosted by the agent that can bind the endpoint.
+"""Agent process: the store that needs nothing installed, hosted by one of the agents.
 
-table.py     the state, pure: rows, revisions, leases, history
-wire.py      the messages and their frames, pure
-link.py      one connection that carries frames, the same at both ends; tls.py encrypts it
-endpoint.py  whose machine the endpoint is on; its listening sockets
-reception.py an agent's one port: greets whoever comes, hands on whom it admits
-lobby.py     how many may wait there to be admitted, pure
-server.py    the store over connections
-serving.py   the store without an agent; process.py is the process around it
-journal.py   what a store that outlives its process writes down, pure; state_file.py has the file
-dial.py      getting a connection, waiting for the host
-client.py    the `Store` protocol over connections that may break
-endpoints.py where this agent listens
-seat.py      this agent as a client of whoever hosts the store, or as its host; holding.py is what
-             it keeps for that, ballots.py and canvass.py how it asks the others, poll.py, pure,
-             what it makes of their answers
-ring.py      connections between neighbours, where the store would notice an agent's end too late
+node            this agent as a client of the host, or as the host
+server, client  the store over connections, and the `Store` protocol
+table           its state: rows, revisions, leases, history; pure
+service         the store without an agent, in a process of its own (server_process)
+journal         what a store that outlives its process writes down, pure; state_file has the file
+votes           the messages of an election; ask_peers sends them; election decides, pure
+failover_state  what a node keeps so that the store survives its host
+voter_file      what a node must not forget as a voter
+tie_breaker     the witness, as a node without a host asks it
 """
 
 from torchelastic.rendezvous.embedded.client import EmbeddedStore
-from torchelastic.rendezvous.embedded.endpoint import bind_endpoint
 from torchelastic.rendezvous.embedded.server import EmbeddedServer
+from torchelastic.transport.addresses import bind_endpoint
 
 __all__ = ["EmbeddedServer", "EmbeddedStore", "bind_endpoint"]

@@ -23,14 +23,14 @@ from torchelastic.errors import (
     RendezvousLost,
     WireError,
 )
-from torchelastic.rendezvous.embedded import wire
-from torchelastic.rendezvous.embedded.dial import Endpoint, dial
-from torchelastic.rendezvous.embedded.endpoint import reachable_address
-from torchelastic.rendezvous.embedded.feed import Feed, Memo
-from torchelastic.rendezvous.embedded.link import Link
-from torchelastic.rendezvous.embedded.table import Row
-from torchelastic.rendezvous.lease import HeldLease
+from torchelastic.rendezvous.embedded.watch_queue import Feed, Memo
+from torchelastic.rendezvous.membership.lease import HeldLease
 from torchelastic.rendezvous.store import Change, Item, Json, Listing
+from torchelastic.transport import frames
+from torchelastic.transport.addresses import reachable_address
+from torchelastic.transport.connect import Endpoint, dial
+from torchelastic.transport.frames import Row
+from torchelastic.transport.link import Link
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class _Request:
 
     def __init__(self, frame: bytes) -> None:
         self.frame = frame
-        self.answer: asyncio.Future[wire.Message] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[frames.Message] = asyncio.get_running_loop().create_future()
         #: The parts of an answer in several frames.
         self.rows: list[Row] = []
 
@@ -62,7 +62,7 @@ class EmbeddedStore:
     """The `Store` protocol over the embedded server. Made by `connect`."""
 
     #: As many as fit a frame, if there is anything in them.
-    most_beside = wire.FRAME_LIMIT // 1024
+    most_beside = frames.FRAME_LIMIT // 1024
 
     def __init__(self, place: Endpoint, *, clock: Clock, reconnect_timeout: float | None) -> None:
         #: Where the host is; until it is found, where it is looked for first.
@@ -167,9 +167,9 @@ class EmbeddedStore:
     # The verbs
 
     async def get(self, prefix: str) -> Listing:
-        request = await self._ask(lambda id: wire.Get(id, prefix))
+        request = await self._ask(lambda id: frames.Get(id, prefix))
         answer = request.answer.result()
-        assert isinstance(answer, wire.Rows)
+        assert isinstance(answer, frames.Rows)
         return Listing(answer.revision, {row.key: _item(row) for row in request.rows})
 
     async def put(self, key: str, value: Json, *, leased: bool = False) -> int:
@@ -178,11 +178,11 @@ class EmbeddedStore:
         return revision
 
     async def report(self, key: str, value: Json) -> None:
-        text = wire.encode_value(key, value)
+        text = frames.encode_value(key, value)
         self._check()
         self._need_lease(key)
         id = next(self._ids)
-        frame = wire.pack(wire.Report(id, key, text))
+        frame = frames.pack(frames.Report(id, key, text))
         self._reports[key] = id, frame
         if self._link is not None:
             self._link.send(frame)
@@ -242,8 +242,8 @@ class EmbeddedStore:
         if lease is None:
             return False
         sent = self._clock.now()
-        request = await self._ask(wire.KeepAlive)
-        if isinstance(request.answer.result(), wire.NoLease):
+        request = await self._ask(frames.KeepAlive)
+        if isinstance(request.answer.result(), frames.NoLease):
             lease.end()
         else:
             lease.renewed(sent)
@@ -252,7 +252,7 @@ class EmbeddedStore:
     async def open_lease(self, seconds: float) -> None:
         token = secrets.token_hex(16)
         sent = self._clock.now()
-        await self._ask(lambda id: wire.OpenLease(id, token, seconds))
+        await self._ask(lambda id: frames.OpenLease(id, token, seconds))
         # No waiting from here on: a connection lost meanwhile would not take this lease up.
         self._keep_lease(token, seconds, sent)
 
@@ -274,7 +274,7 @@ class EmbeddedStore:
     async def give_up(
         self, key: str, *, created: int, provided: tuple[str, int] | None = None
     ) -> None:
-        await self._ask(lambda id: wire.GiveUp(id, key, created, provided))
+        await self._ask(lambda id: frames.GiveUp(id, key, created, provided))
 
     async def close(self) -> None:
         self._stop_keeping()
@@ -286,7 +286,7 @@ class EmbeddedStore:
         if tasks:
             await asyncio.wait(tasks)
         if (link := self._link) is not None:
-            link.send(wire.Bye())
+            link.send(frames.Bye())
             try:
                 await asyncio.wait([link.ended], timeout=GOODBYE)
             finally:
@@ -306,28 +306,28 @@ class EmbeddedStore:
         beside: Mapping[str, Json] | None = None,
         provided: tuple[str, int] | None = None,
     ) -> int | None:
-        text = wire.encode_value(key, value)
-        texts = {name: wire.encode_value(name, other) for name, other in (beside or {}).items()}
+        text = frames.encode_value(key, value)
+        texts = {name: frames.encode_value(name, other) for name, other in (beside or {}).items()}
         self._check()
         lease = self._need_lease(key) if leased else self._held()
         request = await self._ask(
-            lambda id: wire.Put(
+            lambda id: frames.Put(
                 id, key, text, f"{self._name}/{id}", expected, leased, texts, provided
             )
         )
         answer = request.answer.result()
-        if isinstance(answer, wire.NoLease):
+        if isinstance(answer, frames.NoLease):
             if lease is not None:
                 lease.end()
             raise LeaseExpired(f"The rendezvous has given this node up: '{key}' was not written.")
-        assert isinstance(answer, wire.Done)
+        assert isinstance(answer, frames.Done)
         return answer.revision
 
-    async def _ask(self, make: Callable[[int], wire.Message]) -> _Request:
+    async def _ask(self, make: Callable[[int], frames.Message]) -> _Request:
         """Send a request, now or when there is a connection again, and wait for its answer."""
         self._check()
         id = next(self._ids)
-        request = _Request(wire.pack(make(id)))
+        request = _Request(frames.pack(make(id)))
         if not self._requests:
             self._asked_at = self._loop.time()
         self._requests[id] = request
@@ -350,34 +350,34 @@ class EmbeddedStore:
         self._heard_at = self._loop.time()
         # First: after this process stood still, what is read now is old, and so may the lease be.
         self._check_lease()
-        message = wire.parse(payload, wire.ANSWERS)
+        message = frames.parse(payload, frames.ANSWERS)
         match message:
-            case wire.Changed(prefix=prefix, rows=rows):
+            case frames.Changed(prefix=prefix, rows=rows):
                 for feed in self._feeds:
                     if feed.live and feed.prefix == prefix:
                         feed.take(rows)
-            case wire.LeaseEnded(token=token):
+            case frames.LeaseEnded(token=token):
                 if self._lease is not None and self._lease.id == token:
                     self._lease.end()
-            case wire.Refusal(sentence=sentence):
+            case frames.Refusal(sentence=sentence):
                 self._lose(f"The rendezvous at {self.place} is over: {sentence}")
-            case wire.NoLease(id=id) if id not in self._requests:
+            case frames.NoLease(id=id) if id not in self._requests:
                 if self._lease is not None:  # a report was refused
                     self._lease.end()
-            case wire.Rows() | wire.Done() | wire.NoLease():
+            case frames.Rows() | frames.Done() | frames.NoLease():
                 self._answered(message)
 
-    def _answered(self, message: wire.Rows | wire.Done | wire.NoLease) -> None:
+    def _answered(self, message: frames.Rows | frames.Done | frames.NoLease) -> None:
         for key in [key for key, (id, _) in self._reports.items() if id < message.id]:
             del self._reports[key]  # it was said before, and so it was heard
-        last = not isinstance(message, wire.Rows) or message.last
-        if isinstance(message, wire.Rows) and (feed := self._catching_up.get(message.id)):
+        last = not isinstance(message, frames.Rows) or message.last
+        if isinstance(message, frames.Rows) and (feed := self._catching_up.get(message.id)):
             feed.take(message.rows)
             if last:
                 feed.begin(message.revision)
                 del self._catching_up[message.id]
         elif request := self._requests.get(message.id):
-            if isinstance(message, wire.Rows):
+            if isinstance(message, frames.Rows):
                 request.rows += message.rows
             if last and not request.answer.done():
                 request.answer.set_result(message)
@@ -389,7 +389,7 @@ class EmbeddedStore:
         if self._link is not None:
             id = next(self._ids)
             self._catching_up[id] = feed
-            self._link.send(wire.Watch(id, feed.prefix, feed.seen))
+            self._link.send(frames.Watch(id, feed.prefix, feed.seen))
 
     def _drop(self, feed: Feed) -> None:
         self._feeds.remove(feed)
@@ -397,7 +397,7 @@ class EmbeddedStore:
             del self._catching_up[id]
         shared = any(other.prefix == feed.prefix for other in self._feeds)
         if self._link is not None and not shared:
-            self._link.send(wire.Unwatch(feed.prefix))
+            self._link.send(frames.Unwatch(feed.prefix))
 
     # The connection
 
@@ -535,7 +535,7 @@ class EmbeddedStore:
 def _item(row: Row) -> Item:
     if row.text is None:
         raise WireError(f"The rendezvous lists '{row.key}' without a value.")
-    return Item(wire.decode_value(row.text), row.created, row.modified)
+    return Item(frames.decode_value(row.text), row.created, row.modified)
 
 
 def _change(row: Row) -> Change:

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchelastic.errors import ConfigError
-from torchelastic.rendezvous.embedded.table import Row, Table
+from torchelastic.rendezvous.embedded.table import Table
+from torchelastic.transport.frames import Row
 
 FORMAT = "torchelastic-rendezvous-state"
 VERSION = 1

@@ -19,12 +19,13 @@ from functools import partial
 
 from torchelastic.clock import Clock, SystemClock
 from torchelastic.errors import LeaseExpired, WireError
-from torchelastic.rendezvous.embedded import wire
-from torchelastic.rendezvous.embedded.endpoint import bind_endpoint
-from torchelastic.rendezvous.embedded.link import Link
-from torchelastic.rendezvous.embedded.lobby import Told, source_of
-from torchelastic.rendezvous.embedded.reception import Reception
-from torchelastic.rendezvous.embedded.table import Row, Table
+from torchelastic.rendezvous.embedded.table import Table
+from torchelastic.transport import frames
+from torchelastic.transport.addresses import bind_endpoint
+from torchelastic.transport.frames import Row
+from torchelastic.transport.limits import Told, source_of
+from torchelastic.transport.link import Link
+from torchelastic.transport.listener import Reception
 
 __all__ = ["EmbeddedServer", "bind_endpoint"]
 
@@ -50,7 +51,7 @@ class _Peer:
 
     def refuse(self, sentence: str) -> None:
         """Say why, and end the connection."""
-        self.link.send(wire.Refusal(sentence))
+        self.link.send(frames.Refusal(sentence))
         self.link.close()
 
 
@@ -100,7 +101,7 @@ class EmbeddedServer:
     async def start(self, sockets: Sequence[socket.socket]) -> int:
         """Serve at a reception of its own, for a store without an agent; returns the port."""
         self._reception = Reception(self._job)
-        self._reception.serve(wire.STORE, self.admit)
+        self._reception.serve(frames.STORE, self.admit)
         self.port = await self._reception.listen(sockets)
         return self.port
 
@@ -163,7 +164,7 @@ class EmbeddedServer:
 
     # Connections
 
-    def admit(self, link: Link, hello: wire.Hello) -> None:
+    def admit(self, link: Link, hello: frames.Hello) -> None:
         """Serve a client that the reception has greeted."""
         peer = _Peer(link)
         link.give_up_at(self._backlog)
@@ -175,7 +176,7 @@ class EmbeddedServer:
         if hello.lease is not None and self._table.keep_alive(hello.lease, self._clock.now()):
             self._hold(peer, hello.lease)
         resumed = peer.lease is not None
-        link.send(wire.Welcome(wire.PROTOCOL, wire.VERSION, self._name, resumed, self._term))
+        link.send(frames.Welcome(frames.PROTOCOL, frames.VERSION, self._name, resumed, self._term))
         link.deliver_to(partial(self._serve, peer))
 
     def _hold(self, peer: _Peer, token: str) -> None:
@@ -222,43 +223,43 @@ class EmbeddedServer:
 
     def _serve(self, peer: _Peer, payload: bytes) -> None:
         try:
-            self._perform(peer, wire.parse(payload, wire.REQUESTS))
+            self._perform(peer, frames.parse(payload, frames.REQUESTS))
         except WireError as error:
             if self._told.first_time(source_of(peer.link.remote_addr), "nonsense"):
                 log.warning("A client of the rendezvous is sent away: %s", error)
             peer.refuse(str(error))
 
-    def _perform(self, peer: _Peer, request: wire.Message) -> None:
+    def _perform(self, peer: _Peer, request: frames.Message) -> None:
         match request:
-            case wire.Put():
+            case frames.Put():
                 self._put(peer, request)
-            case wire.Report():
+            case frames.Report():
                 self._take_report(peer, request)
-            case wire.KeepAlive(id=id):
+            case frames.KeepAlive(id=id):
                 self._keep_alive(peer, id)
-            case wire.Get(id=id, prefix=prefix):
+            case frames.Get(id=id, prefix=prefix):
                 self._send_rows(peer, id, self._table.get(prefix))
-            case wire.Watch():
+            case frames.Watch():
                 self._watch(peer, request)
-            case wire.Unwatch(prefix=prefix):
+            case frames.Unwatch(prefix=prefix):
                 peer.prefixes.discard(prefix)
                 self._unwatch(peer, prefix)
-            case wire.OpenLease():
+            case frames.OpenLease():
                 self._open_lease(peer, request)
-            case wire.GiveUp():
+            case frames.GiveUp():
                 self._give_up(peer, request)
-            case wire.Bye():
+            case frames.Bye():
                 self._end_lease(peer)
                 peer.link.close()
 
-    def _put(self, peer: _Peer, put: wire.Put) -> None:
+    def _put(self, peer: _Peer, put: frames.Put) -> None:
         revision = self._table.revision_of(put.stamp)
         if revision is not None:
-            peer.link.send(wire.Done(put.id, revision))
+            peer.link.send(frames.Done(put.id, revision))
             return
         # Whoever wrote it is sent away for it, not all those who would read it.
         for text in (put.value, *put.beside.values()):
-            wire.decode_value(text)
+            frames.decode_value(text)
         try:
             rows = self._table.put(
                 put.key,
@@ -270,27 +271,27 @@ class EmbeddedServer:
                 stamp=put.stamp,
             )
         except LeaseExpired:
-            peer.link.send(wire.NoLease(put.id))
+            peer.link.send(frames.NoLease(put.id))
             return
-        peer.link.send(wire.Done(put.id, rows[-1].modified if rows else None))
+        peer.link.send(frames.Done(put.id, rows[-1].modified if rows else None))
         self._publish(rows)
 
-    def _take_report(self, peer: _Peer, report: wire.Report) -> None:
-        wire.decode_value(report.value)
+    def _take_report(self, peer: _Peer, report: frames.Report) -> None:
+        frames.decode_value(report.value)
         try:
             rows = self._table.put(report.key, report.value, lease=peer.lease or "")
         except LeaseExpired:
-            peer.link.send(wire.NoLease(report.id))
+            peer.link.send(frames.NoLease(report.id))
             return
         self._publish(rows)
 
     def _send_rows(self, peer: _Peer, id: int, rows: list[Row]) -> None:
-        portions = wire.batches(rows)
+        portions = frames.batches(rows)
         for number, portion in enumerate(portions, start=1):
             last = number == len(portions)
-            peer.link.send(wire.pack_rows(id, self._table.revision, portion, last))
+            peer.link.send(frames.pack_rows(id, self._table.revision, portion, last))
 
-    def _watch(self, peer: _Peer, watch: wire.Watch) -> None:
+    def _watch(self, peer: _Peer, watch: frames.Watch) -> None:
         if watch.after is None:
             rows: list[Row] | None = self._table.get(watch.prefix)
         else:
@@ -320,13 +321,13 @@ class EmbeddedServer:
         rows, self._news = self._news, []
         told: dict[_Peer, bytes] = {}
         for prefix, news in self._by_prefix(rows):
-            frames = b"".join(
-                wire.pack(wire.Changed(prefix, portion)) for portion in wire.batches(news)
+            data = b"".join(
+                frames.pack(frames.Changed(prefix, portion)) for portion in frames.batches(news)
             )
             for peer in self._watchers[prefix]:
-                told[peer] = told[peer] + frames if peer in told else frames
-        for peer, frames in told.items():
-            peer.link.send(frames)
+                told[peer] = told[peer] + data if peer in told else data
+        for peer, data in told.items():
+            peer.link.send(data)
 
     def _by_prefix(self, rows: list[Row]) -> list[tuple[str, list[Row]]]:
         """The rows under each prefix that is watched, found without a look at every prefix."""
@@ -341,21 +342,21 @@ class EmbeddedServer:
 
     # Leases
 
-    def _open_lease(self, peer: _Peer, request: wire.OpenLease) -> None:
+    def _open_lease(self, peer: _Peer, request: frames.OpenLease) -> None:
         if not (math.isfinite(request.seconds) and request.seconds > 0):
             raise WireError(f"A lease cannot last {request.seconds} s.")
-        if not 16 <= len(request.token) <= wire.TOKEN_LIMIT:
+        if not 16 <= len(request.token) <= frames.TOKEN_LIMIT:
             raise WireError("A lease needs a token of 16 characters at least.")
         if peer.lease != request.token:
             self._end_lease(peer)
         self._table.open_lease(request.token, request.seconds, self._clock.now())
         self._hold(peer, request.token)
         self._set_timer()
-        peer.link.send(wire.Done(request.id, None))
+        peer.link.send(frames.Done(request.id, None))
 
     def _keep_alive(self, peer: _Peer, id: int) -> None:
         alive = peer.lease is not None and self._table.keep_alive(peer.lease, self._clock.now())
-        peer.link.send(wire.Done(id, None) if alive else wire.NoLease(id))
+        peer.link.send(frames.Done(id, None) if alive else frames.NoLease(id))
 
     def _end_lease(self, peer: _Peer) -> None:
         if peer.lease is not None:
@@ -386,7 +387,7 @@ class EmbeddedServer:
             self._lease_over(token, rows)
         self._set_timer()
 
-    def _give_up(self, peer: _Peer, request: wire.GiveUp) -> None:
+    def _give_up(self, peer: _Peer, request: frames.GiveUp) -> None:
         conditions = [(request.key, request.created)]
         if request.provided is not None:
             conditions.append(request.provided)
@@ -394,12 +395,12 @@ class EmbeddedServer:
         token = self._table.lease_of(request.key) if is_so else None
         if token is not None:
             self._lease_over(token, self._table.end_lease(token))
-        peer.link.send(wire.Done(request.id, None))
+        peer.link.send(frames.Done(request.id, None))
 
     def _lease_over(self, token: str, rows: list[Row]) -> None:
         """Tell whose lease it was, and who watches."""
         holder = self._holders.pop(token, None)
         if holder is not None:
             holder.lease = None
-            holder.link.send(wire.LeaseEnded(token))
+            holder.link.send(frames.LeaseEnded(token))
         self._publish(rows)

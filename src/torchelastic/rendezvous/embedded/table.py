@@ -14,24 +14,16 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchelastic.errors import LeaseExpired
+from torchelastic.transport.frames import Row
 
 #: Changes kept in full: at most this many, and at most this many characters of values.
 HISTORY_ROWS = 4096
 HISTORY_CHARS = 8 * 1024 * 1024
 #: Deleted keys remembered by name, for those who fell behind the history.
 GRAVES = 65536
-
-
-class Row(NamedTuple):
-    """One key as of one revision: its JSON text, or None where the change was its deletion."""
-
-    key: str
-    text: str | None
-    created: int
-    modified: int
 
 
 @dataclass

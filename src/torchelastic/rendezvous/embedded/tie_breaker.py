@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from torchelastic.rendezvous import succession
-from torchelastic.rendezvous.embedded.canvass import Returns
-from torchelastic.rendezvous.embedded.poll import Poll, WitnessView
-from torchelastic.rendezvous.succession import Elector
-from torchelastic.rendezvous.witness.asking import Silent
+from torchelastic.rendezvous import majority
+from torchelastic.rendezvous.embedded.ask_peers import Returns
+from torchelastic.rendezvous.embedded.election import Poll, WitnessView
+from torchelastic.rendezvous.majority import Elector
 from torchelastic.rendezvous.witness.vote_keys import Witness
+from torchelastic.rendezvous.witness.witness_client import Silent
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class TieBreaker:
         """The term to ask for votes for: the last one again while it is not known who has the vote
         of the witness in it, since that would not count in another."""
         is_unclear = self._unclear == elector.term and elector.chosen == self._node
-        return self._unclear if is_unclear else succession.next_term(elector, heard)
+        return self._unclear if is_unclear else majority.next_term(elector, heard)
 
     async def begins_job(self) -> bool:
         """Whether this node may begin the job: not while the witness knows of an earlier run."""

@@ -22,17 +22,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchelastic import jobs
 from torchelastic.config import ETCD_BACKENDS, LaunchConfig, parse_endpoint
 from torchelastic.errors import ConfigError, RendezvousError, VoteOutdated
-from torchelastic.rendezvous import succession
-from torchelastic.rendezvous.agreement import Agreement
-from torchelastic.rendezvous.embedded.canvass import Returns
-from torchelastic.rendezvous.embedded.holding import Holding
+from torchelastic.events import job_registry
+from torchelastic.rendezvous import majority
+from torchelastic.rendezvous.embedded.ask_peers import Returns
+from torchelastic.rendezvous.embedded.election import Poll
+from torchelastic.rendezvous.embedded.failover_state import Holding
 from torchelastic.rendezvous.embedded.journal import Entry
-from torchelastic.rendezvous.embedded.poll import Poll
 from torchelastic.rendezvous.embedded.state_file import StateFile, sync_directory
-from torchelastic.rendezvous.succession import Elector
+from torchelastic.rendezvous.job_settings import Agreement
+from torchelastic.rendezvous.majority import Elector
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Voter:
             "nodes": sorted(roll.latest.nodes),
             "host": roll.latest.host,
             "witness": bool(roll.latest.witness),
-            "roll": succession.to_json(roll),
+            "roll": majority.to_json(roll),
             "order": self.holding.order,
             "addresses": self.holding.addresses,
             "rows": self.holding.rows,
@@ -86,7 +86,7 @@ class Voter:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Voter:
-        roll = succession.from_json(
+        roll = majority.from_json(
             data["roll"],
             data["generation"],
             data["nodes"],
@@ -121,7 +121,7 @@ def why_void(
     if is_late:
         return "the others have given up waiting for its node (--wait-for-nodes)"
     voters = frozenset().union(*(each.voters for each in voter.holding.roll.electorates))
-    if not succession.agreed(voter.holding.roll.electorates, voters - {*gone}):
+    if not majority.agreed(voter.holding.roll.electorates, voters - {*gone}):
         return "too many nodes of its world never come back"
     return ""
 
@@ -284,7 +284,7 @@ def claim(config: LaunchConfig, command: Sequence[str]) -> VoterFile:
         "command": [*command],
         "agreement": Agreement.from_config(config).digest,
     }
-    agents = jobs.agents_of(config.run_id)
+    agents = job_registry.agents_of(config.run_id)
     ended = sorted((one for one in agents if not one.alive), key=lambda one: one.started)
     gone = [one.node for one in ended if not _path(config, one.node).exists()]
     for agent in ended:
@@ -296,7 +296,7 @@ def claim(config: LaunchConfig, command: Sequence[str]) -> VoterFile:
 
 
 def _path(config: LaunchConfig, node: str) -> Path:
-    return jobs.directory_for(config.run_id, node) / FILE
+    return job_registry.directory_for(config.run_id, node) / FILE
 
 
 def _machine() -> str:

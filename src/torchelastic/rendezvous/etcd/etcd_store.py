@@ -12,13 +12,13 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 from torchelastic.clock import Clock, SystemClock
 from torchelastic.errors import LeaseExpired, RendezvousError
-from torchelastic.rendezvous.etcd import messages
-from torchelastic.rendezvous.etcd.feed import Feed
-from torchelastic.rendezvous.etcd.line import TROUBLE, Address, Line, Patience
-from torchelastic.rendezvous.etcd.messages import JobKeys
-from torchelastic.rendezvous.etcd.tls import client_context
-from torchelastic.rendezvous.etcd_settings import EtcdSettings
-from torchelastic.rendezvous.lease import HeldLease
+from torchelastic.rendezvous.etcd import etcd_messages
+from torchelastic.rendezvous.etcd.connection_pool import TROUBLE, Address, Line, Patience
+from torchelastic.rendezvous.etcd.etcd_messages import JobKeys
+from torchelastic.rendezvous.etcd.etcd_tls import client_context
+from torchelastic.rendezvous.etcd.settings import EtcdSettings
+from torchelastic.rendezvous.etcd.watch_events import Feed
+from torchelastic.rendezvous.membership.lease import HeldLease
 from torchelastic.rendezvous.store import Change, Item, Json, Listing
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ GOODBYE = 1.0
 class EtcdStore:
     """The `Store` protocol over etcd's v3 API. Made by `connect`."""
 
-    most_beside = messages.KEYS_LIMIT - 1
+    most_beside = etcd_messages.KEYS_LIMIT - 1
 
     def __init__(
         self, line: Line, keys: JobKeys, *, clock: Clock, patience: float, outage: float
@@ -108,9 +108,9 @@ class EtcdStore:
     # The verbs
 
     async def get(self, prefix: str) -> Listing:
-        request = messages.get(self._keys.full(prefix))
+        request = etcd_messages.get(self._keys.full(prefix))
         _, answer, (response,) = await self._in_job([], lambda _: [request])
-        listing = messages.listing(answer, response, self._keys)
+        listing = etcd_messages.listing(answer, response, self._keys)
         self._revisions.update((key, item.modified) for key, item in listing.items.items())
         return listing
 
@@ -146,8 +146,8 @@ class EtcdStore:
         feed = Feed(prefix, max(after, self._job), self._revisions)
         patience = self._patience()
         while True:
-            request = messages.watch(self._keys.full(prefix), feed.seen)
-            stream = self._line.stream(messages.WATCH, request)
+            request = etcd_messages.watch(self._keys.full(prefix), feed.seen)
+            stream = self._line.stream(etcd_messages.WATCH, request)
             try:
                 async with contextlib.aclosing(stream):
                     async for message in stream:
@@ -176,8 +176,8 @@ class EtcdStore:
         if lease is None:
             return False
         sent = self._clock.now()
-        answer = await self._call(messages.KEEP_ALIVE, messages.of_lease(lease.id))
-        if messages.time_to_live(answer) <= 0:
+        answer = await self._call(etcd_messages.KEEP_ALIVE, etcd_messages.of_lease(lease.id))
+        if etcd_messages.time_to_live(answer) <= 0:
             lease.end()
         else:
             lease.renewed(sent)
@@ -190,9 +190,11 @@ class EtcdStore:
         sent = self._clock.now()
         try:
             # In whole seconds at etcd, and not less than it allows; our own clock ends it in time.
-            await self._call(messages.GRANT, messages.grant(id, math.ceil(lasting)))
-        except messages.Refused as error:
-            if error.code != messages.FAILED_PRECONDITION:  # else granted, and the answer got lost
+            await self._call(etcd_messages.GRANT, etcd_messages.grant(id, math.ceil(lasting)))
+        except etcd_messages.Refused as error:
+            if (
+                error.code != etcd_messages.FAILED_PRECONDITION
+            ):  # else granted, and the answer got lost
                 raise
         self._granted = id
         self._lease = HeldLease(
@@ -218,21 +220,21 @@ class EtcdStore:
         self, key: str, *, created: int, provided: tuple[str, int] | None = None
     ) -> None:
         full = self._keys.full(key)
-        look = [messages.get_one(full)]
+        look = [etcd_messages.get_one(full)]
         _, _, (found,) = await self._in_job([], lambda _: look)
-        rows = messages.rows(found)
-        if not rows or messages.created(rows[0]) != created:
+        rows = etcd_messages.rows(found)
+        if not rows or etcd_messages.created(rows[0]) != created:
             return
         # A transaction cannot end a lease: so the key goes on condition, and the rest of the
         # lease, whose number nobody else can have, follows.
         done, _, parts = await self._in_job(
-            [messages.if_created(full, created), *self._fence(provided)],
-            lambda _: [messages.delete_one(full)],
+            [etcd_messages.if_created(full, created), *self._fence(provided)],
+            lambda _: [etcd_messages.delete_one(full)],
             look,
         )
-        lease = messages.lease_of(rows[0])
+        lease = etcd_messages.lease_of(rows[0])
         # Gone already: the answer to a first attempt may have got lost.
-        if lease != "0" and (done or not messages.rows(parts[0])):
+        if lease != "0" and (done or not etcd_messages.rows(parts[0])):
             await self._revoke(lease)
 
     async def close(self) -> None:
@@ -242,7 +244,7 @@ class EtcdStore:
         self._line.close()
         if granted is None or lost:
             return
-        request = self._line.once(messages.REVOKE, messages.of_lease(granted))
+        request = self._line.once(etcd_messages.REVOKE, etcd_messages.of_lease(granted))
         try:
             await asyncio.wait_for(request, GOODBYE)
         except (*TROUBLE, RendezvousError) as error:
@@ -255,14 +257,14 @@ class EtcdStore:
         no other, but for those that begin with one of `beside`; says whether that was done."""
         full = self._keys.full(last_key)
         conditions = [
-            messages.if_created(self._keys.job, self._job),
-            messages.if_modified(full, revision),
-            *messages.if_alone(
+            etcd_messages.if_created(self._keys.job, self._job),
+            etcd_messages.if_modified(full, revision),
+            *etcd_messages.if_alone(
                 self._keys.prefix, full, *(self._keys.full(prefix) for prefix in beside)
             ),
         ]
-        request = messages.txn(conditions, [messages.delete(self._keys.root)], [])
-        answer = await self._call(messages.TXN, request)
+        request = etcd_messages.txn(conditions, [etcd_messages.delete(self._keys.root)], [])
+        answer = await self._call(etcd_messages.TXN, request)
         return bool(answer.get("succeeded"))
 
     # Asking
@@ -286,16 +288,18 @@ class EtcdStore:
     async def _enter(self, patience: Patience) -> None:
         """Be of the job that is there now; begin it where there is none."""
         key = self._keys.job
-        value = messages.encode_value({}, stamp=self._name, job=0)
-        request = messages.txn(
-            [messages.if_created(key, 0)], [messages.put(key, value)], [messages.get_one(key)]
+        value = etcd_messages.encode_value({}, stamp=self._name, job=0)
+        request = etcd_messages.txn(
+            [etcd_messages.if_created(key, 0)],
+            [etcd_messages.put(key, value)],
+            [etcd_messages.get_one(key)],
         )
-        answer = await self._line.call(messages.TXN, request, patience)
+        answer = await self._line.call(etcd_messages.TXN, request, patience)
         if answer.get("succeeded"):
-            self._job = messages.revision(answer)
+            self._job = etcd_messages.revision(answer)
         else:
-            (response,) = messages.responses(answer, 1)
-            self._job = messages.created(messages.rows(response)[0])
+            (response,) = etcd_messages.responses(answer, 1)
+            self._job = etcd_messages.created(etcd_messages.rows(response)[0])
 
     async def _in_job(
         self,
@@ -310,14 +314,14 @@ class EtcdStore:
         """
         key = self._keys.job
         while True:
-            conditions = [messages.if_created(key, self._job), *compare]
+            conditions = [etcd_messages.if_created(key, self._job), *compare]
             work = then(self._job)
-            request = messages.txn(conditions, work, [*otherwise, messages.get_one(key)])
-            answer = await self._call(messages.TXN, request)
+            request = etcd_messages.txn(conditions, work, [*otherwise, etcd_messages.get_one(key)])
+            answer = await self._call(etcd_messages.TXN, request)
             if answer.get("succeeded"):
-                return True, answer, messages.responses(answer, len(work))
-            *parts, job = messages.responses(answer, len(otherwise) + 1)
-            if [messages.created(row) for row in messages.rows(job)] == [self._job]:
+                return True, answer, etcd_messages.responses(answer, len(work))
+            *parts, job = etcd_messages.responses(answer, len(otherwise) + 1)
+            if [etcd_messages.created(row) for row in etcd_messages.rows(job)] == [self._job]:
                 return False, answer, parts
             if self._has_written:
                 self._line.lose(
@@ -348,24 +352,24 @@ class EtcdStore:
         leases = {} if lease is None else dict.fromkeys(values, lease.id)
         try:
             won, answer, parts = await self._in_job(
-                [messages.if_modified(full, expected), *self._fence(provided)],
-                lambda job: messages.puts(self._keys, values, leases, stamp=stamp, job=job),
-                [messages.get_one(full)],
+                [etcd_messages.if_modified(full, expected), *self._fence(provided)],
+                lambda job: etcd_messages.puts(self._keys, values, leases, stamp=stamp, job=job),
+                [etcd_messages.get_one(full)],
             )
-        except messages.Refused as error:
-            if error.code != messages.NOT_FOUND or lease is None:
+        except etcd_messages.Refused as error:
+            if error.code != etcd_messages.NOT_FOUND or lease is None:
                 raise
             lease.end()
             raise LeaseExpired(
                 f"The rendezvous has given this node up: '{key}' was not written."
             ) from error
         self._has_written = True
-        revision = messages.revision(answer)
+        revision = etcd_messages.revision(answer)
         if not won:
-            rows = messages.rows(parts[0])
-            revision = messages.modified(rows[0]) if rows else 0
+            rows = etcd_messages.rows(parts[0])
+            revision = etcd_messages.modified(rows[0]) if rows else 0
             # Ours, and the answer to the first attempt got lost.
-            won = bool(rows) and messages.stamp_of(rows[0]) == stamp
+            won = bool(rows) and etcd_messages.stamp_of(rows[0]) == stamp
         self._revisions.update(dict.fromkeys(values if won else [key], revision))
         return won, revision
 
@@ -373,15 +377,15 @@ class EtcdStore:
         if provided is None:
             return []
         key, created = provided
-        return [messages.if_created(self._keys.full(key), created)]
+        return [etcd_messages.if_created(self._keys.full(key), created)]
 
     async def _news(self, feed: Feed, message: Json) -> list[Change]:
         self._check_lease()
-        is_ours = not messages.tells_of_another_job(message, self._job)
+        is_ours = not etcd_messages.tells_of_another_job(message, self._job)
         if message.get("compact_revision") or not is_ours:
             # Of another job: we are of that one now, or are told here that ours has ended.
             return feed.catch_up(await self.get(feed.prefix))
-        news = feed.take(messages.changes(message, self._keys))
+        news = feed.take(etcd_messages.changes(message, self._keys))
         self._revisions.update((change.key, change.revision) for change in news if change.item)
         return news
 
@@ -400,9 +404,9 @@ class EtcdStore:
 
     async def _revoke(self, lease: str) -> None:
         try:
-            await self._call(messages.REVOKE, messages.of_lease(lease))
-        except messages.Refused as error:
-            if error.code != messages.NOT_FOUND:  # else it has ended by itself
+            await self._call(etcd_messages.REVOKE, etcd_messages.of_lease(lease))
+        except etcd_messages.Refused as error:
+            if error.code != etcd_messages.NOT_FOUND:  # else it has ended by itself
                 raise
 
     async def _stop_keeping(self) -> None:

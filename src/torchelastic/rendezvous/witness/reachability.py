@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from torchelastic.rendezvous.witness.asking import Silent
 from torchelastic.rendezvous.witness.vote_keys import Witness
+from torchelastic.rendezvous.witness.witness_client import Silent
 
 #: Seconds between two looks, and while it does not answer.
 LOOK, LOOK_AGAIN = 60.0, 5.0

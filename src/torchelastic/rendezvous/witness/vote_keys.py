@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from torchelastic.errors import RendezvousRefused
-from torchelastic.rendezvous.witness.asking import Asking, Silent
-from torchelastic.rendezvous.witness.storage import Json
+from torchelastic.rendezvous.witness.witness_client import Asking, Silent
+from torchelastic.rendezvous.witness.witness_storage import Json
 
 logger = logging.getLogger(__name__)
 

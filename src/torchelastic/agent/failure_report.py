@@ -1,0 +1,216 @@
+"""What people read when something went wrong. Pure: facts in, text out.
+
+The last block keeps the labels of torch's `ChildFailedError`, which users and their tools look for;
+what it names is the first failure of the whole job, on every node the same.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from datetime import datetime
+
+from torchelastic.config import Entry, LaunchConfig
+from torchelastic.events.failure import Failure, signal_name
+from torchelastic.rendezvous.world import World
+from torchelastic.worker import orders
+
+_WIDTH = 60
+#: A list of a thousand nodes or failures helps nobody.
+_NAMES_SHOWN = 8
+_FAILURES_SHOWN = 16
+#: Longer error messages are cut where they have to fit in a line.
+_LINE = 200
+
+#: What a signal says beyond its name, where that is certain enough to be of help.
+_SIGNAL_WORDS = {
+    "SIGABRT": "it called abort(), often a failed check in C++ code",
+    "SIGBUS": "bus error, often a full /dev/shm or disk behind mapped memory",
+    "SIGFPE": "arithmetic error in native code",
+    "SIGILL": "the processor does not know an instruction",
+    "SIGSEGV": "segmentation fault in native code",
+}
+
+#: How shells report the end of what they ran.
+_SHELL_WORDS = {126: "a shell found a program it cannot execute", 127: "a shell found no program"}
+
+
+_ENTRY_FLAGS = {"script": (), "module": ("-m",), "program": ("--no-python",)}
+
+
+def command_for_others(config: LaunchConfig, entry: Entry) -> str:
+    """The command that other nodes of the job need; empty where there are none, or no command."""
+    if config.max_nodes == 1 or entry.kind not in _ENTRY_FLAGS:
+        return ""
+    least, most = config.min_nodes, config.max_nodes
+    flags = {
+        "nnodes": str(most) if least == most else f"{least}:{most}",
+        "nproc-per-node": str(config.nproc_per_node),
+        "rdzv-backend": "" if config.rdzv_backend == "c10d" else config.rdzv_backend,
+        "rdzv-endpoint": config.rdzv_endpoint,
+        "rdzv-id": config.run_id,
+        "node-rank": "RANK" if config.node_rank is not None else "",
+        "rdzv-secret-file": config.rdzv_secret_file or "",
+        "rdzv-tls-cert": config.rdzv_tls_cert or "",
+        "rdzv-tls-key": config.rdzv_tls_key or "",
+        "rdzv-tls-ca": config.rdzv_tls_ca or "",
+    }
+    given = [f"--{name}={value}" for name, value in flags.items() if value]
+    what = [*_ENTRY_FLAGS[entry.kind], entry.target, *entry.args]
+    return shlex.join(["torchelastic", "run", *given, *what])
+
+
+def exit_words(exitcode: int) -> str:
+    """What an exit code says, as `subprocess` has it: minus the number of a signal.
+
+    >>> exit_words(-9), exit_words(3)
+    ('killed by SIGKILL', 'exit code 3')
+    """
+    if exitcode < 0:
+        return _signal_words(signal_name(-exitcode))
+    words = _SHELL_WORDS.get(exitcode, "")
+    if 128 < exitcode <= 192:
+        words = f"a shell's word for {signal_name(exitcode - 128)}"
+    return f"exit code {exitcode} ({words})" if words else f"exit code {exitcode}"
+
+
+def beginning(begins: orders.Begins, *, best_step: int, resident: bool) -> str:
+    """What people must know of a training that begins at step 0; empty: nothing.
+
+    `best_step` is the furthest that the job has been. Workers inside `train` hold the state
+    themselves; that of a script is held by the agents.
+    """
+    if begins.step > 0:
+        return ""
+    advice = (
+        ""
+        if begins.stored
+        else (
+            " To write checkpoints: torchelastic.checkpoint.set_checkpoint_manager(CheckpointStore("
+            '"/shared/job", every="auto")).'
+        )
+    )
+    if best_step > 0:
+        return (
+            f"All copies of the state were lost: training begins again at step 0 (generation "
+            f"{begins.generation}). It had reached step {best_step}.{advice}"
+        )
+    if begins.stored:
+        return ""
+    holders = "workers" if resident else "nodes"
+    return (
+        f"No checkpoint directory: if all {holders} are lost at once, training begins again at "
+        f"step 0.{advice}"
+    )
+
+
+def with_hint(words: str, hint: str) -> str:
+    """What an exit says, with what has been found out about it if that is certain.
+
+    >>> with_hint("killed by SIGKILL", "out of memory: the kernel killed it (limit 2.0 GiB; ...)")
+    'killed by SIGKILL: out of memory'
+    """
+    found, _, _ = hint.partition(":")
+    return f"{words}: {found}" if found == "out of memory" else words
+
+
+def _signal_words(name: str) -> str:
+    words = _SIGNAL_WORDS.get(name)
+    return f"killed by {name} ({words})" if words else f"killed by {name}"
+
+
+def world_sentence(world: World) -> str:
+    """`generation 4: 4 workers on 2 nodes (node-a, node-b): rank 2 …; 1 of 3 restarts used`."""
+    names = listed([node.name for node in world.nodes], world.count)
+    spares = f", spare: {listed(world.spares, world.spare_count)}" if world.spares else ""
+    return (
+        f"generation {world.generation}: {_counted(world.size, 'worker')} on "
+        f"{_counted(world.count, 'node')} ({names}){spares}: {one_line(world.reason)}"
+    )
+
+
+def job_failed(world: World, *, name: str = "job") -> str:
+    """The last words of a job that ended by a failure."""
+    title = f"{name} FAILED in generation {world.generation}: {ending(world)}"
+    return failures_block(title, world.cause, world.consequences)
+
+
+def failures_block(title: str, cause: Failure | None, others: Sequence[Failure]) -> str:
+    """The first failure in full, the others in a line each."""
+    border, section = "=" * _WIDTH, "-" * _WIDTH
+    lines = [border, title, section]
+    if cause is not None:
+        details = _node_details(cause) if cause.is_node else _details(cause)
+        lines += ["Root Cause (first observed failure):", "[0]:", *details, section]
+    causes = [one for one in others if one.by_itself]
+    fell = [one for one in others if not one.by_itself]
+    if causes:
+        lines += ["Failed by themselves, too:", *_others(causes)]
+    if fell:
+        lines += ["Fell because of it:" if cause else "Failures:", *_others(fell)]
+    elif cause is not None:
+        lines += ["Nothing else fell because of it."]
+    return "\n".join(["", *lines, border])
+
+
+def one_line(text: str) -> str:
+    """The first line, cut where it gets too long: gloo's messages run over a dozen.
+
+    >>> one_line("boom\\nat: here")
+    'boom …'
+    """
+    first, _, rest = text.strip().partition("\n")
+    if len(first) > _LINE:
+        return first[: _LINE - 1] + "…"
+    return f"{first} …" if rest else first
+
+
+def ending(world: World) -> str:
+    """Why it was not restarted: the reason, without the failure that is shown in full below."""
+    cause = world.cause.sentence() if world.cause is not None else ""
+    return one_line(world.reason.removeprefix(cause).removeprefix("; ") or "a worker failed")
+
+
+def _details(failure: Failure) -> list[str]:
+    signal = f" ({signal_name(-failure.exitcode)})" if failure.exitcode < 0 else ""
+    when = datetime.fromtimestamp(failure.wall_time).isoformat(sep="_", timespec="milliseconds")
+    rows = {
+        "time": when,
+        "host": failure.node,
+        "rank": f"{failure.rank} (local_rank: {failure.local_rank})",
+        "step": failure.step,
+        "exitcode": f"{failure.exitcode} (pid: {failure.pid}){signal}",
+        "error_file": failure.error_file or "<N/A>",
+        "error": failure.message,
+        "hint": failure.hint or None,
+        "collective": failure.collective or None,
+        "traceback": failure.traceback or "none: the worker ended without a Python exception",
+        "last lines": "".join(f"\n  {line}" for line in failure.log_lines) or None,
+    }
+    return [_row(label, str(value)) for label, value in rows.items() if value is not None]
+
+
+def _node_details(failure: Failure) -> list[str]:
+    return [_row("host", failure.node), _row("error", failure.message)]
+
+
+def _row(label: str, value: str) -> str:
+    space = "" if value.startswith("\n") else " "
+    return f"  {label:<10}:{space}" + value.rstrip().replace("\n", "\n  ")
+
+
+def _others(failures: Sequence[Failure]) -> list[str]:
+    lines = [f"  {one_line(failure.sentence())}" for failure in failures[:_FAILURES_SHOWN]]
+    more = len(failures) - _FAILURES_SHOWN
+    return [*lines, f"  and {more} more"] if more > 0 else lines
+
+
+def listed(names: Sequence[str], count: int) -> str:
+    """`node-a, node-b and 4,080 more`: the first of so many names."""
+    shown = names[:_NAMES_SHOWN]
+    more = count - len(shown)
+    return ", ".join(shown) + (f" and {more:,} more" if more > 0 else "")
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

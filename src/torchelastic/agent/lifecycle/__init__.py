@@ -1,0 +1,1 @@
+"""Agent process: the two state machines of a node's workers, `script` and `in_process`. Pure."""

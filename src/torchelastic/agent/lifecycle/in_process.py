@@ -1,0 +1,599 @@
+"""The resident workers of one node: an event in, a new state and commands out. Pure.
+
+Resident workers have called `torchelastic.train`; they outlive their generation, so this machine
+stops none of them to start another. A worker's life:
+
+                  train was called             a world has a place for it
+    starting ──────────────────────▶ standing ──────────────────────────▶ training
+        ▲                               ▲                                   │   │
+        │ died: a replacement           └──── stopped: the world is over ───┘   │
+        └── gone ◀── exit ── finished ◀────────── the training is done ─────────┘
+
+The node as a whole serves until the job is closed, it has left, or the store is lost; then it stops
+its workers and has ended.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+from torchelastic.agent.lifecycle import script
+from torchelastic.agent.lifecycle.script import (
+    SIGINT,
+    SIGKILL,
+    SIGTERM,
+    LeaseLost,
+    LeaveRequested,
+    Rejoin,
+    Report,
+    Stop,
+    StoreLost,
+    Tell,
+    WorkerFailed,
+    WorkersGone,
+    WorkerSucceeded,
+    WorkersUp,
+    WorldSeen,
+)
+from torchelastic.errors import EXIT_FAILED, EXIT_RENDEZVOUS_LOST, EXIT_SIGNAL_BASE
+from torchelastic.events.failure import Failure, signal_name
+from torchelastic.records import replace
+from torchelastic.rendezvous.world import World
+from torchelastic.worker import orders
+
+#: So many starts in a row that end before `train` is called: another one would end the same way.
+MOST_TRIES = 3
+#: Failures a node tells of; a world that has as many is over many times.
+MOST_FAILURES = 64
+
+
+class Status(enum.Enum):
+    """Where a worker stands."""
+
+    STARTING = "starting"
+    STANDING = "standing"
+    TRAINING = "training"
+    FINISHED = "finished"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """What is known of one local rank."""
+
+    status: Status
+    #: The last world it was told to enter.
+    generation: int = -1
+    #: The step its first world since it stood begins with, if others were to go on there.
+    begins: int = -1
+    #: The generation it was told to stop and has not stopped yet; -1: none. Whether it may run
+    #: through a step first.
+    stopping: int = -1
+    through: bool = False
+    #: The error it has told of, and waits for its world to be over; it lives.
+    broken: Failure | None = None
+    #: After how many steps its data has ended; -1: it has not.
+    finished: int = -1
+    #: The generation whose question for its step it has answered, and the answer.
+    paused: int = -1
+    entered: int = -1
+    #: Starts in a row that ended before `train` was called; as many as it takes for who is unfit.
+    tries: int = 0
+
+
+class Phase(enum.Enum):
+    """Where the node stands."""
+
+    SERVING = "serving"
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+# --- events and commands of its own; the others are those of `group_state` -----------------------
+
+
+@dataclass(frozen=True)
+class Said:
+    """A worker has told something on its channel."""
+
+    local_rank: int
+    report: orders.Report
+
+
+@dataclass(frozen=True)
+class LeaveOverdue:
+    """This node was to leave and has not reached a step boundary in time."""
+
+
+@dataclass(frozen=True)
+class Spawn:
+    """Start a worker that will stand by for a world."""
+
+    local_rank: int
+
+
+Event = script.Event | Said | LeaveOverdue
+Command = script.Command | Spawn
+
+
+# --- state ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrewState:
+    """All that decides what this node does next."""
+
+    node: str
+    #: For people.
+    name: str = ""
+    phase: Phase = Phase.SERVING
+    workers: Mapping[int, Worker] = field(default_factory=dict)
+    #: The latest world.
+    world: World | None = None
+    #: The generation that was last reported to be gone from here.
+    gone: int = -1
+    failures: tuple[Failure, ...] = ()
+    #: The signal this node leaves by, 0 while it stays.
+    leaving: int = 0
+    #: When its workers are killed then, by this machine's monotonic clock.
+    deadline: float | None = None
+    #: The lease was lost: join anew once the workers have stopped.
+    rejoin: bool = False
+    exitcode: int | None = None
+    reason: str = ""
+
+    @property
+    def is_terminal(self) -> bool:
+        return self.phase is Phase.ENDED
+
+    @property
+    def generation(self) -> int:
+        """The latest world a worker here was told to enter."""
+        return max((worker.generation for worker in self.workers.values()), default=-1)
+
+    def having(self, *statuses: Status) -> list[int]:
+        """Local ranks of the workers with one of these statuses."""
+        return [rank for rank, worker in self.workers.items() if worker.status in statuses]
+
+    def sentence(self) -> str:
+        """What this node is doing, for people."""
+        counts = [f"{len(ranks)} {s.value}" for s in Status if (ranks := self.having(s))]
+        return f"{self.phase.value}: workers {', '.join(counts) or 'none'}"
+
+
+Step = tuple[CrewState, list[Command]]
+
+
+def take_over(state: script.GroupState, name: str) -> Step:
+    """The node of a job whose workers turn out to be resident: those here, or none yet."""
+    running = state.phase in (script.Phase.STARTING, script.Phase.RUNNING)
+    standing = Worker(status=Status.STANDING, generation=state.generation - 1)
+    workers = {
+        rank: standing if running else Worker(status=Status.GONE) for rank in range(state.nproc)
+    }
+    crew = CrewState(
+        node=state.node, name=name, workers=workers, world=state.world, leaving=state.leaving
+    )
+    crew, commands = _start_missing(crew)
+    return crew, [*commands, _report(crew)]
+
+
+def alone(node: str, name: str) -> CrewState:
+    """A process that is its own node: one worker, on its way to `train`."""
+    return CrewState(node=node, name=name, workers={0: Worker(status=Status.STARTING)})
+
+
+def handle(state: CrewState, event: Event) -> Step:
+    """The whole machine."""
+    if state.phase is Phase.STOPPING:
+        return _while_stopping(state, event)
+    handler = HANDLERS.get(type(event))
+    if handler is None or state.is_terminal:
+        raise script.InvalidTransition(f"{event} while {state.sentence()}")
+    return handler(state, event)
+
+
+# --- what a world calls for ----------------------------------------------------------------------
+
+
+def _world(state: CrewState, event: WorldSeen) -> Step:
+    """Running: enter. Pausing: ask. Over: stop. Waiting: stop, start missing ones. Closed: end."""
+    world = event.world
+    state = replace(state, world=world)
+    if world.phase == "closed":
+        return _stop(state, SIGTERM, world.exitcode, world.reason)
+    if world.phase == "running":
+        return _enter(state, world)
+    if world.phase == "pausing":
+        return _ask(state, world)
+    state, commands = _world_over(state, world) if world.has_ended else (state, list[Command]())
+    if world.phase != "waiting" or state.leaving:
+        return state, commands
+    state, more = _start_missing(state)  # whom the others did without, they may wait for now
+    return state, [*commands, *more]
+
+
+def _enter(state: CrewState, world: World) -> Step:
+    if state.rejoin:
+        return state, []  # the others have given this node up: that world will not last
+    commands: list[Command] = []
+    for local_rank, worker in state.workers.items():
+        if worker.generation >= world.generation:
+            continue
+        rank = world.rank(state.node, local_rank)
+        if worker.status in (Status.STANDING, Status.TRAINING) and rank is not None:
+            entered = replace(worker, status=Status.TRAINING, generation=world.generation)
+            if worker.status is Status.STANDING:
+                entered = replace(entered, begins=-1 if world.after is None else world.after + 1)
+            state = _with(state, local_rank, entered)
+            commands.append(Tell(local_rank, _order(state, world, local_rank, rank)))
+        elif rank is not None:
+            state, more = _report_missing(state, world, local_rank, rank)
+            commands += more
+        elif worker.status is Status.TRAINING:
+            state, more = _halt(state, local_rank, world, worker.generation)
+            commands += more
+    state, more = _say_again(state, world)
+    return state, [*commands, *more]
+
+
+def _say_again(state: CrewState, world: World) -> Step:
+    """What was told of the last generation when this one had been published unseen: the leader
+    did not heed it, and whoever told it waits for an end of its world that would not come."""
+    commands: list[Command] = []
+    workers = [w for w in state.workers.values() if w.generation == world.generation]
+    for worker in workers:
+        if worker.broken is not None and worker.broken.generation < world.generation:
+            again = replace(worker.broken, generation=world.generation)
+            state = replace(state, failures=(*state.failures, again))
+            commands.append(_report(state, failures=state.failures))
+    ends = [worker.finished for worker in workers if worker.finished >= 0]
+    if ends:
+        commands.append(_report(state, finished=world.generation, finished_after=min(ends)))
+    return state, commands
+
+
+def _order(state: CrewState, world: World, local_rank: int, rank: int) -> orders.Enter:
+    node = world.find(state.node)
+    assert node is not None
+    return orders.Enter(
+        generation=world.generation,
+        rank=rank,
+        size=world.size,
+        store=world.store,
+        local_rank=node.local_ranks.index(local_rank),
+        local_size=node.nproc,
+        node_rank=node.node_rank,
+        nodes=world.count,
+        after=world.after,
+    )
+
+
+def _report_missing(state: CrewState, world: World, local_rank: int, rank: int) -> Step:
+    """The world counts on a worker that has died meanwhile: what it died of ends this one, too."""
+    died_of = [one for one in state.failures if one.local_rank == local_rank and not one.alive]
+    if state.workers[local_rank].tries:
+        died_of = []  # the last to die was a replacement, which was in no world
+    failure = Failure(
+        generation=world.generation,
+        node=state.name,
+        rank=rank,
+        local_rank=local_rank,
+        pid=0,
+        exitcode=1,
+        message="lost a peer: the worker had ended before it could enter the world",
+    )
+    if died_of:
+        failure = replace(died_of[-1], generation=world.generation, rank=rank)
+    state = replace(state, failures=(*state.failures, failure))
+    return state, [_report(state, failures=state.failures)]
+
+
+def _ask(state: CrewState, world: World) -> Step:
+    state, entering = _enter(state, world)  # one never seen running: the others wait there
+    training = state.having(Status.TRAINING)
+    asked = [rank for rank in training if state.workers[rank].generation == world.generation]
+    state, commands = _answer_for_all(state)
+    told = (Tell(rank, orders.Ask(world.generation)) for rank in asked)
+    return state, [*entering, *told, *commands]
+
+
+def _world_over(state: CrewState, world: World) -> Step:
+    commands: list[Command] = []
+    for local_rank in state.having(Status.TRAINING):
+        worker = state.workers[local_rank]
+        if worker.stopping < world.generation or (worker.through and world.after is None):
+            state, more = _halt(state, local_rank, world, world.generation)
+            commands += more
+    state, more = _when_stopped(state)
+    return state, [*commands, *more]
+
+
+def _halt(state: CrewState, local_rank: int, world: World, generation: int) -> Step:
+    """End a generation for a worker: at the agreed step if there is one, else at once."""
+    order: orders.Order = orders.Over(generation, world.reason)
+    if _is_done(world):
+        if not _came_too_late(state.workers[local_rank], world):
+            order = orders.Over(generation, world.reason, finished=True, through=world.after)
+    elif world.after is not None:
+        order = orders.Through(generation, world.after)
+    through = isinstance(order, orders.Through)
+    worker = replace(state.workers[local_rank], stopping=generation, through=through)
+    return _with(state, local_rank, worker), [Tell(local_rank, order)]
+
+
+def _is_done(world: World | None) -> TypeGuard[World]:
+    """Whether the training is."""
+    return world is not None and world.phase == "over" and world.ending == "finished"
+
+
+def _came_too_late(worker: Worker, world: World) -> bool:
+    """Whether the data ended before the step with which this worker was to begin: nobody meets it
+    in its world, and its script must not go on with a state that was never trained."""
+    return world.after is not None and world.after + 1 < worker.begins
+
+
+# --- what workers say ----------------------------------------------------------------------------
+
+
+def _said(state: CrewState, event: Said) -> Step:
+    """Enlisted: it stands. Entered, stopped: noted; the last one's word is reported to the leader.
+    Finished: so is the training."""
+    rank, worker = event.local_rank, state.workers[event.local_rank]
+    match event.report:
+        case orders.Enlisted() if worker.status is Status.STARTING:
+            standing = replace(worker, status=Status.STANDING, tries=0)
+            state = _with(state, rank, standing)
+            return state, [_report(state)]
+        case orders.Entered(generation, step):
+            state = _with(state, rank, replace(worker, paused=generation, entered=step))
+            return _answer_for_all(state)
+        case orders.Stopped(generation) if worker.stopping == generation:
+            return _stopped(state, rank)
+        case orders.Unfit():
+            return _with(state, rank, replace(worker, tries=MOST_TRIES)), []
+        case orders.Finished(_, step):  # maybe in the last step before the world it is to enter
+            state = _with(state, rank, replace(worker, finished=step))
+            return state, [_report(state, finished=worker.generation, finished_after=step)]
+    return state, []
+
+
+def _answer_for_all(state: CrewState) -> Step:
+    """When every worker of the pausing world has said its step: the largest."""
+    world = state.world
+    if world is None or world.phase != "pausing":
+        return state, []
+    mine = [w for w in state.workers.values() if w.generation == world.generation]
+    training = [worker for worker in mine if worker.status is Status.TRAINING]
+    if any(worker.paused != world.generation for worker in training):
+        return state, []
+    entered = max((worker.entered for worker in training), default=-1)
+    return state, [_report(state, paused=world.generation, entered=entered)]
+
+
+def _stopped(state: CrewState, local_rank: int) -> Step:
+    worker, world = state.workers[local_rank], state.world
+    finished = _is_done(world) and not _came_too_late(worker, world)
+    status = Status.FINISHED if finished else Status.STANDING
+    worker = replace(worker, status=status, stopping=-1, through=False, broken=None, finished=-1)
+    return _when_stopped(_with(state, local_rank, worker))
+
+
+def _when_stopped(state: CrewState) -> Step:
+    """Once nothing of the generation goes on here: say so, join anew, or leave."""
+    world = state.world
+    if any(worker.stopping >= 0 for worker in state.workers.values()):
+        return state, []
+    if state.leaving and not state.having(Status.TRAINING):
+        return _dismiss(state)
+    ended = world.generation if world is not None and world.has_ended_for(state.node) else -1
+    if state.rejoin:
+        state = replace(state, rejoin=False, gone=max(state.gone, state.generation, ended))
+        return state, [Rejoin(state.gone), _report(state)]
+    if _is_done(world):
+        return _when_all_done(state)
+    if ended <= state.gone:
+        return state, []
+    state = replace(state, gone=ended)
+    return state, [_report(state, gone=ended)]
+
+
+# --- ends of workers -----------------------------------------------------------------------------
+
+
+def _succeeded(state: CrewState, event: WorkerSucceeded) -> Step:
+    """After the training: done when it was the last. Before its end: a failure all the same."""
+    worker = state.workers[event.local_rank]
+    if worker.status is Status.FINISHED:
+        state = _with(state, event.local_rank, replace(worker, status=Status.GONE))
+        return _when_all_done(state)
+    failure = Failure(
+        generation=worker.generation,
+        node=state.name,
+        rank=_rank(state, event.local_rank),
+        local_rank=event.local_rank,
+        pid=0,
+        exitcode=0,
+        message="the worker ended (exit code 0) before the training was done",
+    )
+    return _failed(state, WorkerFailed(failure))
+
+
+def _when_all_done(state: CrewState) -> Step:
+    world = state.world
+    if world is None or state.having(Status.FINISHED, Status.TRAINING):
+        return state, []
+    return state, [_report(state, done=world.generation, gone=world.generation)]
+
+
+def _rank(state: CrewState, local_rank: int) -> int:
+    rank = state.world.rank(state.node, local_rank) if state.world is not None else None
+    return rank if rank is not None else -1
+
+
+def _failed(state: CrewState, event: WorkerFailed) -> Step:
+    """A living worker's error: reported. A dead one: reported, and another one started for it."""
+    failure = event.failure
+    if failure.local_rank not in state.workers or failure.pid < 0:
+        return state, []
+    if failure.generation >= 0:
+        state = replace(state, failures=(*state.failures, failure)[-MOST_FAILURES:])
+    before = state.workers[failure.local_rank]
+    if failure.alive:
+        state = _with(state, failure.local_rank, replace(before, broken=failure))
+        return state, [_report(state, failures=state.failures)]
+    if before.status is not Status.FINISHED and _is_done(state.world):
+        # Its peers have trained to the end: what it died of changes nothing.
+        gone = Worker(status=Status.GONE, generation=before.generation)
+        return _when_all_done(_with(state, failure.local_rank, gone))
+    tries = before.tries + (before.status is Status.STARTING)
+    gone = Worker(status=Status.GONE, generation=before.generation, tries=tries)
+    state = _with(state, failure.local_rank, gone)
+    if before.status is Status.FINISHED:
+        return state, [_report(state, failures=state.failures)]
+    state, commands = _replace(state, failure)
+    commands.insert(0, _report(state, failures=state.failures))
+    state, more = _answer_for_all(state)
+    commands += more
+    state, more = _when_stopped(state)
+    return state, [*commands, *more]
+
+
+def _replace(state: CrewState, failure: Failure) -> Step:
+    """A replacement for a dead worker, unless none would live or the node is about to go."""
+    if state.leaving:
+        return state, []
+    if state.workers[failure.local_rank].tries < MOST_TRIES:
+        return _start(state, failure.local_rank)
+    world = state.world
+    waited_for = world is not None and world.phase == "waiting"
+    if not waited_for and state.having(Status.STARTING, Status.STANDING, Status.TRAINING):
+        return state, []
+    if not waited_for and world is not None and world.count > 1:
+        reason = f"its workers cannot train: {failure.message}"
+        stopping, commands = _stop(state, SIGKILL, EXIT_FAILED, reason)
+        return stopping, [Report({"leaving": reason}), *commands]
+    generation = world.generation if world is not None else 0
+    fatal = replace(failure, fatal=True, generation=generation)
+    state = replace(state, failures=(*state.failures, fatal))
+    return state, []
+
+
+def _start(state: CrewState, local_rank: int) -> Step:
+    before = state.workers[local_rank]
+    worker = Worker(status=Status.STARTING, generation=before.generation, tries=before.tries)
+    return _with(state, local_rank, worker), [Spawn(local_rank)]
+
+
+def _start_missing(state: CrewState) -> Step:
+    commands: list[Command] = []
+    for rank in state.having(Status.GONE):
+        state, more = _start(state, rank)
+        commands += more
+    return state, commands
+
+
+# --- leaving and ending --------------------------------------------------------------------------
+
+
+def _leave(state: CrewState, event: LeaveRequested) -> Step:
+    """Announce it; go at the next step boundary. A second interrupt kills."""
+    if state.leaving:
+        return _leave_overdue(state, LeaveOverdue()) if event.signum == SIGINT else (state, [])
+    state = replace(state, leaving=event.signum, deadline=event.deadline)
+    announce = _report(state, leaving=signal_name(event.signum))
+    state, commands = _when_stopped(state)
+    return state, [announce, *commands]
+
+
+def _dismiss(state: CrewState) -> Step:
+    """Nobody trains here any more: send the workers home."""
+    leave = orders.Leave(state.leaving, state.deadline)
+    farewell: list[Command] = [Tell(rank, leave) for rank in state.having(Status.STANDING)]
+    # Who is not inside `train` does not listen: it gets a signal.
+    signum = SIGTERM if state.having(Status.STARTING, Status.FINISHED) else 0
+    gone = _report(state, gone=state.generation)
+    state, commands = _stop(state, signum, EXIT_SIGNAL_BASE + state.leaving, _left(state))
+    return state, [gone, *farewell, *commands]
+
+
+def _left(state: CrewState) -> str:
+    return f"left the job ({signal_name(state.leaving)})"
+
+
+def _leave_overdue(state: CrewState, event: LeaveOverdue) -> Step:
+    """Kill."""
+    return _stop(state, SIGKILL, EXIT_SIGNAL_BASE + state.leaving, _left(state))
+
+
+def _lease_lost(state: CrewState, event: LeaseLost) -> Step:
+    """Others go on without us: the workers stop, keep their memory, and join anew."""
+    commands: list[Command] = []
+    for local_rank in state.having(Status.TRAINING):
+        worker = state.workers[local_rank]
+        order = orders.Over(worker.generation, "this node was given up by the others")
+        state = _with(state, local_rank, replace(worker, stopping=worker.generation))
+        commands.append(Tell(local_rank, order))
+    state, more = _when_stopped(replace(state, rejoin=True))
+    return state, [*commands, *more]
+
+
+def _store_lost(state: CrewState, event: StoreLost) -> Step:
+    """Stop, and end when the workers are gone."""
+    return _stop(state, SIGTERM, EXIT_RENDEZVOUS_LOST, event.reason)
+
+
+def _stop(state: CrewState, signum: int, exitcode: int, reason: str) -> Step:
+    state = replace(state, phase=Phase.STOPPING, exitcode=exitcode, reason=reason)
+    return state, [Stop(signum)]
+
+
+def _while_stopping(state: CrewState, event: Event) -> Step:
+    """Nothing matters any more but the end of the workers, and a user who wants it at once."""
+    match event:
+        case WorkersGone():
+            return replace(state, phase=Phase.ENDED), []
+        case LeaveOverdue() | LeaveRequested(signum=2):
+            return state, [Stop(SIGKILL)]
+        case WorkerFailed(failure) if failure.told and not failure.stopped:
+            failures = (*state.failures, failure)
+            return replace(state, failures=failures), [Report({"failures": failures})]
+        case WorldSeen(world) if world.phase == "closed" and not state.leaving:
+            return replace(state, world=world), []
+    return state, []
+
+
+def _ignore(state: CrewState, event: Event) -> Step:
+    """Nothing."""
+    return state, []
+
+
+# --- small parts ---------------------------------------------------------------------------------
+
+
+def _with(state: CrewState, local_rank: int, worker: Worker) -> CrewState:
+    return replace(state, workers={**state.workers, local_rank: worker})
+
+
+def _report(state: CrewState, **changes: Any) -> Report:
+    """What this node says of itself, with what has just changed."""
+    standing = tuple(sorted(state.having(Status.STANDING, Status.TRAINING)))
+    starting = len(state.having(Status.STARTING))
+    return Report({"resident": True, "standing": standing, "starting": starting, **changes})
+
+
+#: What a serving node does at each event; `docs/states.md` is written from it.
+HANDLERS: dict[type, Callable[[CrewState, Any], Step]] = {
+    WorldSeen: _world,
+    Said: _said,
+    WorkerSucceeded: _succeeded,
+    WorkerFailed: _failed,
+    LeaveRequested: _leave,
+    LeaveOverdue: _leave_overdue,
+    LeaseLost: _lease_lost,
+    StoreLost: _store_lost,
+    WorkersUp: _ignore,
+}

@@ -1,0 +1,344 @@
+"""A worker's stream on its way through the agent: into its log file, and line by line to people."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import time
+from pathlib import Path
+
+from torchelastic.agent.output.output_stream import Console
+
+log = logging.getLogger(__name__)
+
+#: Longer lines are passed on in pieces; also what is read at once.
+CHUNK = 64 * 1024
+#: More than any pipe holds (1 MiB, unless root has raised it).
+_LAST_READS = 32
+#: Seconds until a disk that was full is tried again.
+TRY_AGAIN = 1.0
+#: Bytes at which a copy that nobody asked for goes on in another file; the last one is kept.
+COPY_LIMIT = 64 * 1024 * 1024
+#: Bytes of the stream's end that are kept for whoever asks what the worker said last.
+TAIL = 16 * 1024
+
+
+class Lines:
+    """Cuts bytes into lines, at line feeds and carriage returns; whatever bytes they are.
+
+    A progress bar that only ever returns the carriage is shown as one line per state.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The lines completed by `data`, without their ends, and pieces of one that is too long."""
+        whole = (self._rest + data).splitlines(keepends=True)
+        self._rest = b""
+        # A carriage return at the very end may be half of a line end.
+        if whole and not whole[-1].endswith(b"\n"):
+            self._rest = whole.pop()
+        lines = [piece for line in whole for piece in _content(line)]
+        while len(self._rest) > CHUNK:
+            lines.append(self._rest[:CHUNK])
+            self._rest = self._rest[CHUNK:]
+        return lines
+
+    def rest(self) -> list[bytes]:
+        """What came after the last line end; nothing more will come."""
+        rest, self._rest = self._rest, b""
+        return _content(rest) if rest else []
+
+
+def _content(line: bytes) -> list[bytes]:
+    text = line.rstrip(b"\r\n")
+    if not text:
+        return [] if line == b"\r" else [b""]
+    return [text[start : start + CHUNK] for start in range(0, len(text), CHUNK)]
+
+
+class Backlog:
+    """A stream's log file, and with it all that the console has not shown yet.
+
+    A slow console costs neither memory nor a waiting worker: what it has missed is read back from
+    the file. Only without a file (none wanted, or the disk is full) is it kept in memory, and the
+    stream is not read further while that is `full`.
+    """
+
+    def __init__(self, path: Path | None, limit: int | None = None) -> None:
+        """`limit` is the size at which another file takes its place."""
+        self._path = path
+        self._limit = limit
+        self._file: int | None = None
+        self._written = self._shown = 0
+        if path is not None:
+            self._open(path)
+        self._memory = b""
+        #: Bytes that the file lacks, and when it is tried again.
+        self._missing = 0
+        self._try_again = 0.0
+        self._warned = False
+
+    def _open(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._written = self._shown = os.fstat(self._file).st_size
+
+    def _rotate(self, path: Path) -> None:
+        """Begin another file. Where that does not work, the old one goes on."""
+        try:
+            os.rename(path, f"{path}.1")
+            self.close()
+            self._open(path)
+        except OSError as error:
+            self._limit = None
+            self._warn(error)
+
+    def append(self, data: bytes, *, shown: bool) -> None:
+        """Keep `data`; `shown` says that the console has it already."""
+        kept = self._store(self._file, data) if self._file is not None else 0
+        if shown:
+            self._shown = self._written
+            if self._path is not None and self._limit is not None and self._written > self._limit:
+                self._rotate(self._path)
+        else:
+            self._memory += data[kept:]
+
+    def take(self) -> bytes:
+        """The next piece not shown yet; empty when there is none."""
+        missed = min(CHUNK, self._written - self._shown)
+        if missed and self._file is not None:
+            data = os.pread(self._file, missed, self._shown)
+            # Somebody has cut the file short: the rest of it cannot be shown.
+            self._shown = self._shown + len(data) if data else self._written
+            return data or self.take()
+        data, self._memory = self._memory, b""
+        return data
+
+    @property
+    def size(self) -> int:
+        """Bytes not shown yet."""
+        return self._written - self._shown + len(self._memory)
+
+    @property
+    def full(self) -> bool:
+        return len(self._memory) >= CHUNK
+
+    def forget(self) -> None:
+        """Nobody will ask for what has not been shown."""
+        self._shown = self._written
+        self._memory = b""
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _store(self, file: int, data: bytes) -> int:
+        """How much of it is in the file now. A disk that was full is tried again now and then, but
+        not before all that is in memory is shown: else the console had it in another order."""
+        if self._missing and (self._memory or time.monotonic() < self._try_again):
+            self._missing += len(data)
+            return 0
+        kept = 0
+        try:
+            self._note_what_is_missing(file)
+            while kept < len(data):
+                kept += os.write(file, data[kept:])
+        except OSError as error:
+            # A full disk must not end a job that could go on training.
+            self._try_again = time.monotonic() + TRY_AGAIN
+            self._warn(error)
+        self._missing += len(data) - kept
+        self._written += kept
+        return kept
+
+    def _note_what_is_missing(self, file: int) -> None:
+        if self._missing:
+            note = b"\n(%d bytes are missing here: there was no room for them.)\n" % self._missing
+            if (written := os.write(file, note)) < len(note):
+                self._written += written
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._written += written
+            self._missing = 0
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:  # a disk may be full for weeks
+            self._warned = True
+            log.warning("Output is missing in %s: %s.", self._path, error.strerror)
+
+
+class LineFile:
+    """The aggregated file of a node: lines of all its workers that match a filter."""
+
+    def __init__(self, path: Path, needles: tuple[str, ...]) -> None:
+        self._path = path
+        self._needles = [os.fsencode(needle) for needle in needles]
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._writable = True
+
+    def offer(self, prefix: bytes, line: bytes) -> None:
+        """Write the line down if it matches."""
+        if not self._writable or not any(needle in line for needle in self._needles):
+            return
+        try:
+            os.write(self._file, prefix + line + b"\n")
+        except OSError as error:
+            self._writable = False
+            log.warning("%s ends here: it cannot be written (%s).", self._path, error.strerror)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class Tee:
+    """Reads one stream of one worker from a pipe until nobody holds its other end."""
+
+    def __init__(
+        self, *, prefix: str | None, path: Path | None, console: Console, filtered: LineFile | None
+    ) -> None:
+        """Without a prefix the console gets the bytes as they come."""
+        self._prefix = None if prefix is None else os.fsencode(prefix)
+        self._console = console
+        self._filtered = filtered
+        self._shown_lines = Lines()
+        self._filtered_lines = Lines()
+        self._path = path
+        self._waits_for_room = False
+        self._ended = False
+        self._tail = b""
+        #: Set when the stream has ended and all of it is shown.
+        self.finished = asyncio.Event()
+        self._backlog = Backlog(path, COPY_LIMIT if prefix is None else None)
+        try:
+            self._read_end, self.write_end = os.pipe()
+        except OSError:
+            self._backlog.close()
+            raise
+        os.set_blocking(self._read_end, False)
+        self._loop = asyncio.get_running_loop()
+        self._reading = False
+        self._read_on()
+
+    def close(self) -> None:
+        """Take what is in the pipe now, show what the console takes now, and let go."""
+        self._take_in()
+        self._end()
+        if not self.finished.is_set():
+            self._give_up_console()
+        self._backlog.close()
+        os.close(self._read_end)
+
+    def tail(self) -> bytes:
+        """The end of what the worker has written, up to now."""
+        self._take_in()
+        return self._tail
+
+    def _take_in(self) -> None:
+        for _ in range(_LAST_READS):  # bounded: somebody may write for ever
+            if self._ended or not self._on_readable():
+                break
+
+    def _on_readable(self) -> bool:
+        """Read once; False when there is nothing to read now, or nowhere to put it."""
+        if self._backlog.full:
+            self._pause()
+            return False
+        try:
+            data = os.read(self._read_end, CHUNK)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._end()
+            return False
+        self._keep(data)
+        return True
+
+    def _keep(self, data: bytes) -> None:
+        self._tail = (self._tail + data)[-TAIL:]
+        direct = self._backlog.size == 0 and self._console.room
+        self._backlog.append(data, shown=direct)
+        if self._filtered is not None:
+            self._write_filtered(self._filtered_lines.feed(data))
+        if direct:
+            self._pass_on(data)
+        else:
+            self._catch_up_when_room()
+
+    def _catch_up(self) -> None:
+        """Show one piece of what the console has missed: the loop has other work in between."""
+        self._waits_for_room = False
+        if self._console.closed:
+            self._backlog.forget()
+        if data := self._backlog.take():
+            self._pass_on(data)
+        if self._backlog.size:
+            self._catch_up_when_room()
+        elif self._ended:
+            self._finish()
+        if not self._backlog.full:
+            self._read_on()
+
+    def _catch_up_when_room(self) -> None:
+        if self._waits_for_room:
+            return
+        self._waits_for_room = True
+        if self._console.room:
+            self._loop.call_soon(self._catch_up)
+        else:
+            self._console.when_room(self._catch_up)
+
+    def _end(self) -> None:
+        """The worker, and all it started, have closed the stream."""
+        if self._ended:
+            return
+        self._ended = True
+        self._pause()
+        if self._filtered is not None:
+            self._write_filtered(self._filtered_lines.rest())
+        if self._backlog.size == 0:
+            self._finish()
+
+    def _finish(self) -> None:
+        if not self.finished.is_set():
+            self._show(self._shown_lines.rest())
+            self.finished.set()
+
+    def _give_up_console(self) -> None:
+        while self._console.room and (data := self._backlog.take()):
+            self._pass_on(data)
+        if self._backlog.size:
+            where = f"; {self._path} has it" if self._path else ""
+            log.warning(
+                "The console is too slow: %d bytes are not shown%s.", self._backlog.size, where
+            )
+            self._backlog.forget()
+        self._finish()
+
+    def _pass_on(self, data: bytes) -> None:
+        if self._prefix is None:
+            self._console.write(data)
+        else:
+            self._show(self._shown_lines.feed(data))
+
+    def _show(self, lines: list[bytes]) -> None:
+        if lines:
+            prefix = self._prefix or b""
+            self._console.write(b"".join(prefix + line + b"\n" for line in lines))
+
+    def _write_filtered(self, lines: list[bytes]) -> None:
+        assert self._filtered is not None
+        for line in lines:
+            self._filtered.offer(self._prefix or b"", line)
+
+    def _read_on(self) -> None:
+        if not self._reading and not self._ended:
+            self._loop.add_reader(self._read_end, self._on_readable)
+            self._reading = True
+
+    def _pause(self) -> None:
+        if self._reading:
+            self._loop.remove_reader(self._read_end)
+            self._reading = False

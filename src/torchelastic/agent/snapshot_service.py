@@ -1,0 +1,373 @@
+"""The snapshots this node holds: what its workers ask for, and the copies for other nodes.
+
+A worker asks on its channel, and is answered when it is done, with a memory where there is one.
+Everything that takes time (memory is cleared when it is taken) happens in threads.
+
+An agent that comes to a job under way fetches the shared state as soon as it is in a world: it is
+here, or on its way, when the first of its workers asks for it.
+
+Copies go out in the background: each time a worker has sealed a version of its own piece, and when
+a generation has settled on its base, the freshest goes to every node that is to hold it. Shared
+state is written by every node for itself, so it is fetched by who lacks it, and never sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from torchelastic.errors import TransferError
+from torchelastic.rendezvous.membership.backend import Meeting
+from torchelastic.rendezvous.world import Base, World
+from torchelastic.side_tasks import keep_up
+from torchelastic.snapshot import messages
+from torchelastic.snapshot.layout import SHARED, Version, is_void
+from torchelastic.snapshot.node.memory import Shelf
+from torchelastic.snapshot.node.placement import holders
+from torchelastic.snapshot.node.replicator import Carrier
+from torchelastic.system.memory_limit import NoRoom
+from torchelastic.transport import frames
+
+logger = logging.getLogger(__name__)
+
+#: Seconds until a node that did not take a copy is tried again, and how often it may not without
+#: anybody being told: a node that is lost will be in the next world no more.
+TRY_AGAIN, PATIENCE = 1.0, 3
+#: Between two rounds of copies, a pause of so many times what the last one took, and of so many
+#: seconds at most: small pieces of short steps must not keep a core busy.
+PAUSE, LONGEST_PAUSE = 4.0, 0.02
+#: Memories that are made at a time: the kernel clears their pages, one core each.
+ROOMS = 2
+#: How many neighbours a newcomer asks for the shared state before its workers do.
+AHEAD = 2
+#: Answers a worker, with descriptors that remain the caller's.
+Answerer = Callable[[dict[str, Any], Sequence[int]], None]
+
+
+class Snapshots:
+    """Made in a running loop; holds memory until it is closed."""
+
+    def __init__(
+        self,
+        node: str,
+        job: str,
+        *,
+        replicas: int,
+        bandwidth: float,
+        say: Callable[[str], None],
+        on_settled: Callable[[Base], None] = lambda base: None,
+    ) -> None:
+        """`bandwidth` in bytes per second, 0: any. `say` tells the user what matters, once.
+
+        `on_settled` hears what a generation has begun from, of the workers here, once each.
+        """
+        self._node = node
+        self._job = job
+        self._replicas = replicas
+        self._bandwidth = bandwidth
+        self._say = say
+        self._on_settled = on_settled
+        #: The newest generation of which it is known what it began from.
+        self._settled_in = -1
+        #: Held while what is void is dropped: nobody is told of it any more.
+        self._settling = asyncio.Lock()
+        self._said: set[str] = set()
+        self._shelf = Shelf(replicated=replicas > 0)
+        # Apart: to take all pages of a memory takes seconds, and addresses are looked up by the
+        # threads that everybody uses.
+        self._rooms = ThreadPoolExecutor(ROOMS, "snapshot-room")
+        self._meeting: Meeting | None = None
+        self._carrier: Carrier | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        #: What workers have written and the shelf has not been told of.
+        self._sealed: list[tuple[str, Version]] = []
+        #: So that two workers that lack the same fetch it once.
+        self._fetching: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        #: By node and address: who holds our pieces.
+        self._holders: dict[tuple[str, str], _Holder] = {}
+        #: Whether it has been in no world yet.
+        self._is_new = True
+
+    def open(self, meeting: Meeting) -> None:
+        """Be there for other nodes, once this one has joined."""
+        self._meeting = meeting
+        self._carrier = Carrier(
+            self._shelf, self._node, self._job, meeting.credentials, bandwidth=self._bandwidth
+        )
+        meeting.serve(frames.SNAPSHOT, self._carrier.admit)
+
+    async def close(self) -> None:
+        """Let go of everything: snapshots end with their agent."""
+        for holder in self._holders.values():
+            holder.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._carrier is not None:
+            await self._carrier.close()
+        await asyncio.to_thread(self._rooms.shutdown, cancel_futures=True)
+        await asyncio.to_thread(self._shelf.close)
+
+    # --- what workers say ------------------------------------------------------------------------
+
+    def heard(self, message: Mapping[str, Any], answer: Answerer) -> None:
+        """A worker has sent a message about snapshots."""
+        try:
+            said = messages.from_json(message)
+        except ValueError as error:
+            logger.debug("a worker sent something unreadable: %s", error)
+            return
+        match said:
+            case (
+                messages.Room()
+                | messages.Inventory()
+                | messages.Open()
+                | messages.Fetch()
+                | messages.Drop()
+            ):
+                self._start(self._answer(said, answer))
+            case messages.Sealed(piece, version):
+                self._sealed.append((piece, version))
+                if len(self._sealed) == 1:
+                    self._start(self._note_sealed())
+            case messages.Settled(base, generation) if generation > self._settled_in:
+                begun = Base(generation, *base)
+                self._on_settled(begun)
+                self._settle(begun, outside=False)
+
+    def hear_of(self, world: World) -> None:
+        """The leader has told of a world: what it, or one before, began from may be known now."""
+        outside = world.place(self._node) is None
+        if world.base is not None and (outside or world.base.generation > self._settled_in):
+            self._settle(world.base, outside=outside)
+
+    def _settle(self, base: Base, *, outside: bool) -> None:
+        self._settled_in = max(self._settled_in, base.generation)
+        self._start(self._settled(base, outside=outside))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name="snapshots")
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # A worker waits for an answer with patience of its own; the job goes on without.
+            logger.error("Snapshots: %s.", error, exc_info=error)
+
+    async def _answer(self, request: messages.Request, answer: Answerer) -> None:
+        try:
+            said, descriptor = await self._perform(request)
+        except (NoRoom, TransferError, ValueError, OSError) as error:
+            if isinstance(error, NoRoom):
+                self._say_once(str(error))
+            said, descriptor = messages.Refused(request.request, str(error)), None
+        try:
+            answer(messages.to_json(said), [] if descriptor is None else [descriptor])
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    async def _perform(self, request: messages.Request) -> tuple[messages.Answer, int | None]:
+        number = request.request
+        match request:
+            case messages.Room(_, piece, size, skeleton):
+                grant = partial(self._shelf.grant, piece, size, skeleton)
+                made = await asyncio.get_running_loop().run_in_executor(self._rooms, grant)
+                return messages.Granted(number), made
+            case messages.Open(_, piece, version):
+                return messages.Opened(number), await self._opened(piece, version)
+            case messages.Fetch(_, piece, version, peer):
+                await self._fetch(piece, version, peer)
+                return messages.Opened(number), await self._opened(piece, version)
+            case messages.Drop(_, piece, version):
+                await asyncio.to_thread(self._shelf.drop_damaged, piece, version)
+                return messages.Dropped(number), None
+            case messages.Inventory():
+                async with self._settling:
+                    held = await asyncio.to_thread(self._shelf.holdings)
+                peer = self._meeting.peer if self._meeting is not None else ""
+                return messages.Holdings(number, held, peer, self._node), None
+
+    async def _opened(self, piece: str, version: Version) -> int:
+        descriptor = await asyncio.to_thread(self._shelf.open, piece, version)
+        if descriptor is None:
+            generation, step = version
+            raise ValueError(
+                f"This node does not hold '{piece}' of generation {generation}, step {step}."
+            )
+        return descriptor
+
+    async def _fetch(self, piece: str, version: Version, peer: str) -> None:
+        async with self._fetching[piece]:
+            descriptor = await asyncio.to_thread(self._shelf.open, piece, version)
+            if descriptor is not None:
+                os.close(descriptor)
+            elif self._carrier is None:
+                raise TransferError("This node has not joined the job yet.")
+            else:
+                await self._carrier.fetch(piece, version, peer)
+
+    async def _fetch_ahead(self, carrier: Carrier, peers: Sequence[str]) -> None:
+        """What it cannot have now the workers will ask for again, and be told."""
+        async with self._fetching[SHARED]:
+            for peer in peers:
+                try:
+                    return await carrier.fetch_freshest(SHARED, peer)
+                except (TransferError, NoRoom) as error:
+                    logger.debug("no state from %s ahead of the workers: %s", peer, error)
+
+    async def _note_sealed(self) -> None:
+        """All that has been heard until now at once: steps may be short, and workers many."""
+        sealed, self._sealed = self._sealed, []
+        await asyncio.to_thread(self._shelf.sealed, sealed)
+        for holder in self._holders.values():
+            holder.wake()
+
+    async def _settled(self, base: Base, *, outside: bool) -> None:
+        version = (base.written, base.step)
+        async with self._settling:
+            settle = partial(self._shelf.settle, version, base.generation, outside=outside)
+            await asyncio.to_thread(settle)
+        for holder in self._holders.values():
+            holder.settle(version, base.generation)
+            holder.wake()
+
+    def _say_once(self, sentence: str) -> None:
+        # Numbers differ from time to time: the beginning says what it is about.
+        if (about := sentence.partition(":")[0]) not in self._said:
+            self._said.add(about)
+            self._say(sentence)
+
+    # --- copies for others -----------------------------------------------------------------------
+
+    def turn_to(self, world: World) -> None:
+        """A world has begun: find out who holds our pieces in it."""
+        if self._carrier is None:
+            return
+        chosen = chosen_holders(world, self._node, self._replicas)
+        for key in self._holders.keys() - chosen:
+            self._holders.pop(key).stop()
+        self._carrier.forget({peer for _, peer in chosen})
+        self._shelf.awaits_replicas = bool(chosen)
+        for node, peer in chosen:
+            if (node, peer) not in self._holders:
+                holder = _Holder(self._carrier, self._shelf, peer, self._noted, self._say_once)
+                self._holders[node, peer] = holder
+                self._start(keep_up(holder.run, "snapshot-copies", self._say_once))
+        if len(world.nodes) == world.count:  # else a node that is not known may be there
+            self._start(self._adopt({item.node for item in world.nodes}))
+        if self._is_new and world.generation > 0:
+            peers = [peer for _, peer in chosen_holders(world, self._node, AHEAD)]
+            self._start(self._fetch_ahead(self._carrier, peers))
+        self._is_new = False
+
+    async def _adopt(self, alive: set[str]) -> None:
+        """What was brought here by nodes that are lost is brought to others from now on."""
+        if await asyncio.to_thread(self._shelf.adopt, alive):
+            for holder in self._holders.values():
+                holder.wake()
+
+    async def _noted(self, piece: str) -> None:
+        """A holder has a version: tell the worker which one all of them have."""
+        versions = [holder.given.get(piece) for holder in self._holders.values()]
+        known = [version for version in versions if version is not None]
+        if known and len(known) == len(versions):
+            await asyncio.to_thread(self._shelf.note_replicated, piece, min(known))
+
+
+def chosen_holders(world: World, node: str, replicas: int) -> list[tuple[str, str]]:
+    """The nodes that hold this node's pieces, each with its agent's address.
+
+    In a large world an agent knows some of the others only: those of its part or, where it is alone
+    in that, those that are known to all.
+    """
+    known = {item.node: item.peer for item in world.nodes}
+    if world.place(node) is not None and len(known) == 1:
+        known.update((item.node, item.peer) for item in world.candidates if item.node != node)
+    reachable = [name for name, peer in known.items() if peer]
+    return [(name, known[name]) for name in holders(reachable, node, replicas)]
+
+
+class _Holder:
+    """Brings our pieces to one other node, the freshest version of each, as often as there is."""
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        shelf: Shelf,
+        peer: str,
+        noted: Callable[[str], Coroutine[Any, Any, None]],
+        say_once: Callable[[str], None],
+    ) -> None:
+        self._carrier = carrier
+        self._shelf = shelf
+        self._peer = peer
+        self._noted = noted
+        self._say_once = say_once
+        self._news = asyncio.Event()
+        self._over = False
+        self._in_vain = 0
+        #: By piece, what the node has.
+        self.given: dict[str, Version] = {}
+        #: The base of the newest generation that has settled, and which one that is.
+        self._settled: tuple[Version, int] = ((-1, -1), -1)
+
+    def wake(self) -> None:
+        """There may be something to bring."""
+        self._news.set()
+
+    def settle(self, base: Version, generation: int) -> None:
+        """What is void is nothing that the node has: see whether it has the base."""
+        self._settled = base, generation
+        self.given = {
+            piece: version
+            for piece, version in self.given.items()
+            if not is_void(version, base, generation)
+        }
+
+    def stop(self) -> None:
+        """Bring nothing more, after what is under way."""
+        self._over = True
+        self._news.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            began = time.monotonic()
+            for piece in await asyncio.to_thread(self._shelf.fresher_than, dict(self.given)):
+                if self._over:
+                    return
+                await self._bring(piece)
+            if self._over:
+                return
+            await asyncio.sleep(min(PAUSE * (time.monotonic() - began), LONGEST_PAUSE))
+
+    async def _bring(self, piece: str) -> None:
+        try:
+            version = await self._carrier.give(piece, self._peer)
+        except TransferError as error:
+            logger.debug("no copy of %s at %s: %s", piece, self._peer, error)
+            self._in_vain += 1
+            if self._in_vain == PATIENCE:
+                self._say_once(f"Copies of snapshots do not reach {self._peer}: {error}")
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._news.wait(), TRY_AGAIN)
+            self._news.set()
+        else:
+            self._in_vain = 0
+            if is_void(version, *self._settled):  # since it was on its way: bring the base
+                self._news.set()
+                return
+            self.given[piece] = version
+            await self._noted(piece)

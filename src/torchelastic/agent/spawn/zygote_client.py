@@ -1,0 +1,319 @@
+"""The agent's side of the zygote: start it, ask it for workers, end it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchelastic.agent.failure_report import exit_words
+from torchelastic.agent.spawn import startup
+from torchelastic.agent.spawn.processes import WorkerSpawn, command_line, start_program
+from torchelastic.errors import SpawnError
+from torchelastic.system import linux
+from torchelastic.system.cgroup import Cgroup
+
+logger = logging.getLogger(__name__)
+
+MESSAGE_LIMIT = 64 * 1024
+#: Seconds that a fork may take, on a machine that is far too busy.
+ANSWER_LIMIT = 30.0
+#: CPU seconds in which Python reaches our code; see `_stop_the_wrong_program`.
+START_LIMIT = 0.5
+
+#: Variables that act while modules are imported: what a worker has of them must be what the
+#: zygote had. (`TORCHELASTIC_` are ours, and read later.)
+IMPORT_TIME = (
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "BLIS_",
+    "NUMEXPR_",
+    "LD_",
+    "MALLOC_",
+    "GLIBC_",
+    "PYTHON",
+    "PYTORCH_",
+    "TORCH",
+    "TRITON_",
+)
+
+
+class Zygote:
+    """A process that has imported torch and is copied for each worker."""
+
+    def __init__(
+        self, pid: int, control: socket.socket, env: Mapping[str, str], command: Sequence[str]
+    ) -> None:
+        self.pid = pid
+        #: Modules that could not be preloaded, a sentence each.
+        self.warnings: list[str] = []
+        #: Why it forks no more; empty while it does.
+        self.aside = ""
+        #: Workers asked for but not yet known: they may be children of ours already.
+        self.in_flight = 0
+        self._pidfd = os.pidfd_open(pid)
+        self._ending: asyncio.Future[int] | None = None
+        self._control = control
+        self._env = env
+        self._command = tuple(command)
+        self._seconds: float | None = None
+        self._lock = asyncio.Lock()
+        self._requests = 0
+        self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        #: The loop that listens, once somebody has waited for an answer.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._deaf = False
+        self._blanks: set[int] = set()
+
+    @classmethod
+    def start(
+        cls,
+        *,
+        python: str,
+        env: Mapping[str, str],
+        preload: Sequence[str],
+        command: Sequence[str],
+        blanks: int = 0,
+    ) -> Zygote:
+        """Start it for workers that run `command` in `env`; returns while it still imports.
+
+        `blanks` is how many copies it makes ahead, when nobody asks for a worker. To be called in
+        the main thread: the zygote dies with the thread that started it.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                pid = start_program(
+                    [python, *command[1:]],
+                    env=startup.environment(env, f"zygote:{theirs.fileno()}"),
+                    keep=[theirs.fileno()],
+                    prepare=_stop_the_wrong_program,
+                )
+            except SpawnError:
+                ours.close()
+                raise
+        ours.setblocking(False)
+        ours.send(json.dumps({"preload": list(preload), "blanks": blanks}).encode())
+        return cls(pid, ours, env, command)
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is worth asking for a worker."""
+        return not self.aside
+
+    def blanks(self) -> set[int]:
+        """Children of ours that are no workers yet; those of a dead zygote end by themselves.
+
+        Asked after `linux.children`, it knows every one among them.
+        """
+        self._listen()
+        return set() if self._deaf else set(self._blanks)
+
+    async def wait_ready(self) -> float | str:
+        """How many seconds the imports took, or why there will be no worker from here."""
+        async with self._lock:
+            if self._seconds is None and not self.aside:
+                answer = await self._receive()
+                self.warnings = answer.get("warnings", [])
+                self._seconds = answer.get("seconds")
+        return self.aside or self._seconds or 0.0
+
+    def use_cgroup(self, cgroup: Cgroup) -> None:
+        """Where blanks are to be: moving there takes time that a worker does not have."""
+        with contextlib.suppress(OSError):  # it has ended, as the next one to ask will learn
+            self._control.send(json.dumps({"cgroup": cgroup.path}).encode())
+
+    async def fork(
+        self,
+        spawn: WorkerSpawn,
+        inherited: Mapping[str, int] | None = None,
+        cgroup: Cgroup | None = None,
+    ) -> int:
+        """The pid of a new worker, a child of ours in a session of its own.
+
+        `inherited` is as for `spawn_plain`. Raises `SpawnError`: for this worker if it needs what a
+        copy cannot have, for all if `usable` is False afterwards.
+        """
+        inherited = inherited or {}
+        request = {**self._request(spawn, cgroup), "inherited": list(inherited)}
+        descriptors = [*spawn.streams, *inherited.values()]
+        await self.wait_ready()
+        self.in_flight += 1
+        try:
+            async with self._lock:
+                return await self._ask(request, descriptors)
+        finally:
+            self.in_flight -= 1
+
+    async def _ask(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
+        if self.aside:
+            raise SpawnError(self.aside)
+        self._requests += 1
+        message = {"number": self._requests}
+        with open(os.memfd_create("request"), "w+b") as file:
+            file.write(json.dumps(request).encode())
+            file.flush()
+            sent = [file.fileno(), *descriptors]
+            try:
+                socket.send_fds(self._control, [json.dumps(message).encode()], sent)
+            except OSError as error:
+                logger.debug("the zygote does not listen: %s", error)
+        while True:
+            try:
+                answer = await asyncio.wait_for(self._receive(), ANSWER_LIMIT)
+            except asyncio.TimeoutError:
+                self._give_up()
+                raise SpawnError(self.aside) from None
+            if answer.get("number", self._requests) != self._requests:
+                continue  # to a request that was cancelled
+            if "error" in answer:
+                raise SpawnError(answer["error"])
+            return int(answer["pid"])
+
+    async def _receive(self) -> dict[str, Any]:
+        """The next answer; when there is none to come, one that says so."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._control, self._listen)
+        answer = await self._answers.get()
+        if answer is None:
+            answer = {"error": f"the zygote has ended ({await self._end()})", "aside": True}
+        if answer.get("aside"):
+            self.aside = str(answer["error"])
+        return answer
+
+    def _listen(self) -> None:
+        """Take what has arrived."""
+        while not self._deaf:
+            try:
+                data = self._control.recv(MESSAGE_LIMIT)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                data = b""
+            if data:
+                self._hear(json.loads(data))
+            else:
+                self._end_of_answers()
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if "blank" in message:
+            self._blanks.add(message["blank"])
+        else:
+            self._blanks.discard(message.get("pid", 0))
+            self._answers.put_nowait(message)
+
+    def _end_of_answers(self) -> None:
+        self._deaf = True
+        if self._loop is not None:
+            self._loop.remove_reader(self._control)
+        self._answers.put_nowait(None)
+
+    async def _end(self) -> str:
+        """Wait for the end of the process: `exit code 1`, `killed by SIGKILL`."""
+        exitcode = await self._exitcode()
+        if exitcode == -signal.SIGPROF:
+            return "its Python does not import sitecustomize, by which we start"
+        return exit_words(exitcode)
+
+    async def killed(self) -> str:
+        """Wait for the end of the process: the signal that killed it, in words. Empty if it ended
+        by itself, or was not ours to begin with: another one would end the same way."""
+        exitcode = await self._exitcode()
+        return exit_words(exitcode) if exitcode < 0 and exitcode != -signal.SIGPROF else ""
+
+    async def _exitcode(self) -> int:
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(_exit_of(self._pidfd))
+        return await asyncio.shield(self._ending)
+
+    def _give_up(self) -> None:
+        """It is frozen, or the machine is: a process without it is better than none."""
+        self.aside = f"the zygote has not answered for {ANSWER_LIMIT:g} s"
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._ending is None or not self._ending.done():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    async def close(self) -> None:
+        """End it. Workers are not its children and live on."""
+        self.aside = self.aside or "the zygote was closed"
+        self._kill()
+        await self._end()
+        self._listen()
+        for pid in self._blanks.intersection(linux.children()):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        self._blanks.clear()
+        async with self._lock:  # whoever waits for an answer learns first that there is none
+            self._control.close()
+
+    def _request(self, spawn: WorkerSpawn, cgroup: Cgroup | None) -> dict[str, Any]:
+        """What the copy has to know; raises `SpawnError` if a copy cannot be this worker."""
+        if reason := unlike(spawn, self._env):
+            raise SpawnError(reason)
+        command = command_line(spawn.entry, self._command[0])
+        # A script and a module are one and two words after `python -u`; the rest are arguments.
+        words = 3 if spawn.entry.kind == "script" else 4
+        native = tuple(command[:words]) == self._command[:words]
+        if not native and spawn.entry.kind == "script":
+            raise SpawnError(f"the zygote was started to run {self._command[2]}")
+        return {
+            "command": command,
+            "args": command[words:],
+            "module": None if native else command[3],
+            "env": dict(spawn.env),
+            "cpus": None if spawn.cpus is None else sorted(spawn.cpus),
+            "cgroup": None if cgroup is None else cgroup.path,
+        }
+
+
+def unlike(spawn: WorkerSpawn, env: Mapping[str, str]) -> str:
+    """Why a worker cannot be a copy of a process that imported torch in `env`; empty if it can."""
+    if spawn.entry.kind == "program":
+        return f"{spawn.entry.target} is no Python program"
+    for name in sorted(env.keys() | spawn.env.keys()):
+        ours = name.startswith("TORCHELASTIC_")
+        if not ours and name.startswith(IMPORT_TIME) and env.get(name) != spawn.env.get(name):
+            return f"{name} acts when torch is imported, and is not what the zygote had"
+    if spawn.cpus is not None and "OMP_NUM_THREADS" not in spawn.env:
+        return "without OMP_NUM_THREADS its CPUs decide, when torch is imported, how many threads"
+    return ""
+
+
+async def _exit_of(pidfd: int) -> int:
+    """Wait for a child to end, reap it and close its descriptor."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+
+    def look() -> None:
+        exitcode = linux.exitcode(pidfd)
+        if exitcode is not None and not ended.done():
+            ended.set_result(exitcode)
+
+    loop.add_reader(pidfd, look)
+    try:
+        return await ended
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+
+
+def _stop_the_wrong_program() -> None:
+    """Should Python not import our `sitecustomize`, the zygote would be the user's program.
+
+    That needs a strange installation, but then it would train beside the workers. So the zygote
+    is killed after some CPU time, less than it takes to import torch, unless our code is reached.
+    """
+    signal.setitimer(signal.ITIMER_PROF, START_LIMIT)

@@ -1,0 +1,357 @@
+"""Inside the zygote: import once, then be copied for every worker.
+
+The zygote is `python -u train.py`, held up while it starts (`startup`). `serve` imports what every
+worker would import, forks on request, and returns in the copies, which go on to be train.py.
+
+Copying a process that has torch takes milliseconds, so some copies are made ahead: *blanks*, which
+wait to be told what they are.
+
+The agent's first message is `{"preload": […], "blanks": …}`; the answer `{"seconds": …}` comes when
+the imports are done. `{"cgroup": …}` says where blanks are to be. `{"number": …}` is a request; its
+descriptors are what is asked for, as JSON in a file, standard input, output and error, and those
+that the worker inherits. The answer is `{"number": …, "pid": …}`. `{"error": …}` says why there is
+no worker, and with `"aside": true` that there will be none: the zygote ends. `{"blank": pid}` comes
+before a blank becomes the agent's child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import glob
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torchelastic import env, torch_versions
+from torchelastic.agent.spawn import zygote_child
+from torchelastic.system import linux
+from torchelastic.system.cgroup import Cgroup
+
+#: The last is what the first optimizer or DDP of a worker would pay for.
+MODULES = ("torch", "torch.distributed", "torch._dynamo")
+#: What scripts use that keep their state or train with us: a fifth of a second of CPU time for each
+#: worker. Imported when nobody waits: those that come after a failure find it done.
+OWN_MODULES = ("torchelastic.training.state.torch_state", "torchelastic.training.loop")
+#: With it torch counts GPUs without touching the driver, which does not survive a fork.
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+TITLE = "torchelastic-zygote"
+MESSAGE_LIMIT = 64 * 1024
+DESCRIPTOR_LIMIT = 8
+#: Seconds without a request after which blanks are made: not while workers start, who need the CPU.
+QUIET = 0.5
+
+
+def serve(descriptor: int) -> None:
+    """Make a worker for every request on this socket; returns in the workers, and only there."""
+    signal.setitimer(signal.ITIMER_PROF, 0)  # see `zygote._stop_the_wrong_program`
+    agent = os.getppid()
+    control = socket.socket(fileno=descriptor)
+    control.set_inheritable(False)
+    linux.write_command_line([TITLE])
+    config = json.loads(control.recv(MESSAGE_LIMIT))
+    env_changes = _warm_up(control, config["preload"])
+    linux.outlive_parent()  # the end of the conversation tells, and leaves time to clean up
+    descriptors = _Server(control, agent, config["blanks"]).run()
+    zygote_child.become(descriptors, agent, env_changes)
+
+
+def _send(control: socket.socket, **answer: Any) -> None:
+    with contextlib.suppress(ConnectionError):  # the agent is gone: the next read will tell
+        control.send(json.dumps(answer).encode())
+
+
+def _step_aside(control: socket.socket, reason: str) -> NoReturn:
+    _send(control, error=reason, aside=True)
+    os._exit(0)
+
+
+@dataclass(frozen=True)
+class _Blank:
+    pid: int
+    #: Where to tell it what it is.
+    socket: socket.socket
+
+
+class _Server:
+    """The zygote once it is warm."""
+
+    def __init__(self, control: socket.socket, agent: int, wanted: int) -> None:
+        self._control = control
+        self._agent = agent
+        self._wanted = wanted
+        self._blanks: list[_Blank] = []
+        self._quiet_from = time.monotonic() + QUIET
+        self._cgroup: Cgroup | None = None
+        self._has_own_modules = False
+
+    def run(self) -> list[int]:
+        """Serve until the agent is gone; returns in new processes, with a request's descriptors."""
+        while True:
+            descriptors = self._prepare() if self._quiet() else self._hear()
+            if descriptors is not None:
+                return descriptors
+
+    def _quiet(self) -> bool:
+        """Wait for a request; True if there was none for a while and blanks are lacking."""
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        if len(self._blanks) >= self._wanted:
+            return not poll.poll()
+        return not poll.poll(max(0.0, self._quiet_from - time.monotonic()) * 1000)
+
+    def _prepare(self) -> list[int] | None:
+        """Do something for the next request; returns in a blank, when it is told what it is."""
+        if self._has_own_modules:
+            return self._add_blank()
+        self._has_own_modules = True
+        import_all(OWN_MODULES)  # what fails here fails in the worker that needs it, and is told
+        _spare_pages()
+        return None
+
+    def _hear(self) -> list[int] | None:
+        """One message; None unless this is a new process."""
+        data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_LIMIT, DESCRIPTOR_LIMIT)
+        if not data:
+            self._agent_is_gone()
+        message = json.loads(data)
+        if "cgroup" in message:
+            self._cgroup = Cgroup(message["cgroup"])
+            return None
+        return self._answer(message["number"], descriptors)
+
+    def _answer(self, number: int, descriptors: list[int]) -> list[int] | None:
+        if reason := unfit_to_fork():
+            _step_aside(self._control, reason)
+        answer: dict[str, Any] = {"number": number}
+        try:
+            answer["pid"] = self._use_blank(descriptors) or fork_orphan()
+        except OSError as error:
+            answer["error"] = f"the zygote cannot fork: {error}"
+        if answer.get("pid") == 0:
+            self._close_all()
+            return descriptors
+        for descriptor in descriptors:
+            os.close(descriptor)
+        _send(self._control, **answer)
+        self._quiet_from = time.monotonic() + QUIET
+        return None
+
+    def _use_blank(self, descriptors: Sequence[int]) -> int | None:
+        """Let a blank be the worker; its pid, None if there is no blank that lives."""
+        while self._blanks:
+            blank = self._blanks.pop(0)
+            with blank.socket:
+                try:
+                    socket.send_fds(blank.socket, [b"be"], descriptors)
+                    return blank.pid
+                except OSError:
+                    continue  # it was killed while it waited
+        return None
+
+    def _add_blank(self) -> list[int] | None:
+        """Make one; returns in the blank, when it is told what it is."""
+        if unfit_to_fork():  # the next request will be told
+            self._wanted = 0
+            return None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                pid = fork_orphan(lambda pid: _send(self._control, blank=pid))
+            except OSError:
+                self._wanted = 0  # short of processes or memory: workers come first
+                ours.close()
+                return None
+            if pid == 0:
+                ours.close()
+                self._close_all()
+                return self._wait_to_be_told(theirs)
+        self._blanks.append(_Blank(pid, ours))
+        return None
+
+    def _wait_to_be_told(self, by_zygote: socket.socket) -> list[int]:
+        linux.die_with_parent(self._agent)
+        if self._cgroup is not None:
+            try:
+                self._cgroup.join()
+            except OSError:  # removed: the agent is about to end
+                os._exit(0)
+        data, descriptors, _, _ = socket.recv_fds(by_zygote, MESSAGE_LIMIT, DESCRIPTOR_LIMIT)
+        if not data:  # the zygote has ended
+            os._exit(0)
+        return descriptors
+
+    def _close_all(self) -> None:
+        """What a copy has of the zygote: it must neither listen there nor keep others from seeing
+        the zygote's end."""
+        self._control.close()
+        for blank in self._blanks:
+            blank.socket.close()
+
+    def _agent_is_gone(self) -> NoReturn:
+        """The last of the three to be there, if agent and guard were killed at once."""
+        if self._cgroup is not None:
+            self._cgroup.remove()
+        os._exit(0)
+
+
+# --- importing -----------------------------------------------------------------------------------
+
+
+def _warm_up(control: socket.socket, preload: Iterable[str]) -> dict[str, str | None]:
+    """Import everything; returns what the preloaded modules did to the environment."""
+    began = time.monotonic()
+    env.update({NVML_CHECK: "1"})
+    gc.disable()  # importing torch leaves little garbage; looking for it takes a fifth of the time
+    told = import_all(MODULES)
+    gc.enable()
+    if "torch" not in sys.modules:
+        _step_aside(control, told[0])
+    version = str(getattr(sys.modules["torch"], "__version__", ""))
+    told += filter(None, (torch_versions.too_old(version), torch_versions.too_new(version)))
+    before = env.snapshot()
+    with _path_of_main():
+        told += import_all(preload)
+    _settle()
+    if reason := unfit_to_fork():
+        _step_aside(control, reason)
+    _send(control, seconds=time.monotonic() - began, warnings=told)
+    return changes(before, env.snapshot())
+
+
+def import_all(names: Iterable[str]) -> list[str]:
+    """Import modules; those that cannot be imported are told, a sentence each, and left out."""
+    told = []
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except (Exception, SystemExit) as error:
+            told.append(f"{name} cannot be imported: {type(error).__name__}: {error}")
+    return told
+
+
+@contextlib.contextmanager
+def _path_of_main() -> Iterator[None]:
+    """Have on `sys.path` what Python is going to put there itself when it runs the program."""
+    entry = path_of_main()
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, entry)
+    yield
+    if entry in sys.path:
+        sys.path.remove(entry)
+
+
+def path_of_main() -> str:
+    """The directory of the program; the current one for a module."""
+    if sys.argv[0] == "-m":
+        return os.getcwd()
+    program = os.path.realpath(sys.argv[0])
+    return program if os.path.isdir(program) else os.path.dirname(program)
+
+
+def changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
+    """What must be set, or deleted (None), to come from one environment to another.
+
+    >>> changes({"A": "1", "B": "2"}, {"A": "1", "C": "3"}) == {"B": None, "C": "3"}
+    True
+    """
+    names = before.keys() | after.keys()
+    return {name: after.get(name) for name in names if before.get(name) != after.get(name)}
+
+
+def _settle() -> None:
+    """Make copies cheap and whole.
+
+    One throw-away fork makes OpenBLAS, which starts threads when it is imported, give them up.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of a fork with threads, rightly
+        pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    _spare_pages()
+
+
+def _spare_pages() -> None:
+    """What the collector does not look at, it does not write to: pages stay shared with copies."""
+    gc.collect()
+    gc.freeze()
+
+
+# --- forking -------------------------------------------------------------------------------------
+
+
+def unfit_to_fork() -> str:
+    """Why a copy of this process would be broken; empty if it would not."""
+    threads = linux.thread_names()
+    if len(threads) > 1:
+        return (
+            f"an imported module has started threads, which a fork loses: {len(threads)} of them "
+            f"({', '.join(sorted(set(threads)))})"
+        )
+    if sys.modules["torch"].cuda.is_initialized() or _devices():
+        return (
+            "an imported module has used the GPU driver, which does not survive a fork"
+            f" ({', '.join(_devices()) or 'torch.cuda is initialized'})"
+        )
+    return ""
+
+
+def _devices() -> list[str]:
+    """Accelerators this process has open."""
+    names = []
+    for link in glob.glob("/proc/self/fd/*"):
+        try:
+            names.append(os.readlink(link))
+        except FileNotFoundError:
+            continue  # the one that listed the directory
+    return sorted({name for name in names if name.startswith(("/dev/nvidia", "/dev/kfd"))})
+
+
+def fork_orphan(announce: Callable[[int], None] = lambda pid: None) -> int:
+    """Fork a process whose parent leaves at once, so that the agent, a subreaper, takes its place.
+
+    0 in the new process, when it is the agent's child, or that of another if the agent is gone. In
+    the zygote its pid; `announce` is told it before.
+    """
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        between = os.fork()
+        if between == 0:
+            ours.close()
+            _fork_and_leave(theirs)
+            return 0
+        theirs.close()
+        pid = int(ours.recv(32) or 0)
+        if pid:
+            announce(pid)
+        ours.close()  # `between` may go
+        os.waitpid(between, 0)
+    if not pid:
+        raise OSError("there can be no more processes")
+    return pid
+
+
+def _fork_and_leave(to_zygote: socket.socket) -> None:
+    """Returns in the child only: a second zygote must not come out of here, whatever happens."""
+    pid, between = -1, os.getpid()
+    try:
+        pid = os.fork()
+        if pid:
+            to_zygote.send(str(pid).encode())
+            to_zygote.recv(1)  # until the zygote closes its end
+    finally:
+        if pid:
+            os._exit(0)
+    while os.getppid() == between:
+        time.sleep(0.0001)

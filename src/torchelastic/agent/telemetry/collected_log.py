@@ -1,0 +1,48 @@
+"""The file that has the whole job's story: lines of all agents, written by the leader.
+
+Bounded: when it is full it is rotated, and what matters lasts (`events.rotation`).
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from torchelastic.events.append_file import AppendedFile
+from torchelastic.events.rotation import rotate
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 64 * 1024 * 1024
+#: How much of an older part is kept of what was older still.
+KEPT_BYTES = MAX_BYTES // 4
+
+
+class GatheredLog:
+    """Used by one thread at a time. A full disk costs lines, never the job."""
+
+    def __init__(
+        self, path: Path, *, max_bytes: int = MAX_BYTES, kept_bytes: int = KEPT_BYTES
+    ) -> None:
+        self.path = path
+        #: Writes that did not go through.
+        self.dropped = 0
+        self._max_bytes, self._kept_bytes = max_bytes, kept_bytes
+        self._file = AppendedFile(path)
+
+    def write(self, lines: bytes) -> None:
+        """Append whole lines."""
+        try:
+            self._file.append(lines)
+            if self._file.size > self._max_bytes:
+                self._file.close()
+                rotate(self.path, self._kept_bytes)
+        except OSError as error:
+            self.dropped += 1
+            if self.dropped == 1:
+                log.warning(
+                    "Gathered events are lost: %s cannot be written (%s).", self.path, error
+                )
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,138 @@
+"""`--dashboard`: the agent's end of the process that shows the job in the browser.
+
+A process of its own, which reads what the agent writes: nothing that happens to it, or that it is
+asked for, happens to the agent. It says where it is, and the rest of its life is its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torchelastic
+from torchelastic.agent.failure_report import exit_words
+from torchelastic.agent.spawn.processes import start_program
+from torchelastic.config import LaunchConfig
+from torchelastic.errors import SpawnError
+from torchelastic.system import linux
+from torchelastic.transport.credentials import read_secret
+
+logger = logging.getLogger(__name__)
+
+MODULE = "torchelastic.dashboard"
+#: Seconds it has for showing how the job ended, to those who look.
+GRACE = 3.0
+#: Bytes that are read at a time; its own lines are shorter.
+MUCH = 64 * 1024
+
+
+class Page:
+    """Made before the agent does anything, so that what is wrong is refused; then started."""
+
+    def __init__(self, config: LaunchConfig) -> None:
+        self._config = config
+        self._token_file = ""
+        if config.dashboard_token_file is not None:
+            read_secret(config.dashboard_token_file, "--dashboard-token-file")
+            self._token_file = os.path.abspath(config.dashboard_token_file)
+        self._channel: socket.socket | None = None
+        self._pidfd = -1
+        #: Its exit code, once it has ended.
+        self._ended: asyncio.Future[int]
+
+    @classmethod
+    def wanted(cls, config: LaunchConfig) -> Page | None:
+        """None where nobody has asked for it. Raises `ConfigError` where it cannot be."""
+        return cls(config) if config.dashboard else None
+
+    def start(self, env: Mapping[str, str], node: str) -> set[int]:
+        """Start it; returns its pid, if it could be started.
+
+        In the main thread: it dies with the thread that starts it.
+        """
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", MODULE, self._config.run_id, node]
+        command += [self._config.dashboard, *filter(None, [self._token_file])]
+        with theirs:
+            try:
+                streams = (theirs.fileno(), theirs.fileno(), 2)
+                pid = start_program(command, env=env, streams=streams, prepare=_prepare)
+            except SpawnError as error:
+                ours.close()
+                logger.warning("no dashboard: %s The job goes on.", error)
+                return set()
+        ours.setblocking(False)
+        self._channel, self._pidfd = ours, os.pidfd_open(pid)
+        loop = asyncio.get_running_loop()
+        self._ended = loop.create_future()
+        loop.add_reader(self._pidfd, self._notice_end)
+        return {pid}
+
+    def _notice_end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        self._ended.set_result(linux.exitcode(self._pidfd) or 0)
+
+    async def watch(self, say: Callable[[str], None]) -> None:
+        """Say where the page is and, should it end before the job does, that it has."""
+        if self._channel is None:
+            return
+        told: dict[str, str] = {}
+        rest = b""
+        while data := await asyncio.get_running_loop().sock_recv(self._channel, MUCH):
+            *lines, rest = (rest[-MUCH:] + data).split(b"\n")
+            for line in lines:
+                told = told or _heard(line)
+        await asyncio.wait({self._ended})
+        if "error" in told:
+            say(f"no dashboard at {self._config.dashboard}: {told['error']}; the job goes on")
+        else:
+            say(f"the dashboard has ended: {exit_words(self._ended.result())}; the job goes on")
+
+    async def close(self) -> None:
+        """End it, after it has shown how the job ended to those who look."""
+        if self._channel is None:
+            return
+        with contextlib.suppress(OSError):  # it has ended
+            self._channel.shutdown(socket.SHUT_WR)
+        await asyncio.wait({self._ended}, timeout=GRACE)
+        if not self._ended.done():
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            await asyncio.wait({self._ended})
+        os.close(self._pidfd)
+        self._channel.close()
+
+    def again(self, run_dir: Path) -> str:
+        """How to look at the job when the page is gone: where its events stay longest."""
+        kept = self._config.log_dir not in (None, os.devnull)
+        return (
+            f"torchelastic dashboard {shlex.quote(str(run_dir) if kept else self._config.run_id)}"
+        )
+
+
+def _heard(line: bytes) -> dict[str, str]:
+    """What the process says of itself; nothing if that is somebody else's: a user's start-up code
+    may print what it likes."""
+    try:
+        said = json.loads(line)
+    except ValueError:
+        return {}
+    told = said if isinstance(said, dict) and said.keys() & {"url", "error"} else {}
+    if "url" in told:
+        # Not an event: the address has the token in it, and events are for others to read.
+        logger.info("dashboard: %s", told["url"])
+    return told
+
+
+def _prepare() -> None:
+    """Out of the way of training, and out of a directory whose files `-m` would import for ours."""
+    linux.give_way()
+    os.chdir(Path(torchelastic.__file__).parents[1])

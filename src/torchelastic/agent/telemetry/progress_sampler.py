@@ -1,0 +1,144 @@
+"""How far the workers have got, told about once a second while it changes.
+
+Workers write it to their slates, and what the script reports to their boards, which costs them no
+system call; the agent looks there. How often depends on how long the generation has lasted and how
+many nodes tell: a log that is read in a year must not be full of steps that went well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from torchelastic.agent.workers.reported_metrics import Reported
+from torchelastic.clock import Clock
+from torchelastic.events.types import CheckpointStored, Progress
+from torchelastic.worker import orders
+from torchelastic.worker.optimizer_steps import UNKNOWN
+from torchelastic.worker.status_page import Shown
+from torchelastic.worker_counters import stalls
+
+#: Seconds between two looks: at first, and at most.
+SHORTEST, LONGEST = 1.0, 60.0
+#: They become one more whenever a generation is so many seconds older, up to so many; and so many
+#: times as long for each so many nodes.
+AGE, LATER = 600.0, 15.0
+NODES = 32
+
+#: Is told of a generation's progress, and of the checkpoints that are in storage.
+Tell = Callable[[int, Progress | CheckpointStored], None]
+
+
+def interval(age: float, nodes: int) -> float:
+    """Seconds until the next look, in a generation of so many seconds and nodes."""
+    later = min(max(age / AGE, SHORTEST), LATER)
+    return min(later * max(1.0, nodes / NODES), LONGEST)
+
+
+def progress_of(shown: Iterable[Shown], reported: Sequence[Reported] = ()) -> dict[int, Progress]:
+    """By generation: what the slates and boards of a node's workers say together."""
+    ones = list(shown)
+    stepping = {(one.generation, one.rank) for one in ones}
+    others = [one for one in reported if (one.generation, one.rank) not in stepping]
+    by_generation: dict[int, list[Shown]] = {}
+    for one in sorted((*ones, *map(_without_steps, others)), key=lambda one: one.rank):
+        if one.generation >= 0:
+            by_generation.setdefault(one.generation, []).append(one)
+    return {
+        generation: _progress(ones, metrics_of(generation, reported))
+        for generation, ones in by_generation.items()
+    }
+
+
+def metrics_of(generation: int, reported: Iterable[Reported]) -> dict[str, float | None]:
+    """What is new of the metrics that workers of this generation report: of each, what the worker
+    with the lowest rank says, so that it is always the same one. JSON has finite numbers only."""
+    metrics: dict[str, float | None] = {}
+    known: set[str] = set()
+    for one in sorted(reported, key=lambda one: one.rank):
+        if one.generation == generation:
+            news = one.fresh - known
+            metrics |= {name: _finite(value) for name, value in one.metrics.items() if name in news}
+            known |= set(one.metrics)
+    return metrics
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _without_steps(one: Reported) -> Shown:
+    """What a slate would show of a worker that has none: it tells no steps."""
+    return Shown(one.generation, one.rank, -1, 0.0, (0.0,) * len(stalls.KINDS))
+
+
+def _progress(ones: Sequence[Shown], metrics: Mapping[str, float | None]) -> Progress:
+    sums = [round(sum(parts), 6) for parts in zip(*(one.stalled for one in ones), strict=True)]
+    return Progress(
+        ranks=[one.rank for one in ones],
+        steps=[one.step for one in ones],
+        at=[round(one.at, 6) for one in ones],
+        stalls={kind: total for kind, total in zip(stalls.KINDS, sums, strict=True) if total},
+        own=[round(one.own, 6) for one in ones],
+        metrics=metrics,
+        samples=max(one.samples for one in ones),
+        before=_before([one.before for one in ones if one.step >= 0]),
+    )
+
+
+def _before(told: Sequence[int | None]) -> int | None:
+    """As all say, or else the least that they can: workers that differ do not go in step."""
+    known = [before for before in told if before is not None]
+    if len(known) < len(told) or not known:
+        return None
+    return known[0] if len(set(known)) == 1 else min(UNKNOWN, *known)
+
+
+class Sampling:
+    """Looks at the slates and boards of one node."""
+
+    def __init__(self, tell: Tell, clock: Clock) -> None:
+        self._tell = tell
+        self._clock = clock
+        #: What was told of those whose slates show the same still.
+        self._told: set[Shown] = set()
+        #: The last checkpoint that was not told of, and its generation.
+        self._stored: tuple[int, CheckpointStored] | None = None
+        self._generation = -1
+        self._began = clock.now()
+        self._nodes = 1
+
+    def turn_to(self, generation: int, nodes: int) -> None:
+        """A world begins."""
+        if generation > self._generation:
+            self._generation, self._nodes, self._began = generation, nodes, self._clock.now()
+
+    def stored(self, generation: int, rank: int, stored: orders.Stored) -> None:
+        """A checkpoint is in storage. It is told with the next look: the last one counts, and a
+        script that stores one with every step must not fill the log with them."""
+        at = round(self._clock.now(), 6)
+        event = CheckpointStored(
+            rank, stored.step, at=at, seconds=round(stored.seconds, 6), size=stored.size
+        )
+        self._stored = (generation, event)
+
+    def look(self, shown: Iterable[Shown], reported: Sequence[Reported] = ()) -> None:
+        """Tell what is new. Also called when workers come to rest: the last word of each
+        generation counts, and the slate is written anew in the next."""
+        seen = set(shown)
+        news = {one.generation for one in seen - self._told}
+        news |= {one.generation for one in reported if metrics_of(one.generation, reported)}
+        for generation, progress in progress_of(seen, reported).items():
+            if generation in news:
+                self._tell(generation, progress)
+        self._told = seen
+        if self._stored is not None:
+            self._tell(*self._stored)
+            self._stored = None
+
+    async def run(self, look: Callable[[], None]) -> None:
+        """Have somebody look at this node's workers for as long as the agent runs."""
+        while True:
+            await asyncio.sleep(interval(self._clock.now() - self._began, self._nodes))
+            look()

@@ -1,0 +1,406 @@
+"""What the agent tells: the event log for programs, a line on stderr for people."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchelastic import env
+from torchelastic.agent import failure_report
+from torchelastic.agent.output.console import OwnWords, show
+from torchelastic.agent.output.waiting_line import WaitingLine
+from torchelastic.agent.workers.supervisor import WorkerExit
+from torchelastic.best_effort import quiet
+from torchelastic.clock import Clock
+from torchelastic.config import LaunchConfig
+from torchelastic.errors import EXIT_FAILED, EXIT_RENDEZVOUS_LOST
+from torchelastic.events import types as events
+from torchelastic.events import words
+from torchelastic.events.analysis.goodput import Goodput, GoodputFold
+from torchelastic.events.analysis.last_failure import FAILURES
+from torchelastic.events.failure import Failure
+from torchelastic.events.log import EventLog, read_files
+from torchelastic.rendezvous.forming import SAY_EVERY, limit
+from torchelastic.rendezvous.membership.backend import Meeting
+from torchelastic.rendezvous.restart_policy import Kind
+from torchelastic.rendezvous.world import Member, World
+from torchelastic.worker import orders
+
+logger = logging.getLogger("torchelastic")
+
+#: Seconds that a node may look for the others without a word in its log.
+JOINING = 5.0
+
+
+def set_up_log(name: str = "") -> OwnWords:
+    """The agent's own words go to stderr, marked with the node's name once it has one."""
+    known = [handler for handler in logger.handlers if isinstance(handler, OwnWords)]
+    handler = known[0] if known else OwnWords()
+    mark = f"torchelastic {name}".rstrip()
+    handler.setFormatter(logging.Formatter(f"[{mark}] %(message)s"))
+    logger.handlers[:] = [handler]
+    logger.propagate = False
+    wanted = env.get("LOGLEVEL", "INFO").upper()
+    level = logging.getLevelName(wanted)
+    logger.setLevel(level if isinstance(level, int) else logging.INFO)
+    if not isinstance(level, int):
+        logger.warning("LOGLEVEL=%s is no level of logging: using INFO", wanted)
+    return handler
+
+
+def _told(failure: Failure | None) -> dict[str, Any] | None:
+    return failure.to_json() if failure is not None else None
+
+
+def _restart(world: World, kind: Kind) -> events.RestartDecided:
+    failed = kind in FAILURES
+    return events.RestartDecided(
+        restart=world.phase != "closed",
+        reason=world.reason,
+        kind=kind,
+        cause=_told(world.cause) if failed else None,
+        consequences=[one.to_json() for one in world.consequences] if failed else [],
+    )
+
+
+def _screen() -> OwnWords:
+    """What the agent speaks through; nothing is shown by one that was not set up."""
+    known = (handler for handler in logger.handlers if isinstance(handler, OwnWords))
+    return next(known, None) or OwnWords(fd=-1)
+
+
+@quiet
+class Narrator:
+    """Every decision with its reason, once, in both places. The leader's observer, too."""
+
+    def __init__(
+        self,
+        log: EventLog,
+        config: LaunchConfig,
+        entry: str,
+        node: str,
+        clock: Clock,
+        *,
+        prints_failure: bool,
+        for_others: str = "",
+    ) -> None:
+        """`for_others` is the command that the other nodes need."""
+        self._log = log
+        self._config = config
+        self._entry = entry
+        self._node = node
+        #: Whether nobody else is going to show the user how the job failed.
+        self._prints_failure = prints_failure
+        self.name = ""
+        #: The last generation whose beginning was told, and whether a signal ends the job here.
+        self._told, self._leaving = -1, False
+        #: The furthest step the job had reached before its world, and what was said of its starts.
+        self._best_step = -1
+        self._beginnings: set[str] = set()
+        self._goodput = GoodputFold()
+        log.listen(self._goodput.feed)
+        self.line = WaitingLine(_screen(), clock)
+        #: Says, after a while, that this node looks for the others.
+        self._joining: asyncio.TimerHandle | None = None
+        self._clock = clock
+        self._for_others = for_others
+        #: When to say next what the other nodes need.
+        self._say_command_at = clock.now()
+
+    def started(self, command: list[str], pid: int) -> None:
+        config = self._config
+        for note in config.notes:
+            logger.info(note)
+            self._log.emit(events.Note(text=note))
+        self._log.emit(
+            events.AgentStarted(
+                pid=pid,
+                endpoint=config.rdzv_endpoint,
+                command=command,
+                min_nodes=config.min_nodes,
+                max_nodes=config.max_nodes,
+                nproc=config.nproc_per_node,
+            )
+        )
+
+    def warmed_up(self, ready: float | str | None, warnings: list[str]) -> None:
+        """The zygote is there, or why it is not."""
+        for warning in warnings:
+            self.say(warning)
+        if isinstance(ready, str):
+            logger.info("workers start as plain processes: %s", ready)
+            self._log.emit(events.ZygoteUnavailable(reason=ready))
+        elif ready is not None:
+            self._log.emit(events.ZygoteReady(seconds=ready))
+
+    def joins(self) -> None:
+        """Whoever hosts may not have been started yet."""
+        config = self._config
+        if config.max_nodes == 1:
+            return
+        what = f"looking for job {config.run_id} at {config.rdzv_endpoint}"
+        patience = config.wait_for_nodes or None  # 0: for ever
+        if not self.line.show(what, patience):
+            said = f"{what}{limit(patience)}"
+            self._joining = asyncio.get_running_loop().call_later(JOINING, logger.info, said)
+
+    def joined(self, name: str, meeting: Meeting) -> None:
+        self._stop_joining()
+        self.name = name
+        if self._config.max_nodes > 1:
+            set_up_log(name)
+            where = "hosting" if meeting.is_host else "joined"
+            logger.info("%s job %s at %s", where, self._config.run_id, meeting.endpoint)
+        self._log.emit(events.Joined(name=name, endpoint=meeting.endpoint, hosting=meeting.is_host))
+
+    def _stop_joining(self) -> None:
+        self.line.clear()
+        if self._joining is not None:
+            self._joining.cancel()
+
+    def rejoined(self, name: str, meeting: Meeting) -> None:
+        self.name = name
+        if self._config.max_nodes > 1:
+            set_up_log(name)
+        where = "hosting the rendezvous now" if meeting.is_host else "joined anew"
+        logger.info("%s at %s", where, meeting.endpoint)
+        self._log.emit(events.Note(text=f"{where} as {name} at {meeting.endpoint}"))
+
+    def without_host(self, sentence: str) -> None:
+        if not self.name and self._for_others:  # it may be that nobody has started them
+            sentence = f"{sentence} Every node of this job needs: {self._for_others}"
+        logger.warning("%s", sentence)
+        self._log.emit(events.Note(text=sentence))
+
+    def lease_lost(self, store_lost: str) -> None:
+        if store_lost:
+            logger.warning("%s This node stops its workers and looks for another host.", store_lost)
+            self._log.emit(events.LeaseLost(reason=store_lost))
+            return
+        reason = f"no keep-alive has reached the rendezvous for {self._config.lease:g} s"
+        logger.warning("%s: this node counts as failed there and stops its workers", reason)
+        self._log.emit(events.LeaseLost(reason=reason))
+
+    def say(self, sentence: str) -> None:
+        logger.info(sentence)
+        self._log.emit(events.Note(text=sentence))
+
+    def leaves(self, signal: str) -> None:
+        """A signal that comes again, as from `timeout`, is in the events only."""
+        again, self._leaving = self._leaving, True
+        self.signal(signal, "leaving the job", again=again)
+
+    def signal(self, name: str, action: str, *, again: bool = False) -> None:
+        if not again:
+            logger.info("%s: %s", name, action)
+        self._log.emit(events.SignalReceived(signal=name, action=action))
+
+    # --- what the leader sees and decides --------------------------------------------------------
+
+    def became_leader(self) -> None:
+        self._log.emit(events.BecameLeader())
+
+    def node_joined(self, member: Member) -> None:
+        self._log.emit(events.NodeJoined(name=member.name))
+
+    def node_lost(self, name: str, reason: str) -> None:
+        self._log.emit(events.NodeLost(name=name, reason=reason))
+
+    def node_leaving(self, member: Member) -> None:
+        self._log.emit(events.NodeLeaving(name=member.name, reason=member.leaving))
+
+    def decided(self, world: World, kind: Kind | None) -> None:
+        generation = world.generation
+        if world.phase == "over":
+            assert kind is not None
+            cause = _told(world.cause) if kind in FAILURES else None
+            over = events.GenerationOver(kind=kind, reason=world.reason, cause=cause)
+            self._log.emit(over, generation=generation)
+        elif world.phase == "pausing":
+            changing = events.WorldChanging(reason=world.reason)
+            self._log.emit(changing, generation=generation)
+        elif kind is not None:
+            self._log.emit(_restart(world, kind), generation=generation)
+
+    # --- what every node sees --------------------------------------------------------------------
+
+    def leader_found(self, name: str) -> None:
+        self._log.emit(events.LeaderFound(name=name))
+
+    def world_seen(self, world: World) -> None:
+        self._best_step = world.ledger.best_step
+        if world.phase != "waiting":
+            self.line.clear()
+        if world.phase == "running":
+            self._world_runs(world)
+        elif world.phase == "over":
+            logger.info("generation %d is over: %s", world.generation, world.reason)
+        elif world.phase == "pausing":
+            logger.info("generation %d ends at the next step: %s", world.generation, world.reason)
+        elif world.phase == "waiting":
+            self._waits(world)
+
+    def _world_runs(self, world: World) -> None:
+        if world.generation == self._told:
+            return  # its workers have turned out to be resident
+        self._told = world.generation
+        names = [node.name for node in world.nodes]
+        logger.info("%s%s", failure_report.world_sentence(world), self._beside(world))
+        formed = events.WorldFormed(
+            nodes=names,
+            size=world.size,
+            store=world.store,
+            reason=world.reason,
+            restarts_used=world.ledger.used,
+            spares=list(world.spares),
+            held={one.name: one.sentence() for one in world.held if one.seconds},
+            count=world.count,
+        )
+        self._log.emit(formed, generation=world.generation)
+
+    def _beside(self, world: World) -> str:
+        """What a node does that has no place in a world: one that came too late warms up."""
+        if world.place(self._node) is not None:
+            return ""
+        for one in world.held:
+            if one.node == self._node and one.seconds:
+                return f"; this node is a spare, held out for {one.span()}"
+        is_full = world.count >= self._config.max_nodes
+        if is_full or self.name in world.spares or world.spare_count > len(world.spares):
+            return "; this node waits as a spare"
+        return "; this node is a newcomer and warms up for a later world"
+
+    def _waits(self, world: World) -> None:
+        if self._config.min_nodes == 1 and not world.count:
+            return  # a job that needs one node is not waiting for anybody, it settles
+        missing = failure_report.listed(world.missing, world.missing_count)
+        missing = f"; missing: {missing}" if missing else ""
+        what = world.reason.removesuffix(limit(world.patience))
+        if not self.line.show(f"{what}{missing}", world.patience):
+            logger.info("%s%s", world.reason, missing)
+        if not world.enough and self._for_others and self._clock.now() >= self._say_command_at:
+            self._say_command_at = self._clock.now() + SAY_EVERY
+            logger.info("start the other nodes with: %s", self._for_others)
+        waiting = events.Waiting(
+            need=self._config.min_nodes,
+            missing=list(world.missing),
+            reason=world.reason,
+            enough=world.enough,
+        )
+        self._log.emit(waiting, generation=world.generation)
+
+    # --- workers ---------------------------------------------------------------------------------
+
+    def workers_started(
+        self, generation: int, ranks: Mapping[int, int], pids: Mapping[int, int], seconds: float
+    ) -> None:
+        started = events.WorkersStarted(
+            ranks=[ranks[local_rank] for local_rank in sorted(ranks)],
+            pids=[pids[local_rank] for local_rank in sorted(ranks)],
+            seconds=seconds,
+        )
+        self._log.emit(started, generation=generation)
+
+    def standby_started(self, local_rank: int, pid: int, seconds: float) -> None:
+        logger.info("worker %d starts (pid %d), to enter a later world", local_rank, pid)
+        started = events.StandbyStarted(local_rank=local_rank, worker_pid=pid, seconds=seconds)
+        self._log.emit(started)
+
+    def training(self, rank: int, up: orders.Up) -> None:
+        training = events.Training(
+            rank=rank, step=up.step, received=up.received, built=up.built, fetched=up.fetched
+        )
+        self._log.emit(training, generation=up.generation)
+
+    def begins(self, begins: orders.Begins, *, resident: bool) -> None:
+        """Nobody had the state of a training in memory; said as often as it is lost."""
+        told = failure_report.beginning(begins, best_step=self._best_step, resident=resident)
+        if told and told not in self._beginnings:
+            self._beginnings.add(told)
+            logger.warning(told)
+            self._log.emit(events.Note(text=told), generation=begins.generation)
+
+    def sampled(self, generation: int, seen: events.Progress | events.CheckpointStored) -> None:
+        self._log.emit(seen, generation=generation)
+
+    def hang(self, generation: int, hang: events.Hang) -> None:
+        # Where nobody waits, as at the end of a timer, who is killed is all there is to say.
+        if any(row["waiting"] for row in hang.ranks):
+            logger.warning("workers stand still: %s", hang.text)
+        self._log.emit(hang, generation=generation)
+
+    def stragglers(self, generation: int, found: Sequence[events.Straggler]) -> None:
+        """Of each node the one that costs most, for people: a slow machine has many workers."""
+        by_node: dict[tuple[str, bool], list[events.Straggler]] = {}
+        for one in sorted(found, key=lambda one: -one.cost):
+            self._log.emit(one, generation=generation)
+            by_node.setdefault((one.name, one.over), []).append(one)
+        for first, *others in by_node.values():
+            more = f" (and {words.counted(len(others), 'more worker')} there)" if others else ""
+            logger.warning("%s%s", first.text, more)
+
+    def worker_killed(
+        self, generation: int, rank: int, local_rank: int, reason: str, stack: str
+    ) -> None:
+        """A worker that is in no world yet has a generation below 0."""
+        where = f"; it was here:\n{stack}" if stack else ""
+        logger.warning("rank %d (local rank %d) is killed: %s%s", rank, local_rank, reason, where)
+        killed = events.WorkerKilled(rank=rank, local_rank=local_rank, reason=reason, stack=stack)
+        self._log.emit(killed, generation=generation if generation >= 0 else None)
+
+    def worker_exited(self, rank: int, exit: WorkerExit, generation: int) -> None:
+        exited = events.WorkerExited(
+            rank=rank, local_rank=exit.local_rank, worker_pid=exit.pid, exitcode=exit.exitcode
+        )
+        self._log.emit(exited, generation=generation)
+
+    def worker_failed(self, failure: Failure) -> None:
+        failed = events.WorkerFailed(failure=failure.to_json())
+        self._log.emit(failed, generation=failure.generation)
+
+    def workers_stopped(self, generation: int, seconds: float) -> None:
+        self._log.emit(events.WorkersStopped(seconds=seconds), generation=generation)
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def ended(self, exitcode: int | None, reason: str, world: World | None) -> None:
+        self._stop_joining()
+        ended = events.JobEnded(
+            exitcode=exitcode if exitcode is not None else EXIT_FAILED,
+            reason=reason,
+            cause=_told(world.cause) if world is not None else None,
+        )
+        self._log.emit(ended, generation=world.generation if world is not None else None)
+        if exitcode == EXIT_FAILED and world is not None:
+            if self._prints_failure:
+                show(failure_report.job_failed(world, name=self._entry))
+        elif self._leaving and self._told < 0:
+            pass  # Ctrl-C before the first world: the signal was told, and that is all there is
+        elif exitcode and (world is not None or exitcode == EXIT_RENDEZVOUS_LOST):
+            logger.error("ended with exit code %d: %s", exitcode, reason)
+
+    async def sum_up(self, gathered: Path, *, leads: bool | None) -> None:
+        """The goodput of the job, said once: by the node that has the whole story. One that does
+        not know who has says what it saw itself."""
+        if self._told < 0 or leads is False:
+            return
+        found = await asyncio.to_thread(_goodput_of, gathered) if leads else None
+        alone = found is None and self._config.max_nodes > 1
+        told = words.goodput(self._goodput.at() if found is None else found)
+        logger.info("%s%s", told, " (by the events of this node)" if alone else "")
+
+
+def _goodput_of(gathered: Path) -> Goodput | None:
+    """Of a gathered story; None if there is none, for want of room on the disk."""
+    fold = GoodputFold()
+    try:
+        records = read_files([gathered], thin=True)
+    except OSError as error:
+        logger.debug("the gathered story cannot be read: %s", error)
+        return None
+    for record in records:
+        fold.feed(record)
+    return fold.at() if records else None

@@ -1,0 +1,349 @@
+"""This node tells the leader what happens here, so that one place has the whole job's story.
+
+What happens is written to this node's own log first and is told later, some of it at a time: the
+leader may be slow, frozen, gone or another one, and nobody here waits for it. What is recent is
+kept in memory; a leader that lacks more is told it from the file.
+
+    a world begins, and its host is another one; or the connection ends
+        ->  look who leads  ->  another one: begin again there
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from torchelastic.agent.telemetry.clock_offset import SPREAD, Offset, linger, portion
+from torchelastic.agent.telemetry.collector import ANSWERS, NOTHING, Begin, Gathering, Heard, Lines
+from torchelastic.best_effort import observing
+from torchelastic.clock import Clock
+from torchelastic.errors import ConfigError, RendezvousError
+from torchelastic.events.log import EventLog, read
+from torchelastic.events.record import Record
+from torchelastic.rendezvous.membership.backend import Meeting
+from torchelastic.rendezvous.world import LEADER_KEY, MEMBER_PREFIX
+from torchelastic.side_tasks import keep_up
+from torchelastic.transport import frames
+from torchelastic.transport.connect import Endpoint, NoAnswer, knock
+from torchelastic.transport.link import Link
+
+logger = logging.getLogger(__name__)
+
+#: Records kept in memory, and read from the file at a time.
+RECENT = 256
+#: Seconds after the beginning of a world, and more for each node, in which everybody has better
+#: things to do.
+SETTLING, SETTLING_MORE = 1.0, 0.002
+#: Seconds after which a node looks again who leads, though nothing has happened; and after a
+#: leader could not be told.
+LOOK_AGAIN, TRY_AGAIN = 60.0, 2.0
+#: Seconds the leader has to answer a call, and to take lines: those of all may come at once.
+CALL, PATIENCE = 5.0, 60.0
+#: How often the clocks are looked at before anything is told: what is told first is told once, and
+#: with the time that is known by then.
+GREETINGS = 4
+_UNHEARD = (OSError, EOFError, asyncio.TimeoutError, NoAnswer, RendezvousError, ConfigError)
+
+
+class Ear(Protocol):
+    """Whoever takes what is told."""
+
+    async def begin(self) -> Heard: ...
+
+    async def take(self, lines: bytes, upto: float) -> Heard: ...
+
+    @property
+    def ended(self) -> asyncio.Future[Exception | None]:
+        """Done when it listens no more."""
+        ...
+
+
+class OwnEar:
+    """This node leads."""
+
+    def __init__(self, gathering: Gathering, node: str, clock: Clock) -> None:
+        self._gathering, self._node, self._clock = gathering, node, clock
+        self.ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+
+    async def begin(self) -> Heard:
+        return Heard(self._gathering.upto(self._node), self._clock.now())
+
+    async def take(self, lines: bytes, upto: float) -> Heard:
+        at = self._clock.now()
+        await self._gathering.take(self._node, lines, upto)
+        return Heard(upto, at)
+
+
+class DistantEar:
+    """Another node leads: the other end of a connection to it."""
+
+    def __init__(self, link: Link, node: str) -> None:
+        self._link, self._node = link, node
+        self.ended = link.ended
+
+    async def begin(self) -> Heard:
+        self._link.send(Begin(self._node))
+        return await self._answer()
+
+    async def take(self, lines: bytes, upto: float) -> Heard:
+        self._link.send(frames.pack_before(Lines(upto), lines))
+        return await self._answer()
+
+    async def _answer(self) -> Heard:
+        # Not `wait_for`, which before Python 3.12 may lose a cancellation.
+        frame = self._link.next_frame()
+        done, _ = await asyncio.wait({frame}, timeout=PATIENCE)
+        if not done:
+            raise TimeoutError("The leader takes nothing.")
+        answer = frames.parse(frame.result(), ANSWERS)
+        assert isinstance(answer, Heard)
+        return answer
+
+
+@dataclass(frozen=True)
+class Leader:
+    """The node that leads, where its agent is reached, and its name."""
+
+    node: str = ""
+    peer: str = ""
+    name: str = ""
+
+
+class Telling:
+    """Made before the first event; `open` it once this node has joined."""
+
+    def __init__(
+        self,
+        log: EventLog,
+        node: str,
+        job: str,
+        gathering: Gathering,
+        clock: Clock,
+        *,
+        on_leader: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self._node, self._job, self._clock = node, job, clock
+        self._path = log.path
+        self._on_leader = on_leader
+        self._gathering = gathering
+        self._recent: deque[Record] = deque(maxlen=RECENT)
+        #: The time of the last record that is in the file only.
+        self._floor = float("-inf")
+        self._meeting: Meeting | None = None
+        #: Nodes of the world; 0 before the first.
+        self._nodes = 0
+        #: Who leads, and the conversation with it.
+        self._leader = Leader()
+        self._talk: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
+        #: A world has begun; there are records to tell; there are none; no time is to be lost.
+        self._turned = asyncio.Event()
+        self._news = asyncio.Event()
+        self._told = asyncio.Event()
+        self._hurry = asyncio.Event()
+        log.listen(self._happened)
+
+    def _happened(self, record: Record) -> None:
+        if len(self._recent) == RECENT:
+            self._floor = self._recent[0].mono
+        self._recent.append(record)
+        self._told.clear()
+        self._news.set()
+
+    @property
+    def leads(self) -> bool | None:
+        """Whether this node is the one that is told; None: it does not know who is."""
+        return self._leader.node == self._node if self._leader.node else None
+
+    def open(self, meeting: Meeting) -> None:
+        """Be there for other nodes, and look for the leader when there is a world."""
+        self._meeting = meeting
+        meeting.serve(frames.EVENTS, self._gathering.admit)
+        self._looking = self._start(keep_up(self._look, "event-shipping", logger.warning))
+
+    def turn_to(self, nodes: int, host: str = "") -> None:
+        """A world of so many nodes begins; `host` has the store and leads, where that is known.
+
+        Then nobody needs to ask who leads: thousands would, of who has a world to form.
+        """
+        self._nodes = max(nodes, 1)
+        if not (host and host == self._leader.node and self._is_talking):
+            self._turned.set()
+
+    async def last_words(self, seconds: float) -> None:
+        """This node goes: tell what is left, within some seconds."""
+        if self._looking is not None and self._nodes:
+            self._hurry.set()
+            await _first_of(seconds, self._told.wait(), self._looking)
+
+    async def close(self) -> None:
+        """Tell nothing more."""
+        for task in (self._looking, self._talk):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait({task})
+
+    # --- whom ------------------------------------------------------------------------------------
+
+    async def _look(self) -> None:
+        """Find out who leads whenever that may have changed, and talk to it."""
+        while True:
+            await self._until_it_is_time()
+            leader = await self._find()
+            if leader is not None and (leader != self._leader or not self._is_talking):
+                await self._turn_to_leader(leader)
+            if self._hurry.is_set():
+                if self._talk is not None:
+                    await asyncio.wait({self._talk})
+                return
+
+    async def _until_it_is_time(self) -> None:
+        limit = LOOK_AGAIN if self._is_talking else TRY_AGAIN
+        talk = [self._talk] if self._talk is not None and self._is_talking else []
+        await _first_of(
+            limit if self._nodes else None, self._turned.wait(), self._hurry.wait(), *talk
+        )
+        self._turned.clear()
+        pause = SETTLING + self._nodes * random.uniform(SETTLING_MORE, SETTLING_MORE + SPREAD)
+        await _first_of(pause, self._hurry.wait())
+
+    @property
+    def _is_talking(self) -> bool:
+        return self._talk is not None and not self._talk.done()
+
+    async def _find(self) -> Leader | None:
+        """The node that leads; None while nobody does."""
+        assert self._meeting is not None
+        try:
+            node = str((await self._stored(LEADER_KEY)).get("node", ""))
+            member = await self._stored(MEMBER_PREFIX + node) if node else {}
+        except RendezvousError as error:
+            logger.debug("who leads cannot be found out: %s", error)
+            return None
+        leader = Leader(node, str(member.get("peer", "")), str(member.get("name", "")))
+        return leader if leader.peer else None
+
+    async def _stored(self, key: str) -> Mapping[str, Any]:
+        """What is in the store; nothing if it is not there."""
+        assert self._meeting is not None
+        item = (await self._meeting.store.get(key)).items.get(key)
+        return item.value if item is not None else {}
+
+    async def _turn_to_leader(self, leader: Leader) -> None:
+        if self._talk is not None:
+            self._talk.cancel()
+            await asyncio.wait({self._talk})
+        if leader.node not in (self._node, self._leader.node):
+            self._on_leader(leader.name)
+        self._leader = leader
+        self._talk = self._start(self._talk_to(leader.node, leader.peer))
+
+    # --- what ------------------------------------------------------------------------------------
+
+    async def _talk_to(self, node: str, peer: str) -> None:
+        """Tell a leader everything it lacks, as long as it listens."""
+        try:
+            if node == self._node:
+                await self._tell(OwnEar(self._gathering, node, self._clock), leads=True)
+                return
+            link = await self._call(peer)
+            try:
+                await self._tell(DistantEar(link, self._node), leads=False)
+            finally:
+                link.abort()
+        except _UNHEARD as error:
+            logger.debug("the leader at %s is told nothing: %r", peer, error)
+        except Exception as error:  # `_look` begins again
+            with observing("Shipping events to the leader"):
+                raise error
+
+    async def _call(self, peer: str) -> Link:
+        assert self._meeting is not None
+        place = Endpoint.at(peer, self._job, self._meeting.credentials)
+        link, answer = await knock(place, purpose=frames.EVENTS, timeout=CALL)
+        if not isinstance(answer, frames.Welcome):
+            link.abort()
+            raise ConnectionError("it is not what it should be")
+        return link
+
+    async def _tell(self, ear: Ear, *, leads: bool) -> None:
+        offset, upto = Offset(), NOTHING
+        for _ in range(GREETINGS):
+            sent = self._clock.now()
+            heard = await ear.begin()
+            offset.note(sent, heard.at)
+            # Later than now: it is by the clock of an agent from before this machine was booted.
+            upto = heard.upto if heard.upto <= sent else NOTHING
+        while not ear.ended.done():
+            self._news.clear()
+            upto = await self._tell_rest(ear, offset, upto, leads=leads)
+            if not self._news.is_set():
+                self._told.set()
+            await _first_of(None, self._news.wait(), ear.ended)
+            await _first_of(linger(self._nodes), self._hurry.wait(), ear.ended)
+
+    async def _tell_rest(self, ear: Ear, offset: Offset, upto: float, *, leads: bool) -> float:
+        """All that is later than `upto`; returns up to where everything was told."""
+        while upto < self._floor:
+            behind, floor = _later_than(upto, self._path), self._floor
+            while records := await asyncio.to_thread(_some, behind):
+                upto = await self._tell_all(ear, offset, records, leads=leads)
+            # What the file lacks, for want of room on the disk, is lost.
+            upto = max(upto, floor)
+        while records := [record for record in self._recent if record.mono > upto]:
+            upto = await self._tell_all(ear, offset, records, leads=leads)
+        return upto
+
+    async def _tell_all(
+        self, ear: Ear, offset: Offset, records: Sequence[Record], *, leads: bool
+    ) -> float:
+        upto = 0.0
+        while records:
+            upto, lines = portion(records, offset, self._nodes, leads=leads)
+            if lines:
+                sent = self._clock.now()
+                heard = await ear.take(lines, upto)
+                offset.note(sent, heard.at)
+            records = [record for record in records if record.mono > upto]
+        return upto
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name="tell")
+        task.add_done_callback(_ended)
+        return task
+
+
+def _later_than(upto: float, path: Path) -> Iterator[Record]:
+    return (record for record in read(path) if record.mono > upto)
+
+
+def _some(records: Iterator[Record]) -> list[Record]:
+    """The next of them; none where the file cannot be read any further: what is recent is told."""
+    try:
+        return list(islice(records, RECENT))
+    except OSError as error:
+        logger.debug("what is in the file only is not told: %s", error)
+        return []
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (bug := task.exception()) is not None:
+        logger.error("Events are not told to the leader any more.", exc_info=bug)
+
+
+async def _first_of(seconds: float | None, *waited_for: Awaitable[object]) -> None:
+    """Wait until one of them is done, but no longer than that."""
+    given = [one for one in waited_for if isinstance(one, asyncio.Future)]
+    made = [asyncio.ensure_future(one) for one in waited_for if not isinstance(one, asyncio.Future)]
+    try:
+        await asyncio.wait({*given, *made}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for one in made:
+            one.cancel()

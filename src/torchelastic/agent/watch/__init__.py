@@ -1,0 +1,1 @@
+"""Agent process: hang watchdog, stack traces, timers, and answers to `torchelastic stacks`."""

@@ -1,0 +1,97 @@
+"""torch's own timers, for scripts that use those: requests by a named pipe.
+
+As under torchrun, with TORCHELASTIC_ENABLE_FILE_TIMER=1: workers find the pipe's path in
+TORCHELASTIC_TIMER_FILE and give it to torch's `FileTimerClient`. What expires is treated as ours
+is, and ends the worker alone: torchrun ends the agent as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+from torchelastic.errors import ConfigError
+from torchelastic.timer.file_based_local_timer import LINE, FileTimerRequest, open_pipe, parse
+from torchelastic.timer.timer_table import Timer, printable
+
+logger = logging.getLogger(__name__)
+
+#: Bytes read at a time.
+_READ = 1 << 16
+#: Timers at once, of all workers: beyond that somebody makes up scopes.
+MOST = 10_000
+
+
+class FileTimers:
+    """The timers that workers have asked for by the pipe."""
+
+    ENABLED, VARIABLE = "TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_TIMER_FILE"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._timers: dict[tuple[int, str], Timer] = {}
+        self._rest = b""
+        try:
+            self._pipe = open_pipe(path)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.VARIABLE}={path} cannot be a pipe ({error.strerror}): name another file."
+            ) from error
+
+    @classmethod
+    def wanted(cls, environ: Mapping[str, str], directory: Path) -> FileTimers | None:
+        """None unless the environment asks for it, as torchrun has it."""
+        if environ.get(cls.ENABLED) != "1":
+            return None
+        return cls(Path(environ.get(cls.VARIABLE) or directory / "timers"))
+
+    def listen(self, on_request: Callable[[], None]) -> None:
+        """Take requests from now on."""
+
+        def hear() -> None:
+            self._take(os.read(self._pipe, _READ), time.time(), time.monotonic())
+            on_request()
+
+        asyncio.get_running_loop().add_reader(self._pipe, hear)
+
+    def of(self, pid: int) -> list[Timer]:
+        """The timers of a worker."""
+        return [timer for (owner, _), timer in self._timers.items() if owner == pid]
+
+    def forget(self, pid: int) -> None:
+        """This worker is being ended."""
+        for key in [key for key in self._timers if key[0] == pid]:
+            del self._timers[key]
+
+    def keep(self, pids: Collection[int]) -> None:
+        """Forget the timers of all others: they have ended, or are no workers."""
+        for key in [key for key in self._timers if key[0] not in pids]:
+            del self._timers[key]
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pipe)
+        os.close(self._pipe)
+        self.path.unlink(missing_ok=True)
+
+    def _take(self, data: bytes, wall: float, now: float) -> None:
+        *lines, rest = (self._rest + data).split(b"\n")
+        self._rest = rest if len(rest) <= LINE else b""
+        for line in lines:
+            asked = parse(line)
+            if asked is None:
+                logger.debug("%s has something unreadable", self.path)
+            else:
+                self._note(asked, wall, now)
+
+    def _note(self, asked: FileTimerRequest, wall: float, now: float) -> None:
+        """What torch says by the wall clock counts by ours from here on."""
+        key = (asked.worker_pid, asked.scope_id)
+        after = max(0.0, asked.expiration_time - wall)
+        if asked.expiration_time < 0 or asked.signal <= 0:
+            self._timers.pop(key, None)
+        elif len(self._timers) < MOST or key in self._timers:
+            self._timers[key] = Timer(-1, now + after, round(after, 3), printable(asked.scope_id))

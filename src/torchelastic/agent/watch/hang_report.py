@@ -1,0 +1,67 @@
+"""What is found out and told of a hang, once for all workers that hang together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from torchelastic.agent.watch.inspector import Found
+from torchelastic.events import types as events
+from torchelastic.events.analysis.hangs import Judgement, event_of, judge
+
+logger = logging.getLogger(__name__)
+
+#: Seconds for which what was found is not looked for again.
+FRESH = 5.0
+
+
+class HangReport:
+    """Looks at all ranks of the world, while there is still time, and tells what it saw."""
+
+    def __init__(
+        self,
+        look: Callable[[], Awaitable[Found]],
+        tell: Callable[[int, events.Hang], None],
+    ) -> None:
+        self._look, self._tell = look, tell
+        self._looking: asyncio.Task[Found] | None = None
+        self._began = 0.0
+        self._told: Found | None = None
+
+    def begin(self) -> asyncio.Task[Found]:
+        """Look now, if that has not been done just before."""
+        if self._looking is None or time.monotonic() - self._began > FRESH:
+            self._began = time.monotonic()
+            self._looking = asyncio.ensure_future(self._look_safely())
+        return self._looking
+
+    async def _look_safely(self) -> Found:
+        """Who only looks never ends the job: those who wait for this would."""
+        try:
+            return await self._look()
+        except Exception:
+            logger.exception("What the ranks do could not be looked at.")
+            return Found()
+
+    async def found(self, generation: int) -> Found:
+        """What was seen of this world; in seconds, since nobody who looks waits longer."""
+        found = await asyncio.shield(self.begin())
+        if found.generation >= generation:
+            return found
+        self._looking = None  # what is fresh is of the world before
+        return await asyncio.shield(self.begin())
+
+    def judge(self, found: Found) -> Judgement:
+        return judge(found.doings, found.unheard)
+
+    def tell(self, found: Found) -> None:
+        """Write it down, once."""
+        if found is not self._told and found.doings:
+            self._told = found
+            self._tell(found.generation, event_of(found.doings, found.unheard))
+
+    def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()

@@ -1,0 +1,322 @@
+"""What every rank of the world is doing: this node's workers, and those of the other agents.
+
+    agent                                   every other agent of the world
+    which generation                   ->
+                                       <-   what its ranks do in that, one JSON object a line
+    who can go on after a generation   ->
+                                       <-   whether a rank there can: it has the state, and is free
+
+All of them together have two seconds: who has not answered by then is named. A reader changes
+nothing, and what goes wrong in it ends nothing; connections are those of all agents, greeted and
+with the job's secret where it has one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol, TypeVar
+
+from torchelastic.agent.watch.stack_reader import NOTHING, Stacks
+from torchelastic.errors import WireError
+from torchelastic.events.analysis.hangs import Doing
+from torchelastic.rendezvous.membership.backend import Meeting
+from torchelastic.rendezvous.world import World, WorldNode
+from torchelastic.transport import frames
+from torchelastic.transport.connect import Endpoint, knock
+from torchelastic.transport.frames import Message, by_kind
+from torchelastic.transport.link import Link
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Seconds that this node's workers have for their stacks, and all other agents for their answers.
+HERE, THERE = 1.5, 2.0
+#: Nodes that are asked, and how many of them at a time.
+MOST_NODES, AT_A_TIME = 512, 64
+#: Bytes of an answer.
+ANSWER = 1 << 20
+#: Agents that are connected at a time, to ask. Each has as long as it waits for an answer.
+MOST_GUESTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Which(Message):
+    """Asks what ranks do."""
+
+    kind = "which"
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class These(Message):
+    """Answers it; the ranks follow in the same frame."""
+
+    kind = "these"
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class CanGoOn(Message):
+    """Asks whether a rank has the state of a generation that is over, and is free."""
+
+    kind = "can-go-on"
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class GoesOn(Message):
+    """Answers it."""
+
+    kind = "goes-on"
+    yes: bool
+
+
+ASKED, TOLD = by_kind(Which, CanGoOn), by_kind(These, GoesOn)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is known of a world's ranks."""
+
+    generation: int = -1
+    doings: tuple[Doing, ...] = ()
+    #: Names of the nodes that did not answer, and how many are not known by name.
+    unheard: tuple[str, ...] = field(default=())
+
+
+class Watched(Protocol):
+    """What is needed of `agent.workers.Workers`, beside what stacks need."""
+
+    @property
+    def alive(self) -> tuple[int, ...]: ...
+
+    def doing(self, local_rank: int, generation: int) -> Doing | None: ...
+
+
+class Doings:
+    """One for each agent; `open` it once the node has joined."""
+
+    def __init__(
+        self,
+        workers: Watched,
+        stacks: Stacks,
+        *,
+        node: str,
+        job: str,
+        world: Callable[[], World | None],
+        can_go_on: Callable[[int], bool] = lambda generation: False,
+    ) -> None:
+        """`can_go_on` tells of this node what `CanGoOn` asks."""
+        self._workers, self._stacks = workers, stacks
+        self._node, self._job, self._world = node, job, world
+        self._can_go_on = can_go_on
+        self._meeting: Meeting | None = None
+        self._guests: set[Link] = set()
+        self._answers: set[asyncio.Task[None]] = set()
+
+    def open(self, meeting: Meeting) -> None:
+        """Answer other agents from now on."""
+        self._meeting = meeting
+        meeting.serve(frames.DOINGS, self._admit)
+
+    async def close(self) -> None:
+        """Answer nobody any more."""
+        for link in self._guests:
+            link.abort()
+        for task in self._answers:
+            task.cancel()
+        if self._answers:
+            await asyncio.wait(self._answers)
+
+    # --- here ------------------------------------------------------------------------------------
+
+    async def here(self, generation: int) -> list[Doing]:
+        """What this node's ranks do."""
+        shown = {rank: self._workers.doing(rank, generation) for rank in self._workers.alive}
+        known = {local: doing for local, doing in shown.items() if doing is not None}
+        reading = {
+            local: asyncio.create_task(self._stacks.of(local), name="stack") for local in known
+        }
+        seen = await _outcomes(reading.values(), HERE)
+        stacks = dict(zip(reading, seen, strict=True))
+        # Again: one that was asked for its stack shows what torch has counted for it, too.
+        shown = {local: self._workers.doing(local, generation) for local in known}
+        return [
+            replace(shown[local] or doing, stack=stacks[local] or NOTHING)
+            for local, doing in known.items()
+        ]
+
+    # --- everywhere ------------------------------------------------------------------------------
+
+    async def everywhere(self) -> Found:
+        """What all ranks of the present world do."""
+        world = self._world()
+        if world is None:
+            return Found()
+        others = [item for item in world.nodes if item.node != self._node][:MOST_NODES]
+        turn = asyncio.Semaphore(AT_A_TIME)
+        asking = [
+            asyncio.create_task(self._there(item, world.generation, turn), name=item.name)
+            for item in others
+        ]
+        own, told = await asyncio.gather(self.here(world.generation), _outcomes(asking, THERE))
+        doings = [doing for one in (own, *told) if one is not None for doing in one]
+        silent = [item.name for item, one in zip(others, told, strict=True) if one is None]
+        if (unasked := world.count - len(world.nodes) + _left_out(world)) > 0:
+            silent.append(f"{unasked} more nodes")
+        ranks = tuple(sorted(doings, key=lambda doing: doing.rank))
+        return Found(world.generation, ranks, tuple(silent))
+
+    async def others_can_go_on(self, generation: int) -> bool:
+        """Whether a rank on another node has the state of a generation, and is free to go on."""
+        world, turn = self._world(), asyncio.Semaphore(AT_A_TIME)
+        nodes = world.nodes if world is not None else ()
+        pending = {
+            asyncio.create_task(self._goes_on(item, generation, turn), name=item.name)
+            for item in nodes[:MOST_NODES]
+            if item.node != self._node
+        }
+        deadline = time.monotonic() + THERE
+        try:
+            while pending and (left := deadline - time.monotonic()) > 0:
+                done, pending = await asyncio.wait(
+                    pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
+                )
+                if any(map(_outcome, done)):
+                    return True
+            return False
+        finally:
+            for task in pending:
+                task.cancel()
+
+    async def _goes_on(self, item: WorldNode, generation: int, turn: asyncio.Semaphore) -> bool:
+        async with turn:
+            answer, _ = await self._ask(item.peer, CanGoOn(generation))
+            return isinstance(answer, GoesOn) and answer.yes
+
+    async def _there(
+        self, item: WorldNode, generation: int, turn: asyncio.Semaphore
+    ) -> list[Doing]:
+        """What the ranks of another node do."""
+        async with turn:
+            _, lines = await self._ask(item.peer, Which(generation))
+            return [Doing.from_json(json.loads(line)) for line in lines.splitlines()]
+
+    async def _ask(self, peer: str, question: Message) -> tuple[Message, bytes]:
+        """The answer, and what follows it."""
+        if self._meeting is None or not peer:
+            raise ConnectionError("it cannot be reached")
+        place = Endpoint.at(peer, self._job, self._meeting.credentials)
+        link, answer = await knock(place, purpose=frames.DOINGS, timeout=THERE)
+        try:
+            if not isinstance(answer, frames.Welcome):
+                raise ConnectionError("it is not what it should be")
+            link.send(question)
+            head, _, lines = (await link.next_frame()).partition(b"\n")
+            return frames.parse(head, TOLD), lines
+        finally:
+            link.abort()
+
+    # --- answering -------------------------------------------------------------------------------
+
+    def _admit(self, link: Link, hello: frames.Hello) -> None:
+        """Take a connection from the reception."""
+        if len(self._guests) >= MOST_GUESTS:
+            link.send(frames.Refusal("This agent is asked by too many at once."))
+            link.close()
+            return
+        self._guests.add(link)
+        leave = asyncio.get_running_loop().call_later(THERE, link.abort)
+
+        def left(_: object) -> None:
+            leave.cancel()
+            self._guests.discard(link)
+
+        link.ended.add_done_callback(left)
+        link.send(frames.Welcome(frames.PROTOCOL, frames.VERSION, "", False, 0))
+        link.deliver_to(partial(self._hear, link))
+
+    def _hear(self, link: Link, payload: bytes) -> None:
+        asked = frames.parse(payload, ASKED)
+        if isinstance(asked, CanGoOn):
+            link.send(GoesOn(self._can_go_on(asked.generation)))
+            link.close()
+            return
+        assert isinstance(asked, Which)
+        task = asyncio.create_task(self._answer(link, asked.generation), name="doings")
+        self._answers.add(task)
+        task.add_done_callback(self._answers.discard)
+        link.ended.add_done_callback(lambda _: task.cancel())
+        link.deliver_to(_hear_no_more)
+
+    async def _answer(self, link: Link, generation: int) -> None:
+        try:
+            doings = await self.here(generation)
+            link.send(frames.pack_before(These(generation), lines_of(doings)))
+        finally:
+            link.close()
+
+
+def lines_of(doings: Iterable[Doing]) -> bytes:
+    """One line each; without stacks where that would be too much."""
+    lines = [json.dumps(doing.to_json()).encode() for doing in doings]
+    if sum(map(len, lines)) > ANSWER:
+        short = [replace(doing, stack="left out: too long") for doing in doings]
+        lines = [json.dumps(doing.to_json()).encode() for doing in short]
+    return b"\n".join(lines)
+
+
+def _left_out(world: World) -> int:
+    return max(0, len(world.nodes) - 1 - MOST_NODES)
+
+
+def _hear_no_more(payload: bytes) -> None:
+    raise WireError("It asks again before it is answered.")
+
+
+async def _outcomes(tasks: Iterable[asyncio.Task[T]], seconds: float) -> list[T | None]:
+    """What each has come to in time; None for one that has not, or has failed."""
+    waited = list(tasks)
+    try:
+        if waited:
+            await asyncio.wait(waited, timeout=seconds)
+        return [_outcome(task) if task.done() else None for task in waited]
+    finally:
+        for task in waited:
+            task.cancel()
+
+
+def _outcome(task: asyncio.Task[T]) -> T | None:
+    if task.cancelled():
+        return None
+    if (error := task.exception()) is not None:
+        logger.debug("what %s does cannot be told: %r", task.get_name(), error)
+        return None
+    return task.result()
+
+
+def to_json(found: Found) -> dict[str, object]:
+    """For another process."""
+    return {
+        "generation": found.generation,
+        "doings": [doing.to_json() for doing in found.doings],
+        "unheard": list(found.unheard),
+    }
+
+
+def from_json(data: dict[str, object]) -> Found:
+    """Raises `ValueError` for what is none."""
+    doings, unheard, generation = data.get("doings"), data.get("unheard"), data.get("generation")
+    if not isinstance(doings, Sequence) or not isinstance(unheard, Sequence):
+        raise ValueError("What the ranks do cannot be read.")
+    if not isinstance(generation, int):
+        raise ValueError("What the ranks do is of no generation.")
+    found = tuple(Doing.from_json(one) for one in doings)
+    return Found(generation, found, tuple(str(name) for name in unheard))

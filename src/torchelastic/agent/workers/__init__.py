@@ -1,0 +1,1 @@
+"""Agent process: the worker processes of a node, from start to exit."""

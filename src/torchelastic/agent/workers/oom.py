@@ -1,0 +1,270 @@
+"""Whether a worker ended for want of memory, and how certain that is.
+
+The kernel says nothing to whom it kills: the end looks like anybody's `kill -9`. But it counts, in
+the container (cgroup) and on the machine, and it counts before it kills; and where its log may be
+read, that names the process. What it says is read here (`Memory`) and put into words by a pure
+function (`memory_hint`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchelastic.system import cgroup
+
+logger = logging.getLogger(__name__)
+
+#: SIGKILL, and what a shell makes of it.
+_KILLED = (-9, 128 + 9)
+#: torch's words for a DataLoader's process that was killed; the worker raises them.
+_CHILD_KILLED = "is killed by signal: Killed"
+#: More than this is no limit: version 1 writes a very large number instead of none.
+_NO_LIMIT = 1 << 60
+#: The inode of the first pid namespace: the kernel's log has its pids, which are others elsewhere.
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC
+#: Records of the kernel's log that one look reads at most.
+_RECORDS = 20_000
+
+#: An error that says so itself: its beginning, and what it means.
+_SAID = (
+    (
+        re.compile(r"([\w.]*\.)?OutOfMemoryError\b|RuntimeError: .*(CUDA|HIP) out of memory"),
+        "out of memory on the device: it had no room for an allocation",
+    ),
+    (
+        re.compile(
+            r"([\w.]*\.)?_?(Array)?MemoryError\b"
+            r"|RuntimeError: .*DefaultCPUAllocator: (can't|not enough)"
+            r"|OSError: \[Errno 12\]"
+            r"|(RuntimeError: )?std::bad_alloc"
+        ),
+        "out of memory: an allocation in main memory was refused",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of the end of a worker."""
+
+    exitcode: int
+    message: str = ""
+    #: Kills for want of memory that explain no other worker's end, in its container and on its
+    #: machine; None where the kernel does not tell.
+    in_container: int | None = None
+    on_machine: int | None = None
+    #: The kernel's log says that it killed this very process.
+    named: bool = False
+    #: Bytes that the container may use.
+    limit: int | None = None
+
+
+def memory_hint(facts: Facts) -> str:
+    """What the facts say about memory; empty where they say nothing.
+
+    >>> memory_hint(Facts(exitcode=-9, in_container=1, limit=2 << 30))
+    "out of memory: the kernel killed it (limit 2.0 GiB; the container's count of such kills rose)"
+    """
+    if _CHILD_KILLED in facts.message:
+        return _of_kill(facts, "a process it had started")
+    if facts.exitcode in _KILLED:
+        return _of_kill(facts, "it") or _of_somebody(facts)
+    for pattern, words in _SAID:
+        if pattern.match(facts.message):
+            return words
+    return ""
+
+
+def _of_kill(facts: Facts, whom: str) -> str:
+    limit = f"limit {_size(facts.limit)}; " if facts.limit is not None else ""
+    if facts.named and whom == "it":
+        return f"out of memory: the kernel killed it ({limit}its log names the process)"
+    if facts.in_container:
+        count = "the container's count of such kills rose"
+        return f"out of memory: the kernel killed {whom} ({limit}{count})"
+    if facts.on_machine and facts.in_container is None:
+        return (
+            "perhaps out of memory: the kernel has killed a process of this machine for want of "
+            "it meanwhile, which may have been another one"
+        )
+    return ""
+
+
+def _of_somebody(facts: Facts) -> str:
+    """Of a kill that the kernel does not count: for whatever reason, which may be memory still."""
+    if facts.in_container == 0 or facts.on_machine == 0:
+        return (
+            "somebody sent SIGKILL: the kernel counts no kill for want of memory; a guard of "
+            "memory such as systemd-oomd is not counted either"
+        )
+    return ""
+
+
+def _size(number: int) -> str:
+    """
+    >>> _size(2 << 30), _size(300 << 20)
+    ('2.0 GiB', '300 MiB')
+    """
+    gigabytes = number / (1 << 30)
+    return f"{gigabytes:.1f} GiB" if gigabytes >= 1 else f"{number / (1 << 20):.0f} MiB"
+
+
+# --- what the kernel says ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the kernel tells of memory."""
+
+    #: The directory of the memory cgroup that this process is in; None: it is in none.
+    group: Path | None
+    #: Whether that counts what happens in the groups below, too: version 2 does.
+    whole: bool = True
+    vmstat: Path = Path("/proc/vmstat")
+    log: Path = Path("/dev/kmsg")
+
+    @classmethod
+    def find(cls) -> Sources:
+        """Those of this process."""
+        first = cgroup.own_directory("memory")
+        if first is not None:
+            return cls(Path(first), whole=False)
+        own = cgroup.own_directory()
+        for directory in _upwards(Path(own) if own is not None else None):
+            if (directory / "memory.events").exists():
+                return cls(directory)
+        return cls(None)
+
+    def killed_in_container(self) -> int | None:
+        """How many processes the kernel has killed there for want of memory, ever."""
+        if self.group is None:
+            return None
+        name = "memory.events" if self.whole else "memory.oom_control"
+        return _count(self.group / name)
+
+    def killed_on_machine(self) -> int | None:
+        return _count(self.vmstat)
+
+    def limit(self) -> int | None:
+        """The least that this group or one above it may use; None: as much as there is."""
+        name = "memory.max" if self.whole else "memory.limit_in_bytes"
+        found = [_number(directory / name) for directory in _upwards(self.group)]
+        return min((size for size in found if size is not None and size < _NO_LIMIT), default=None)
+
+
+def _upwards(directory: Path | None) -> Iterator[Path]:
+    """It and all above it: a cgroup is limited by each of them."""
+    if directory is not None:
+        yield directory
+        yield from directory.parents
+
+
+def _count(path: Path) -> int | None:
+    """The number behind `oom_kill` in a file of such lines; None where there is none."""
+    try:
+        lines = path.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    counts = [line.partition(" ")[2] for line in lines if line.startswith("oom_kill ")]
+    return int(counts[0]) if counts and counts[0].isdecimal() else None
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+class Memory:
+    """Follows the kernel's counts. One kill explains the end of one worker."""
+
+    def __init__(self, sources: Sources | None = None) -> None:
+        self._sources = sources or Sources.find()
+        self._explained_in_container = self._sources.killed_in_container()
+        self._explained_on_machine = self._sources.killed_on_machine()
+        self._log = _KernelLog(self._sources.log)
+
+    def look(self, pid: int, exitcode: int, message: str) -> Facts:
+        """What there is to know about the end of this worker. A look costs a few small reads, and
+        is taken only where the kernel may have had to do with it."""
+        if exitcode not in _KILLED and _CHILD_KILLED not in message:
+            return Facts(exitcode=exitcode, message=message)
+        in_container = _since(self._sources.killed_in_container(), self._explained_in_container)
+        on_machine = _since(self._sources.killed_on_machine(), self._explained_on_machine)
+        if in_container and self._explained_in_container is not None:
+            self._explained_in_container += 1
+        if on_machine and self._explained_on_machine is not None:
+            self._explained_on_machine += 1
+        if not in_container and not self._sources.whole and on_machine:
+            in_container = None  # it may have been in a group below, which version 1 leaves out
+        return Facts(
+            exitcode=exitcode,
+            message=message,
+            in_container=in_container,
+            on_machine=on_machine,
+            named=self._log.names(pid),
+            limit=self._sources.limit(),
+        )
+
+    def close(self) -> None:
+        self._log.close()
+
+
+def _since(now: int | None, before: int | None) -> int | None:
+    return None if now is None or before is None else max(0, now - before)
+
+
+class _KernelLog:
+    """What the kernel writes from now on about processes it kills."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor: int | None = None
+        self._named: set[int] = set()
+        try:
+            if os.stat("/proc/self/ns/pid").st_ino != _FIRST_PID_NAMESPACE:
+                return
+            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+            self._descriptor = os.open(path, flags)
+            os.lseek(self._descriptor, 0, os.SEEK_END)
+        except OSError as error:  # most users may not read it
+            logger.debug("the kernel's log is not read: %s", error)
+            self.close()
+
+    def names(self, pid: int) -> bool:
+        """Whether it has killed this process; said once, for another may get its pid."""
+        for record in self._new():
+            if (found := re.search(r"Killed process (\d+) \(", record)) is not None:
+                self._named.add(int(found[1]))
+        named = pid in self._named
+        self._named.discard(pid)
+        return named
+
+    def _new(self) -> Iterator[str]:
+        if self._descriptor is None:
+            return
+        for _ in range(_RECORDS):
+            try:
+                record = os.read(self._descriptor, 8192)
+            except BlockingIOError:
+                return
+            except BrokenPipeError:
+                continue  # older ones have been overwritten: the next read has what is there
+            except OSError as error:
+                logger.debug("the kernel's log is not read any more: %s", error)
+                self.close()
+                return
+            if not record:
+                return
+            yield record.decode(errors="replace")
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None

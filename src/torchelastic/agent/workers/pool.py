@@ -1,0 +1,603 @@
+"""The worker processes of one node: started, spoken to, listened to and stopped.
+
+What becomes of them is told as events; what to do about it is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from signal import SIGTERM
+from typing import Any
+
+from torchelastic.agent import failure_report
+from torchelastic.agent.lifecycle import in_process, script
+from torchelastic.agent.output import log_files
+from torchelastic.agent.snapshot_service import Snapshots
+from torchelastic.agent.spawn.factory import Nursery
+from torchelastic.agent.telemetry.progress_sampler import Sampling
+from torchelastic.agent.telemetry.reporter import Narrator
+from torchelastic.agent.watch.stack_reader import is_frozen
+from torchelastic.agent.watch.worker_timers import Timers
+from torchelastic.agent.workers import numa
+from torchelastic.agent.workers.environment import entry_for, standby_env, worker_env
+from torchelastic.agent.workers.oom import Facts, Memory, memory_hint
+from torchelastic.agent.workers.reported_metrics import Boards
+from torchelastic.agent.workers.step_counts import CountedSteps
+from torchelastic.agent.workers.supervisor import Supervisor, WorkerExit, WorkerSpawn
+from torchelastic.best_effort import observing
+from torchelastic.clock import Clock
+from torchelastic.config import Entry, LaunchConfig
+from torchelastic.errors import SpawnError
+from torchelastic.events.analysis.hangs import WORLD, Collective, Doing
+from torchelastic.events.failure import Failure
+from torchelastic.metrics import metric_table
+from torchelastic.rendezvous.world import World
+from torchelastic.snapshot import messages
+from torchelastic.system import linux
+from torchelastic.system.cgroup import Cgroup
+from torchelastic.transport.auth import Secret
+from torchelastic.transport.interfaces import interface_of
+from torchelastic.worker import collective_log, error_file, optimizer_steps, orders, status_page
+from torchelastic.worker.bootstrap import TOLD_MESSAGE, TOLD_TRACEBACK, result_path
+
+logger = logging.getLogger(__name__)
+
+#: How long the last output of ended workers is waited for.
+LAST_WORDS = 2.0
+
+
+class Workers:
+    """Everything about this node's workers that is not a decision."""
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        entry: Entry,
+        env: Mapping[str, str],
+        *,
+        nursery: Nursery,
+        node_logs: log_files.NodeLogs,
+        narrator: Narrator,
+        clock: Clock,
+        tell_event: Callable[[in_process.Event], None],
+        secret: Secret | None,
+        snapshots: Snapshots,
+        sampling: Sampling,
+    ) -> None:
+        self._config = config
+        self._entry = entry
+        self._env = env
+        self._logs = node_logs
+        self._narrator = narrator
+        self._clock = clock
+        self._sampling = sampling
+        self._tell_event = tell_event
+        self._snapshots = snapshots
+        self._supervisor = Supervisor(
+            zygote=nursery.zygote,
+            cgroup=Cgroup.create(),
+            on_exit=self._exited,
+            on_message=self._heard,
+            on_handed=self._handed,
+            secret=secret,
+        )
+        nursery.serve(self._supervisor)
+        #: Of those workers that use timers.
+        self.timers = Timers()
+        #: Of those that report metrics.
+        self._boards = Boards()
+        #: From the order to stop them on: their ends are no failures then.
+        self.stopping = False
+        #: Local ranks that were ending by themselves when that order came.
+        self._ending: set[int] = set()
+        #: Local ranks that we have killed because they did not leave a world that was over.
+        self._cut_off: set[int] = set()
+        #: What the kernel says of workers that it kills.
+        self._memory = Memory()
+        #: Local ranks that have stopped since they were told that their world is over.
+        self._stopped: set[int] = set()
+        #: Those that were told that the training is done.
+        self._done: set[int] = set()
+        #: By local rank: the generation and the rank each worker has now.
+        self._places: dict[int, tuple[int, int]] = {}
+        #: By local rank: the generation it was told to enter, and when, until it tells of its end.
+        self._told_to_enter: dict[int, tuple[int, float]] = {}
+        #: By local rank: the generation it has told that it trains in, until it tells that it left.
+        self._inside: dict[int, int] = {}
+        self._steps: dict[int, int] = {}
+        #: What failing workers said on their channels; all there is where no files are wanted.
+        self._last_words_of: dict[int, error_file.ErrorRecord] = {}
+        #: Why we have killed a worker ourselves, and its stack.
+        self._verdicts: dict[int, error_file.ErrorRecord] = {}
+        self._logs_of: dict[int, log_files.GenerationLogs] = {}
+        #: Memory that outlives a worker, for its replacement.
+        self._slates: dict[int, int] = {}
+        #: By local rank: the progress of the worker before it.
+        self.inherited: dict[int, tuple[int, int, float]] = {}
+        #: Of those that tell no steps.
+        self.counted = CountedSteps()
+        #: The last answer to a `Ping`.
+        self.pongs: dict[int, orders.Pong] = {}
+        #: Local ranks for which a control thread answers.
+        self._resident: set[int] = set()
+        #: Global rank -> where a function's pickled result lies.
+        self.results: dict[int, str] = {}
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        return self._supervisor.alive
+
+    @property
+    def helpers(self) -> set[int]:
+        """Children of ours that are no workers: who starts one adds it, before it awaits."""
+        return self._supervisor.exempt
+
+    @property
+    def best_step(self) -> int:
+        """The highest step a worker has reported. Steps counted from outside may begin anew."""
+        steps = (self._told_step(local_rank) for local_rank in self._places)
+        return max((step for step in steps if step is not None), default=-1)
+
+    def pid(self, local_rank: int) -> int | None:
+        return self._supervisor.pid(local_rank)
+
+    def is_resident(self, local_rank: int) -> bool:
+        """Whether it has called `torchelastic.train`: a thread of its own answers for it."""
+        return local_rank in self._resident
+
+    def rank(self, local_rank: int) -> int:
+        """Of the world it is in, or was told to enter."""
+        return self._places[local_rank][1]
+
+    def stack_memory(self, local_rank: int) -> int | None:
+        return self._supervisor.stack_memory(local_rank)
+
+    # --- starting --------------------------------------------------------------------------------
+
+    def reached_at(self, addr: str) -> None:
+        """Let gloo listen where other nodes reach this one, unless the user has said where.
+
+        Left alone, it takes what the machine's name means here, which may be a loopback address.
+        """
+        if (interface := interface_of(addr)) is not None:
+            self._env = {"GLOO_SOCKET_IFNAME": interface, **self._env}
+
+    async def start_all(self, world: World, node: str) -> None:
+        """Start the workers of a world's node, all or none."""
+        began = self._clock.now()
+        self._steps.clear()
+        self._cut_off.clear()
+        self._resident.clear()
+        self._last_words_of.clear()
+        self._verdicts.clear()
+        self.results.clear()
+        self.counted.close()
+        found = world.find(node)
+        assert found is not None
+        ranks = {local: found.first_rank + local for local in range(self._config.nproc_per_node)}
+        envs = {local: worker_env(self._env, self._config, world, found, local) for local in ranks}
+        pids = await self._start(world.generation, ranks, envs)
+        if pids is not None:
+            seconds = self._clock.now() - began
+            self._tell_event(script.WorkersUp(world.generation))
+            self._narrator.workers_started(world.generation, ranks, pids, seconds)
+
+    async def start_standby(self, local_rank: int, world: World) -> None:
+        """Start one worker that is in no world yet; its logs go with the next generation."""
+        if self.stopping:
+            return
+        began = self._clock.now()
+        self._forget(local_rank)
+        ranks = {local_rank: world.size + local_rank}
+        env = standby_env(self._env, self._config, world, local_rank)
+        pids = await self._start(world.generation + 1, ranks, {local_rank: env}, generation=-1)
+        if pids is not None:
+            seconds = self._clock.now() - began
+            self._narrator.standby_started(local_rank, pids[local_rank], seconds)
+
+    def _forget(self, local_rank: int) -> None:
+        """What was known of the worker that had this local rank before."""
+        self._resident.discard(local_rank)
+        self._cut_off.discard(local_rank)
+        self.counted.forget(local_rank)
+        known = (self._steps, self._last_words_of, self._verdicts, self.pongs)
+        for facts in (*known, self._told_to_enter, self._inside):
+            facts.pop(local_rank, None)
+
+    async def _start(
+        self,
+        attempt: int,
+        ranks: Mapping[int, int],
+        envs: Mapping[int, Mapping[str, str]],
+        generation: int | None = None,
+    ) -> dict[int, int] | None:
+        """Open logs and start; None, and a failure told, when that does not work."""
+        generation = attempt if generation is None else generation
+        self._places.update((local, (generation, rank)) for local, rank in ranks.items())
+        try:
+            opened = self._logs.open(attempt, ranks)
+            self._logs_of.update(dict.fromkeys(ranks, opened))
+            try:
+                spawns = [self._spawn(local, envs[local], opened) for local in ranks]
+                return await self._supervisor.start(spawns)
+            finally:
+                opened.started()
+        except (SpawnError, OSError) as error:
+            local_rank = next(iter(ranks))
+            self.fail(local_rank, f"workers could not be started: {error}")
+            return None
+
+    def _spawn(
+        self, local_rank: int, env: Mapping[str, str], opened: log_files.GenerationLogs
+    ) -> WorkerSpawn:
+        streams = opened.streams[local_rank]
+        return WorkerSpawn(
+            local_rank=local_rank,
+            entry=entry_for(self._entry, local_rank),
+            env={**env, "TORCHELASTIC_ERROR_FILE": streams.error_file},
+            stdout=streams.stdout,
+            stderr=streams.stderr,
+            cpus=self._cpus(local_rank),
+        )
+
+    def _cpus(self, local_rank: int) -> frozenset[int] | None:
+        binding, nproc = self._config.numa_binding, self._config.nproc_per_node
+        if binding is None:
+            return None
+        return numa.choose(binding, numa.machine(), local_rank, nproc, numa.gpu_nodes())
+
+    # --- speaking and listening ------------------------------------------------------------------
+
+    def tell(self, local_rank: int, order: orders.Order, fds: Iterable[int] = ()) -> None:
+        """Give an order; a worker that is gone does not hear it, and its end is told elsewhere."""
+        if isinstance(order, orders.Enter):
+            self._places[local_rank] = (order.generation, order.rank)
+            self._told_to_enter[local_rank] = (order.generation, time.monotonic())
+            self._done.discard(local_rank)
+        if isinstance(order, orders.Enter | orders.Over):
+            self._stopped.discard(local_rank)
+        if isinstance(order, orders.Over) and order.finished:
+            self._done.add(local_rank)
+        self._supervisor.tell(local_rank, orders.to_json(order), list(fds))
+
+    def generation(self, local_rank: int) -> int:
+        """The world the worker was last told to enter."""
+        return self._places[local_rank][0]
+
+    def entering_since(self, local_rank: int) -> float | None:
+        """When a worker set out for the world it was last told to enter; None: it is not on its
+        way, because it has entered a step there or has told that it will not. Infinite: it runs
+        through a step of the world before, and has said that this may take any time."""
+        generation, told = self._told_to_enter.get(local_rank, (-1, 0.0))
+        shown, _, entered = self.progress(local_rank) or (-1, -1, math.inf)
+        if shown >= generation:
+            return None
+        if entered == math.inf:
+            # Else an evaluation would be taken for a hang, of all workers of the world at once.
+            return math.inf if local_rank in self._inside else told
+        return max(told, entered)
+
+    def has_stopped(self, local_rank: int) -> bool:
+        """Whether it has since it was told that its world is over."""
+        return local_rank in self._stopped
+
+    def progress(self, local_rank: int) -> tuple[int, int, float] | None:
+        """Generation, step and time of the last step a resident worker has entered."""
+        descriptor = self._slates.get(local_rank)
+        return status_page.read_progress(descriptor) if descriptor is not None else None
+
+    def first_step(self, local_rank: int) -> int:
+        """The first one of the generation that `progress` tells."""
+        descriptor = self._slates.get(local_rank)
+        return status_page.read_first_step(descriptor) if descriptor is not None else -1
+
+    def doing(self, local_rank: int, generation: int) -> Doing | None:
+        """What a worker shows that it does, without its stack; None if it is not in this world."""
+        own, rank = self._places.get(local_rank, (-1, -1))
+        if own != generation:
+            return None
+        descriptor = self._slates.get(local_rank)
+        seen = collective_log.read(descriptor) if descriptor is not None else None
+        if seen is None or seen.generation != generation:
+            seen = collective_log.Shown(generation, None, ())
+        return Doing(
+            rank=rank,
+            node=self._narrator.name,
+            step=self._step(local_rank),
+            waits=_collective(seen.waits) if seen.waits is not None else None,
+            launched=tuple(map(_collective, seen.launched)),
+            frozen=is_frozen(self.pid(local_rank)),
+        )
+
+    def look(self) -> None:
+        """Have told what the slates and boards of all workers show that is new."""
+        with observing("Reading the progress of the workers"):
+            shown = {
+                local: status_page.read(descriptor) for local, descriptor in self._slates.items()
+            }
+            shown |= self.counted.shown()
+            stepped = {local: (one.generation, one.rank) for local, one in shown.items()}
+            self._sampling.look(shown.values(), self._boards.look(stepped))
+
+    def _heard(self, local_rank: int, message: dict[str, Any]) -> None:
+        if message.get("type") == "failure":
+            self._last_words_of[local_rank] = error_file.heard(message)
+        elif str(message.get("type")).startswith(messages.PREFIX):
+            self._snapshots.heard(message, partial(self._answer, local_rank, self.pid(local_rank)))
+        else:
+            self._reported(local_rank, message)
+
+    def _handed(self, local_rank: int, message: dict[str, Any], descriptor: int) -> None:
+        """What comes with a descriptor: a board of metrics, steps, or a table of timers."""
+        if message.get("type") == metric_table.MESSAGE and linux.is_memory(descriptor):
+            self._boards.handed(local_rank, self._places[local_rank], descriptor)
+            return
+        if message.get("type") == optimizer_steps.MESSAGE and linux.is_memory(descriptor):
+            self.counted.handed(local_rank, self._places[local_rank], descriptor)
+            return
+        self.timers.handed(local_rank, self.pid(local_rank), message, descriptor)
+
+    def _reported(self, local_rank: int, message: dict[str, Any]) -> None:
+        try:
+            report = orders.from_json(message)
+        except ValueError as error:  # no worker's garbage ends the agent
+            logger.debug("worker %d sent something unreadable: %s", local_rank, error)
+            return
+        if isinstance(report, orders.Stopped | orders.Finished | orders.Erred | orders.PeerLost):
+            self._out_of(local_rank, report.generation)
+            self.look()
+        match report:
+            case orders.Enlisted() as enlisted:
+                self._resident.add(local_rank)
+                self._give_slate(local_rank)
+                self._tell_event(in_process.Said(local_rank, enlisted))
+            case orders.Keeps():
+                self._give_slate(local_rank)
+            case orders.Pong() as pong:
+                self.pongs[local_rank] = pong
+            case orders.PeerLost() if local_rank in self._done:
+                pass  # its peer heard first that the training is done, and has left
+            case orders.Erred() | orders.PeerLost() as erred:
+                self._steps[local_rank] = erred.step
+                self._erred(local_rank, erred)
+            case orders.Begins() as begins:
+                self._narrator.begins(begins, resident=self.is_resident(local_rank))
+            case orders.Stored() as stored:
+                self._sampling.stored(*self._places[local_rank], stored)
+            case orders.Up() as up:
+                self._steps[local_rank] = up.step
+                self._inside[local_rank] = up.generation
+                self._narrator.training(self.rank(local_rank), up)
+            case orders.Stopped(_, step) | orders.Finished(_, step) as stopped:
+                self._steps[local_rank] = step
+                self._stopped.add(local_rank)
+                self._tell_event(in_process.Said(local_rank, stopped))
+            case orders.Entered() | orders.Unfit() | orders.CanSave() as said:
+                self._tell_event(in_process.Said(local_rank, said))
+
+    def _answer(
+        self, local_rank: int, pid: int | None, answer: dict[str, Any], fds: Sequence[int]
+    ) -> None:
+        """To the worker that has asked, and to no other that has its local rank meanwhile."""
+        if pid == self.pid(local_rank):
+            self._supervisor.tell(local_rank, answer, fds)
+
+    def _out_of(self, local_rank: int, generation: int) -> None:
+        """Nothing of this generation goes on in the worker: nobody waits for it to enter that, and
+        if it was told to enter the next one, it sets out now."""
+        if self._inside.get(local_rank, -1) <= generation:
+            self._inside.pop(local_rank, None)
+        entering = self._told_to_enter.get(local_rank, (-1, 0.0))[0]
+        if generation >= entering:
+            self._told_to_enter.pop(local_rank, None)
+        else:
+            self._told_to_enter[local_rank] = (entering, time.monotonic())
+
+    def _give_slate(self, local_rank: int) -> None:
+        """A replacement gets the memory of the worker it stands in for."""
+        self.counted.forget(local_rank)
+        if local_rank not in self._slates:
+            self._slates[local_rank] = status_page.create()
+        self.inherited[local_rank] = status_page.read_progress(self._slates[local_rank])
+        self.tell(local_rank, orders.Slate(self._config.lease), [self._slates[local_rank]])
+
+    # --- ends ------------------------------------------------------------------------------------
+
+    def _exited(self, exit: WorkerExit) -> None:
+        """Tell the event first: whatever is wrong with what is observed, the end is known."""
+        generation, rank = self._places[exit.local_rank]
+        failure = self._failure_of(exit) if exit.exitcode != 0 else None
+        if exit.exitcode == 0:
+            if self._entry.kind == "function":
+                self.results[rank] = result_path(self._entry.target, generation, rank)
+            self._tell_event(script.WorkerSucceeded(generation, exit.local_rank))
+        elif failure is not None:
+            self._tell_event(script.WorkerFailed(failure))
+        self.look()
+        with observing("Closing what a worker that ended has shown"):
+            self.timers.ended(exit.local_rank)
+            self._boards.ended(exit.local_rank)
+        self._narrator.worker_exited(rank, exit, generation)
+        if failure is not None:
+            self._narrator.worker_failed(failure)
+
+    def _failure_of(self, exit: WorkerExit) -> Failure | None:
+        """What is known of a failed worker's end; the exit code at least."""
+        told, path, hint = None, "", ""
+        log_lines: tuple[str, ...] = ()
+        with observing("Reading the error file of a worker"):
+            path, told = self._told(exit.local_rank)
+        message = told.message[:TOLD_MESSAGE] if told else failure_report.exit_words(exit.exitcode)
+        with observing("Asking the kernel why a worker ended"):
+            hint = self._hint(exit, message)
+        with observing("Reading the last lines of a worker"):
+            log_lines = self._last_lines(exit.local_rank, told.traceback if told else "")
+        return self._failure(
+            exit.local_rank,
+            pid=exit.pid,
+            exitcode=exit.exitcode,
+            message=message if told else failure_report.with_hint(message, hint),
+            traceback=told.traceback[-TOLD_TRACEBACK:] if told else "",
+            place=told.place if told else "",
+            stopped=self._is_stopped(exit.local_rank),
+            error_file=path if told else "",
+            hint=hint,
+            log_lines=log_lines,
+        )
+
+    def _is_stopped(self, local_rank: int) -> bool:
+        """Whether the end of a worker is our doing, and tells nothing of what came before."""
+        return local_rank in self._cut_off or (self.stopping and local_rank not in self._ending)
+
+    def _hint(self, exit: WorkerExit, message: str) -> str:
+        """What the kernel knows of an end that is not our doing."""
+        if self._is_stopped(exit.local_rank) or exit.local_rank in self._verdicts:
+            return ""
+        return memory_hint(self._memory.look(exit.pid, exit.exitcode, message))
+
+    def _last_lines(self, local_rank: int, besides: str) -> tuple[str, ...]:
+        opened = self._logs_of.get(local_rank)
+        return opened.last_lines(local_rank, besides) if opened is not None else ()
+
+    def _told(self, local_rank: int) -> tuple[str, error_file.ErrorRecord | None]:
+        """Where a failing worker wrote what went wrong, and what it said; our own verdict first."""
+        if local_rank in self._verdicts:
+            return "", self._verdicts[local_rank]
+        opened = self._logs_of.get(local_rank)
+        path = opened.streams[local_rank].error_file if opened is not None else ""
+        return path, error_file.read(path) if path else self._last_words_of.get(local_rank)
+
+    def fail(self, local_rank: int, message: str, *, alive: bool = False) -> None:
+        """A failure that no worker told: something of ours that they need is not there.
+
+        With `alive` the worker itself is well: its generation ends, and nobody replaces it.
+        """
+        pid = (self.pid(local_rank) or 0) if alive else 0
+        self._fail(local_rank, pid=pid, exitcode=1, message=message, alive=alive)
+
+    def _erred(self, local_rank: int, erred: orders.Erred | orders.PeerLost) -> None:
+        """A worker that lives on tells of an error."""
+        lost = isinstance(erred, orders.PeerLost)
+        log_lines: tuple[str, ...] = ()
+        if not lost:
+            with observing("Reading the last lines of a worker"):
+                log_lines = self._last_lines(local_rank, "")
+        self._fail(
+            local_rank,
+            pid=self.pid(local_rank) or 0,
+            exitcode=1,
+            message=(f"lost a peer: {erred.message}" if lost else erred.message)[:TOLD_MESSAGE],
+            traceback="" if isinstance(erred, orders.PeerLost) else erred.traceback,
+            place="" if isinstance(erred, orders.PeerLost) else erred.place,
+            alive=True,
+            fatal=isinstance(erred, orders.Erred) and not erred.retry,
+            # Every survivor of a failure tells of a lost peer, and the next world waits for it.
+            hint="" if lost else memory_hint(Facts(exitcode=1, message=erred.message)),
+            log_lines=log_lines,
+        )
+
+    def _fail(self, local_rank: int, **what: Any) -> None:
+        if (failure := self._failure(local_rank, **what)) is not None:
+            self._tell_event(script.WorkerFailed(failure))
+            self._narrator.worker_failed(failure)
+
+    def _failure(self, local_rank: int, **what: Any) -> Failure | None:
+        """None if its end is our doing, and it said nothing."""
+        generation, rank = self._places[local_rank]
+        shown: dict[str, Any] = {}
+        with observing("Reading the last step of a worker"):
+            shown["step"] = self._step(local_rank)
+            if (doing := self.doing(local_rank, generation)) is not None:
+                shown |= doing.as_last()
+        failure = Failure(
+            generation=generation,
+            node=self._narrator.name,
+            rank=rank,
+            local_rank=local_rank,
+            role=self._config.role,
+            wall_time=time.time(),
+            **shown,
+            **what,
+        )
+        return failure if failure.told or not failure.stopped else None
+
+    def _step(self, local_rank: int) -> int | None:
+        """The step the worker was in, or had last reported, or had taken by its optimizer."""
+        told, counted = self._told_step(local_rank), self.counted.seen(local_rank)
+        return counted[1] if told is None and counted is not None else told
+
+    def _told_step(self, local_rank: int) -> int | None:
+        """The step the worker was in, or had last reported."""
+        generation, step, _ = self.progress(local_rank) or (-1, -1, 0.0)
+        if generation == self.generation(local_rank) and generation >= 0:
+            return step
+        return self._steps.get(local_rank)
+
+    # --- stopping --------------------------------------------------------------------------------
+
+    def signal(self, signum: int) -> None:
+        self._supervisor.signal(signum)
+
+    def begin_to_stop(self) -> None:
+        """From now on they end because we say so; but for who has ended already, and only has not
+        been looked at, or is ending: its peers may have told of it before it is gone."""
+        self.stopping = True
+        self._ending = {
+            local_rank
+            for local_rank in self.alive
+            if self._supervisor.has_ended(local_rank) or self._told(local_rank)[1] is not None
+        }
+
+    def condemn(self, local_rank: int, why: str, stack: str = "") -> None:
+        """However one worker ends from now on, `why` is how it failed."""
+        self._verdicts[local_rank] = error_file.ErrorRecord(why, stack or why)
+
+    def last_stack(self, local_rank: int) -> str | None:
+        """What one that is condemned did; None for others."""
+        return verdict.traceback if (verdict := self._verdicts.get(local_rank)) else None
+
+    def kill(self, local_rank: int, why: str, stack: str = "", *, over: bool = False) -> None:
+        """End one worker at once; `why` is then how it failed. With `over` its world has ended
+        before, by somebody else's failure."""
+        if over:
+            self._cut_off.add(local_rank)
+        self.condemn(local_rank, why, stack)
+        self._supervisor.kill(local_rank)
+        self._narrator.worker_killed(*self._places[local_rank], local_rank, why, stack)
+
+    async def stop(self, signum: int, generation: int, told: Collection[int]) -> None:
+        """Stop them all, after those that were told to go; returns when nothing of them is left."""
+        began = self._clock.now()
+        await self._supervisor.stop(signum, self._config.shutdown_timeout, told)
+        with observing("Draining the output of the workers"):
+            for opened in set(self._logs_of.values()):
+                await opened.drained(LAST_WORDS)
+        self._logs_of.clear()
+        self.stopping = False
+        self._narrator.workers_stopped(generation, self._clock.now() - began)
+
+    def kill_everything(self) -> None:
+        self._supervisor.kill_everything()
+
+    async def close(self) -> None:
+        """When the agent ends: leave nothing behind."""
+        if self.alive:  # only after an error of our own
+            await self._supervisor.stop(SIGTERM, self._config.shutdown_timeout)
+        self._supervisor.close()
+        self._boards.close()
+        self.counted.close()
+        self.timers.close()
+        self._memory.close()
+        for opened in set(self._logs_of.values()):
+            opened.close()
+        for descriptor in self._slates.values():
+            os.close(descriptor)
+
+
+def _collective(seen: collective_log.Operation) -> Collective:
+    return Collective(seen.name, seen.number, seen.group or WORLD)

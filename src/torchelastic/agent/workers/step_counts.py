@@ -1,0 +1,67 @@
+"""Steps of scripts that tell none: the slates on which their workers count them."""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass, replace
+
+from torchelastic.worker import status_page
+
+
+@dataclass(frozen=True)
+class _Handed:
+    descriptor: int
+    #: The generation and the rank of the worker.
+    place: tuple[int, int]
+
+
+class CountedSteps:
+    """By local rank. They say that a worker gets on, and how far it is; nobody is ended by them."""
+
+    def __init__(self) -> None:
+        self._handed: dict[int, _Handed] = {}
+        #: The newest generation in which a worker has taken a step.
+        self.newest = -1
+
+    def handed(self, local_rank: int, place: tuple[int, int], descriptor: int) -> None:
+        """A worker has taken its first step."""
+        self.forget(local_rank)
+        self._handed[local_rank] = _Handed(descriptor, place)
+        self.newest = max(self.newest, place[0])
+
+    def forget(self, local_rank: int) -> None:
+        """Another worker is to come in its place, or it tells its steps itself from now on."""
+        known = self._handed.pop(local_rank, None)
+        if known is not None:
+            os.close(known.descriptor)
+
+    def close(self) -> None:
+        for local_rank in list(self._handed):
+            self.forget(local_rank)
+
+    def shown(self) -> dict[int, status_page.Shown]:
+        """By local rank, as if each had a slate of the agent's."""
+        looked = {local_rank: self._look(local_rank) for local_rank in self._handed}
+        return {local_rank: one[0] for local_rank, one in looked.items() if one is not None}
+
+    def seen(self, local_rank: int) -> tuple[int, int, float, int] | None:
+        """Generation, step and time of the last step that was taken, and the first step."""
+        if (found := self._look(local_rank)) is None:
+            return None
+        shown, first = found
+        return shown.generation, shown.step, shown.at, first
+
+    def _look(self, local_rank: int) -> tuple[status_page.Shown, int] | None:
+        if (known := self._handed.get(local_rank)) is None:
+            return None
+        generation, rank = known.place
+        try:
+            before = status_page.read_taken(known.descriptor)
+            shown, first = (
+                status_page.read(known.descriptor),
+                status_page.read_first_step(known.descriptor),
+            )
+        except struct.error:  # the worker has cut its memory off, which is its own mistake
+            return None
+        return replace(shown, generation=generation, rank=rank, before=before), first

@@ -1,0 +1,137 @@
+"""One rank's work on one checkpoint, as data, and the doing of it: in a thread or a process."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlan
+
+from torchelastic import faults
+from torchelastic.checkpoint.background.staging import Slots
+from torchelastic.checkpoint.catalog import Catalog, Draft, name_of
+from torchelastic.checkpoint.fence import Fence
+from torchelastic.checkpoint.marker import History, Marker
+from torchelastic.checkpoint.storage import dcp_files, safe_pickle
+from torchelastic.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+#: How often rank 0 looks for what the others have written, in seconds: at first, and at last.
+_LOOK = 0.05
+_LOOK_SELDOM = 2.0
+_PART = "part-"
+_FAILED = "failed-"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What there is to do."""
+
+    step: int
+    rank: int
+    size: int
+    plan: SavePlan
+    slots: Slots
+    fence: Fence
+    #: Agreed on by all ranks; a rank that is alone takes the next one there is.
+    sequence: int | None = None
+    #: Rank 0 waits so many seconds for the others.
+    patience: float = 600.0
+    history: History = field(default_factory=History)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What came of it; `size` is 0 where another rank has made a checkpoint of it."""
+
+    name: str
+    size: int
+    seconds: float
+
+
+def run(job: Job, catalog: Catalog, tensors: Mapping[str, torch.Tensor]) -> Written:
+    """Write this rank's part; rank 0 waits for all parts and commits."""
+    began = time.monotonic()
+    sequence = catalog.next_sequence() if job.sequence is None else job.sequence
+    draft = catalog.begin(name_of(sequence, job.step, job.fence.token))
+    size = _commit(job, catalog, draft, tensors) if job.rank == 0 else _assist(job, draft, tensors)
+    return Written(draft.name, size, time.monotonic() - began)
+
+
+def _commit(job: Job, catalog: Catalog, draft: Draft, tensors: Mapping[str, torch.Tensor]) -> int:
+    try:
+        part = dcp_files.write_part(draft, job.plan, tensors, job.rank)
+        faults.at("checkpoint.write")
+        parts = [part, *_parts_of_others(job, draft)]
+        files = dcp_files.complete(draft, parts)
+        for rank in range(1, job.size):
+            draft.storage.remove_file(draft.path(f"{_PART}{rank}"))
+        fence = job.fence
+        marker = Marker(job.step, fence.generation, files, fence.start, job.history)
+        catalog.commit(draft, marker, job.fence)
+        return marker.size
+    except BaseException as error:
+        _discard(draft, error)
+        raise
+
+
+def _discard(draft: Draft, error: BaseException) -> None:
+    """What fails in cleaning up must not hide what failed first."""
+    try:
+        draft.discard()
+    except OSError as second:
+        log.error("%s could not be discarded (%r) after %r.", draft.directory, second, error)
+
+
+def _assist(job: Job, draft: Draft, tensors: Mapping[str, torch.Tensor]) -> int:
+    """Not rank 0: write, and leave word of it; of a failure too, so that nobody waits for us."""
+    storage = draft.storage
+    try:
+        part = dcp_files.write_part(draft, job.plan, tensors, job.rank)
+        faults.at("checkpoint.write")
+        storage.put(draft.path(f"{_PART}{job.rank}"), safe_pickle.dumps(part))
+    except Exception as error:
+        _leave_word(job, draft, repr(error))
+        raise
+    finally:
+        draft.release()
+    return 0
+
+
+def give_up(job: Job, catalog: Catalog, why: str) -> None:
+    """There is nothing to write: leave word of it for rank 0, which would wait."""
+    if job.rank != 0 and job.sequence is not None:
+        draft = catalog.begin(name_of(job.sequence, job.step, job.fence.token))
+        _leave_word(job, draft, why)
+        draft.release()
+
+
+def _leave_word(job: Job, draft: Draft, why: str) -> None:
+    draft.storage.put(draft.path(f"{_FAILED}{job.rank}"), why.encode())
+
+
+def _parts_of_others(job: Job, draft: Draft) -> Iterator[dcp_files.Part]:
+    missing = set(range(1, job.size))
+    deadline = time.monotonic() + job.patience
+    look = _LOOK
+    while missing:
+        there = draft.storage.sizes(draft.directory)
+        for rank in sorted(missing):
+            if f"{_FAILED}{rank}" in there:
+                why = draft.storage.get(draft.path(f"{_FAILED}{rank}")) or b""
+                raise CheckpointError(f"rank {rank} could not write its part: {why.decode()}")
+            if f"{_PART}{rank}" in there:
+                missing.discard(rank)
+                content = draft.storage.get(draft.path(f"{_PART}{rank}")) or b""
+                yield dcp_files.part_from_bytes(content)
+        if missing and time.monotonic() > deadline:
+            raise CheckpointError(
+                f"no word of ranks {sorted(missing)[:5]} after {job.patience:.0f} s"
+            )
+        if missing:
+            time.sleep(look)
+            look = min(look * 1.2, _LOOK_SELDOM)

@@ -1,0 +1,227 @@
+"""Memory that a state is copied to at a step boundary, and written to storage from.
+
+It is a memfd: another process can map it, and unlike /dev/shm, which is 64 MB in an ordinary pod,
+its only limit is the memory there is. It is made once and kept: the next time its pages are there.
+
+What is small is copied at once. The rest is a `Copying`: a thread of the store's runs it, and who
+has to wait for it helps. What only optimizers write to is copied behind the next forward and
+backward that way, and `optimizer.step` waits for what is left.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchelastic import torch_private
+from torchelastic.errors import CheckpointError
+from torchelastic.system import memory_limit
+from torchelastic.tensors import tensor_bytes
+from torchelastic.tensors.tensor_bytes import SMALL
+from torchelastic.torch_private import version_of
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor is in the memory."""
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+Slots = Mapping[str, Slot]
+
+
+class Copying:
+    """A copy on its way: each thread that runs it takes pieces of the work while there are any."""
+
+    def __init__(
+        self,
+        pieces: Iterable[Callable[[], object]] = (),
+        *,
+        watched: Sequence[torch.Tensor] = (),
+        kept: object = None,
+    ) -> None:
+        """`watched` must not be written to until it is done; `kept` is what the pieces refer to."""
+        self._pieces, self._kept = deque(pieces), kept
+        self._left = len(self._pieces)
+        self._watched = [(tensor, version_of(tensor)) for tensor in watched]
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._error: Exception | None = None
+        #: Whether one of the tensors was written to meanwhile: what was copied is worth nothing.
+        self.is_disturbed = False
+        if not self._left:
+            self._end()
+
+    def run(self) -> None:
+        """Return when all is copied, by this thread and others that run it too."""
+        while (piece := self._next()) is not None:
+            try:
+                piece()
+            except Exception as error:  # of a device; who only helps is not the one to be told
+                self._error = error
+            if self._was_last():
+                self._end()
+        self._done.wait()
+
+    def result(self) -> None:
+        """`run`, and raise what has gone wrong."""
+        self.run()
+        if self._error is not None:
+            raise CheckpointError(f"the state cannot be copied ({self._error!r})")
+        if self.is_disturbed:
+            raise CheckpointError(
+                "parameters or optimizer state were written to before optimizer.step, while they "
+                "were copied; from now on the training waits until all is copied"
+            )
+
+    def _next(self) -> Callable[[], object] | None:
+        with self._lock:
+            return self._pieces.popleft() if self._pieces else None
+
+    def _was_last(self) -> bool:
+        with self._lock:
+            self._left -= 1
+            return self._left == 0
+
+    def _end(self) -> None:
+        """Before anybody who waits goes on to write."""
+        self.is_disturbed = any(version_of(tensor) != count for tensor, count in self._watched)
+        self._watched, self._kept = [], None
+        self._done.set()
+
+
+class Staging:
+    """The writing side. Not for two threads at once."""
+
+    def __init__(self) -> None:
+        self.descriptor = -1
+        #: Whether what was copied is still to be read.
+        self.in_use = False
+        self._memory: mmap.mmap | None = None
+        #: Where small tensors go, found out for these slots.
+        self._views: list[torch.Tensor] = []
+        self._slots: Slots | None = None
+
+    def copy(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        slots: Slots,
+        size: int,
+        lasting: Mapping[int, torch.Tensor] | None = None,
+    ) -> Copying:
+        """Begin to copy all of them to their slots; the memory must not be in use.
+
+        With `lasting` all is copied when this returns but what lies at one of its addresses, and
+        its tensors are watched: they count the writes to them.
+        """
+        memory = self._room(size)
+        begin = _address(memory)
+        small = {name: one for name, one in tensors.items() if one.nbytes < SMALL}
+        later = {name: one for name, one in tensors.items() if one.nbytes >= SMALL}
+        self._copy_small(memory, slots, small)
+        if lasting is not None:
+            for name in [name for name, one in later.items() if one.data_ptr() not in lasting]:
+                tensor_bytes.copy_out(later.pop(name), begin + slots[name].offset)
+        pieces = [
+            piece
+            for name, tensor in later.items()
+            for piece in tensor_bytes.in_pieces(tensor, begin + slots[name].offset)
+        ]
+        watched = [lasting[one.data_ptr()] for one in later.values()] if lasting else []
+        return Copying(pieces, watched=watched, kept=(memory, later))
+
+    def release(self) -> None:
+        self.in_use = False
+
+    def close(self) -> None:
+        self._views, self._slots = [], None
+        if self._memory is not None:
+            _unpin(self._memory)
+        self._memory = None  # unmapped once no tensor in it is left
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def _room(self, size: int) -> mmap.mmap:
+        if self._memory is None or len(self._memory) < size:
+            self.close()
+            # Else the kernel would kill who writes to it.
+            memory_limit.check(
+                size, "copies to write checkpoints from", "let training wait for them"
+            )
+            self.descriptor = os.memfd_create("torchelastic-checkpoint", os.MFD_CLOEXEC)
+            os.ftruncate(self.descriptor, max(size, mmap.PAGESIZE))
+            self._memory = _map(self.descriptor)
+            _pin(self._memory)
+        return self._memory
+
+    @torch.no_grad()
+    def _copy_small(
+        self, memory: mmap.mmap, slots: Slots, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        if slots is not self._slots:  # else nothing has changed but the numbers
+            self._views, self._slots = [view(memory, slots[name]) for name in tensors], slots
+        if self._views:
+            torch_private.copy_all(self._views, list(tensors.values()), non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # what was begun must have arrived
+
+
+def staged(descriptor: int, slots: Slots) -> dict[str, torch.Tensor]:
+    """The tensors as they were copied, in any process that has the descriptor."""
+    memory = _map(descriptor)
+    return {name: view(memory, slot) for name, slot in slots.items()}
+
+
+def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[Slots, int]:
+    """Where each of them goes, and how much memory that takes."""
+    slots, offset = {}, 0
+    for name, tensor in tensors.items():
+        stride = tensor_bytes.stride_of(tensor)
+        slots[name] = Slot(offset, tuple(tensor.shape), stride, tensor.dtype)
+        offset += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return slots, offset
+
+
+def view(memory: mmap.mmap, slot: Slot) -> torch.Tensor:
+    """A tensor in the memory, with a storage of its own: torch.save writes that."""
+    count = math.prod(slot.shape)
+    if count == 0:
+        return torch.empty(slot.shape, dtype=slot.dtype)
+    flat = torch.frombuffer(memory, dtype=slot.dtype, count=count, offset=slot.offset)
+    return flat.as_strided(slot.shape, slot.stride)
+
+
+def _map(descriptor: int) -> mmap.mmap:
+    return mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+
+
+def _address(memory: mmap.mmap) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+
+
+def _pin(memory: mmap.mmap) -> None:
+    """Have CUDA copy into it without a detour. What it refuses is copied the slower way."""
+    if torch.cuda.is_available():
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        cudart.cudaHostRegister(_address(memory), len(memory), 0)
+
+
+def _unpin(memory: mmap.mmap) -> None:
+    if torch.cuda.is_available():
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        cudart.cudaHostUnregister(_address(memory))

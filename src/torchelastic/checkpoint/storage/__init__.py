@@ -1,0 +1,1 @@
+"""Worker process: where checkpoints are stored, and the files they consist of."""

@@ -1,0 +1,230 @@
+"""Files of torch.distributed.checkpoint: written by each rank alone, made one whole, and read.
+
+torch's own `save` has the ranks agree on a plan by collectives, in the background over a process
+group of its own, which a world that changes leaves hanging. Here the plan needs no agreement
+(`plan`), and the ranks meet in the storage: each leaves a record of what it has written, and rank 0
+makes torch's `.metadata` of the records. The result is what torch's `load` reads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, Any, cast
+
+import torch
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemBase,
+    FileSystemReader,
+    FileSystemWriter,
+)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+
+from torchelastic.checkpoint import write_plan as planning
+from torchelastic.checkpoint.catalog import Draft
+from torchelastic.checkpoint.marker import File
+from torchelastic.checkpoint.storage import safe_pickle
+from torchelastic.checkpoint.storage.storage import Storage
+from torchelastic.errors import CheckpointError
+from torchelastic.tensors import checkpoint_tree
+
+_METADATA = ".metadata"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank has written."""
+
+    plan: SavePlan
+    results: list[WriteResult]
+    files: dict[str, File]
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def write_part(
+    draft: Draft, plan: SavePlan, tensors: Mapping[str, torch.Tensor], rank: int
+) -> Part:
+    """Write this rank's files."""
+    writer = _writer(draft)
+    # torch names files after a plan's place in the list.
+    named = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
+    results = writer.write_data(named, _Staged(tensors)).wait()
+    return Part(plan, results, dict(draft.files))
+
+
+def complete(draft: Draft, parts: Sequence[Part]) -> dict[str, File]:
+    """Write the metadata of all parts; every file of the checkpoint."""
+    _, metadata = create_default_global_save_plan([part.plan for part in parts])
+    _writer(draft).finish(metadata, [part.results for part in parts])
+    files = {name: file for part in parts for name, file in part.files.items()}
+    return files | {_METADATA: draft.files[_METADATA]}
+
+
+def part_from_bytes(data: bytes) -> Part:
+    part = safe_pickle.loads(data)
+    if not isinstance(part, Part):
+        raise CheckpointError("A rank's record of what it has written cannot be read.")
+    return part
+
+
+def _writer(draft: Draft) -> FileSystemWriter:
+    """torch's, into our storage, which brings every file to the disk as it is closed."""
+    writer = FileSystemWriter(draft.directory, sync_files=False)
+    files: Any = _Files(draft.storage, draft)
+    writer.fs, writer.path = files, draft.directory
+    return writer
+
+
+class _Staged(DefaultSavePlanner):
+    """Finds the tensors of a plan where they were copied to."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._tensors = tensors
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self._tensors[index.fqn]
+
+
+class _Files(FileSystemBase):
+    """Our storage, as torch's writers and readers want it."""
+
+    def __init__(self, storage: Storage, draft: Draft | None = None) -> None:
+        self._storage, self._draft = storage, draft
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        if "w" not in mode:
+            with self._storage.reader(os.fspath(path)) as stream:
+                yield stream
+            return
+        if self._draft is None:
+            raise CheckpointError(f"{path} is not being written.")
+        name = os.fspath(path).rpartition("/")[2]
+        summed = self._draft.writer(name)
+        try:
+            yield _Once(summed)
+        finally:
+            # On an error too: a stream left open would be written to storage whenever it is found.
+            self._draft.close_file(name, summed)
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        return f"{os.fspath(path)}/{suffix}"
+
+    def init_path(self, path: str | os.PathLike[str]) -> str:
+        return os.fspath(path)
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        self._storage.make(os.fspath(path))
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        directory, _, name = os.fspath(path).rpartition("/")
+        return name in self._storage.sizes(directory)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        old, new = os.fspath(path), os.fspath(new_path)
+        self._storage.rename_file(old, new)
+        if self._draft is not None:
+            files = self._draft.files
+            files[new.rpartition("/")[2]] = files.pop(old.rpartition("/")[2])
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        self._storage.remove_file(os.fspath(path))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class _Once:
+    """A stream whose end is ours to make: torch closes it inside its own context."""
+
+    def __init__(self, stream: Any) -> None:
+        self.write, self.tell, self.flush = stream.write, stream.tell, stream.flush
+
+    def close(self) -> None:
+        """Later, by whoever opened it."""
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def read(storage: Storage, directory: str, like: Any = None, *, rank: int = 0) -> tuple[Any, Any]:
+    """The shared tree, and what `rank` had of its own (None where it had nothing).
+
+    Tensors are new ones, on the CPU; but where `like` has a DTensor, a DTensor of the same kind,
+    of which only this rank's shard is read. So a state is read back at any number of ranks. `like`
+    is a tree, or a function that returns DTensors by name, of what is stored by name.
+    """
+    reader = _reader(storage, directory)
+    metadata = reader.read_metadata()
+    names = {
+        name: found
+        for name, found in metadata.state_dict_metadata.items()
+        if isinstance(found, TensorStorageMetadata) and _concerns(name, rank)
+    }
+    shards = like(names) if callable(like) else _dtensors(like)
+    tensors = {name: _room(found, shards.get(name)) for name, found in names.items()}
+    _fill(reader, metadata, tensors)
+    shared = checkpoint_tree.restore(planning.from_tensor(tensors[planning.SKELETON]), tensors)
+    own = tensors.get(planning.own_skeleton(rank))
+    return shared, None if own is None else checkpoint_tree.restore(
+        planning.from_tensor(own), tensors
+    )
+
+
+def _reader(storage: Storage, directory: str) -> _Reader:
+    reader = _Reader(directory)
+    files: Any = _Files(storage)
+    reader.fs, reader.path = files, directory
+    return reader
+
+
+def _dtensors(like: Any) -> dict[str, DTensor]:
+    if like is None:
+        return {}
+    _, tensors = checkpoint_tree.flatten(like)
+    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+
+
+def _concerns(name: str, rank: int) -> bool:
+    return not name.startswith(f"{planning.OWN}.") or name.startswith(f"{planning.OWN}.{rank}.")
+
+
+def _room(found: TensorStorageMetadata, like: DTensor | None) -> torch.Tensor:
+    if like is None:
+        return torch.empty(found.size, dtype=found.properties.dtype)
+    return torch.empty_like(like, dtype=found.properties.dtype, requires_grad=False)
+
+
+def _fill(reader: _Reader, metadata: Metadata, tensors: dict[str, torch.Tensor]) -> None:
+    """What torch's `load` does, but for one rank alone, whatever groups there are."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(tensors, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    local = reader.prepare_local_plan(planner.create_local_plan())
+    plans = reader.prepare_global_plan(planner.create_global_plan([local]))
+    reader.read_data(planner.finish_plan(plans[0]), planner).wait()
+
+
+class _Reader(FileSystemReader):
+    """torch's, but its metadata, a pickle, may name nothing but what metadata are made of."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with self.fs.create_stream(self.fs.concat_path(self.path, _METADATA), "rb") as stream:
+            metadata = safe_pickle.load(cast(IO[bytes], stream))
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(f"{self.path}/{_METADATA} holds no metadata.")
+        return metadata

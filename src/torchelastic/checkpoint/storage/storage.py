@@ -1,0 +1,282 @@
+"""Where checkpoints are kept: a directory here, or anything fsspec has a name for.
+
+One level of directories, each with files. What a caller is promised: a file is in storage once its
+stream is closed, `put` replaces a file as a whole, and a `settle`d directory keeps its files.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import logging
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Protocol
+from urllib.parse import unquote
+
+from torchelastic.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+#: Read and written at once; large enough that calls cost nothing beside the bytes.
+CHUNK = 1 << 22
+
+
+class Storage(Protocol):
+    """A place. Paths are relative to it: `name`, or `directory/name`."""
+
+    @property
+    def place(self) -> str:
+        """What the user called it."""
+
+    @property
+    def renames(self) -> bool:
+        """Whether a directory gets another name at once; else its marker alone makes it good."""
+
+    @property
+    def is_private(self) -> bool:
+        """Whether this process alone sees it."""
+
+    def directories(self) -> list[str]: ...
+
+    def sizes(self, directory: str) -> dict[str, int]:
+        """Its files and how long they are; nothing where there is no such directory."""
+
+    def make(self, directory: str) -> None:
+        """Where the files of a checkpoint are to be; it may be there already."""
+
+    def settle(self, directory: str) -> None:
+        """Its entries are in storage after this."""
+
+    def rename(self, old: str, new: str) -> None: ...
+
+    def remove(self, directory: str) -> None:
+        """It, and all files in it, if it is there."""
+
+    def remove_file(self, path: str) -> None: ...
+
+    def rename_file(self, old: str, new: str) -> None: ...
+
+    def reader(self, path: str) -> IO[bytes]: ...
+
+    def writer(self, path: str) -> IO[bytes]: ...
+
+    def get(self, path: str) -> bytes | None: ...
+
+    def put(self, path: str, content: bytes) -> None: ...
+
+    def lock(self, name: str) -> Any:
+        """A context in which no other process of this machine is, where that can be had."""
+
+    def hold(self, directory: str) -> Callable[[], None]:
+        """`make` it and keep others from clearing it, until what is returned is called, or this
+        process ends.
+        """
+
+    def clear(self, directory: str) -> None:
+        """Remove it if nobody holds it, where that can be told."""
+
+
+def open_storage(url: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Storage:
+    """A path or a `file://` URL is a directory here; every other URL needs fsspec."""
+    text = os.fspath(url)
+    scheme, _, path = text.partition("://")
+    if scheme in ("file", "local") and path:
+        return LocalStorage(unquote(path))
+    if re.match(r"\w+:/[^/]", text):
+        raise ConfigError(f"Is {text} a URL? Then write {text.replace(':/', '://', 1)}.")
+    if "://" not in text:
+        return LocalStorage(Path(text).expanduser())
+    from torchelastic.checkpoint.storage.fsspec_storage import FsspecStorage
+
+    return FsspecStorage(text, options or {})
+
+
+class LocalStorage:
+    """A directory of this machine, or one that is mounted here. Made when first written to."""
+
+    renames = True
+    is_private = False
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+
+    @property
+    def place(self) -> str:
+        return str(self.path)
+
+    def directories(self) -> list[str]:
+        try:
+            with os.scandir(self.path) as entries:
+                return [entry.name for entry in entries if entry.is_dir()]
+        except FileNotFoundError:
+            return []
+
+    def sizes(self, directory: str) -> dict[str, int]:
+        try:
+            with os.scandir(self.path / directory) as entries:
+                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+
+    def make(self, directory: str) -> None:
+        (self.path / directory).mkdir(parents=True, exist_ok=True)
+
+    def settle(self, directory: str) -> None:
+        _sync_directory(self.path / directory)
+
+    def rename(self, old: str, new: str) -> None:
+        os.rename(self.path / old, self.path / new)
+        _sync_directory(self.path)
+
+    def remove(self, directory: str) -> None:
+        try:
+            shutil.rmtree(self.path / directory)
+        except FileNotFoundError:
+            pass  # another process removes it too
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:  # somebody adds to what is removed: next time
+                raise
+
+    def remove_file(self, path: str) -> None:
+        (self.path / path).unlink(missing_ok=True)
+
+    def rename_file(self, old: str, new: str) -> None:
+        os.replace(self.path / old, self.path / new)
+
+    def reader(self, path: str) -> IO[bytes]:
+        return (self.path / path).open("rb")
+
+    def writer(self, path: str) -> IO[bytes]:
+        return io.BufferedWriter(_SyncedFile(self.path / path, "wb"), CHUNK)
+
+    def get(self, path: str) -> bytes | None:
+        try:
+            return (self.path / path).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def put(self, path: str, content: bytes) -> None:
+        target = self.path / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Not a name of its own for each writer: what a killed one left is written over.
+        new = target.with_name(f".{target.name}.new")
+        with _SyncedFile(new, "wb") as stream:
+            stream.write(content)
+        os.replace(new, target)
+        _sync_directory(target.parent)
+
+    @contextmanager
+    def lock(self, name: str) -> Iterator[None]:
+        self.path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            except OSError as error:
+                log.debug("%s cannot be locked (%s): other writers are not kept out.", name, error)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def hold(self, directory: str) -> Callable[[], None]:
+        while True:
+            self.make(directory)
+            descriptor = _lock_shared(self.path / directory)
+            if descriptor is not None:
+                return lambda: os.close(descriptor)
+
+    def clear(self, directory: str) -> None:
+        """Under the lock: who is about to hold it finds that it has gone, and makes another."""
+        try:
+            descriptor = _open_directory(self.path / directory)
+        except FileNotFoundError:
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.remove(directory)
+        except BlockingIOError:
+            pass  # somebody lives who writes to it
+        except OSError as error:
+            log.debug("Whether somebody writes to %s cannot be told (%s).", directory, error)
+        finally:
+            os.close(descriptor)
+
+
+class Summed:
+    """A stream to write to that counts its bytes and their CRC-32."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self.size = 0
+        self.crc = 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self.crc = zlib.crc32(view, self.crc)
+        self._stream.write(view)
+        self.size += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def crc_of(storage: Storage, path: str) -> int:
+    """The CRC-32 of a file's bytes."""
+    crc = 0
+    with storage.reader(path) as stream:
+        while chunk := stream.read(CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+class _SyncedFile(io.FileIO):
+    """A file whose bytes are on the disk once it is closed."""
+
+    def close(self) -> None:
+        try:
+            if not self.closed:
+                os.fsync(self.fileno())
+        finally:
+            super().close()
+
+
+def _open_directory(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _lock_shared(path: Path) -> int | None:
+    """Several ranks may write to one directory. None where it was cleared in between."""
+    try:
+        descriptor = _open_directory(path)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    except OSError as error:
+        log.debug("%s cannot be locked (%s): nobody will clear it.", path, error)
+    if os.fstat(descriptor).st_nlink == 0:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = _open_directory(path)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,219 @@
+"""`torchelastic doctor`: what can be seen to go wrong before a long run begins."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchelastic import env
+from torchelastic.cli.commands import terminal
+from torchelastic.cli.options import checks
+from torchelastic.cli.options.command_defaults import DOCTOR
+from torchelastic.cli.options.devices import gpus
+from torchelastic.cli.options.flags import FLAGS
+from torchelastic.cli.options.help import terminal_width
+from torchelastic.cli.options.launch_config import entry_of, launch_config
+from torchelastic.cli.options.parser import ARGUMENT, VARIABLE, Parsed, parse, set_variables
+from torchelastic.config import Entry, LaunchConfig
+from torchelastic.errors import (
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_SIGNAL_BASE,
+    EXIT_USAGE,
+    ConfigError,
+)
+
+if TYPE_CHECKING:
+    from torchelastic.doctor.checkup import Subject
+    from torchelastic.doctor.finding import Finding
+    from torchelastic.doctor.gpu_jobs import Taken
+
+_ROOT = Path("/")
+_EXIT_CODES = """\
+Each check is ok, a warning, a fault, or was not made. The exit code is 0 when there is no fault, 1
+when there is one, and 2 when the words are not understood, or --gpu is asked for where there is no
+GPU."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The `doctor` command; returns the exit code."""
+    environ = env.snapshot()
+    try:
+        parsed = parse(argv, DOCTOR, environ)
+    except ConfigError as error:
+        return terminal.refuse("doctor", error)
+    if parsed["help"]:
+        print(_help(terminal_width()), end="")
+        return EXIT_OK
+    # What the agent would log is in the findings.
+    logging.getLogger("torchelastic").addHandler(logging.NullHandler())
+    try:
+        return _examine(parsed, environ)
+    except BrokenPipeError:
+        terminal.nobody_reads()
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_SIGNAL_BASE + signal.SIGINT
+
+
+def _examine(parsed: Parsed, environ: Mapping[str, str]) -> int:
+    # Imported here: help and mistakes are answered at once.
+    from torchelastic.doctor.checkup import examine
+    from torchelastic.doctor.finding import has_fault
+
+    subject = launch_of(parsed, environ)
+    tell = _tell_json if parsed["json"] else _tell
+    with _log_dir(subject.config.log_dir):
+        findings = tell(subject, lambda: examine(subject), parsed["gpu"])
+    if has_fault(findings):
+        return EXIT_FAILED
+    return EXIT_USAGE if parsed["gpu"] and not subject.gpus else EXIT_OK
+
+
+def launch_of(parsed: Parsed, environ: Mapping[str, str]) -> Subject:
+    """The launch that is planned, with all that `run` would refuse about it."""
+    from torchelastic.doctor.checkup import Subject
+
+    refusals: list[str] = []
+
+    def unless_refused(make: Callable[[], object]) -> object:
+        try:
+            return make()
+        except ConfigError as error:
+            refusals.append(str(error))
+            return None
+
+    config = unless_refused(lambda: launch_config(parsed, environ))
+    entry = unless_refused(lambda: entry_of(parsed, DOCTOR.prog)) if parsed.command else None
+    if isinstance(entry, Entry):
+        unless_refused(lambda: checks.check_entry(entry, environ))
+        unless_refused(lambda: checks.check_preload(parsed["preload"], entry))
+    if isinstance(config, LaunchConfig):
+        path = config.log_dir
+        with _log_dir(path):
+            unless_refused(lambda: checks.prepare_log_dir(path))
+    set_now = list(set_variables(environ))
+    return Subject(
+        config=config if isinstance(config, LaunchConfig) else LaunchConfig(),
+        entry=entry if isinstance(entry, Entry) else None,
+        environ=environ,
+        gpus=gpus(environ, _ROOT),
+        refusals=refusals,
+        used=[name for flag, name in set_now if parsed.strength[flag.dest] == VARIABLE],
+        overridden=[
+            name
+            for flag, name in set_now
+            if parsed.strength[flag.dest] == ARGUMENT
+            and flag.convert(environ[name]) != parsed[flag.dest]
+        ],
+        known=[name for flag in FLAGS for name in flag.variables],
+        alone=not isinstance(config, LaunchConfig) or _is_silent(parsed),
+    )
+
+
+def _is_silent(parsed: Parsed) -> bool:
+    """Whether nothing was said of a launch."""
+    own = {flag.dest for flag in DOCTOR.own_flags}
+    return not parsed.command and not any(parsed.given(dest) for dest in set(parsed.values) - own)
+
+
+@contextlib.contextmanager
+def _log_dir(path: str | None) -> Iterator[None]:
+    """Have the log directory, if it can be had, while it is looked at; leave none behind."""
+    there = Path(path).absolute() if path and path != os.devnull else None
+    missing = [] if there is None else [p for p in (there, *there.parents) if not p.exists()]
+    if missing:
+        with contextlib.suppress(OSError):  # `prepare_log_dir` says why
+            os.makedirs(missing[0], exist_ok=True)
+    try:
+        yield
+    finally:
+        for made in missing:
+            with contextlib.suppress(OSError):  # never made, or somebody else uses it by now
+                os.rmdir(made)
+
+
+def _tell(subject: Subject, examine: Callable[[], list[Finding]], on_gpus: bool) -> list[Finding]:
+    """Print findings for people, those of the GPUs as they come: they take minutes."""
+    from torchelastic.cli.commands.doctor_text import lines, title
+    from torchelastic.doctor.finding import summary
+    from torchelastic.doctor.gpu_jobs import overall
+
+    terminal.show(f"{title(subject)}\n")
+    width, findings = terminal_width(), examine()
+    terminal.show("\n".join(lines(findings, width)))
+    taken = []
+    for one in _on_gpus(subject, on_gpus):
+        taken.append(one)
+        terminal.show("\n".join(lines([one.finding], width)))
+    found = [one.finding for one in taken]
+    said = f"{overall(found)} " if taken else ""
+    terminal.show(f"\n{said}{summary(findings + found)}")
+    if file := _report(subject, findings, taken):
+        terminal.show(f"The report is in {file}: please attach it to an issue, good or bad.")
+    return findings + found
+
+
+def _tell_json(
+    subject: Subject, examine: Callable[[], list[Finding]], on_gpus: bool
+) -> list[Finding]:
+    """Print findings for a program."""
+    from torchelastic import __version__
+    from torchelastic.doctor.finding import has_fault
+
+    examined, taken = examine(), list(_on_gpus(subject, on_gpus))
+    findings = [*examined, *(one.finding for one in taken)]
+    picture = {
+        "torchelastic": __version__,
+        "fault": has_fault(findings),
+        "findings": [finding.to_json() for finding in findings],
+    }
+    if file := _report(subject, examined, taken):
+        picture["report"] = file
+    terminal.show(json.dumps(picture, indent=2))
+    return findings
+
+
+def _report(subject: Subject, findings: Sequence[Finding], taken: Sequence[Taken]) -> str:
+    """Where it was written; empty if there was nothing to report."""
+    from torchelastic import __version__
+    from torchelastic.doctor import gpu_report
+
+    if not subject.gpus or not taken:
+        return ""
+    return str(gpu_report.write(__version__, subject.environ, findings, taken))
+
+
+def _on_gpus(subject: Subject, asked: bool) -> Iterator[Taken]:
+    from torchelastic.doctor import gpu_jobs
+    from torchelastic.doctor.finding import not_checked
+
+    if asked and not subject.gpus:
+        none = "There is no GPU on this machine: none of its paths was taken."
+        yield gpu_jobs.Taken(not_checked("gpu", none))
+    elif asked:
+        for way in gpu_jobs.PATHS:
+            yield gpu_jobs.take(way, "cuda", subject.gpus, subject.environ)
+
+
+def _help(width: int) -> str:
+    flags = "\n".join(
+        f"  {flag.name:8}{textwrap.fill(flag.help, width, subsequent_indent=' ' * 10)}"
+        for flag in DOCTOR.own_flags
+    )
+    return "\n\n".join(
+        [
+            f"usage: {DOCTOR.prog} [--gpu] [--json] [flags of run] [SCRIPT [arguments]]",
+            textwrap.fill(DOCTOR.about, width),
+            flags,
+            "Example: torchelastic doctor --nnodes 2 --rdzv-endpoint node1:29400 train.py",
+            textwrap.fill(_EXIT_CODES, width) + "\n",
+        ]
+    )

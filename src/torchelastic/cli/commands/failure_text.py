@@ -1,0 +1,89 @@
+"""The last failure of a job in the terminal: what came first, and what fell because of it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from torchelastic.agent.output.terminal_text import one_line, plain
+from torchelastic.events import words
+from torchelastic.events.analysis.last_failure import FailureView
+from torchelastic.events.failure import Failure
+
+#: Failures that fell because of the first one, and ranks, that are shown.
+_SHOWN = 8
+#: How the thread that counts is called by us, by faulthandler and by py-spy, in small letters.
+_MAIN = ("main thread", "current thread", "mainthread")
+
+
+def in_full(failure: FailureView, width: int) -> list[str]:
+    """All that is known, in lines of this width; a traceback and a log keep their own."""
+    cause = failure.cause
+    lines = _wrapped(failure.sentence, width)
+    for label, text in _facts(failure).items():
+        if label != "hang" or text not in failure.sentence:
+            lines += _wrapped(f"{label}: {text}", width)
+    lines += [plain(line) for line in cause.traceback.rstrip().splitlines()]
+    if cause.log_lines:
+        lines += ["the last lines it wrote:", *(f"  {one_line(line)}" for line in cause.log_lines)]
+    for heading, others in _others(failure).items():
+        lines += [f"{heading}:", *_sentences(others, width)]
+    return lines
+
+
+def in_brief(failure: FailureView) -> list[str]:
+    """What fits where there is little room: each line by itself."""
+    lines = [failure.sentence]
+    lines += [f"{label}: {text}" for label, text in _facts(failure).items()]
+    if said := _innermost(failure.cause.traceback) or "\n".join(failure.cause.log_lines):
+        lines.append(said.splitlines()[-1])
+    for heading, others in _others(failure).items():
+        names = [one.node if one.is_node else f"rank {one.rank}" for one in others]
+        lines.append(f"{heading}: {words.listed(names)}")
+    return [one_line(line) for line in lines]
+
+
+def _innermost(traceback: str) -> str:
+    """What a traceback comes to: its last line; of a stack that was dumped, the frame on top."""
+    lines = traceback.rstrip().splitlines()
+    marks = ("most recent call first", '"MainThread"')
+    threads = [at for at, line in enumerate(lines) if any(mark in line for mark in marks)]
+    ours = [at for at in threads if any(mark in lines[at].lower() for mark in _MAIN)]
+    for at in (ours or threads)[:1]:
+        return "".join(lines[at + 1 : at + 2])
+    return lines[-1] if lines else ""
+
+
+def _facts(failure: FailureView) -> dict[str, str]:
+    told = {"hint": failure.cause.hint, "last collective": failure.cause.collective}
+    if failure.hang is not None:
+        told["hang"] = str(failure.hang.get("text", ""))
+    return {label: text for label, text in told.items() if text}
+
+
+def _others(failure: FailureView) -> dict[str, list[Failure]]:
+    """What failed besides the first one, under what is said of it."""
+    others = failure.consequences
+    sorted_ = {
+        "failed by themselves, too": [one for one in others if one.by_itself],
+        "fell because of it": [one for one in others if not one.by_itself],
+    }
+    return {heading: found for heading, found in sorted_.items() if found}
+
+
+def _sentences(failures: Sequence[Failure], width: int) -> list[str]:
+    lines = []
+    for failure in failures[:_SHOWN]:
+        lines += _wrapped(failure.sentence(), width, "  ")
+    more = len(failures) - _SHOWN
+    return [*lines, f"  and {more} more"] if more > 0 else lines
+
+
+def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        one_line(text),
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_on_hyphens=False,
+    )

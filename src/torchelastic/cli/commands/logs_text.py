@@ -1,0 +1,213 @@
+"""What `torchelastic logs` prints.
+
+A worker writes to the files of the generation it was started in, in whatever generation it is now:
+resident workers outlive theirs. So the files of rank r in generation g are those of its local rank
+on its node, in the last directory `attempt_<k>` with k <= g that has any.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchelastic.cli.commands import terminal
+from torchelastic.errors import EXIT_OK, ConfigError
+from torchelastic.events import log, words
+from torchelastic.events.analysis.find_job import Story, choose
+from torchelastic.events.analysis.follow import LOOK, Follower
+from torchelastic.events.analysis.rank_places import Place, Places
+from torchelastic.events.record import Record
+
+_STREAMS = ("stdout", "stderr")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is to be shown. None: all."""
+
+    ranks: frozenset[int] | None = None
+    generation: int | None = None
+    lines: int | None = None
+    raw: bool = False
+
+
+@dataclass(frozen=True)
+class LogFile:
+    """A file that a worker writes one of its streams to."""
+
+    rank: int
+    stream: str
+    path: Path
+
+    def prefix(self) -> str:
+        return f"rank {self.rank}: " if self.stream == "stdout" else f"rank {self.rank} stderr: "
+
+
+def parse_ranks(text: str | None) -> frozenset[int] | None:
+    """`0,2-3` -> {0, 2, 3}."""
+    if text is None:
+        return None
+    ranks: set[int] = set()
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d{1,7})(?:\s*-\s*(\d{1,7}))?\s*", part, re.ASCII)
+        if found is None:
+            raise ConfigError(f"--rank {text} is no list of ranks: write it as in 0,2-3.")
+        first, last = int(found[1]), int(found[2] or found[1])
+        ranks |= set(range(first, last + 1))
+    return frozenset(ranks)
+
+
+def run_dirs(story: Story) -> dict[str, Path]:
+    """By agent id: the directory of its workers' logs, of agents whose files are here."""
+    if story.entry is not None:
+        agents = story.entry.agents
+        return {agent.node: agent.logs or agent.events.parent for agent in agents}
+    found = {}
+    for path in story.files():
+        if path.name == log.EVENTS_FILE:
+            first = next(log.read(path, steps=False), None)
+            if first is not None and story.job in (None, first.job):
+                found[first.node] = path.parent
+    return found
+
+
+def files_for(places: Iterable[Place], generation: int, dirs: dict[str, Path]) -> list[LogFile]:
+    """The files of these workers that are there."""
+    found = []
+    for place in places:
+        attempt = _attempt(dirs.get(place.agent), generation, place.local_rank)
+        if attempt is not None:
+            paths = [(stream, attempt / f"{stream}.log") for stream in _STREAMS]
+            found += [LogFile(place.rank, name, path) for name, path in paths if path.exists()]
+    return found
+
+
+def _attempt(run_dir: Path | None, generation: int, local_rank: int) -> Path | None:
+    if run_dir is None or not run_dir.is_dir():
+        return None
+    numbers = [
+        int(path.name.removeprefix("attempt_"))
+        for path in run_dir.glob("attempt_*")
+        if path.name.removeprefix("attempt_").isdigit() and (path / str(local_rank)).is_dir()
+    ]
+    last = max((number for number in numbers if number <= generation), default=None)
+    return None if last is None else run_dir / f"attempt_{last}" / str(local_rank)
+
+
+class LogView:
+    """The logs of a job, as far as they have been shown."""
+
+    def __init__(self, story: Story, wanted: Wanted) -> None:
+        self._story = story
+        self._wanted = wanted
+        self._places = Places(wanted.generation)
+        self._dirs: dict[str, Path] = {}
+        self._events = Follower()
+        self._logs = Follower()
+        self._files: dict[Path, LogFile] = {}
+        self._events.skip(story.files())
+        for record in story.records():
+            self._places.feed(record)
+
+    def look(self) -> bool:
+        """Find out which files there are now; returns whether more may be written to them."""
+        self._story = self._story.again()
+        alive = self._story.alive
+        for _, line in self._events.new_lines(self._story.files()):
+            record = Record.parse(line)
+            if record is not None and self._story.job in (None, record.job):
+                self._places.feed(record)
+        self._dirs = run_dirs(self._story)
+        self._files |= {file.path: file for file in self._now()}
+        return alive
+
+    def _now(self) -> list[LogFile]:
+        chosen = [place for place in self._places.known() if self._is_wanted(place.rank)]
+        return files_for(chosen, self._places.generation, self._dirs)
+
+    def _is_wanted(self, rank: int) -> bool:
+        return self._wanted.ranks is None or rank in self._wanted.ranks
+
+    def check(self) -> None:
+        """Raise `ConfigError` where there is nothing to show; say what is not here otherwise."""
+        known = {place.rank for place in self._places.known() if self._is_wanted(place.rank)}
+        if self._files:
+            if elsewhere := sorted(known - {file.rank for file in self._files.values()}):
+                told = f"no logs are here of ranks {words.listed(elsewhere)}"
+                print(f"torchelastic logs: {told}", file=sys.stderr)
+            return
+        known = {place.rank for place in self._places.known()}
+        if self._wanted.ranks is not None and not known & self._wanted.ranks:
+            if not known:
+                raise ConfigError("The job has no workers yet.")
+            have = f"ranks 0 to {max(known)}" if max(known) else "rank 0 only"
+            raise ConfigError(
+                f"No such rank: generation {self._places.generation} has {have}. --generation N "
+                "shows an earlier one."
+            )
+        raise ConfigError(
+            "There are no logs of these workers here. Their output went to a terminal (--tee 3 "
+            "writes it to files as well), or they ran on another node, or the job has succeeded "
+            "and its temporary files are gone (--log-dir DIR keeps them)."
+        )
+
+    def show_all(self) -> None:
+        """What the files hold, rank by rank."""
+        for path in list(self._files):
+            lines: deque[bytes] = deque(maxlen=self._wanted.lines)
+            while portion := self._logs.new_lines([path]):
+                if self._wanted.lines is None:
+                    self._show(portion)
+                else:
+                    lines.extend(line for _, line in portion)
+            self._show((path, line) for line in lines)
+
+    def show_new(self) -> bool:
+        """What has been written since; returns whether there was anything."""
+        new = self._logs.new_lines(list(self._files))
+        self._show(new)
+        return bool(new)
+
+    def finish(self) -> None:
+        """Show last lines without an end."""
+        self._show(self._logs.unfinished())
+
+    def close(self) -> None:
+        self._events.close()
+        self._logs.close()
+
+    def _show(self, lines: Iterable[tuple[Path, bytes]]) -> None:
+        many = len({file.rank for file in self._files.values()}) > 1
+        for path, line in lines:
+            if self._wanted.raw:
+                sys.stdout.buffer.write(line + b"\n")
+                continue
+            file = self._files[path]
+            # A carriage return ends a line: so a progress bar does not write over its prefix.
+            for part in line.decode("utf-8", "replace").rstrip("\r").split("\r"):
+                terminal.show(f"{file.prefix() if many else ''}{part}", flush=False)
+        sys.stdout.flush()
+
+
+def show_logs(wanted: str | None, job: str | None, what: Wanted, *, follow: bool) -> int:
+    """Print the logs of a job's workers and, with `follow`, what is still to come."""
+    shown = LogView(choose(wanted, job), what)
+    try:
+        more = shown.look()
+        if not (follow and more):
+            shown.check()
+        shown.show_all()
+        while follow and (shown.show_new() or more):
+            time.sleep(LOOK)
+            more = shown.look()
+        shown.finish()
+    except BrokenPipeError:
+        terminal.nobody_reads()
+    finally:
+        shown.close()
+    return EXIT_OK

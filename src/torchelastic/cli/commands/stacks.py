@@ -1,0 +1,31 @@
+"""`torchelastic stacks`: what every rank of a running job is doing now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchelastic.cli.commands import terminal
+from torchelastic.errors import EXIT_FAILED, EXIT_OK, TorchElasticError
+
+_DESCRIPTION = """\
+Show what the ranks of a running job are doing: step, last collective and stack of each, equal ones
+together. An agent of this machine asks all the others; training goes on.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The `stacks` command; returns the exit code."""
+    parser = terminal.parser_for_a_job("stacks", _DESCRIPTION)
+    parser.add_argument("--rank", type=int, metavar="N", help="this rank only")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    args = parser.parse_args(argv)
+    from torchelastic.cli.commands import stacks_text  # slow to import: not for --help
+
+    try:
+        found = stacks_text.ask(args.job, args.id)
+        if args.rank is not None:
+            found = stacks_text.only(found, args.rank)
+    except TorchElasticError as error:
+        return terminal.refuse("stacks", error)
+    terminal.show(stacks_text.as_json(found) if args.json else stacks_text.text(found))
+    return EXIT_OK if found.doings else EXIT_FAILED

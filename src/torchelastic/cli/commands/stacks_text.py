@@ -1,0 +1,113 @@
+"""What ranks are doing, as it is shown on a terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torchelastic.agent.watch import query_socket
+from torchelastic.agent.watch.inspector import Found
+from torchelastic.errors import ConfigError
+from torchelastic.events import job_registry
+from torchelastic.events.analysis import hangs
+from torchelastic.events.analysis.find_job import Story, choose
+from torchelastic.events.analysis.hangs import Doing
+from torchelastic.events.job_registry import AgentEntry
+
+
+def ask(wanted: str | None, job: str | None) -> Found:
+    """What all ranks of a job do, from the first of its agents here that answers."""
+    agents = _agents(choose(wanted, job))
+    if not agents:
+        raise ConfigError(
+            "No agent of that job runs on this machine: ask on a machine where one does."
+        )
+    problems = []
+    for agent in agents:
+        try:
+            return query_socket.ask(job_registry.directory_for(agent.job, agent.node))
+        except OSError as error:
+            problems.append(f"the agent with pid {agent.pid} does not answer ({error})")
+    raise ConfigError(f"The job cannot be asked: {'; '.join(problems)}.")
+
+
+def _agents(story: Story) -> list[AgentEntry]:
+    """The live agents of this machine that write the story."""
+    if story.entry is not None:
+        return [agent for agent in story.entry.agents if agent.alive]
+    files = {path.resolve() for path in story.files()}
+    every = [agent for entry in job_registry.list_jobs() for agent in entry.agents]
+    return [agent for agent in every if agent.alive and agent.events.resolve() in files]
+
+
+def only(found: Found, rank: int) -> Found:
+    """Of this rank; `ConfigError` if those that were seen are others."""
+    chosen = tuple(doing for doing in found.doings if doing.rank == rank)
+    if not chosen and found.doings:
+        raise ConfigError(_not_there(found, rank))
+    return replace(found, doings=chosen)
+
+
+def _not_there(found: Found, rank: int) -> str:
+    seen = hangs.listed(doing.rank for doing in found.doings)
+    if found.unheard:
+        silent = ", ".join(found.unheard)
+        return f"Rank {rank} is not among those that were seen, {seen}; not reached: {silent}."
+    return f"There is no rank {rank}: the world has {seen}."
+
+
+def text(found: Found) -> str:
+    """Ranks with the same stack together, the larger groups first."""
+    if not found.doings:
+        return _with_unheard("no rank to show: no worker is in a world at the moment", found)
+    groups: dict[str, list[Doing]] = {}
+    for doing in found.doings:
+        groups.setdefault(doing.stack, []).append(doing)
+    blocks = [
+        _block(stack, who)
+        for stack, who in sorted(groups.items(), key=lambda item: (-len(item[1]), item[1][0].rank))
+    ]
+    return _with_unheard("\n\n".join(blocks), found)
+
+
+def _with_unheard(told: str, found: Found) -> str:
+    return f"{told}\n\nnot reached: {', '.join(found.unheard)}" if found.unheard else told
+
+
+def _block(stack: str, who: Sequence[Doing]) -> str:
+    head = hangs.listed(doing.rank for doing in who)
+    same = ", the same stack" if len(who) > 1 else ""
+    lines = [f"{head}{same}", *(f"  {line}" for line in _where(who))]
+    return "\n".join([*lines, *(f"    {line}" for line in stack.splitlines())])
+
+
+def _where(who: Sequence[Doing]) -> list[str]:
+    """On which node, at which step and in which collective; equal ones together."""
+    alike: dict[str, list[int]] = {}
+    for doing in who:
+        alike.setdefault(_words(doing), []).append(doing.rank)
+    if len(alike) == 1:
+        return list(alike)
+    return [f"{hangs.listed(ranks)}: {words}" for words, ranks in alike.items()]
+
+
+def _words(doing: Doing) -> str:
+    told = [f"node {doing.node}"] if doing.node else []
+    told += [f"step {doing.step}"] if doing.step is not None else []
+    told += ["frozen"] if doing.frozen else []
+    if doing.in_collective is not None:
+        told.append(f"waits in {doing.in_collective}")
+    elif doing.last is not None:
+        told.append(f"last collective {doing.last}")
+    return ", ".join(told)
+
+
+def as_json(found: Found) -> str:
+    """For programs: of all ranks what a `hang` event has, and the stack itself."""
+    shown = {
+        "generation": found.generation,
+        "ranks": [{**hangs.row(doing), "stack": doing.stack} for doing in found.doings],
+        "unheard": list(found.unheard),
+    }
+    return json.dumps(shown, indent=2)

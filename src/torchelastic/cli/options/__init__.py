@@ -1,0 +1,1 @@
+"""Command line: the flags, how they are parsed, checked and explained."""

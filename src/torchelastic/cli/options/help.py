@@ -1,0 +1,98 @@
+"""The text of `--help`, from the table in `flags`."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Iterator
+
+from torchelastic.cli.options.command_defaults import Flavour
+from torchelastic.cli.options.flag import GROUPS, Flag
+from torchelastic.cli.options.flags import FLAGS
+
+_INDENT = 24
+_EXAMPLES = """\
+Examples:
+  {prog} --nproc-per-node 4 train.py --lr 0.1
+      One node, four workers.
+  {prog} -j 1:4x8 --rdzv-endpoint node1:29400 train.py
+      The same command on up to four nodes, eight workers each; the job runs with
+      whichever of them are there. node1 is one of them.
+  {prog} -j 1x8 --log-dir logs --tee 3 -m my.trainer
+      A module instead of a script; output to the console and to files.
+"""
+_CLOSING = """\
+Names may be written with dashes or underscores and abbreviated. A variable PET_<NAME>
+(PET_NNODES for --nnodes) gives a flag's default. Everything after SCRIPT belongs to the script;
+${local_rank} in it becomes the worker's local rank."""
+
+
+def help_text(flavour: Flavour, width: int = 80) -> str:
+    """The whole help, not wider than `width`."""
+    parts = [
+        f"usage: {flavour.prog} [flags] SCRIPT [arguments]",
+        textwrap.fill(_about(flavour), width),
+        *(_group(group, flavour, width) for group in GROUPS),
+        textwrap.fill(_CLOSING, width),
+        _EXAMPLES.format(prog=flavour.prog),
+    ]
+    return "\n\n".join(parts)
+
+
+def terminal_width() -> int:
+    """Columns to write in: the terminal's, within what reads well."""
+    try:
+        columns = os.get_terminal_size().columns
+    except OSError:  # a pipe or a file
+        return 80
+    return max(80, min(columns, 100))
+
+
+def default_words(flag: Flag, flavour: Flavour) -> str:
+    """The default as the user may write or understand it; empty where there is nothing to say."""
+    if flag.is_switch:
+        return ""
+    text = flavour.default(flag)
+    return flag.default_words if flag.default_words and text == flag.default else text
+
+
+def spellings(flag: Flag) -> str:
+    """`-r, --redirects STREAMS`."""
+    short = f"{flag.short}, " if flag.short else ""
+    return f"{short}{flag.name} {flag.metavar}".rstrip()
+
+
+def _about(flavour: Flavour) -> str:
+    return f"{flavour.about} Workers that crash are restarted, and nodes may fail, leave and join."
+
+
+def _group(group: str, flavour: Flavour, width: int) -> str:
+    flags = [flag for flag in FLAGS if flag.group == group]
+    lines = [f"{group}:"]
+    for flag in flags:
+        if not flag.ignored:
+            lines += _entry(flag, flavour, width)
+    ignored = [flag.name for flag in flags if flag.ignored]
+    if ignored:
+        text = f"Of Bagua, understood and ignored: {', '.join(ignored)}."
+        lines += textwrap.wrap(
+            text, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+        )
+    return "\n".join(lines)
+
+
+def _entry(flag: Flag, flavour: Flavour, width: int) -> Iterator[str]:
+    head = f"  {spellings(flag)}"
+    default = default_words(flag, flavour)
+    # No line begins with the bare value of a default.
+    text = f"{flag.help} (default:\0{default})" if default else flag.help
+    lines = [
+        line.replace("\0", " ")
+        for line in textwrap.wrap(text, width - _INDENT, break_on_hyphens=False)
+    ]
+    if len(head) > _INDENT - 2:
+        yield head
+    else:
+        yield f"{head:<{_INDENT}}{lines.pop(0)}"
+    for line in lines:
+        yield " " * _INDENT + line

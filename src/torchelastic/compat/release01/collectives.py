@@ -1,0 +1,124 @@
+"""Small collectives for `State.sync`, with the names and the order of arguments of 0.1.
+
+Without a process group, or in a world of one, each gives back what it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from torchelastic import torch_backends
+
+if TYPE_CHECKING:
+    import numpy
+
+    Bytes = numpy.ndarray[tuple[int], numpy.dtype[numpy.uint8]]
+
+#: From this size on a binary is sent in so many pieces, which travel side by side.
+_LARGE = 8 << 20
+_PIECES = 8
+
+
+def get_rank() -> int:
+    """The rank of this worker; 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def is_distributed_training_run() -> bool:
+    """Whether there are others."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def convert_to_distributed_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
+    """The tensor where the backend can send it from, and where it was: `cpu` or `gpu`."""
+    origin = "gpu" if tensor.is_cuda else "cpu"
+    return (tensor.to(torch_backends.here()) if origin == "cpu" else tensor), origin
+
+
+def convert_to_normal_tensor(tensor: torch.Tensor, orig_device: str) -> torch.Tensor:
+    """The tensor back where it was."""
+    return tensor.cpu() if tensor.is_cuda and orig_device == "cpu" else tensor
+
+
+def broadcast_long(value: int, src_rank: int) -> int:
+    """The value that `src_rank` has."""
+    if not is_distributed_training_run():
+        return value
+    return int(_broadcast(torch.tensor([value], dtype=torch.int64), src_rank).item())
+
+
+def broadcast_bool(value: bool, src_rank: int) -> bool:
+    """The value that `src_rank` has."""
+    return broadcast_long(int(bool(value)), src_rank) == 1
+
+
+def broadcast_float_list(float_list: Sequence[float], src_rank: int) -> list[float]:
+    """The numbers that `src_rank` has. All ranks give lists of the same length."""
+    if not is_distributed_training_run():
+        return list(float_list)
+    found: list[float] = _broadcast(
+        torch.tensor(float_list, dtype=torch.float64), src_rank
+    ).tolist()
+    return found
+
+
+def all_gather_return_max_long(value: int) -> tuple[int, int]:
+    """Which rank has the largest value, the lowest such rank, and that value."""
+    if not is_distributed_training_run():
+        return 0, value
+    own, origin = convert_to_distributed_tensor(torch.tensor([value], dtype=torch.int64))
+    gathered = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own)
+    values = [int(convert_to_normal_tensor(item, origin).item()) for item in gathered]
+    largest = max(values)
+    return values.index(largest), largest
+
+
+def broadcast_model(src_rank: int, model: torch.nn.Module) -> None:
+    """Give every rank the parameters and the buffers that `src_rank` has.
+
+    0.1 left the buffers out: ranks then differed in what BatchNorm had learned.
+    """
+    if not is_distributed_training_run():
+        return
+    tensors = [*model.parameters(), *model.buffers()]
+    works = [dist.broadcast(tensor.data, src=src_rank, async_op=True) for tensor in tensors]
+    for work in works:
+        work.wait()
+
+
+def broadcast_binary(data: Bytes | None, src_rank: int) -> Bytes | None:
+    """The bytes that `src_rank` has, an array of uint8. The other ranks may give None."""
+    if not is_distributed_training_run():
+        return data
+    source = _as_bytes(data) if dist.get_rank() == src_rank else None
+    size = broadcast_long(len(source) if source is not None else 0, src_rank)
+    tensor = source if source is not None else torch.empty(size, dtype=torch.uint8)
+    tensor, origin = convert_to_distributed_tensor(tensor)
+    pieces = tensor.chunk(_PIECES) if size >= _LARGE else (tensor,)
+    works = [dist.broadcast(piece, src=src_rank, async_op=True) for piece in pieces]
+    for work in works:
+        work.wait()
+    return convert_to_normal_tensor(tensor, origin).numpy()
+
+
+def _broadcast(tensor: torch.Tensor, src_rank: int) -> torch.Tensor:
+    tensor, origin = convert_to_distributed_tensor(tensor)
+    dist.broadcast(tensor, src=src_rank)
+    return convert_to_normal_tensor(tensor, origin)
+
+
+def _as_bytes(data: Bytes | None) -> torch.Tensor:
+    """A copy: the array may be read-only, which torch does not take."""
+    if data is None:
+        return torch.empty(0, dtype=torch.uint8)
+    if data.dtype != "uint8" or data.ndim != 1:
+        raise TypeError(
+            f"broadcast_binary takes a flat array of uint8, not {data.dtype} of shape {data.shape}:"
+            " use numpy.frombuffer(array.tobytes(), numpy.uint8)."
+        )
+    return torch.from_numpy(data.copy())

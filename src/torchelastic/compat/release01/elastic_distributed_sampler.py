@@ -1,0 +1,65 @@
+"""A sampler that goes on in the middle of an epoch, in a world of another size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+from torch.utils.data.distributed import DistributedSampler
+
+from torchelastic.data.order import Order
+from torchelastic.data.shares import every_nth, turns_left
+
+
+class ElasticDistributedSampler(DistributedSampler[Any]):
+    """This rank's share of what is left of an epoch.
+
+    `start_index` is how many samples of the epoch all ranks together have had, in its order.
+    That order depends on `set_epoch` alone and on no world: whatever the sizes of the worlds, each
+    sample comes once. (0.1 took `start_index` for an offset in the dataset: after a resize some
+    samples came twice and others never.) The end is filled up, so that all ranks have equally many.
+
+    It belongs to the epoch it was given for: the next one, by `set_epoch`, begins at its beginning.
+    `torchelastic.data.ElasticSampler` counts by itself, and fills nothing up.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        start_index: int = 0,
+    ) -> None:
+        # torch's class says Dataset; all it asks of one is its length.
+        super().__init__(dataset, num_replicas=num_replicas, rank=rank)  # type: ignore[arg-type]
+        self._dataset_size = len(dataset)
+        if not 0 <= start_index <= self._dataset_size:
+            raise ValueError(
+                f"start_index is {start_index}, but the dataset has {self._dataset_size} samples: "
+                "it counts those of this epoch only."
+            )
+        self.start_index = start_index
+        self._begun = False
+        self._share_out()
+
+    def set_epoch(self, epoch: int) -> None:
+        if self._begun and epoch != self.epoch:
+            self.start_index = 0
+            self._begun = False
+            self._share_out()
+        super().set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        self._begun = True
+        order = Order(self._dataset_size, self.seed, self.epoch)
+        positions = every_nth(
+            self.start_index, self._dataset_size, self.rank, self.num_replicas, drop_last=False
+        )
+        return (order.at(position, position + 1)[0] for position in positions)
+
+    def _share_out(self) -> None:
+        """torch's names: samples for each rank, and for all ranks, filled up."""
+        self.num_samples = turns_left(
+            self.start_index, self._dataset_size, self.num_replicas, drop_last=False
+        )
+        self.total_size = self.num_samples * self.num_replicas

@@ -1,0 +1,52 @@
+"""0.2's rendezvous at an etcd server.
+
+0.2 built it by hand around a client of etcd's v2 API, which etcd 3.6 no longer has. Here the
+parameters say everything: `create_rdzv_handler(RendezvousParameters("etcd", ...))`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchelastic.compat.release02.rendezvous_registry import AgentRendezvousHandler
+from torchelastic.config import ETCD_BACKENDS
+from torchelastic.errors import ConfigError
+from torchelastic.rendezvous.backend_parameters import RendezvousParameters
+
+__all__ = ["EtcdRendezvous", "EtcdRendezvousHandler", "EtcdStore", "create_rdzv_handler"]
+
+
+class EtcdRendezvousHandler(AgentRendezvousHandler):
+    """A node's way to a world that is agreed on at etcd; `create_rdzv_handler` makes one."""
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        if not isinstance(params, RendezvousParameters) or params.backend not in ETCD_BACKENDS:
+            raise ConfigError(
+                "EtcdRendezvousHandler takes RendezvousParameters whose backend is etcd."
+            )
+        super().__init__(params)
+
+
+def create_rdzv_handler(rdzv_params: RendezvousParameters) -> EtcdRendezvousHandler:
+    """The handler for a rendezvous at etcd."""
+    return EtcdRendezvousHandler(rdzv_params)
+
+
+class EtcdRendezvous:
+    """0.2's implementation over python-etcd: not available."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError(
+            "EtcdRendezvous needs etcd's v2 API, which etcd 3.6 no longer has: "
+            'use create_rdzv_handler(RendezvousParameters("etcd", endpoint, run_id, ...)).'
+        )
+
+
+class EtcdStore:
+    """0.2's store over python-etcd: not available."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError(
+            "EtcdStore needs etcd's v2 API, which etcd 3.6 no longer has: take the store that "
+            "next_rendezvous() returns, or torch.distributed.TCPStore."
+        )

@@ -1,0 +1,94 @@
+"""Which rendezvous there are, by name, for callers of 0.2: what is built in, and what they add."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torchelastic.compat.release02.rendezvous_handler import RendezvousHandler
+from torchelastic.errors import ConfigError
+from torchelastic.rendezvous.backend_parameters import BACKENDS, RendezvousParameters, check_backend
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # public all the same
+
+RendezvousHandlerCreator = Callable[[RendezvousParameters], RendezvousHandler]
+
+#: What joins a job is in a layer above this one, and imports torch: by name, when it is used.
+_JOINING = "torchelastic.compat.torchrun.release02_handler"
+
+
+class AgentRendezvousHandler(RendezvousHandler):
+    """One of the rendezvous built in.
+
+    For a `WorkerSpec` it only says where the nodes meet; the agent of the job does the meeting. A
+    launcher of its own calls `next_rendezvous`: then this process is the node.
+    """
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        check_backend(params.backend, params.config)
+        self.params = params
+        self._joined: Any = None
+
+    def get_backend(self) -> str:
+        return self.params.backend
+
+    def get_run_id(self) -> str:
+        return self.params.run_id
+
+    def next_rendezvous(self) -> tuple[Store, int, int]:
+        if self._joined is None:
+            self._joined = importlib.import_module(_JOINING).OldHandler(self.params)
+        found: tuple[Store, int, int] = self._joined.next_rendezvous()
+        return found
+
+    def is_closed(self) -> bool:
+        return self._joined is not None and bool(self._joined.is_closed())
+
+    def set_closed(self) -> None:
+        """End the job for all nodes; a node that is between two worlds only leaves."""
+        if self._joined is not None:
+            self._joined.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return 0 if self._joined is None else int(self._joined.num_nodes_waiting())
+
+    def shutdown(self) -> bool:
+        """Leave the job; True at once where the meeting was the agent's."""
+        return self._joined is None or bool(self._joined.shutdown())
+
+
+class RendezvousHandlerFactory:
+    """Makes handlers by the name of their backend."""
+
+    def __init__(self) -> None:
+        self._creators: dict[str, RendezvousHandlerCreator] = {}
+
+    def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:
+        """Add a rendezvous; each name once."""
+        if not backend:
+            raise ConfigError("A rendezvous needs a name to be registered by.")
+        if backend in self._creators:
+            raise ConfigError(
+                f"The rendezvous '{backend}' is registered already: choose another name."
+            )
+        self._creators[backend] = creator
+
+    def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
+        """The handler for these parameters; refuses a rendezvous nobody has registered."""
+        creator = self._creators.get(params.backend)
+        if creator is None:
+            check_backend(params.backend, params.config)  # its sentence names those there are
+            raise ConfigError(f"The rendezvous '{params.backend}' is not registered.")
+        return creator(params)
+
+
+#: The one that `register`, `create_handler` and `get_rendezvous_handler` use.
+handler_factory = RendezvousHandlerFactory()
+for _name in BACKENDS:
+    handler_factory.register(_name, AgentRendezvousHandler)
+
+register = handler_factory.register
+create_handler = handler_factory.create_handler
+get_rendezvous_handler = handler_factory.create_handler

@@ -1,0 +1,330 @@
+"""A guest: a node that is a member of a job in a thread, while another launcher has its workers.
+
+Everything about the job happens in the thread's event loop; the launcher's own thread calls the
+methods below `# For the launcher`, waits where they wait, and is told by exceptions what ends the
+job for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.distributed import DistError
+
+from torchelastic.clock import SystemClock
+from torchelastic.compat.torchrun import launcher_node_state, launcher_stores
+from torchelastic.compat.torchrun.launcher_node_state import Ending, GuestState
+from torchelastic.config import LaunchConfig, format_endpoint, parse_endpoint
+from torchelastic.errors import NotEnoughNodes, RendezvousLost, TorchElasticError
+from torchelastic.events.failure import Failure
+from torchelastic.rendezvous.membership.log_observer import LogObserver
+from torchelastic.rendezvous.membership.member_session import Presence
+from torchelastic.rendezvous.world import World
+from torchelastic.side_tasks import SideTasks
+from torchelastic.worker.worker_stores import OwnStores
+
+logger = logging.getLogger("torchelastic")
+
+#: Seconds the last words of a node may take, and a host stays for the others to go.
+LAST_WORDS, HOST_STAYS = 2.0, 5.0
+#: Seconds a node that is done waits for the others to be: a launcher that was asked to stop its
+#: workers gives them 30 s.
+OTHERS_END = 35.0
+#: Seconds the leader has to say why there is no world, before this node says so by itself.
+LEADER_FIRST = 5.0
+#: Seconds the store of a generation has to answer: its host was alive a moment ago.
+STORE_ANSWERS = 10.0
+#: Seconds between two looks at whether all nodes have come to the store, and for all to come.
+LOOK_AGAIN, ALL_COME = 0.02, 60.0
+
+
+@dataclass(frozen=True)
+class Entered:
+    """A world the launcher is to start workers for."""
+
+    node_rank: int
+    nodes: int
+    #: What the launchers of this world exchange their ranks through.
+    store: launcher_stores.AgentStore
+    #: Where the workers meet; the same TCPStore.
+    master_addr: str
+    master_port: int
+    generation: int
+
+
+class Guest:
+    """One node of a job, for a launcher named `launcher`."""
+
+    def __init__(self, config: LaunchConfig, launcher: str) -> None:
+        self._config = config
+        self._launcher = launcher
+        self._clock = SystemClock()
+        self._state = GuestState(node=secrets.token_hex(6))
+        #: Guards `_state` and `_error`, and tells of their changes.
+        self._news = threading.Condition()
+        #: Why there is no job for this node any more.
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop = asyncio.Event()
+        self._rejoining = False
+        self._beside = SideTasks(self._fail)
+        self._stores = OwnStores()
+
+    # For the launcher
+
+    def next_world(self) -> Entered:
+        """Wait for a world with this node in it. No worker of an earlier one is left here.
+
+        Raises `JobClosed`, `NotEnoughNodes`, or what keeps this node from the rendezvous.
+        """
+        self._join_once()
+        while True:
+            self._ask()
+            world = self._wait_for_world()
+            entered = self._enter(world)
+            if entered is not None:
+                return entered
+
+    def must_stop(self) -> bool:
+        """Whether the workers are to be stopped and another world to be asked for."""
+        with self._news:
+            if self._error is not None:
+                raise self._error
+            return launcher_node_state.must_stop(self._state)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the job has ended."""
+        with self._news:
+            return self._state.is_closed
+
+    def workers_succeeded(self) -> None:
+        """Those of this node, in the world it is in; other nodes may still be busy."""
+        self._post(self._say_end, "done", "")
+
+    def end(self, ending: Ending, why: str) -> bool:
+        """Be done with the job; whether that was said in peace."""
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            return self._error is None
+        self._post(self._say_end, ending, why)
+        with self._news:
+            if ending == "left":
+                # If it is the leader that goes, it says first that its world is over.
+                self._news.wait_for(lambda: not self._state.in_world or self._error, LAST_WORDS)
+            elif self._state.counts:
+                self._news.wait_for(lambda: self._state.is_closed or self._error, OTHERS_END)
+        self._post(self._stop.set)
+        thread.join()
+        atexit.unregister(self._leave)
+        return self._error is None
+
+    # Between the two threads
+
+    def _join_once(self) -> None:
+        if self._thread is not None:
+            return
+        # A daemon: the interpreter waits for no other before it runs what `atexit` has.
+        self._thread = threading.Thread(target=self._run, name="torchelastic-guest", daemon=True)
+        with self._news:
+            self._thread.start()
+            self._news.wait_for(lambda: self._loop or self._error)
+        atexit.register(self._leave)
+
+    def _leave(self) -> None:
+        """A launcher that a signal ends says nothing; its process does."""
+        self.end("left", f"{self._launcher} ends")
+
+    def _post(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Have something done in the event loop; nothing is once that has ended."""
+        with self._news:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(work, *arguments)
+
+    def _change(self, **changes: Any) -> None:
+        with self._news:
+            self._state = replace(self._state, **changes)
+            self._news.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        with self._news:
+            self._error = self._error or error
+            self._news.notify_all()
+        self._stop.set()
+
+    # The launcher's thread: into a world
+
+    def _ask(self) -> None:
+        with self._news:
+            state = self._state
+            self._state = replace(state, asking=True)
+        self._post(self._asked, state)
+
+    def _wait_for_world(self) -> World:
+        """There may be a running world without a place for this node: that is waited out."""
+        limit = self._config.wait_for_nodes
+        since = self._clock.now()
+        with self._news:
+            while True:
+                if self._error is not None:
+                    raise self._error
+                world = launcher_node_state.next_world(self._state)
+                if world is not None:
+                    self._state = replace(self._state, held=world.generation, asking=False)
+                    return world
+                if self._state.world is not None and self._state.world.phase == "running":
+                    since = self._clock.now()
+                if limit and self._clock.now() > since + limit + LEADER_FIRST:
+                    raise NotEnoughNodes(f"The nodes have agreed on no world for {limit:g} s.")
+                self._news.wait(1.0)
+
+    def _enter(self, world: World) -> Entered | None:
+        """Meet the other nodes at the store of the world; None if that cannot be any more.
+
+        Only when all have come is the launcher told of the world: it would wait there for who does
+        not come, and then end.
+        """
+        host, port = parse_endpoint(world.store)
+        node_rank = world.place(self._state.node)
+        assert node_rank is not None, "no place in the world to enter"
+        try:
+            store = launcher_stores.AgentStore.connect(
+                host, port, timeout=STORE_ANSWERS, on_success=self.workers_succeeded
+            )
+            store.arrive(world.count)
+            if not self._wait_for_all(store):
+                return None
+        except DistError as error:
+            logger.info("generation %d cannot be entered: %s", world.generation, error)
+            return None
+        return Entered(node_rank, world.count, store, host, port, world.generation)
+
+    def _wait_for_all(self, store: launcher_stores.AgentStore) -> bool:
+        deadline = self._clock.now() + ALL_COME
+        while not store.all_here():
+            with self._news:
+                if self._error is not None or launcher_node_state.must_stop(self._state):
+                    return False
+                self._news.wait(LOOK_AGAIN)
+            if self._clock.now() > deadline:
+                return False
+        return True
+
+    # The event loop
+
+    def _run(self) -> None:
+        """The whole thread."""
+        try:
+            asyncio.run(self._main())
+        except TorchElasticError as error:
+            self._fail(error)
+        except Exception as error:
+            logger.exception("The thread that speaks for this node has failed.")
+            self._fail(RendezvousLost(f"The thread that speaks for this node failed: {error!r}"))
+
+    async def _main(self) -> None:
+        self._presence = Presence(
+            self._config,
+            self._state.node,
+            self._clock,
+            observer=LogObserver(),
+            background=self._beside.start,
+            on_world=self._world_seen,
+            on_lease_lost=self._lease_lost,
+        )
+        with self._news:
+            self._loop = asyncio.get_running_loop()
+            self._news.notify_all()
+        try:
+            self._beside.start(self._join, "join")
+            await self._stop.wait()
+        finally:
+            await self._close()
+
+    async def _join(self) -> None:
+        await self._presence.join(ready=True)
+        self._offer_store()
+
+    async def _close(self) -> None:
+        with self._news:
+            self._loop = None
+        await self._presence.last_words(LAST_WORDS)
+        await self._beside.cancel()
+        await self._presence.close(HOST_STAYS if self._state.is_closed else 0.0)
+        self._stores.close()
+
+    def _asked(self, state: GuestState) -> None:
+        """The launcher has no worker any more, and wants another world than that of `state`."""
+        if state.given_up:
+            self._beside.start(self._rejoin, "rejoin")
+        elif state.held >= 0:
+            failure = self._failure(state, _ended(state, self._launcher))
+            self._presence.update(**launcher_node_state.facts_when_asking(state, failure))
+
+    def _say_end(self, ending: Ending, why: str) -> None:
+        state = self._state
+        failure = self._failure(state, why, fatal=True)
+        self._presence.update(**launcher_node_state.facts_at_end(state, ending, failure, why))
+
+    def _failure(self, state: GuestState, message: str, *, fatal: bool = False) -> Failure:
+        """What ended the workers of this node, as far as the launcher shows it.
+
+        Which is little: unless it gives up, they may have fallen because of others, and are not
+        taken for the cause (`stopped`).
+        """
+        found = state.world.find(state.node) if state.world is not None else None
+        return Failure(
+            generation=state.held,
+            node=self._launcher if found is None else found.name,
+            rank=-1 if found is None else found.node_rank,
+            local_rank=0,
+            pid=os.getpid(),
+            exitcode=1,
+            message=message,
+            stopped=not fatal,
+            fatal=fatal,
+        )
+
+    def _lease_lost(self) -> None:
+        self._change(given_up=True)
+        if self._state.asking:
+            self._beside.start(self._rejoin, "rejoin")
+
+    async def _rejoin(self) -> None:
+        """Come as a newcomer, for no worker is left here; once, whoever asks."""
+        if self._rejoining:
+            return
+        self._rejoining = True
+        try:
+            await self._presence.rejoin(self._state.held)
+        finally:
+            self._rejoining = False
+        self._change(given_up=False)
+
+    def _offer_store(self) -> None:
+        port = self._stores.offer()
+        self._presence.update(store=format_endpoint(self._presence.meeting.addr, port))
+
+    def _world_seen(self, world: World) -> None:
+        logger.info("generation %d: %s (%s)", world.generation, world.phase, world.reason)
+        if world.phase == "running" and self._stores.begins(world, self._presence.member.store):
+            self._offer_store()
+        self._change(world=world)
+        if (state := self._state).asking:
+            self._presence.update(
+                gone=max(self._presence.member.gone, launcher_node_state.gone(state))
+            )
+
+
+def _ended(state: GuestState, launcher: str) -> str:
+    """With the generation, so that no two are alike: restarts are the launcher's to count."""
+    return f"the workers of generation {state.held} ended, {launcher} restarts them"

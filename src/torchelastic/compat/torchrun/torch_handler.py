@@ -1,0 +1,135 @@
+"""torch's `RendezvousHandler` over a guest: `torchrun --rdzv-backend=torchelastic`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from torchelastic import errors
+from torchelastic.compat.torchrun.launcher_node import Guest
+from torchelastic.compat.torchrun.launcher_node_state import Ending
+from torchelastic.compat.torchrun.torchrun_flags import launch_config
+from torchelastic.config import LaunchConfig
+
+BACKEND = "torchelastic"
+
+#: torch's class for each of ours; the first that fits.
+_TORCHS: tuple[tuple[type[Exception], type[RendezvousError]], ...] = (
+    (errors.JobClosed, RendezvousClosedError),
+    (errors.NotEnoughNodes, RendezvousTimeoutError),
+    (errors.LeaseExpired, RendezvousStateError),
+    (errors.RendezvousError, RendezvousConnectionError),
+)
+
+
+def create_handler(params: RendezvousParameters) -> RendezvousHandler:
+    """The handler of a job; nothing is joined before `next_rendezvous`."""
+    config = launch_config(
+        params.endpoint,
+        params.run_id,
+        (params.min_nodes, params.max_nodes),
+        params.config,
+        local_addr=params.local_addr,
+    )
+    return TorchrunHandler(config)
+
+
+class TorchrunHandler(RendezvousHandler):
+    """This node among the others of a job whose workers torchrun starts."""
+
+    def __init__(self, config: LaunchConfig) -> None:
+        self._run_id = config.run_id
+        self._guest = Guest(config, "torchrun")
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The workers meet at the store of their generation, which a torchrun process has."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        with _torchs_errors():
+            entered = self._guest.next_world()
+        return RendezvousInfo(
+            entered.store,
+            entered.node_rank,
+            entered.nodes,
+            RendezvousStoreInfo(entered.master_addr, entered.master_port),
+        )
+
+    def num_nodes_waiting(self) -> int:
+        """1 when the workers are to be stopped for another world, whoever it is that comes or went.
+
+        torchrun restarts its workers for that without spending a restart.
+        """
+        with _torchs_errors():
+            return int(self._guest.must_stop())
+
+    def is_closed(self) -> bool:
+        return self._guest.is_closed
+
+    def set_closed(self) -> None:
+        """End the job for all nodes; one that is between two worlds only leaves."""
+        self._guest.end("failed", "the rendezvous was closed")
+
+    def shutdown(self) -> bool:
+        """This node is done with the job. torchrun does not say how, but what it raises does."""
+        ending, why = _ending(sys.exc_info()[1])
+        return self._guest.end(ending, why)
+
+
+def _ending(raised: BaseException | None) -> tuple[Ending, str]:
+    """How torchrun's part in a job ends, by what it is about to raise.
+
+    Workers that failed too often end the job, as they do with torch's own rendezvous. Whatever else
+    ends one torchrun is its own affair: the other nodes go on.
+
+    >>> _ending(None), _ending(ValueError("boom"))
+    (('done', ''), ('left', 'ValueError: boom'))
+    """
+    if raised is None:
+        return "done", ""
+    words = f"{type(raised).__name__}: {_first_line(raised)}"
+    if isinstance(raised, ChildFailedError):
+        return "failed", f"torchrun restarts its workers no more ({words})"
+    return "left", words
+
+
+def _first_line(raised: BaseException) -> str:
+    return next((line for line in str(raised).splitlines() if line.strip(" =-")), "").strip()
+
+
+@contextlib.contextmanager
+def _torchs_errors() -> Iterator[None]:
+    """What we raise, as torch's callers know it."""
+    try:
+        yield
+    except errors.TorchElasticError as error:
+        raise torchs_error(error) from error
+
+
+def torchs_error(error: Exception) -> Exception:
+    """The error torch has for one of ours; a mistake of the user's stays what it is."""
+    for ours, torchs in _TORCHS:
+        if isinstance(error, ours):
+            return torchs(str(error))
+    return error

@@ -1,0 +1,148 @@
+"""The job as it stands, as bytes that are the same for everybody who looks.
+
+    {"now", "live", "node", "leader", "whole", "view": JobView.to_json(),
+     "log": [{"wall", "node", "type", "text"}, …]}
+
+`node` is the node whose page this is, `leader` who leads as far as it is known here, and `whole`
+whether every node of the world has been heard: only the leader's node has what all nodes told.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchelastic.events import words
+from torchelastic.events.analysis.find_job import Story
+from torchelastic.events.analysis.live_view import LivePicture
+from torchelastic.events.analysis.view import JobView
+from torchelastic.events.record import Record
+
+#: Said now and then where there is nothing to say: whoever is in between forgets who is silent.
+STILL_HERE = b": still here\n\n"
+#: Before packed frames: the beginning of a gzip file.
+PACKED_HEAD = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
+#: Of a job that goes on a picture is made though nothing has happened: its time passes.
+_AGAIN = 5.0
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One picture, as JSON, and as an event of a stream, plain and packed."""
+
+    number: int
+    live: bool
+    body: bytes
+    frame: bytes
+    packed: bytes
+
+    @classmethod
+    def of(cls, number: int, data: Any, *, live: bool) -> Picture:
+        body = encoded(data)
+        frame = b"event: picture\nid: %d\ndata: %s\n\n" % (number, body)
+        return cls(number, live, body, frame, packed(frame))
+
+
+class Pictures:
+    """Reads a job's logs as they grow. Used by one thread at a time; `close` it."""
+
+    def __init__(
+        self, story: Story, node: str | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._story, self._node, self._clock = story, node, clock
+        self._live: LivePicture | None = None
+        self._made = float("-inf")
+        self.latest: Picture | None = None
+
+    def look(self) -> Picture:
+        """The picture: the same as before where nothing has changed."""
+        if self._live is None:
+            self._live = LivePicture(self._story)
+        now = self._clock()
+        news = self._live.read()
+        alive = self._live.alive
+        old = self.latest
+        if old is None or news or alive != old.live or (alive and now - self._made > _AGAIN):
+            seen = self._live.view(now)
+            told = picture(seen, self._live.latest(), now, live=alive, agent=self._node)
+            number = 1 if old is None else old.number + 1
+            self.latest, self._made = Picture.of(number, told, live=alive), now
+        assert self.latest is not None
+        return self.latest
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.close()
+            self._live = None
+
+
+def picture(
+    seen: JobView,
+    latest: Sequence[tuple[str, Record]],
+    now: float,
+    *,
+    live: bool,
+    agent: str | None,
+) -> dict[str, Any]:
+    """All that is shown; `latest` are the last events with the names of their nodes."""
+    nodes = list(seen.nodes.values())
+    return {
+        "now": now,
+        "live": live,
+        "node": next((node.name for node in nodes if agent and node.agent == agent), None),
+        "leader": next((node.name for node in nodes if node.leader), None),
+        "whole": _is_whole(seen),
+        "view": seen.to_json(),
+        "log": [
+            {
+                "wall": record.wall,
+                "node": name,
+                "type": record.type,
+                "text": words.sentence(record),
+            }
+            for name, record in latest
+        ],
+    }
+
+
+def _is_whole(seen: JobView) -> bool:
+    """Whether every node of the last world has been heard: a world names some of thousands."""
+    if not seen.worlds:
+        return True
+    last = seen.worlds[-1]
+    heard = {name for name, node in seen.nodes.items() if node.agent is not None}
+    return heard.issuperset(last.nodes) and len(heard) >= last.count
+
+
+def encoded(data: Any) -> bytes:
+    """As JSON that browsers take: a log may have numbers that JSON has not."""
+    try:
+        return _dumped(data)
+    except ValueError:
+        return _dumped(_finite(data))
+
+
+def packed(frame: bytes) -> bytes:
+    """A part of a gzip stream that needs nothing of what came before it.
+
+    So it is packed once for all: whoever skips pictures unpacks the next one all the same.
+    """
+    packer = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS)
+    return packer.compress(frame) + packer.flush(zlib.Z_FULL_FLUSH)
+
+
+def _dumped(data: Any) -> bytes:
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {name: _finite(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

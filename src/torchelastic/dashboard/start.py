@@ -1,0 +1,83 @@
+"""From an address and a token to a page that is there."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import secrets
+import signal
+import socket
+from collections.abc import Callable
+
+from torchelastic.config import PAGE_ANYWHERE, format_endpoint, parse_endpoint
+from torchelastic.dashboard.access import Door
+from torchelastic.dashboard.page_server import Server, Source
+from torchelastic.errors import EXIT_OK
+from torchelastic.transport.addresses import loopback_addresses
+from torchelastic.transport.credentials import read_secret
+
+#: Where the page is unless said otherwise: here, or at a free port if that is taken.
+HOST, PORT = "127.0.0.1", 29480
+
+
+async def serve(
+    source: Source,
+    address: str,
+    token: bytes | None,
+    say: Callable[[str], None],
+    *,
+    until: int | None = None,
+) -> int:
+    """Serve the page, `say` its address, and end when asked to; returns the exit code.
+
+    Asked to: by SIGINT or SIGTERM, or when nobody holds the other end of the descriptor `until`.
+    Raises `OSError` if it cannot listen.
+    """
+    host = HOST if address == PAGE_ANYWHERE else parse_endpoint(address)[0]
+    if token is None and not loopback_addresses(host):
+        token = secrets.token_urlsafe(24).encode()
+    door = Door(token)
+    server = Server(source, door)
+    try:
+        where = await _open(server, address)
+        say(f"http://{_name(*where)}/{door.query()}")
+        await _end(until)
+        await server.last_words()
+    finally:
+        await server.close()
+    return EXIT_OK
+
+
+def load_token(path: str | None, flag: str) -> bytes | None:
+    """What is to be shown; None where no file is named."""
+    return read_secret(path, flag).reveal() if path is not None else None
+
+
+async def _open(server: Server, address: str) -> tuple[str, int]:
+    if address != PAGE_ANYWHERE:
+        host, port = parse_endpoint(address)
+        return await server.open((*loopback_addresses(host), host)[0], port)
+    try:
+        return await server.open(HOST, PORT)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+    return await server.open(HOST, 0)
+
+
+def _name(host: str, port: int) -> str:
+    """How a browser calls it; from elsewhere, if it listens at every address."""
+    everywhere = host in ("0.0.0.0", "::")
+    return format_endpoint(socket.gethostname() if everywhere else host, port)
+
+
+async def _end(until: int | None) -> None:
+    loop = asyncio.get_running_loop()
+    asked = asyncio.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, asked.set)
+    if until is not None:
+        loop.add_reader(until, asked.set)
+    await asked.wait()
+    if until is not None:
+        loop.remove_reader(until)

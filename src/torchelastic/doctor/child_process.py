@@ -1,0 +1,64 @@
+"""A process of ours with a time limit: it is gone when it is waited for no longer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torchelastic.system import die_with_owner
+
+#: Seconds it has to end by itself when its time is up.
+ENDING = 10.0
+#: Bytes of its output that are read.
+_MOST = 1 << 20
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How it ended: None if it had to be ended."""
+
+    exitcode: int | None
+    output: str
+    errors: str
+
+    @property
+    def last_words(self) -> str:
+        """The last line it wrote to standard error."""
+        lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
+        return lines[-1] if lines else "it said nothing"
+
+
+def run(
+    command: Sequence[str], env: Mapping[str, str], limit: float, cwd: str | None = None
+) -> Ended:
+    """Run a program to its end, or for `limit` seconds; it dies with this thread."""
+    leashed = [sys.executable, "-I", "-S", die_with_owner.__file__, str(os.getpid()), *command]
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        # Files, not pipes: what it starts may outlive it for a moment and hold a pipe open.
+        process = subprocess.Popen(
+            leashed, env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=errors
+        )
+        exitcode = _wait(process, limit)
+        texts = []
+        for file in (output, errors):
+            file.seek(0)
+            texts.append(file.read(_MOST).decode(errors="replace"))
+    return Ended(exitcode, *texts)
+
+
+def _wait(process: subprocess.Popen[bytes], limit: float) -> int | None:
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(ENDING)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    return None

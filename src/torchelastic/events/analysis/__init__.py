@@ -1,0 +1,1 @@
+"""Any process: what the event log of a job says about it."""

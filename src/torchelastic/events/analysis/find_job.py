@@ -1,0 +1,152 @@
+"""Which job is meant, and where its story lies: the registry of this machine, or a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torchelastic.errors import ConfigError
+from torchelastic.events import job_registry, log
+from torchelastic.events.job_registry import AgentEntry, JobEntry
+from torchelastic.events.record import Record
+from torchelastic.events.types import AgentStarted, Event, JobEnded, Joined
+
+
+@dataclass(frozen=True)
+class Story:
+    """A job's logs: those its agents on this machine have registered, or those at a place."""
+
+    entry: JobEntry | None = None
+    where: Path | None = None
+    job: str | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether an agent of this machine still writes more of it."""
+        if self.entry is not None:
+            return self.entry.alive
+        files = {path.resolve() for path in self.files()}
+        agents = [agent for entry in job_registry.list_jobs() for agent in entry.agents]
+        return any(agent.alive and agent.events.resolve() in files for agent in agents)
+
+    def again(self) -> Story:
+        """The same job as it is now: agents come and go."""
+        if self.entry is None:
+            return self
+        found = [entry for entry in job_registry.list_jobs() if entry.job == self.entry.job]
+        return Story(entry=found[0]) if found else self
+
+    def files(self) -> list[Path]:
+        """The event logs there are."""
+        if self.where is not None:
+            return log.find_logs(self.where)
+        return files_of(self.entry) if self.entry is not None else []
+
+    def records(self, *, thin: bool = False) -> list[Record]:
+        """All that is told so far, in the order of time; `thin`: fewer steps of a long story."""
+        if self.where is not None:
+            return list(log.read_job(self.where, job=self.job, thin=thin))
+        return log.read_files(self.files(), thin=thin)
+
+
+def files_of(entry: JobEntry) -> list[Path]:
+    """The logs of a job's agents on this machine, and what any of them has gathered."""
+    own = [agent.events for agent in entry.agents]
+    gathered = [path.with_name(log.GATHERED_FILE) for path in own]
+    return [path for path in gathered if path.exists()] + own
+
+
+def entry_for(story: Story, records: Sequence[Record]) -> JobEntry:
+    """The job at a place: as its agents here have registered it or, of one from elsewhere, as its
+    events tell."""
+    places = {path.resolve().parent for path in story.files()}
+    nodes = {record.node for record in records}
+    here = [
+        agent
+        for entry in job_registry.list_jobs()
+        for agent in entry.agents
+        if agent.node in nodes and agent.events.resolve().parent in places
+    ]
+    if here:
+        return JobEntry(here[0].job, job_registry.latest_run(here))
+    assert story.where is not None, "a registered job has an entry"
+    return JobEntry(records[0].job, _agents_in(records, story.where), registered=False)
+
+
+def _agents_in(records: Sequence[Record], where: Path) -> tuple[AgentEntry, ...]:
+    """Those that were heard, the oldest first. They count as ended with their last word."""
+    found: dict[str, AgentEntry] = {}
+    for record in records:
+        known = found.get(record.node) or AgentEntry(
+            job=record.job,
+            node=record.node,
+            name=record.node,
+            pid=0,
+            pid_started=0,
+            endpoint="",
+            command=(),
+            events=where,
+            started=record.wall,
+        )
+        found[record.node] = replace(_as_told(known, record.event), ended=record.wall)
+    return tuple(found.values())
+
+
+def _as_told(agent: AgentEntry, event: Event | None) -> AgentEntry:
+    match event:
+        case AgentStarted(pid=pid, endpoint=endpoint, command=command):
+            return replace(agent, pid=pid, endpoint=endpoint, command=tuple(command))
+        case Joined(name=name):
+            return replace(agent, name=name)
+        case JobEnded(exitcode=exitcode):
+            return replace(agent, exitcode=exitcode)
+    return agent
+
+
+def choose(wanted: str | None, job: str | None = None) -> Story:
+    """The one job meant: a job id or how one begins, a directory or file, or the one that runs."""
+    if (story := at_a_place(wanted, job)) is not None:
+        return story
+    name, entries = wanted or job, job_registry.list_jobs()
+    return Story(entry=_only(entries if name is None else matching(name, entries)))
+
+
+def at_a_place(wanted: str | None, job: str | None = None) -> Story | None:
+    """The one in a directory or file, if that is meant: the id of a job goes before its name."""
+    if wanted is not None and job is not None:
+        return Story(where=_place(wanted), job=job)
+    name = wanted if wanted is not None else job
+    if not name or not Path(name).exists():
+        return None
+    is_job = any(entry.job == name for entry in job_registry.list_jobs())
+    return None if is_job else Story(where=Path(name))
+
+
+def matching(name: str, entries: Sequence[JobEntry]) -> list[JobEntry]:
+    """Those with this id or, if there is none, with ids that begin so."""
+    exact = [entry for entry in entries if entry.job == name]
+    found = exact or [entry for entry in entries if entry.job.startswith(name)]
+    if not found:
+        raise ConfigError(
+            f"This machine knows no job '{name}': `torchelastic status` lists those it knows."
+        )
+    return found
+
+
+def _only(entries: Sequence[JobEntry]) -> JobEntry:
+    """The one that is alive, or the last that was."""
+    if not entries:
+        raise ConfigError("This machine knows no job: name the --log-dir of one.")
+    alive = [entry for entry in entries if entry.alive]
+    if len(alive) > 1:
+        names = ", ".join(entry.job for entry in alive)
+        raise ConfigError(f"Several jobs run here: name one of {names}.")
+    return alive[0] if alive else entries[0]
+
+
+def _place(text: str) -> Path:
+    place = Path(text)
+    if not place.exists():
+        raise ConfigError(f"There is no directory or file {text} to look for a job in.")
+    return place

@@ -1,0 +1,543 @@
+"""How much of a job's time went into training, and where the rest went. Pure.
+
+The definitions are those of ml-goodput-measurement as far as they fit; docs/goodput.md says where
+they do not. Time is counted in whole microseconds, so that the parts add up to the total exactly:
+a cursor moves along the job's time, and whatever it passes goes to one part or another.
+
+    starting ──> entering ──> training ──> over ──> entering ──> …      a world each
+        └──> waiting ──┘         └───────────────────> waiting ──> forming, ended
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torchelastic.events import types as events
+from torchelastic.events.analysis.node_time import NodeTime
+from torchelastic.events.analysis.step_time import StepTime
+from torchelastic.events.record import Record
+
+Part = Literal[
+    "productive",
+    "startup",
+    "rendezvous",
+    "restore",
+    "redone",
+    "checkpoint",
+    "data",
+    "waiting",
+    "other",
+    "unknown",
+]
+_Phase = Literal["starting", "waiting", "forming", "entering", "training", "over", "ended"]
+_Pieces = Iterator[tuple[Part, int]]
+
+#: Each part, in the words people read.
+PARTS: dict[Part, str] = {
+    "productive": "training",
+    "startup": "start-up",
+    "rendezvous": "rendezvous",
+    "restore": "restoring state",
+    "redone": "redone steps",
+    "checkpoint": "saving state",
+    "data": "data stalls",
+    "waiting": "waiting for nodes",
+    "other": "other",
+    "unknown": "running, steps unknown",
+}
+#: Where time without a world belongs.
+_WITHOUT: dict[_Phase, Part] = {
+    "starting": "startup",
+    "waiting": "waiting",
+    "forming": "rendezvous",
+}
+#: Where a kind of stall that workers report belongs.
+_STALLS: dict[str, Part] = {
+    "data": "data",
+    "checkpoint": "checkpoint",
+    "snapshot": "checkpoint",
+    "restore": "restore",
+}
+#: Generations that end like this lose the step in flight.
+DISRUPTIONS = ("failure", "error", "node-failure")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """Where a job's time went."""
+
+    #: Whole microseconds, every part: their sum is the total.
+    micros: Mapping[Part, int]
+    #: Generations that a failure has ended.
+    disruptions: int = 0
+    #: Steps that were run to their end and had to be run again, as far as that is known.
+    redone_steps: int = 0
+    #: False where a script was restarted and nobody knows from which step it went on.
+    redone_known: bool = True
+    #: False where nobody has seen a step: whether workers that ran have trained is not known.
+    steps_known: bool = True
+    #: Mean share of the nodes the job may have that were in a world, and that were there.
+    active_nodes: float | None = None
+    available_nodes: float | None = None
+
+    @property
+    def total(self) -> float:
+        """Seconds."""
+        return sum(self.micros.values()) / 1e6
+
+    @property
+    def productive(self) -> float:
+        """Seconds of training that was kept."""
+        return self.micros["productive"] / 1e6
+
+    @property
+    def ratio(self) -> float | None:
+        """Productive time by total time; None where no step is known, and before any time has
+        passed."""
+        return self.productive / self.total if self.total and self.steps_known else None
+
+    @property
+    def parts(self) -> dict[Part, float]:
+        """Seconds of everything that is not productive."""
+        return {part: us / 1e6 for part, us in self.micros.items() if part != "productive"}
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "total": self.total,
+            "productive": self.productive,
+            "ratio": self.ratio,
+            "parts": self.parts,
+            "disruptions": self.disruptions,
+            "redone_steps": self.redone_steps,
+            "redone_known": self.redone_known,
+            "steps_known": self.steps_known,
+            "active_nodes": self.active_nodes,
+            "available_nodes": self.available_nodes,
+        }
+
+
+def goodput(records: Iterable[Record]) -> Goodput:
+    """Of a whole story, in the order of time, up to its last record."""
+    fold = GoodputFold()
+    for record in records:
+        fold.feed(record)
+    return fold.at()
+
+
+@dataclass
+class _World:
+    """The generation that is under way, and what is known of its steps."""
+
+    generation: int = -1
+    #: Its workers are new processes, which have a script to load.
+    fresh: bool = True
+    running_since: int | None = None
+    trained_at: int | None = None
+    #: Steps that were committed when it began.
+    base: int | None = None
+    built: int = 0
+    fetched: int = 0
+    #: Its steps are counted from outside (`Progress.before`), and what is added to them so that
+    #: they go on where those of the generation before ended.
+    from_outside: bool = False
+    shift: int = 0
+    base_known: bool = True
+    #: When its first step was entered; None: not yet.
+    begun: int | None = None
+    #: What of the time before was start-up.
+    startup: int = 0
+    #: The first point with a step of it done, and the last one: step, time.
+    first: tuple[int, int] | None = None
+    last: tuple[int, int] = (-1, 0)
+    #: Microseconds that a step takes.
+    usual: float | None = None
+    warmed_up: bool = False
+    over_at: int | None = None
+    kind: str | None = None
+    failed: bool = False
+    #: A worker of it was killed because it hung.
+    hung: bool = False
+    #: It is among the disruptions.
+    mourned: bool = False
+    #: By node: microseconds of stalls per worker so far, by part.
+    stalls: dict[str, dict[Part, int]] = field(default_factory=dict)
+    #: What of them the cursor has passed.
+    counted: dict[Part, int] = field(default_factory=dict)
+
+    @property
+    def disrupted(self) -> bool:
+        return self.kind in DISRUPTIONS if self.kind is not None else self.failed
+
+    def stalled(self) -> dict[Part, int]:
+        """Stalls so far: those of the node where there are most, since the others wait for it."""
+        most: dict[Part, int] = {}
+        for parts in self.stalls.values():
+            for part, micros in parts.items():
+                most[part] = max(most.get(part, 0), micros)
+        return most
+
+
+class GoodputFold:
+    """Takes a job's records one by one, in the order of time, and can be asked in between."""
+
+    def __init__(self) -> None:
+        self._micros: dict[Part, int] = dict.fromkeys(PARTS, 0)
+        self._phase: _Phase = "starting"
+        self._begun = False
+        #: Up to where time has been given to a part, and up to where records have told.
+        self._cursor = 0
+        self._now = 0
+        self._world = _World()
+        self._steps = StepTime()
+        self._nodes = NodeTime()
+        self._agents: set[str] = set()
+        self._names: dict[str, str] = {}
+        self._disruptions = 0
+        self._redone_steps = 0
+        self._steps_known = False
+        self._redone_known = True
+        #: Whether an optimizer's own number means the same in all generations.
+        self._same_numbers = True
+        #: Whether steps are counted from outside.
+        self._counts = False
+
+    def feed(self, record: Record) -> None:
+        """Take one more record."""
+        time = _micros(record.time)
+        if not self._begun:
+            self._begun, self._cursor, self._now = True, time, time
+        if self._phase == "ended" and not isinstance(record.event, events.AgentStarted):
+            return
+        self._now = max(self._now, time)
+        self._nodes.feed(record, self._now)
+        self._agents.add(record.node)
+        self._take(record)
+
+    def at(self, now: float | None = None) -> Goodput:
+        """The goodput up to the last record or, of a job that goes on, to `now` by its clock."""
+        until = self._now
+        if now is not None and self._phase != "ended" and self._begun:
+            until = max(until, _micros(now))
+        micros = dict(self._micros)
+        for part, span in self._open(until):
+            micros[part] += span
+        return Goodput(
+            micros=micros,
+            disruptions=self._disruptions,
+            redone_steps=self._redone_steps,
+            redone_known=self._redone_known,
+            steps_known=self._steps_known,
+            active_nodes=self._nodes.active(until),
+            available_nodes=self._nodes.available(until),
+        )
+
+    @property
+    def steps_known(self) -> bool:
+        """Whether anybody has told its steps."""
+        return self._steps_known
+
+    @property
+    def redone_known(self) -> bool:
+        """Whether it is known from which step the present generation has gone on."""
+        world = self._world
+        return world.base_known and (world.begun is not None or not self._counts)
+
+    @property
+    def redone(self) -> float:
+        """Seconds of steps that were run and had to be run again, as far as that has shown."""
+        return self._micros["redone"] / 1e6
+
+    @property
+    def due(self) -> float | None:
+        """When the step in flight should be done, by the steps before it; None: nobody knows.
+
+        Where there were none, and one hung in it, all that it took was hanging.
+        """
+        world = self._world
+        if world.usual is not None:
+            return (world.last[1] + world.usual) / 1e6
+        since = world.last[1] if world.begun is not None else world.trained_at
+        return since / 1e6 if world.hung and since is not None else None
+
+    # --- records ---------------------------------------------------------------------------------
+
+    def _take(self, record: Record) -> None:
+        generation = record.generation if record.generation is not None else -1
+        match record.event:
+            case events.AgentStarted() if self._phase == "ended":
+                # Nobody was there meanwhile.
+                self._spend([("waiting", self._now - self._cursor)])
+                self._phase = "starting"
+            case events.Joined(name=name):
+                self._names[name] = record.node
+            case events.NodeLost(name=name):
+                self._agents.discard(self._names.get(name, ""))
+                self._world.failed = True
+            case events.LeaseLost():
+                self._world.failed = True
+            case events.WorkerKilled() if self._phase in ("entering", "training"):
+                self._world.hung = True
+            case events.WorldFormed() if generation > self._world.generation:
+                self._formed(generation)
+            case events.Waiting(enough=enough):
+                self._waits(enough)
+            case events.JobEnded():
+                self._ended(record.node)
+        if generation == self._world.generation:
+            self._take_of_world(record)
+
+    def _take_of_world(self, record: Record) -> None:
+        world = self._world
+        match record.event:
+            case events.WorkersStarted() if self._phase == "entering":
+                world.fresh = True
+                if world.running_since is None:
+                    world.running_since = self._now
+            case events.Training() as up if self._phase == "entering":
+                self._know_steps()
+                world.trained_at, world.base = self._now, up.step
+                world.built = max(world.built, _micros(up.built))
+                world.fetched = max(world.fetched, _micros(up.fetched))
+                self._roll_back(up.step)
+            case events.Progress() as progress:
+                self._progress(record, progress)
+            case events.WorkerFailed():
+                world.failed = True
+            case events.WorkersStopped():
+                self._end_world(None)
+            case events.GenerationOver(kind=kind):
+                self._end_world(kind)
+
+    def _formed(self, generation: int) -> None:
+        self._end_world(None)
+        self._settle()
+        self._world = _World(generation=generation, fresh=self._world.generation < 0)
+        self._phase = "entering"
+
+    def _end_world(self, kind: str | None) -> None:
+        """A generation is over. What its last lines say may still come, until the next begins."""
+        world = self._world
+        if self._phase in ("entering", "training"):
+            world.over_at, world.kind = self._now, kind
+            self._phase = "over"
+        elif self._phase == "over" and world.kind is None:
+            world.kind = kind
+        if self._phase == "over" and world.disrupted and not world.mourned:
+            world.mourned = True
+            self._disruptions += 1
+
+    def _waits(self, enough: bool) -> None:
+        """For nodes; or, with enough of them, until they are ready."""
+        self._end_world(None)
+        if enough and self._phase != "waiting":
+            return  # as it was: the start of the job, or the way to the next world
+        self._settle()
+        without: _Phase = "forming" if self._world.generation >= 0 else "starting"
+        self._phase = without if enough else "waiting"
+
+    def _ended(self, node: str) -> None:
+        self._agents.discard(node)
+        if not self._agents:
+            self._end_world(None)
+            self._settle(last=True)
+            self._phase = "ended"
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def _progress(self, record: Record, progress: events.Progress) -> None:
+        if self._phase not in ("entering", "training", "over"):
+            return
+        world = self._world
+        world.stalls[record.node] = _per_worker(progress)
+        entered = [pair for pair in zip(progress.steps, progress.at, strict=False) if pair[0] >= 0]
+        if not entered:
+            return
+        self._know_steps()
+        step, at = max(entered, key=lambda pair: (pair[0], -pair[1]))
+        if progress.before is not None:
+            self._count(progress.before, step)
+        step += world.shift
+        latest = self._now if world.over_at is None else world.over_at
+        # On the clock of the record's own time, which need not be its machine's.
+        time = min(max(_micros(at + record.time - record.mono), self._cursor), latest)
+        if world.begun is None:
+            self._begin(step, time)
+        if step > world.last[0]:
+            self._stepped(step, time)
+
+    def _know_steps(self) -> None:
+        """Somebody has told a step: workers that ran before, and told none, did not train."""
+        if not self._steps_known:
+            self._steps_known = True
+            self._micros["startup"] += self._micros["unknown"]
+            self._micros["unknown"] = 0
+
+    def _count(self, before: int, step: int) -> None:
+        """Steps are counted from outside; this one was taken. Where the optimizer does not say how
+        many came before, they are taken to follow those of the generation before: how many of these
+        are done again is not known then."""
+        world = self._world
+        if before < 0:
+            self._same_numbers = False
+        if world.begun is not None:
+            return
+        self._counts = world.from_outside = True
+        last, world.base = self._steps.last, before if before >= 0 else step
+        if last >= 0 and not (before > 0 and self._same_numbers):
+            world.shift, world.base = last - world.base, last
+            world.base_known = self._same_numbers = self._redone_known = False
+
+    def _begin(self, step: int, time: int) -> None:
+        """The first step of a generation: what older ones did beyond it is done again."""
+        world = self._world
+        world.begun = time if world.trained_at is None else min(world.trained_at, time)
+        world.base = base = step if world.base is None else world.base
+        startup = self._micros["startup"]
+        self._spend(self._arriving(world.begun))
+        world.startup = self._micros["startup"] - startup
+        world.counted["restore"] = world.stalled().get("restore", 0)
+        self._roll_back(base)
+        self._steps.add(base, self._micros["productive"])
+        world.last = (base, world.begun)
+        if self._phase == "entering":
+            self._phase = "training"
+
+    def _roll_back(self, base: int) -> None:
+        kept = self._steps.at(base)
+        if kept is None:
+            return
+        lost = self._micros["productive"] - kept
+        self._micros["productive"] -= lost
+        self._micros["redone"] += lost
+        # The last one entered was not done.
+        self._redone_steps += self._steps.last - base
+        self._steps.roll_back(base)
+
+    def _stepped(self, step: int, time: int) -> None:
+        world = self._world
+        if world.first is not None:
+            world.usual = (time - world.first[1]) / (step - world.first[0])
+            self._warm_up(world.usual)
+        self._spend(self._trained(time))
+        world.counted = world.stalled()
+        self._steps.add(step, self._micros["productive"])
+        if world.first is None:
+            world.first = (step, time)
+        world.last = (step, time)
+
+    def _warm_up(self, usual: float) -> None:
+        """What the first steps of a generation took beyond the usual belongs to its start."""
+        world = self._world
+        if world.warmed_up or world.first is None or world.begun is None or world.base is None:
+            return
+        world.warmed_up = True
+        step, time = world.first
+        excess = round(time - world.begun - (step - world.base) * usual)
+        # Where steps are counted from outside, the first are done when they are seen.
+        least = -world.startup if world.from_outside else 0
+        most = self._micros["productive"] - (self._steps.at(world.base) or 0)
+        excess = max(least, min(excess, most))
+        self._micros["productive"] -= excess
+        self._micros["startup"] += excess
+        self._steps.less(excess)
+
+    # --- where time goes -------------------------------------------------------------------------
+
+    def _spend(self, pieces: Iterable[tuple[Part, int]]) -> None:
+        """Move the cursor: what it passes goes to these parts."""
+        for part, span in list(pieces):  # how much is counted from where the cursor is now
+            self._micros[part] += span
+            self._cursor += span
+
+    def _settle(self, *, last: bool = False) -> None:
+        """Give away all time up to now: what is under way has ended."""
+        world = self._world
+        if self._phase == "over" and world.begun is None and world.base is not None:
+            # Steps nobody told of: all of them are lost if the next world has the same base.
+            self._steps.add(world.base, self._micros["productive"])
+        self._spend(self._open(self._now, last=last))
+        if self._phase == "over" and world.begun is not None and not world.disrupted:
+            self._steps.add(world.last[0] + 1, self._micros["productive"])
+
+    def _open(self, until: int, *, last: bool = False) -> _Pieces:
+        """How the time from the cursor on is to be given away, as far as that is known now."""
+        world = self._world
+        if self._phase == "entering":
+            yield from self._entering(until)
+        elif self._phase == "training":
+            yield from self._trained(until)
+        elif self._phase == "over" and world.over_at is not None:
+            over = world.over_at
+            yield from self._entering(over) if world.begun is None else self._last_step(over)
+            done = last or world.kind in ("finished", "stop")
+            yield "other" if done else "rendezvous", until - over
+        elif self._phase in _WITHOUT:
+            yield _WITHOUT[self._phase], until - self._cursor
+
+    def _entering(self, until: int) -> _Pieces:
+        """A world without a step that is known of, so far or to its end."""
+        world = self._world
+        if world.trained_at is not None:
+            yield from self._arriving(world.trained_at)
+            yield "other" if world.hung else "productive", until - world.trained_at
+        elif world.running_since is not None and not self._steps_known:
+            yield "startup", world.running_since - self._cursor
+            yield "unknown", until - world.running_since
+        else:
+            yield from self._arriving(until)
+
+    def _arriving(self, until: int) -> _Pieces:
+        """From the world to its first step."""
+        world, share = self._world, _Share(until - self._cursor)
+        yield share.give("restore", max(world.fetched, world.stalled().get("restore", 0)))
+        yield share.give("rendezvous", world.built)
+        yield share.give("startup" if world.fresh else "rendezvous", share.left)
+
+    def _trained(self, until: int) -> _Pieces:
+        share = _Share(until - self._cursor)
+        yield from self._stalls(share)
+        yield share.give("productive", share.left)
+
+    def _last_step(self, until: int) -> _Pieces:
+        """The step in flight: lost after a failure. What it took beyond the usual was hanging."""
+        world, share = self._world, _Share(until - self._cursor)
+        yield from self._stalls(share)
+        if world.disrupted:
+            known = 0 if world.hung else share.left
+            yield share.give("redone", known if world.usual is None else round(world.usual))
+            yield share.give("other", share.left)
+        else:
+            yield share.give("productive", share.left)
+
+    def _stalls(self, share: _Share) -> _Pieces:
+        counted = self._world.counted
+        for part, micros in self._world.stalled().items():
+            yield share.give(part, micros - counted.get(part, 0))
+
+
+class _Share:
+    """A span of time that is given away part by part."""
+
+    def __init__(self, span: int) -> None:
+        self.left = max(0, span)
+
+    def give(self, part: Part, most: int) -> tuple[Part, int]:
+        span = min(max(0, most), self.left)
+        self.left -= span
+        return part, span
+
+
+def _micros(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+def _per_worker(progress: events.Progress) -> dict[Part, int]:
+    """Stalls of a node's workers are told as a sum; they have them side by side."""
+    workers = max(1, len(progress.ranks))
+    parts: dict[Part, int] = {}
+    for kind, seconds in progress.stalls.items():
+        if (part := _STALLS.get(kind)) is not None:
+            parts[part] = parts.get(part, 0) + _micros(seconds / workers)
+    return parts

@@ -1,0 +1,146 @@
+"""The picture of a job that goes on, kept current from its logs as they grow."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import deque
+
+from torchelastic.events import types as events
+from torchelastic.events.analysis import view
+from torchelastic.events.analysis.find_job import Story
+from torchelastic.events.analysis.follow import Follower
+from torchelastic.events.analysis.view import JobFold, JobView
+from torchelastic.events.record import Record
+
+#: Lines of several agents arrive out of order; records this many seconds old are in order.
+_SETTLED = 5.0
+#: The last events that are kept as they are.
+_LATEST = 50
+#: Not among them: there are too many of these.
+_NOISE = ("progress",)
+
+
+#: Lines that are older than what is folded, by so many seconds, are told anew, of nodes that this
+#: place had not heard: another node leads now. Then all is read again, but not all the time.
+_LATE, _READ_AGAIN = 30.0, 10.0
+
+
+class _Heard:
+    """Up to where each agent has been heard, whatever the file: lines come in their order."""
+
+    def __init__(self) -> None:
+        #: By agent: the time of the last line, and the types of those with that time.
+        self._upto: dict[str, tuple[float, frozenset[str]]] = {}
+
+    def note(self, record: Record) -> bool:
+        """Whether this one is new."""
+        mono, types = self._upto.get(record.node, (float("-inf"), frozenset()))
+        if record.mono < mono or (record.mono == mono and record.type in types):
+            return False
+        same = types if record.mono == mono else frozenset()
+        self._upto[record.node] = (record.mono, same | {record.type})
+        return True
+
+
+class LivePicture:
+    """Ask it again and again: each time it reads what is new, no more. `close` it."""
+
+    def __init__(self, story: Story) -> None:
+        self._story = story
+        self._follower = Follower()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Read all that is told so far."""
+        self._begun = time.monotonic()
+        self._follower.close()
+        self._follower = Follower()
+        # Where the files end is noted first: what is written meanwhile comes twice, and is known.
+        self._follower.skip(self._story.files())
+        records = self._story.records(thin=True)
+        self._job = records[0].job if records else self._story.job
+        self._heard = _Heard()
+        for record in sorted(records, key=lambda record: record.mono):
+            self._heard.note(record)
+        #: What will not be preceded any more is folded; the rest waits, to be put in order.
+        self._fold = JobFold()
+        self._folded = float("-inf")
+        self._recent: list[Record] = []
+        self._settled: deque[Record] = deque(maxlen=_LATEST)
+        #: The names of nodes by the ids of their agents.
+        self._names: dict[str, str] = {}
+        #: By node: from its clock to that of the story.
+        self._shifts = {record.node: record.time - record.mono for record in records}
+        self._late = False
+        self._take(records)
+
+    @property
+    def alive(self) -> bool:
+        return self._story.alive
+
+    def close(self) -> None:
+        self._follower.close()
+
+    def look(self, now: float | None = None) -> JobView:
+        """The picture, with what has been written since the last look."""
+        self.read()
+        return self.view(now)
+
+    def read(self) -> bool:
+        """Take in what has been written; whether that is anything."""
+        self._story = self._story.again()
+        news = self._news()
+        self._late |= any(record.time < self._folded - _LATE for record in news)
+        if self._late and time.monotonic() - self._begun > _READ_AGAIN:
+            self._begin()
+        else:
+            self._take(news)
+        return bool(news)
+
+    def view(self, now: float | None = None) -> JobView:
+        """The picture, with what has been read."""
+        fold = copy.deepcopy(self._fold)
+        for record in self._recent:
+            fold.feed(record)
+        alive = self._story.alive
+        seen = fold.view(now=(time.time() if now is None else now) if alive else None)
+        entry = self._story.entry
+        dead = {agent.node for agent in entry.agents if not agent.alive} if entry else set()
+        return view.without(seen, dead)
+
+    def latest(self) -> list[tuple[str, Record]]:
+        """The last events that were read, the oldest first, with the names of their nodes."""
+        records = [*self._settled, *(one for one in self._recent if one.type not in _NOISE)]
+        return [(self._names.get(one.node, one.node), one) for one in records[-_LATEST:]]
+
+    def _news(self) -> list[Record]:
+        found: list[Record] = []
+        for _, line in self._follower.new_lines(self._story.files()):
+            record = Record.parse(line)
+            if record is None or self._job not in (None, record.job):
+                continue
+            if self._heard.note(record):
+                found.append(self._on_one_clock(record))
+        return found
+
+    def _on_one_clock(self, record: Record) -> Record:
+        """An agent's own line comes before the leader's copy of it; later ones are duplicates."""
+        if record.heard is not None and record.node not in self._shifts:
+            self._shifts[record.node] = record.heard - record.mono
+        shift = self._shifts.get(record.node, 0.0)
+        return record.heard_at(record.mono + shift) if shift else record
+
+    def _take(self, records: list[Record]) -> None:
+        for record in records:
+            if isinstance(record.event, events.Joined):
+                self._names[record.node] = record.event.name
+        self._recent = sorted([*self._recent, *records], key=lambda record: record.time)
+        newest = self._recent[-1].time if self._recent else 0.0
+        count = sum(record.time <= newest - _SETTLED for record in self._recent)
+        for record in self._recent[:count]:
+            self._folded = max(self._folded, record.time)
+            self._fold.feed(record)
+            if record.type not in _NOISE:
+                self._settled.append(record)
+        del self._recent[:count]

@@ -1,0 +1,236 @@
+"""A job as a trace in Chrome's JSON format, which Perfetto opens. Pure.
+
+    the job           a track of generations, one of recoveries with their parts
+    a node each       a track per rank: its steps, its failures
+
+A step is drawn from when it was entered to when the next one was; where steps were looked at more
+rarely than they came, several are one bar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from math import inf
+from typing import Any, Literal
+
+from torchelastic.events import types as events
+from torchelastic.events.analysis.recoveries import Recovery
+from torchelastic.events.analysis.view import JobFold
+from torchelastic.events.record import Record
+from torchelastic.events.words import first_line, sentence
+
+Entry = dict[str, Any]
+
+#: The job's own tracks; nodes come after it.
+_JOB = 1
+_GENERATIONS, _RECOVERIES = 1, 2
+
+#: What is drawn as a moment on the track of the node that tells of it.
+_MOMENTS = (
+    events.NodeLost,
+    events.NodeJoined,
+    events.NodeLeaving,
+    events.LeaseLost,
+    events.SignalReceived,
+    events.Straggler,
+    events.JobEnded,
+    events.BecameLeader,
+)
+
+
+def trace(records: Iterable[Record]) -> Iterator[Entry]:
+    """The entries of a trace, of records in the order of time."""
+    made = _Trace()
+    for record in records:
+        yield from made.feed(record)
+    yield from made.rest()
+
+
+@dataclass
+class _Track:
+    """A rank on a node: the last step it has entered, and when."""
+
+    node: int
+    rank: int
+    generation: int = -1
+    step: int = -1
+    at: float = 0.0
+
+
+@dataclass
+class _Trace:
+    zero: float | None = None
+    now: float = 0.0
+    nodes: dict[str, int] = field(default_factory=dict)
+    named: set[str] = field(default_factory=set)
+    tracks: dict[tuple[int, int], _Track] = field(default_factory=dict)
+    #: The world under way: its generation, when it began, what is told of it.
+    world: tuple[int, float, Entry] | None = None
+    fold: JobFold = field(default_factory=JobFold)
+    #: When the generations ended, by generation: where a recovery is drawn.
+    ends: dict[int, float] = field(default_factory=dict)
+
+    def feed(self, record: Record) -> Iterator[Entry]:
+        if self.zero is None:
+            self.zero = record.time
+            yield from _named("process", _JOB, 0, f"job {record.job}")
+            yield from _named("thread", _JOB, _GENERATIONS, "generations")
+            yield from _named("thread", _JOB, _RECOVERIES, "recoveries")
+        self.now = max(self.now, record.time)
+        self.fold.feed(record)
+        yield from self._node(record)
+        yield from self._take(record)
+
+    def rest(self) -> Iterator[Entry]:
+        """What was under way when the story ended, and what is known at its end only."""
+        for node, number in self.nodes.items():
+            if node not in self.named:  # it never had another name than its agent's id
+                yield from _named("process", number, 0, f"node {node}")
+        yield from self._end_world(self.now, "")
+        for track in self.tracks.values():
+            yield from self._step(track, track.step + 1, self.now)
+        known = self.fold.view().recoveries
+        for recovery, following in zip_longest(known, known[1:]):
+            # Bars of one track must not overlap: a failure may come before the last one is over.
+            limit = self._cause(following) if following is not None else inf
+            yield from self._recovery(recovery, limit)
+
+    # --- who -------------------------------------------------------------------------------------
+
+    def _node(self, record: Record) -> Iterator[Entry]:
+        number = self.nodes.setdefault(record.node, _JOB + 1 + len(self.nodes))
+        if isinstance(record.event, events.Joined):
+            self.named.add(record.node)
+            yield from _named("process", number, 0, f"node {record.event.name}")
+
+    def _track(self, record: Record, rank: int) -> Iterator[Entry]:
+        """Begin the track of a rank, if it is new, or of another generation."""
+        key = (self.nodes[record.node], rank)
+        generation = record.generation if record.generation is not None else -1
+        track = self.tracks.get(key)
+        if track is None:
+            self.tracks[key] = track = _Track(*key)
+            yield from _named("thread", key[0], _tid(rank), f"rank {rank}")
+        if generation > track.generation:
+            track.generation, track.step = generation, -1
+
+    # --- what ------------------------------------------------------------------------------------
+
+    def _take(self, record: Record) -> Iterator[Entry]:
+        generation = record.generation if record.generation is not None else -1
+        match record.event:
+            case events.WorldFormed() as formed:
+                yield from self._formed(record, formed)
+            case events.GenerationOver(kind=kind) if self.world and self.world[0] == generation:
+                yield from self._end_world(record.time, kind)
+            case events.Training(rank=rank, step=step):
+                yield from self._track(record, rank)
+                yield from self._entered(record, rank, step, record.time)
+            case events.Progress() as progress:
+                yield from self._progress(record, progress)
+            case events.WorkerFailed(failure=failure):
+                failed = failure.get("rank")
+                if isinstance(failed, int) and failed >= 0:
+                    yield from self._track(record, failed)
+                    yield self._moment(record, "failure", _tid(failed), failure)
+            case events.WorkersStarted(ranks=ranks):
+                for rank in ranks:
+                    yield from self._track(record, rank)
+        if isinstance(record.event, _MOMENTS):
+            yield self._moment(record, record.type, 0, record.event.fields())
+
+    def _formed(self, record: Record, formed: events.WorldFormed) -> Iterator[Entry]:
+        generation = record.generation if record.generation is not None else 0
+        if self.world is not None and generation <= self.world[0]:
+            return
+        yield from self._end_world(record.time, "")
+        about = {"nodes": list(formed.nodes), "size": formed.size, "reason": formed.reason}
+        self.world = (generation, record.time, about)
+        self.ends.pop(generation, None)
+
+    def _end_world(self, time: float, kind: str) -> Iterator[Entry]:
+        if self.world is None or self.world[0] in self.ends:
+            return
+        generation, began, about = self.world
+        self.ends[generation] = time
+        args = about | {"ended by": kind} if kind else about
+        yield self._bar(f"generation {generation}", began, time, _JOB, _GENERATIONS, args)
+
+    def _progress(self, record: Record, progress: events.Progress) -> Iterator[Entry]:
+        shift = record.time - record.mono
+        for rank, step, at in zip(progress.ranks, progress.steps, progress.at, strict=False):
+            if rank >= 0:
+                yield from self._track(record, rank)
+                yield from self._entered(record, rank, step, at + shift)
+
+    def _entered(self, record: Record, rank: int, step: int, at: float) -> Iterator[Entry]:
+        track = self.tracks[(self.nodes[record.node], rank)]
+        if record.generation == track.generation and step > track.step:
+            yield from self._step(track, step, at)
+            track.step, track.at = step, at
+
+    def _step(self, track: _Track, until: int, at: float) -> Iterator[Entry]:
+        """The bar of what a rank has done since the step it entered last."""
+        at = min(at, self.ends.get(track.generation, at))
+        if track.step < 0 or at <= track.at:
+            return
+        last = until - 1
+        name = f"step {last}" if last == track.step else f"steps {track.step} to {last}"
+        args = {"generation": track.generation, "steps": until - track.step}
+        yield self._bar(name, track.at, at, track.node, _tid(track.rank), args)
+
+    def _cause(self, recovery: Recovery) -> float:
+        """When what ended a generation happened."""
+        return self.ends.get(recovery.generation, self.now) - recovery.detect
+
+    def _recovery(self, recovery: Recovery, limit: float) -> Iterator[Entry]:
+        parts = {
+            "detect": recovery.detect,
+            "wait": recovery.wait,
+            "agree": recovery.agree or 0.0,
+            "rebuild": recovery.rebuild or 0.0,
+            "transfer": recovery.transfer or 0.0,
+            "redo": recovery.redo or 0.0,
+        }
+        at = self._cause(recovery)
+        name = f"{recovery.kind}: {first_line(recovery.why)}"
+        end = min(at + recovery.cost, limit)
+        yield self._bar(name, at, end, _JOB, _RECOVERIES, parts)
+        for part, spent in parts.items():
+            if spent > 0 and at < end:
+                yield self._bar(part, at, min(at + spent, end), _JOB, _RECOVERIES, {})
+                at += spent
+
+    # --- entries ---------------------------------------------------------------------------------
+
+    def _micros(self, time: float) -> float:
+        return round((time - (self.zero or 0.0)) * 1e6, 3)
+
+    def _bar(self, name: str, begin: float, end: float, pid: int, tid: int, args: Entry) -> Entry:
+        ts = self._micros(begin)
+        dur = round(max(0.0, self._micros(end) - ts), 3)
+        return _entry("X", name, pid, tid, ts=ts, dur=dur, args=args)
+
+    def _moment(self, record: Record, name: str, tid: int, args: Any) -> Entry:
+        pid = self.nodes[record.node]
+        about = dict(args) | {"said": sentence(record)}
+        ts = self._micros(record.time)
+        return _entry("i", name, pid, tid, ts=ts, s="t" if tid else "p", args=about)
+
+
+def _tid(rank: int) -> int:
+    """Track 0 is the node's own."""
+    return rank + 1
+
+
+def _entry(phase: str, name: str, pid: int, tid: int, **more: Any) -> Entry:
+    return {"ph": phase, "name": name, "cat": "torchelastic", "pid": pid, "tid": tid, **more}
+
+
+def _named(kind: Literal["process", "thread"], pid: int, tid: int, name: str) -> Iterator[Entry]:
+    """Name a group of tracks, or a track, and put it where its number says."""
+    order = pid if kind == "process" else tid
+    for what, args in (("name", {"name": name}), ("sort_index", {"sort_index": order})):
+        yield {"ph": "M", "name": f"{kind}_{what}", "pid": pid, "tid": tid, "args": args}

@@ -1,0 +1,436 @@
+"""What the event logs of a job say about it. Pure: records in, a picture out.
+
+One picture for everybody who shows a job: `torchelastic status` and its JSON, `top`, the page.
+It is as good as its sources: an agent sees its own node and every world; who joins and who is lost
+between two worlds is seen by the leader, whose gathered log has what all agents saw.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from torchelastic.events import types as events
+from torchelastic.events.analysis.goodput import Goodput, GoodputFold
+from torchelastic.events.analysis.last_failure import Failures, FailureView
+from torchelastic.events.analysis.ranks import Ranks, RankView
+from torchelastic.events.analysis.recoveries import Recoveries, Recovery
+from torchelastic.events.analysis.series import Curves, Point
+from torchelastic.events.record import Record
+
+NodeState = Literal[
+    "starting", "joined", "running", "spare", "rejoining", "leaving", "lost", "ended", "died"
+]
+JobPhase = Literal["starting", "waiting", "running", "restarting", "ended", "died"]
+
+_PLACED = ("running", "spare")
+_NO_WORLD = "no world yet"
+
+#: Changes, and worlds, that are kept.
+HISTORY = 50
+WORLDS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeView:
+    """A node of the job."""
+
+    name: str
+    state: NodeState
+    #: The id of its agent, if that has been heard.
+    agent: str | None = None
+    #: Wall clock of its agent's last event, if that has been heard.
+    last_seen: float | None = None
+    leader: bool = False
+    #: Whether its agent hosts the store that the nodes meet at.
+    hosting: bool = False
+    exitcode: int | None = None
+    #: Why it is a spare, if it is held out; of a job that is not over.
+    held: str = ""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that happened, and why."""
+
+    wall: float
+    what: str
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldView:
+    """A world: who was in it, from when to when, and why it began and ended."""
+
+    generation: int
+    #: Names, in the order of their ranks; `count` has how many nodes it is.
+    nodes: tuple[str, ...]
+    count: int
+    size: int
+    began: float
+    why: str
+    ended: float | None = None
+    end_kind: str = ""
+    end_why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredView:
+    """The last checkpoint that is in storage."""
+
+    #: Wall clock of when it was.
+    wall: float
+    step: int
+    #: How long it took to write, and its bytes.
+    seconds: float
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobView:
+    """A job as it stands."""
+
+    job: str = ""
+    phase: JobPhase = "starting"
+    generation: int | None = None
+    #: Workers in the world.
+    size: int = 0
+    #: Nodes of the world beyond those known by name: an agent is told of some of thousands.
+    unnamed: int = 0
+    restarts_used: int = 0
+    min_nodes: int | None = None
+    max_nodes: int | None = None
+    #: Present nodes, and those lost since the world was formed, by name; world order first.
+    nodes: Mapping[str, NodeView] = field(default_factory=dict)
+    started: float | None = None
+    #: When the last agent that was heard ended.
+    ended: float | None = None
+    exitcode: int | None = None
+    #: The last failure, also if the job went on after it.
+    failure: FailureView | None = None
+    history: tuple[Change, ...] = ()
+    #: The furthest step a worker has entered, and steps per second; None where nobody tells.
+    step: int | None = None
+    rate: float | None = None
+    #: Wall clock of the last step that was entered.
+    stepped: float | None = None
+    ranks: tuple[RankView, ...] = ()
+    #: Workers that others wait for now; and seconds that all have waited for any, ever.
+    stragglers: tuple[events.Straggler, ...] = ()
+    straggler_seconds: float = 0.0
+    #: The oldest first.
+    worlds: tuple[WorldView, ...] = ()
+    recoveries: tuple[Recovery, ...] = ()
+    goodput: Goodput | None = None
+    #: Steps per second over the whole job: few points, however long it is.
+    rates: tuple[Point, ...] = ()
+    #: What the script has reported, by name, likewise.
+    metrics: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)
+    #: The last value of each of them; None: not a finite number.
+    reported: Mapping[str, float | None] = field(default_factory=dict)
+    #: Samples that all workers together have trained with; None where nobody counts.
+    samples: int | None = None
+    checkpoint: StoredView | None = None
+
+    @property
+    def last_change(self) -> Change | None:
+        return self.history[-1] if self.history else None
+
+    @property
+    def last_recovery(self) -> Recovery | None:
+        """From the last failure."""
+        return next((one for one in reversed(self.recoveries) if one.is_failure), None)
+
+    def members(self) -> list[NodeView]:
+        """The nodes of the world."""
+        return [node for node in self.nodes.values() if node.state == "running"]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything that is known, as plain data."""
+        # Thousands of points that are plain already need not be copied one by one.
+        data = asdict(replace(self, goodput=None, rates=(), metrics={}))
+        data["rates"] = list(self.rates)
+        data["metrics"] = {name: list(points) for name, points in self.metrics.items()}
+        data["nodes"] = list(data["nodes"].values())
+        data["recoveries"] = [recovery.to_json() for recovery in self.recoveries]
+        data["goodput"] = self.goodput.to_json() if self.goodput is not None else None
+        return data
+
+
+def fold(records: Iterable[Record]) -> JobView:
+    """The picture after these records, which are in the order of time."""
+    folded = JobFold()
+    for record in records:
+        folded.feed(record)
+    return folded.view()
+
+
+def without(view: JobView, dead: Collection[str]) -> JobView:
+    """The picture when the agents with these ids turn out to be gone without a last word."""
+    nodes = {
+        name: _with_state(node, "died") if node.agent in dead and node.state != "ended" else node
+        for name, node in view.nodes.items()
+    }
+    local = [node for node in nodes.values() if node.agent is not None]
+    if local and view.ended is None and all(node.state in ("died", "ended") for node in local):
+        return replace(view, nodes=_let_in(nodes), phase="died")
+    return replace(view, nodes=nodes)
+
+
+def _with_state(node: NodeView, state: NodeState) -> NodeView:
+    return replace(node, state=state, held=node.held if state == "spare" else "")
+
+
+def _let_in(nodes: Mapping[str, NodeView]) -> dict[str, NodeView]:
+    """The nodes of a job that is over: there is nothing left to be held out of."""
+    return {name: replace(node, held="") if node.held else node for name, node in nodes.items()}
+
+
+class JobFold:
+    """Takes a job's records one by one, in the order of time, and can be asked in between.
+
+    A record costs the same however long the story is, and however many nodes the job has; only a
+    world, and a picture, cost in proportion to its nodes.
+    """
+
+    def __init__(self) -> None:
+        self._view = JobView()
+        self._nodes: dict[str, NodeView] = {}
+        #: The names of nodes by the ids of their agents.
+        self._names: dict[str, str] = {}
+        #: The ids of agents that were heard and are not known to be gone.
+        self._agents: set[str] = set()
+        self._history: deque[Change] = deque(maxlen=HISTORY)
+        self._worlds: deque[WorldView] = deque(maxlen=WORLDS)
+        self._goodput = GoodputFold()
+        self._recoveries = Recoveries(self._goodput)
+        self._ranks = Ranks()
+        self._failures = Failures()
+        self._curves = Curves()
+        self._last: Record | None = None
+
+    def feed(self, record: Record) -> None:
+        """Take one more record."""
+        self._last = record
+        self._recoveries.feed(record)
+        self._goodput.feed(record)
+        self._ranks.feed(record)
+        self._failures.feed(record)
+        self._curves.feed(record, self._ranks)
+        self._seen(record)
+        self._take(record, self._names[record.node])
+
+    def view(self, now: float | None = None) -> JobView:
+        """The picture; of a job that goes on, with its goodput up to `now` by the wall clock."""
+        passed = now - self._last.wall if now is not None and self._last is not None else 0.0
+        until = self._last.time + max(0.0, passed) if self._last is not None else None
+        recoveries = self._recoveries.views()
+        return replace(
+            self._view,
+            nodes=dict(self._nodes),
+            history=tuple(self._history),
+            step=self._ranks.step,
+            rate=self._ranks.rate,
+            stepped=self._ranks.stepped,
+            ranks=self._ranks.views(self._names),
+            stragglers=tuple(self._ranks.stragglers.values()),
+            straggler_seconds=round(self._ranks.lost, 6),
+            worlds=_as_judged(self._worlds, recoveries),
+            recoveries=recoveries,
+            failure=self._failures.view(),
+            goodput=self._goodput.at(until) if until is not None else None,
+            rates=self._curves.rates,
+            metrics=self._curves.metrics,
+            reported=dict(self._curves.reported),
+            samples=self._curves.samples,
+        )
+
+    # --- records ---------------------------------------------------------------------------------
+
+    def _take(self, record: Record, name: str) -> None:
+        match record.event:
+            case events.AgentStarted(min_nodes=least, max_nodes=most):
+                self._agent_started(record, name, least, most)
+            case events.Joined(name=given, hosting=hosting):
+                self._joined(record, given, hosting)
+            case events.BecameLeader():
+                self._leads(name)
+            case events.LeaderFound(name=other):
+                self._leads(other)
+            case events.NodeJoined(name=other):
+                self._arrived(other)
+                self._tell(record, f"{other} joined")
+            case events.NodeLost(name=other, reason=why):
+                self._set(other, state="lost")
+                self._agents.discard(self._nodes[other].agent or "")
+                self._tell(record, f"{other} was lost", why)
+            case events.NodeLeaving(name=other, reason=why):
+                self._set(other, state="leaving")
+                self._tell(record, f"{other} leaves", why)
+            case events.Leaving():
+                self._set(name, state="leaving")
+            case events.LeaseLost(reason=why):
+                self._set(name, state="rejoining")
+                self._tell(record, f"{name} was given up by the others", why)
+            case events.SignalReceived(signal=signal, action=action):
+                self._tell(record, f"{name} got {signal}", action)
+            case events.CheckpointStored() as stored:
+                self._checkpoint_stored(record, stored)
+            case events.JobEnded() as ended:
+                self._job_ended(record, name, ended)
+            case _:
+                self._take_of_world(record)
+
+    def _take_of_world(self, record: Record) -> None:
+        view = self._view
+        generation = record.generation if record.generation is not None else -1
+        match record.event:
+            case events.WorldFormed() as formed:
+                self._world_formed(record, formed)
+            case events.GenerationOver(kind=kind, reason=why):
+                self._change(phase="restarting")
+                self._world_over(record, kind, why)
+                self._tell(record, f"generation {generation} is over", why)
+            case events.WorkersStopped() if (
+                view.phase == "running" and generation == view.generation
+            ):
+                self._change(phase="restarting")
+            case events.RestartDecided(restart=False, reason=why):
+                self._tell(record, "the job is not restarted", why)
+            case events.Straggler(text=text, again=False):
+                self._tell(record, text)
+            case events.Waiting(reason=why, enough=enough):
+                self._waits(record, why, enough)
+
+    def _agent_started(self, record: Record, name: str, least: int, most: int) -> None:
+        view = self._view
+        self._set(name, state="starting")
+        self._change(
+            started=view.started if view.started is not None else record.wall,
+            phase="starting" if view.ended is not None else view.phase,
+            ended=None,
+            exitcode=None,
+            min_nodes=least,
+            max_nodes=most,
+        )
+
+    def _checkpoint_stored(self, record: Record, stored: events.CheckpointStored) -> None:
+        wall = record.wall - (record.mono - stored.at)
+        self._change(
+            checkpoint=StoredView(
+                wall=wall, step=stored.step, seconds=stored.seconds, size=stored.size
+            )
+        )
+
+    def _joined(self, record: Record, name: str, hosting: bool) -> None:
+        """An agent has its name from now on; before, it went by its id."""
+        node = self._nodes.pop(self._names[record.node])
+        self._names[record.node] = name
+        self._nodes[name] = replace(node, name=name, hosting=hosting, state="joined")
+
+    def _leads(self, name: str) -> None:
+        for key, node in self._nodes.items():
+            if node.leader or key == name:
+                self._nodes[key] = replace(node, leader=key == name)
+
+    def _arrived(self, name: str) -> None:
+        """The leader sees a member; its own agent, or a world, may have told already."""
+        present = self._nodes.get(name)
+        if present is None or present.state in ("lost", "starting", "rejoining"):
+            self._set(name, state="joined")
+
+    def _world_formed(self, record: Record, formed: events.WorldFormed) -> None:
+        generation = record.generation or 0
+        if self._view.generation is not None and generation <= self._view.generation:
+            return  # every agent tells of it
+        self._place(formed)
+        self._change(
+            phase="running",
+            generation=generation,
+            size=formed.size,
+            unnamed=max(0, formed.count - len(formed.nodes)),
+            restarts_used=formed.restarts_used,
+        )
+        self._world_over(record, "", formed.reason)
+        self._worlds.append(
+            WorldView(
+                generation=generation,
+                nodes=tuple(formed.nodes),
+                count=formed.count or len(formed.nodes),
+                size=formed.size,
+                began=record.wall,
+                why=formed.reason,
+            )
+        )
+        self._tell(record, f"generation {generation} began", formed.reason)
+
+    def _place(self, formed: events.WorldFormed) -> None:
+        """Those of the world come first; who has not been heard and is not in it is gone."""
+        places: dict[str, NodeState] = dict.fromkeys(formed.nodes, "running")
+        places |= dict.fromkeys(formed.spares, "spare")
+        nodes: dict[str, NodeView] = {}
+        for name, state in places.items():
+            known = self._nodes.get(name) or NodeView(name=name, state=state)
+            nodes[name] = replace(known, state=state, held=formed.held.get(name, ""))
+        for name, node in self._nodes.items():
+            heard = node.agent is not None and node.state != "lost"
+            if name not in nodes and (heard or node.state == "joined"):
+                # Still here, but not in this world: it may come into the next one.
+                nodes[name] = _with_state(node, "joined") if node.state in _PLACED else node
+        self._nodes = nodes
+
+    def _world_over(self, record: Record, kind: str, why: str) -> None:
+        last = self._worlds[-1] if self._worlds else None
+        if last is not None and last.ended is None:
+            self._worlds[-1] = replace(last, ended=record.wall, end_kind=kind, end_why=why)
+
+    def _waits(self, record: Record, why: str, enough: bool) -> None:
+        """It is said again every minute; the history keeps the last time only."""
+        if self._history and self._history[-1].what == _NO_WORLD:
+            self._history.pop()
+        forming: JobPhase = "starting" if self._view.generation is None else "restarting"
+        self._change(phase=forming if enough else "waiting")
+        self._tell(record, _NO_WORLD, why)
+
+    def _job_ended(self, record: Record, name: str, ended: events.JobEnded) -> None:
+        self._set(name, state="ended", exitcode=ended.exitcode)
+        self._change(exitcode=ended.exitcode)
+        self._agents.discard(record.node)
+        if not self._agents:
+            self._nodes = _let_in(self._nodes)
+            self._change(phase="ended", ended=record.wall)
+            self._world_over(record, "", ended.reason)
+        self._tell(record, f"{name} ended with exit code {ended.exitcode}", ended.reason)
+
+    # --- small changes ---------------------------------------------------------------------------
+
+    def _seen(self, record: Record) -> None:
+        self._agents.add(record.node)
+        name = self._names.setdefault(record.node, record.node)
+        present = self._nodes.get(name) or NodeView(name=name, state="starting")
+        self._nodes[name] = replace(present, agent=record.node, last_seen=record.wall)
+        if self._view.job != record.job:
+            self._change(job=record.job)
+
+    def _set(self, name: str, state: NodeState, **changes: Any) -> None:
+        present = self._nodes.get(name) or NodeView(name=name, state="joined")
+        self._nodes[name] = replace(_with_state(present, state), **changes)
+
+    def _change(self, **changes: Any) -> None:
+        self._view = replace(self._view, **changes)
+
+    def _tell(self, record: Record, what: str, why: str = "") -> None:
+        self._history.append(Change(record.wall, what, why))
+
+
+def _as_judged(
+    worlds: Iterable[WorldView], recoveries: Iterable[Recovery]
+) -> tuple[WorldView, ...]:
+    """What ended each, as the leader's last word on it says."""
+    kinds = {one.generation: one.kind for one in recoveries}
+    told = [(world, kinds.get(world.generation, "")) for world in worlds]
+    return tuple(
+        replace(world, end_kind=kind) if kind and world.end_kind else world for world, kind in told
+    )

@@ -1,0 +1,253 @@
+"""`elastic_launch`: a job from Python, as torch's launcher has it.
+
+The agent runs in a process of its own, exactly as under `torchelastic run`: it adopts and reaps
+every orphan of the job, which the caller's process must not have to put up with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torchelastic.agent import failure_report
+from torchelastic.config import Entry, LaunchConfig, default_run_id
+from torchelastic.errors import (
+    EXIT_FAILED,
+    EXIT_NOT_ENOUGH_NODES,
+    EXIT_OK,
+    EXIT_RENDEZVOUS_LOST,
+    EXIT_SIGNAL_BASE,
+    ConfigError,
+    JobInterrupted,
+    NotEnoughNodes,
+    RendezvousLost,
+    TorchElasticError,
+)
+from torchelastic.launcher.function_call import function_entry, function_name, read_result
+from torchelastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torchelastic.rendezvous.backend_parameters import (
+    check_backend,
+    fields_from_conf,
+    keys_without_meaning,
+)
+from torchelastic.rendezvous.world import World, WorldNode
+
+#: Unlike `-m`, leaves nothing of the working directory on the agent's path, where a `json.py` of
+#: the user's would take the place of Python's; and finds this package wherever the caller had it.
+_AGENT = """\
+import sys
+sys.path.pop(0)
+sys.path.append(sys.argv.pop(1))
+from torchelastic.agent.__main__ import main
+sys.exit(main())
+"""
+
+
+class elastic_launch:
+    """Run a function or a program on every worker of an elastic job.
+
+    `elastic_launch(config, function)(*args)` returns what the function returned, by global rank,
+    for the workers of this node. `function`, `args` and the result must be picklable, as with
+    multiprocessing's spawn; functions of `__main__` are found the same way.
+    """
+
+    def __init__(self, config: LaunchConfig, entrypoint: Callable[..., Any] | str) -> None:
+        self._config = config
+        self._entrypoint = entrypoint
+
+    def __call__(self, *args: Any) -> dict[int, Any]:
+        return launch_agent(self._config, self._entrypoint, list(args))
+
+
+def launch_agent(
+    config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: list[Any]
+) -> dict[int, Any]:
+    """Run this node's part of a job in an agent process; results by global rank.
+
+    Raises `ChildFailedError` if workers failed, `NotEnoughNodes`, `RendezvousLost` or
+    `JobInterrupted` if the job could not go on, `KeyboardInterrupt` on Ctrl-C.
+    """
+    ended = run_agent(config, entrypoint, args)
+    if ended.exitcode != EXIT_OK:
+        raise ended.error(entrypoint_name(entrypoint, args))
+    return ended.results
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the job ended on this node."""
+
+    exitcode: int
+    reason: str
+    #: The last world this node has seen, and its place in there.
+    world: World | None
+    place: WorldNode | None
+    results: dict[int, Any]
+
+    @property
+    def failures(self) -> dict[int, ProcessFailure]:
+        """What failed, by global rank, the first failure of the job first."""
+        if self.exitcode != EXIT_FAILED or self.world is None:
+            return {}
+        found = [item for item in (self.world.cause, *self.world.consequences) if item is not None]
+        return {item.rank: ProcessFailure.from_failure(item) for item in found if not item.is_node}
+
+    def error(self, name: str) -> TorchElasticError:
+        """The exception for this end."""
+        if self.world is not None and self.failures:
+            cause = self.world.cause
+            first = cause.rank if cause is not None and not cause.is_node else None
+            reason = failure_report.ending(self.world)
+            return ChildFailedError(name, self.failures, first=first, reason=reason)
+        if self.exitcode == EXIT_NOT_ENOUGH_NODES:
+            return NotEnoughNodes(self.reason)
+        if self.exitcode == EXIT_RENDEZVOUS_LOST:
+            return RendezvousLost(self.reason)
+        if self.exitcode > EXIT_SIGNAL_BASE:
+            return JobInterrupted(self.reason)
+        return TorchElasticError(self.reason)
+
+
+def run_agent(
+    config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: Sequence[Any]
+) -> Ended:
+    """Run this node's part of a job; says how it ended, whatever the end."""
+    config = completed(config)
+    with tempfile.TemporaryDirectory(prefix="torchelastic_launch_") as name:
+        directory = Path(name)
+        request, outcome = directory / "request.json", directory / "outcome.json"
+        entry = make_entry(entrypoint, args, directory)
+        asked = {
+            "parent": os.getpid(),
+            "config": config.to_json(),
+            "entry": dataclasses.asdict(entry),
+        }
+        request.write_text(json.dumps(asked))
+        exitcode = _run_process(request, outcome, config.signals_to_handle)
+        said = json.loads(outcome.read_text()) if outcome.exists() else {}
+        return _ended(exitcode, said)
+
+
+def completed(config: LaunchConfig) -> LaunchConfig:
+    """The config with what the command line would have filled in."""
+    if not isinstance(config, LaunchConfig):
+        raise ConfigError(
+            f"{type(config).__module__}.{type(config).__name__} is not torchelastic.LaunchConfig: "
+            "make that instead; its fields have the same names."
+        )
+    check_backend(config.rdzv_backend, config.rdzv_configs)
+    changes: dict[str, Any] = {}
+    for name, value in fields_from_conf(config.rdzv_configs).items():
+        if getattr(config, name) == _DEFAULTS[name]:  # a field set by hand counts more than a key
+            changes[name] = value
+    if not config.run_id:
+        changes["run_id"] = default_run_id(config.max_nodes, config.rdzv_endpoint)
+    if ignored := keys_without_meaning(config.rdzv_configs, config.rdzv_backend):
+        note = f"These rdzv_configs have no meaning here and are ignored: {', '.join(ignored)}."
+        changes["notes"] = (*config.notes, note)
+    return dataclasses.replace(config, **changes)
+
+
+_DEFAULTS = {item.name: item.default for item in dataclasses.fields(LaunchConfig)}
+
+
+def make_entry(entrypoint: Callable[..., Any] | str, args: Sequence[Any], directory: Path) -> Entry:
+    """What the workers run; a function is pickled into `directory`."""
+    if isinstance(entrypoint, str):
+        return _program(entrypoint, [str(arg) for arg in args])
+    return function_entry(directory / "call.pickle", entrypoint, args)
+
+
+def _program(program: str, args: list[str]) -> Entry:
+    """A program; where it is this very Python, the script or module, which starts warm."""
+    if program == sys.executable:
+        words = args[1:] if args[:1] == ["-u"] else args
+        if len(words) > 1 and words[0] == "-m":
+            return Entry("module", words[1], tuple(words[2:]))
+        if words and not words[0].startswith("-"):
+            return Entry("script", words[0], tuple(words[1:]))
+    return Entry("program", program, tuple(args))
+
+
+def entrypoint_name(entrypoint: Callable[..., Any] | str, args: Sequence[Any]) -> str:
+    """What to call the job's workers: the function, the script or the program."""
+    if not isinstance(entrypoint, str):
+        return function_name(entrypoint)
+    return _program(entrypoint, [str(arg) for arg in args]).name
+
+
+def _run_process(request: Path, outcome: Path, signals: Sequence[str]) -> int:
+    """Run the agent to its end; its exit code, with 128 + n for signal n."""
+    package_root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", _AGENT, package_root, str(request), str(outcome)]
+    # In a session of its own: Ctrl-C reaches it through us, once, whoever sends it.
+    agent = subprocess.Popen(command, start_new_session=True)
+    try:
+        with _handed_on(agent, signals) as received:
+            agent.wait()
+    finally:
+        if agent.returncode is None:  # a signal handler of the caller's raised
+            agent.terminate()
+            agent.wait()
+    if signal.SIGINT in received:
+        raise KeyboardInterrupt
+    code = agent.returncode
+    return code if code >= 0 else EXIT_SIGNAL_BASE - code
+
+
+@contextlib.contextmanager
+def _handed_on(agent: subprocess.Popen[bytes], signals: Sequence[str]) -> Iterator[list[int]]:
+    """Meanwhile, hand signals on to the agent; yields those that came.
+
+    Only where nobody else has a handler. Python allows it in the main thread alone.
+    """
+    received: list[int] = []
+
+    def hand_on(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        agent.send_signal(signum)
+
+    unhandled = (signal.SIG_DFL, signal.default_int_handler)
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        numbers = [signal.Signals[name] for name in signals]
+        before = {
+            number: signal.getsignal(number)
+            for number in numbers
+            if signal.getsignal(number) in unhandled
+        }
+    try:
+        for number in before:
+            signal.signal(number, hand_on)
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ended(exitcode: int, said: dict[str, Any]) -> Ended:
+    world = World.from_json(said["world"]) if said.get("world") else None
+    results: dict[str, str] = said.get("results", {})
+    without_words = f"the agent ended with exit code {exitcode} and has not said why"
+    return Ended(
+        exitcode=exitcode,
+        reason=said.get("reason") or without_words,
+        world=world,
+        place=world.find(said["node"]) if world is not None else None,
+        results={
+            rank: read_result(path)
+            for rank, path in sorted((int(rank), path) for rank, path in results.items())
+        },
+    )

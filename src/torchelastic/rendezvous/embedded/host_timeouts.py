@@ -1,0 +1,44 @@
+"""How long the host of the store waits for others: for an agent whose connection has ended, and for
+a successor when it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torchelastic.rendezvous.embedded.server import GRACE
+from torchelastic.rendezvous.store import Json
+from torchelastic.rendezvous.world import MEMBER_PREFIX, World
+from torchelastic.transport import frames
+from torchelastic.transport.connect import Endpoint
+from torchelastic.transport.frames import Row
+from torchelastic.transport.ring import lives
+
+
+async def grace_of(
+    rows: Sequence[Row], *, at: Callable[[str], Endpoint], alone: bool
+) -> float | None:
+    """How long to wait for the agent with these rows, whose connection has ended.
+
+    Not at all where its machine says that nobody listens at its port any more; where it lives, or
+    there is no telling, or one trains `alone`, without its host, the lease tells.
+    """
+    records = [row.text for row in rows if row.key.startswith(MEMBER_PREFIX)]
+    address = frames.decode_value(records[0] or "{}").get("peer") if records else None
+    grace: float | None = GRACE
+    if address:
+        grace = 0.0 if await lives(at(address)) is False else None
+    return None if records and alone else grace
+
+
+def trains_alone(summary: Json, parts: Iterable[Row], host: str) -> bool:
+    """Whether the last world is of another node than its host alone."""
+    if summary.get("count") != 1:
+        return False
+    found = [frames.decode_value(row.text or "{}") for row in parts]
+    return World.from_parts(summary, found).steps_without(host)
+
+
+def others_stay(members: Iterable[Row], host: str) -> bool:
+    """Whether a member other than the host has not announced that it leaves, too."""
+    records = [frames.decode_value(row.text or "{}") for row in members]
+    return any(one.get("node") != host and not one.get("leaving") for one in records)

@@ -1,0 +1,57 @@
+"""The process around a `RendezvousService`: its sockets, its signals, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+from torchelastic.config import LaunchConfig, format_endpoint, parse_endpoint
+from torchelastic.errors import ConfigError
+from torchelastic.rendezvous.embedded.service import RendezvousService
+from torchelastic.transport import credentials
+from torchelastic.transport.addresses import bind_endpoint
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def run(config: LaunchConfig, endpoint: str, state_file: str | None) -> None:
+    """Serve until a signal asks to stop.
+
+    Of `config` the job's id, if there is to be one job only, and the credentials count. Raises
+    `ConfigError` for what cannot be served, `RendezvousLost` when the state file fails.
+    """
+    asyncio.run(_run(config, endpoint, state_file))
+
+
+async def _run(config: LaunchConfig, endpoint: str, state_file: str | None) -> None:
+    stop = asyncio.Event()
+    for signum in _SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    host, port = parse_endpoint(endpoint)
+    shown = credentials.load(config)
+    # First: clients of the server that was here before have a place to wait at.
+    sockets = bind_endpoint(host, port, is_host=True)
+    if sockets is None:
+        raise ConfigError(
+            f"{endpoint} cannot be served: another process has its port, or this machine has no "
+            "such address. Name another one in --endpoint."
+        )
+    try:
+        service = RendezvousService(
+            job=config.run_id or None,
+            credentials=shown,
+            state_file=state_file,
+            on_failure=stop.set,
+        )
+    except BaseException:
+        for sock in sockets:
+            sock.close()
+        raise
+    port = await service.listen(sockets)
+    jobs = f"job '{config.run_id}'" if config.run_id else "any job"
+    # For people, and for scripts that asked for port 0.
+    print(f"The rendezvous of {jobs} is served at {format_endpoint(host, port)}.", flush=True)
+    await stop.wait()
+    await service.close()
+    if service.failure is not None:
+        raise service.failure

@@ -1,0 +1,178 @@
+"""The store as a process of its own, for one job or for any: `torchelastic rendezvous serve`.
+
+It serves as an agent's does, but leads nothing and takes nobody's place (its term is 0). Each job
+has a table of its own. With a state file, whatever a client is told has been written down before: a
+server that is killed and started again is to its clients one that was slow to answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torchelastic.clock import Clock, SystemClock
+from torchelastic.errors import ConfigError, LeaseExpired, RendezvousLost
+from torchelastic.rendezvous.embedded import journal
+from torchelastic.rendezvous.embedded.journal import Entry, KeptJob, RecordedTable
+from torchelastic.rendezvous.embedded.server import EmbeddedServer
+from torchelastic.rendezvous.embedded.state_file import StateFile
+from torchelastic.rendezvous.world import WORLD_KEY
+from torchelastic.transport import frames
+from torchelastic.transport.auth import ANONYMOUS, Credentials
+from torchelastic.transport.link import Link
+from torchelastic.transport.listener import Reception
+
+log = logging.getLogger(__name__)
+
+#: Most jobs at a time: without a secret anybody can make one up.
+MOST_JOBS = 1024
+#: Seconds between two looks at whether a job without clients can be forgotten.
+LOOK_AGAIN = 1.0
+STOPPED = "The rendezvous server was stopped."
+
+
+class RendezvousService:
+    """Serves the stores of jobs. Made in a running loop."""
+
+    def __init__(
+        self,
+        *,
+        job: str | None = None,
+        credentials: Credentials = ANONYMOUS,
+        state_file: str | None = None,
+        on_failure: Callable[[], None] = lambda: None,
+        clock: Clock | None = None,
+    ) -> None:
+        """`job` is the only one that is served; None: any. `on_failure` is called when nothing can
+        be written down any more. Raises `ConfigError` where the state file cannot be used."""
+        self._job = job
+        self._clock = clock or SystemClock()
+        self._reception = Reception(job, secret=credentials.secret, tls=credentials.server_tls)
+        self._reception.serve(frames.STORE, self._admit)
+        self._file = StateFile(state_file) if state_file else None
+        self._kept = self._take_up()
+        self._servers: dict[str, EmbeddedServer] = {}
+        self._on_failure = on_failure
+        #: Why nothing can be written down any more.
+        self.failure: RendezvousLost | None = None
+
+    @property
+    def jobs(self) -> tuple[str, ...]:
+        """The jobs there are, in order of their coming."""
+        return tuple(self._kept)
+
+    async def listen(self, sockets: Sequence[socket.socket]) -> int:
+        """Serve on these sockets; returns the port."""
+        for job in [*self._kept]:
+            self._serve(job)
+            self._servers[job].resume()
+            self._look_after(job)
+        return await self._reception.listen(sockets)
+
+    async def close(self) -> None:
+        """Stop. With a state file clients are told nothing: they wait for the next server."""
+        await self._reception.close()
+        for server in self._servers.values():
+            if self._file is None:
+                await server.close(STOPPED)
+            else:
+                await server.abandon()
+        if self._file is not None:
+            self._file.close()
+
+    # Clients
+
+    def _admit(self, link: Link, hello: frames.Hello) -> None:
+        if hello.job not in self._kept:
+            if len(self._kept) >= MOST_JOBS:
+                link.send(frames.Refusal("This server has more jobs than it takes."))
+                link.close()
+                return
+            self._begin(hello.job)
+        self._servers[hello.job].admit(link, hello)
+        link.ended.add_done_callback(lambda _: self._look_after(hello.job))
+
+    def _begin(self, job: str) -> None:
+        self._kept[job] = KeptJob(secrets.token_hex(8), RecordedTable(job))
+        self._write(["new", job, self._kept[job].name], True)
+        self._serve(job)
+        log.info("Job '%s' is here.", job)
+
+    def _serve(self, job: str) -> None:
+        kept = self._kept[job]
+        kept.table.record = self._write if self._file is not None else None
+        self._servers[job] = EmbeddedServer(
+            job, clock=self._clock, table=kept.table, name=kept.name
+        )
+
+    def _look_after(self, job: str) -> None:
+        """Forget a job that is over when its last client has gone, so that its id can be used anew.
+
+        One that is not is kept, for its generation: its nodes may all be started again.
+        """
+        server = self._servers.get(job)
+        if server is None or server.clients or self._reception.is_closing:
+            return
+        table = self._kept[job].table
+        if table.next_deadline() is not None:  # somebody may come back
+            asyncio.get_running_loop().call_later(LOOK_AGAIN, partial(self._look_after, job))
+        elif _is_over(table):
+            log.info("Job '%s' is over.", job)
+            del self._kept[job], self._servers[job]
+            self._write(["forget", job], True)
+
+    # The state file
+
+    def _take_up(self) -> dict[str, KeptJob]:
+        """The jobs the state file tells of; from now on it has nothing else."""
+        if self._file is None:
+            return {}
+        try:
+            kept = self._jobs_in(self._file)
+            self._file.rewrite(journal.snapshot(kept))
+        except BaseException:
+            self._file.close()
+            raise
+        return kept
+
+    def _jobs_in(self, file: StateFile) -> dict[str, KeptJob]:
+        entries = file.read()
+        try:
+            kept = journal.replay(entries, self._clock.now())
+        except (KeyError, TypeError, ValueError, AssertionError, LeaseExpired) as error:
+            how = f"its entries do not fit together: {type(error).__name__} {error}"
+            raise ConfigError(journal.damaged(file.path, how)) from error
+        foreign = [job for job in kept if self._job is not None and job != self._job]
+        if foreign:
+            raise ConfigError(
+                f"The state file {file.path} belongs to job '{foreign[0]}', not to "
+                f"'{self._job}': name another one in --state-file."
+            )
+        return kept
+
+    def _write(self, entry: Entry, lasting: bool) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.append(entry, lasting=lasting)
+            if self._file.is_long:
+                self._file.rewrite(journal.snapshot(self._kept))
+        except (OSError, ConfigError) as error:
+            # Rather no server than one that says what it would not know after a restart.
+            self.failure = RendezvousLost(
+                f"The state file {self._file.path} cannot be written: {error}."
+            )
+            self._on_failure()
+            raise self.failure from error
+
+
+def _is_over(table: RecordedTable) -> bool:
+    """Whether nothing of a job is left that its nodes would need."""
+    rows = {row.key: row.text for row in table.get("")}
+    world = rows.get(WORLD_KEY)
+    return not rows or (world is not None and json.loads(world).get("phase") == "closed")

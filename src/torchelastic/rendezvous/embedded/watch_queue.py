@@ -1,0 +1,81 @@
+"""What one client is to be told next of the keys it watches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from torchelastic.errors import RendezvousLost
+from torchelastic.transport.frames import Row
+
+
+class Feed:
+    """What one `watch` is to tell next, or one `follow`, which begins with what is there now."""
+
+    def __init__(self, prefix: str, after: int | None, *, one_key: bool = False) -> None:
+        self.prefix = prefix
+        self._one_key = one_key
+        #: The revision of the last change that was told; None: not even what was there at first.
+        self.seen = after
+        #: Whether the server has told what was before now; news is out of order until then.
+        self.live = False
+        self._rows: deque[Row] = deque()
+        #: Who waits for something to change here.
+        self._waiting: list[asyncio.Future[None]] = []
+        self._lost: str | None = None
+
+    def take(self, rows: list[Row]) -> None:
+        for row in rows:
+            # After a lost connection the server may tell again what was on its way.
+            is_news = self.seen is None or row.modified > self.seen
+            if is_news and (row.key == self.prefix or not self._one_key):
+                self.seen = row.modified
+                self._rows.append(row)
+                self._wake()
+
+    def begin(self, revision: int) -> None:
+        """What was before now has been told; what follows is later than `revision`."""
+        self.live = True
+        self._wake()
+        if self.seen is None:
+            self.take([Row(self.prefix, None, 0, revision)])  # it is absent
+
+    def lose(self, sentence: str) -> None:
+        self._lost = sentence
+        self._wake()
+
+    async def next(self) -> Row:
+        while not self._rows:
+            await self._wait()
+        return self._rows.popleft()
+
+    async def _wait(self) -> None:
+        if self._lost is not None:
+            raise RendezvousLost(self._lost)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        await waiter
+
+    def _wake(self) -> None:
+        for waiter in self._waiting:
+            if not waiter.done():  # it is when its task was cancelled
+                waiter.set_result(None)
+        self._waiting.clear()
+
+
+class Memo(Feed):
+    """A key that is asked for again and again: the server tells, and nobody need ask."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key, None, one_key=True)
+
+    def take(self, rows: list[Row]) -> None:
+        super().take(rows)
+        while len(self._rows) > 1:
+            self._rows.popleft()
+
+    async def latest(self) -> Row:
+        """The key as it is now, as far as anybody here could know."""
+        while not self.live:
+            await self._wait()
+        return self._rows[-1]

@@ -1,0 +1,396 @@
+"""Calls and streams over connections that may break, to servers that may.
+
+A call is made again, over another connection, until it is answered; so all calls must be such that
+twice is as good as once. Of several servers one is asked as long as it answers; when it does not,
+cannot be reached, or has no leader, the next is. Which servers there are, the user says: addresses
+that etcd advertises are not looked at. When none answers for longer than our patience, etcd is lost
+for good: every call and every stream, now and later, raises `RendezvousLost`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import ssl
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+from torchelastic.clock import Clock
+from torchelastic.config import format_endpoint
+from torchelastic.errors import RendezvousLost, RendezvousRefused, WireError
+from torchelastic.rendezvous.etcd import etcd_messages, etcd_tls
+from torchelastic.rendezvous.etcd.http_connection import HttpConnection
+from torchelastic.rendezvous.etcd.settings import Login
+from torchelastic.rendezvous.store import Json
+from torchelastic.transport.addresses import reachable_address
+
+log = logging.getLogger(__name__)
+
+#: Seconds an answer may take before it is asked for anew, over another connection: what was asked
+#: of a leader that has just died is lost, and nobody says so.
+ATTEMPT = 3.0
+#: Seconds a connection may take to be made.
+CONNECTING = 2.0
+FIRST_PAUSE = 0.01
+LONGEST_PAUSE = 0.5
+#: Seconds after which it is said again what is waited for.
+SAY_EVERY = 60.0
+#: Connections kept for the next call.
+IDLE = 2
+
+#: What may be over in a moment.
+TROUBLE = (OSError, EOFError, asyncio.TimeoutError, etcd_messages.Busy)
+
+#: A server that is cut off from its leader says so, at once, instead of being silent.
+_NEEDS_LEADER = {"Grpc-Metadata-hasleader": "true"}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server of etcd is."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return format_endpoint(self.host, self.port)
+
+
+class Line:
+    """Our connections to etcd. Made in a running loop."""
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        *,
+        clock: Clock,
+        tls: ssl.SSLContext | None = None,
+        login: Login | None = None,
+    ) -> None:
+        self.addresses = tuple(addresses)
+        #: Where peers reach this node, as far as the way to etcd tells.
+        self.local_addr = ""
+        #: Done when etcd is lost; the result says why.
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._clock = clock
+        self._tls = tls
+        self._login = login
+        #: What etcd gave us for the password.
+        self._token = ""
+        #: The server that is asked, by its place among the addresses.
+        self._turn = 0
+        #: The one that answered last.
+        self._good: Address | None = None
+        self._idle: list[HttpConnection] = []
+        self._streams: set[HttpConnection] = set()
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.addresses))
+
+    @property
+    def has_tls(self) -> bool:
+        return self._tls is not None
+
+    @property
+    def address(self) -> Address:
+        """The server that is asked now."""
+        return self.addresses[self._turn]
+
+    def lose(self, sentence: str) -> None:
+        """The end of every call and stream, for this reason; the first reason stands."""
+        if not self.lost.done():
+            self.lost.set_result(sentence)
+
+    def close(self) -> None:
+        self.lose("This connection to the rendezvous was closed.")
+        self._drop_idle()
+
+    def check(self) -> None:
+        """Raise `RendezvousLost` if etcd is lost."""
+        if self.lost.done():
+            raise RendezvousLost(self.lost.result())
+
+    # Asking
+
+    async def call(self, path: str, request: Json, patience: Patience) -> Json:
+        """The answer to a request. Raises `messages.Refused` if etcd will not do it."""
+        body = _body(request)
+        while True:
+            self.check()
+            address = self.address
+            try:
+                answer = await self._unless_lost(self._exchange(address, path, body), ATTEMPT)
+            except TROUBLE as error:
+                if patience.is_first and isinstance(error, ssl.SSLError):
+                    self._not_trusted(address, error)
+                self._move_on(address, error)
+                await patience.wait(error)
+            except WireError as error:
+                self._not_understood(address, error)
+            else:
+                self._note(address)
+                return answer
+
+    async def once(self, path: str, request: Json) -> Json:
+        """The answer to a request that is made once only, even when etcd is lost."""
+        return await self._exchange(self.address, path, _body(request))
+
+    async def stream(self, path: str, request: Json) -> AsyncGenerator[Json, None]:
+        """The messages that answer a request, until the connection breaks: one of `TROUBLE` then.
+
+        The first must come soon; the others take their time.
+        """
+        self.check()
+        address = self.address
+        try:
+            connection = await self._unless_lost(self._open(address), CONNECTING)
+            self._streams.add(connection)
+            try:
+                async for message in self._messages(connection, path, _body(request)):
+                    yield message
+            finally:
+                self._streams.discard(connection)
+                connection.abort()
+        except TROUBLE as error:
+            self._move_on(address, error)
+            raise
+        except WireError as error:
+            self._not_understood(address, error)
+
+    async def _messages(
+        self, connection: HttpConnection, path: str, body: bytes
+    ) -> AsyncGenerator[Json, None]:
+        headers = await self._unless_lost(self._headers(connection), ATTEMPT)
+        status = await self._unless_lost(connection.begin(path, body, headers), ATTEMPT)
+        limit: float | None = ATTEMPT
+        while True:
+            line = await self._unless_lost(connection.next_line(), limit)
+            try:
+                message = etcd_messages.read(status, line)
+                etcd_messages.check_watch(message)
+            except etcd_messages.Refused as error:
+                self._see_login(error)
+                raise
+            yield message
+            limit = None
+
+    async def _exchange(self, address: Address, path: str, body: bytes) -> Json:
+        connection = self._take()
+        if connection is None:
+            connection = await asyncio.wait_for(self._open(address), CONNECTING)
+        try:
+            headers = await self._headers(connection)
+            answer = etcd_messages.read(*await connection.post(path, body, headers))
+        except etcd_messages.Refused as error:
+            self._give_back(connection)
+            self._see_login(error)
+            raise
+        except BaseException:
+            # Whatever it was, a cancellation included: half an answer may be left in there.
+            connection.abort()
+            raise
+        self._give_back(connection)
+        return answer
+
+    # Who we are
+
+    async def _headers(self, connection: HttpConnection) -> dict[str, str]:
+        if self._login is not None and not self._token:
+            await self._log_in(connection, self._login)
+        return {**_NEEDS_LEADER, "Authorization": self._token} if self._token else _NEEDS_LEADER
+
+    async def _log_in(self, connection: HttpConnection, login: Login) -> None:
+        body = _body(etcd_messages.authenticate(login.user, login.password))
+        try:
+            answer = etcd_messages.read(
+                *await connection.post(etcd_messages.AUTHENTICATE, body, _NEEDS_LEADER)
+            )
+        except etcd_messages.Refused as error:
+            if error.code != etcd_messages.FAILED_PRECONDITION:
+                raise RendezvousRefused(
+                    f"etcd does not let '{login.user}' in ({error.message}): see etcd_user and "
+                    "etcd_password_file."
+                ) from error
+            log.warning("etcd asks nobody for a password: '%s' has given one in vain.", login.user)
+            self._login = None
+        else:
+            self._token = etcd_messages.token(answer)
+
+    def _see_login(self, error: etcd_messages.Refused) -> None:
+        """Tokens end, and a server that was started anew knows none of them: log in again then."""
+        if self._login is not None and etcd_messages.is_login_over(error):
+            self._token = ""
+            raise etcd_messages.Busy(error.message) from error
+
+    # Connections
+
+    def _move_on(self, address: Address, trouble: BaseException) -> None:
+        """Ask the next server from now on, if it is still this one that was asked.
+
+        Streams move as well: of a server that is frozen, a stream alone would never know.
+        """
+        if len(self.addresses) == 1 or address is not self.address:
+            return
+        self._turn = (self._turn + 1) % len(self.addresses)
+        log.debug("etcd at %s: %s; asking %s now", address, _words(trouble), self.address)
+        self._drop_idle()
+        for connection in self._streams:
+            connection.abort()
+
+    def _note(self, address: Address) -> None:
+        """Say which server it is now; while one is sought, nobody wants to read of each attempt."""
+        if self._good is not None and self._good is not address:
+            log.info("etcd is asked at %s now; %s did not answer", address, self._good)
+        self._good = address
+
+    def _take(self) -> HttpConnection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_usable:
+                return connection
+            connection.abort()
+        return None
+
+    def _give_back(self, connection: HttpConnection) -> None:
+        # One that was made to the server before is of no use.
+        current = connection.address == (self.address.host, self.address.port)
+        if current and connection.is_usable and len(self._idle) < IDLE and not self.lost.done():
+            self._idle.append(connection)
+        else:
+            connection.abort()
+
+    def _drop_idle(self) -> None:
+        for connection in self._idle:
+            connection.abort()
+        self._idle.clear()
+
+    async def _open(self, address: Address) -> HttpConnection:
+        connection = await HttpConnection.open(address.host, address.port, self._tls)
+        self.local_addr = self.local_addr or reachable_address(connection.local_addr, address.host)
+        return connection
+
+    # The end
+
+    def _not_understood(self, address: Address, error: WireError) -> NoReturn:
+        # Asked again, it would say the same again.
+        how = "with" if self._tls else "without"
+        hint = "" if self._tls else ", or say protocol=https in --rdzv-conf"
+        self._refuse(
+            f"What answers at {address} is not etcd 3.4 or later {how} TLS ({error}): correct "
+            f"--rdzv-endpoint{hint}."
+        )
+
+    def _not_trusted(self, address: Address, error: ssl.SSLError) -> NoReturn:
+        self._refuse(
+            f"There is no TLS connection to etcd at {address} ({etcd_tls.words(error)}): "
+            "see protocol, cacert, cert and key in --rdzv-conf."
+        )
+
+    def _refuse(self, sentence: str) -> NoReturn:
+        self.lose(sentence)
+        raise RendezvousRefused(sentence)
+
+    async def _unless_lost(self, work: Coroutine[Any, Any, T], limit: float | None) -> T:
+        """The result of `work`, unless etcd is lost before, or the time is up."""
+        task = asyncio.ensure_future(work)
+        try:
+            either: set[asyncio.Future[Any]] = {task, self.lost}
+            await asyncio.wait(either, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            self.check()
+            raise asyncio.TimeoutError
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+
+
+class Patience:
+    """How long to go on asking, counted from when things went wrong."""
+
+    def __init__(self, line: Line, seconds: float, clock: Clock, *, first: bool = False) -> None:
+        self._line = line
+        self._seconds = seconds
+        self._clock = clock
+        #: Whether etcd has never answered yet.
+        self.is_first = first
+        self._since: float | None = None
+        self._say_at = 0.0
+        self._pause = FIRST_PAUSE
+        #: How often things went wrong since they went well.
+        self._times = 0
+
+    def restore(self) -> None:
+        """Things go well again."""
+        self._since = None
+        self._pause = FIRST_PAUSE
+        self._times = 0
+
+    async def wait(self, trouble: BaseException) -> None:
+        """Wait before asking again; raises `RendezvousLost` when that has been done long enough."""
+        now = self._clock.now()
+        if self._since is None:
+            self._since = self._say_at = now
+        if now >= self._say_at:
+            self._say_at = now + SAY_EVERY
+            log.log(
+                # Nobody wants to wait for an hour to learn that the endpoint has a typing error.
+                logging.WARNING if self.is_first else logging.INFO,
+                "waiting for etcd at %s: %s",
+                self._line,
+                self._words(trouble),
+            )
+        left = self._since + self._seconds - self._clock.now()
+        if left <= 0:
+            self._line.lose(self._verdict(trouble))
+        self._times += 1
+        if self._times % len(self._line.addresses):
+            self._line.check()
+            return  # another server has not been asked yet
+        await asyncio.wait({self._line.lost}, timeout=min(self._pause, max(left, 0.0)))
+        self._line.check()
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+    def _verdict(self, trouble: BaseException) -> str:
+        if self.is_first:
+            return (
+                f"No etcd answered at {self._line} within {self._seconds:g} s "
+                f"({self._words(trouble)}): see whether it runs, and whether --rdzv-endpoint and "
+                "protocol are right."
+            )
+        return (
+            f"etcd at {self._line} was lost and has not answered for {self._seconds:g} s "
+            f"({_words(trouble)}): it has ended, is frozen or cannot be reached."
+        )
+
+    def _words(self, trouble: BaseException) -> str:
+        words = _words(trouble)
+        if self.is_first and isinstance(trouble, ConnectionResetError | EOFError):
+            # Whether it says why before it closes, and whether we get to hear it, is chance.
+            lack = "TLS there, or of a certificate it trusts" if self._line.has_tls else "TLS here"
+            return f"{words}, perhaps for want of {lack}"
+        return words
+
+
+def _body(request: Json) -> bytes:
+    return json.dumps(request, separators=(",", ":")).encode()
+
+
+def _words(trouble: BaseException) -> str:
+    if isinstance(trouble, socket.gaierror):
+        return "its name is not known"
+    if isinstance(trouble, ConnectionRefusedError):
+        return "connection refused"
+    if isinstance(trouble, asyncio.IncompleteReadError | ConnectionResetError):
+        return "it closed the connection"
+    if isinstance(trouble, asyncio.TimeoutError):
+        return "no answer"
+    if isinstance(trouble, ssl.SSLError):
+        return etcd_tls.words(trouble)
+    return str(trouble) or type(trouble).__name__

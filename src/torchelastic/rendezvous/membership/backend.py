@@ -1,0 +1,284 @@
+"""Where the nodes meet: at the store of the embedded rendezvous, or at etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from torchelastic.clock import Clock
+from torchelastic.config import ETCD_BACKENDS, LaunchConfig, format_endpoint, parse_endpoints
+from torchelastic.errors import RendezvousLost
+from torchelastic.rendezvous.backend_parameters import check_backend
+from torchelastic.rendezvous.embedded.failover_state import Holding
+from torchelastic.rendezvous.embedded.node import Seat
+from torchelastic.rendezvous.embedded.voter_file import VoterFile
+from torchelastic.rendezvous.etcd.etcd_store import EtcdStore
+from torchelastic.rendezvous.etcd.open_store import close_store, open_store
+from torchelastic.rendezvous.store import Json, Store
+from torchelastic.rendezvous.witness.vote_keys import Witness
+from torchelastic.rendezvous.witness.witness_client import Asking
+from torchelastic.transport import credentials, frames
+from torchelastic.transport.addresses import listen_beside
+from torchelastic.transport.auth import Credentials
+from torchelastic.transport.connect import Endpoint
+from torchelastic.transport.listener import Handler, Reception
+from torchelastic.transport.ring import Ring
+
+#: Nodes, each with a connection or two to the host, for which the usual limits are too low.
+MANY = 200
+PRIVATE_ENDPOINT = "127.0.0.1:0"
+
+
+class Meeting(Protocol):
+    """This node's connection to the store of the job, and what becomes of it."""
+
+    @property
+    def store(self) -> Store: ...
+
+    @property
+    def addr(self) -> str:
+        """Where other nodes reach this one."""
+        ...
+
+    @property
+    def peer(self) -> str:
+        """Where their agents reach its agent; empty: nowhere."""
+        ...
+
+    @property
+    def endpoint(self) -> str:
+        """Where a newcomer would best look for the job."""
+        ...
+
+    @property
+    def term(self) -> int:
+        """How often the host of the store has changed; 0: it does not."""
+        ...
+
+    @property
+    def is_host(self) -> bool: ...
+
+    @property
+    def loss(self) -> str:
+        """Why the store is lost; empty while it is not."""
+        ...
+
+    @property
+    def may_begin_at(self) -> float:
+        """When this node, if it leads, may form the first world."""
+        ...
+
+    def ring(self, node: str, on_doubts: Callable[[set[str]], None]) -> Ring | None:
+        """Connections to other agents, where the store would be slow to notice an agent's end."""
+        ...
+
+    @property
+    def credentials(self) -> Credentials:
+        """What to show to other agents."""
+        ...
+
+    def serve(self, purpose: str, handler: Handler) -> None:
+        """Hand the connections that other agents make for this purpose to a handler."""
+        ...
+
+    def takes_up(self, generation: int) -> bool:
+        """Whether this node may act on a world that the store shows."""
+        ...
+
+    @property
+    def dead(self) -> frozenset[str]:
+        """Nodes of the last world that are known to be no more."""
+        ...
+
+    @property
+    def witness(self) -> Witness | None:
+        """Storage that votes where nodes are halves."""
+        ...
+
+    def hold(self, holding: Holding) -> None:
+        """Take note of what is needed to host the store, should its host be lost."""
+        ...
+
+    async def kept(self) -> None:
+        """Return when this node would not forget what it holds, and others may hear of it."""
+        ...
+
+    def hear_of(self, addresses: Sequence[str]) -> None:
+        """Take note of agents that may know where the store is, should it be lost."""
+        ...
+
+    def say_goodbye(self) -> None:
+        """This node leaves, and has said so."""
+        ...
+
+    async def regain(
+        self, rows: Mapping[str, Json], *, timeout: float | None, say: Callable[[str], None]
+    ) -> bool:
+        """Once the store is lost: have one again, or raise `RendezvousLost`.
+
+        `rows` are what this node had there under its lease; says whether they are again.
+        """
+        ...
+
+    async def hand_over(self, rows: Mapping[str, Json], seconds: float) -> None:
+        """Of a host that leaves: see to it, within some seconds, that there is another one."""
+        ...
+
+    async def close(self, others: float, *, ended: bool = False) -> None:
+        """Go; a host gives the other nodes up to `others` seconds to go first. `ended`: what is
+        kept of the job elsewhere is of no use any more."""
+        ...
+
+
+class EtcdMeeting:
+    """At an etcd server, with a reception of its own for the ring."""
+
+    term = 0
+    is_host = False
+    may_begin_at = 0.0
+    dead: frozenset[str] = frozenset()
+    witness = None
+    loss = ""
+
+    def __init__(self, config: LaunchConfig, store: EtcdStore) -> None:
+        self.store = store
+        self.addr = config.local_addr or store.local_addr
+        self.endpoint = config.rdzv_endpoint
+        self._silence = config.lease
+        shown = credentials.load(config)
+        #: Of no place in particular.
+        self._job = Endpoint("", 0, config.run_id, shown)
+        self._reception = Reception(config.run_id, secret=shown.secret, tls=shown.server_tls)
+        self._ring: Ring | None = None
+
+    async def listen(self) -> None:
+        host, _ = parse_endpoints(self.endpoint)[0]
+        await self._reception.listen(await asyncio.to_thread(listen_beside, host, 0))
+
+    @property
+    def peer(self) -> str:
+        return format_endpoint(self.addr, self._reception.port)
+
+    def ring(self, node: str, on_doubts: Callable[[set[str]], None]) -> Ring:
+        self._ring = Ring(node, self._job, silence=self._silence, on_doubts=on_doubts)
+        self._reception.serve(frames.RING, self._ring.admit)
+        return self._ring
+
+    @property
+    def credentials(self) -> Credentials:
+        return self._job.credentials
+
+    def serve(self, purpose: str, handler: Handler) -> None:
+        self._reception.serve(purpose, handler)
+
+    def takes_up(self, generation: int) -> bool:
+        return True
+
+    def hold(self, holding: Holding) -> None:
+        """Nothing: etcd does not need us."""
+
+    async def kept(self) -> None:
+        """Nothing: etcd does not forget."""
+
+    def hear_of(self, addresses: Sequence[str]) -> None:
+        """Nothing: etcd is where it is."""
+
+    def say_goodbye(self) -> None:
+        """Nothing more than the member record says."""
+
+    async def regain(
+        self, rows: Mapping[str, Json], *, timeout: float | None, say: Callable[[str], None]
+    ) -> bool:
+        raise RendezvousLost(f"etcd at {self.endpoint} is lost.")
+
+    async def hand_over(self, rows: Mapping[str, Json], seconds: float) -> None:
+        """Nothing: etcd stays."""
+
+    async def close(self, others: float, *, ended: bool = False) -> None:
+        if self._ring is not None:
+            await self._ring.close()
+        await close_store(self.store)
+        await self._reception.close()
+
+
+async def meet(
+    config: LaunchConfig,
+    node: str,
+    clock: Clock,
+    say: Callable[[str], None],
+    on_child: Callable[[int], None] = lambda pid: None,
+    file: VoterFile | None = None,
+) -> Meeting:
+    """Open the store of the job: host it, or wait for it to be there and say what is in the way.
+
+    `on_child` is told of every process that is started for that. `file` is where the node keeps its
+    vote; without one its next agent has none.
+    """
+    check_backend(config.rdzv_backend, config.rdzv_configs)
+    if config.max_nodes > MANY:
+        _allow_many_connections()
+    if config.rdzv_backend in ETCD_BACKENDS:
+        return await _meet_at_etcd(config, clock)
+    seat = _seat(config, node, clock, on_child, file)
+    try:
+        await seat.open(config.wait_for_nodes or None, say)
+    except BaseException:
+        await seat.close()
+        raise
+    return seat
+
+
+async def _meet_at_etcd(config: LaunchConfig, clock: Clock) -> EtcdMeeting:
+    store = await open_store(
+        config.rdzv_endpoint,
+        config.run_id,
+        config.rdzv_configs,
+        timeout=config.wait_for_nodes or None,
+        clock=clock,
+    )
+    meeting = EtcdMeeting(config, store)
+    try:
+        await meeting.listen()
+    except BaseException:
+        await meeting.close(0.0)
+        raise
+    return meeting
+
+
+def _allow_many_connections() -> None:
+    """Open as many files as this process may: most are allowed fewer than a large job has nodes."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _seat(
+    config: LaunchConfig,
+    node: str,
+    clock: Clock,
+    on_child: Callable[[int], None],
+    file: VoterFile | None,
+) -> Seat:
+    witness = None
+    if config.witness and config.max_nodes > 1:
+        asking = Asking(config.witness, on_child)
+        witness = Witness(asking, config.witness, config.run_id, node)
+    shown = credentials.load(config)
+    places = [
+        Endpoint(host, port, config.run_id, shown)
+        for host, port in parse_endpoints(config.rdzv_endpoint or PRIVATE_ENDPOINT)
+    ]
+    return Seat(
+        places,
+        node,
+        clock=clock,
+        lease=config.lease,
+        local_addr=config.local_addr,
+        is_host=config.is_host,
+        two_node_takeover=config.two_node_takeover,
+        may_be_remembered=config.max_nodes > 1,
+        passes_workers_on=config.rdzv_backend == "static",
+        witness=witness,
+        file=file,
+    )

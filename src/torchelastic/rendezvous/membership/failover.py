@@ -1,0 +1,131 @@
+"""What a node keeps of each world, so that it could host the store if its host were lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+
+from torchelastic.records import replace
+from torchelastic.rendezvous import majority
+from torchelastic.rendezvous.embedded.failover_state import Holding
+from torchelastic.rendezvous.leader import ROLL_KEY
+from torchelastic.rendezvous.majority import Roll
+from torchelastic.rendezvous.store import Json, Store
+from torchelastic.rendezvous.world import PART_PREFIX, WORLD_KEY, World, addresses_in
+
+
+class Heir:
+    """Collects what is to be held of the newest world. The whole of a large one only where this
+    node is one of the candidates that it names: others have no use for thousands of addresses. Of a
+    small one all have it: a spare may be the only one left that has taken it up, and nobody who
+    knows less could be elected with its vote."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._holding = Holding()
+        self._digest = ""
+        #: The newest world that is settled, as far as is known.
+        self._settled = -1
+        #: Set once this node has been a candidate.
+        self.is_candidate = asyncio.Event()
+
+    async def take(self, store: Store, world: World, summary: Json) -> Holding:
+        """What to hold of a world; gets what is not in its summary, if there is any need."""
+        parts: dict[str, Json] = {}
+        roll: Json | None = None
+        if self.lacks(world):
+            listed, rolls = await asyncio.gather(store.get(PART_PREFIX), store.get(ROLL_KEY))
+            parts = {k: item.value for k, item in listed.items.items() if world.owns(item.value)}
+            roll = rolls.items[ROLL_KEY].value if ROLL_KEY in rolls.items else None
+        return self.noted(world, summary, parts, roll)
+
+    def lacks(self, world: World) -> bool:
+        """Whether this node is to hold the whole of a world, and does not know all of it yet."""
+        return self._is_to_hold(world) and not self._knows(world)
+
+    def _is_to_hold(self, world: World) -> bool:
+        return self._node in world.heirs or world.shards == 1
+
+    def _knows(self, world: World) -> bool:
+        return (world.generation, world.digest) == (self._holding.roll.generation, self._digest)
+
+    def noted(
+        self, world: World, summary: Json, parts: Mapping[str, Json], roll: Json | None
+    ) -> Holding:
+        """What to hold of a world, with the parts and the roll of one that it `lacks`."""
+        if self._knows(world):
+            if self._holding.rows:
+                rows = {**self._holding.rows, WORLD_KEY: summary}
+                self._holding = replace(self._holding, rows=rows)
+        elif self._is_to_hold(world):
+            self.is_candidate.set()
+            self._holding = self._whole(world, summary, parts, roll)
+        else:
+            self._holding = self._outline(world)
+        self._digest = world.digest
+        return self.settled(self._settled)
+
+    def settled(self, generation: int) -> Holding:
+        """What to hold once a world is settled; it may be heard of before the world is here."""
+        self._settled = max(self._settled, generation)
+        held = self._holding
+        if held.roll.generation == generation and held.roll.before:
+            roll = replace(held.roll, before=())
+            rows = {**held.rows, ROLL_KEY: majority.to_json(roll)} if held.rows else {}
+            self._holding = replace(held, roll=roll, rows=rows)
+        return self._holding
+
+    def _outline(self, world: World) -> Holding:
+        """Enough to vote, and to look for a host."""
+        places = {node.node: node.peer for node in world.nodes}
+        return Holding(
+            roll=_roll(None, world, places),
+            order=tuple(world.heirs),
+            addresses=_known({**world.heirs, **places}),
+        )
+
+    def _whole(
+        self, world: World, summary: Json, listed: Mapping[str, Json], roll: Json | None
+    ) -> Holding:
+        addresses = addresses_in(listed.values())
+        if len(addresses) != world.count:
+            return self._outline(world)  # a newer one is there already
+        rows: dict[str, Json] = {WORLD_KEY: summary, **listed}
+        if roll is not None:
+            rows[ROLL_KEY] = roll
+        return self._made(world, rows, addresses)
+
+    def formed(self, world: World, beside: Mapping[str, Json]) -> Holding:
+        """What to hold of a world that this node forms; `beside` are its parts and its roll."""
+        rows = {WORLD_KEY: world.summary(), **beside}
+        parts = [value for key, value in beside.items() if key.startswith(PART_PREFIX)]
+        self.is_candidate.set()
+        self._holding = self._made(world, rows, addresses_in(parts))
+        self._digest = world.digest
+        return self._holding
+
+    def _made(
+        self, world: World, rows: Mapping[str, Json], addresses: Mapping[str, str]
+    ) -> Holding:
+        roll = rows.get(ROLL_KEY)
+        made = _roll(roll, world, addresses)
+        # Of those who must agree, though they are not in this world, it knows where they were.
+        asked = frozenset().union(*(electorate.nodes for electorate in made.before))
+        before = {node: at for node, at in self._holding.addresses.items() if node in asked}
+        return Holding(
+            roll=made,
+            order=tuple(world.heirs),
+            addresses={**before, **_known({**world.heirs, **addresses})},
+            rows=rows,
+        )
+
+
+def _roll(stored: Json | None, world: World, nodes: Iterable[str]) -> Roll:
+    return majority.from_json(
+        stored, world.generation, nodes, world.host, witness=bool(world.witness)
+    )
+
+
+def _known(addresses: Mapping[str, str]) -> dict[str, str]:
+    """Without those who are reached nowhere."""
+    return {node: peer for node, peer in addresses.items() if peer}

@@ -1,0 +1,357 @@
+"""This node among the others: its lease, its member record, its turn to lead, its worlds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Coroutine, Mapping, Set
+from functools import partial
+from typing import Any
+
+from torchelastic.clock import Clock
+from torchelastic.config import LaunchConfig
+from torchelastic.errors import LeaseExpired, RendezvousLost, RendezvousRefused
+from torchelastic.rendezvous.embedded.voter_file import VoterFile
+from torchelastic.rendezvous.job_settings import Agreement
+from torchelastic.rendezvous.leader import SETTLED_KEY, Leader, LeaderObserver
+from torchelastic.rendezvous.membership.backend import Meeting, meet
+from torchelastic.rendezvous.membership.failover import Heir
+from torchelastic.rendezvous.membership.member_record import NAME_PREFIX, Membership
+from torchelastic.rendezvous.membership.suspicion import give_up_leader
+from torchelastic.rendezvous.round_state import RoundRules
+from torchelastic.rendezvous.store import Item, Json, Store
+from torchelastic.rendezvous.witness.reachability import WitnessWatch
+from torchelastic.rendezvous.world import (
+    LEADER_KEY,
+    MEMBER_PREFIX,
+    WORLD_KEY,
+    Member,
+    World,
+    part_key,
+)
+from torchelastic.side_tasks import Work
+from torchelastic.transport.ring import Ring
+
+logger = logging.getLogger(__name__)
+
+#: So many nodes may all speak at once when a world begins.
+FEW = 64
+#: Seconds a host that leaves stays for the others to elect the next one.
+HANDING_OVER = 10.0
+#: `SideTasks.start`: runs something beside the loop; what goes wrong there is the owner's to see.
+Background = Callable[[Work, str], asyncio.Task[Any]]
+
+
+class Presence:
+    """A node that is a member of a job, and stays one when its lease is lost and opened anew."""
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        node: str,
+        clock: Clock,
+        *,
+        observer: LeaderObserver,
+        background: Background,
+        on_world: Callable[[World], None],
+        on_lease_lost: Callable[[], None],
+        host: str = "",
+        on_child: Callable[[int], None] = lambda pid: None,
+        file: VoterFile | None = None,
+    ) -> None:
+        """`host` is what this node is called for people, if not by the name of its machine.
+        `on_child` is told of every process that this starts; `file` keeps the node's vote for its
+        next agent."""
+        self._config = config
+        self._node = node
+        self._host = host or socket.gethostname()
+        self._agreement = Agreement.from_config(config)
+        self._clock = clock
+        self._on_child = on_child
+        self._file = file
+        self._observer = observer
+        self._background = background
+        self._on_world = on_world
+        self._on_lease_lost = on_lease_lost
+        self._meeting: Meeting | None = None
+        self._membership: Membership | None = None
+        #: What was said before there was a record to say it.
+        self._facts: dict[str, Any] = {}
+        #: A phase of the last world that had nodes, with those of our part.
+        self._world: World | None = None
+        #: The last world that was passed on, as it came.
+        self._seen: Json | None = None
+        self._heir = Heir(node)
+        self._ring: Ring | None = None
+        self._doubting: asyncio.Task[Any] | None = None
+        self._leader: Leader | None = None
+        #: What this node does as a member under its present lease.
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    @property
+    def meeting(self) -> Meeting:
+        assert self._meeting is not None, "asked before joining"
+        return self._meeting
+
+    @property
+    def member(self) -> Member:
+        assert self._membership is not None, "asked before joining"
+        return self._membership.member
+
+    async def join(self, **facts: Any) -> None:
+        """Meet the other nodes and be one of them; `facts` are what the member record says more."""
+        say = self._observer.without_host
+        self._meeting = await meet(
+            self._config, self._node, self._clock, say, self._on_child, self._file
+        )
+        if self._file is not None:  # the workers of an agent before this one ended with it
+            self._facts.setdefault("gone", self._file.generation)
+            self._facts["resumed"] = self._file.resumed is not None
+        if self._meeting.witness is not None:
+            vigil = WitnessWatch(self._meeting.witness, self._observer.say)
+            self._facts["witness"] = await vigil.look()
+            self._background(partial(vigil.run, self._note_witness), "witness")
+        member = Member(
+            node=self._node,
+            name="",
+            addr=self._meeting.addr,
+            peer=self._meeting.peer,
+            nproc=self._config.nproc_per_node,
+            role=self._config.role,
+            node_rank=self._config.node_rank,
+            agreement=self._agreement.digest,
+            **{**facts, **self._facts},
+        )
+        self._membership = Membership(member)
+        self._ring = self._meeting.ring(self._node, self._doubt)
+        await self._enlist()
+
+    def _note_witness(self, token: str) -> None:
+        if self._membership is None or self.member.witness != token:
+            self.update(witness=token)
+
+    async def rejoin(self, gone: int) -> str:
+        """After a lost lease, with no worker left in a world: be a member again, if need be at
+        another host of the store; returns the new name."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+        gone = max(gone, self.member.gone)  # a later word stands
+        self.update(gone=gone, failures=(), resumed=False)
+        await self._enlist()
+        return self.member.name
+
+    async def _enlist(self) -> None:
+        """Open a lease and claim a name under it; again where the store took longer than the lease
+        to answer, and at the next host where the host is lost."""
+        assert self._membership is not None
+        while True:
+            store = self.meeting.store
+            try:
+                await store.open_lease(self._config.lease)
+                await self._membership.enlist(store, self._host, self.meeting.kept)
+            except LeaseExpired as error:
+                logger.debug("the lease ended before it was of use: %s", error)
+            except RendezvousLost:
+                if await self._regain():
+                    break
+            else:
+                break
+        self._be_member()
+
+    def _kept(self) -> dict[str, Json]:
+        """What this node has in the store under its lease."""
+        if not self.member.name:
+            return {}
+        return {
+            MEMBER_PREFIX + self._node: self.member.to_json(),
+            NAME_PREFIX + self.member.name: {"node": self._node},
+        }
+
+    async def _regain(self) -> bool:
+        """Have a store again; says whether this node's keys are there under a lease."""
+        kept = self._kept()
+        limit = self._config.wait_for_nodes or None
+        leased = await self.meeting.regain(kept, timeout=limit, say=self._observer.without_host)
+        assert self._membership is not None
+        self._membership.unsaid()
+        self.update(addr=self.meeting.addr, peer=self.meeting.peer)
+        return leased and bool(kept)
+
+    def update(self, **changes: Any) -> None:
+        """Change the member record, or what it will say once this node has joined."""
+        if self._membership is not None:
+            self._membership.update(**changes)
+            if changes.get("leaving"):
+                self.meeting.say_goodbye()
+        else:
+            self._facts.update(changes)
+
+    def _be_member(self) -> None:
+        """Put the member record from now on, follow the worlds, and lead when it is our turn, until
+        the lease ends."""
+        assert self._membership is not None
+        store = self.meeting.store
+        self.update()
+        work = {
+            "membership": self._membership.run(store, self.meeting.kept),
+            "watch-world": self._watch_world(store),
+            "watch-leader": self._watch_leader(store),
+        }
+        if self.meeting.term:
+            work["watch-settled"] = self._watch_settled(store)
+        if self.meeting.is_host or not self.meeting.term:
+            self._leader = self._new_leader(store)
+            work["leader"] = self._leader.run()
+        self._tasks = [
+            self._background(partial(self._while_leased, coroutine), name)
+            for name, coroutine in work.items()
+        ]
+        self._tasks.append(self._background(partial(self._watch_lease, store), "watch-lease"))
+
+    def replace_slow(self, generation: int, nodes: Set[str]) -> None:
+        """If this node leads: have spare ones take the places of these, which are slow."""
+        if self._leader is not None:
+            self._leader.replace_slow(generation, nodes)
+
+    def _new_leader(self, store: Store) -> Leader:
+        rules = RoundRules.from_config(self._config)
+        return Leader(
+            store,
+            self._node,
+            rules,
+            self._clock,
+            self._observer,
+            term=self.meeting.term,
+            may_begin_at=self.meeting.may_begin_at,
+            dead=self.meeting.dead,
+            ask=self._ring.ask if self._ring is not None else None,
+            ask_again=self._config.lease / 2,
+            agreement=self._agreement,
+            witness=self.meeting.witness,
+            keep=self._keep_formed if self.meeting.term else None,
+        )
+
+    async def _keep_formed(self, world: World, rows: Mapping[str, Json]) -> None:
+        """Of a host: it counts as having a world from when others see it."""
+        if world.count:
+            self.meeting.hold(self._heir.formed(world, rows))
+            await self.meeting.kept()
+
+    async def _while_leased(self, work: Coroutine[Any, Any, None]) -> None:
+        """Work that ends quietly with the lease: what follows from that is `_watch_lease`'s to
+        tell. So it is with the host of the store, if another node can take its place."""
+        try:
+            await work
+        except LeaseExpired:
+            return
+        except RendezvousLost:
+            if not self.meeting.term:
+                raise
+
+    async def _watch_leader(self, store: Store) -> None:
+        """End this node if it does not fit the job, whoever leads that."""
+        async with contextlib.aclosing(store.follow(LEADER_KEY)) as leaders:
+            async for leader in leaders:
+                if leader is not None and (why := self._agreement.objection(leader.value)):
+                    raise RendezvousRefused(why)
+
+    async def _watch_world(self, store: Store) -> None:
+        async with contextlib.aclosing(store.follow(WORLD_KEY)) as summaries:
+            async for summary in summaries:
+                if summary is not None:
+                    await self._see_world(store, summary)
+
+    async def _see_world(self, store: Store, item: Item) -> None:
+        """Pass a world on, with the part of its nodes that this one may be in."""
+        summary = item.value
+        if summary == self._seen:
+            return  # told again, by a store that was opened anew
+        world = await self._with_nodes(store, World.from_json(summary))
+        if world is None:
+            return
+        self.meeting.hear_of([*world.heirs.values()])
+        takes_up = self.meeting.takes_up(world.generation)
+        if world.count and not takes_up and world.is_under_way:
+            return  # of an earlier host, and not ours: a newer one follows
+        if world.count and takes_up and self.meeting.term:
+            self.meeting.hold(await self._heir.take(store, world, summary))
+            self._accept(world)
+        if self._ring is not None:
+            self._ring.turn_to([(node.node, node.peer) for node in world.nodes])
+        if store.lease_lost.is_set() and world.phase != "closed":
+            return  # the others may go on without this node: told again when it has joined anew
+        self._seen = summary
+        if world.phase != "agreeing":
+            self._on_world(self._unless_given_up(world, item.modified))
+
+    def _unless_given_up(self, world: World, published: int) -> World:
+        """A world as this node takes it. One that began with a place for it before its present
+        membership did has counted it as lost, or is about to, and is over for it."""
+        assert self._membership is not None
+        return world.without(self._node) if published < self._membership.since else world
+
+    async def _with_nodes(self, store: Store, world: World) -> World | None:
+        """A world with the nodes of our part, which is read once for all of the world's phases.
+
+        None where a newer world is there, whose summary is on its way: only its parts are left.
+        """
+        if not world.count:
+            return world
+        if self._world is not None and world.has_list_of(self._world):
+            return world.with_list_of(self._world)
+        key = part_key(self._node, world.shards)
+        part = await store.latest(key)
+        if part is None or not world.owns(part.value):
+            return None
+        self._world = world.with_parts([part.value])
+        return self._world
+
+    def _accept(self, world: World) -> None:
+        """Say that this node has a world; at once where the others wait for that, or are so few
+        that it costs nothing: until enough have said so, those of the last world have a say."""
+        assert self._membership is not None
+        if world.phase == "agreeing" or world.count <= FEW:
+            self.update(accepted=world.generation)
+        elif self.member.accepted != world.generation:
+            self._membership.mention(accepted=world.generation)
+
+    def _doubt(self, nodes: set[str]) -> None:
+        """Tell the leader whom the ring doubts; of the leader itself nobody else can be told."""
+        self.update(doubts=tuple(sorted(nodes)))
+        if self._doubting is not None:
+            self._doubting.cancel()
+        if nodes and self._ring is not None:
+            store, ask, again = self.meeting.store, self._ring.ask, self._config.lease / 2
+            asking = give_up_leader(store, self._node, nodes, ask, again=again)
+            self._doubting = self._background(partial(self._while_leased, asking), "doubt")
+
+    async def _watch_settled(self, store: Store) -> None:
+        """Of a node that may be the next host: hear when a world is settled."""
+        await self._heir.is_candidate.wait()
+        async with contextlib.aclosing(store.watch(SETTLED_KEY, after=0)) as changes:
+            async for change in changes:
+                if change.item is not None:
+                    self.meeting.hold(self._heir.settled(change.item.value["generation"]))
+                    await self.meeting.kept()
+
+    async def _watch_lease(self, store: Store) -> None:
+        await store.lease_lost.wait()
+        self._on_lease_lost()
+
+    async def last_words(self, seconds: float) -> None:
+        """Wait until all that was said has been heard, within reason."""
+        if self._membership is not None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._membership.flush(self.meeting.store), seconds)
+
+    async def close(self, others: float) -> None:
+        """Go; a host gives the other nodes up to `others` seconds to go first."""
+        if self._meeting is None:
+            return
+        ended = self._meeting.is_host and self._leader is not None and self._leader.has_ended
+        if self._membership is not None and self.member.leaving:
+            await self._meeting.hand_over(self._kept(), HANDING_OVER)
+        await self._meeting.close(others, ended=ended)

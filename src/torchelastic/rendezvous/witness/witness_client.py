@@ -1,0 +1,111 @@
+"""The agent's end of the process that asks the witness's storage."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torchelastic
+from torchelastic.errors import ConfigError
+from torchelastic.rendezvous.witness.witness_storage import Json
+from torchelastic.system import die_with_owner
+
+logger = logging.getLogger(__name__)
+
+MODULE = "torchelastic.rendezvous.witness.witness_storage"
+#: Seconds that storage has to answer.
+PATIENCE = 5.0
+#: Seconds between two looks whether a process has ended that was killed.
+LOOK = 0.01
+
+
+class Silent(Exception):
+    """The storage has not answered, or not with what was asked for: nothing is known."""
+
+
+class Asking:
+    """Asks one question at a time. The process starts with the first, and anew when it is stuck."""
+
+    def __init__(self, url: str, on_child: Callable[[int], None] = lambda pid: None) -> None:
+        """`on_child` is told of every process that is started, at once."""
+        self._url = url if "://" in url else os.path.abspath(os.path.expanduser(url))
+        self._on_child = on_child
+        self._turn = asyncio.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        #: Killed, but stuck in the kernel perhaps.
+        self._stuck: list[subprocess.Popen[bytes]] = []
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def ask(self, do: str, key: str, value: Json | None = None) -> Json:
+        """The answer of the storage; raises `Silent`, or `ConfigError` for a URL of no use."""
+        try:
+            found = await asyncio.wait_for(self._ask(do, key, value), PATIENCE)
+        except asyncio.TimeoutError:
+            raise Silent(f"no answer within {PATIENCE:g} s") from None
+        except (OSError, EOFError, ValueError) as error:
+            raise Silent(f"the process that asks it has ended: {error!r}") from error
+        if "refused" in found:
+            raise ConfigError(str(found["refused"]))
+        if "error" in found:
+            raise Silent(str(found["error"]))
+        return found
+
+    async def _ask(self, do: str, key: str, value: Json | None) -> Json:
+        async with self._turn:
+            try:
+                if self._writer is None:
+                    await self._start()
+                assert self._reader is not None
+                assert self._writer is not None
+                request = {"do": do, "key": key, "value": value}
+                self._writer.write(json.dumps(request).encode() + b"\n")
+                line = await self._reader.readline()
+                if not line:
+                    raise EOFError("it said nothing")
+                found: dict[str, Any] = json.loads(line)
+                return found
+            except BaseException:  # its answer, should it come, would be taken for another's
+                self._drop()
+                raise
+
+    async def _start(self) -> None:
+        while any(process.poll() is None for process in self._stuck):
+            await asyncio.sleep(LOOK)  # not one more for each question
+        self._stuck.clear()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            owned = [sys.executable, die_with_owner.__file__, str(os.getpid())]
+            asks = [sys.executable, "-m", MODULE, str(theirs.fileno()), self._url]
+            self._process = subprocess.Popen(
+                [*owned, *asks],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                cwd=Path(torchelastic.__file__).parents[1],  # not where `-m` finds a user's files
+            )
+        self._on_child(self._process.pid)
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+
+    def _drop(self) -> None:
+        if self._writer is not None:
+            self._writer.transport.abort()
+        if self._process is not None:
+            self._process.kill()
+            self._stuck.append(self._process)
+        self._process = self._reader = self._writer = None
+
+    async def close(self) -> None:
+        """End the process; one that is stuck is left to the kernel."""
+        self._drop()
+        for process in self._stuck:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(process.wait, 1.0)

@@ -1,0 +1,116 @@
+"""DTensors in a state, as FSDP2's `fully_shard` makes them: tensors that each rank has a part of.
+
+A tensor is known by where it is in the state: `parameters/0/layer.weight`, `state/0/3/exp_avg`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torchelastic import torch_private
+from torchelastic.snapshot.shard_boxes import Box, Shape
+
+#: DTensors by name. (The class is not named here: to import it takes a second.)
+Sharded = Mapping[str, Any]
+
+
+def is_sharded(value: object) -> bool:
+    """Whether it is a DTensor. Where nobody has imported the module there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def is_plain(value: object) -> bool:
+    """Whether it is a tensor that is known by its elements alone, sharded or not."""
+    if is_sharded(value):
+        return True
+    if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return value.layout == torch.strided and not value.is_quantized
+
+
+def take_out(
+    lasting: Mapping[str, Any], which: Callable[[object], bool] = is_sharded
+) -> dict[str, Any]:
+    """Take the DTensors out of this tree of parameters and optimizer state; None stays there."""
+    found = {}
+    for name, entries, key in _slots(lasting):
+        value = entries[key]
+        if which(value):
+            _refuse_placements(name, value)
+            found[name] = value
+            entries[key] = None
+    return found
+
+
+def put_in(lasting: Mapping[str, Any], tensors: Sharded) -> None:
+    """The reverse of `take_out`."""
+    for name, entries, key in _slots(lasting):
+        if name in tensors:
+            entries[key] = tensors[name]
+
+
+def _slots(lasting: Mapping[str, Any]) -> Iterator[tuple[str, dict[Any, Any], Any]]:
+    """Every place a tensor may be at: its name, and the dict and the key that lead there."""
+    for number, parameters in enumerate(lasting["parameters"]):
+        for key in parameters:
+            yield f"parameters/{number}/{key}", parameters, key
+    for number, state in enumerate(lasting["state"]):
+        for parameter, entries in state.items():
+            for key in entries:
+                yield f"state/{number}/{parameter}/{key}", entries, key
+
+
+#: What to do about placements that cannot be kept.
+_ADVICE = {
+    "_StridedShard": "FSDP2 and tensor parallelism split the same dimension of it; have them split "
+    "different ones, or use one of them",
+    "Partial": "redistribute it by Shard or Replicate first",
+}
+
+
+def _refuse_placements(name: str, tensor: Any) -> None:
+    """A rank must have a box of it. Summands are none, and neither is every strided shard, as FSDP2
+    on top of tensor parallelism in the same dimension makes them."""
+    if not is_sharded(tensor):
+        return
+    from torch.distributed.tensor import Replicate, Shard
+
+    for placement in tensor.placements:
+        if type(placement) not in (Shard, Replicate):
+            kind = type(placement).__name__
+            raise TypeError(
+                f"{name} is a DTensor that cannot be kept, since a rank need not have one block of "
+                f"what is placed by {kind}: {_ADVICE.get(kind, 'place it by Shard or Replicate')}."
+            )
+
+
+def shape_of(size: Sequence[int], dtype: torch.dtype) -> Shape:
+    return Shape(str(dtype).removeprefix("torch."), tuple(size))
+
+
+def shapes_of(tensors: Sharded) -> dict[str, Any]:
+    """What the shared piece says of tensors that are not in it."""
+    return {
+        name: [str(one.dtype).removeprefix("torch."), list(one.shape)]
+        for name, one in tensors.items()
+    }
+
+
+def read_shapes(said: Mapping[str, Any]) -> dict[str, Shape]:
+    return {name: Shape(dtype, tuple(size)) for name, (dtype, size) in said.items()}
+
+
+def box_of(tensor: Any) -> Box:
+    """Which part of a DTensor this rank has."""
+    offset, size = torch_private.box_of(tensor)
+    return Box(tuple(offset), tuple(size))
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """This rank's part: the memory itself."""
+    return torch_private.local_of(tensor).detach()

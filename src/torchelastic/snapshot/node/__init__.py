@@ -1,0 +1,1 @@
+"""Agent process: the memory that holds a node's snapshots, and their copies on other nodes."""

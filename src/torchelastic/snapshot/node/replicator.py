@@ -1,0 +1,448 @@
+"""Carries snapshots from agent to agent, over direct connections that the reception has admitted.
+
+    client                        server
+    GIVE, a header           ->
+                             <-   GO; or HAVE, NO: nothing follows
+    skeleton, bytes          ->
+                             <-   HAVE: the checksum is right and it is sealed; or NO
+
+    WANT or FRESHEST         ->
+                             <-   GO, FOUND with the skeleton and the bytes; or NO
+    GO: they are here        ->
+                             <-   HAVE: they were not overwritten until now; or NO
+
+WAIT may come before any first reply, again and again: other guests are served first. Who wants
+something waits for it; who gives comes again later.
+
+What is given is summed by who takes it: nobody waits for that, and nobody else would look for
+hours. What is wanted is waited for, and summed by the worker, who would have to anyhow: here it is
+made sure only that it is the version that was asked for, and nothing that was written over it.
+
+A connection serves any number of these, one after another. What waits for the network is done in
+threads, never in the agent's loop; a connection on which nothing is said takes none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Literal, TypeVar
+
+from torchelastic.errors import ConfigError, RendezvousError, TransferError, WireError
+from torchelastic.snapshot.layout import SHARED, Held, Memory, Version
+from torchelastic.snapshot.node import stream
+from torchelastic.snapshot.node.bandwidth import Bucket
+from torchelastic.snapshot.node.memory import Kept, Shelf
+from torchelastic.snapshot.node.stream import Header, Pipe
+from torchelastic.system.memory_limit import NoRoom
+from torchelastic.transport import frames
+from torchelastic.transport.auth import Credentials
+from torchelastic.transport.connect import Endpoint, NoAnswer, knock
+from torchelastic.transport.link import Link
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Seconds another agent has to answer a greeting.
+ANSWERS = 5.0
+#: Transfers at a time, each way; others wait.
+OUTGOING, INCOMING = 4, 4
+#: How often a guest that waits for its turn is told so, in seconds: more often than a connection on
+#: which nothing moves is given up.
+WAITING = 5.0
+#: Connections of others that are held open. Those at rest make way: who is closed calls again.
+MOST_GUESTS = 256
+_BROKEN = (OSError, EOFError, RendezvousError)
+
+
+class Carrier:
+    """This node's end of all such connections. Made in a running loop."""
+
+    def __init__(
+        self, shelf: Shelf, node: str, job: str, credentials: Credentials, *, bandwidth: float = 0.0
+    ) -> None:
+        """`bandwidth` limits what is given to others, in bytes per second; 0: it does not."""
+        self._shelf = shelf
+        self._node = node
+        self._job = job
+        self._credentials = credentials
+        self._bucket = Bucket(bandwidth)
+        self._bucket_lock = threading.Lock()
+        # Apart: if all of two nodes' threads were giving, none would be left to take.
+        self._outgoing = ThreadPoolExecutor(OUTGOING, "snapshot-out")
+        self._incoming = ThreadPoolExecutor(INCOMING, "snapshot-in")
+        self._pipes: set[Pipe] = set()
+        self._guests: set[Pipe] = set()
+        #: Those of them that say nothing, the one for longest first.
+        self._resting: dict[Pipe, None] = {}
+        self._turns = asyncio.Semaphore(INCOMING)
+        #: By address, a connection that nobody uses just now.
+        self._idle: dict[str, Pipe] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    async def close(self) -> None:
+        """End all transfers and connections."""
+        self._closing = True
+        loop = asyncio.get_running_loop()
+        for guest in self._resting:
+            loop.remove_reader(guest)
+        for each in self._pipes:
+            each.hang_up()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for executor in (self._outgoing, self._incoming):
+            await asyncio.to_thread(executor.shutdown)
+        for each in list(self._pipes):
+            self._end(each)
+
+    # --- calling others --------------------------------------------------------------------------
+
+    async def fetch(self, piece: str, version: Version, peer: str) -> None:
+        """Have a version that another node holds on our own shelf, among our own.
+
+        `TransferError` if it cannot be had, `NoRoom` if there is none for it here.
+        """
+        wanted = Header(kind=stream.WANT, piece=piece, version=version)
+        called = await self._call(peer)
+        await self._use(called, peer, partial(_fetch, called, self._shelf, wanted))
+
+    async def fetch_freshest(self, piece: str, peer: str) -> None:
+        """The same, of the freshest there is: for a shelf that has none."""
+        wanted = Header(kind=stream.FRESHEST, piece=piece, version=(0, 0))
+        called = await self._call(peer)
+        await self._use(called, peer, partial(_fetch, called, self._shelf, wanted))
+
+    async def give(self, piece: str, peer: str) -> Version:
+        """Give the freshest version of a piece of ours to another node; returns which it was."""
+        idle = self._idle.pop(peer, None)
+        if idle is not None and not idle.has_ended():
+            return await self._give(idle, piece, peer)
+        if idle is not None:
+            self._end(idle)
+        return await self._give(await self._call(peer), piece, peer)
+
+    async def _give(self, called: Pipe, piece: str, peer: str) -> Version:
+        wait = called.limited_by(self._bucket, self._bucket_lock)
+        return await self._use(
+            called, peer, partial(_give, called, self._shelf, piece, self._node, wait)
+        )
+
+    async def _use(self, called: Pipe, peer: str, work: Callable[[], T]) -> T:
+        """Do something with a connection in a thread; keep it for the next time if all is well."""
+        try:
+            done = await asyncio.get_running_loop().run_in_executor(self._outgoing, work)
+        except _Refused as refused:
+            self._rest(called, peer)
+            raise TransferError(str(refused)) from None
+        except (*_BROKEN, stream.Closed) as error:
+            self._end(called)
+            raise TransferError(f"The agent at {peer} is lost ({_words(error)}).") from error
+        except asyncio.CancelledError:
+            called.hang_up()  # the thread may still be at it
+            raise
+        except BaseException:
+            self._end(called)
+            raise
+        self._rest(called, peer)
+        return done
+
+    def _rest(self, called: Pipe, peer: str) -> None:
+        if self._closing or peer in self._idle:
+            self._end(called)
+        else:
+            self._idle[peer] = called
+
+    async def _call(self, peer: str) -> Pipe:
+        try:
+            place = Endpoint.at(peer, self._job, self._credentials)
+            link, answer = await knock(place, purpose=frames.SNAPSHOT, timeout=ANSWERS)
+        except (OSError, asyncio.TimeoutError, NoAnswer, RendezvousError, ConfigError) as error:
+            words = _words(error)
+            raise TransferError(f"The agent at {peer} does not answer ({words}).") from error
+        if not isinstance(answer, frames.Welcome):
+            link.abort()
+            raise TransferError(f"The agent at {peer} is not what it should be.")
+        return self._taken(link)
+
+    def _taken(self, link: Link) -> Pipe:
+        made = Pipe(*link.detach())
+        self._pipes.add(made)
+        return made
+
+    def _end(self, ended: Pipe) -> None:
+        self._pipes.discard(ended)
+        self._guests.discard(ended)
+        self._resting.pop(ended, None)
+        for peer in [peer for peer, idle in self._idle.items() if idle is ended]:
+            del self._idle[peer]
+        ended.close()
+
+    def forget(self, peers: set[str]) -> None:
+        """Close the connections to all but these: the others are in no world with us."""
+        for peer in self._idle.keys() - peers:
+            self._end(self._idle[peer])
+
+    # --- being called ----------------------------------------------------------------------------
+
+    def admit(self, link: Link, hello: frames.Hello) -> None:
+        """Take a connection from the reception."""
+        if len(self._guests) >= MOST_GUESTS:
+            self._send_one_away()
+        if self._closing or len(self._guests) >= MOST_GUESTS:
+            link.send(frames.Refusal("This agent takes no more connections for snapshots now."))
+            link.close()
+            return
+        link.send(frames.Welcome(frames.PROTOCOL, frames.VERSION, "", False, 0))
+        try:
+            guest = self._taken(link)
+        except WireError as error:
+            link.abort(error)
+            return
+        self._guests.add(guest)
+        self._listen(guest)
+
+    def _send_one_away(self) -> None:
+        for guest in list(self._resting)[:1]:
+            asyncio.get_running_loop().remove_reader(guest)
+            self._end(guest)
+
+    def _listen(self, guest: Pipe) -> None:
+        """Wait, without a thread, until the guest says something."""
+        self._resting[guest] = None
+        asyncio.get_running_loop().add_reader(guest, self._heard, guest)
+
+    def _heard(self, guest: Pipe) -> None:
+        asyncio.get_running_loop().remove_reader(guest)
+        del self._resting[guest]
+        task = asyncio.create_task(self._answer(guest), name="snapshot guest")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, guest: Pipe) -> None:
+        try:
+            await self._serve(guest)
+        except (*_BROKEN, stream.Closed) as error:
+            logger.debug("a connection for snapshots has ended: %s", _words(error))
+            self._end(guest)
+        except BaseException:
+            self._end(guest)
+            raise
+        else:
+            if not self._closing:
+                self._listen(guest)
+
+    async def _serve(self, guest: Pipe) -> None:
+        """Do what a guest asks for, when it is its turn; until then it hears that it is not."""
+        turn = asyncio.ensure_future(self._turns.acquire())
+        try:
+            while not turn.done():
+                await asyncio.wait({turn}, timeout=WAITING)
+                if not turn.done():
+                    guest.reply(stream.WAIT)
+            await asyncio.get_running_loop().run_in_executor(
+                self._incoming, _serve, guest, self._shelf
+            )
+        finally:
+            turn.add_done_callback(self._end_turn)
+
+    def _end_turn(self, turn: asyncio.Future[Literal[True]]) -> None:
+        if not turn.cancelled():
+            self._turns.release()
+
+
+class _Refused(Exception):
+    """The other end says no, and why; the connection is as good as before."""
+
+
+def _words(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+# --- what is done in threads ---------------------------------------------------------------------
+
+
+def _give(
+    called: Pipe, shelf: Shelf, piece: str, node: str, wait: Callable[[int], None]
+) -> Version:
+    try:
+        reading = shelf.reading(piece, None)
+        with reading as (memory, descriptor, held):
+            header = _header(stream.GIVE, piece, node, memory, held)
+            called.send(header.pack())
+            if _agreed(called, waits=False) == stream.GO:
+                _send(called, memory, descriptor, held, wait)
+                _agreed(called)
+            return held.version
+    except KeyError:
+        raise _Refused(f"There is no version of '{piece}' here.") from None
+
+
+def _header(kind: int, piece: str, origin: str, memory: Memory, held: Held) -> Header:
+    return Header(
+        kind=kind,
+        piece=piece,
+        version=held.version,
+        origin=origin,
+        rank=held.rank,
+        size=held.size,
+        room=memory.sizes.bytes,
+        skeleton_room=memory.sizes.skeleton,
+        used=len(held.data),
+        skeleton=len(held.skeleton),
+        checksum=held.checksum,
+        before=max((one for one in _versions(memory) if one < held.version), default=stream.NONE),
+    )
+
+
+def _versions(memory: Memory) -> list[Version]:
+    return [held.version for held in memory.holdings()]
+
+
+def _agreed(called: Pipe, *, waits: bool = True) -> int:
+    kind, sentence = called.receive_reply()
+    while kind == stream.WAIT:
+        if not waits:
+            # Others of this node, that somebody waits for, need the thread.
+            raise TransferError("The other node is busy with others: it is called again.")
+        kind, sentence = called.receive_reply()
+    if kind == stream.NO:
+        raise _Refused(sentence)
+    return kind
+
+
+def _send(
+    to: Pipe, memory: Memory, descriptor: int, held: Held, wait: Callable[[int], None]
+) -> None:
+    to.send(held.skeleton)
+    to.send_file(descriptor, memory.sizes.buffer_at(held.index), len(held.data), wait)
+
+
+def _fetch(called: Pipe, shelf: Shelf, wanted: Header) -> None:
+    called.send(wanted.pack())
+    _agreed(called)
+    header = called.receive_header()
+    is_it = wanted.kind == stream.FRESHEST or header.version == wanted.version
+    if header.kind != stream.FOUND or header.piece != wanted.piece or not is_it:
+        raise WireError("Another snapshot has come than was asked for.")
+    # Of all its pages only those of this version are needed now, and writing them takes them.
+    kept = shelf.make_room(header.piece, header.room, header.skeleton_room, take=False)
+    with shelf.bringing(kept) as may:
+        if not may:
+            raise TransferError(f"'{header.piece}' is just being brought by another connection.")
+        if wanted.kind == stream.WANT:
+            # What is asked for is the base: whatever this memory has beyond it is void.
+            kept.memory.settle(header.version, header.version[0] + 1)
+        _take(called, kept, header, partial(_is_confirmed, called, kept, header))
+
+
+def _serve(guest: Pipe, shelf: Shelf) -> None:
+    """Do what a guest asks for, as long as it has asked already."""
+    while True:
+        header = guest.receive_header()
+        if header.kind == stream.GIVE:
+            _serve_give(guest, shelf, header)
+        elif header.kind in (stream.WANT, stream.FRESHEST):
+            _serve_want(guest, shelf, header)
+        else:
+            raise WireError("A guest has sent what was not asked for.")
+        if not guest.has_more:
+            return
+
+
+def _serve_want(guest: Pipe, shelf: Shelf, wanted: Header) -> None:
+    version = wanted.version if wanted.kind == stream.WANT else None
+    try:
+        with shelf.reading(wanted.piece, version) as (memory, descriptor, held):
+            found = _header(stream.FOUND, wanted.piece, "", memory, held)
+            guest.reply(stream.GO)
+            guest.send(found.pack())
+            _send(guest, memory, descriptor, held, lambda size: None)
+            # Until they are there they lie in this memory, and may still change.
+            guest.receive_reply()
+            if memory.still_holds(held):
+                guest.reply(stream.HAVE)
+            else:
+                guest.reply(stream.NO, f"That version of '{wanted.piece}' has been overwritten.")
+    except KeyError:
+        guest.reply(stream.NO, f"This node does not hold that version of '{wanted.piece}'.")
+
+
+def _serve_give(guest: Pipe, shelf: Shelf, header: Header) -> None:
+    if header.piece == SHARED:
+        # Whoever takes it for its workers' freshest state must have asked for it.
+        raise WireError("Shared state is fetched, and never given.")
+    try:
+        kept = shelf.make_room_for_replica(
+            header.piece, header.origin or "?", header.room, header.skeleton_room
+        )
+    except NoRoom as error:
+        guest.reply(stream.NO, str(error))
+        return
+    freshest = kept.freshest()
+    if kept.find(header.version) is not None:
+        guest.reply(stream.HAVE)
+    elif freshest is not None and freshest.version > header.version:
+        # Void, if what is given now is what a generation has settled on: that is dropped soon.
+        guest.reply(stream.NO, f"This node still holds something fresher of '{header.piece}'.")
+    else:
+        with shelf.bringing(kept) as may:
+            guest.reply(*_taken_in(guest, kept, header, may))
+
+
+def _taken_in(guest: Pipe, kept: Kept, header: Header, may: bool) -> tuple[int, str]:
+    """Take what is given; the answer to that."""
+    if not may:
+        return stream.NO, "Another connection is just bringing that piece."
+    _drop_between(kept.memory, header)
+    guest.reply(stream.GO)
+    whole = _take(guest, kept, header, partial(_is_whole, guest, kept, header))
+    return (stream.HAVE, "") if whole else (stream.NO, "It was overwritten on its way.")
+
+
+def _drop_between(memory: Memory, header: Header) -> None:
+    """What some rank could not keep all have dropped. It goes here too, where what is given would
+    else take the place of the version before: the last one that all have."""
+    if header.before != stream.NONE:
+        for version in _versions(memory):
+            if header.before < version < header.version:
+                memory.drop(version)
+
+
+def _take(by: Pipe, kept: Kept, header: Header, receive: Callable[[], bool]) -> bool:
+    """Take a version into a memory; says whether it is what it was when it was sealed, which
+    `receive` finds out when it brings the bytes."""
+    skeleton = by.receive(header.skeleton)
+    try:
+        kept.memory.begin(header.version)
+        if not receive():
+            return False
+        kept.memory.seal(
+            header.version,
+            skeleton,
+            header.used,
+            header.checksum,
+            rank=header.rank,
+            size=header.size,
+        )
+    except ValueError as error:
+        # The memory has been let go of meanwhile, or holds something fresher.
+        raise WireError(f"A snapshot cannot be taken in: {error}") from error
+    return True
+
+
+def _is_whole(by: Pipe, kept: Kept, header: Header) -> bool:
+    summed = by.receive_summed(kept.descriptor, kept.memory.begun_at, header.used)
+    return summed == header.checksum
+
+
+def _is_confirmed(called: Pipe, kept: Kept, header: Header) -> bool:
+    """Or raises what the other end has against it."""
+    called.receive_into(kept.descriptor, kept.memory.begun_at, header.used)
+    called.reply(stream.GO)
+    _agreed(called)
+    return True

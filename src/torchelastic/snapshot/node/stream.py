@@ -1,0 +1,391 @@
+"""A connection between two agents that carries snapshots: headers of a fixed form and raw bytes.
+
+It has been greeted as any other (`rendezvous.embedded.reception`), so both ends are known to belong
+to the job, and goes on here without frames: bulk bytes are sent from the memory they lie in, and
+received into the memory they are to lie in. Blocks, hence belongs to a thread at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import NoReturn
+
+from torchelastic.errors import WireError
+from torchelastic.snapshot.layout import Version, checksum, rank_of
+from torchelastic.snapshot.node.bandwidth import Bucket
+from torchelastic.transport.tls import TlsPipe
+
+#: Bytes sent or received at a time: few enough to be in the processor's cache when they are summed
+#: and written.
+CHUNK = 1 << 20
+#: Seconds without a byte after which the other end is given up; fewer amid a header, which comes in
+#: one piece: who sends half of one must not keep a thread from others.
+SILENCE, HEADER_SILENCE = 30, 5
+#: What a header may ask for: more would be no memory of this world.
+MOST_BYTES = 1 << 46
+MOST_SKELETON = 1 << 30
+
+_MAGIC = b"TESN"
+#: magic, kind, piece, origin, generation, step, rank, size, room, skeleton room, bytes, skeleton,
+#: checksum; generation and step of the version before.
+_HEADER = struct.Struct(">4sB24s32sqqqqQQQQIqq")
+#: No version.
+NONE: Version = (-1, -1)
+#: kind, bytes of the sentence.
+_REPLY = struct.Struct(">BH")
+
+#: Kinds of headers: take this; give me that; here it is; give me the freshest that you have.
+GIVE, WANT, FOUND, FRESHEST = 1, 2, 3, 4
+#: Kinds of replies: go on; I have it; no; others come first, another reply follows.
+GO, HAVE, NO, WAIT = 1, 2, 3, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What comes, or is asked for."""
+
+    kind: int
+    piece: str
+    version: Version
+    #: The node whose worker has written it.
+    origin: str = ""
+    rank: int = 0
+    size: int = 1
+    #: What the memory it lies in has room for.
+    room: int = 0
+    skeleton_room: int = 0
+    used: int = 0
+    skeleton: int = 0
+    checksum: int = 0
+    #: The next older version that the sender holds: what lies between, it has dropped.
+    before: Version = NONE
+
+    def pack(self) -> bytes:
+        return _HEADER.pack(
+            _MAGIC,
+            self.kind,
+            self.piece.encode(),
+            self.origin.encode(),
+            *self.version,
+            self.rank,
+            self.size,
+            self.room,
+            self.skeleton_room,
+            self.used,
+            self.skeleton,
+            self.checksum,
+            *self.before,
+        )
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Header:
+        """`WireError` for what no agent sends."""
+        magic, kind, piece, origin, generation, step, *rest = _HEADER.unpack(data)
+        try:
+            named, made_by = _text(piece), _text(origin)
+            rank_of(named)
+        except ValueError as error:
+            raise WireError(f"A header names no piece: {error}.") from None
+        rank, size, room, skeleton_room, used, skeleton, summed, *before = rest
+        if (
+            magic != _MAGIC
+            or kind not in (GIVE, WANT, FOUND, FRESHEST)
+            or not (0 <= rank < size and generation >= 0 and step >= 0)
+            or not (used <= room <= MOST_BYTES and skeleton <= skeleton_room <= MOST_SKELETON)
+        ):
+            raise WireError("A header does not make sense.")
+        return cls(
+            kind=kind,
+            piece=named,
+            version=(generation, step),
+            origin=made_by,
+            rank=rank,
+            size=size,
+            room=room,
+            skeleton_room=skeleton_room,
+            used=used,
+            skeleton=skeleton,
+            checksum=summed,
+            before=(before[0], before[1]),
+        )
+
+
+def _text(padded: bytes) -> str:
+    return padded.rstrip(b"\0").decode("ascii")
+
+
+class Closed(Exception):
+    """This end has been closed, by us."""
+
+
+class Pipe:
+    """One end. Methods raise OSError, EOFError or WireError: it is of no more use then."""
+
+    def __init__(self, connection: socket.socket, tls: TlsPipe | None) -> None:
+        """The connection is the pipe's from now on."""
+        connection.setblocking(True)
+        self._connection = connection
+        self._allow(socket.SO_SNDTIMEO, SILENCE)
+        self._allow(socket.SO_RCVTIMEO, SILENCE)
+        self._tls = tls
+        #: What has been decrypted and not been asked for yet.
+        self._plain = bytearray()
+        self._over = threading.Event()
+
+    def _allow(self, option: int, seconds: int) -> None:
+        """How long the kernel waits: asking it to is cheaper than to wait before every call."""
+        limit = struct.pack("ll", seconds, 0)
+        self._connection.setsockopt(socket.SOL_SOCKET, option, limit)
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is something to receive that the socket does not know of."""
+        return bool(self._plain)
+
+    def has_ended(self) -> bool:
+        """Of a connection at rest, on which nothing is to come: whether the other end is closed."""
+        try:
+            return not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def hang_up(self) -> None:
+        """Make whoever is in here leave, from any thread; `close` is still to be called."""
+        self._over.set()
+        try:
+            self._connection.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            if error.errno not in (errno.ENOTCONN, errno.EBADF):
+                raise
+
+    def close(self) -> None:
+        self._connection.close()
+
+    # --- out -------------------------------------------------------------------------------------
+
+    def send(self, data: bytes) -> None:
+        if self._tls is not None:
+            self._tls.encrypt(data)
+            data = self._tls.outgoing()
+        try:
+            self._connection.sendall(data)
+        except BlockingIOError:
+            _is_silent()
+
+    def reply(self, kind: int, sentence: str = "") -> None:
+        text = sentence.encode()[:1000]
+        self.send(_REPLY.pack(kind, len(text)) + text)
+
+    def send_file(self, descriptor: int, at: int, size: int, wait: Callable[[int], None]) -> None:
+        """Bytes of a file, which need not come into this process where they go in the clear.
+
+        `wait` is called with the number of bytes before they are sent.
+        """
+        end = at + size
+        while at < end:
+            count = min(CHUNK, end - at)
+            wait(count)
+            if self._tls is None:
+                at += self._send_some(descriptor, at, count)
+            else:
+                self.send(os.pread(descriptor, count, at))
+                at += count
+
+    def _send_some(self, descriptor: int, at: int, count: int) -> int:
+        try:
+            return os.sendfile(self._connection.fileno(), descriptor, at, count)
+        except BlockingIOError:
+            _is_silent()
+
+    def limited_by(self, bucket: Bucket, lock: threading.Lock) -> Callable[[int], None]:
+        """What waits as long as the bucket says, or until this end is closed."""
+
+        def wait(size: int) -> None:
+            with lock:
+                seconds = bucket.take(size, time.monotonic())
+            if self._over.wait(seconds) if seconds else self._over.is_set():
+                raise Closed
+
+        return wait
+
+    # --- in --------------------------------------------------------------------------------------
+
+    def receive(self, size: int) -> bytes:
+        data = bytearray(size)
+        self._fill(memoryview(data))
+        return bytes(data)
+
+    def receive_header(self) -> Header:
+        self._allow(socket.SO_RCVTIMEO, HEADER_SILENCE)
+        data = self.receive(_HEADER.size)
+        self._allow(socket.SO_RCVTIMEO, SILENCE)
+        return Header.unpack(data)
+
+    def receive_reply(self) -> tuple[int, str]:
+        kind, length = _REPLY.unpack(self.receive(_REPLY.size))
+        sentence = self.receive(length).decode(errors="replace")
+        if kind not in (GO, HAVE, NO, WAIT):
+            raise WireError("A reply does not make sense.")
+        return kind, sentence
+
+    def receive_into(self, descriptor: int, at: int, size: int) -> None:
+        """Write what comes to a file. In the clear it does not come into this process on its way.
+
+        Not into a mapping: a page would be cleared before it is written, and looked up for us.
+        """
+        end = at + size
+        with _Conduit() as conduit:
+            while at < end:
+                count = min(CHUNK, end - at)
+                if self._tls is None:
+                    at += self._move_some(conduit, descriptor, at, count)
+                else:
+                    _write(descriptor, memoryview(self.receive(count)), at)
+                    at += count
+
+    def _move_some(self, conduit: _Conduit, descriptor: int, at: int, count: int) -> int:
+        try:
+            moved = conduit.move(self._connection.fileno(), descriptor, at, count)
+        except BlockingIOError:
+            _is_silent()
+        if not moved:
+            raise EOFError("the connection was closed")
+        return moved
+
+    def receive_summed(self, descriptor: int, at: int, size: int) -> int:
+        """The same, but all of it is looked at: returns its checksum."""
+        with _Summing() as summing:
+            for begin in range(0, size, CHUNK):
+                part = summing.buffer()[: min(CHUNK, size - begin)]
+                self._fill(part)
+                _write(descriptor, part, at + begin)
+                summing.add(part)
+            return summing.result()
+
+    def _fill(self, room: memoryview) -> None:
+        while room:
+            count = self._some(room)
+            if not count:
+                raise EOFError("the connection was closed")
+            room = room[count:]
+
+    def _some(self, room: memoryview) -> int:
+        """Receive something; returns how many bytes of it are in the room, 0 at the end."""
+        try:
+            if self._tls is None:
+                return self._connection.recv_into(room)
+            return self._decrypted(self._tls, room)
+        except BlockingIOError:
+            _is_silent()
+
+    def _decrypted(self, tls: TlsPipe, room: memoryview) -> int:
+        while not self._plain:
+            data = self._connection.recv(CHUNK)
+            if not data:
+                return 0
+            self._plain += tls.decrypt(data)
+            if answer := tls.outgoing():
+                self._connection.sendall(answer)
+        count = min(len(room), len(self._plain))
+        room[:count] = self._plain[:count]
+        del self._plain[:count]
+        return count
+
+
+class _Conduit:
+    """Leads from a socket to a file: the kernel moves bytes through a pipe only."""
+
+    def __enter__(self) -> _Conduit:
+        self._out, self._in = os.pipe2(os.O_CLOEXEC)
+        with contextlib.suppress(PermissionError):  # this user has many: a small one does it, too
+            fcntl.fcntl(self._in, fcntl.F_SETPIPE_SZ, CHUNK)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._out)
+        os.close(self._in)
+
+    def move(self, source: int, descriptor: int, at: int, count: int) -> int:
+        """Wait for something; returns how much has been moved, 0 at the end."""
+        taken = left = os.splice(source, self._in, count)
+        while left:
+            moved = os.splice(self._out, descriptor, left, offset_dst=at)
+            left, at = left - moved, at + moved
+        return taken
+
+
+def _write(descriptor: int, data: memoryview, at: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, at)
+        data, at = data[written:], at + written
+
+
+class _Summing:
+    """Sums what passes through its buffers in a thread beside: summing takes longer than receiving.
+
+    A thread is made only for more than one buffer.
+    """
+
+    BUFFERS = 4
+
+    def __init__(self) -> None:
+        self._sum = 0
+        self._free: SimpleQueue[memoryview] = SimpleQueue()
+        self._full: SimpleQueue[memoryview | None] = SimpleQueue()
+        self._made = 0
+        self._thread: threading.Thread | None = None
+
+    def buffer(self) -> memoryview:
+        """A buffer that is not in use; waits for one."""
+        if self._made < self.BUFFERS and self._free.empty():
+            self._made += 1
+            self._free.put(memoryview(bytearray(CHUNK)))
+        return self._free.get()
+
+    def add(self, part: memoryview) -> None:
+        """This part of a buffer has been filled."""
+        self._full.put(part)
+        if self._made > 1 and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="snapshot-sum")
+            self._thread.start()
+
+    def _run(self) -> None:
+        while (part := self._full.get()) is not None:
+            self._sum = checksum(part, self._sum)
+            self._free.put(memoryview(part.obj))
+
+    def result(self) -> int:
+        """The checksum of all that was added."""
+        self._full.put(None)
+        if self._thread is None:
+            self._run()
+        else:
+            self._thread.join()
+            self._thread = None
+        return self._sum
+
+    def __enter__(self) -> _Summing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread is not None:  # something has gone wrong
+            self.result()
+
+
+def _is_silent() -> NoReturn:
+    raise TimeoutError("nothing moves any more")

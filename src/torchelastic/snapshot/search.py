@@ -1,0 +1,176 @@
+"""Looks for this rank's pieces of a version, wherever they are, and says what became of that.
+
+What is damaged or of another training is told apart from what could not be had just now: an agent
+that is busy, a connection that broke, a node without room. The latter is tried again, elsewhere
+where there is another holder, and nobody concludes from it that there is nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from torchelastic.errors import SnapshotError
+from torchelastic.snapshot import reshard
+from torchelastic.snapshot.agent_client import FETCH_PATIENCE, Holder
+from torchelastic.snapshot.dtensors import Sharded
+from torchelastic.snapshot.kept_tree import Stored, Tree
+from torchelastic.snapshot.layout import SHARED, Held, Memory, Version, own
+from torchelastic.snapshot.reshard import Assembly
+from torchelastic.snapshot.restore_plan import Nodes, Outcome, Said, source
+from torchelastic.snapshot.shards import Piece, Shards
+from torchelastic.tensors import rank_private
+
+log = logging.getLogger(__name__)
+
+#: Up to this many bytes the checksum of a snapshot is looked at before it is loaded. Of more it
+#: would take longer than to load them: it is looked at meanwhile, and before the next commit.
+CHECKED_FIRST = 32 << 20
+#: How often a piece is asked for before it counts as absent, and seconds in between.
+TRIES, PAUSE = 3, 0.5
+
+
+#: What has become of a search, and why.
+Wrong = tuple[Outcome, str]
+
+
+class Absent(SnapshotError):
+    """A piece could not be had now."""
+
+
+@dataclass
+class Found:
+    """What is needed of a version, found. The memories stay open until it is loaded."""
+
+    shared: Stored
+    held: Held
+    memories: list[Memory]
+    #: The tensors that are sharded, and where their parts are.
+    targets: Sharded
+    shards: Assembly | None = None
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether its bytes have yet to be checked."""
+        return len(self.held.data) > CHECKED_FIRST
+
+    def close(self) -> None:
+        for memory in self.memories:
+            memory.close()
+
+
+class Searcher:
+    """For one rank, in one world."""
+
+    def __init__(
+        self, holder: Holder | None, tree: Tree, shards: Shards, rank: int, here: str, nodes: Nodes
+    ) -> None:
+        self._holder, self._tree, self._shards = holder, tree, shards
+        self._rank, self._here, self._nodes = rank, here, nodes
+
+    def search(self, version: Version) -> tuple[Found | None, Said]:
+        """This rank's pieces of a version, and what it says of that. Collective if there are
+        shards."""
+        memories: list[Memory] = []
+        found: Found | None = None
+        wrong: Wrong | None = None
+        try:
+            found = self._shared(version, memories)
+        except SnapshotError as error:
+            wrong = _wrong(error)
+        if self._shards.any:
+            lacking = self._add_shards(found, version, memories)
+            wrong = wrong or lacking
+        if wrong is None and found is not None:
+            return found, Said(Outcome.FOUND, self._here, found.is_doubted)
+        for memory in memories:
+            memory.close()
+        outcome, sentence = wrong or (Outcome.ABSENT, "")
+        what = "could not be had" if outcome is Outcome.ABSENT else "cannot be used"
+        log.warning("The snapshot of step %d %s here: %s", version[1], what, sentence)
+        return None, Said(outcome, self._here, sentence=sentence)
+
+    def own(self, version: Version) -> rank_private.Private | None:
+        """What this rank alone had at that version; None, and the log says why, if it is lost: that
+        is no reason to give up what all have."""
+        memories: list[Memory] = []
+        try:
+            if source(self._nodes, self._here, own(self._rank), version) is None:
+                return None
+            held = self._held(own(self._rank), version, memories)
+            return rank_private.unpack(bytes(held.data))
+        except SnapshotError as error:
+            log.warning(
+                "What this rank had of its own at step %d is lost (%s): its random states are "
+                "those the script has made.",
+                version[1],
+                str(error),
+            )
+            return None
+        finally:
+            for memory in memories:
+                memory.close()
+
+    def _shared(self, version: Version, memories: list[Memory]) -> Found:
+        held = self._held(SHARED, version, memories)
+        stored = self._tree.read(held.skeleton, held.data)
+        targets = self._shards.targets(stored.sharded(), self._tree.sharded())
+        return Found(stored, held, memories, targets)
+
+    def _add_shards(
+        self, found: Found | None, version: Version, memories: list[Memory]
+    ) -> Wrong | None:
+        """Collective: find this rank's parts of what is sharded, or say what is wrong."""
+        absent: list[Wrong] = []
+
+        def opened(piece: str) -> Piece:
+            try:
+                held = self._held(piece, version, memories)
+            except Absent as error:
+                absent.append(_wrong(error))
+                raise
+            return Piece.read(self._tree.form, held.skeleton, held.data)
+
+        targets = found.targets if found is not None else None
+        shards = reshard.find(targets, self._rank, self._nodes, version, opened)
+        if found is not None:
+            found.shards = shards
+        if absent:
+            return absent[0]
+        if shards is None:
+            return Outcome.UNUSABLE, "not all shards of it can be used"
+        return None
+
+    def _held(self, piece: str, version: Version, memories: list[Memory]) -> Held:
+        """A piece, wherever it is: checked, if it is not large and shared."""
+        memory = self._opened(piece, version)
+        memories.append(memory)
+        held = memory.find(version)
+        later = piece == SHARED and held is not None and len(held.data) > CHECKED_FIRST
+        if held is None or not (later or held.is_whole()):
+            raise SnapshotError(f"the memory of '{piece}' is damaged")
+        return held
+
+    def _opened(self, piece: str, version: Version) -> Memory:
+        began, wrong = time.monotonic(), "no node that has it can be reached"
+        for tried in range(TRIES):
+            name = source(self._nodes, self._here, piece, version, tried)
+            if name is None or self._holder is None:
+                break
+            if tried:
+                time.sleep(PAUSE)
+            try:
+                peer = "" if name == self._here else self._nodes[name].peer
+                return self._holder.open(piece, version, peer)
+            except SnapshotError as error:
+                wrong = str(error)
+            if time.monotonic() > began + FETCH_PATIENCE:
+                break
+        raise Absent(wrong)
+
+
+def _wrong(error: SnapshotError) -> Wrong:
+    """Of the error only this is kept: its traceback would hold the memories it is about."""
+    outcome = Outcome.ABSENT if isinstance(error, Absent) else Outcome.UNUSABLE
+    return outcome, str(error)

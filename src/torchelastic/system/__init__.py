@@ -1,0 +1,1 @@
+"""Any process: Linux calls, memory limits, cgroups, processes that die with their owner."""

@@ -1,0 +1,138 @@
+"""Shared state, the same on every rank: as a tree for those who lack it, and taken from one.
+
+Parameters and buffers keep their identity when they are loaded: optimizers, DDP and the user's own
+variables refer to them. Optimizer state is taken exactly as it was, which
+`Optimizer.load_state_dict` does not do: it casts state to the parameters' type.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchelastic import torch_private
+from torchelastic.errors import TransferError
+from torchelastic.tensors.small_state import Hyperparameters, fits
+
+#: The form of a state: a line for each thing that must be the same on all ranks, with its value.
+Form = Sequence[tuple[str, str]]
+
+
+def form_number(form: Form) -> int:
+    """Return a number that is the same for equal forms, and 0 for an empty one."""
+    digest = hashlib.blake2b(form_text(form).encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big") if form else 0
+
+
+def form_text(form: Form) -> str:
+    return json.dumps(list(form))
+
+
+def module_tree(module: nn.Module) -> dict[str, Any]:
+    """Parameters and all buffers, those that are not persistent too."""
+    return {
+        "parameters": dict(module.named_parameters()),
+        "buffers": dict(module.named_buffers()),
+    }
+
+
+def state_dict_of(module: nn.Module, kept: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The module's state_dict with these parameters and buffers instead of its own."""
+    names = {id(one): name for name, one in (*module.named_parameters(), *module.named_buffers())}
+    # Tied parameters have one name among the parameters and several here.
+    return {
+        key: kept[names[id(value)]] if id(value) in names else value
+        for key, value in module.state_dict(keep_vars=True).items()
+    }
+
+
+def form_of_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, str]]:
+    """What must be the same in all workers, in words: buffers may come and go, parameters not."""
+    for number, module in enumerate(modules):
+        where = f" of model {number}" if number else ""
+        for name, parameter in module.named_parameters():
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            yield f"parameter '{name}'{where}", f"{dtype} of shape {tuple(parameter.shape)}"
+
+
+def form_of_optimizers(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, str]]:
+    for number, optimizer in enumerate(optimizers):
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        groups = f"parameters by group: {', '.join(map(str, sizes))}"
+        yield f"optimizer {number}", f"{type(optimizer).__name__} ({groups})"
+
+
+@torch.no_grad()
+def load_module(module: nn.Module, tree: Mapping[str, Any]) -> None:
+    live = dict(module.named_parameters())
+    if list(live) != list(tree["parameters"]):
+        different = sorted(set(live) ^ set(tree["parameters"]))
+        raise TransferError(
+            f"This worker's model has other parameters than its peers', {different[:3]} for one: "
+            "every rank must build the same model."
+        )
+    for name, parameter in live.items():
+        fill(parameter, tree["parameters"][name])
+    for name, value in tree["buffers"].items():
+        _load_buffer(module, name, value)
+
+
+def _load_buffer(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    path, _, last = name.rpartition(".")
+    owner = module.get_submodule(path)
+    buffers = torch_private.buffers_of(owner)
+    buffers[last] = taken(buffers.get(last), value)
+
+
+def optimizer_tree(optimizer: Optimizer) -> dict[str, Any]:
+    """State by the number of the parameter, as `state_dict` has it, and the hyperparameters."""
+    numbers = {p: i for i, p in enumerate(parameters_of(optimizer))}
+    return {
+        "state": {
+            numbers[key] if isinstance(key, torch.Tensor) else key: dict(entries)
+            for key, entries in optimizer.state.items()
+        },
+        "groups": Hyperparameters(optimizer).tree(),
+    }
+
+
+@torch.no_grad()
+def load_optimizer(optimizer: Optimizer, tree: Mapping[str, Any]) -> None:
+    parameters = parameters_of(optimizer)
+    Hyperparameters(optimizer).load(tree["groups"])
+    state = optimizer.state
+    wanted = {
+        parameters[key] if isinstance(key, int) else key: entries
+        for key, entries in tree["state"].items()
+    }
+    for key in [key for key in state if key not in wanted]:
+        del state[key]
+    for key, entries in wanted.items():
+        live = state[key]
+        state[key] = {name: taken(live.get(name), value) for name, value in entries.items()}
+
+
+@torch.no_grad()
+def fill(live: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Give a tensor these values, unless they were received into its own memory.
+
+    (A tensor that is sharded has no address: all of them say 0.)
+    """
+    is_there = live is value or live.data_ptr() == value.data_ptr() != 0
+    return live if is_there else live.copy_(value)
+
+
+def taken(live: Any, value: Any) -> Any:
+    """The value; in the memory there is for it, if there is."""
+    return fill(live, value) if fits(live, value) else value
+
+
+def parameters_of(optimizer: Optimizer) -> Sequence[torch.Tensor]:
+    """By the numbers that `state_dict` has for them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

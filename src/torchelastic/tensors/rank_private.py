@@ -1,0 +1,140 @@
+"""Rank-private state: random states and buffers, which die with a rank unless it leaves them.
+
+They are left in the slate, memory of the agent's that costs no system call to write. A rank that is
+in step m may be needed, by whoever takes its place, as it was
+    at the beginning of m - 1   if it was ahead: its peers have not got out of step m - 1;
+    at the beginning of m       in the ordinary case;
+    at the end of m             if its peers have finished m: then it had taken part in all of m's
+                                collectives, and what it had drawn before the last is what counts.
+So before each collective of step m it leaves what it has for the end of m, in one of three slots in
+turn. Most often this is what it has at the beginning of m + 1, too; if not, it leaves that in one
+of two more. Killed while it writes, it leaves a torn slot that nobody needs: nobody gets to the end
+of m before the collective is launched.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from typing import NamedTuple, Protocol
+
+from torchelastic.tensors import rng
+from torchelastic.tensors.buffers import Buffers
+
+log = logging.getLogger(__name__)
+
+Version = tuple[int, int]
+
+#: How long torch's state and the buffers are, which come last.
+_HEAD = struct.Struct("=2q")
+_IN_FLIGHT = (0, 1, 2)
+_BEGIN = (3, 4)
+
+
+class Slate(Protocol):
+    """What is needed of `worker.slate.Slate`."""
+
+    def publish(
+        self, slot: int, version: Version, changing: bytes, steady: bytes = b""
+    ) -> bool: ...
+
+    def held(self, slot: int) -> tuple[Version, bytes] | None: ...
+
+
+class Private(NamedTuple):
+    """The private state of a rank at one moment."""
+
+    random: rng.Random
+    buffers: bytes
+
+
+class Reader:
+    """Reads the private state of this rank."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = buffers
+        self._last = Private(rng.Random(b"", b""), b"")
+
+    def read(self) -> Private:
+        """What it is now; the same object as before if nothing has changed."""
+        last = self._last
+        random = rng.capture()
+        buffers = self._buffers.capture() if self._buffers.light else b""
+        if random is not last[0] or buffers != last[1]:
+            self._last = last = tuple.__new__(Private, (random, buffers))
+        return last
+
+
+def restore(private: Private, buffers: Buffers) -> bool:
+    """Put it back; False if the buffers were of another model and are left as they are."""
+    rng.restore(private.random)
+    return buffers.restore(private.buffers)
+
+
+class Publisher:
+    """Leaves this rank's private state in its slate."""
+
+    def __init__(self, slate: Slate) -> None:
+        self._slate = slate
+        self._left: tuple[Version, Private] | None = None
+        #: What seldom changes, and of what it is made.
+        self._steady, self._made_of = b"", (b"", 0, 0)
+        self._with_buffers = True
+
+    def begin(self, version: Version, private: Private) -> None:
+        """A step begins. Nothing is written if nothing was drawn since the last collective."""
+        if self._left != (version, private):
+            self._publish(_BEGIN[version[1] % 2], version, private)
+
+    def in_flight(self, version: Version, private: Private) -> None:
+        """A collective is about to be launched; `version` is the one at the end of the step."""
+        left = version, private
+        if self._left != left:
+            self._publish(_IN_FLIGHT[version[1] % 3], version, private)
+            self._left = left
+
+    def _publish(self, slot: int, version: Version, private: Private) -> None:
+        (changing, others), buffers = private
+        made_of = others, len(changing), len(buffers)
+        if buffers:
+            if self._with_buffers:
+                changing += buffers
+            else:
+                made_of = others, len(changing), 0
+        if made_of != self._made_of:
+            self._made_of, self._steady = made_of, _HEAD.pack(*made_of[1:]) + others
+        written = self._slate.publish(slot, version, changing, self._steady)
+        if not written and self._with_buffers:
+            self._with_buffers = False
+            log.warning(
+                "The buffers of the model are too large to be kept for a replacement of this "
+                "worker, which will take those of another rank instead."
+            )
+            self._publish(slot, version, private)
+
+
+def pack(private: Private) -> bytes:
+    """As bytes, which `unpack` reads."""
+    (torch, others), buffers = private
+    return b"".join((_HEAD.pack(len(torch), len(buffers)), others, torch, buffers))
+
+
+def unpack(data: bytes) -> Private:
+    torch, buffers = _HEAD.unpack_from(data)
+    end = len(data) - buffers
+    begin = end - torch
+    return Private(rng.Random(data[begin:end], data[_HEAD.size : begin]), data[end:])
+
+
+def left_behind(slate: Slate, base: Version) -> Private | None:
+    """What the worker that had this slate before us left of itself at `base`.
+
+    A generation that it died in before its first step calls the same step by its own number, so
+    the latest with this step will do. Of two, the one left at the beginning of the step is exact.
+    """
+    found = []
+    for slot in (*_IN_FLIGHT, *_BEGIN):
+        held = slate.held(slot)
+        if held is not None and held[0][1] == base[1]:
+            found.append((held[0] == base, held[0], slot, held[1]))
+    return unpack(max(found)[-1]) if found else None

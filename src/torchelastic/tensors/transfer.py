@@ -1,0 +1,254 @@
+"""State from those who have it to those who lack it, as the bytes of its tensors.
+
+Every holder sends its share of the bytes to every rank that lacks them, all at once: the bytes of
+all tensors, one after the other, are cut into as many slices of equal length as there are holders.
+What a slice is made of follows from the skeleton, which goes ahead.
+
+Large tensors are sent from the memory they are in and received into the memory they stay in; small
+ones are put together, since a message costs more than their bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from torchelastic import torch_backends
+from torchelastic.errors import TransferError
+from torchelastic.tensors import tensor_tree
+from torchelastic.tensors.tensor_bytes import bytes_of
+from torchelastic.tensors.tensor_tree import Spec
+
+log = logging.getLogger(__name__)
+
+#: Tensors below this many bytes are sent together with their neighbours.
+SMALL = 256 << 10
+#: Most bytes of one message. A receiver that has one can go on with it while the next comes.
+LARGEST = 32 << 20
+#: Messages under way between two ranks. Each one is a thread's business on either side.
+WINDOW = 4
+
+#: What a holder says first: this number, length and checksum of the skeleton, bytes of tensors.
+MAGIC = 0x7465_5374_6174_6531
+
+
+class Receiver(Protocol):
+    """The world a transfer happens in, as one of its ranks sees it."""
+
+    rank: int
+    size: int
+    #: Bytes of state this rank has received.
+    received: int
+
+
+def share(world: Receiver, tree: Any, *, holders: Sequence[int], into: Any = None) -> Any:
+    """Collective: bring the tree to those who lack it. Returns it there, None to the holders.
+
+    All holders' trees are equal; that of a rank which lacks it is not looked at. `into` is a tree
+    of its own whose tensors are written where one of the same place and kind is received: it must
+    be a state that is worth nothing, since whatever raises here leaves it half-written.
+    """
+    lacking = [rank for rank in range(world.size) if rank not in holders]
+    if world.rank in holders:
+        _send(tree, _Share(holders.index(world.rank), len(holders)), lacking)
+        return None
+    began = time.monotonic()
+    received, count = _receive(holders, lacking.index(world.rank), _room(into))
+    world.received += count
+    took = time.monotonic() - began
+    log.info("Received %d bytes of state from %d peers in %.3f s.", count, len(holders), took)
+    return received
+
+
+# --- who sends what ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Which of several holders."""
+
+    index: int
+    of: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """Some bytes of a tensor."""
+
+    tensor: int
+    begin: int
+    end: int
+
+
+#: What travels as one message: part of a large tensor, or several small pieces.
+Message = tuple[Span, ...]
+
+
+def messages(sizes: Sequence[int], index: int, of: int) -> Iterator[Message]:
+    """How one of several holders sends its share of tensors that have these many bytes."""
+    total = sum(sizes)
+    together: list[Span] = []
+    for span in _spans(sizes, total * index // of, total * (index + 1) // of):
+        if span.end - span.begin >= SMALL:
+            yield (span,)
+            continue
+        together.append(span)
+        if sum(one.end - one.begin for one in together) >= SMALL:
+            yield tuple(together)
+            together = []
+    if together:
+        yield tuple(together)
+
+
+def _spans(sizes: Sequence[int], begin: int, end: int) -> Iterator[Span]:
+    """The bytes from `begin` to `end` of all tensors laid end to end, none larger than allowed."""
+    at = 0
+    for tensor, size in enumerate(sizes):
+        first, last = max(begin - at, 0), min(end - at, size)
+        for start in range(first, last, LARGEST):
+            yield Span(tensor, start, min(start + LARGEST, last))
+        at += size
+
+
+# --- holders --------------------------------------------------------------------------------------
+
+
+def _send(tree: Any, share: _Share, lacking: Sequence[int]) -> None:
+    skeleton, tensors = tensor_tree.flatten(tree)
+    flat = [bytes_of(tensor) for tensor in tensors]
+    sizes = [len(one) for one in flat]
+    moving = _Moving()
+    # Holders begin with different peers, so that none has to wait for all of them.
+    first = share.index % max(len(lacking), 1)
+    peers = [*lacking[first:], *lacking[:first]]
+    for peer in peers:
+        if lacking.index(peer) % share.of == share.index:
+            _send_skeleton(moving, peer, skeleton.encode(), sum(sizes))
+    for message in messages(sizes, share.index, share.of):
+        pieces = [flat[span.tensor][span.begin : span.end] for span in message]
+        joined = pieces[0] if len(pieces) == 1 else torch.cat([one.cpu() for one in pieces])
+        for peer in peers:
+            moving.send(joined, peer)
+    moving.finish()
+
+
+def _send_skeleton(moving: _Moving, peer: int, text: bytes, total: int) -> None:
+    moving.send(torch.tensor([MAGIC, len(text), zlib.crc32(text), total]), peer)
+    moving.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), peer)
+
+
+# --- those who lack it ----------------------------------------------------------------------------
+
+
+def _receive(
+    holders: Sequence[int], number: int, room_for: Callable[[Spec], torch.Tensor]
+) -> tuple[Any, int]:
+    skeleton, total = _receive_skeleton(holders[number % len(holders)])
+    specs = tensor_tree.specs(skeleton)
+    sizes = [spec.nbytes for spec in specs]
+    if sum(sizes) != total:
+        raise TransferError("A peer's state has another size than its skeleton says.")
+    tensors = [room_for(spec) for spec in specs]
+    flat = [bytes_of(tensor) for tensor in tensors]
+    moving = _Moving()
+    queues = [messages(sizes, index, len(holders)) for index in range(len(holders))]
+    for turn in zip_longest(*queues):  # a message of each: all holders send at the same time
+        for peer, message in zip(holders, turn, strict=True):
+            if message is not None:
+                _receive_message(moving, peer, flat, message)
+    moving.finish()
+    return tensor_tree.restore(skeleton, tensors), total
+
+
+def _receive_skeleton(peer: int) -> tuple[str, int]:
+    header, moving = torch.zeros(4, dtype=torch.int64), _Moving()
+    moving.receive(header, peer)
+    moving.finish()
+    magic, length, checksum, total = header.tolist()
+    if magic != MAGIC or not 0 < length <= tensor_tree.LIMIT:
+        raise TransferError("What came instead of a peer's state is none.")
+    text = bytearray(length)
+    moving.receive(torch.frombuffer(text, dtype=torch.uint8), peer)
+    moving.finish()
+    if zlib.crc32(text) != checksum:
+        raise TransferError("The skeleton of a peer's state was damaged on its way.")
+    return text.decode(), total
+
+
+def _receive_message(
+    moving: _Moving, peer: int, flat: Sequence[torch.Tensor], message: Message
+) -> None:
+    pieces = [flat[span.tensor][span.begin : span.end] for span in message]
+    if len(pieces) == 1:
+        moving.receive(pieces[0], peer)
+        return
+    joined = torch.empty(sum(map(len, pieces)), dtype=torch.uint8)
+    moving.receive(joined, peer, lambda: _spread(joined, pieces))
+
+
+def _spread(joined: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+    begin = 0
+    for piece in pieces:
+        piece.copy_(joined[begin : begin + len(piece)])
+        begin += len(piece)
+
+
+def _room(into: Any) -> Callable[[Spec], torch.Tensor]:
+    """Where to receive a tensor: in the one that is there, if its bytes fit, or in a new one."""
+    own = dict(tensor_tree.tensors_by_path(into)) if into is not None else {}
+
+    def room_for(spec: Spec) -> torch.Tensor:
+        tensor = own.get(spec.path)
+        return tensor if tensor is not None and spec.describes(tensor) else spec.empty()
+
+    return room_for
+
+
+# --- moving ---------------------------------------------------------------------------------------
+
+
+class _Moving:
+    """Messages under way: few with each peer, and their tensors kept until they are there."""
+
+    def __init__(self) -> None:
+        self._device = torch.device(torch_backends.here())
+        self._under_way: dict[int, deque[tuple[Any, Callable[[], object]]]] = {}
+
+    def send(self, tensor: torch.Tensor, peer: int) -> None:
+        staged = tensor.to(self._device)
+        self._add(peer, dist.isend(staged, peer), lambda: staged)
+
+    def receive(
+        self, tensor: torch.Tensor, peer: int, then: Callable[[], object] = lambda: None
+    ) -> None:
+        """`then` is called when the tensor is there."""
+        if tensor.device.type == self._device.type:
+            self._add(peer, dist.irecv(tensor, peer), then)
+            return
+        staged = torch.empty_like(tensor, device=self._device)
+        self._add(peer, dist.irecv(staged, peer), lambda: (tensor.copy_(staged), then()))
+
+    def finish(self) -> None:
+        for queue in self._under_way.values():
+            while queue:
+                _end(*queue.popleft())
+
+    def _add(self, peer: int, work: Any, then: Callable[[], object]) -> None:
+        queue = self._under_way.setdefault(peer, deque())
+        queue.append((work, then))
+        if len(queue) > WINDOW:
+            _end(*queue.popleft())
+
+
+def _end(work: Any, then: Callable[[], object]) -> None:
+    work.wait()
+    then()

@@ -1,0 +1,1 @@
+"""Tests: the deciders of the control plane on a message bus, in virtual time."""

@@ -1,0 +1,263 @@
+"""One job on simulated machines, under a schedule of faults, watched by the checker of the laws."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+
+from torchelastic.agent.lifecycle.script import InvalidTransition
+from torchelastic.rendezvous.round_state import RoundRules
+from torchelastic.rendezvous.world import World
+from torchelastic.testing import laws
+from torchelastic.testing.bus.host_search import ENDPOINT, Seat
+from torchelastic.testing.bus.message_bus import Bus, Timer
+from torchelastic.testing.bus.node_loop import Agent
+from torchelastic.testing.bus.worker_model import Run
+from torchelastic.testing.fault_schedule import HEALED_AT, Fault, Schedule
+from torchelastic.testing.laws import Laws, Violation
+
+LEASE = 3.0
+#: Seconds for one round, from the moment on at which nothing is in its way: an election, the time
+#: to settle, starts of workers, and a step.
+ROUND = 7.0
+#: Seconds of a simulated job.
+END = 60.0
+
+
+class Simulation:
+    """A job, from its start to its end or to the end of the time."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.bus = Bus()
+        self.random = random.Random(schedule.seed)
+        self.lease = LEASE
+        self.resident = schedule.resident
+        self.steps = schedule.steps
+        self.endpoint = schedule.machines[0]
+        self.rules = RoundRules(
+            min_nodes=schedule.min_nodes, max_nodes=schedule.max_nodes, max_restarts=100
+        )
+        self.laws = Laws(
+            laws.Rules(
+                min_nodes=schedule.min_nodes,
+                within=LEASE + ROUND,
+                endures=100,
+                together=LEASE + 1.0,
+                founders=[laws.Electorate(frozenset({f"{self.endpoint}1"}))],
+            )
+        )
+        #: All agents there ever were, by their nodes; and the present one of each machine.
+        self.agents: dict[str, Agent] = {}
+        self.there: dict[str, Agent] = {}
+        self._numbers: dict[str, int] = {}
+        #: What agents that were killed have left for the next ones on their machines.
+        self._files: dict[str, Seat] = {}
+        self._runs: dict[tuple[int, str], Run] = {}
+        #: Agents that have not found the job yet.
+        self._seeking: set[str] = set()
+
+    def run(self) -> list[Violation]:
+        """Let it all happen; what breaks a law."""
+        for index, machine in enumerate(self.schedule.machines):
+            self._at(0.1 * index, self._start, machine)
+        for fault in self.schedule.faults:
+            self._at(fault.at, self._perform, fault)
+        self._at(HEALED_AT, self._heal)
+        try:
+            self.bus.run(END)
+        except InvalidTransition as error:
+            self.laws.violations.append(Violation(0, self.bus.now, str(error)))
+        self.laws.look(END)
+        self._look_who_trains()
+        return self.laws.violations
+
+    def _look_who_trains(self) -> None:
+        """After a while without a fault, all who could train do, if any do."""
+        run = max(self._runs.values(), key=lambda run: run.generation, default=None)
+        if run is None or self.laws.is_closed or self.laws.last_step_at < END - 2.0:
+            return
+        world = run.world
+        busy = {*run.nodes, *(hold.node for hold in world.held)}
+        idle = [agent.node for agent in self.there.values() if agent.node not in busy]
+        if idle and len(run.nodes) < self.rules.max_nodes:
+            sentence = f"{' '.join(idle)} could train, and have no place in the last world"
+            self.laws.violations.append(Violation(0, END, sentence))
+
+    def _at(self, when: float, call: Callable[..., object], *args: object) -> None:
+        self.bus.at(when, Timer(None, call, args))
+
+    # --- what agents ask -------------------------------------------------------------------------
+
+    def reached_at(self, address: str) -> Agent | None:
+        if address == ENDPOINT:
+            return self.there.get(self.endpoint)
+        return self.agents.get(address)
+
+    def machine_of(self, address: str) -> str:
+        return self.endpoint if address == ENDPOINT else address[0]
+
+    def can_all_talk(self, nodes: Iterable[str]) -> bool:
+        agents = [self.agents[node] for node in nodes]
+        if not all(agent.runs for agent in agents):
+            return False
+        if not self.bus.cut:
+            return True
+        clear = self.bus.is_clear
+        return all(clear(one.machine, other.machine) for one in agents for other in agents)
+
+    def run_of(self, world: World) -> Run:
+        key = (world.generation, world.digest)
+        run = self._runs.get(key)
+        if run is None:
+            run = self._runs[key] = Run(self, world)
+        return run
+
+    def has_joined(self, agent: Agent) -> None:
+        """Who has not found the job counts as there only when nothing is in its way any more."""
+        if agent.node in self._seeking:
+            self._seeking.discard(agent.node)
+            self.laws.note(laws.Up(self.bus.now, agent.node))
+
+    def ended(self, agent: Agent) -> None:
+        """An agent has come to its end; at last, another one is started for it."""
+        self._remove(agent)
+        if self.bus.now >= HEALED_AT and not self.laws.is_closed:
+            self._start(agent.machine)
+            self.has_joined(self.there[agent.machine])
+
+    def start_anew(self, agent: Agent) -> None:
+        """What an agent has from the one before it is of no use any more."""
+        self._remove(agent)
+        self._start(agent.machine)
+        if self.bus.now >= HEALED_AT:
+            self.has_joined(self.there[agent.machine])
+
+    # --- faults ----------------------------------------------------------------------------------
+
+    def _perform(self, fault: Fault) -> None:
+        match fault.kind:
+            case "kill":
+                self._kill(fault.machines)
+            case "restart":
+                self._kill(fault.machines)
+                self._start(fault.machines)
+            case "join":
+                if fault.machines not in self.there:
+                    self._start(fault.machines)
+            case "mend":
+                self._mend()
+            case "cut" | "slow":
+                self._come_between(fault)
+            case _:
+                agent = self.there.get(fault.machines)
+                if agent is not None:
+                    self._disturb(agent, fault)
+        self._look()
+
+    def _disturb(self, agent: Agent, fault: Fault) -> None:
+        self.laws.note(laws.Disturbed(self.bus.now, fault.kind))
+        match fault.kind:
+            case "freeze" if agent.runs:
+                agent.freeze()
+                self.laws.note(laws.Frozen(self.bus.now, agent.node))
+            case "thaw":
+                self._thaw(agent)
+            case "worker" if agent.runs:
+                agent.workers.kill()
+            case "leave" if agent.runs:
+                agent.leave()
+
+    def _thaw(self, agent: Agent) -> None:
+        if agent.frozen_at is not None:
+            self.laws.note(laws.Thawed(self.bus.now, agent.node))
+            agent.thaw()
+
+    def _start(self, machine: str) -> None:
+        if machine in self.there:
+            return
+        last = self._files.pop(machine, None)
+        if last is None:
+            self._numbers[machine] = self._numbers.get(machine, 0) + 1
+        agent = self.there[machine] = Agent(self, machine, self._numbers[machine], last)
+        self.agents[agent.node] = agent
+        self._seeking.add(agent.node)
+        for source, target in sorted(self.bus.cut):
+            if machine in (source, target):
+                self._note_cut(source, target)
+        agent.begin()
+
+    def _kill(self, machine: str) -> None:
+        agent = self.there.get(machine)
+        if agent is None:
+            return
+        run = agent.workers.run
+        if run is not None:
+            self.laws.note(laws.Failed(self.bus.now, agent.node, run.generation))
+        if self.schedule.remembers:
+            self._files[machine] = agent.seat
+        self._remove(agent)
+
+    def _remove(self, agent: Agent) -> None:
+        agent.alive = False
+        if self.there.get(agent.machine) is agent:
+            del self.there[agent.machine]
+        self._seeking.discard(agent.node)
+        self.laws.note(laws.Down(self.bus.now, agent.node))
+        run = agent.workers.run
+        if run is not None:
+            run.leave(agent)
+            run.lost(agent)
+        self._look()
+
+    def _come_between(self, fault: Fault) -> None:
+        ways = [(one, other) for one in fault.machines for other in fault.others]
+        if fault.both_ways:
+            ways += [(other, one) for one, other in ways]
+        for way in ways:
+            if fault.kind == "slow":
+                self.bus.slow[way] = fault.seconds
+            elif way not in self.bus.cut:
+                self.bus.sever(*way)
+                self._note_cut(*way)
+        self.laws.note(laws.Disturbed(self.bus.now, fault.kind))
+
+    def _note_cut(self, source: str, target: str) -> None:
+        if source in self.there and target in self.there:
+            pair = self.there[source].node, self.there[target].node
+            self.laws.note(laws.Cut(self.bus.now, *pair))
+
+    def _mend(self) -> None:
+        self.bus.slow.clear()
+        for way in sorted(self.bus.cut):
+            self.bus.mend(*way)
+            for source in self.agents.values():
+                for target in self.agents.values():
+                    if (source.machine, target.machine) == way:
+                        self.laws.note(laws.Mended(self.bus.now, source.node, target.node))
+        self.laws.note(laws.Disturbed(self.bus.now, "mend"))
+
+    def _heal(self) -> None:
+        """All machines are up, and hear each other."""
+        self._mend()
+        for agent in [*self.there.values()]:
+            self._thaw(agent)
+        if not self.laws.is_closed:
+            for machine in self.schedule.machines:
+                self._start(machine)
+            for agent in self.there.values():
+                self.has_joined(agent)
+        self._look()
+
+    def _look(self) -> None:
+        """Connections and groups see what has changed."""
+        for agent in self.agents.values():
+            if agent.session is not None:
+                agent.session.look()
+        for run in self._runs.values():
+            run.poke()
+
+
+def violations(schedule: Schedule) -> list[Violation]:
+    """What of a simulated job breaks a law."""
+    return Simulation(schedule).run()

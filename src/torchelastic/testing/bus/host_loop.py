@@ -1,0 +1,395 @@
+"""The store and the leader of a simulated node that hosts them.
+
+Leases are renewed all the time where nothing is in the way, so no message is spent on it: when
+something comes in the way, the last renewal is known, and with it the end of the lease.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchelastic.records import replace
+from torchelastic.rendezvous import in_process_round, majority, round_state
+from torchelastic.rendezvous.embedded.client import RENEWALS, SUCCESSOR_WAITS
+from torchelastic.rendezvous.round_state import Draft, RoundState
+from torchelastic.rendezvous.world import Member, World
+from torchelastic.testing import laws
+from torchelastic.testing.bus.message_bus import Timer
+
+if TYPE_CHECKING:
+    from torchelastic.testing.bus.node_loop import Agent
+
+Json = dict[str, Any]
+
+
+class Session:
+    """A client's connection to a host, and its lease there."""
+
+    def __init__(self, client: Agent, host: Host) -> None:
+        self.client, self.host = client, host
+        self.term = host.term
+        self._opened = client.bus.now
+        #: The client has not given it up; the host counts on its lease.
+        self.connected = self.leased = False
+        self.watches = False
+        #: The revision of the store at which the present lease began.
+        self.since = 0
+        #: Which of the leases it has had over this connection.
+        self.lease = 0
+        #: When the client's lease ends by each side's clock; None: renewed all the time.
+        self._ends: float | None = None
+        self._ends_there: float | None = None
+        self._losing = False
+
+    def look(self) -> None:
+        """See what is in the way now: called whenever a way, or one of the two, has changed."""
+        client, host = self.client, self.host.agent
+        bus = client.bus
+        up = (client.machine, host.machine) not in bus.cut
+        down = (host.machine, client.machine) not in bus.cut
+        serves = host.alive and not self.host.closed
+        if self.connected and up and down and not serves and not self._losing:
+            self._losing = True  # the machine answers that nobody is there
+            client.after(2 * bus.delay(client.machine, host.machine), self._refused)
+        answered = up and down and serves and host.frozen_at is None
+        if self.connected and client.alive and client.frozen_at is None and answered:
+            self._ends = None
+        elif self._ends is None and client.alive:
+            self._ends = self._last_renewal() + client.lease
+            client.after(self._ends - bus.now, self.check)
+        heard = self.connected and up and client.runs
+        if heard:
+            self._ends_there = None
+        elif up and not client.alive and self.leased and host.runs and not self._steps_alone():
+            host.after(2 * bus.delay(client.machine, host.machine), self.host.expire, self)
+        elif self._ends_there is None:
+            self._ends_there = (
+                self._last_renewal() + client.lease + bus.delay(client.machine, host.machine)
+            )
+            host.after(self._ends_there - bus.now, self._expire)
+
+    def _steps_alone(self) -> bool:
+        """Whether a refused connection proves nothing."""
+        world = self.host.world
+        return world is not None and world.steps_without(self.host.agent.node)
+
+    def _last_renewal(self) -> float:
+        every = self.client.lease / RENEWALS
+        now = self.client.bus.now
+        return now - (now - self._opened) % every
+
+    def check(self) -> bool:
+        """Of a client: whether its lease is held still; ends it if it may be over."""
+        now = self.client.bus.now
+        if self._ends is None or now < self._ends:
+            return True
+        host = self.host.agent
+        clear = self.client.bus.is_clear(self.client.machine, host.machine)
+        if clear and host.runs and not self.host.closed:
+            self.client.lose_lease(self, self.lease)
+        else:
+            self.client.lose_store(self)
+        return False
+
+    def _refused(self) -> None:
+        self.client.after(SUCCESSOR_WAITS, self.client.lose_store, self)
+
+    def _expire(self) -> None:
+        if self._ends_there is not None and self.client.bus.now >= self._ends_there:
+            self.host.expire(self)
+
+    def renew(self) -> None:
+        """A new lease over the same connection."""
+        self._opened = self.client.bus.now
+        self._ends = self._ends_there = None
+        self.leased = True
+        self.lease += 1
+
+    def close(self) -> None:
+        """The client gives the connection up."""
+        self.connected = False
+        self._ends = None
+        self.look()
+        self._ends = None
+
+
+class Row(NamedTuple):
+    """A member's record in the store, and the connection whose lease it hangs on; None: of a voter
+    that is to come."""
+
+    member: Member
+    created: int
+    modified: int
+    session: Session | None
+
+
+class Host:
+    """Serves the store, and leads while its own agent is a member."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        term: int,
+        *,
+        world: World | None,
+        roll: Json | None,
+        voters: list[Member],
+        may_begin_at: float,
+        dead: frozenset[str],
+    ) -> None:
+        self.agent = agent
+        self.term = term
+        self.world = world
+        self.roll = roll
+        self.parts = world.parts() if world is not None else {}
+        self.settled = -1
+        #: The revision at which the world was published.
+        self._published = 0
+        self.rows: dict[str, Row] = {}
+        self.sessions: list[Session] = []
+        self.closed = False
+        self.revision = 0
+        self._may_begin_at = may_begin_at
+        self._dead = dead
+        self._state: RoundState | None = None
+        #: Members that have changed: None if they are gone.
+        self._changed: dict[str, Row | None] = {}
+        self._wake: Timer | None = None
+        self._wakes_at = 0.0
+        for member in voters:
+            self._put(member, None)
+        agent.after(agent.lease, self._forget_absent)
+
+    # --- the store -------------------------------------------------------------------------------
+
+    def _put(self, member: Member, session: Session | None) -> None:
+        self.revision += 1
+        before = self.rows.get(member.node)
+        created = before.created if before is not None else self.revision
+        row = Row(member, created, self.revision, session)
+        self.rows[member.node] = row
+        self._change(member.node, row)
+
+    def _delete(self, node: str) -> None:
+        del self.rows[node]
+        self._change(node, None)
+
+    def _change(self, node: str, row: Row | None) -> None:
+        if self._state is not None:
+            if row is None and node in self._changed:
+                self._take_up()  # what it said last counts
+            self._changed[node] = row
+            self._decide_soon()
+
+    def _forget_absent(self) -> None:
+        """Voters that have not come in time."""
+        for node in [node for node, row in self.rows.items() if row.session is None]:
+            self._delete(node)
+
+    def admit(self, client: Agent) -> tuple[Session, bool]:
+        """A client connects; says whether it had a lease here already."""
+        session = Session(client, self)
+        row = self.rows.get(client.node)
+        resumed = row is not None and row.session is None and client.belongings is not None
+        if row is not None and resumed:
+            self.rows[client.node] = row._replace(session=session)
+            session.leased = True
+            self.agent.after(client.lease, self._forget_half_open, session)
+        self.sessions = [one for one in self.sessions if one.client is not client] + [session]
+        return session, resumed
+
+    def _forget_half_open(self, session: Session) -> None:
+        """A client that was welcomed, and never heard it."""
+        if not session.connected:
+            self.expire(session)
+
+    def enlist(self, session: Session, member: Member) -> None:
+        """Of a client: a lease, and its record with it."""
+        if self.closed or not session.connected:
+            return
+        session.renew()
+        session.since = self.revision
+        self._put(member, session)
+        self.agent.send(session.client, session.client.enlisted, session)
+        session.look()
+
+    def watch(self, session: Session) -> None:
+        if self.closed or not session.connected:
+            return
+        session.watches = True
+        if self.world is not None:
+            self._show(session, self.world)
+        if self.settled >= 0:
+            self.agent.send(session.client, session.client.hear_settled, session, self.settled)
+
+    def report(self, session: Session, member: Member) -> None:
+        row = self.rows.get(member.node)
+        if self.closed or not session.connected:
+            return
+        if row is None or row.session is not session or not session.leased:
+            self.agent.send(session.client, session.client.lose_lease, session, session.lease)
+            return
+        self._put(member, session)
+
+    def expire(self, session: Session) -> None:
+        """A lease has ended."""
+        if self.closed or not session.leased:
+            return
+        session.leased = False
+        row = self.rows.get(session.client.node)
+        if row is not None and row.session is session:
+            self._delete(session.client.node)
+        if session.connected:
+            self.agent.send(session.client, session.client.lose_lease, session, session.lease)
+
+    def goodbye(self, session: Session) -> None:
+        """A client ends its lease, and its connection."""
+        session.connected = False
+        self.expire(session)
+
+    def close(self) -> None:
+        """Be host no more."""
+        self.closed = True
+        self.stop_leading()
+        for session in self.sessions:
+            if session.connected:
+                self.agent.send(session.client, session.client.lose_store, session)
+
+    def _show(self, session: Session, world: World) -> None:
+        self.agent.send(
+            session.client,
+            session.client.hear_world,
+            session,
+            world,
+            self._published,
+            self.parts,
+            self.roll,
+        )
+
+    @property
+    def clients(self) -> int:
+        return sum(session.connected for session in self.sessions)
+
+    # --- the leader ------------------------------------------------------------------------------
+
+    def lead(self) -> None:
+        """Start from what the store holds."""
+        now = self.agent.bus.now
+        state = RoundState(may_begin_at=self._may_begin_at)
+        if self.world is not None:
+            state = round_state.taken_over(self.world, now)
+        rules = self.agent.simulation.rules
+        state = round_state.hosted(
+            state, self.agent.node, self.term, self.roll, settled=self.settled, quorum=rules.quorum
+        )
+        self._state = replace(state, dead=self._dead)
+        rows = sorted(self.rows.items(), key=lambda item: item[1].modified)
+        self._changed = dict(rows)
+        self._take_up()
+        self._state = round_state.without_the_vanished(self._state)
+        self._decide_soon()
+
+    def stop_leading(self) -> None:
+        self._state = None
+        self._changed.clear()
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+
+    def _take_up(self) -> None:
+        assert self._state is not None
+        draft, now = Draft(self._state), self.agent.bus.now
+        for node, row in self._changed.items():
+            if row is None:
+                draft.lose(node)
+            else:
+                draft.see(row.member, row.created, now)
+        self._changed.clear()
+        self._state = draft.finish()
+
+    def _decide_soon(self) -> None:
+        """After all that happens at the same time."""
+        if self._wake is not None:
+            if self._wakes_at == self.agent.bus.now:
+                return
+            self._wake.cancel()
+        self._wakes_at = self.agent.bus.now
+        self._wake = self.agent.after(0.0, self._decide)
+
+    def _decide(self) -> None:
+        """Settle, decide and publish until there is nothing more to publish."""
+        self._wake = None
+        if self._changed:
+            self._take_up()
+        rules, now = self.agent.simulation.rules, self.agent.bus.now
+        for _ in range(MOST_IN_A_ROW):
+            assert self._state is not None
+            self._settle()
+            decision = in_process_round.decide(rules, self._state, now)
+            if decision.world is None:
+                if decision.wake_at is not None:
+                    self._wakes_at = max(decision.wake_at, now)
+                    self._wake = self.agent.after(self._wakes_at - now, self._decide)
+                return
+            self._publish(decision.world)
+            if decision.world.phase == "closed":
+                self.stop_leading()
+                return
+        raise AssertionError(f"the leader publishes without end: {self.world}")
+
+    def _settle(self) -> None:
+        assert self._state is not None
+        before, self._state = self._state, round_state.settled(self._state)
+        if self._state.roll is not before.roll and self._state.roll is not None:
+            self.settled = self._state.roll.generation
+            self.agent.note(laws.Settled(self.agent.bus.now, self.settled))
+            for session in self.sessions:
+                if session.watches and session.connected:
+                    self.agent.send(
+                        session.client, session.client.hear_settled, session, self.settled
+                    )
+
+    def _publish(self, world: World) -> None:
+        assert self._state is not None
+        before, now = self._state.world, self.agent.bus.now
+        self._state = round_state.published(self._state, world, now)
+        if before is None or not world.has_list_of(before):
+            self.parts = world.parts()
+            roll = self._state.roll
+            if roll is not None:
+                self.roll = majority.to_json(roll)
+            if world.nodes:
+                self._note_formed(world)
+        self.world = world
+        self.revision += 1
+        self._published = self.revision
+        if world.phase == "closed":
+            blamed = world.cause.node if world.cause is not None else ""
+            closed = laws.Closed(now, world.generation, world.exitcode, world.reason, blamed)
+            self.agent.note(closed)
+        for session in self.sessions:
+            if session.watches and session.connected:
+                self._show(session, world)
+
+    def _note_formed(self, world: World) -> None:
+        """Who must agree by the laws: the nodes of each world and its host."""
+        roll = self._state.roll if self._state is not None else None
+        electorates = [] if roll is None else [*roll.before, roll.latest]
+        self.agent.note(
+            laws.Formed(
+                self.agent.bus.now,
+                world.generation,
+                world.host,
+                world.members,
+                tuple(
+                    laws.Electorate(each.nodes | {each.host}, each.host)
+                    for each in electorates
+                    if each.nodes
+                ),
+                frozenset(self.rows),
+            )
+        )
+
+
+#: A leader that publishes so often without news would never end.
+MOST_IN_A_ROW = 20

@@ -1,0 +1,460 @@
+"""A simulated node's search for a host, and its turn to be one: the loop of `embedded.seat`.
+
+Who is asked, what is answered and what follows from the answers is decided by `succession` and
+`Poll`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torchelastic.rendezvous import majority
+from torchelastic.rendezvous.embedded.ask_peers import (
+    LAST_CALL,
+    PATIENCE,
+    STOPPING_PATIENCE,
+    Returns,
+)
+from torchelastic.rendezvous.embedded.election import DEAD, Poll, Search
+from torchelastic.rendezvous.embedded.failover_state import Holding
+from torchelastic.rendezvous.embedded.node import (
+    FIRST_TERM,
+    HOST_ANSWERS,
+    PROCLAMATIONS,
+    SECOND_CHANCE,
+)
+from torchelastic.rendezvous.embedded.votes import Ballot, Noted, Reign
+from torchelastic.rendezvous.leader import ROLL_KEY
+from torchelastic.rendezvous.majority import Candidacy, Elector
+from torchelastic.rendezvous.world import WORLD_KEY
+from torchelastic.testing.bus.host_loop import Host, Session
+from torchelastic.testing.bus.message_bus import Timer
+
+if TYPE_CHECKING:
+    from torchelastic.testing.bus.node_loop import Agent
+
+#: Where the endpoint of the job is: whichever agent is on its machine.
+ENDPOINT = "@"
+#: How often a node goes where another one says that the host is.
+HOPS = 3
+
+
+class Round:
+    """One question to many, and what has come back of it."""
+
+    def __init__(self, asked: set[str], then: Callable[[Returns], None]) -> None:
+        self.returns = Returns()
+        self.left = asked
+        self.is_last_call = False
+        self.then: Callable[[Returns], None] | None = then
+
+    def close(self) -> None:
+        if self.then is not None:
+            then, self.then = self.then, None
+            then(self.returns)
+
+
+class Seat:
+    """One node at the embedded rendezvous."""
+
+    def __init__(self, agent: Agent, last: Seat | None = None) -> None:
+        self._agent = agent
+        self.elector = Elector(agent.node)
+        self.holding = Holding()
+        #: It goes by what an agent before it knew, and has had no host itself.
+        self._resumed = last is not None
+        if last is not None:
+            voter = last.elector
+            self.elector = Elector(agent.node, voter.term, voter.chosen, voter.generation)
+            self.holding = last.holding
+        self.server: Host | None = None
+        #: It listens at the endpoint of the job.
+        self._is_endpoint = agent.machine == agent.simulation.endpoint
+        #: Only the first agent there begins the job: a later one has the file of the one before it,
+        #: and knows that there is a job already.
+        self._founds = self._is_endpoint and agent.is_first
+        self._yielded_to = 0
+        #: No worker of this node is in a world, so that it may vote.
+        self._stopped = True
+        #: Those who wait for that.
+        self._waiting: list[Callable[[], None]] = []
+        self._rumours: list[str] = []
+        self._heard_of: list[str] = []
+        self._given_up = ""
+        self._search = Search(0.0)
+        self._next: Timer | None = None
+        self._votes: Round | None = None
+        self._searching = False
+        self._herald: Timer | None = None
+
+    # --- what the agent asks ---------------------------------------------------------------------
+
+    def takes_up(self, generation: int) -> bool:
+        has_it = generation == self.elector.generation
+        return has_it or majority.may_take_up(self.elector, generation)
+
+    def hold(self, holding: Holding) -> None:
+        if holding is self.holding:
+            return
+        if holding.roll.generation > self.holding.roll.generation:
+            self._stopped = False
+        self.holding = holding
+        if holding.roll.generation != self.elector.generation:
+            self.elector = replace(self.elector, generation=holding.roll.generation)
+
+    def hear_of(self, addresses: list[str]) -> None:
+        self._heard_of = addresses
+
+    def say_goodbye(self) -> None:
+        self.elector = replace(self.elector, leaving=True)
+
+    def lose_host(self) -> None:
+        self.elector = replace(self.elector, has_host=False)
+
+    def follow(self, session: Session) -> None:
+        self._searching = self._resumed = False
+        self._stopped = False
+        host = session.host.agent.node
+        self.elector = majority.following(self.elector, session.term, host)
+
+    def open(self) -> None:
+        """Find a host, or be it."""
+        self._look_for_host()
+
+    def regain(self) -> None:
+        """The host is lost, and no worker here is in a world: find the next one, or be it."""
+        agent = self._agent
+        self._leave()
+        agent.belongings = agent.member
+        self._stop()
+        self._look_for_host()
+
+    def hand_over(self) -> None:
+        """Of a host that leaves, with no worker left: vote for the next one before going."""
+        self._leave()
+        self._agent.belongings = self._agent.member
+        self.elector = replace(self.elector, leaving=False, hands_over=True)
+        self._stop()
+
+    def _leave(self) -> None:
+        agent = self._agent
+        if self.server is not None:
+            self._yield(self.elector.term)
+        session, agent.session = agent.session, None
+        agent.is_member = False
+        if session is not None:
+            self._given_up = session.host.agent.node
+            if session.connected:
+                session.close()
+        self.lose_host()
+
+    def _stop(self) -> None:
+        self._stopped = True
+        waiting, self._waiting = self._waiting, []
+        for answer in waiting:
+            answer()
+
+    # --- looking for a host ----------------------------------------------------------------------
+
+    def _look_for_host(self) -> None:
+        self._searching = True
+        self._search = Search(self._agent.bus.now)
+        self._ask_around()
+
+    def _ask_around(self) -> None:
+        self._next = None
+        if not self._searching:
+            return
+        if not self.holding.roll.latest.nodes and not self._founds:
+            rumours, self._rumours = self._rumours, []
+            endpoint = [] if self._is_endpoint else [ENDPOINT]
+            self._join_one_of([*rumours, *endpoint, *self._heard_of], self._wait)
+        elif self._may_found():
+            self._reign(FIRST_TERM, Returns())
+        else:
+            term = majority.next_term(self.elector, self._search.heard)
+            self._canvass(term, binding=False, of=None, then=partial(self._judge, term))
+
+    def _may_found(self) -> bool:
+        is_first = self._yielded_to <= FIRST_TERM and self.holding.roll.generation < 0
+        return is_first and self._founds
+
+    @property
+    def poll(self) -> Poll:
+        own = ENDPOINT if self._is_endpoint else ""
+        return Poll(self.elector, self.holding, places=(ENDPOINT,), own_place=own)
+
+    def _whereabouts(self, but: set[str]) -> list[str]:
+        places = [] if self._is_endpoint else [ENDPOINT]
+        known = self.holding.addresses
+        return [*places, *(node for node in known if node not in but and node != self._agent.node)]
+
+    def _judge(self, term: int, returns: Returns) -> None:
+        self._search.hear(returns)
+        rumours, self._rumours = self._rumours, []
+        waited = self._agent.bus.now - self._search.begun > self._agent.lease
+        hosts = [*rumours, *self.poll.hosts(returns, waited=waited)]
+        self._join_one_of(hosts, lambda: self._stand_or_wait(term, returns))
+
+    def _stand_or_wait(self, term: int, returns: Returns) -> None:
+        waited = self._agent.bus.now - self._search.begun
+        if self._resumed and self.poll.is_outdated(returns, waited=waited > self._agent.lease):
+            self._agent.simulation.start_anew(self._agent)
+            return
+        is_our_turn = self._search.is_our_turn(self.poll, term, self._agent.bus.now)
+        if is_our_turn and self.poll.is_won(returns):
+            self._stand(returns)
+        else:
+            self._wait()
+
+    def _wait(self) -> None:
+        if self._searching:
+            self._next = self._agent.after(self._search.next_pause(), self._ask_around)
+
+    def _hear_news(self) -> None:
+        if self._votes is not None and self._votes.then is not None:
+            self._votes.then = None  # who has frozen would keep this node from following the host
+            self._next = self._agent.after(0.0, self._ask_around)
+        elif self._next is not None:
+            self._next.cancel()
+            self._next = self._agent.after(0.0, self._ask_around)
+
+    # --- asking others ---------------------------------------------------------------------------
+
+    def _canvass(
+        self,
+        term: int,
+        *,
+        binding: bool,
+        of: Sequence[str] | None,
+        then: Callable[[Returns], None],
+    ) -> Round:
+        agent = self._agent
+        asked = Candidacy(term, agent.node, self.elector.generation, binding)
+        places = [key for key in self._whereabouts(set()) if of is None or key in of]
+        made = Round(set(places), then)
+        for key in places:
+            target = agent.simulation.reached_at(key)
+            if target is not None and target.alive:
+                agent.send(target, target.seat.hear_canvass, agent, key, asked, made, begins=True)
+            elif agent.bus.is_clear(agent.machine, agent.simulation.machine_of(key)):
+                agent.after(0.004, self._refused, key, made)
+        agent.after(STOPPING_PATIENCE if binding else PATIENCE, made.close)
+        if not places:
+            made.close()
+        return made
+
+    def _refused(self, key: str, made: Round) -> None:
+        made.returns.refused.add(key)
+        self._answered(key, made)
+
+    def _returned(self, key: str, made: Round, ballot: Ballot) -> None:
+        if made.then is not None:
+            made.returns.ballots[key] = ballot
+            self._answered(key, made)
+
+    def _answered(self, key: str, made: Round) -> None:
+        made.left.discard(key)
+        if not made.left:
+            made.close()
+        elif not made.is_last_call and self.poll.suffices(made.returns):
+            made.is_last_call = True
+            self._agent.after(LAST_CALL, made.close)
+
+    def hear_canvass(self, sender: Agent, key: str, asked: Candidacy, made: Round) -> None:
+        if asked.binding and not self._stopped and not majority.refusal(self.elector, asked):
+            self._waiting.append(lambda: self._answer(sender, key, asked, made))
+        else:
+            self._answer(sender, key, asked, made)
+
+    def _answer(self, sender: Agent, key: str, asked: Candidacy, made: Round) -> None:
+        why = majority.refusal(self.elector, asked)
+        if not why:
+            self.elector = majority.voted(self.elector, asked)
+        ballot = self._ballot(why)
+        self._agent.send(sender, sender.seat._returned, key, made, ballot, begins=True)
+        if self.elector.hands_over and asked.binding and not why:
+            self._agent.after(0.1, self._agent.exit)
+
+    def _ballot(self, why: str) -> Ballot:
+        agent = self._agent
+        brings = not why and agent.belongings is not None
+        return Ballot(
+            node=agent.node,
+            granted=not why,
+            why=why,
+            term=self.elector.term,
+            generation=self.elector.generation,
+            hosts=self._known_hosts(),
+            lease=agent.node if brings else "",
+            seconds=agent.lease,
+            rows=[agent.belongings] if brings else [],  # type: ignore[list-item]
+        )
+
+    def _known_hosts(self) -> list[str]:
+        if not self.elector.has_host:
+            return []
+        session = self._agent.session
+        if self.server is not None:
+            return [self._agent.node]
+        return [session.host.agent.node] if session is not None else []
+
+    # --- becoming a client -----------------------------------------------------------------------
+
+    def _join_one_of(
+        self, hosts: Sequence[str], otherwise: Callable[[], None], hops: int = HOPS
+    ) -> None:
+        """Try them one after the other, and where they say that the host is."""
+        if not self._searching:
+            return
+        if not hosts:
+            otherwise()
+            return
+        agent, (address, *others) = self._agent, hosts
+        target = agent.simulation.reached_at(address)
+        attempt = Attempt(
+            lambda more: self._join_one_of(
+                [*more, *others] if hops else others, otherwise, hops - bool(more)
+            )
+        )
+        if target is not None and target.alive:
+            term = self.elector.term
+            agent.send(target, target.seat.hear_hello, agent, term, attempt, begins=True)
+        elif agent.bus.is_clear(agent.machine, agent.simulation.machine_of(address)):
+            agent.after(0.004, attempt.close, ())
+        patience = SECOND_CHANCE * self._search.pause if address == self._given_up else HOST_ANSWERS
+        agent.after(min(patience, HOST_ANSWERS), attempt.close, ())
+
+    def hear_hello(self, client: Agent, term: int, attempt: Attempt) -> None:
+        """Somebody would be a client of the store."""
+        server = self.server
+        if server is None or majority.must_yield(self.elector.term, term):
+            hosts = [node for node in self._known_hosts() if node != self._agent.node]
+            self._agent.send(client, attempt.close, hosts, begins=True)
+            if server is not None:
+                self._yield(term)
+            return
+        session, resumed = server.admit(client)
+        self._agent.send(client, client.seat.welcomed, session, resumed, attempt, begins=True)
+
+    def welcomed(self, session: Session, resumed: bool, attempt: Attempt) -> None:
+        if attempt.then is None or not self._searching or session.term < self.elector.term:
+            return
+        attempt.then = None
+        self._agent.follow(session, resumed)
+
+    # --- being host ------------------------------------------------------------------------------
+
+    def _stand(self, wished: Returns) -> None:
+        """Ask those for their vote who would give it."""
+        term = majority.next_term(self.elector, wished.latest_term)
+        ours = Candidacy(term, self._agent.node, self.elector.generation, binding=True)
+        if majority.refusal(self.elector, ours):
+            self._wait()
+            return
+        self.elector = majority.voted(self.elector, ours)
+        willing = [key for key, ballot in wished.ballots.items() if ballot.granted]
+
+        def count(returns: Returns) -> None:
+            if not self._searching:
+                return
+            returns.refused |= wished.refused
+            for key, ballot in wished.ballots.items():
+                returns.ballots.setdefault(key, replace(ballot, granted=False))
+            if self.poll.is_won(returns) and self.elector.term == term:
+                self._reign(term, returns)
+            else:
+                self._search.stood_in_vain(self._agent.bus.now)
+                self._wait()
+
+        self._votes = self._canvass(term, binding=True, of=willing, then=count)
+
+    def _reign(self, term: int, returns: Returns) -> None:
+        agent = self._agent
+        self.elector = replace(self.elector, term=term, chosen=agent.node)
+        may_begin_at = agent.bus.now + agent.lease
+        dead = frozenset(node for node, last in self.poll.votes(returns).items() if last == DEAD)
+        granted = [ballot for ballot in returns.ballots.values() if ballot.granted]
+        rows = self.holding.rows
+        voters = [row for ballot in (self._ballot(""), *granted) for row in ballot.rows]
+        self.server = Host(
+            agent,
+            term,
+            world=rows[WORLD_KEY]["world"] if WORLD_KEY in rows else None,
+            roll=rows.get(ROLL_KEY),
+            voters=voters,  # type: ignore[arg-type]
+            may_begin_at=may_begin_at,
+            dead=dead,
+        )
+        session, resumed = self.server.admit(agent)
+        for ballot in granted:
+            self._proclaim(ballot.node)
+        agent.follow(session, resumed)
+        self._herald = agent.after(agent.lease / PROCLAMATIONS, self._tell_the_uninformed)
+
+    def _proclamation(self) -> Reign:
+        node = self._agent.node
+        return Reign(self.elector.term, node, self.elector.generation, [node])
+
+    def _proclaim(self, address: str) -> None:
+        target = self._agent.simulation.reached_at(address)
+        if target is not None and target.alive:
+            said = self._proclamation()
+            self._agent.send(target, target.seat.hear_reign, self._agent, said, begins=True)
+
+    def _tell_the_uninformed(self) -> None:
+        server = self.server
+        if server is None:
+            return
+        for address in self._whereabouts(set(server.rows)):
+            self._proclaim(address)
+        self._herald = self._agent.after(
+            self._agent.lease / PROCLAMATIONS, self._tell_the_uninformed
+        )
+
+    def hear_reign(self, sender: Agent, reign: Reign) -> None:
+        """Somebody says that it is host."""
+        noted = Noted(self.elector.term, self._known_hosts())
+        self._agent.send(sender, sender.seat.hear_noted, noted, begins=True)
+        if reign.node == self._agent.node:
+            return
+        if not self.elector.has_host:
+            if self.poll.may_follow(reign.term, reign.generation):
+                self._rumours += reign.addresses
+                self._hear_news()
+        elif majority.must_yield(self.elector.term, reign.term):
+            self._rumours += reign.addresses
+            if self.server is not None:
+                self._yield(reign.term)
+            elif self._agent.session is not None:
+                self._agent.lose_store(self._agent.session)
+
+    def hear_noted(self, noted: Noted) -> None:
+        if self.server is not None and majority.must_yield(self.elector.term, noted.term):
+            self._rumours += noted.hosts
+            self._yield(noted.term)
+
+    def _yield(self, term: int) -> None:
+        """Be host no more."""
+        self._yielded_to = max(self._yielded_to, term)
+        self.lose_host()
+        server, self.server = self.server, None
+        if self._herald is not None:
+            self._herald.cancel()
+        if server is not None:
+            server.close()
+
+
+class Attempt:
+    """One try to become a client; `then` is called with the places to try next."""
+
+    def __init__(self, then: Callable[[Sequence[str]], None]) -> None:
+        self.then: Callable[[Sequence[str]], None] | None = then
+
+    def close(self, more: Sequence[str]) -> None:
+        if self.then is not None:
+            then, self.then = self.then, None
+            then(more)

@@ -1,0 +1,306 @@
+"""A simulated node: the agent's loop around the product's own state machines.
+
+What decides is the product's: `group_state` and `crew` what the node does, `succession` and `Poll`
+who hosts, `Heir` what it keeps of a world. Here is only what performs it, on the bus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torchelastic.agent.lifecycle import in_process, script
+from torchelastic.agent.lifecycle.in_process import CrewState
+from torchelastic.agent.lifecycle.script import GroupState
+from torchelastic.records import replace
+from torchelastic.rendezvous.membership.failover import Heir
+from torchelastic.rendezvous.world import Member, World
+from torchelastic.testing import laws
+from torchelastic.testing.bus.host_loop import Json, Session
+from torchelastic.testing.bus.host_search import Seat
+from torchelastic.testing.bus.message_bus import Process
+from torchelastic.testing.bus.worker_model import Workers
+from torchelastic.worker import orders
+
+if TYPE_CHECKING:
+    from torchelastic.testing.bus.bus_simulation import Simulation
+
+#: Seconds an agent needs before its node can start workers, and for another store of workers.
+WARM_UP, NEXT_STORE = 0.5, 0.01
+#: Seconds a host stays when the job is closed; a host that leaves, for another one to be elected.
+HOST_STAYS, HANDING_OVER = 5.0, 10.0
+SHUTDOWN_TIMEOUT = 30.0
+
+
+class Agent(Process):
+    """One agent, from its start to its end."""
+
+    def __init__(
+        self, simulation: Simulation, machine: str, number: int, last: Seat | None = None
+    ) -> None:
+        """`last` is what the agent before this one on its machine has left in its file."""
+        super().__init__(simulation.bus, machine)
+        self.simulation = simulation
+        self.node = f"{machine}{number}"
+        self.is_first = number == 1 and last is None
+        self.lease = simulation.lease
+        #: The job's workers call `torchelastic.train`.
+        self.resident = simulation.resident
+        self.state: GroupState | CrewState = GroupState(node=self.node)
+        self.workers = Workers(self)
+        self.seat = Seat(self, last)
+        self.heir = Heir(self.node)
+        self.member = Member(
+            node=self.node,
+            name=self.node,
+            addr=machine,
+            nproc=1,
+            peer=self.node,
+            gone=self.seat.elector.generation,
+            resumed=last is not None,
+        )
+        self._said: Member | None = None
+        self._flushing = False
+        #: The record that it takes along to another host.
+        self.belongings: Member | None = None
+        self.session: Session | None = None
+        #: Has a lease, and follows the worlds; otherwise on its way there.
+        self.is_member = False
+        #: A lost lease has been told of, and the workers are still to stop.
+        self._awaits_rejoin = False
+        #: The last world that was passed on.
+        self._seen: World | None = None
+        self._stores = 0
+        self.ending = False
+
+    @property
+    def is_crew(self) -> bool:
+        return isinstance(self.state, CrewState)
+
+    def note(self, event: laws.Event) -> None:
+        self.simulation.laws.note(event)
+
+    def begin(self) -> None:
+        self.after(WARM_UP, self._offer_store, True)
+        self.seat.open()
+
+    # --- the loop --------------------------------------------------------------------------------
+
+    def take(self, event: in_process.Event) -> None:
+        """Let the machine that is in charge decide, and perform what it says."""
+        if self.state.is_terminal:
+            return
+        for command in self._handle(event):
+            self._perform(command)
+        if self.state.is_terminal and not self.ending:
+            self.ending = True
+            self.after(0.0, self._end)
+
+    def _handle(self, event: in_process.Event) -> list[in_process.Command]:
+        if isinstance(self.state, CrewState):
+            self.state, commands = in_process.handle(self.state, event)
+            return commands
+        decided: list[in_process.Command] = []
+        match event:
+            case in_process.Said(local_rank, orders.Enlisted()):
+                known: Any = script.WorkerEnlisted(local_rank)
+            case in_process.Said() | in_process.LeaveOverdue():
+                known = None
+            case _:
+                known = event
+        if known is not None:
+            self.state, commands_of_group = script.handle(self.state, known)
+            decided += commands_of_group
+        if not script.has_turned_resident(self.state):
+            return decided
+        assert self.state.world is not None
+        world = self.state.world
+        taken_over, more = in_process.take_over(self.state, self.node)
+        self.state, again = in_process.handle(taken_over, script.WorldSeen(world))
+        return [*decided, *more, *again]
+
+    def _perform(self, command: in_process.Command) -> None:
+        match command:
+            case script.Start(world):
+                self.workers.start(world)
+            case script.Stop():
+                self.workers.stop()
+            case script.Report(changes):
+                workers = self.workers
+                steps = {"step": workers.version[1], "trained": workers.trained}
+                self.update(**{**steps, "holds": workers.holds, **changes})
+            case script.Rejoin(gone):
+                self.after(0.0, self._rejoin, gone)
+            case script.Tell(_, order):
+                self.workers.hear(order)
+            case in_process.Spawn():
+                self.workers.spawn()
+
+    def leave(self, signum: int = 15) -> None:
+        """Be asked to go."""
+        if not self.state.leaving and not self.state.is_terminal:
+            # What only a node has that goes on purpose is not counted on.
+            self.note(laws.Forgot(self.bus.now, self.node))
+            self.take(script.LeaveRequested(signum, self.bus.now + SHUTDOWN_TIMEOUT))
+            if not self.state.is_terminal:
+                self.after(SHUTDOWN_TIMEOUT, self.take, in_process.LeaveOverdue())
+
+    # --- the member record -----------------------------------------------------------------------
+
+    def update(self, **changes: Any) -> None:
+        if changes and all(getattr(self.member, name) == changes[name] for name in changes):
+            return
+        self.member = replace(self.member, **changes)
+        if changes.get("leaving"):
+            self.seat.say_goodbye()
+        if not self._flushing:
+            self._flushing = True
+            self.after(0.0, self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        session = self.session
+        if session is None or not self.is_member or self.member is self._said:
+            return
+        if session.connected:
+            self._said = self.member
+            self.send(session.host.agent, session.host.report, session, self.member)
+
+    def _offer_store(self, ready: bool = False) -> None:
+        self._stores += 1
+        self.update(store=f"{self.node}:{self._stores}", **({"ready": True} if ready else {}))
+
+    # --- at the store ----------------------------------------------------------------------------
+
+    def follow(self, session: Session, resumed: bool) -> None:
+        """A host has admitted this node."""
+        self.session = session
+        session.connected = True
+        self.seat.follow(session)
+        session.look()
+        self._said = None
+        if resumed:
+            session.renew()
+            self.enlisted(session)
+        else:
+            self._enlist()
+
+    def _enlist(self) -> None:
+        assert self.session is not None
+        host = self.session.host
+        self.send(host.agent, host.enlist, self.session, self.member)
+
+    def enlisted(self, session: Session) -> None:
+        """The host has this node's record under a lease."""
+        if session is not self.session or not session.connected:
+            return
+        self.is_member = True
+        self.update()
+        self.send(session.host.agent, session.host.watch, session)
+        server = self.seat.server
+        if server is not None and server is session.host:
+            server.lead()
+
+    def lose_lease(self, session: Session, lease: int) -> None:
+        """The lease has ended, by the host's word or by this node's clock."""
+        if session is self.session and self.is_member and lease == session.lease:
+            self._give_up_membership()
+
+    def lose_store(self, session: Session) -> None:
+        """The host is out of reach, or is host no more."""
+        if session is not self.session or not session.connected:
+            return
+        session.close()
+        self.seat.lose_host()
+        if self.is_member:
+            self._give_up_membership()
+        elif not self._awaits_rejoin:
+            self.seat.regain()
+
+    def _give_up_membership(self) -> None:
+        self.is_member = False
+        self._awaits_rejoin = True
+        if self.seat.server is not None:
+            self.seat.server.stop_leading()
+        self.take(script.LeaseLost())
+
+    def _rejoin(self, gone: int) -> None:
+        self._awaits_rejoin = False
+        self.update(gone=max(gone, self.member.gone), failures=(), resumed=False)
+        if self.session is not None and self.session.connected:
+            self._enlist()
+        else:
+            self.seat.regain()
+
+    def thaw(self) -> None:
+        """Before all else: after a stop, what was heard is old, and so may the lease be."""
+        frozen_at = self.frozen_at
+        super().thaw()
+        if self.session is not None and frozen_at is not None:
+            stood_still = self.bus.now - frozen_at >= self.lease
+            if self.session.check() and stood_still:
+                self.lose_lease(self.session, self.session.lease)
+
+    # --- worlds ----------------------------------------------------------------------------------
+
+    def hear_world(
+        self, session: Session, world: World, published: int, parts: Json, roll: Json | None
+    ) -> None:
+        if session is not self.session or not session.connected or world is self._seen:
+            return
+        self.seat.hear_of(list(world.heirs.values()))
+        if not self.is_member and world.phase != "closed":
+            return
+        if world.count:
+            self.simulation.has_joined(self)
+        takes_up = self.seat.takes_up(world.generation)
+        if world.count and not takes_up and world.is_under_way:
+            return
+        if world.count and takes_up:
+            if world.generation != self.seat.elector.generation:
+                self.note(laws.TookUp(self.bus.now, self.node, world.generation))
+            self.seat.hold(self.heir.noted(world, {"world": world}, parts, roll))
+            self.update(accepted=world.generation)
+        self._seen = world
+        if world.phase == "agreeing":
+            return
+        is_older = published < session.since
+        self.take(script.WorldSeen(world.without(self.node) if is_older else world))
+        if world.phase == "running" and world.store and world.store == self.member.store:
+            self.update(store="")
+            self.after(NEXT_STORE, self._offer_store)
+
+    def hear_settled(self, session: Session, generation: int) -> None:
+        if session is self.session and session.connected and self.heir.is_candidate.is_set():
+            self.seat.hold(self.heir.settled(generation))
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """The state machine has ended: leave nothing behind."""
+        world = self.state.world
+        closed = world is not None and world.phase == "closed"
+        asked = closed or bool(self.state.leaving)
+        self.note(laws.Ended(self.bus.now, self.node, self.state.reason, asked))
+        self._flush()
+        server = self.seat.server
+        if server is not None and server.clients > 1 and not server.closed:
+            if closed:
+                self.after(HOST_STAYS, self.exit)
+                return
+            if self.member.leaving:
+                self.seat.hand_over()
+                self.after(HANDING_OVER, self.exit)
+                return
+        session = self.session
+        if session is not None and session.connected:
+            self.send(session.host.agent, session.host.goodbye, session)
+        self.after(2 * self.bus.delay(self.machine, "") + 0.01, self.exit)
+
+    def exit(self) -> None:
+        if self.alive:
+            self.simulation.ended(self)
+
+    def call_back(self, to: Agent, call: Callable[..., None], *args: Any) -> None:
+        """Answer over a connection that the other one has begun."""
+        self.send(to, call, *args, begins=True)

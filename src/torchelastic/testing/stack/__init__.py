@@ -1,0 +1,1 @@
+"""Tests: the whole control plane on virtual event loops, with connections in memory."""

@@ -1,0 +1,215 @@
+"""The agent itself on a virtual loop: its loop, its two state machines, its place among the others.
+
+Its workers are `virtual_workers`; what only observes is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torchelastic.agent import agent
+from torchelastic.agent.agent import Agent
+from torchelastic.config import Entry, LaunchConfig
+from torchelastic.rendezvous.embedded.voter_file import Voter, VoterFile
+from torchelastic.rendezvous.leader import Leader
+from torchelastic.rendezvous.membership.member_session import Presence
+from torchelastic.rendezvous.restart_policy import Kind
+from torchelastic.rendezvous.round_state import RoundState
+from torchelastic.rendezvous.store import Store
+from torchelastic.rendezvous.world import World
+from torchelastic.testing import laws
+from torchelastic.testing.stack.virtual_loop import Scheduler
+from torchelastic.testing.stack.virtual_network import ProcessLoop
+from torchelastic.testing.stack.worker_processes import Nothing, Training, VirtualWorkers
+
+ENTRY = Entry("script", "train.py")
+#: Virtual seconds until a node could start workers, at least and at most.
+WARM_UP = (0.05, 0.5)
+
+
+class VirtualClock:
+    """The scheduler's time."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def now(self) -> float:
+        return self._scheduler.now
+
+
+class Disk(VoterFile):
+    """A machine's disk, as far as one agent after the other keeps its vote there."""
+
+    def __init__(self, kept: dict[str, Voter], node: str) -> None:
+        """`kept` is what is on it, by node."""
+        super().__init__(Path(node), node, {"job": "simulated"})
+        self._kept = kept
+        self.resumed = self._written = kept.get(node)
+
+    def _put(self, voter: Voter | None) -> None:
+        if voter is None:
+            self._remove()
+        else:
+            self._kept[self.node] = voter
+
+    def _remove(self) -> None:
+        self._is_off = True
+        self._kept.pop(self.node, None)
+
+    def close(self) -> None:
+        self._is_off = True
+
+
+class VirtualAgent(Agent):
+    """An agent without processes and pages, and with a virtual disk."""
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        disk: Disk,
+        loop: ProcessLoop,
+        training: Training,
+        *,
+        resident: bool,
+        seed: str,
+        note: Callable[[laws.Event], None],
+        joined: Callable[[], None],
+    ) -> None:
+        """`joined` is called when it has found the job."""
+        with mock.patch.object(agent, "claim", return_value=disk):
+            super().__init__(config, ENTRY, clock=VirtualClock(training.scheduler))
+        self.node = node = disk.node
+        self._durations = random.Random(seed)
+        self._loop = loop
+        self._note, self._joined = note, joined
+        self.workers = VirtualWorkers(
+            loop,
+            node,
+            config.nproc_per_node,
+            training,
+            self._queue.put_nowait,
+            resident=resident,
+            durations=self._durations,
+        )
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether it was asked to leave."""
+        return bool(self._state.leaving)
+
+    def _open(self) -> None:
+        nothing: Any = Nothing()
+        narrator: Any = _Narrator(self._node, self._joined)
+        self._narrator = narrator
+        self._nursery = _Nursery(self._durations)  # type: ignore[assignment]
+        self._workers = self.workers  # type: ignore[assignment]
+        for name in (
+            *("events", "gathering", "telling", "snapshots", "sampling", "logs"),
+            *("doings", "inquiry", "hangs", "vigil", "script_vigil", "registration"),
+        ):
+            setattr(self, f"_{name}", nothing)
+        self._stragglers = None
+        self._open_presence(_Presence, host=self._node, note=self._note)
+
+
+class _Narrator(Nothing):
+    """Says nothing, but when the node has joined."""
+
+    def __init__(self, name: str, joined: Callable[[], None]) -> None:
+        self.name = name
+        self._joined = joined
+
+    def joined(self, *_: Any) -> None:
+        self._joined()
+
+
+class _Nursery:
+    """In the place of the zygote and the store host."""
+
+    warnings = ()
+
+    def __init__(self, durations: random.Random) -> None:
+        self._durations = durations
+        self.stores = _Stores()
+
+    async def zygote_killed(self) -> str:
+        return ""
+
+    async def warm_up(self) -> float:
+        seconds = self._durations.uniform(*WARM_UP)
+        await asyncio.sleep(seconds)
+        return seconds
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+class _Stores:
+    """Stores for workers: a number each."""
+
+    pid = 1
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+        self.lost: set[int] = set()
+        self._port = 50000
+
+    async def open(self) -> int:
+        self._port += 1
+        return self._port
+
+    def used(self, generation: int, port: int) -> None:
+        """Nothing."""
+
+    def holds(self, generation: int) -> bool:
+        return False
+
+    async def retire(self, before: int) -> None:
+        """Nothing."""
+
+
+class _Presence(Presence):
+    """Notes every world that is formed, and who may decide on the next one."""
+
+    def __init__(self, *args: Any, note: Callable[[laws.Event], None], **given: Any) -> None:
+        super().__init__(*args, **given)
+        self.note = note
+
+    def _new_leader(self, store: Store) -> Leader:
+        leader = super()._new_leader(store)
+        published, settle = leader._publish, leader._settle
+
+        async def publish(world: World, kind: Kind | None) -> bool:
+            done = await published(world, kind)
+            if done:
+                self._note_world(world, leader._state)
+            return done
+
+        async def settled() -> None:
+            before = leader._state.roll
+            await settle()
+            roll = leader._state.roll
+            if roll is not None and roll is not before:
+                self.note(laws.Settled(self._clock.now(), roll.generation))
+
+        leader._publish, leader._settle = publish, settled  # type: ignore[method-assign]
+        return leader
+
+    def _note_world(self, world: World, state: RoundState) -> None:
+        now, roll = self._clock.now(), state.roll
+        if world.nodes and world.phase in ("agreeing", "running"):
+            electorates = tuple(
+                laws.Electorate(each.nodes | {each.host} if each.host else each.nodes, each.host)
+                for each in (roll.electorates if roll is not None else ())
+            )
+            nodes = frozenset(node.node for node in world.nodes)
+            there = frozenset(state.members)
+            self.note(laws.Formed(now, world.generation, world.host, nodes, electorates, there))
+        if world.phase == "closed":
+            blamed = world.cause.node if world.cause is not None else ""
+            self.note(laws.Closed(now, world.generation, world.exitcode, world.reason, blamed))

@@ -1,0 +1,358 @@
+"""The whole control plane in one process: agents, leader, embedded store and elections, all as they
+are, on virtual loops and a network in memory, under a schedule of faults.
+
+    Stack(schedule).run()     the violations of a law; `history` is all that happened
+    stack.digest()            the same for two runs of one schedule, in any process
+
+A schedule says no more than what `faults` has for both levels; what only the stack knows is drawn
+from its seed: how many endpoints the job has, and whether a cut drops packets or resets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import logging
+import random
+import secrets
+from collections.abc import Iterator
+from unittest import mock
+
+from torchelastic.config import LaunchConfig
+from torchelastic.errors import VoteOutdated
+from torchelastic.rendezvous.embedded.voter_file import Voter
+from torchelastic.testing import laws
+from torchelastic.testing.bus.bus_simulation import END, LEASE, ROUND
+from torchelastic.testing.fault_schedule import HEALED_AT, NEWCOMERS, Fault, Schedule
+from torchelastic.testing.stack.agent_process import Disk, VirtualAgent
+from torchelastic.testing.stack.virtual_loop import Scheduler
+from torchelastic.testing.stack.virtual_network import Machine, Network, ProcessLoop
+from torchelastic.testing.stack.worker_processes import Training
+
+PORT = 29400
+SIGTERM = 15
+#: Seconds of virtual time between two looks at whether the job should train.
+LOOK = 1.0
+#: A round takes so many messages, one after the other.
+TRIPS = 40
+#: How many of the cuts reset connections, and how many jobs have a list of endpoints.
+RESETS, LISTS = 0.3, 0.5
+
+
+class Host:
+    """A machine, and the agent that runs on it now, if one does."""
+
+    def __init__(self, stack: Stack, name: str, address: str) -> None:
+        self._stack = stack
+        self._name = name
+        self.machine = Machine(stack.network, address)
+        #: The nodes of the job that have run here: one that is restarted remembers which it was.
+        self.nodes: list[str] = []
+        self._disk: dict[str, Voter] = {}
+        self.loop: ProcessLoop | None = None
+        self._agent: VirtualAgent | None = None
+        self._is_known = False
+
+    @property
+    def node(self) -> str:
+        """The node of the last agent."""
+        return self.nodes[-1] if self.nodes else self._name
+
+    @property
+    def remembered(self) -> frozenset[str]:
+        """The nodes that are here, or would be if the agent were started again."""
+        return frozenset([*self._disk, *([self.node] if self.loop is not None else [])])
+
+    @property
+    def _is_frozen(self) -> bool:
+        return self.loop is not None and self.loop.held is not None
+
+    def start(self) -> None:
+        if self.loop is not None or self._stack.laws.is_closed or self._would_found:
+            return
+        if self.node not in self._disk:
+            self.nodes.append(f"{self._name}{len(self.nodes) + 1}" if self.nodes else self._name)
+        self._is_known = False
+        loop = ProcessLoop(self._stack.scheduler, self.machine)  # type: ignore[abstract]
+        self.loop = loop
+        self._stack.loops.append(loop)
+        self._stack.note_cuts(self)
+        loop.call_soon(self._begin, context=loop.context)
+
+    @property
+    def _would_found(self) -> bool:
+        """Whether an agent here would know nothing of a job that is there, and host another one,
+        should it be cut off: a machine named by the endpoint has left, and comes back."""
+        is_new = bool(self.nodes) and self.node not in self._disk
+        return is_new and self._name in self._stack.endpoints and self._stack.has_begun
+
+    def _begin(self) -> None:
+        stack, loop = self._stack, self.loop
+        assert loop is not None
+        self._agent = VirtualAgent(
+            stack.config(),
+            Disk(self._disk, self.node),
+            loop,
+            stack.training,
+            resident=stack.schedule.resident,
+            seed=f"{stack.schedule.seed} {self.node}",
+            note=stack.note,
+            joined=self.joined,
+        )
+        loop.create_task(self._serve(self._agent, loop), name="agent")
+
+    def joined(self) -> None:
+        """Who has not found the job counts as there only when nothing is in its way any more."""
+        if not self._is_known and self.loop is not None:
+            self._is_known = True
+            self._stack.note(laws.Up(self._stack.now, self.node))
+
+    async def _serve(self, agent: VirtualAgent, loop: ProcessLoop) -> None:
+        is_closed = False
+        try:
+            outcome = await agent.run()
+            reason = outcome.reason
+            is_closed = outcome.world is not None and outcome.world.phase == "closed"
+        except VoteOutdated:
+            self.kill()
+            self.start()
+            return
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+        self._stack.note(
+            laws.Ended(self._stack.now, agent.node, reason, is_closed or agent.was_asked)
+        )
+        loop.kill()
+        self.loop = self._agent = None
+
+    def kill(self) -> None:
+        """The agent dies, and its workers with it."""
+        if self.loop is None:
+            return
+        self.loop.kill()
+        if self._agent is not None:
+            for generation in self._agent.workers.kill_everything():
+                self._stack.note(laws.Failed(self._stack.now, self.node, generation))
+        self._stack.note(laws.Down(self._stack.now, self.node))
+        self.loop = self._agent = None
+        if not self._stack.schedule.remembers:
+            self._disk.clear()
+
+    def freeze(self) -> None:
+        if self.loop is not None and not self._is_frozen:
+            self.loop.freeze()
+            self._stack.note(laws.Frozen(self._stack.now, self.node))
+
+    def thaw(self) -> None:
+        if self.loop is not None and self._is_frozen:
+            self.loop.thaw()
+            self._stack.note(laws.Thawed(self._stack.now, self.node))
+
+    def leave(self) -> None:
+        if self.loop is not None and SIGTERM in self.loop.signal_handlers:
+            self._stack.note(laws.Leaves(self._stack.now, self.node))
+            self.loop.call_soon(self.loop.signal_handlers[SIGTERM], context=self.loop.context)
+
+    def kill_worker(self) -> None:
+        if self._agent is not None and not self._is_frozen:
+            self._agent.workers.kill(0)
+
+
+class Stack:
+    """One run of a schedule."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.scheduler = Scheduler()
+        self.network = Network(self.scheduler)
+        self.history: list[laws.Event] = []
+        self.loops: list[ProcessLoop] = []
+        self._is_over = False
+        self._last: laws.Formed | None = None
+        drawn = self._drawn("endpoints")
+        listed = drawn.random() < LISTS
+        self.endpoints = schedule.machines[: drawn.randint(1, 3) if listed else 1]
+        self.hosts = {
+            name: Host(self, name, f"10.0.0.{number}")
+            for number, name in enumerate(schedule.machines + NEWCOMERS, start=1)
+        }
+        slowest = max((fault.seconds for fault in schedule.faults), default=0.0)
+        self.laws = laws.Laws(
+            laws.Rules(
+                min_nodes=schedule.min_nodes,
+                within=LEASE + ROUND + TRIPS * slowest,
+                redone=0 if schedule.resident else 1 << 30,
+                endures=100,
+                together=LEASE + 1.0,
+                founders=[laws.Electorate(frozenset(self.endpoints))],
+            )
+        )
+        self.training = Training(self.scheduler, self.network, self.note, schedule.steps)
+
+    def _drawn(self, what: str) -> random.Random:
+        """Of the seed and nothing else: a shorter schedule draws the same."""
+        return random.Random(f"{self.schedule.seed} {what}")
+
+    def config(self) -> LaunchConfig:
+        places = [f"{self.hosts[name].machine.address}:{PORT}" for name in self.endpoints]
+        return LaunchConfig(
+            self.schedule.min_nodes,
+            self.schedule.max_nodes,
+            1,
+            run_id="simulated",
+            rdzv_endpoint=",".join(places),
+            lease=LEASE,
+            shutdown_timeout=LEASE,
+        )
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there has been a world."""
+        return self._last is not None
+
+    @property
+    def now(self) -> float:
+        return self.scheduler.now
+
+    def note(self, event: laws.Event) -> None:
+        self._is_over = self._is_over or self._begins_anew(event)
+        if not self._is_over:
+            self.history.append(event)
+            self.laws.note(event)
+
+    def _begins_anew(self, event: laws.Event) -> bool:
+        """Whether this is the first world of another start of the job, whose generations begin
+        anew: too many nodes of the last one have left, or forgotten it, for it ever to go on."""
+        if not isinstance(event, laws.Formed):
+            return False
+        before, self._last = self._last, event
+        if before is None or event.generation > before.generation or event.nodes == before.nodes:
+            return False
+        there = frozenset().union(*(host.remembered for host in self.hosts.values()))
+        return not all(electorate.agrees(there) for electorate in before.electorates)
+
+    def digest(self) -> str:
+        """Tells two histories apart."""
+        lines = "\n".join(repr(_plain(event)) for event in self.history)
+        return hashlib.sha256(lines.encode()).hexdigest()
+
+    def run(self) -> list[laws.Violation]:
+        """Let it all happen; what breaks a law, and what nobody caught."""
+        with _repeatable(self.schedule.seed):
+            for number, name in enumerate(self.schedule.machines):
+                self.scheduler.at(0.1 * number, self.hosts[name].start)
+            for fault in self.schedule.faults:
+                self.scheduler.at(fault.at, self._perform, fault)
+            self.scheduler.at(HEALED_AT, self._heal)
+            while self.now < END:
+                self.scheduler.run_until(self.now + LOOK)
+                if not self._is_over:
+                    self.laws.look(self.now)
+            self._is_over = True
+            errors = [
+                each for loop in (*self.loops, self.scheduler.outside) for each in loop.errors
+            ]
+            self.scheduler.close(self.loops)
+        return [*self.laws.violations, *(laws.Violation(0, END, error) for error in errors)]
+
+    # --- faults ----------------------------------------------------------------------------------
+
+    def _perform(self, fault: Fault) -> None:
+        self.note(laws.Disturbed(self.now, fault.kind))
+        if fault.kind in ("cut", "slow"):
+            self._come_between(fault)
+        elif fault.kind == "mend":
+            self._mend()
+        else:
+            host = self.hosts[fault.machines]
+            match fault.kind:
+                case "kill":
+                    host.kill()
+                case "restart":
+                    host.kill()
+                    host.start()
+                case "join":
+                    host.start()
+                case "freeze":
+                    host.freeze()
+                case "thaw":
+                    host.thaw()
+                case "leave":
+                    host.leave()
+                case "worker":
+                    host.kill_worker()
+
+    def _come_between(self, fault: Fault) -> None:
+        resets = self._drawn(f"cut at {fault.at}").random() < RESETS
+        ways = [(one, other) for one in fault.machines for other in fault.others]
+        if fault.both_ways:
+            ways += [(other, one) for one, other in ways]
+        for source, target in ways:
+            addresses = self.hosts[source].machine.address, self.hosts[target].machine.address
+            if fault.kind == "slow":
+                self.network.slow(*addresses, fault.seconds)
+                continue
+            self.network.cut(*addresses, reset=resets)
+            self.note(laws.Cut(self.now, self.hosts[source].node, self.hosts[target].node))
+
+    def note_cuts(self, host: Host) -> None:
+        """Of a node that starts while ways from and to it are cut."""
+        for other in self.hosts.values():
+            for source, target in ((host, other), (other, host)):
+                if self.network.is_cut(source.machine.address, target.machine.address):
+                    self.note(laws.Cut(self.now, source.node, target.node))
+
+    def _mend(self) -> None:
+        for source in self.hosts.values():
+            for target in self.hosts.values():
+                if not self.network.mend(source.machine.address, target.machine.address):
+                    continue
+                for one in source.nodes:
+                    for other in target.nodes:
+                        self.note(laws.Mended(self.now, one, other))
+
+    def _heal(self) -> None:
+        """All machines are up, and hear each other."""
+        self._mend()
+        for host in self.hosts.values():
+            host.thaw()
+        for name in self.schedule.machines:
+            self.hosts[name].start()
+        if any(self.hosts[name].loop is not None for name in self.endpoints):
+            for host in self.hosts.values():
+                host.joined()
+
+
+def violations(schedule: Schedule) -> list[laws.Violation]:
+    """What of a simulated job breaks a law."""
+    return Stack(schedule).run()
+
+
+def _plain(item: object) -> object:
+    """An event without what has no order of its own."""
+    if isinstance(item, frozenset):
+        return sorted(item)
+    if isinstance(item, tuple):
+        return (type(item).__name__, *map(_plain, item))
+    return item
+
+
+@contextlib.contextmanager
+def _repeatable(seed: int) -> Iterator[None]:
+    """Whatever is random is the same in every run."""
+    known, collecting, silenced = random.getstate(), gc.isenabled(), logging.root.manager.disable
+    tokens = random.Random(f"tokens of {seed}")
+    random.seed(seed)
+    gc.disable()
+    logging.disable(logging.CRITICAL)
+    try:
+        with mock.patch.object(
+            secrets, "token_hex", lambda size=32: f"{tokens.getrandbits(8 * size):0{2 * size}x}"
+        ):
+            yield
+    finally:
+        logging.disable(silenced)
+        random.setstate(known)
+        if collecting:
+            gc.enable()

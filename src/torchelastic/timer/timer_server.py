@@ -1,0 +1,112 @@
+"""A thread that ends workers whose timers have expired, for processes without an agent."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from typing import Any
+
+from torchelastic.timer.timer_requests import RequestQueue, TimerRequest
+
+log = logging.getLogger(__name__)
+
+#: How long to wait before trying again to end a worker that could not be ended, in seconds.
+TRY_AGAIN = 1.0
+
+
+class TimerServer(ABC):
+    """Takes requests from a queue, and ends workers in time.
+
+    Its thread waits for the next request or the next deadline, whichever comes first, but for
+    `max_interval` seconds at most: servers that do not say when the next deadline is
+    (`next_deadline`) look that often.
+    """
+
+    def __init__(
+        self, request_queue: RequestQueue, max_interval: float, daemon: bool = True
+    ) -> None:
+        super().__init__()
+        self._request_queue = request_queue
+        self._max_interval = max_interval
+        self._daemon = daemon
+        self._watchdog_thread: threading.Thread | None = None
+        self._stop_signaled = threading.Event()
+
+    @abstractmethod
+    def register_timers(self, timer_requests: list[TimerRequest]) -> None:
+        """Take note of timers acquired, and of those released (a negative `expiration_time`)."""
+
+    @abstractmethod
+    def clear_timers(self, worker_ids: set[Any]) -> None:
+        """Forget all timers of these workers."""
+
+    @abstractmethod
+    def get_expired_timers(self, deadline: float) -> dict[Any, list[TimerRequest]]:
+        """By worker, the timers that expire at `deadline` (`time.monotonic()`) or before."""
+
+    @abstractmethod
+    def _reap_worker(self, worker_id: Any) -> bool:
+        """End a worker; False: it could not be ended, and is to be tried again."""
+
+    def next_deadline(self) -> float | None:
+        """When the first of all timers expires; None: there is none, or it is not known."""
+        return None
+
+    # --- the thread ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start watching."""
+        if self._watchdog_thread is not None:
+            raise RuntimeError("The timer server has been started already: stop it first.")
+        self._stop_signaled.clear()
+        self._watchdog_thread = threading.Thread(
+            target=self._watchdog_loop, name="torchelastic-timers", daemon=self._daemon
+        )
+        self._watchdog_thread.start()
+
+    def stop(self) -> None:
+        """Stop watching; returns when the thread has ended. No timer expires any more."""
+        self._stop_signaled.set()
+        if self._watchdog_thread is not None:
+            self._request_queue.wake()
+            self._watchdog_thread.join()
+            self._watchdog_thread = None
+
+    def _watchdog_loop(self) -> None:
+        while not self._stop_signaled.is_set():
+            try:
+                self._run_watchdog()
+            except Exception:
+                # A mistake in one request must not leave all workers without a watch.
+                log.exception("The timer server goes on after an error.")
+                self._stop_signaled.wait(TRY_AGAIN)
+
+    def _run_watchdog(self) -> None:
+        wanted = max(1, self._request_queue.size())
+        self.register_timers(self._request_queue.get(wanted, self._patience(time.monotonic())))
+        reaped = {
+            worker_id
+            for worker_id, expired in self.get_expired_timers(time.monotonic()).items()
+            if self._reaps(worker_id, expired)
+        }
+        self.clear_timers(reaped)
+
+    def _patience(self, now: float) -> float:
+        """Seconds to wait for a request."""
+        due = self.next_deadline()
+        if due is None:
+            return self._max_interval
+        if due <= now:  # it has been seen, and its worker could not be ended
+            return min(TRY_AGAIN, self._max_interval)
+        return min(due - now, self._max_interval)
+
+    def _reaps(self, worker_id: Any, expired: list[TimerRequest]) -> bool:
+        scopes = ", ".join(f"'{request.scope_id}'" for request in expired)
+        log.warning("Worker %s is ended: timer %s expired.", worker_id, scopes)
+        try:
+            return self._reap_worker(worker_id)
+        except Exception:
+            log.exception("Worker %s could not be ended; its timers are forgotten.", worker_id)
+            return True

@@ -1,0 +1,346 @@
+"""The default process group of a world: built, aborted, left; and never waited in.
+
+    group = Group.build(store=store, rank=0, size=4, generation=7, timeout=timedelta(seconds=60))
+    ...                                     # dist.all_reduce, DDP, dist.new_group as ever
+    group.abort("node b is lost")           # any thread: every wait in the world ends within ms
+    group.leave()                           # the training thread: torch.distributed is free again
+
+A worker that is to be reachable while it builds makes a `Group`, shows it to the thread that may
+abort it, and then calls `connect`.
+
+The training thread waits for operations of ours (`waits`), which gloo's callback or the abort ends.
+The abort also shuts the group's connections down (`sockets`), so that gloo's threads and the other
+ranks notice. What is left of gloo then is parked until it can be dropped (`group_park`).
+
+NCCL has an abort of its own, which frees the device; there is nothing to own. Its groups are made
+and aborted by torch, and nothing done in them counts before it is settled (`group_native`).
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from torchelastic import torch_backends, torch_private
+from torchelastic.errors import ConfigError
+from torchelastic.torch_private import PrefixStore, Store
+from torchelastic.training.group import gloo, native_groups, parked, sockets
+from torchelastic.training.group.gloo import OwnedGloo
+from torchelastic.training.group.waits import GenerationOver, PeerLostError, Waits
+from torchelastic.worker.collective_log import NO_ROW
+
+__all__ = ["GenerationOver", "Group", "PeerLostError"]
+
+#: How long `leave` waits for gloo's threads to have stopped writing, in seconds.
+QUIET_WITHIN = 0.1
+#: After how long a broken connection that gloo has not seen is silenced, in seconds.
+_UNSEEN = 0.005
+#: How long a device may be busy after an abort before it counts as stuck, in seconds: aborts of
+#: NCCL have been seen to take that long, and what was computed meanwhile ends, too.
+_ABORT_TAKES = 5.0
+#: What a collective is called that torch only counts.
+_NAMELESS = b"collective"
+
+
+class Group:
+    """All process groups of one world: the default one and those a script makes beside it."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        rank: int,
+        size: int,
+        generation: int,
+        backend: str = "gloo",
+        timeout: timedelta,
+    ) -> None:
+        if ":" in backend:
+            raise ConfigError(
+                f"The backend {backend!r} mixes two: use one, and make a group for the other"
+                " with dist.new_group(backend=...)."
+            )
+        self.rank, self.size, self.generation = rank, size, generation
+        self.backend, self.timeout = backend, timeout
+        self.waits = Waits()
+        self._store = PrefixStore(f"generation-{generation}", store)
+        self._owned: list[OwnedGloo] = []
+        #: The operation that was waited for at the last `look`.
+        self._waited: int | None = None
+        self._aborting = threading.Lock()
+        self._excepthook: Any = None
+        #: What keeps connections silent that gloo does not see to be broken.
+        self._silent: list[socket.socket] | None = None
+        #: Of groups that torch made: where they are waited for, and what was launched in them when
+        #: they were settled last.
+        self._streams: list[Any] = []
+        self._settled: int | None = None
+        self._rows: dict[str, int] = {}
+        self._aborted_at = 0.0
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        store: Store,
+        rank: int,
+        size: int,
+        generation: int,
+        backend: str = "gloo",
+        timeout: timedelta,
+    ) -> Group:
+        """Meet the other ranks and become the default process group of torch.distributed."""
+        group = cls(
+            store=store,
+            rank=rank,
+            size=size,
+            generation=generation,
+            backend=backend,
+            timeout=timeout,
+        )
+        group.connect()
+        return group
+
+    def connect(self) -> None:
+        """The blocking part of `build`; an abort from another thread ends it.
+
+        Raises GenerationOver after an abort, PeerLostError when the others cannot be met.
+        """
+        self.waits.check()
+        self._excepthook = sys.excepthook
+        if not torch_backends.is_on_host(self.backend):
+            native_groups.spare_process()
+        gloo.install(self)
+        try:
+            dist.init_process_group(
+                self.backend,
+                store=self._store,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=self.timeout,
+            )
+        except BaseException:
+            self._unmake()
+            raise
+        if self.waits.over is not None:  # aborted between the last wait and now
+            self.leave()
+            self.waits.check()
+
+    def adopt(self, group: OwnedGloo) -> None:
+        """A group made in this world: the default one, or a script's."""
+        self._owned.append(group)
+        if self.waits.over is not None:  # an abort has not seen it
+            sockets.shut_down(group.connections)
+            self.waits.check()
+
+    @property
+    def aborted(self) -> bool:
+        return self.waits.over is not None
+
+    @property
+    def pending(self) -> int:
+        """Collectives launched that gloo has not ended yet; a device that is busy counts as one."""
+        late = time.monotonic() - self._aborted_at > _ABORT_TAKES
+        busy = late and any(map(native_groups.is_busy, self._streams))
+        return self.waits.pending + busy
+
+    def look(self, silence: float) -> None:
+        """End waits for a rank that has not answered for `silence` seconds. The control thread.
+
+        The network may be cut between two nodes while their agents go on talking.
+        """
+        before, self._waited = self._waited, None
+        if self.waits.over is None and self.waits.failure is None and self.waits.pending:
+            self._waited = min(self.waits.under_way, default=None)
+        if self._waited is None or self._waited != before:
+            return
+        for group in list(self._owned):
+            if fault := group.unanswered(silence):
+                self.waits.fail(fault)
+                return
+
+    def show(self) -> None:
+        """Let the agent see what was launched in groups of NCCL, by number. Any thread.
+
+        The training thread does not pass here when it launches them: they are counted by torch.
+        The names are not known, nor which of several groups a device waits in: the first is told.
+        """
+        shown = self.waits.shown
+        if shown is None or self.waits.pending:
+            return
+        rows: list[tuple[int, int]] = []
+        for group in native_groups.groups():
+            number, name = native_groups.launched([group]), torch_private.name_of_group(group)
+            row = self._rows.get(name)
+            if row is None:
+                row = self._rows[name] = shown.row_of(name)
+            if number and row != NO_ROW:
+                rows.append((row, number))
+        for order, (row, number) in enumerate(reversed(rows), start=1):
+            shown.launched(order, row, number, _NAMELESS)
+        if rows and any(map(native_groups.is_busy, self._streams)):
+            shown.waits(*rows[0], _NAMELESS)
+        elif rows:
+            shown.goes_on()
+
+    def first(self, collective: Callable[[], object]) -> None:
+        """Launch the first collective of this world; an abort ends the wait for the others.
+
+        NCCL makes its connections then, in the calling thread, where its own abort cannot reach it.
+        """
+        if torch_backends.is_on_host(self.backend):
+            collective()
+        else:
+            self.waits.call(collective, b"connecting")
+        self.settle()
+
+    def settle(self, *, again: bool = True) -> None:
+        """Raise unless every collective launched so far has ended well. The training thread.
+
+        Who waits for gloo knows that already: this is for groups of NCCL. `again` is False where
+        nothing needs to be waited for if nothing was launched since the last time.
+        """
+        if torch_private.count_groups() == len(self._owned):
+            return
+        native = native_groups.groups()
+        launched, before = native_groups.launched(native), self.waits.before
+        if launched is None or launched != self._settled:
+            again, self._settled = True, launched
+            if launched is not None and before is not None:
+                before()
+        if again:
+            self._streams = native_groups.streams(native)
+            native_groups.synchronize(native)
+            if self._rows and self.waits.shown is not None:
+                self.waits.shown.goes_on()
+        self.waits.check()
+        if failure := native_groups.failure(native):
+            raise self.waits.failed(RuntimeError(failure))
+
+    @property
+    def launched(self) -> int:
+        """How many collectives were launched: a sequence number."""
+        return self.waits.launched
+
+    @property
+    def before_collective(self) -> Callable[[], None] | None:
+        """Called in the launching thread before each collective of the world."""
+        return self.waits.before
+
+    @before_collective.setter
+    def before_collective(self, hook: Callable[[], None] | None) -> None:
+        self.waits.before = hook
+
+    def abort(self, reason: str) -> None:
+        """End the world: every wait in it raises GenerationOver. Any thread; once is enough."""
+        with self._aborting:
+            if self.waits.over is not None:
+                return
+            self._aborted_at = time.monotonic()
+            self.waits.end(GenerationOver(f"Generation {self.generation} is over: {reason}."))
+            # Every group before any is left: a script may wait in one for what another does.
+            sockets.shut_down(self._connections())
+            native_groups.abort(native_groups.groups())
+
+    def leave(self) -> bool:
+        """Give torch.distributed back, from the training thread; what is left of gloo is parked.
+
+        False if a thread of gloo may still write into tensors of an operation that was aborted:
+        then this process must not train on with them.
+        """
+        in_order = not self.aborted and not self.waits.pending
+        if in_order:
+            self.waits.end(GenerationOver(f"Generation {self.generation} was left."))
+        else:
+            self.abort("it was left with operations under way")
+            native_groups.synchronize(native_groups.groups())
+        quiet = in_order or self._wait_until_quiet()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._unmake()
+        return quiet
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What an error raised in a step of this world really is.
+
+        An error that passed through C++ code of a hook comes back as a plain RuntimeError.
+        """
+        if isinstance(error, GenerationOver | PeerLostError) or not isinstance(error, Exception):
+            return error
+        native = native_groups.groups()
+        if native and self.waits.failure is None:
+            failure = native_groups.failure(native)
+            if failure or isinstance(error, dist.DistError):
+                self.waits.failed(RuntimeError(failure or str(error)))
+        # Whatever user code makes of garbage that an abort of NCCL has left says nothing of it.
+        known = self.waits.over or self.waits.failure
+        if known is None or not (native or isinstance(error, RuntimeError)):
+            return error
+        return type(known)(*known.args)
+
+    def _connections(self) -> frozenset[int]:
+        return frozenset().union(*(group.connections for group in list(self._owned)))
+
+    def _unmake(self) -> None:
+        """Undo what `connect` did to torch and the process, and park gloo."""
+        gloo.uninstall()
+        # A build that failed has counted a group; with another count the ranks would not meet.
+        torch_private.count_groups_anew()
+        # Each init_process_group wraps the hook once more.
+        if self._excepthook is not None:
+            sys.excepthook, self._excepthook = self._excepthook, None
+        owned, self._owned = self._owned, []
+        aborted = bool(self.waits.pending) or self.aborted
+        gloos = [group.take() for group in owned]
+        parked.park(gloos, self.waits, silent=self._silent or [], rank=self.rank, aborted=aborted)
+
+    def _wait_until_quiet(self) -> bool:
+        """Until no thread of gloo can write into a tensor of an aborted operation any more.
+
+        The waits were freed at once, but a reduction in progress runs to its next exchange, and
+        data that had arrived is still read; into a bucket that the next step uses again, it would
+        be a silently wrong gradient. This takes as long as gloo needs to see its broken
+        connections. A thread that is stuck all the same sleeps, and writes nothing when it wakes.
+        """
+        began = time.monotonic()
+        while self.waits.pending and not self._only_stuck():
+            waited = time.monotonic() - began
+            if waited > QUIET_WITHIN:
+                return False
+            if waited > _UNSEEN and self._silent is None:
+                self._silent = sockets.silence(self._connections())
+            time.sleep(0.0002)
+        return True
+
+    def _only_stuck(self) -> bool:
+        """Whether what is pending will never again touch anything."""
+        if self._silent is None and sockets.are_open(self._connections()):
+            return False
+        return not any(map(_is_running, _gloo_threads()))
+
+
+def _gloo_threads() -> list[Path]:
+    """The threads of this process that run gloo's operations, of any group."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            if "gloo" in (task / "comm").read_text():
+                found.append(task)
+        except OSError:  # ended since it was listed
+            continue
+    return found
+
+
+def _is_running(task: Path) -> bool:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+    except OSError:
+        return False

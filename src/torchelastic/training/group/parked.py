@@ -1,0 +1,130 @@
+"""Old groups: kept until gloo is done with them, then dropped where it disturbs nobody.
+
+Dropping gloo's object joins its threads. One of them may be stuck in a send to a lost peer until
+the group's time-out, and the connections of a group left in order may still carry what another rank
+is about to read. So groups are parked, and a thread that exists only while some are drops them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import socket
+import threading
+import time
+from typing import Any, NamedTuple
+
+from torchelastic.training.group.waits import Waits
+
+#: How long the connections of a group left in order stay open for the other ranks, in seconds.
+GRACE = 1.0
+#: How long the end of the process waits for the threads of groups, in seconds: rank 0, and how much
+#: longer each next rank does. A thread that is stuck in spite of an abort is freed when its peer's
+#: process ends. If all ranks gave up at once, that would meet them while Python shuts down.
+LAST, APART, APART_RANKS = 1.0, 1.5, 8
+#: How often the reaper looks, in seconds: at first, and when nothing has changed for long.
+_SOON, _SELDOM = 0.05, 2.0
+
+
+class _Parked(NamedTuple):
+    """What is left of one world."""
+
+    gloos: list[Any]
+    waits: Waits
+    silent: list[socket.socket]
+    rank: int
+    since: float
+    aborted: bool
+
+    def is_done(self, now: float) -> bool:
+        """Whether no operation is under way, and nobody can need the connections."""
+        if self.waits.pending:
+            return False
+        return self.aborted or _ending or now - self.since > GRACE
+
+    def drop(self) -> None:
+        """Here gloo's threads are joined, without the interpreter's lock."""
+        self.gloos.clear()
+        for listener in self.silent:
+            listener.close()
+
+
+_lock = threading.Lock()
+#: Held while groups are dropped, and by the process that ends: after that none are.
+_dropping = threading.Lock()
+#: The connections will not outlive the process: nobody is given time any more.
+_ending = False
+_parked: list[_Parked] = []
+_wake = threading.Event()
+_reaper: threading.Thread | None = None
+
+
+def park(
+    gloos: list[Any], waits: Waits, *, silent: list[socket.socket], rank: int, aborted: bool
+) -> None:
+    """Keep these until they can be dropped, and drop them then."""
+    global _reaper
+    if not gloos:
+        return
+    with _lock:
+        _parked.append(_Parked(gloos, waits, silent, rank, time.monotonic(), aborted))
+        if _reaper is None:
+            _reaper = threading.Thread(target=_reap, name="torchelastic-reaper", daemon=True)
+            _reaper.start()
+    _wake.set()
+
+
+def parked() -> int:
+    """How many worlds have left something that is kept."""
+    return len(_parked)
+
+
+def _reap() -> None:
+    """Until nothing is parked."""
+    period = _SOON
+    while not _is_over():
+        period = _SOON if _wake.wait(period) else min(2 * period, _SELDOM)
+        _wake.clear()
+        with _dropping:
+            dropped = _drop_done()
+        if dropped or _ending:
+            period = _SOON
+
+
+def _is_over() -> bool:
+    global _reaper
+    with _lock:
+        if not _parked:
+            _reaper = None
+        return not _parked
+
+
+def _drop_done() -> int:
+    """Drop what is done; how many. They leave the list only when they are really gone."""
+    now = time.monotonic()
+    done = [entry for entry in _parked if entry.is_done(now)]
+    for entry in done:
+        entry.drop()
+    with _lock:
+        for entry in done:
+            _parked.remove(entry)
+    return len(done)
+
+
+@atexit.register
+def _end() -> None:
+    """Join gloo's threads while the interpreter lives; what is stuck is kept for ever.
+
+    A thread that wants the interpreter's lock later, to tell the end of an operation or to come
+    back from a drop, is ended by Python in the middle of C++ code, which is SIGABRT.
+    """
+    global _ending
+    _ending = True
+    _wake.set()
+    rank = next((entry.rank for entry in reversed(list(_parked))), 0)  # of the last world
+    if (reaper := _reaper) is not None:
+        reaper.join(LAST + APART * (rank % APART_RANKS))
+    _dropping.acquire(timeout=LAST)  # not given back: from now on nothing is dropped
+    for entry in list(_parked):
+        for gloo in entry.gloos:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))

@@ -1,0 +1,320 @@
+"""A process that is its own node: what an agent does for its workers, done in a thread, for one.
+
+The seed's `python main.py` has no launcher. This thread joins the job by itself, leads when it is
+its turn, and speaks to the training side over a socket as an agent would. It starts no process: a
+worker that dies takes its node with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+
+from torchelastic import env
+from torchelastic.agent.failure_report import beginning
+from torchelastic.agent.lifecycle import in_process, script
+from torchelastic.agent.lifecycle.transitions import Transitions
+from torchelastic.agent.watch.hang_watchdog import LOOK, Pace, limit_for
+from torchelastic.clock import SystemClock
+from torchelastic.config import LaunchConfig, format_endpoint
+from torchelastic.errors import TorchElasticError
+from torchelastic.events.failure import Failure
+from torchelastic.rendezvous import url as urls
+from torchelastic.rendezvous.membership.log_observer import LogObserver
+from torchelastic.rendezvous.membership.member_session import Presence
+from torchelastic.rendezvous.world import World
+from torchelastic.side_tasks import SideTasks
+from torchelastic.transport.interfaces import interface_of
+from torchelastic.worker import channel, orders, status_page
+from torchelastic.worker.worker_stores import OwnStores
+
+logger = logging.getLogger("torchelastic")
+
+#: How long the last words of a node may take, and how long a host stays for the others to go.
+LAST_WORDS, HOST_STAYS = 2.0, 5.0
+#: How long the worker's control thread has to answer, in seconds.
+ANSWER = 1.0
+
+
+def start(
+    url: str, *, max_workers: int | None = None, timeout: timedelta = timedelta(minutes=30)
+) -> socket.socket:
+    """Join the job at `url` in a thread; returns the worker's end of its channel.
+
+    `timeout` is how long others wait for this worker: in a collective, and when a world is over.
+    The thread is waited for when the process ends: whoever hosts the rendezvous stays until the
+    others have heard that the training is done.
+    """
+    config = config_for(urls.parse(url), max_workers)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    node = OwnNode(config, ours, patience=timeout.total_seconds())
+    threading.Thread(target=node.run, name="torchelastic-node").start()
+    return theirs
+
+
+def config_for(url: urls.RendezvousUrl, max_workers: int | None) -> LaunchConfig:
+    """The job as this node sees it: every worker is a node."""
+    defaults = LaunchConfig()
+    return LaunchConfig(
+        min_nodes=url.min_workers,
+        max_nodes=max(url.max_workers, max_workers or 0),
+        run_id=url.run_id,
+        rdzv_backend=url.backend,
+        rdzv_endpoint=url.endpoint,
+        rdzv_configs=url.options,
+        rdzv_secret_file=url.files.get("secret_file"),
+        rdzv_tls_cert=url.files.get("tls_cert"),
+        rdzv_tls_key=url.files.get("tls_key"),
+        rdzv_tls_ca=url.files.get("tls_ca"),
+        wait_for_nodes=defaults.wait_for_nodes if url.timeout is None else url.timeout,
+        settle=defaults.settle if url.last_call_timeout is None else url.last_call_timeout,
+        quorum=url.quorum,
+        witness=url.witness,
+        progress_timeout=url.progress_timeout,
+    )
+
+
+class _HasLeft:
+    """The worker has closed its end of the channel."""
+
+
+class OwnNode:
+    """One node with one worker: this process."""
+
+    def __init__(
+        self, config: LaunchConfig, channel_end: socket.socket, *, patience: float = 1800.0
+    ) -> None:
+        """`patience` is how long the worker may take to stop when its world is over, in seconds."""
+        self._config = config
+        self._patience = min(patience, config.progress_timeout or patience)
+        self._channel = channel_end
+        self._node = secrets.token_hex(6)
+        self._state = in_process.alone(self._node, socket.gethostname())
+        self._queue: asyncio.Queue[in_process.Event | _HasLeft | Exception] = asyncio.Queue()
+        self._beside = SideTasks(self._queue.put_nowait)
+        self._transitions = Transitions()
+        self._stores = OwnStores()
+        self._step = -1
+        #: Where the worker shows its progress, and what has been seen of that.
+        self._slate = -1
+        self._trained = -1
+        self._pace = Pace()
+        #: When it was told to enter its world, and that the world is over.
+        self._entering_at = self._over_at = 0.0
+        #: The last answer of its control thread.
+        self._pong = orders.Pong(waiting=False, number=0)
+
+    def run(self) -> None:
+        """The whole thread."""
+        try:
+            asyncio.run(self._run())
+        except TorchElasticError as error:
+            logger.error("%s", error)
+            self._tell(orders.Closed(str(error)))
+        except Exception as error:
+            logger.exception("The thread that speaks for this node has failed.")
+            self._tell(orders.Closed(f"The thread that speaks for this node has failed: {error!r}"))
+        finally:
+            self._channel.close()
+
+    async def _run(self) -> None:
+        self._channel.setblocking(False)
+        self._slate = status_page.create()
+        self._presence = Presence(
+            self._config,
+            self._node,
+            SystemClock(),
+            observer=LogObserver(),
+            background=self._beside.start,
+            on_world=self._world_seen,
+            on_lease_lost=lambda: self._queue.put_nowait(script.LeaseLost()),
+        )
+        try:
+            self._beside.start(self._listen, "listen")
+            self._beside.start(self._join, "join")
+            self._beside.start(self._watch, "hang-watchdog")
+            while not self._state.is_terminal:
+                event = await self._next_event()
+                self._state, commands = self._transitions.take(
+                    in_process.handle, self._state, event
+                )
+                for command in commands:
+                    self._perform(command)
+        finally:
+            await self._close()
+
+    async def _next_event(self) -> in_process.Event:
+        event = await self._queue.get()
+        if isinstance(event, Exception):
+            raise event
+        return self._parting() if isinstance(event, _HasLeft) else event
+
+    def _parting(self) -> in_process.Event:
+        """What it means that the worker has left `train`, now that all it said before is known."""
+        if self._state.having(in_process.Status.FINISHED):
+            return script.WorkerSucceeded(self._state.generation, 0)
+        return script.StoreLost("the worker has left the training")
+
+    async def _join(self) -> None:
+        await self._presence.join(resident=True, starting=1, ready=True)
+        self._let_gloo_listen()
+        self._state = replace(self._state, name=self._presence.member.name)
+        self._offer_store()
+
+    async def _close(self) -> None:
+        await self._presence.last_words(LAST_WORDS)
+        await self._beside.cancel()
+        closed = self._state.world is not None and self._state.world.phase == "closed"
+        await self._presence.close(HOST_STAYS if closed else 0.0)
+        self._stores.close()
+        os.close(self._slate)
+
+    # --- the store of a generation ---------------------------------------------------------------
+
+    def _let_gloo_listen(self) -> None:
+        """Where other nodes reach this one, not where the machine's name leads."""
+        interface = interface_of(self._presence.meeting.addr)
+        if interface is not None and not env.get("GLOO_SOCKET_IFNAME"):
+            env.update({"GLOO_SOCKET_IFNAME": interface})
+
+    def _offer_store(self) -> None:
+        port = self._stores.offer()
+        self._presence.update(store=format_endpoint(self._presence.meeting.addr, port))
+
+    def _world_seen(self, world: World) -> None:
+        logger.info("generation %d: %s (%s)", world.generation, world.phase, world.reason)
+        if world.phase == "running" and self._stores.begins(world, self._presence.member.store):
+            self._offer_store()
+        self._queue.put_nowait(script.WorldSeen(world))
+
+    # --- the worker ------------------------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        """Take what the worker says, until it closes its end: it has left `train`."""
+        loop = asyncio.get_running_loop()
+        while data := await loop.sock_recv(self._channel, channel.LIMIT):
+            self._heard(orders.from_json(json.loads(data)))
+        # What it has said may still wait to be taken up: only after that is it clear what this is.
+        self._queue.put_nowait(_HasLeft())
+
+    def _heard(self, report: orders.Order | orders.Report | None) -> None:
+        match report:
+            case orders.Erred() | orders.PeerLost():
+                self._step = report.step
+                self._queue.put_nowait(script.WorkerFailed(self._failure(report)))
+            case orders.Enlisted():
+                self._tell(orders.Slate(self._config.lease), os.dup(self._slate))
+                self._queue.put_nowait(in_process.Said(0, report))
+            case orders.Stopped() | orders.Finished() | orders.Up():
+                self._step = report.step
+                self._queue.put_nowait(in_process.Said(0, report))
+            case orders.Entered() | orders.Unfit():
+                self._queue.put_nowait(in_process.Said(0, report))
+            case orders.Pong():
+                self._pong = report
+            case orders.Begins():
+                best = self._state.world.ledger.best_step if self._state.world is not None else -1
+                if said := beginning(report, best_step=best, resident=True):
+                    logger.warning(said)
+
+    def _failure(self, erred: orders.Erred | orders.PeerLost) -> Failure:
+        world = self._state.world
+        rank = world.rank(self._node, 0) if world is not None else None
+        lost = isinstance(erred, orders.PeerLost)
+        return Failure(
+            generation=self._state.generation,
+            node=self._state.name,
+            rank=-1 if rank is None else rank,
+            local_rank=0,
+            pid=0,
+            exitcode=1,
+            message=f"lost a peer: {erred.message}" if lost else erred.message,
+            traceback="" if isinstance(erred, orders.PeerLost) else erred.traceback,
+            place="" if isinstance(erred, orders.PeerLost) else erred.place,
+            step=erred.step,
+            alive=True,
+            fatal=isinstance(erred, orders.Erred) and not erred.retry,
+        )
+
+    def _perform(self, command: in_process.Command) -> None:
+        match command:
+            case script.Tell(_, order):
+                if isinstance(order, orders.Enter):
+                    self._entering_at = time.monotonic()
+                elif isinstance(order, orders.Over):
+                    self._over_at = time.monotonic()
+                self._tell(order)
+            case script.Report(changes):
+                self._trained = max(self._trained, status_page.read_trained(self._slate))
+                steps = {"step": self._step, "trained": self._trained}
+                holds, _, _ = status_page.read_progress(self._slate)
+                self._presence.update(**{**steps, "holds": holds, **changes})
+            case script.Rejoin(gone):
+                self._beside.start(partial(self._presence.rejoin, gone), "rejoin")
+            case script.Stop():
+                self._end()
+
+    async def _watch(self) -> None:
+        """Leave the job once the worker is hung: the others must not wait for it for ever.
+
+        It cannot be killed and replaced, as a worker of an agent's: that would end this process.
+        """
+        while True:
+            await asyncio.sleep(min(LOOK, self._patience / 4))
+            if why := await self._hang():
+                logger.error("This worker is hung (%s). The others go on without it.", why)
+                self._queue.put_nowait(script.StoreLost(f"this worker was hung ({why})"))
+                return
+
+    async def _hang(self) -> str:
+        """Why the worker is hung; empty while it is not."""
+        worker, now = self._state.workers[0], time.monotonic()
+        if worker.status is not in_process.Status.TRAINING:
+            return ""
+        if worker.stopping >= 0 and not worker.through:
+            late = now - self._over_at > self._patience
+            return f"not free {now - self._over_at:.1f} s after its world was over" if late else ""
+        generation, step, at = status_page.read_progress(self._slate)
+        if generation == worker.generation:
+            self._pace.saw(generation, step, at, status_page.read_first_step(self._slate))
+        else:
+            self._pace.set_out(worker.generation, self._entering_at)
+        limit = limit_for(self._pace, self._config.progress_timeout)
+        if limit is None or now <= self._pace.entered_at + limit or await self._waits_for_others():
+            return ""
+        return self._pace.words(now)
+
+    async def _waits_for_others(self) -> bool:
+        """Whether the training thread is in a collective, as far as its process answers."""
+        number = self._pong.number + 1
+        self._tell(orders.Ping(number))
+        deadline = time.monotonic() + ANSWER
+        while self._pong.number < number and time.monotonic() < deadline:
+            await asyncio.sleep(ANSWER / 100)
+        return self._pong.number >= number and self._pong.waiting
+
+    def _end(self) -> None:
+        """The job is closed, or out of reach: the worker cannot be stopped, but it can be told."""
+        if self._state.exitcode:
+            self._tell(orders.Closed(f"The job has ended: {self._state.reason}"))
+        self._queue.put_nowait(script.WorkersGone())
+
+    def _tell(self, order: orders.Order, *descriptors: int) -> None:
+        """Send an order, and descriptors that are closed here."""
+        data = json.dumps(orders.to_json(order)).encode()
+        try:
+            channel.transmit(self._channel, data, descriptors)
+        except OSError as error:
+            logger.debug("the worker does not listen any more: %s", error)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Worker process: `State` and `TorchState`, the training state that survives a failure."""

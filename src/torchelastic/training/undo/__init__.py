@@ -1,0 +1,1 @@
+"""Worker process: undo the step in flight, so that it can be taken again."""

@@ -1,0 +1,144 @@
+"""Undo a step: everything is again as it was at its beginning, so that it can be done anew.
+
+At the beginning of a step only small things are saved. Gradients and what optimizers write are
+saved by hooks, when and if they are about to change in a way that would have to be undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchelastic.tensors import rank_private, rng
+from torchelastic.tensors.buffers import Buffers
+from torchelastic.tensors.rank_private import Private, Publisher
+from torchelastic.tensors.small_state import Saver
+from torchelastic.training.state.state import Torn, Version
+from torchelastic.training.undo.gradients import Gradients
+from torchelastic.training.undo.writes import Writes
+
+
+class Snapshot(NamedTuple):
+    """The beginning of a step. What is large is not in it: only the latest can be applied."""
+
+    version: Version
+    private: Private
+    small: list[Any]
+
+
+class Undo:
+    """What is needed to undo the step that these modules and optimizers are in."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        savers: Sequence[Saver],
+        *,
+        copy: bool | None = None,
+    ) -> None:
+        self.buffers = Buffers(modules)
+        self._private = rank_private.Reader(self.buffers).read
+        self.gradients = Gradients(_parameters(modules, optimizers))
+        self.writes = Writes(optimizers, self.gradients, copy=copy)
+        self._savers = list(savers)
+        self._saves = [saver.save for saver in savers]
+        self._publisher: Publisher | None = None
+        self._latest: Snapshot | None = None
+        #: The version that the end of this step has; None outside of a step.
+        self._next: Version | None = None
+        #: The generation whose steps these are; None until one is entered after a step was undone.
+        self._generation: int | None = None
+        self._overwritten = False
+        #: What this rank had of its own when its step failed, as of the end of that step.
+        self.late: tuple[Version, Private] | None = None
+
+    def enter(self, generation: int, publisher: Publisher | None) -> None:
+        """The steps that follow are of this generation."""
+        self._generation = generation
+        self._publisher = publisher
+        self.late = None
+        self.buffers.find()
+        rng.look()
+
+    def overwritten(self) -> None:
+        """All was replaced by another state: there is no way back to the latest snapshot."""
+        self._overwritten = True
+
+    def outside(self) -> None:
+        """Collectives that follow belong to no step."""
+        self._next = None
+
+    def begin(self, version: Version) -> Snapshot:
+        """A step begins."""
+        now = self._private()
+        if self.buffers.heavy:
+            self.buffers.save_heavy()
+        self.gradients.begin()
+        self.writes.begin()
+        self._overwritten = False
+        small = []
+        for save in self._saves:
+            small.append(save())
+        # Not Snapshot(...), here and below with other tuples: that is a call of Python code.
+        self._latest = tuple.__new__(Snapshot, (version, now, small))
+        if self._generation is not None:
+            self._next = (self._generation, version[1] + 1)
+            if self._publisher is not None:
+                self._publisher.begin(version, now)
+        return self._latest
+
+    def committed(self) -> None:
+        """The step is done."""
+        self._next = None
+        if self.writes.learning:
+            self.writes.committed()
+
+    def before_collective(self) -> None:
+        """In the launching thread, which may be one of a backward's."""
+        ending = self._next
+        if ending is None:
+            return
+        if self.writes.begun:
+            self.writes.collective()
+        if self._publisher is not None:
+            self._publisher.in_flight(ending, self._private())
+
+    def undo(self, snapshot: Snapshot) -> None:
+        """Go back. Raises Torn, everything small being restored, when the rest cannot be."""
+        if snapshot is not self._latest:
+            raise ValueError("Only the latest snapshot of a TorchState can be applied.")
+        if self._next is not None:
+            # Peers may have got to the end of this step, and then that is where we go as well.
+            self.late = self._next, self._private()
+        self.outside()
+        self._generation = None
+        self._restore_small(snapshot)
+        why = self.writes.undo()
+        if self._overwritten:
+            why = "Another state was loaded since the snapshot."
+        if not self.gradients.undo():
+            why = why or "Gradients were changed in place, and their values are lost."
+        if why is not None:
+            raise Torn(why)
+
+    def _restore_small(self, snapshot: Snapshot) -> None:
+        for saver, saved in zip(self._savers, snapshot.small, strict=True):
+            saver.restore(saved)
+        rank_private.restore(snapshot.private, self.buffers)
+        self.buffers.restore_heavy()
+
+
+def _parameters(
+    modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+) -> list[torch.Tensor]:
+    """All of both, each once, in an order that is the same on every rank."""
+    found = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            found.update(dict.fromkeys(group["params"]))
+    return list(found)

@@ -1,0 +1,203 @@
+"""Writes to parameters and optimizer state: noticed by hooks, copied beforehand only if need be.
+
+They are written in `optimizer.step` alone. A step that fails before it leaves them as they were, so
+there is nothing to undo. A step that fails inside or after it cannot be undone, and needs not be,
+as long as no collective follows the write: no other rank's fate can interrupt this one then, and
+those who finished the step have what it would have led to.
+
+A collective after or in a write (a loss reduced after the step, a second optimizer, a sharded one)
+breaks that rule: all ranks may be caught between. It is seen when it is launched, and from then on
+parameters and state are copied before each write. Nothing is known of the first step with a write,
+so it is copied too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from torchelastic import faults, torch_private
+from torchelastic.tensors.small_state import copied, put_back
+from torchelastic.training.undo.gradients import Gradients
+
+log = logging.getLogger(__name__)
+
+
+class Writes:
+    """What the optimizers of a state have written since the step began."""
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], gradients: Gradients, *, copy: bool | None = None
+    ) -> None:
+        """`copy` says whether to copy before writing; None finds out."""
+        self._gradients = gradients
+        self._copies = {id(optimizer): _Copy(optimizer) for optimizer in optimizers}
+        self._fixed = copy is not None
+        self.copying = copy is not False
+        #: Whether the first step with a write is still to come.
+        self.learning = copy is None
+        #: Optimizers that have begun to write in this step, and those that have not ended.
+        self.begun: set[int] = set()
+        self._open: set[int] = set()
+        #: Raises unless what is about to be written was computed in collectives that ended well.
+        self.settle: Callable[[], None] | None = None
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._before)
+            optimizer.register_step_post_hook(self._after)
+            _notice_zeroing(optimizer, gradients)
+
+    def begin(self) -> None:
+        """A step begins."""
+        if self.begun:
+            self.begun.clear()
+            self._open.clear()
+            if self.copying:
+                for copy in self._copies.values():
+                    copy.taken = False
+
+    def committed(self) -> None:
+        """The step is done."""
+        if self.learning and self.begun:
+            self.learned(copying=False)
+
+    def learned(self, *, copying: bool) -> None:
+        """What this job does is known, from a step of its own or from a peer's."""
+        if self._fixed:
+            return
+        self.learning = False
+        self.copying = copying
+        if not copying:
+            for copy in self._copies.values():
+                copy.drop()
+
+    @property
+    def known(self) -> bool | None:
+        """Whether this job copies before it writes; None while nothing is known of it."""
+        return None if self.learning else self.copying
+
+    def collective(self) -> None:
+        """A collective is about to be launched, in a step."""
+        if not self.begun or (self.copying and not self.learning) or self._fixed:
+            return
+        self.learned(copying=True)
+        log.warning(
+            "A collective %s optimizer.step: from now on parameters and optimizer state are "
+            "copied before each write, since a failure in that collective must undo it. Moving "
+            "the collective before optimizer.step saves the copy.",
+            "in" if self._open else "follows",
+        )
+
+    def undo(self) -> str | None:
+        """Take back what was written; None, or why that is not possible."""
+        if any(not self._copies[key].taken for key in self.begun):
+            where = "inside" if self._open else "after"
+            return f"The step failed {where} optimizer.step, and nothing was copied before it."
+        for key in self.begun:
+            self._copies[key].undo()
+        self.begin()
+        return None
+
+    def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if faults.planned:
+            faults.at("optimizer.before")
+        if self.settle is not None:
+            self.settle()
+        key = id(optimizer)
+        if self._gradients.pending:
+            self._gradients.before_write(_parameters(optimizer), copy=self.copying)
+        # A second write of the same step must not replace the copy made before the first.
+        if self.copying and key not in self.begun:
+            self._copies[key].take()
+        self.begun.add(key)
+        self._open.add(key)
+        if faults.planned:
+            faults.at("optimizer.inside")
+
+    def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self._open.discard(id(optimizer))
+        if faults.planned:
+            faults.at("optimizer.after")
+
+
+def _notice_zeroing(optimizer: Optimizer, gradients: Gradients) -> None:
+    """Values zeroed by the optimizer need not be looked at to know that nobody wants them.
+
+    The wrapper stays with this object: optimizers leave it out when they are copied or pickled.
+    """
+    zero_grad: Callable[..., None] = optimizer.zero_grad
+
+    def noticed(set_to_none: bool = True) -> None:
+        if gradients.pending:
+            gradients.zeroed(optimizer.param_groups)
+        zero_grad(set_to_none=set_to_none)
+
+    optimizer.zero_grad = noticed  # type: ignore[method-assign]
+
+
+class _Copy:
+    """Parameters and state of one optimizer before its write, in memory that is used again."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.drop()
+
+    def drop(self) -> None:
+        """Give the memory back."""
+        self.taken = False
+        self._parameters: list[torch.Tensor] = []
+        self._parameter_copies: list[torch.Tensor] = []
+        self._state_copies: list[torch.Tensor] = []
+        self._state: dict[Any, dict[str, Any]] = {}
+
+    @torch.no_grad()
+    def take(self) -> None:
+        state = self._optimizer.state
+        self._parameters = _parameters(self._optimizer)
+        self._parameter_copies = _copy_all(self._parameters, self._parameter_copies)
+        tensors = [
+            value
+            for entries in state.values()
+            for value in entries.values()
+            if isinstance(value, torch.Tensor)
+        ]
+        self._state_copies = _copy_all(tensors, self._state_copies)
+        saved = iter(self._state_copies)
+        self._state = {
+            key: {
+                name: next(saved) if isinstance(value, torch.Tensor) else copied(value)
+                for name, value in entries.items()
+            }
+            for key, entries in state.items()
+        }
+        self.taken = True
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        if self._parameters:
+            torch_private.copy_all(self._parameters, self._parameter_copies)
+        state = self._optimizer.state
+        for key in [key for key in state if key not in self._state]:
+            del state[key]
+        for key, entries in self._state.items():
+            put_back(state[key], entries)
+
+
+def _copy_all(live: Sequence[torch.Tensor], rooms: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of all, in the rooms where they fit."""
+    fitting = len(rooms) == len(live) and all(
+        room.shape == one.shape and room.dtype == one.dtype
+        for room, one in zip(rooms, live, strict=True)
+    )
+    if not fitting:
+        rooms = [torch.empty_like(one) for one in live]
+    if rooms:
+        torch_private.copy_all(rooms, list(live))
+    return rooms
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

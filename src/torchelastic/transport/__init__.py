@@ -1,0 +1,1 @@
+"""Agent process: connections between agents: frames, authentication, TLS, addresses."""

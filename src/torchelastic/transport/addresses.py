@@ -1,0 +1,257 @@
+"""Which agent hosts the store: the one whose machine the endpoint names, if the port is free."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import logging
+import socket
+from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Protocol
+
+from torchelastic.errors import ConfigError
+from torchelastic.transport.interfaces import can_be_told, placed_addresses
+
+log = logging.getLogger(__name__)
+
+#: The kernel queues this many joiners until they are accepted; the limit is net.core.somaxconn.
+LISTEN_BACKLOG = 4096
+
+_LOOPBACK = ("127.0.0.1", "::1")
+#: Addresses for documentation: no machine has them.
+_NOBODYS = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+#: This machine lacks the address or the whole protocol.
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+class Network(Protocol):
+    """What an agent asks of its machine."""
+
+    def resolve(self, host: str) -> list[tuple[int, str]]:
+        """The addresses of a name, each with its family; may wait for the name service."""
+        ...
+
+    def is_local(self, family: int, address: str) -> bool: ...
+
+    def outward_address(self) -> str | None:
+        """What this machine sends from on its way out, or has at all where there is no way out."""
+        ...
+
+    def listen(self, family: int, address: str, port: int) -> socket.socket: ...
+
+
+class _Kernel:
+    """The network of the machine that this process runs on."""
+
+    def resolve(self, host: str) -> list[tuple[int, str]]:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return [(family, str(sockaddr[0])) for family, _, _, _, sockaddr in found]
+
+    def is_local(self, family: int, address: str) -> bool:
+        return _is_local(family, address)
+
+    def outward_address(self) -> str | None:
+        return _outward_address()
+
+    def listen(self, family: int, address: str, port: int) -> socket.socket:
+        return _listen(family, address, port)
+
+
+_KERNEL = _Kernel()
+#: The machine's own, but for agents in a simulation.
+NETWORK: ContextVar[Network] = ContextVar("network", default=_KERNEL)
+
+
+@lru_cache(maxsize=64)  # an agent asks it of its endpoint with every connection
+def loopback_addresses(host: str) -> tuple[str, ...]:
+    """The addresses of a host that says by its name that it is this machine only; else none.
+
+    A machine's own name does not say that, even where /etc/hosts maps it to 127.0.1.1: on the
+    other machines it means an address they can reach.
+    """
+    if host == "localhost" or host.endswith(".localhost"):
+        return _LOOPBACK
+    try:
+        return (host,) if ipaddress.ip_address(host).is_loopback else ()
+    except ValueError:
+        return ()
+
+
+def is_address(host: str) -> bool:
+    """Whether it is an address and no name.
+
+    >>> is_address("10.0.0.1"), is_address("fe80::1%eth0"), is_address("node1")
+    (True, True, False)
+    """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_own_endpoint(host: str, *, is_host: bool | None = None) -> bool:
+    """Whether an endpoint's name means this machine, unless `is_host` says so or the contrary.
+
+    May wait for the name service.
+    """
+    if is_host is not None:
+        return is_host
+    return bool(loopback_addresses(host)) or _is_this_machine(host)
+
+
+def bind_endpoint(
+    host: str, port: int, *, is_host: bool | None = None
+) -> list[socket.socket] | None:
+    """Listening sockets for the endpoint; None if another agent is to host the store.
+
+    That is so when the name means another machine, means nothing yet, or the port is in use.
+    `is_host` answers instead of the look at the addresses (behind address translation, say).
+    May wait for the name service.
+    """
+    if not is_own_endpoint(host, is_host=is_host):
+        return None
+    loopback = loopback_addresses(host)
+    try:
+        return _listen_at(loopback, port)
+    except PermissionError as error:
+        raise ConfigError(
+            f"This agent may not listen on port {port}: choose one above 1023 in --rdzv-endpoint."
+        ) from error
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE or error.errno in _NOT_HERE:
+            return None
+        raise
+
+
+def listen_beside(host: str, port: int, known: int = 0) -> list[socket.socket]:
+    """Listening sockets for an agent whose endpoint is another's: at the port where this node is
+    `known`, or at the same port, if it is free here, for then the address of any node is as good
+    as the endpoint's."""
+    loopback = loopback_addresses(host)
+    for wanted in filter(None, (known, 0 if loopback else port)):
+        try:
+            return _listen_at(loopback, wanted)
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+    return _listen_at(loopback, 0)
+
+
+def _listen_at(loopback: Sequence[str], port: int) -> list[socket.socket]:
+    return _listen_on(loopback, port) if loopback else [_listen_everywhere(port)]
+
+
+def reachable_address(address: str, host: str) -> str:
+    """Where peers reach a node whose connection to the store has `address` at its end.
+
+    A host that meets itself by its own name may have come over the loopback interface; what
+    it has towards the network is told then.
+    """
+    if loopback_addresses(host) or can_be_told(address):
+        return address
+    return NETWORK.get().outward_address() or address
+
+
+def _outward_address() -> str | None:
+    routed = (_source_towards(family, address) for family, address in _NOBODYS.items())
+    placed = (found.address for found in placed_addresses())
+    return next((found for found in (*routed, *placed) if found and can_be_told(found)), None)
+
+
+def _is_this_machine(host: str) -> bool:
+    """Whether all the addresses of a name are this machine's.
+
+    Any would not do: the name of a Kubernetes headless service has the addresses of all its
+    pods, and each of them would host a store of its own.
+    """
+    try:
+        found = NETWORK.get().resolve(host)
+    except (socket.gaierror, UnicodeError):
+        return False
+    local = [NETWORK.get().is_local(family, address) for family, address in found]
+    if any(local) and not all(local):
+        log.warning(
+            "'%s' names this machine and others; this agent leaves hosting the rendezvous to "
+            "them. Use a name of one machine in --rdzv-endpoint.",
+            host,
+        )
+    return all(local)
+
+
+def _is_local(family: int, address: str) -> bool:
+    if ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
+        return True
+    if not _can_bind(family, address):
+        return False
+    # With net.ipv4.ip_nonlocal_bind every address can be bound, which says nothing then.
+    return not _can_bind(family, _NOBODYS[socket.AddressFamily(family)]) or (
+        _source_towards(family, address) == address
+    )
+
+
+def _can_bind(family: int, address: str) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _source_towards(family: int, address: str) -> str | None:
+    """The address this machine would send from; to itself that is the same one."""
+    try:
+        # Nothing is sent: connecting a datagram socket only chooses the way out.
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _listen_on(addresses: Iterable[str], port: int) -> list[socket.socket]:
+    """One socket for each address this machine has, all on one port."""
+    sockets: list[socket.socket] = []
+    for address in addresses:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            sockets.append(NETWORK.get().listen(family, address, port))
+        except OSError as error:
+            # The first address decides: clients try it first.
+            if not sockets and error.errno not in _NOT_HERE:
+                raise
+            continue
+        port = sockets[0].getsockname()[1]
+    if not sockets:
+        raise OSError(errno.EADDRNOTAVAIL, "no such address here")
+    return sockets
+
+
+def _listen_everywhere(port: int) -> socket.socket:
+    """A socket for every address of this machine, IPv4 and, where there is, IPv6."""
+    try:
+        return NETWORK.get().listen(socket.AF_INET6, "::", port)
+    except OSError as error:
+        if error.errno not in _NOT_HERE:
+            raise
+    return NETWORK.get().listen(socket.AF_INET, "0.0.0.0", port)
+
+
+def _listen(family: int, address: str, port: int) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # A host that ended a moment ago leaves connections behind that would hold the port.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, address != "::")
+        sock.bind((address, port))
+        # Here, not later: with SO_REUSEADDR two agents can bind a port, only one can listen.
+        sock.listen(LISTEN_BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    sock.setblocking(False)
+    return sock

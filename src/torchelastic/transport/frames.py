@@ -1,0 +1,560 @@
+"""What goes over a connection: frames of JSON, each message a checked dataclass. Never pickle.
+
+A frame is a 4-byte big-endian length and that many bytes of UTF-8 JSON, an object whose `kind`
+names the message. The conversation:
+
+    client                          server
+    hello                      ->
+                               <-   challenge, where the job has a secret
+    proof                      ->
+                               <-   welcome; or refusal, elsewhere (then the connection ends)
+    get, watch                 ->
+                               <-   rows (one or more)
+    put, open_lease, keep_alive, give_up ->
+                               <-   done, or no_lease
+    report                     ->
+                               <-   no_lease, or nothing
+    unwatch, bye               ->
+                               <-   changed (to who watches), lease_ended, refusal
+
+Requests may be sent without waiting for earlier answers; answers carry the request's id. They are
+done in the order in which they come: an answer tells that all that was said before was heard.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_type_hints
+
+from torchelastic.errors import WireError
+
+PROTOCOL = "torchelastic-rendezvous"
+VERSION = 1
+
+FRAME_LIMIT = 4 * 1024 * 1024
+#: Bytes of a frame before both ends know each other.
+GREETING_LIMIT = 4 * 1024
+#: A row travels back in another message than it came in: what the two may differ by.
+ROOM = 16 * 1024
+KEY_LIMIT = 512
+TOKEN_LIMIT = 128
+
+#: What a connection is for, as its hello says.
+STORE = "store"
+RING = "ring"
+SUCCESSION = "succession"
+SNAPSHOT = "snapshot"
+EVENTS = "events"
+DOINGS = "doings"
+
+_LENGTH = struct.Struct(">I")
+#: Characters of another version that are told.
+_SHOWN = 20
+
+
+class Row(NamedTuple):
+    """One key as of one revision: its JSON text, or None where the change was its deletion."""
+
+    key: str
+    text: str | None
+    created: int
+    modified: int
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Something one end says to the other."""
+
+    kind: ClassVar[str]
+
+
+# What a client says
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Message):
+    """The first frame of a connection."""
+
+    kind = "hello"
+    protocol: str
+    version: int
+    job: str
+    #: The lease to take up again, after a connection was lost.
+    lease: str | None
+    #: `STORE`, `RING`, `SUCCESSION`, `SNAPSHOT`, `EVENTS` or `DOINGS`.
+    purpose: str = STORE
+    #: The latest term of the store's hosts that the client knows of.
+    term: int = 0
+    #: See `secret`; empty: this node has none.
+    nonce: str = ""
+
+
+class OtherVersion(NamedTuple):
+    """Which version of the protocol a client speaks that does not speak ours."""
+
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Proof(Message):
+    """Answers a challenge: the client has the job's secret."""
+
+    kind = "proof"
+    proof: str
+
+
+@dataclass(frozen=True, slots=True)
+class Get(Message):
+    """Asks for the rows under a prefix."""
+
+    kind = "get"
+    id: int
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Put(Message):
+    """Sets a key, and others beside it, all or none.
+
+    With `expected`, only if the key's last change was at that revision; with `provided`, only if
+    another key is there that came into being at a revision.
+    """
+
+    kind = "put"
+    id: int
+    key: str
+    value: str
+    #: The same when the request is sent again after a lost connection, so that it is done once.
+    stamp: str
+    expected: int | None
+    leased: bool
+    beside: dict[str, str] = field(default_factory=dict)
+    provided: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report(Message):
+    """Sets a key under this connection's lease. Answered only if there is none: thousands report at
+    once, and have more to do than to read that they were heard."""
+
+    kind = "report"
+    id: int
+    key: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Watch(Message):
+    """Asks for the changes under a prefix after a revision: as `rows` first, then as `changed`.
+
+    Without a revision the rows are what is there now.
+    """
+
+    kind = "watch"
+    id: int
+    prefix: str
+    after: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Unwatch(Message):
+    """Ends every watch of this connection on a prefix."""
+
+    kind = "unwatch"
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLease(Message):
+    """Opens a lease, ending the one this connection had. The client makes up the token."""
+
+    kind = "open_lease"
+    id: int
+    token: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAlive(Message):
+    """Renews this connection's lease."""
+
+    kind = "keep_alive"
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp(Message):
+    """Ends the lease a key is under, if that key, and `provided`, came into being then."""
+
+    kind = "give_up"
+    id: int
+    key: str
+    created: int
+    provided: tuple[str, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Bye(Message):
+    """Ends this connection's lease at once, and the connection."""
+
+    kind = "bye"
+
+
+# What the server says
+
+
+@dataclass(frozen=True, slots=True)
+class Challenge(Message):
+    """The first answer to a hello where the job has a secret: the server has it, prove it too."""
+
+    kind = "challenge"
+    nonce: str
+    proof: str
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(Message):
+    """The answer to a hello."""
+
+    kind = "welcome"
+    protocol: str
+    version: int
+    #: Names this server's state; another name at the same port knows nothing of what was before.
+    store: str
+    #: Whether the lease named in the hello was taken up.
+    lease: bool
+    #: The term of the store's host.
+    term: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere(Message):
+    """Where the store is, as far as an agent knows that does not host it."""
+
+    kind = "elsewhere"
+    #: As `host:port`, the likeliest first; none while nobody hosts it.
+    addresses: list[str]
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal(Message):
+    """Why the server ends the connection, for people. Every version has this message."""
+
+    kind = "refusal"
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rows(Message):
+    """Answers `get` and `watch`; more of the same answer follows unless `last`."""
+
+    kind = "rows"
+    id: int
+    revision: int
+    rows: list[Row]
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Message):
+    """Answers `put` (the revision, None: `expected` was not so) and what asks for no revision."""
+
+    kind = "done"
+    id: int
+    revision: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class NoLease(Message):
+    """Answers what needed a lease: there is none, nothing was done."""
+
+    kind = "no_lease"
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Changed(Message):
+    """Tells who watches a prefix what changed under it."""
+
+    kind = "changed"
+    prefix: str
+    rows: list[Row]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded(Message):
+    """Tells the holder of a lease that its time was up."""
+
+    kind = "lease_ended"
+    token: str
+
+
+Kinds = Mapping[str, type[Message]]
+M = TypeVar("M", bound=Message)
+
+#: How a field is read: by the types it may have, or by what makes it of what JSON gave, or raises.
+Reader = frozenset[type] | Callable[[Any, str], Any]
+#: The fields of every message, and how each is read.
+_FIELDS: dict[type[Message], dict[str, Reader]] = {}
+#: The fields of every message, each with the text that comes before its value.
+_TEXTS: dict[type[Message], list[tuple[str, str]]] = {}
+
+
+def by_kind(*classes: type[Message]) -> Kinds:
+    """The messages that may come at some point of a conversation."""
+    for cls in classes:
+        hints = get_type_hints(cls)
+        names = [item.name for item in fields(cls)]
+        _FIELDS[cls] = {name: _reader(hints[name]) for name in names}
+        _TEXTS[cls] = [(f',"{name}":', name) for name in names]
+    return {cls.kind: cls for cls in classes}
+
+
+def _reader(hint: Any) -> Reader:
+    """Found once for each field: thousands of messages are read in a second."""
+    if hint in _READERS:
+        return _READERS[hint]
+    # By the very type: a bool is an int to Python, and to nobody else.
+    return frozenset(get_args(hint) or (hint,))
+
+
+def _rows(value: Any, what: str) -> list[Row]:
+    if not isinstance(value, list):
+        raise WireError(f"{what} is not a list.")
+    return [_row(item, what) for item in value]
+
+
+def _row(item: Any, what: str) -> Row:
+    match item:
+        case [str(key), str() | None as text, int(created), int(modified)]:
+            return Row(key, text, created, modified)
+    raise WireError(f"{what} holds something that is no row.")
+
+
+def _list_of_texts(value: Any, what: str) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise WireError(f"{what} is not a list of texts.")
+    return value
+
+
+def _texts(value: Any, what: str) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise WireError(f"{what} is no object of texts.")
+    return value
+
+
+def _key_and_revision(value: Any, what: str) -> tuple[str, int] | None:
+    match value:
+        case None:
+            return None
+        case [str(key), int(revision)]:
+            return key, revision
+    raise WireError(f"{what} is no key with a revision.")
+
+
+_READERS: dict[Any, Reader] = {
+    float: frozenset({int, float}),
+    list[Row]: _rows,
+    list[str]: _list_of_texts,
+    dict[str, str]: _texts,
+    tuple[str, int] | None: _key_and_revision,
+}
+
+
+GREETINGS = by_kind(Hello)
+PROOFS = by_kind(Proof)
+ANSWERS_TO_HELLO = by_kind(Challenge, Welcome, Refusal, Elsewhere)
+REQUESTS = by_kind(Get, Put, Report, Watch, Unwatch, OpenLease, KeepAlive, GiveUp, Bye)
+ANSWERS = by_kind(Rows, Done, NoLease, Changed, LeaseEnded, Refusal)
+
+
+# Messages to bytes
+
+
+# Made once: `json.dumps` would make one for every message that is not written its way.
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+_encode_finite = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_decode = json.JSONDecoder().raw_decode
+
+#: How the plain values are written, which most fields are: thousands of messages go in a second.
+_PLAIN: dict[type, Callable[[Any], str]] = {
+    int: repr,
+    str: json.encoder.encode_basestring_ascii,
+    type(None): lambda value: "null",
+    bool: lambda value: "true" if value else "false",
+}
+
+
+def pack(message: Message) -> bytes:
+    """A message as one frame."""
+    text = f'{{"kind":"{message.kind}"'
+    for before, name in _TEXTS[type(message)]:
+        value = getattr(message, name)
+        text += before + _PLAIN.get(type(value), _encode)(value)
+    return _frame(text + "}")
+
+
+def pack_rows(id: int, revision: int, rows: Sequence[Row], last: bool) -> bytes:
+    """A `rows` message. Those who may be the next host ask for the same long list all at once: it
+    is written once for them."""
+    head = f'{{"kind":"{Rows.kind}","id":{id},"revision":{revision},"last":{_encode(last)}'
+    return _frame(f'{head},"rows":{_text_of(tuple(rows))}}}')
+
+
+@lru_cache(maxsize=2)
+def _text_of(rows: tuple[Row, ...]) -> str:
+    return _encode(rows)
+
+
+def pack_before(message: Message, rest: bytes) -> bytes:
+    """A message and, behind the end of its line, bytes that are the receiver's to read."""
+    return _frame(payload_of(pack(message)) + b"\n" + rest)
+
+
+def _frame(content: str | bytes) -> bytes:
+    payload = content.encode() if isinstance(content, str) else content
+    if len(payload) > FRAME_LIMIT:
+        raise WireError(
+            f"A message of {len(payload)} bytes is too large for the rendezvous, which takes "
+            f"{FRAME_LIMIT}."
+        )
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def payload_of(frame: bytes) -> bytes:
+    """What a frame that was packed holds."""
+    return frame[_LENGTH.size :]
+
+
+def batches(rows: Iterable[Row], limit: int = FRAME_LIMIT // 2) -> list[list[Row]]:
+    """Rows in portions that fit a frame each; one empty portion if there are none."""
+    portions: list[list[Row]] = [[]]
+    weight = 0
+    for row in rows:
+        # JSON inside JSON: at most every character of the text is a quote to be escaped.
+        size = 2 * len(row.text or "") + 6 * len(row.key) + 64
+        if portions[-1] and weight + size > limit:
+            portions.append([])
+            weight = 0
+        portions[-1].append(row)
+        weight += size
+    return portions
+
+
+def encode_value(key: str, value: Mapping[str, Any]) -> str:
+    """A value as the text that is stored, refused here if no frame could carry it."""
+    text = _encode_finite(value)
+    if not key or len(key) > KEY_LIMIT:
+        raise WireError(f"A key has 1 to {KEY_LIMIT} characters, not {len(key)}.")
+    # In a message its quotes are escaped: at most it doubles, which is not worth a look at most.
+    size = 2 * len(text) if 2 * len(text) < FRAME_LIMIT - ROOM else len(_encode(text))
+    if size > FRAME_LIMIT - ROOM:
+        raise WireError(
+            f"The value of '{key}' takes {size} bytes; the rendezvous takes {FRAME_LIMIT - ROOM}."
+        )
+    return text
+
+
+# Bytes to messages
+
+
+class Unpacker:
+    """Cuts a stream of bytes into the payloads of its frames."""
+
+    def __init__(self, limit: int = FRAME_LIMIT) -> None:
+        #: Most bytes of a frame; may be changed at any time.
+        self.limit = limit
+        self._buffer = bytearray()
+
+    @property
+    def is_amid(self) -> bool:
+        """Whether part of a frame has come."""
+        return bool(self._buffer)
+
+    def feed(self, data: bytes) -> Iterable[bytes]:
+        """Take in more bytes; gives the payloads they complete."""
+        if not self._buffer and (payload := self._whole(data)) is not None:
+            return (payload,)
+        self._buffer += data
+        return iter(self._next, None)
+
+    def _whole(self, data: bytes) -> bytes | None:
+        """The payload of bytes that are one frame, as nearly always when few are on their way."""
+        if len(data) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(data)
+        if length > self.limit or len(data) != _LENGTH.size + length:
+            return None
+        return data[_LENGTH.size :]
+
+    def _next(self) -> bytes | None:
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if length > self.limit:
+            # Before it is waited for: text of another protocol reads as a length of gigabytes.
+            raise WireError(f"A frame of {length} bytes is announced; {self.limit} is the limit.")
+        end = _LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        payload = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        return payload
+
+
+def _load(payload: bytes | str, what: str) -> dict[str, Any]:
+    try:
+        text = (payload if isinstance(payload, str) else payload.decode()).strip(" \t\r\n")
+        content, end = _decode(text)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"{what} is not JSON: {error}.") from error
+    if end != len(text):
+        raise WireError(f"{what} is JSON with something behind it.")
+    if not isinstance(content, dict):
+        raise WireError(f"{what} is JSON, but not an object.")
+    return content
+
+
+def parse(payload: bytes, kinds: Kinds) -> Message:
+    """The message a frame holds, if it is one of these kinds and its fields are as declared."""
+    content = _load(payload, "A frame")
+    cls = kinds.get(str(content.pop("kind", None)))
+    if cls is None:
+        raise WireError(f"A frame is none of: {', '.join(kinds)}.")
+    return _message(cls, content)
+
+
+def _message(cls: type[M], content: Mapping[str, Any]) -> M:
+    made = []
+    for name, reader in _FIELDS[cls].items():
+        if name not in content:
+            raise WireError(f"A '{cls.kind}' message lacks '{name}'.")
+        value = content[name]
+        if not isinstance(reader, frozenset):
+            value = reader(value, f"'{name}' of a '{cls.kind}' message")
+        elif type(value) not in reader:
+            found = type(value).__name__
+            raise WireError(f"'{name}' of a '{cls.kind}' message is of the wrong type: {found}.")
+        made.append(value)
+    # Fields nobody here knows are left alone: a later release of this version may say more.
+    return cls(*made)
+
+
+def parse_hello(payload: bytes) -> Hello | OtherVersion:
+    """The hello of a client, or the other version of the protocol that it speaks."""
+    content = _load(payload, "A frame")
+    if content.get("kind") != Hello.kind or content.get("protocol") != PROTOCOL:
+        raise WireError(f"The first frame of a connection is no hello of {PROTOCOL}.")
+    if content.get("version") != VERSION:
+        return OtherVersion(str(content.get("version"))[:_SHOWN])
+    return _message(Hello, content)
+
+
+def decode_value(text: str) -> dict[str, Any]:
+    """A stored text as the value it stands for."""
+    return _load(text, "A value")

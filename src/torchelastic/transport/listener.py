@@ -1,0 +1,271 @@
+"""An agent's one port: whoever comes is greeted here, and handed on if the job is theirs.
+
+A connection is a guest until it has said which version it speaks and which job it means, and has
+proved that it has the job's secret, where there is one. Then it belongs to the handler of the
+purpose its hello names. Everything is done in the callback that brought the frame.
+
+A guest is nobody: it has little time, little memory and little room, and a connection that was
+admitted never suffers for it. What strangers do is logged once for each place they come from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+import ssl
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torchelastic.errors import TlsError, WireError
+from torchelastic.transport import frames
+from torchelastic.transport.addresses import LISTEN_BACKLOG
+from torchelastic.transport.auth import Secret, is_nonce, new_nonce
+from torchelastic.transport.limits import Lobby, Told, source_of
+from torchelastic.transport.link import Link
+from torchelastic.transport.splice import TORCH_STORE, splice
+from torchelastic.transport.tls import TlsPipe
+
+log = logging.getLogger(__name__)
+
+#: Seconds a guest has to be admitted, and a closing connection to take its last words.
+PATIENCE = 10.0
+CLOSING_PATIENCE = 1.0
+#: Most guests at a time, where this process may open as many files. Thousands of nodes may come at
+#: once, all of them from one address if that of a gateway is between.
+MOST_GUESTS = 4096
+#: Connections accepted before those that are there are looked at.
+ACCEPTED = 64
+#: Characters of what a guest says that are said back to it.
+QUOTED = 100
+
+#: Answers the hello with `Welcome`, `Refusal` or `Elsewhere`, and owns the link from then on.
+Handler = Callable[[Link, frames.Hello], None]
+
+
+class _Guest:
+    """A connection that is not admitted yet."""
+
+    def __init__(self, link: Link, time_is_up: asyncio.TimerHandle) -> None:
+        self.link = link
+        self.source = source_of(link.remote_addr)
+        self.time_is_up = time_is_up
+
+    def refuse(self, sentence: str) -> None:
+        """Say why, and end the connection."""
+        self.link.send(frames.Refusal(sentence))
+        self.link.close()
+
+
+class Reception:
+    """Listens for the connections of one job (of any, if it is None) and hands them to who serves
+    their purpose."""
+
+    def __init__(
+        self,
+        job: str | None,
+        *,
+        secret: Secret | None = None,
+        tls: ssl.SSLContext | None = None,
+        patience: float = PATIENCE,
+        most_guests: int | None = None,
+    ) -> None:
+        """`patience` is how many seconds a guest has to be admitted."""
+        self._job = job
+        self._secret = secret
+        self._tls = tls
+        self._patience = patience
+        self._handlers: dict[str, Handler] = {}
+        #: Says where the workers' store is; None: who asks for it here is a stranger.
+        self._store_of_workers: Callable[[], str] | None = None
+        self._passed_on: set[asyncio.Task[None]] = set()
+        self._listeners: list[asyncio.Server] = []
+        most = most_guests or _most_guests()
+        self._guests: Lobby[_Guest] = Lobby(most, most // 2)
+        self._told = Told()
+        self._closing = False
+        self.port = 0
+
+    @property
+    def guests(self) -> int:
+        """How many connections are not admitted yet."""
+        return len(self._guests)
+
+    @property
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def serve(self, purpose: str, handler: Handler) -> None:
+        """Hand the connections of this purpose to `handler` from now on."""
+        self._handlers[purpose] = handler
+
+    def pass_workers_on(self, where: Callable[[], str]) -> None:
+        """Connect clients of torch's store with the one at the address that `where` returns."""
+        self._store_of_workers = where
+
+    async def listen(self, sockets: Sequence[socket.socket]) -> int:
+        """Receive on the sockets `bind_endpoint` gave; returns the port."""
+        loop = asyncio.get_running_loop()
+        for sock in sockets:
+            # As many are accepted at a time: between them, those before say who they are.
+            listener = await loop.create_server(self._accept, sock=sock, backlog=ACCEPTED)
+            self._listeners.append(listener)
+            # As many may queue: with a short queue the first too many would wait for a second.
+            sock.listen(LISTEN_BACKLOG)
+        self.port = int(sockets[0].getsockname()[1])
+        return self.port
+
+    async def close(self) -> None:
+        """Receive nobody any more. What was handed on stays with its handler."""
+        self._closing = True
+        for listener in self._listeners:
+            listener.close()
+        for task in self._passed_on:
+            task.cancel()
+        ends = [guest.link.ended for guest in self._guests]
+        for guest in self._guests:
+            guest.refuse("This agent has ended.")
+        if ends:
+            await asyncio.wait(ends, timeout=CLOSING_PATIENCE)
+        for guest in self._guests:
+            guest.link.abort()
+        if ends:
+            await asyncio.wait(ends)
+
+    # Coming and going
+
+    def _accept(self) -> Link:
+        tls = TlsPipe(self._tls, server=True) if self._tls is not None else None
+        made, foreign = self._arrived, self._is_worker
+        return Link(tls=tls, limit=frames.GREETING_LIMIT, made=made, foreign=foreign)
+
+    def _is_worker(self, link: Link, first: bytes) -> bool:
+        """Whether it is a client of torch's store, which is passed on then."""
+        if self._store_of_workers is None or not first.startswith(TORCH_STORE):
+            return False
+        address = self._store_of_workers()
+        if address:
+            task = splice(link.let_go(), first, address)
+            self._passed_on.add(task)
+            task.add_done_callback(self._passed_on.discard)
+        return bool(address)
+
+    def _arrived(self, link: Link) -> None:
+        if self._closing:
+            link.abort()
+            return
+        loop = asyncio.get_running_loop()
+        guest = _Guest(link, loop.call_later(self._patience, self._tired_of, link))
+        link.ended.add_done_callback(partial(self._gone, guest))
+        link.deliver_to(partial(self._greet, guest))
+        displaced = self._guests.enter(guest, guest.source)
+        if displaced is not None:
+            self._tell(displaced, "opens more connections than are looked at")
+            displaced.link.abort()
+
+    def _tired_of(self, link: Link) -> None:
+        link.abort(WireError("it has not said who it is"))
+
+    def _gone(self, guest: _Guest, ended: asyncio.Future[Exception | None]) -> None:
+        guest.time_is_up.cancel()
+        if guest not in self._guests:
+            return
+        self._guests.leave(guest)
+        # Whoever just looks whether the port is open, as load balancers do, is not worth a line.
+        if isinstance(ended.result(), WireError) and not self._closing:
+            tls = isinstance(ended.result(), TlsError)
+            self._tell(guest, "has no TLS that is ours" if tls else "does not speak as a node")
+
+    def _tell(self, guest: _Guest, what: str) -> None:
+        if self._told.first_time(guest.source, what):
+            log.warning(
+                "Somebody at %s %s: sent away, as all that follow. This is logged once.",
+                guest.source,
+                what,
+            )
+
+    def _refuse(self, guest: _Guest, what: str, sentence: str) -> None:
+        self._tell(guest, what)
+        guest.refuse(sentence)
+
+    # Greeting
+
+    def _greet(self, guest: _Guest, payload: bytes) -> None:
+        """The first frame. What raises here is no client of ours: its connection just ends."""
+        hello = frames.parse_hello(payload)
+        if isinstance(hello, frames.OtherVersion):
+            self._refuse(
+                guest,
+                "speaks another version of the protocol",
+                f"This node speaks version {hello.version} of the rendezvous protocol, the job "
+                f"version {frames.VERSION}: install the same torchelastic on every node.",
+            )
+        elif self._secret is not None and not hello.nonce:
+            self._refuse(
+                guest,
+                "has no secret",
+                "This job has a secret, and this node none: give every node of the job the same "
+                "(--rdzv-secret-file or TORCHELASTIC_SECRET).",
+            )
+        elif self._secret is None and hello.nonce:
+            self._refuse(
+                guest,
+                "has a secret, and this agent has none",
+                "This node has a secret, and the rendezvous none: give every node of the job the "
+                "same (--rdzv-secret-file or TORCHELASTIC_SECRET).",
+            )
+        elif self._secret is not None:
+            self._challenge(self._secret, guest, hello, payload)
+        else:
+            self._admit(guest, hello)
+
+    def _challenge(
+        self, secret: Secret, guest: _Guest, hello: frames.Hello, payload: bytes
+    ) -> None:
+        if not is_nonce(hello.nonce):
+            raise WireError("The nonce of a hello is none.")
+        nonce = new_nonce()
+        guest.link.send(frames.Challenge(nonce, secret.proof("server", payload, nonce)))
+
+        def hear(answer: bytes) -> None:
+            proof = frames.parse(answer, frames.PROOFS)
+            assert isinstance(proof, frames.Proof)
+            if secret.proves(proof.proof, "client", payload, nonce):
+                self._admit(guest, hello)
+            else:
+                # Without a word: who has the secret would not have come so far with another.
+                self._tell(guest, "does not have this job's secret")
+                guest.link.abort()
+
+        guest.link.deliver_to(hear)
+
+    def _admit(self, guest: _Guest, hello: frames.Hello) -> None:
+        """The guest may know of us: who is not meant is told where it has come to."""
+        handler = self._handlers.get(hello.purpose)
+        if self._job is not None and hello.job != self._job:
+            self._refuse(
+                guest,
+                "means another job",
+                f"The rendezvous belongs to job '{self._job}', not to '{hello.job[:QUOTED]}': "
+                "give every node of a job the same --rdzv-id, and every job a port of its own.",
+            )
+        elif handler is None:
+            self._refuse(
+                guest,
+                "comes for something that is not served",
+                f"Nobody here serves '{hello.purpose[:QUOTED]}': install the same torchelastic on "
+                "every node.",
+            )
+        else:
+            guest.time_is_up.cancel()
+            self._guests.leave(guest)
+            guest.link.admit()
+            guest.link.keep_frames()
+            handler(guest.link, hello)
+
+
+def _most_guests() -> int:
+    """Half of the files this process may open: the rest is for those who are admitted."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_GUESTS if files == resource.RLIM_INFINITY else min(MOST_GUESTS, files // 2)

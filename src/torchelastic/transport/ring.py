@@ -1,0 +1,248 @@
+"""The ring: every agent keeps a connection to the next one in the world, so that the end of an
+agent is seen at once also where the store would notice it by a lease only. It expects one from the
+agent before it, too: who can be reached by nobody is doubted by two.
+
+What is seen here is a hint. A connection may end because of a firewall, and an agent may be silent
+because it is busy: whoever leads asks the agent itself, and decides (`doubts`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torchelastic.errors import RendezvousError, WireError
+from torchelastic.transport import frames
+from torchelastic.transport.connect import Endpoint, NoAnswer, knock
+from torchelastic.transport.frames import Message, by_kind
+from torchelastic.transport.link import Link
+
+logger = logging.getLogger(__name__)
+
+#: A neighbour says this many times that it lives before its silence counts.
+BEATS = 3
+#: Seconds between two attempts to reach the next one.
+TRY_AGAIN = 0.5
+#: Seconds an agent has to answer when it is asked whether it lives.
+ANSWERS = 0.5
+#: How often it is asked that takes a connection and ends it again, and seconds between.
+QUESTIONS = 4
+ASK_AGAIN = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Beat(Message):
+    """Says who speaks, and that it lives."""
+
+    kind = "beat"
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parting(Message):
+    """Ends the connection: there is another neighbour."""
+
+    kind = "parting"
+
+
+#: Stands for the end of a connection.
+_ENDED = Message()
+
+BEAT = by_kind(Beat)
+BEATS_AND_PARTINGS = by_kind(Beat, Parting)
+
+
+def successor(nodes: Sequence[tuple[str, str]], node: str) -> tuple[str, str] | None:
+    """The next one after a node among (node, address), the first after the last; None: nobody.
+
+    >>> successor([("a", "h:1"), ("b", "h:2")], "b")
+    ('a', 'h:1')
+    """
+    names = [name for name, _ in nodes]
+    if node not in names or len(names) < 2:
+        return None
+    return nodes[(names.index(node) + 1) % len(names)]
+
+
+def predecessor(nodes: Sequence[tuple[str, str]], node: str) -> tuple[str, str] | None:
+    """The one before a node: whose successor it is."""
+    return successor(nodes[::-1], node)
+
+
+class Ring:
+    """This node's connections to its neighbours. Made in a running loop."""
+
+    def __init__(
+        self, node: str, job: Endpoint, *, silence: float, on_doubts: Callable[[set[str]], None]
+    ) -> None:
+        """`job` says which, and what to show; `on_doubts` hears who seems to be gone."""
+        self._node = node
+        self._job = job
+        self._silence = silence
+        self._on_doubts = on_doubts
+        self._around: frozenset[str] = frozenset()
+        self._doubted: set[str] = set()
+        self._next: tuple[str, str] | None = None
+        self._calling: asyncio.Task[None] | None = None
+        #: The one before us, while it has not called, and when it is doubted for that.
+        self._expected: tuple[str, str] | None = None
+        self._overdue: asyncio.TimerHandle | None = None
+        #: Connections that others have made to us.
+        self._guests: dict[Link, asyncio.Task[None]] = {}
+        #: The last one of each.
+        self._callers: dict[str, Link] = {}
+
+    def turn_to(self, nodes: Sequence[tuple[str, str]]) -> None:
+        """Take one's place among these nodes and their addresses, in order."""
+        reached = [pair for pair in nodes if pair[1]]
+        self._expect(predecessor(reached, self._node))
+        following = successor(reached, self._node)
+        self._around = frozenset(name for name, _ in nodes)
+        self._note(self._doubted & self._around)
+        if following == self._next:
+            return
+        self._next = following
+        if self._calling is not None:
+            self._calling.cancel()
+            self._calling = None
+        if following is not None:
+            self._calling = asyncio.create_task(self._call(*following), name="ring")
+
+    def _expect(self, before: tuple[str, str] | None) -> None:
+        """Doubt the one before us unless it calls within the time that silence takes to count."""
+        if before == self._expected:
+            return
+        self._expected = before
+        if self._overdue is not None:
+            self._overdue.cancel()
+            self._overdue = None
+        if before is not None and before[0] not in self._callers:
+            loop = asyncio.get_running_loop()
+            self._overdue = loop.call_later(self._silence, self._doubt, before[0])
+
+    def admit(self, link: Link, hello: frames.Hello) -> None:
+        """Take a connection of a neighbour, or of whoever asks if we live."""
+        link.send(frames.Welcome(frames.PROTOCOL, frames.VERSION, "", False, 0))
+        self._guests[link] = asyncio.create_task(self._receive(link), name="ring guest")
+        link.ended.add_done_callback(lambda _: self._guests.pop(link, None))
+
+    async def ask(self, address: str) -> bool | None:
+        """Ask the agent there whether it lives (`doubts.Ask`)."""
+        return await lives(Endpoint.at(address, self._job.job, self._job.credentials))
+
+    async def close(self) -> None:
+        self._expect(None)
+        tasks = [*self._guests.values(), *([self._calling] if self._calling is not None else [])]
+        for task in tasks:
+            task.cancel()
+        for link in list(self._guests):
+            link.abort()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # Both ends
+
+    async def _call(self, node: str, address: str) -> None:
+        """Be connected to the next one as long as it is the next one."""
+        place = Endpoint.at(address, self._job.job, self._job.credentials)
+        while True:
+            try:
+                link, _ = await knock(place, purpose=frames.RING, timeout=self._silence)
+            except (OSError, asyncio.TimeoutError, NoAnswer, RendezvousError) as error:
+                logger.debug("the next node does not answer at %s: %r", place, error)
+                self._doubt(node)
+            else:
+                self._trust(node)
+                if not await self._converse(link):
+                    self._doubt(node)
+            await asyncio.sleep(TRY_AGAIN)
+
+    async def _receive(self, link: Link) -> None:
+        """Hear who calls, then go on as at the other end."""
+        try:
+            frame = await asyncio.wait_for(link.next_frame(), self._silence)
+            beat = frames.parse(frame, BEAT)
+        except (OSError, EOFError, asyncio.TimeoutError, WireError):
+            link.abort()
+            return
+        assert isinstance(beat, Beat)
+        self._called(beat.node)
+        self._callers[beat.node] = link
+        has_parted = await self._converse(link)
+        if self._callers.get(beat.node) is link:  # else it has called again
+            del self._callers[beat.node]
+            if not has_parted:
+                self._doubt(beat.node)
+
+    def _called(self, node: str) -> None:
+        self._trust(node)
+        if self._overdue is not None and self._expected is not None and node == self._expected[0]:
+            self._overdue.cancel()
+            self._overdue = None
+
+    async def _converse(self, link: Link) -> bool:
+        """Say that we live and hear that the neighbour does, until that is over; says whether it
+        has parted from us."""
+        said: asyncio.Queue[Message] = asyncio.Queue()
+        link.deliver_to(lambda payload: said.put_nowait(frames.parse(payload, BEATS_AND_PARTINGS)))
+        link.ended.add_done_callback(lambda _: said.put_nowait(_ENDED))
+        beating = asyncio.create_task(self._beat(link))
+        try:
+            while True:
+                # Not `wait_for`, which before Python 3.12 may lose a cancellation.
+                getting = asyncio.ensure_future(said.get())
+                done, _ = await asyncio.wait({getting}, timeout=self._silence)
+                getting.cancel()
+                message = getting.result() if done else _ENDED
+                if message is _ENDED or isinstance(message, Parting):
+                    return isinstance(message, Parting)
+        finally:
+            beating.cancel()
+            link.send(Parting())
+            link.close()
+
+    async def _beat(self, link: Link) -> None:
+        while not link.is_closing:
+            link.send(Beat(self._node))
+            await asyncio.sleep(self._silence / BEATS)
+
+    # Whom to doubt
+
+    def _doubt(self, node: str) -> None:
+        if node in self._around:  # whoever calls may give any name
+            self._note(self._doubted | {node})
+
+    def _trust(self, node: str) -> None:
+        self._note(self._doubted - {node})
+
+    def _note(self, doubted: set[str]) -> None:
+        if doubted != self._doubted:
+            self._doubted = doubted
+            self._on_doubts(doubted)
+
+
+def answer_that_we_live(link: Link, hello: frames.Hello) -> None:
+    """To whoever asks, where there is no ring."""
+    link.send(frames.Welcome(frames.PROTOCOL, frames.VERSION, "", False, 0))
+    link.close()
+
+
+async def lives(place: Endpoint) -> bool | None:
+    """Ask an agent whether it lives: yes; no, nobody listens there; or there is no telling."""
+    for _ in range(QUESTIONS):
+        try:
+            link, _ = await knock(place, purpose=frames.RING, timeout=ANSWERS)
+        except ConnectionRefusedError:
+            return False
+        except NoAnswer as error:
+            if isinstance(error.__cause__, asyncio.TimeoutError):
+                return None
+            # Of a process that is being killed, the port may be the last to go.
+            await asyncio.sleep(ASK_AGAIN)
+        except (OSError, asyncio.TimeoutError, RendezvousError):
+            return None
+        else:
+            link.abort()
+            return True
+    return None

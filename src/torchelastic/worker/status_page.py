@@ -1,0 +1,271 @@
+"""The slate: memory of the agent's that a resident worker writes to, without a system call.
+
+It outlives the worker. The agent reads from it how far the worker has got and when, and how long it
+has stood still; the worker's replacement reads what died with it: random states, buffers, the
+position in the data.
+
+Layout: a page of header, then the slots. A slot is torn while its number is odd, and is written in
+full before its number becomes even again: a worker killed in between leaves it recognisably torn.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+
+from torchelastic.worker.collective_log import Collectives
+from torchelastic.worker_counters import milestones, stalls
+
+#: generation, step, since when it is expected to get on (monotonic, the same for all processes of a
+#: machine; infinite: it is not).
+_PROGRESS = struct.Struct("=qqd")
+#: The same, and when the step was entered.
+_ENTERED = struct.Struct("=qqdd")
+#: Behind that, once for a generation: the rank, and what had been stalled until then.
+_RANK = struct.Struct("=q")
+_STALLED = struct.Struct(f"={len(stalls.COUNTED)}d")
+_RANK_AT = _ENTERED.size
+_BEFORE = slice(_RANK_AT + _RANK.size, _RANK_AT + _RANK.size + _STALLED.size)
+#: With every step: what has been stalled in all.
+_SINCE = slice(_BEFORE.stop, _BEFORE.stop + _STALLED.size)
+#: Once for a generation: when its first step was entered, less what had been apart until then.
+_BEGAN = struct.Struct("=d")
+_BEGAN_AT = _SINCE.stop
+#: With every step: samples trained so far.
+_SAMPLES = struct.Struct("=q")
+_SAMPLES_AT = _BEGAN_AT + _BEGAN.size
+_READ = _SAMPLES_AT + _SAMPLES.size
+#: Once for a generation: its first step.
+_FIRST = struct.Struct("=q")
+_FIRST_AT = _READ
+#: Where steps are counted from outside (`worker.optimizer_steps`): those taken before.
+_TAKEN = struct.Struct("=q")
+_TAKEN_AT = _FIRST_AT + _FIRST.size
+#: number, generation, step, bytes.
+_SLOT = struct.Struct("=qqqq")
+_NUMBER = struct.Struct("=q")
+
+_HEADER = mmap.PAGESIZE
+SLOTS = 5
+#: What a slot may hold; more than this is no small state.
+SLOT_LIMIT = 16 << 20
+
+
+def create() -> int:
+    """A new, empty slate; the descriptor is the caller's."""
+    descriptor = os.memfd_create("torchelastic-slate", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, _HEADER + SLOTS * mmap.PAGESIZE)
+    os.pwrite(descriptor, _ENTERED.pack(-1, -1, math.inf, 0.0), 0)
+    return descriptor
+
+
+def read_progress(descriptor: int) -> tuple[int, int, float]:
+    """What the worker with this slate has entered last, for an agent that keeps no mapping."""
+    header = os.pread(descriptor, _PROGRESS.size, 0)
+    if len(header) < _PROGRESS.size:  # the worker has truncated it: nothing is known
+        return -1, -1, math.inf
+    generation, step, at = _PROGRESS.unpack(header)
+    return generation, step, at
+
+
+def read_first_step(descriptor: int) -> int:
+    """The first step that the worker has entered of its generation; read after `read_progress`."""
+    first = os.pread(descriptor, _FIRST.size, _FIRST_AT)
+    return int(_FIRST.unpack(first)[0]) if len(first) == _FIRST.size else -1
+
+
+def read_trained(descriptor: int) -> int:
+    """The newest generation of which the worker has left the first step behind; -1: none."""
+    generation, step, _ = read_progress(descriptor)
+    return generation if step > read_first_step(descriptor) else -1
+
+
+def read_taken(descriptor: int) -> int:
+    """What `Slate.taken_before` has written last."""
+    return int(_TAKEN.unpack(os.pread(descriptor, _TAKEN.size, _TAKEN_AT))[0])
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a slate shows of its worker."""
+
+    generation: int
+    rank: int
+    #: The last step it has entered, and when.
+    step: int
+    at: float
+    #: Seconds of this generation, by kind (`stalls.KINDS`).
+    stalled: tuple[float, ...]
+    #: Seconds of its steps in this generation, without those that it has waited for others.
+    own: float = 0.0
+    #: Samples that all ranks together have trained with so far; -1: nobody counts.
+    samples: int = -1
+    #: As `Progress.before`.
+    before: int | None = None
+
+
+def read(descriptor: int) -> Shown:
+    """For an agent, as `read_progress`."""
+    header = os.pread(descriptor, _READ, 0)
+    if len(header) < _READ:  # the worker has truncated it: nothing is known
+        return Shown(-1, -1, -1, 0.0, (0.0,) * len(stalls.KINDS))
+    generation, step, _, at = _ENTERED.unpack_from(header, 0)
+    (rank,) = _RANK.unpack_from(header, _RANK_AT)
+    (began,) = _BEGAN.unpack_from(header, _BEGAN_AT)
+    before, since = _STALLED.unpack(header[_BEFORE]), _STALLED.unpack(header[_SINCE])
+    stalled = tuple(late - early for early, late in zip(before, since, strict=True))
+    own = max(0.0, at - stalls.apart(since) - began)
+    (samples,) = _SAMPLES.unpack_from(header, _SAMPLES_AT)
+    return Shown(generation, rank, step, at, stalled[: len(stalls.KINDS)], own, samples)
+
+
+@dataclass
+class _Written:
+    """What a process has written to a slot, so that it need not look there."""
+
+    begin: int
+    number: int
+    steady: bytes
+    length: int
+    #: Where what changes is, and how long it is together with what does not.
+    span: slice
+    size: int
+
+
+class Slate:
+    """One process's view of a slate. Does not own the descriptor it was made from."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = os.dup(descriptor)
+        self._memory = self._map()
+        #: What the worker shows of its collectives.
+        self.collectives = Collectives(self._descriptor)
+        #: By slot, what this process has written there last.
+        self._written: dict[int, _Written] = {}
+        #: The worker's rank in the generation that it enters next.
+        self.rank = -1
+        #: The last generation this process has entered a step of.
+        self._generation: int | None = None
+        #: When it became unhurried, less what had been apart until then.
+        self._aside: float | None = None
+
+    def _map(self) -> mmap.mmap:
+        return mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size)
+
+    def close(self) -> None:
+        self._memory.close()
+        self.collectives.close()
+        os.close(self._descriptor)
+
+    # --- progress --------------------------------------------------------------------------------
+
+    def entered(self, generation: int, step: int) -> None:
+        """The worker enters a step now."""
+        memory, now = self._memory, time.monotonic()
+        if generation != self._generation:
+            self._enter(generation, step, now)
+        memory[_SINCE] = stalls.seconds
+        _SAMPLES.pack_into(memory, _SAMPLES_AT, milestones.samples)
+        _ENTERED.pack_into(memory, 0, generation, step, now, now)
+
+    def _enter(self, generation: int, step: int, now: float) -> None:
+        """What was stalled before the last step of the generation before counts for that one."""
+        nothing = bytes(_STALLED.size)
+        self._memory[_BEFORE] = self._memory[_SINCE] if self._generation is not None else nothing
+        _RANK.pack_into(self._memory, _RANK_AT, self.rank)
+        _FIRST.pack_into(self._memory, _FIRST_AT, step)
+        _BEGAN.pack_into(self._memory, _BEGAN_AT, now - stalls.apart(stalls.seconds))
+        self._generation, self._aside = generation, None
+
+    def taken_before(self, steps: int) -> None:
+        """Of steps that are counted from outside: so many were taken before (`optimizer_steps`)."""
+        _TAKEN.pack_into(self._memory, _TAKEN_AT, steps)
+
+    def unhurried(self) -> None:
+        """What follows may take any time: nobody expects progress before the next `entered`."""
+        generation, step, _ = _PROGRESS.unpack_from(self._memory, 0)
+        _PROGRESS.pack_into(self._memory, 0, generation, step, math.inf)
+        self._aside = time.monotonic() - stalls.apart(stalls.seconds)
+
+    def hurried(self) -> None:
+        """It does not any more."""
+        now = time.monotonic()
+        generation, step, _ = _PROGRESS.unpack_from(self._memory, 0)
+        _PROGRESS.pack_into(self._memory, 0, generation, step, now)
+        if self._aside is not None:
+            stalls.add(stalls.ASIDE, now - stalls.apart(stalls.seconds) - self._aside)
+            self._aside = None
+
+    # --- private state ---------------------------------------------------------------------------
+
+    def publish(
+        self, slot: int, version: tuple[int, int], changing: bytes, steady: bytes = b""
+    ) -> bool:
+        """Replace what the slot holds; False, and nothing is changed, when it is too much.
+
+        It holds `steady` and then `changing`. If `steady` is the very object that was written
+        before it is not written again: its bytes are there.
+        """
+        there = self._written.get(slot)
+        if there is None or there.steady is not steady or there.length != len(changing):
+            if len(steady) + len(changing) > SLOT_LIMIT:
+                return False
+            there = self._lay_out(slot, steady, len(changing))
+        memory, begin, number = self._memory, there.begin, there.number
+        _NUMBER.pack_into(memory, begin, number + 1)
+        memory[there.span] = changing
+        there.number = number + 2
+        _SLOT.pack_into(memory, begin, number + 2, *version, there.size)
+        return True
+
+    def _lay_out(self, slot: int, steady: bytes, length: int) -> _Written:
+        """Make room, and write what is steady into a slot that is torn until all is."""
+        size = len(steady) + length
+        begin = self._room(slot, size)
+        number = _NUMBER.unpack_from(self._memory, begin)[0]
+        number += number % 2
+        _NUMBER.pack_into(self._memory, begin, number + 1)
+        first = begin + _SLOT.size
+        self._memory[first : first + len(steady)] = steady
+        span = slice(first + len(steady), first + size)
+        self._written[slot] = made = _Written(begin, number, steady, length, span, size)
+        return made
+
+    def held(self, slot: int) -> tuple[tuple[int, int], bytes] | None:
+        """The version and the bytes a slot holds; None if it holds nothing whole."""
+        begin = self._begin(slot)
+        number, generation, step, size = _SLOT.unpack_from(self._memory, begin)
+        if number == 0 or number % 2:
+            return None
+        at = begin + _SLOT.size
+        return (generation, step), self._memory[at : at + size]
+
+    def _begin(self, slot: int) -> int:
+        return _HEADER + slot * ((len(self._memory) - _HEADER) // SLOTS)
+
+    def _room(self, slot: int, size: int) -> int:
+        """Where the slot begins, after making it large enough.
+
+        Growing moves the other slots. It never shrinks: a reader's mapping stays valid.
+        """
+        needed = _SLOT.size + size
+        if needed > (len(self._memory) - _HEADER) // SLOTS:
+            self._grow(-(-needed // mmap.PAGESIZE))
+        return self._begin(slot)
+
+    def _grow(self, pages: int) -> None:
+        """Give every slot so many pages."""
+        held = [self.held(slot) for slot in range(SLOTS)]
+        self._memory.close()
+        os.ftruncate(self._descriptor, _HEADER + SLOTS * pages * mmap.PAGESIZE)
+        self._memory = self._map()
+        self._written.clear()
+        for slot in range(SLOTS):
+            _SLOT.pack_into(self._memory, self._begin(slot), 0, 0, 0, 0)
+        for slot, content in enumerate(held):
+            if content is not None:
+                self.publish(slot, content[0], content[1])

@@ -1,0 +1,1 @@
+"""Worker process: counters that its agent reads: samples, checkpoints, stalled time."""

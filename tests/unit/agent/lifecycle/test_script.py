@@ -1,0 +1,282 @@
+"""The workers of one node, by table."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.agent.support import place
+from torchelastic.agent.lifecycle.script import (
+    GroupState,
+    InvalidTransition,
+    LeaseLost,
+    LeaveRequested,
+    Phase,
+    Rejoin,
+    Report,
+    Start,
+    Stop,
+    StoreLost,
+    Tell,
+    WorkerCanSave,
+    WorkerEnlisted,
+    WorkerFailed,
+    WorkersGone,
+    WorkerSucceeded,
+    WorkersUp,
+    WorldSeen,
+    handle,
+)
+from torchelastic.events.failure import Failure
+from torchelastic.rendezvous.world import World
+from torchelastic.worker.orders import Leave
+
+
+def world(generation=0, phase="running", nodes="ab", **fields):
+    made = World(generation=generation, phase=phase, store="a:1", **fields)
+    return made.with_nodes(place(name, at) for at, name in enumerate(nodes))
+
+
+def failure(rank):
+    facts = {"pid": 7, "exitcode": 1, "message": "ValueError: no"}
+    return Failure(generation=0, node="a", rank=rank, local_rank=rank, **facts)
+
+
+def seen(*args, **fields) -> WorldSeen:
+    return WorldSeen(world(*args, **fields))
+
+
+def gone(generation: int, **more: int) -> Report:
+    """No worker is left: neither are resident ones."""
+    return Report({"gone": generation, "resident": False, "standing": (), **more})
+
+
+NONE_RESIDENT = Report({"resident": False, "standing": ()})
+
+
+class Node:
+    """Feeds events and returns commands."""
+
+    def __init__(self, *events):
+        self.state = GroupState(node="a", nproc=2)
+        self.feed(*events)
+
+    def feed(self, *events):
+        found = []
+        for event in events:
+            self.state, commands = handle(self.state, event)
+            found += commands
+        return found
+
+
+RUNNING = (seen(), WorkersUp(0))
+#: One worker can put the state into storage.
+SAVING = (*RUNNING, WorkerCanSave(0))
+DONE = (*RUNNING, WorkerSucceeded(0, 0), WorkerSucceeded(0, 1), WorkersGone())
+OVER = seen(phase="over")
+LEAVES = [Report({"leaving": "SIGTERM"}), Stop(15)]
+
+
+def story(before, *steps, **state):
+    """What has happened, what happens and is done about it, and what the state is then."""
+    return before, steps, state
+
+
+STORIES = {
+    "a world with a place for us starts workers": story(
+        (), (seen(), [Start(world())]), (WorkersUp(0), []), phase=Phase.RUNNING
+    ),
+    "a world without us starts nothing, and its end finds nobody here": story(
+        (),
+        (seen(nodes="bc"), []),
+        (seen(phase="over", nodes="bc"), [Report({"gone": 0})]),
+        phase=Phase.IDLE,
+    ),
+    "nobody starts while others are waited for": story(
+        (), (seen(phase="waiting", nodes="bc"), []), phase=Phase.IDLE
+    ),
+    "who never heard of a world that waits has no worker of it, and says so": story(
+        (),
+        (seen(2, phase="waiting"), [Report({"gone": 2})]),
+        (seen(3), [Start(world(3))]),
+    ),
+    "so does a node that joins anew after a cut": story(
+        (*RUNNING, LeaseLost(), WorkersGone()),
+        (seen(2, phase="waiting"), [Report({"gone": 2})]),
+    ),
+    "the first world that waits has no nodes, and the number of the first real one": story(
+        (), (seen(phase="waiting", nodes=""), []), (seen(), [Start(world())])
+    ),
+    "a world that waits has no workers: they stop": story(
+        RUNNING,
+        (seen(phase="waiting"), [Stop(15)]),
+        (WorkersGone(), [gone(0), Report({"gone": 0})]),
+        phase=Phase.IDLE,
+    ),
+    "a later one neither, whoever was in it": story(
+        RUNNING, (seen(2, phase="waiting", nodes="bc"), [Stop(15)]), (WorkersGone(), [gone(0)])
+    ),
+    "an empty store that waits for nodes stops nobody": story(
+        RUNNING, (seen(phase="waiting", nodes=""), []), phase=Phase.RUNNING
+    ),
+    "a world that came and went while workers were stopping is gone from here, too": story(
+        (*RUNNING, OVER, seen(2, phase="waiting")),
+        (WorkersGone(), [gone(0), Report({"gone": 2})]),
+    ),
+    "the first failure is reported before anything is stopped": story(
+        RUNNING,
+        (WorkerFailed(failure(0)), [Report({"failures": (failure(0),)}), Stop(15)]),
+        (WorkerFailed(failure(1)), [Report({"failures": (failure(0), failure(1))})]),
+        (WorkersGone(), [gone(0)]),
+        (seen(1), [Start(world(1))]),
+        failures=(),
+    ),
+    "over stops the workers and the next world starts them": story(
+        RUNNING,
+        (OVER, [Stop(15)]),
+        (WorkersGone(), [gone(0), Report({"gone": 0})]),
+        (seen(1), [Start(world(1))]),
+    ),
+    "a world that came while stopping is not forgotten": story(
+        (*RUNNING, OVER, seen(1)), (WorkersGone(), [gone(0), Start(world(1))])
+    ),
+    "a newer world stops the workers of the older one first": story(
+        RUNNING, (seen(3), [Stop(15)]), (WorkersGone(), [gone(0), Start(world(3))])
+    ),
+    "the same world twice starts once": story(RUNNING, (seen(), []), phase=Phase.RUNNING),
+    "success is reported when the last worker is done": story(
+        RUNNING,
+        (WorkerSucceeded(0, 1), []),
+        (WorkerSucceeded(0, 0), [Stop(15)]),
+        (WorkersGone(), [gone(0, done=0)]),
+    ),
+    "workers are quicker than the news of their start": story(
+        (seen(),),
+        (WorkerSucceeded(0, 0), []),
+        (WorkerSucceeded(0, 1), []),
+        (WorkersUp(0), [Stop(15)]),
+        (WorkersGone(), [gone(0, done=0)]),
+    ),
+    "done nodes start again when another node failed": story(
+        DONE, (OVER, [Report({"gone": 0})]), (seen(1), [Start(world(1))])
+    ),
+    "closed ends with the job's exit code after the workers are gone": story(
+        RUNNING,
+        (seen(phase="closed", exitcode=1, reason="no"), [Stop(15)]),
+        (WorkersGone(), None),
+        phase=Phase.ENDED,
+        exitcode=1,
+        reason="no",
+    ),
+    "a leave is announced and the signal passed on at once": story(
+        RUNNING,
+        (LeaveRequested(15), LEAVES),
+        (LeaveRequested(15), []),
+        (WorkersGone(), None),
+        phase=Phase.ENDED,
+        exitcode=143,
+    ),
+    "who can store the state is told before anybody else and ends by itself": story(
+        SAVING,
+        (
+            LeaveRequested(15, 99.0),
+            [Tell(0, Leave(15, 99.0)), LEAVES[0], Stop(15, told=frozenset({0}))],
+        ),
+    ),
+    "a second interrupt means now": story(
+        RUNNING,
+        (LeaveRequested(2), [Report({"leaving": "SIGINT"}), Stop(2)]),
+        (LeaveRequested(2), [Stop(9)]),
+    ),
+    "a second interrupt is also for who stores the state": story(
+        (*SAVING, LeaveRequested(2, 99.0)), (LeaveRequested(2, 99.0), [Stop(9)])
+    ),
+    "a leave reaches workers that are being stopped, and they store nothing": story(
+        (*SAVING, OVER), (LeaveRequested(15, 99.0), LEAVES), (seen(phase="over", saver="a"), [])
+    ),
+    "a worker that has ended is not waited for": story(
+        (*SAVING, WorkerSucceeded(0, 0)), (LeaveRequested(15, 99.0), LEAVES)
+    ),
+    "workers of the next generation have yet to say what they can": story(
+        (*SAVING, OVER, WorkersGone(), seen(1), WorkersUp(1)), (LeaveRequested(15), LEAVES)
+    ),
+    "a leave while idle ends at once": story(
+        (), (LeaveRequested(2), [Report({"leaving": "SIGINT"})]), phase=Phase.ENDED, exitcode=130
+    ),
+    "a lost lease stops the workers before joining anew": story(
+        RUNNING,
+        (LeaseLost(), [Stop(9)]),
+        (seen(1, nodes="bc"), []),
+        (WorkersGone(), [NONE_RESIDENT, Rejoin(0)]),
+        phase=Phase.IDLE,
+    ),
+    "a lost lease starts nobody in a world that was seen before it": story(
+        (*RUNNING, OVER, seen(1), LeaseLost()),
+        (WorkersGone(), [NONE_RESIDENT, Rejoin(0)]),
+        (seen(1, phase="over"), [Report({"gone": 1})]),
+    ),
+    "a lost store stops the workers and ends": story(
+        RUNNING,
+        (StoreLost("out of reach"), [Stop(15)]),
+        (WorkersGone(), None),
+        phase=Phase.ENDED,
+        exitcode=171,
+        reason="out of reach",
+    ),
+    "a lost store while idle ends at once": story(
+        (), (StoreLost("out of reach"), None), phase=Phase.ENDED, exitcode=171
+    ),
+}
+
+
+@pytest.mark.parametrize(("before", "steps", "state"), STORIES.values(), ids=STORIES)
+def test_what_is_done_about_what_happens(before, steps, state):
+    node = Node(*before)
+    for event, commands in steps:
+        found = node.feed(event)
+        assert commands is None or found == commands, event
+    assert {name: getattr(node.state, name) for name in state} == state
+
+
+@pytest.mark.parametrize(
+    ("events", "sentence"),
+    [
+        ((seen(nodes="bc"),), "waiting beside generation 0"),
+        (DONE, "done with generation 0, waiting for the others"),
+    ],
+)
+def test_a_node_that_waits_says_what_for(events, sentence):
+    assert Node(*events).state.sentence() == sentence
+
+
+@pytest.mark.parametrize(
+    ("seen", "saves"),
+    [
+        (world(phase="over", saver="a"), True),
+        (world(phase="over", saver="b"), False),
+        (world(phase="over"), False),
+        (world(1, nodes="bc", saver="a"), True),
+        (world(1, nodes="bc", saver="b"), False),
+        (world(phase="closed", saver="a"), True),
+        (world(), None),
+        (world(-1, phase="over", saver="a"), None),
+    ],
+)
+def test_the_leader_has_said_which_node_stores_the_state(seen, saves):
+    node = Node(*SAVING, LeaveRequested(15, 99.0))
+    told = [] if saves is None else [Tell(0, Leave(15, 99.0, saves))]
+    assert node.feed(WorldSeen(seen)) == told
+
+
+def test_an_event_out_of_place_is_a_bug_and_tells_where():
+    with pytest.raises(InvalidTransition, match="WorkersGone while running, generation 0"):
+        Node(*RUNNING, WorkersGone())
+
+
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_workers_that_wait_in_train_for_one_that_has_ended_fail(ends_first):
+    events = [WorkerSucceeded(0, 1), WorkerEnlisted(0)]
+    commands = Node(*RUNNING).feed(*(events if ends_first else reversed(events)))
+    failures = next(command for command in commands if isinstance(command, Report))
+    failure = failures.changes["failures"][0]
+    assert failure.fatal
+    assert "without calling torchelastic.train" in failure.message

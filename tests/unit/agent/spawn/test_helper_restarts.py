@@ -1,0 +1,210 @@
+"""The helper processes of a node: what is done when they end, and what that costs its workers."""
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from tests.unit.agent.support import in_loop
+from torchelastic.agent.lifecycle.in_process import CrewState, Status, Worker
+from torchelastic.agent.lifecycle.script import GroupState
+from torchelastic.agent.spawn import factory, store_host_client
+from torchelastic.agent.spawn import helper_restarts as module
+from torchelastic.agent.spawn.factory import Nursery
+from torchelastic.agent.spawn.helper_restarts import STEADY, STORE_LOST, Upkeep
+from torchelastic.agent.spawn.processes import spawn_plain
+from torchelastic.agent.spawn.store_host_client import StoreHost
+from torchelastic.clock import FakeClock
+from torchelastic.config import Entry, LaunchConfig
+from torchelastic.errors import SpawnError
+from torchelastic.rendezvous.world import World
+
+
+class Workers:
+    """Notes what it is asked to do."""
+
+    def __init__(self, entering=()):
+        self.entering, self.failed = entering, []
+
+    def entering_since(self, local_rank):
+        return 1.0 if local_rank in self.entering else None
+
+    def fail(self, local_rank, message, *, alive=False):
+        assert message == STORE_LOST
+        self.failed.append((local_rank, alive))
+
+
+def upkeep(workers, *, helpers=None, state=None, clock=None, said=None):
+    """What keeps the helpers of a node whose stores are at 10.0.0.1."""
+    member = SimpleNamespace(store="")
+    presence = SimpleNamespace(
+        member=member,
+        meeting=SimpleNamespace(addr="10.0.0.1"),
+        update=lambda **changes: vars(member).update(changes),
+    )
+    narrator = SimpleNamespace(
+        say=[].append if said is None else said.append, warmed_up=lambda *_: None
+    )
+    return Upkeep(helpers, presence, workers, narrator, clock, state=lambda: state)
+
+
+def of_residents():
+    workers = {rank: Worker(status=Status.TRAINING, generation=1) for rank in range(3)}
+    workers[0] = Worker(status=Status.STARTING)
+    return CrewState(node="n", name="n", workers=workers)
+
+
+@pytest.mark.parametrize(
+    ("state", "entering", "failed"),
+    [
+        (GroupState(node="n", nproc=3), (), [(0, False)]),
+        (of_residents(), (), []),
+        (of_residents(), (0,), []),
+        (of_residents(), (1, 2), [(1, True)]),
+        (of_residents(), (2,), [(2, True)]),
+    ],
+    ids=["a script", "the group stands", "nobody of it", "two on the way", "one on the way"],
+)
+def test_a_lost_store_host_ends_a_generation_only_where_it_is_needed(state, entering, failed):
+    workers = Workers(entering)
+    upkeep(workers, state=state).store_host_lost()
+    assert workers.failed == failed
+
+
+# --- the store host ------------------------------------------------------------------------------
+
+SERVES = "port=4000; while read -r verb; do port=$((port + 1)); echo $port; done"
+
+
+def store_host_of(script):
+    """A store host whose process is a shell that runs `script`."""
+
+    async def spawn(wanted):
+        shell = replace(wanted, entry=Entry("program", "/bin/sh", ("-c", script)))
+        return spawn_plain(shell, python="")
+
+    return StoreHost(spawn, dict(os.environ))
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("read -r verb; printf 40; kill -9 $$", "has ended"),
+        ("read -r verb; exec >&-; exec <&-; sleep 60", "has ended"),
+        ("echo Welcome to torch; sleep 60", "answered 'Welcome to torch'"),
+        ("sleep 60", "has not answered for 0.2 s and is killed"),
+    ],
+    ids=["half a number", "it lives and is deaf", "garbage", "frozen"],
+)
+@in_loop
+async def test_a_store_host_that_does_not_answer_with_a_port_is_ended(monkeypatch, script, told):
+    monkeypatch.setattr(store_host_client, "FIRST_ANSWER", 0.2 if script == "sleep 60" else 20.0)
+    host = store_host_of(script)
+    await host.start()
+    with pytest.raises(SpawnError, match=told):
+        await host.open()
+    await host.ended.wait()
+    assert host.end == "killed by SIGKILL"
+    await host.close()
+
+
+@in_loop
+async def test_the_stores_of_a_process_that_ended_are_known_to_be_lost():
+    """Also where the leader has sent workers there before it knew: they fail at once."""
+    host, workers = store_host_of(SERVES), Workers()
+    await host.start()
+    assert await host.open() == 4001
+    kept = upkeep(workers, helpers=SimpleNamespace(stores=host))
+    kept.check_store("10.0.0.1:4001", 0, alive=False)
+    assert workers.failed == []
+    os.kill(host.pid, signal.SIGKILL)
+    await host.ended.wait()
+    for store in ("10.0.0.1:4001", "10.0.0.1:4002", "10.0.0.2:4001"):
+        kept.check_store(store, 3, alive=True)
+    assert workers.failed == [(3, True)]
+    await host.close()
+    await host.start()
+    assert await host.open() == 4001  # the port is in use again
+    kept.check_store("10.0.0.1:4001", 0, alive=False)
+    assert workers.failed == [(3, True)]
+    await host.close()
+
+
+@pytest.mark.parametrize(
+    ("lived", "raises"), [(STEADY / 2, True), (STEADY, False)], ids=["early", "steady"]
+)
+@in_loop
+async def test_a_store_host_that_ends_early_counts_as_a_failure(lived, raises):
+    """A steady one is replaced at once; the workers of a script need the store they met at."""
+    helpers = Nursery(LaunchConfig(zygote=False), Entry("program", "/bin/true"), {})
+    helpers.stores = store_host_of(SERVES)
+    workers, clock, said = Workers(), FakeClock(), []
+    state = replace(GroupState(node="n", nproc=1), generation=3)
+    kept = upkeep(workers, helpers=helpers, state=state, clock=clock, said=said)
+    keeping = asyncio.create_task(kept.keep_store_host())
+    while not kept.presence.member.store:
+        await asyncio.sleep(0.01)
+    assert kept.presence.member.ready
+    await kept.renew_store(World(generation=3, phase="running", store="10.0.0.1:4001"))
+    assert kept.presence.member.store == "10.0.0.1:4002"
+    first = helpers.stores.pid
+    clock.advance(lived)
+    os.kill(first, signal.SIGKILL)
+    if raises:
+        with pytest.raises(SpawnError, match=r"has ended \(killed by SIGKILL\)"):
+            await keeping
+        assert kept.presence.member.store == ""
+    else:
+        while helpers.stores.pid == first or not kept.presence.member.store:
+            await asyncio.sleep(0.01)
+        assert said == [f"{STORE_LOST} (killed by SIGKILL): starting another one"]
+        keeping.cancel()
+    assert workers.failed == [(0, False)]
+    await helpers.close()
+
+
+# --- the zygote ----------------------------------------------------------------------------------
+
+
+@in_loop
+async def test_a_killed_zygote_is_replaced_a_few_times_with_growing_pauses(monkeypatch, caplog):
+    waited, said, made = [], [], []
+
+    class Zygote:
+        def __init__(self):
+            self.pid, self.warnings = 100 + len(made), []
+            made.append(self)
+
+        async def wait_ready(self):
+            return 1.0
+
+        async def killed(self):
+            return "killed by SIGKILL" if len(made) < 9 else ""
+
+        async def close(self):
+            self.closed = True
+
+    monkeypatch.setattr(factory.Zygote, "start", lambda **_: Zygote())
+    monkeypatch.setattr(module, "asyncio", SimpleNamespace(sleep=_noting(waited)))
+    helpers, used = Nursery(LaunchConfig(), Entry("script", "train.py"), {}), []
+    helpers.serve(SimpleNamespace(use_zygote=used.append))
+    await upkeep(None, helpers=helpers, said=said).keep_zygote()
+    assert waited == [1.0, 2.0, 4.0, 8.0, 16.0]
+    assert used == made[1:]
+    assert helpers.pids == {made[-1].pid}
+    assert all(one.closed for one in made[:-1])
+    assert said[0] == (
+        "The zygote was killed by SIGKILL. Another one starts in 1 s; until it is ready, workers "
+        "start as plain processes. Training is not affected."
+    )
+    assert "The zygote was killed 6 times (the last: killed by SIGKILL)" in caplog.text
+
+
+def _noting(waited):
+    async def sleep(seconds):
+        waited.append(seconds)
+
+    return sleep

@@ -1,0 +1,123 @@
+"""The agent's end of the page: what it makes of a process that does anything."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.agent.support import in_loop
+from torchelastic.agent.telemetry import dashboard_process
+from torchelastic.agent.telemetry.dashboard_process import Page
+from torchelastic.config import LaunchConfig
+from torchelastic.errors import ConfigError, SpawnError
+from torchelastic.system import linux
+
+URL = '{"url": "http://127.0.0.1:1/"}'
+
+
+def made(**config):
+    return Page.wanted(LaunchConfig(run_id="job", dashboard="127.0.0.1:0", **config))
+
+
+@pytest.fixture
+def instead(monkeypatch):
+    """Start another program than the page."""
+    start = dashboard_process.start_program
+
+    def use(code):
+        def start_other(command, **more):
+            return start([sys.executable, "-c", code], **more)
+
+        monkeypatch.setattr(dashboard_process, "start_program", start_other)
+
+    return use
+
+
+def watched(it):
+    """What is said of it until it has ended."""
+    said = []
+
+    async def run():
+        pids = it.start({}, "id")
+        try:
+            await asyncio.wait_for(it.watch(said.append), 60)
+        finally:
+            await it.close()
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+    asyncio.run(run())
+    return said
+
+
+def test_it_is_off_unless_asked_for_and_a_file_without_a_token_is_refused(tmp_path):
+    assert Page.wanted(LaunchConfig()) is None
+    (tmp_path / "short").write_bytes(b"short")
+    for name in ("short", "none"):
+        with pytest.raises(ConfigError, match="--dashboard-token-file"):
+            made(dashboard_token_file=str(tmp_path / name))
+
+
+NOISE = f"""
+import sys
+print("hello from sitecustomize\\n[1]\\n{{}}\\n" + "x" * 1_000_000, flush=True)
+sys.stdout.buffer.write(b'\\xff\\x00{{\\n{URL}\\n\\xff{{')
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "exitcode"), [(NOISE, 0), ("raise SystemExit(3)", 3)], ids=["noise", "nothing"]
+)
+def test_where_it_is_goes_to_the_terminal_only_whatever_else_is_printed(
+    instead, caplog, code, exitcode
+):
+    caplog.set_level("INFO")
+    instead(code)
+    assert watched(made()) == [f"the dashboard has ended: exit code {exitcode}; the job goes on"]
+    assert ("dashboard: http://127.0.0.1:1/" in caplog.text) is (exitcode == 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "grace"),
+    [("import time; time.sleep(600)", 0.1), ("import sys; sys.stdin.read()", 600)],
+)
+@in_loop
+async def test_it_is_asked_to_end_and_then_ended(instead, monkeypatch, code, grace):
+    monkeypatch.setattr(dashboard_process, "GRACE", grace)
+    instead(code)
+    it = made()
+    (pid,) = it.start({}, "id")
+    await it.close()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_one_that_cannot_be_started_costs_nothing_else(monkeypatch, caplog):
+    def refuse(*args, **more):
+        raise SpawnError("no more processes.")
+
+    monkeypatch.setattr(dashboard_process, "start_program", refuse)
+    assert watched(made()) == []
+    assert "no dashboard: no more processes. The job goes on." in caplog.text
+
+
+def test_it_runs_out_of_the_way_and_why_it_is_nowhere_is_said(instead):
+    instead(
+        "import os, json; told = [os.nice(0), open('/proc/self/oom_score_adj').read().strip()]\n"
+        "print(json.dumps({'error': ' '.join(map(str, told))}))"
+    )
+    nice = min(os.nice(0) + linux.POLITE, 19)
+    assert watched(made()) == [f"no dashboard at 127.0.0.1:0: {nice} 1000; the job goes on"]
+
+
+@pytest.mark.parametrize(
+    ("log_dir", "command"),
+    [
+        ("logs", "torchelastic dashboard '/logs/a job'"),
+        (None, "torchelastic dashboard 'my job'"),
+        (os.devnull, "torchelastic dashboard 'my job'"),
+    ],
+)
+def test_how_to_look_again(log_dir, command):
+    config = LaunchConfig(run_id="my job", dashboard="auto", log_dir=log_dir)
+    assert Page(config).again(Path("/logs/a job")) == command

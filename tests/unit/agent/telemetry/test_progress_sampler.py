@@ -1,0 +1,178 @@
+"""Progress: what slates show becomes events, only where something is new, and seldom enough."""
+
+from dataclasses import replace
+
+import pytest
+
+from torchelastic.agent.telemetry.progress_sampler import Sampling, interval, progress_of
+from torchelastic.agent.workers.reported_metrics import Reported
+from torchelastic.clock import FakeClock
+from torchelastic.events.types import CheckpointStored, Progress
+from torchelastic.worker.orders import Stored
+from torchelastic.worker.status_page import Shown
+
+NOTHING = (0.0, 0.0, 0.0, 0.0)
+
+
+def shown(
+    rank: int, step: int, *, generation: int = 0, at: float = 1.0, stalled=NOTHING, own: float = 0.0
+) -> Shown:
+    return Shown(generation, rank, step, at, stalled, own)
+
+
+@pytest.mark.parametrize(
+    ("age", "nodes", "expected"),
+    [
+        (599.0, 1, 1.0),
+        (3600.0, 1, 6.0),
+        (86400.0, 1, 15.0),
+        (0.0, 32, 1.0),
+        (0.0, 256, 8.0),
+        (86400.0, 1024, 60.0),
+        (0.0, 100_000, 60.0),
+    ],
+)
+def test_the_longer_it_lasts_and_the_more_tell_the_rarer(age, nodes, expected):
+    assert interval(age, nodes) == expected
+
+
+def test_workers_are_told_of_together_by_rank_with_the_sum_of_their_stalls():
+    told = progress_of(
+        [
+            shown(3, 7, at=2.0, stalled=(1.0, 0.0, 0.0, 0.5), own=1.5),
+            shown(2, 8, at=2.5, stalled=(0.25, 0.0, 0.0, 0.0), own=0.5),
+        ]
+    )
+    stalls = {"data": 1.25, "restore": 0.5}
+    assert told == {
+        0: Progress(ranks=[2, 3], steps=[8, 7], at=[2.5, 2.0], stalls=stalls, own=[0.5, 1.5])
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        ([None, None], None),
+        ([50, 50], 50),
+        ([0, 0], 0),
+        ([50, 0], 0),
+        ([50, 60], 0),
+        ([50, -1], -1),
+        ([None, 50], None),
+    ],
+)
+def test_what_came_before_steps_that_are_counted_is_what_all_say(before, expected):
+    ones = [replace(shown(rank, 60), before=one) for rank, one in enumerate(before)]
+    assert progress_of(ones)[0].before == expected
+
+
+def test_generations_are_told_of_apart_and_nobody_who_has_entered_no_step():
+    told = progress_of([shown(0, 5), shown(1, 6, generation=1), shown(-1, -1, generation=-1)])
+    assert {generation: progress.ranks for generation, progress in told.items()} == {0: [0], 1: [1]}
+
+
+@pytest.fixture
+def told():
+    return []
+
+
+@pytest.fixture
+def sampling(told):
+    return Sampling(lambda generation, one: told.append((generation, one.steps)), FakeClock())
+
+
+BOTH_AT_5 = [shown(0, 5), shown(1, 5)]
+NEXT = [shown(0, 5), shown(1, 5, generation=1)]
+
+
+@pytest.mark.parametrize(
+    ("looks", "expected"),
+    [
+        ([BOTH_AT_5], []),
+        ([[shown(0, 6), shown(1, 5)]], [(0, [6, 5])]),
+        ([NEXT, [replace(one, generation=1, step=6) for one in NEXT]], [(1, [5]), (1, [6, 6])]),
+    ],
+    ids=["nothing new", "one gets on", "not again what is of the generation before"],
+)
+def test_what_is_new_is_told_once_and_of_all(sampling, told, looks, expected):
+    for look in [BOTH_AT_5, *looks]:
+        sampling.look(look)
+    assert told == [(0, [5, 5]), *expected]
+
+
+# --- what the script reports ---------------------------------------------------------------------
+
+
+def reported(generation: int, rank: int, metrics: dict[str, float], fresh: str = "all"):
+    """`fresh` are names between commas."""
+    news = metrics if fresh == "all" else fresh.split(",")
+    return Reported(generation, rank, metrics, frozenset(news))
+
+
+@pytest.mark.parametrize(
+    ("seen", "told", "expected"),
+    [
+        ([], [], {}),
+        # Of several workers, the lowest rank's.
+        (
+            [shown(0, 5), shown(1, 5)],
+            [reported(0, 1, {"loss": 3.0, "lr": 0.1}), reported(0, 0, {"loss": 2.0})],
+            {0: ([0, 1], [5, 5], {"loss": 2.0, "lr": 0.1})},
+        ),
+        # Not another one's, because that one is quicker to say something new.
+        (
+            [shown(0, 5), shown(1, 5)],
+            [
+                reported(0, 1, {"loss": 3.0, "lr": 0.1}),
+                reported(0, 0, {"loss": 2.0, "epoch": 1.0}, fresh="epoch"),
+            ],
+            {0: ([0, 1], [5, 5], {"lr": 0.1, "epoch": 1.0})},
+        ),
+        # A script that tells no steps.
+        ([], [reported(2, 3, {"loss": 1.0})], {2: ([3], [-1], {"loss": 1.0})}),
+        # One that tells them from its next world on.
+        (
+            [shown(0, 5)],
+            [reported(1, 0, {"loss": 1.0})],
+            {0: ([0], [5], {}), 1: ([0], [-1], {"loss": 1.0})},
+        ),
+        # A worker that is in no world yet.
+        ([], [reported(-1, 4, {"loss": 1.0})], {}),
+        # JSON has no others than finite numbers.
+        (
+            [],
+            [reported(0, 0, {"a": float("nan"), "b": float("inf"), "c": 1.0})],
+            {0: ([0], [-1], {"a": None, "b": None, "c": 1.0})},
+        ),
+    ],
+)
+def test_what_workers_report_goes_with_their_progress(seen, told, expected):
+    found = progress_of(seen, told)
+    got = {key: (list(one.ranks), list(one.steps), one.metrics) for key, one in found.items()}
+    assert got == expected
+
+
+def test_what_was_reported_is_news_where_no_step_is(sampling, told):
+    sampling.look([shown(0, 5)])
+    sampling.look([shown(0, 5)], [reported(0, 0, {"loss": 1.0})])
+    sampling.look([shown(0, 5)], [reported(0, 0, {"loss": 1.0}, fresh="")])
+    assert told == [(0, [5]), (0, [5])]
+
+
+def test_samples_are_counted_by_whoever_knows():
+    one, other = replace(shown(0, 5), samples=64), shown(1, 5)
+    assert progress_of([one, other])[0].samples == 64
+    assert progress_of([other])[0].samples == -1
+
+
+def test_of_checkpoints_the_last_is_told_with_the_next_look():
+    told, clock = [], FakeClock(7.0)
+    sampling = Sampling(lambda generation, event: told.append((generation, event)), clock)
+    sampling.look([])
+    for step in (10, 20):
+        sampling.stored(3, 1, Stored(step, 0.5, 1000))
+        clock.advance(1.0)
+    assert told == []
+    sampling.look([])
+    sampling.look([])
+    assert told == [(3, CheckpointStored(1, 20, at=8.0, seconds=0.5, size=1000))]

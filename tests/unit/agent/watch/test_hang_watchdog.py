@@ -1,0 +1,364 @@
+"""Who hangs: how long a worker has, what it is asked, and when it is killed."""
+
+import asyncio
+import math
+import os
+import re
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from tests.unit.agent.support import in_loop
+from torchelastic.agent.watch import hang_watchdog
+from torchelastic.agent.watch.hang_report import HangReport
+from torchelastic.agent.watch.hang_watchdog import Pace, Vigil, _doing, limit_for, verdict
+from torchelastic.agent.watch.inspector import Found
+from torchelastic.agent.watch.stack_reader import NOTHING
+from torchelastic.events.analysis.hangs import Collective, Doing
+from torchelastic.worker.orders import Pong
+
+# --- pure ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seen", "longest", "is_first"),
+    [
+        ([(0, 5, 1.0)], 0.0, True),
+        ([(0, 5, 1.0), (0, 6, 3.0)], 2.0, False),
+        ([(0, 5, 1.0), (0, 6, 3.0), (0, 7, 3.5)], 2.0, False),
+        ([(0, 5, 1.0), (0, 9, 3.0)], 0.5, False),
+        ([(0, 5, 1.0), (0, 5, 9.0)], 0.0, True),
+        ([(0, 5, 1.0), (0, 6, 3.0), (1, 6, 90.0)], 2.0, True),
+        ([(0, 7, 1.0)], 0.0, False),
+    ],
+    ids=["first", "second", "the longest", "unseen between", "hurried", "another", "unseen before"],
+)
+def test_the_pace_of_a_worker(seen, longest, is_first):
+    pace = Pace()
+    for one in seen:
+        pace.saw(*one, first=max(5, 5 + one[0]))
+    assert pace.longest == longest
+    assert (pace.step == pace.first_step) is is_first
+
+
+def test_the_way_into_a_world_is_no_step():
+    pace = Pace()
+    pace.saw(0, 1, 1.0, first=1)
+    pace.saw(0, 2, 2.0, first=1)
+    pace.told = "of step 2"
+    pace.set_out(1, 50.0)
+    assert pace.told == ""
+    assert pace.words(53.0) == "no progress for 3.0 s on the way into generation 1"
+    pace.saw(1, 2, 60.0, first=2)
+    assert pace.longest == 1.0
+    assert pace.words(62.0) == "no progress for 2.0 s"
+
+
+FIRST, LATER = Pace(step=3, first_step=3), Pace(step=4, first_step=3)
+ENTERING = Pace(step=4, first_step=3, entering=1)
+
+
+@pytest.mark.parametrize(
+    ("pace", "given", "frozen", "limit"),
+    [
+        (LATER, 0, False, None),
+        (ENTERING, 0, True, None),
+        (LATER, 2, False, 2),
+        (FIRST, 2, False, 20),
+        (ENTERING, 2, False, 20),
+        (FIRST, 2, True, 2),
+        (ENTERING, 2, True, 2),
+        (LATER, None, False, 600),
+        (FIRST, None, False, 6000),
+        (Pace(step=4, first_step=3, longest=100), None, False, 1000),
+    ],
+)
+def test_how_long_a_worker_has(pace, given, frozen, limit):
+    assert limit_for(pace, given, frozen=frozen) == limit
+
+
+def test_what_an_answer_means():
+    assert _doing(Pong(waiting=True)) == "waiting"
+    assert _doing(Pong(waiting=True, aborted=True)) == "stuck"
+    assert _doing(Pong(waiting=False)) == _doing(Pong(waiting=False, aborted=True)) == "working"
+
+
+FRAME = 'main thread, most recent call first:\n  File "/job/data.py", line 12 in load'
+MISSING = "rank 1 is missing from all_reduce #17, in which rank 0 waits"
+FROZEN_ONE = MISSING.replace("rank 1", "rank 1 (frozen)")
+
+
+@pytest.mark.parametrize(
+    ("doing", "stack", "missing", "words"),
+    [
+        ("working", FRAME, MISSING, f"it is in load (data.py, line 12); {MISSING}"),
+        ("working", FRAME, "", "it is in load (data.py, line 12)"),
+        ("working", NOTHING, "", "it does something of its own"),
+        ("silent", FRAME, MISSING, f"it does not answer, in load (data.py, line 12); {MISSING}"),
+        ("silent", NOTHING, "", "it does not answer"),
+        ("frozen", FRAME, FROZEN_ONE, FROZEN_ONE),
+        ("frozen", NOTHING, "", "it is frozen (stopped by a signal or a debugger)"),
+    ],
+)
+def test_what_is_said_of_who_hangs(doing, stack, missing, words):
+    assert verdict(doing, stack, missing) == words
+
+
+# --- a node with one worker ----------------------------------------------------------------------
+
+REDUCE, BEFORE = Collective("all_reduce", 17), Collective("all_reduce", 16)
+
+
+class Workers:
+    """One worker, local rank 0, told to enter generation 1."""
+
+    def __init__(self, *, answers=None, seen=(0, 7, math.inf), since=None, dumps="", first=7):
+        self.answers, self.seen, self.dumps = answers, seen, dumps
+        self.pongs, self.killed, self.told, self.asked = {}, [], [], 0
+        self.rank = lambda local_rank: 0
+        self.pid = lambda local_rank: None if self.killed else os.getpid()
+        self.progress = lambda local_rank: self.seen
+        self.first_step = lambda local_rank: first
+        self.generation = lambda local_rank: 1
+        self.entering_since = lambda local_rank: since
+        self.alive, self.step = (0,), None
+        self.doing = lambda local_rank, generation: Doing(rank=0, node="a", step=self.step)
+        self.last_stack = lambda local_rank: None
+
+    async def look(self):
+        """At all ranks of the world: this one, and one that waits for it."""
+        mine = Doing(rank=0, node="a", launched=(BEFORE,), stack=self.dumps or NOTHING)
+        other = Doing(rank=1, node="b", waits=REDUCE, launched=(REDUCE,))
+        if self.answers == Pong(waiting=True):
+            mine = replace(other, rank=0)
+        return Found(1, (mine, other))
+
+    def tell(self, local_rank, order, fds=()):
+        self.asked += 1
+        if self.answers is not None:
+            self.pongs[local_rank] = replace(self.answers, number=order.number)
+
+    def kill(self, local_rank, why, stack="", *, over=False):
+        self.killed.append((why, stack))
+
+
+def watch(workers, *, limit=0.1, until):
+    @in_loop
+    async def main():
+        crew = SimpleNamespace(having=lambda *_: () if workers.killed else (0,))
+        report = HangReport(workers.look, lambda generation, event: workers.told.append(event))
+        task = asyncio.create_task(Vigil(workers, report, limit).run(lambda: crew))
+        while not until() and not task.done():
+            await asyncio.sleep(0.002)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    main()
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch):
+    monkeypatch.setattr(hang_watchdog, "LOOK", 0.02)
+
+
+def long_ago():
+    return time.monotonic() - 50
+
+
+MINE = "rank 0 is missing from all_reduce #17, in which rank 1 waits"
+ON_THE_WAY = " s on the way into generation 1: "
+
+
+@pytest.mark.parametrize(
+    ("way", "facts", "limit", "does", "stack"),
+    [
+        (
+            ON_THE_WAY,
+            {"dumps": FRAME},
+            0.1,
+            "it does not answer, in load (data.py, line 12)",
+            FRAME,
+        ),
+        (
+            ON_THE_WAY,
+            {"dumps": FRAME, "answers": Pong(waiting=False)},
+            0.1,
+            "it is in load (data.py, line 12)",
+            FRAME,
+        ),
+        (" s: ", {}, 0.1, "it does not answer", NOTHING),
+        # The steps before that were too quick to be seen; else it would have 100 s.
+        (" s: ", {"first": 3}, 10, "it does not answer", NOTHING),
+    ],
+    ids=["on the way, silent", "on the way, busy", "in a step", "before it was looked at first"],
+)
+def test_who_hangs_is_killed(way, facts, limit, does, stack):
+    when = {"since": long_ago()} if way == ON_THE_WAY else {"seen": (1, 7, long_ago())}
+    workers = Workers(**when, **facts)
+    watch(workers, limit=limit, until=lambda: workers.killed)
+    [(why, found)] = workers.killed
+    assert found == stack
+    assert why.startswith("no progress for ")
+    assert why.endswith(f"{way}{does}; {MINE}")
+    assert "at step" not in why, "which is said of every failure"
+    assert [event.text for event in workers.told] == [MINE]
+
+
+@pytest.mark.parametrize("mistake", ["judge", "tell"])
+def test_a_mistake_in_explaining_a_hang_spares_nobody(monkeypatch, mistake):
+    monkeypatch.setattr(HangReport, mistake, lambda *_: {}["a mistake of ours"])
+    workers = Workers(seen=(1, 7, long_ago()), dumps=FRAME)
+    watch(workers, until=lambda: workers.killed)
+    [(why, _)] = workers.killed
+    assert "it does not answer" in why
+
+
+def test_who_answers_late_that_it_waits_for_others_is_innocent():
+    workers = Workers(seen=(1, 7, long_ago()))
+    look = workers.look
+
+    async def late():
+        workers.answers = Pong(waiting=True)
+        return await look()
+
+    workers.look = late
+    watch(workers, until=lambda: workers.asked >= 4)
+    assert workers.killed == []
+
+
+def test_who_waits_for_others_is_innocent_and_it_is_told_once_that_all_wait():
+    workers = Workers(since=long_ago(), answers=Pong(waiting=True))
+    watch(workers, until=lambda: workers.told and workers.asked >= 5)
+    [event] = workers.told
+    assert event.text.startswith("ranks 0, 1 wait in all_reduce #17, and none is missing")
+    assert workers.killed == []
+
+
+def test_who_gets_on_while_all_are_looked_at_is_not_killed():
+    workers = Workers(seen=(1, 7, long_ago()))
+
+    async def look():
+        workers.seen = (1, 8, time.monotonic() + 3600)
+        return Found()
+
+    workers.look = look
+    watch(workers, until=lambda: workers.seen[1] == 8)
+    assert (workers.killed, workers.told) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"seen": None, "since": 0.0}, {"since": None}, {"seen": (1, 7, math.inf)}],
+    ids=["no slate", "it has told that it does not go there", "unhurried"],
+)
+def test_of_whom_nothing_is_expected_is_not_asked(facts):
+    workers, looks = Workers(**facts), []
+    workers.pid = lambda local_rank: looks.append(local_rank) or os.getpid()
+    watch(workers, until=lambda: len(looks) >= 3)
+    assert (workers.asked, workers.killed) == (0, [])
+
+
+def test_a_frozen_worker_on_the_way_has_the_plain_limit(monkeypatch):
+    monkeypatch.setattr(hang_watchdog, "is_frozen", lambda pid: True)
+    workers = Workers(since=long_ago())
+    watch(workers, limit=10, until=lambda: workers.killed)  # else it would have 100 s
+    [(why, _)] = workers.killed
+    assert f"{ON_THE_WAY}rank 0 " in why
+    assert workers.asked == 0
+
+
+@pytest.mark.parametrize("looks", [1, 2])
+def test_who_is_stuck_at_two_looks_after_its_world_was_over_is_killed(monkeypatch, looks):
+    """On a busy machine a thread may need more than one to run on."""
+    monkeypatch.setattr(hang_watchdog, "FREED", 0.01)
+    workers = Workers(answers=Pong(waiting=True, aborted=True))
+    workers.has_stopped = lambda local_rank: workers.asked >= looks
+
+    @in_loop
+    async def main():
+        watching = Vigil(workers, None, 10)
+        watching.told_over(0)
+        await asyncio.gather(*watching._tasks)
+
+    main()
+    assert workers.asked == looks
+    assert workers.killed == []
+
+    workers.has_stopped = lambda local_rank: False
+    main()
+    [(why, _)] = workers.killed
+    assert re.fullmatch(r"not free \d+ ms after its world was over \(stuck\)", why)
+
+
+@pytest.mark.parametrize(
+    ("step", "finished", "elsewhere", "limit", "killed", "said"),
+    [
+        (7, False, [False, False, True], 10, True, True),
+        (7, False, [True], 10, True, False),
+        (7, False, [False] * 9, 0.06, True, True),
+        (7, False, [False] * 3 + ["it stops"], 10, False, True),
+        (0, False, [], 10, True, False),
+        (7, True, [], 10, True, False),
+    ],
+    ids=["until another can", "another can", "until its limit", "until it stops", "new", "done"],
+)
+def test_who_alone_has_the_state_is_waited_for(
+    monkeypatch, step, finished, elsewhere, limit, killed, said
+):
+    monkeypatch.setattr(hang_watchdog, "FREED", 0.01)
+    monkeypatch.setattr(hang_watchdog, "is_frozen", lambda pid: True)
+    workers, told, answers = Workers(), [], list(elsewhere)
+    workers.step, stopped = step, []
+    workers.has_stopped = lambda local_rank: bool(stopped)
+
+    async def others_can_go_on(generation):
+        assert generation == 1
+        answer = answers.pop(0)
+        if answer == "it stops":
+            stopped.append(True)
+        return answer is True
+
+    @in_loop
+    async def main():
+        watching = Vigil(workers, None, limit, others_can_go_on, told.append)
+        watching.told_over(0, finished=finished)
+        await asyncio.gather(*watching._tasks)
+
+    main()
+    assert bool(workers.killed) is killed
+    expected = (
+        f"Rank 0 is frozen and alone has the state after 7 steps: the job waits for it, at most "
+        f"{limit:g} s. To wake it: kill -CONT {os.getpid()}."
+    )
+    assert told == ([expected] if said else [])
+    if said and limit == 10:
+        assert answers == [], "they are asked until one can"
+
+
+def test_who_was_told_to_enter_the_next_world_has_left_the_last_one(monkeypatch):
+    monkeypatch.setattr(hang_watchdog, "FREED", 0.01)
+    monkeypatch.setattr(hang_watchdog, "is_frozen", lambda pid: True)
+    workers, generations = Workers(), [1, 1, 2]
+    workers.has_stopped = lambda local_rank: False
+    workers.generation = lambda local_rank: generations.pop(0) if generations[1:] else 2
+
+    @in_loop
+    async def main():
+        watching = Vigil(workers, None, 10)
+        watching.told_over(0)
+        await asyncio.gather(*watching._tasks)
+
+    main()
+    assert workers.killed == []
+
+
+def test_a_worker_of_this_node_that_is_free_can_go_on():
+    workers = Workers()
+    workers.step, workers.has_stopped = 7, lambda local_rank: True
+    watching = Vigil(workers, None, 10)
+    assert watching.can_go_on(1)
+    assert not watching.can_go_on(2)
+    workers.last_stack = lambda local_rank: "it is to be killed"
+    assert not watching.can_go_on(1)

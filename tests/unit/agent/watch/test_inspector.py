@@ -1,0 +1,268 @@
+"""What all ranks of a world do, asked of every agent: real connections, and who does not answer."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from tests.unit.agent.support import in_loop, place
+from torchelastic.agent.watch import inspector
+from torchelastic.agent.watch.inspector import Doings, Found, Which, from_json, lines_of, to_json
+from torchelastic.errors import RendezvousRefused
+from torchelastic.events.analysis.hangs import Doing
+from torchelastic.rendezvous.embedded import bind_endpoint
+from torchelastic.rendezvous.world import World
+from torchelastic.transport import frames
+from torchelastic.transport.auth import ANONYMOUS, Credentials, Secret
+from torchelastic.transport.connect import Endpoint, knock
+from torchelastic.transport.listener import Reception
+
+GENERATION = 3
+
+
+@pytest.fixture(autouse=True)
+def enough_time(monkeypatch):
+    monkeypatch.setattr(inspector, "HERE", 30.0)
+    monkeypatch.setattr(inspector, "THERE", 30.0)
+
+
+class Workers:
+    """Those of one node, in generation 3."""
+
+    def __init__(self, node, ranks):
+        self.node, self.ranks = node, ranks
+        self.alive = tuple(range(len(ranks)))
+
+    def doing(self, local_rank, generation):
+        rank = self.ranks[local_rank]
+        return Doing(rank=rank, node=self.node) if generation == GENERATION else None
+
+
+class Node:
+    def __init__(self, name, ranks, world, secret=None):
+        self.name = name
+        self.reception = Reception("job", secret=secret)
+        self.credentials = Credentials(secret) if secret is not None else ANONYMOUS
+        self.slow, self.broken, self.asked = set(), set(), []
+        self.doings = Doings(Workers(name, ranks), self, node=name, job="job", world=world)
+
+    async def of(self, local_rank):
+        """Stands for the reader of stacks, too."""
+        self.asked.append(local_rank)
+        if local_rank in self.broken:
+            raise OSError("no memory for another process")
+        if local_rank in self.slow:
+            await asyncio.sleep(3600)
+        return f"stack {local_rank} of {self.name}"
+
+    async def open(self):
+        self.port = await self.reception.listen(bind_endpoint("127.0.0.1", 0))
+        self.doings.open(self.meeting)
+
+    @property
+    def meeting(self):
+        return SimpleNamespace(credentials=self.credentials, serve=self.reception.serve)
+
+    @property
+    def place(self):
+        peer = f"127.0.0.1:{self.port}" if self.port else ""
+        return place(self.name, nproc=1, peer=peer)
+
+    async def close(self):
+        await self.doings.close()
+        await self.reception.close()
+
+
+@contextlib.asynccontextmanager
+async def nodes(*ranks, secret=None):
+    worlds = []
+    made = [
+        Node("abcdefgh"[number], each, lambda: worlds[-1] if worlds else None, secret)
+        for number, each in enumerate(ranks)
+    ]
+    try:
+        for node in made:
+            await node.open()
+        world = World(generation=GENERATION, phase="running")
+        worlds.append(world.with_nodes(node.place for node in made))
+        yield worlds, *made
+    finally:
+        for node in made:
+            await node.close()
+
+
+@pytest.mark.parametrize("secret", [None, Secret(b"x" * 32)], ids=["open", "secret"])
+@in_loop
+async def test_all_nodes_are_asked(secret):
+    async with nodes([0, 1], [2], [3], secret=secret) as (_, a, *_):
+        found = await a.doings.everywhere()
+    assert [(one.rank, one.node, one.stack) for one in found.doings] == [
+        (0, "a", "stack 0 of a"),
+        (1, "a", "stack 1 of a"),
+        (2, "b", "stack 0 of b"),
+        (3, "c", "stack 0 of c"),
+    ]
+    assert (found.generation, found.unheard) == (GENERATION, ())
+
+
+@pytest.mark.parametrize(
+    ("able", "closed", "found"),
+    [("", "", False), ("b", "", True), ("c", "b", True), ("b", "b", False), ("a", "", False)],
+    ids=["nobody", "one", "though another is gone", "who is gone is not", "the asking node is not"],
+)
+@in_loop
+async def test_whether_another_node_can_go_on_is_asked(able, closed, found):
+    async with nodes([0], [1], [2]) as (_, *every):
+        for node in every:
+            node.doings._can_go_on = lambda generation, node=node: (
+                generation == GENERATION and node.name == able
+            )
+            if node.name == closed:
+                await node.reception.close()
+        assert await every[0].doings.others_can_go_on(GENERATION) is found
+
+
+@in_loop
+async def test_a_node_that_does_not_answer_cannot_go_on(monkeypatch):
+    async with nodes([0], [1]) as (_, a, b):
+        monkeypatch.setattr(b.doings, "_admit", lambda link, hello: None)
+        b.doings.open(b.meeting)
+        monkeypatch.setattr(inspector, "THERE", 0.1)
+        assert await a.doings.others_can_go_on(GENERATION) is False
+
+
+@in_loop
+async def test_who_is_gone_or_silent_is_named(monkeypatch):
+    monkeypatch.setattr(inspector, "THERE", 0.2)
+    async with nodes([0], [1], [2]) as (_, a, b, c):
+        await b.reception.close()
+        monkeypatch.setattr(c.doings, "here", lambda generation: asyncio.sleep(3600))
+        found = await a.doings.everywhere()
+    assert [one.rank for one in found.doings] == [0]
+    assert found.unheard == ("b", "c")
+
+
+@in_loop
+async def test_a_stack_that_cannot_be_read_keeps_nobody_from_telling(monkeypatch):
+    async with nodes([0, 1], [2]) as (_, a, b):
+        nothing = "no stack could be read"
+        a.broken.add(1)
+        b.broken.add(0)
+        found = await a.doings.everywhere()
+        assert [one.stack for one in found.doings] == ["stack 0 of a", nothing, nothing]
+        a.broken.clear()
+        a.slow.add(1)
+        monkeypatch.setattr(inspector, "HERE", 0.05)
+        found = await a.doings.everywhere()
+        assert [one.stack for one in found.doings] == ["stack 0 of a", nothing, nothing]
+
+
+@in_loop
+async def test_all_nodes_together_have_two_seconds(monkeypatch):
+    monkeypatch.setattr(inspector, "AT_A_TIME", 1)
+    monkeypatch.setattr(inspector, "THERE", 0.2)
+    # Else a call that takes as long would end before the time for all has begun.
+    monkeypatch.setattr(
+        inspector, "knock", lambda *to, **how: knock(*to, **how | {"timeout": 30.0})
+    )
+    async with nodes([0], [1], [2]) as (_, a, b, c):
+        monkeypatch.setattr(b.doings, "here", lambda generation: asyncio.sleep(3600))
+        found = await a.doings.everywhere()
+    assert found.unheard == ("b", "c"), "the first one's silence takes the time of the second"
+    assert c.asked == []
+
+
+JUNK = {
+    "too large": json.dumps({**Doing(rank=0, node="b").to_json(), "rank": math.inf}),
+    "too deep": "[" * 100_000,
+    "no object": "7",
+    "no JSON": "junk",
+}
+
+
+@in_loop
+async def test_who_tells_junk_is_not_heard(monkeypatch):
+    async with nodes([0], [1]) as (_, a, _b):
+        for name, line in JUNK.items():
+            monkeypatch.setattr(inspector, "lines_of", lambda _, line=line: line.encode())
+            found = await a.doings.everywhere()
+            assert [one.rank for one in found.doings] == [0], name
+            assert found.unheard == ("b",), name
+
+
+@in_loop
+async def test_of_a_world_of_which_some_nodes_are_known_the_others_are_counted():
+    async with nodes([0]) as (worlds, a):
+        worlds.append(worlds[0].with_nodes([a.place] * 5))
+        worlds.append(dataclasses.replace(worlds[-1], nodes=(a.place,)))
+        assert (await a.doings.everywhere()).unheard == ("4 more nodes",)
+        worlds.clear()
+        assert await a.doings.everywhere() == Found(), "without a world nobody does anything"
+
+
+async def guest(node):
+    place = Endpoint.at(f"127.0.0.1:{node.port}", "job", ANONYMOUS)
+    link, _ = await knock(place, purpose=frames.DOINGS, timeout=5.0)
+    return link
+
+
+@in_loop
+async def test_who_says_nothing_is_counted(monkeypatch):
+    monkeypatch.setattr(inspector, "MOST_GUESTS", 2)
+    async with nodes([0]) as (_, a):
+        first, second = await guest(a), await guest(a)
+        with pytest.raises(RendezvousRefused, match="too many at once"):
+            await guest(a)
+        first.abort()
+        while len(a.doings._guests) == 2:
+            await asyncio.sleep(0.001)
+        (await guest(a)).abort()
+        second.abort()
+
+
+@in_loop
+async def test_who_says_nothing_is_sent_away(monkeypatch):
+    monkeypatch.setattr(inspector, "THERE", 0.05)
+    async with nodes([0]) as (_, a):
+        await (await guest(a)).ended
+        while a.doings._guests:
+            await asyncio.sleep(0.001)
+
+
+@in_loop
+async def test_who_asks_again_is_sent_away_without_an_answer():
+    async with nodes([0]) as (_, a):
+        a.slow.add(0)
+        link = await guest(a)
+        link.send(frames.pack(Which(GENERATION)) * 100)
+        await link.ended
+        while a.doings._answers or a.doings._guests:
+            await asyncio.sleep(0.001)
+        assert len(a.asked) <= 1
+
+
+@in_loop
+async def test_junk_ends_the_connection_and_so_does_the_end_of_the_agent():
+    async with nodes([0]) as (_, a):
+        junk, link = await guest(a), await guest(a)
+        junk.send(frames.pack_before(Which(1), b"junk"))
+        await junk.ended
+    await link.ended
+
+
+def test_what_was_found_survives_a_journey_and_junk_is_no_finding():
+    found = Found(3, (Doing(rank=0, node="a", stack="x"),), ("b",))
+    assert from_json(to_json(found)) == found
+    for junk in ({}, {"doings": [], "unheard": []}, {"doings": [{}]}):
+        with pytest.raises(ValueError, match=r"."):
+            from_json(junk)
+
+
+def test_too_long_an_answer_has_no_stacks():
+    many = [Doing(rank=rank, node="a", stack="x" * 8000) for rank in range(200)]
+    assert len(lines_of(many)) < inspector.ANSWER
+    assert len(lines_of(many).splitlines()) == 200

@@ -1,0 +1,185 @@
+"""What the end of a worker has to do with memory: facts in, words out; and where facts are read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from torchelastic.agent.workers.oom import Facts, Memory, Sources, memory_hint
+
+GIGABYTE = 1 << 30
+OUTSIDE = (
+    "somebody sent SIGKILL: the kernel counts no kill for want of memory; a guard of memory such "
+    "as systemd-oomd is not counted either"
+)
+DEVICE = "out of memory on the device: it had no room for an allocation"
+REFUSED = "out of memory: an allocation in main memory was refused"
+COUNTED = "the container's count of such kills rose"
+PERHAPS = "perhaps out of memory: the kernel has killed a process of this machine"
+
+
+KILLED = "out of memory: the kernel killed"
+LOADER = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. "
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "facts", "words"),
+    [
+        # The kernel's counts, of a worker that was killed.
+        (-9, {"in_container": 1}, f"{KILLED} it ({COUNTED})"),
+        (-9, {"in_container": 2, "limit": 2 << 30}, f"{KILLED} it (limit 2.0 GiB; {COUNTED})"),
+        (137, {"in_container": 1, "limit": 300 << 20}, f"{KILLED} it (limit 300 MiB; {COUNTED})"),
+        (-9, {"in_container": 0, "named": True}, f"{KILLED} it (its log names the process)"),
+        (-9, {"in_container": 0, "on_machine": 0}, OUTSIDE),
+        (-9, {"on_machine": 0}, OUTSIDE),
+        # Somebody else's container.
+        (-9, {"in_container": 0, "on_machine": 5}, OUTSIDE),
+        (-9, {}, ""),
+        (1, {"in_container": 1}, ""),
+        (-11, {"in_container": 1}, ""),
+        # A process that it had started.
+        (
+            1,
+            {"message": LOADER, "in_container": 1},
+            f"{KILLED} a process it had started ({COUNTED})",
+        ),
+        (1, {"message": LOADER, "in_container": 0}, ""),
+    ],
+)
+def test_memory_hint(exitcode, facts, words):
+    assert memory_hint(Facts(exitcode=exitcode, **facts)) == words
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried", DEVICE),
+        ("torch.cuda.OutOfMemoryError: CUDA out of memory.", DEVICE),
+        ("RuntimeError: CUDA out of memory. Tried to", DEVICE),
+        ("MemoryError: ", REFUSED),
+        ("MemoryError", REFUSED),
+        ("numpy._core._exceptions._ArrayMemoryError: Unable", REFUSED),
+        ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory", REFUSED),
+        ("OSError: [Errno 12] Cannot allocate memory", REFUSED),
+        ("RuntimeError: std::bad_alloc", REFUSED),
+        # What only speaks of it.
+        ("ValueError: no MemoryError here", ""),
+        ("ValueError: CUDA out of memory is what I expected", ""),
+    ],
+)
+def test_what_an_error_says_itself(message, words):
+    assert memory_hint(Facts(exitcode=1, message=message)) == words
+
+
+def test_a_count_of_the_machine_alone_is_no_certainty():
+    assert memory_hint(Facts(exitcode=-9, on_machine=1)).startswith(PERHAPS)
+
+
+class Kernel:
+    """Files as it shows them, of either version of cgroups."""
+
+    def __init__(self, root: Path, *, whole: bool) -> None:
+        self.group = root / "pod" / "container"
+        self.group.mkdir(parents=True)
+        self.sources = Sources(self.group, whole=whole, vmstat=root / "vmstat", log=root / "kmsg")
+        self.counts = self.group / ("memory.events" if whole else "memory.oom_control")
+        self.tell(container=3, machine=10)
+
+    def tell(self, *, container: int, machine: int) -> None:
+        self.counts.write_text(f"oom 1\noom_kill {container}\noom_group_kill 0\n")
+        self.sources.vmstat.write_text(f"oom_kill_disable 0\nnr_free 7\noom_kill {machine}\n")
+
+
+@pytest.fixture(params=[True, False], ids=["v2", "v1"])
+def kernel(request, tmp_path):
+    return Kernel(tmp_path, whole=request.param)
+
+
+def test_one_kill_explains_the_end_of_one_worker(kernel):
+    memory = Memory(kernel.sources)
+    kernel.tell(container=5, machine=12)
+    looks = [memory.look(pid, -9, "") for pid in (7, 8, 9)]
+    assert [(one.in_container, one.on_machine) for one in looks] == [(2, 2), (1, 1), (0, 0)]
+    memory.close()
+
+
+def test_who_was_not_killed_explains_nothing(kernel):
+    memory = Memory(kernel.sources)
+    kernel.tell(container=4, machine=11)
+    assert memory.look(7, -11, "").in_container is None
+    assert memory.look(8, 1, "ValueError: boom").in_container is None
+    assert memory.look(9, 137, "").in_container == 1
+    memory.close()
+
+
+def test_a_kill_elsewhere_on_the_machine(tmp_path):
+    """Version 1 does not count what happens in the groups below."""
+    for whole, expected in ((True, 0), (False, None)):
+        kernel = Kernel(tmp_path / str(whole), whole=whole)
+        memory = Memory(kernel.sources)
+        kernel.tell(container=3, machine=11)
+        assert memory.look(7, -9, "").in_container == expected
+        memory.close()
+
+
+@pytest.mark.parametrize(
+    ("whole", "name", "none"),
+    [(True, "memory.max", "max"), (False, "memory.limit_in_bytes", "9223372036854771712")],
+)
+def test_the_least_limit_counts(tmp_path, whole, name, none):
+    kernel = Kernel(tmp_path, whole=whole)
+    assert kernel.sources.limit() is None
+    (kernel.group / name).write_text(f"{none}\n")
+    assert kernel.sources.limit() is None
+    (kernel.group.parent / name).write_text(f"{3 * GIGABYTE}\n")
+    assert kernel.sources.limit() == 3 * GIGABYTE
+    (kernel.group / name).write_text(f"{GIGABYTE}\n")
+    assert kernel.sources.limit() == GIGABYTE
+
+
+@pytest.mark.parametrize("text", ["", "oom_kill", "oom_kill \n", "oom_kill many\n", "other 1\n"])
+def test_counts_that_cannot_be_read_say_nothing(tmp_path, text):
+    kernel = Kernel(tmp_path, whole=True)
+    kernel.counts.write_text(text)
+    kernel.sources.vmstat.unlink()
+    memory = Memory(kernel.sources)
+    assert memory.look(7, -9, "") == Facts(exitcode=-9)
+    memory.close()
+
+
+def test_a_machine_without_any_of_it(tmp_path):
+    sources = Sources(None, vmstat=tmp_path / "no", log=tmp_path / "no")
+    memory = Memory(sources)
+    assert (memory.look(7, -9, ""), sources.limit()) == (Facts(exitcode=-9), None)
+    memory.close()
+
+
+def has_us(members: Path) -> bool:
+    try:
+        return str(os.getpid()) in members.read_text().split()
+    except OSError:
+        return False  # it is going, or has threads only
+
+
+def counting_files() -> list[Path]:
+    """Where the kernel counts for this process, found by who is in a group."""
+    own = [path.parent for path in Path("/sys/fs/cgroup").rglob("cgroup.procs") if has_us(path)]
+    above = [up for group in own for up in (group, *group.parents)]
+    files = [group / "memory.oom_control" for group in own] + [up / "memory.events" for up in above]
+    return [file for file in files if file.exists()]
+
+
+def test_the_sources_of_this_process_are_what_this_machine_has():
+    memory = Memory()
+    assert not memory.look(os.getpid(), -9, "").named
+    memory.close()
+    counting = counting_files()
+    sources, machine = Sources.find(), Path("/proc/vmstat")
+    assert (sources.killed_on_machine() is not None) == ("oom_kill " in machine.read_text())
+    if not counting:  # a machine whose cgroups cannot be seen from here
+        assert sources.killed_in_container() is None
+        return
+    assert sources.group == counting[0].parent
+    assert (sources.killed_in_container() is not None) == ("oom_kill " in counting[0].read_text())

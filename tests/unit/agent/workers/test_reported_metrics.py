@@ -1,0 +1,67 @@
+"""What workers report becomes news once, in the right generation."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from torchelastic.agent.workers.reported_metrics import Boards, Reported
+from torchelastic.metrics.metric_table import Board
+
+
+def reported(generation: int, rank: int, metrics: dict[str, float], *fresh: str) -> Reported:
+    return Reported(generation, rank, metrics, frozenset(fresh))
+
+
+@pytest.fixture
+def worker():
+    board = Board()
+    yield board
+    board.close()
+
+
+@pytest.fixture
+def boards():
+    made = Boards()
+    yield made
+    made.close()
+
+
+def test_what_was_reported_since_the_last_look_is_news(boards, worker):
+    boards.handed(0, (4, 2), os.dup(worker.descriptor))
+    assert boards.look({}) == [reported(4, 2, {})]
+    worker.put("loss", 2.0)
+    worker.put("lr", 0.1)
+    both = {"loss": 2.0, "lr": 0.1}
+    assert boards.look({}) == [reported(4, 2, both, "loss", "lr")]
+    assert boards.look({}) == [reported(4, 2, both)]
+    worker.put("lr", 0.1)  # the same, but said again
+    assert boards.look({}) == [reported(4, 2, both, "lr")]
+
+
+@pytest.mark.parametrize(
+    ("stepped", "place"),
+    [
+        ({}, (4, 2)),
+        ({0: (5, 1)}, (5, 1)),  # resident: in the next world, with another rank
+        ({0: (3, 7)}, (4, 2)),  # what a worker before this one has left on the slate
+        ({0: (-1, -1)}, (4, 2)),
+        ({1: (9, 9)}, (4, 2)),
+    ],
+)
+def test_a_value_belongs_to_the_world_its_worker_is_in(boards, worker, stepped, place):
+    boards.handed(0, (4, 2), os.dup(worker.descriptor))
+    worker.put("loss", 2.0)
+    assert boards.look(stepped) == [reported(*place, {"loss": 2.0}, "loss")]
+
+
+def test_a_worker_that_is_gone_reports_nothing(boards, worker):
+    own = os.dup(worker.descriptor)
+    boards.handed(0, (4, 2), own)
+    worker.put("loss", 2.0)
+    boards.ended(0)
+    boards.ended(0)
+    assert boards.look({}) == []
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(own)

@@ -1,0 +1,133 @@
+"""From a command line to what is examined, and from findings to text. No check is made here."""
+
+import pytest
+
+from torchelastic import cli
+from torchelastic.cli.commands import doctor
+from torchelastic.cli.commands.doctor_text import lines, title
+from torchelastic.cli.options.command_defaults import DOCTOR, RUN
+from torchelastic.cli.options.parser import parse
+from torchelastic.config import Entry, LaunchConfig
+from torchelastic.doctor.checkup import Subject
+from torchelastic.doctor.finding import fault, not_checked, ok, warning
+from torchelastic.errors import ConfigError
+
+
+def launch_of(*argv, environ=None):
+    environ = environ or {}
+    return doctor.launch_of(parse(argv, DOCTOR, environ), environ)
+
+
+@pytest.fixture(autouse=True)
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+
+
+def test_the_launch_is_the_one_that_run_would_make():
+    subject = launch_of("-j", "2:4x8", "--rdzv-endpoint", "node1", "--lease", "5", "train.py", "-x")
+    config = subject.config
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 4, 8)
+    assert (config.rdzv_endpoint, config.lease) == ("node1:29400", 5.0)
+    assert subject.entry == Entry("script", "train.py", ("-x",))
+    assert (subject.refusals, subject.alone) == ([], False)
+    assert all(launch_of(*argv).alone for argv in ((), ("--gpu",), ("--json",)))
+
+
+def test_its_own_flags_go_before_the_script_and_those_after_are_the_scripts():
+    parsed = parse(["--gpu", "--json", "train.py", "--gpu"], DOCTOR, {})
+    assert (parsed["gpu"], parsed["json"], parsed.command) == (True, True, ("train.py", "--gpu"))
+    parsed = parse(["train.py", "--json"], DOCTOR, {})
+    assert not parsed["json"]
+    with pytest.raises(ConfigError, match="no flag --gpu"):
+        parse(["--gpu", "train.py"], RUN, {})
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["missing.py"], "There is no script 'missing.py'"),
+        (["--nproc-per-node", "xpu", "train.py"], "finds no XPU"),
+        (["--nnodes", "2", "train.py"], "needs a place to meet"),
+        (["--preload", "nothing_of_that_name", "train.py"], "no module 'nothing_of_that_name'"),
+        (["--log-dir", "train.py/logs", "train.py"], "--log-dir train.py/logs cannot be made"),
+    ],
+)
+def test_what_run_refuses_is_told_in_its_words(argv, words):
+    (refusal,) = launch_of(*argv).refusals
+    assert words in refusal
+    assert cli.main(["run", *argv]) == 2
+
+
+def test_everything_that_run_would_refuse_is_told_at_once(capsys):
+    assert len(launch_of("--nnodes", "2", "--preload", "nothing_here", "missing.py").refusals) == 3
+    assert cli.main(["doctor", "--nnodes", "3:1"]) == 2
+    assert capsys.readouterr().err.startswith("torchelastic doctor: --nnodes '3:1'")
+
+
+def test_no_log_directory_is_left_behind(tmp_path):
+    (tmp_path / "kept").mkdir()
+    for path in ("kept", "kept/made/by/us", "made"):
+        assert launch_of("--log-dir", path, "train.py").refusals == []
+    assert sorted(entry.name for entry in tmp_path.rglob("*")) == ["kept", "train.py"]
+
+
+def test_variables_that_set_flags_and_those_the_command_line_contradicts():
+    environ = {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "node1", "PET_LEASE": "5"}
+    subject = launch_of("--nnodes", "3", "--lease", "5", "train.py", environ=environ)
+    assert subject.used == ["PET_RDZV_ENDPOINT"]
+    assert subject.overridden == ["PET_NNODES"]
+    assert set(environ) <= set(subject.known)
+
+
+def test_help_is_short_and_names_the_exit_codes(capsys):
+    assert cli.main(["doctor", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "--gpu" in text
+    assert "exit code is 0 when there is no fault" in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 100
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+def test_findings_are_aligned_wrapped_and_say_what_to_do():
+    long = "word " * 30
+    text = lines(
+        [
+            ok("kernel", "It is good."),
+            warning("shared memory", long, "Do this."),
+            fault("gloo", "It is not."),
+            not_checked("rendezvous", "Nobody is there."),
+        ],
+        80,
+    )
+    assert text[0] == "  ok           kernel           It is good."
+    assert all(len(line) <= 80 for line in text)
+    column = text[0].index("It")
+    assert all(line[column - 1] == " " and line[column] != " " for line in text)
+    assert " " * column + "-> Do this." in text
+
+
+def test_no_text_of_a_users_moves_the_cursor_or_begins_a_line():
+    (line,) = lines([fault("script", "a\x1b[2Jb\nc")], 80)
+    assert line.endswith("a\\x1b[2Jb c")
+    subject = Subject(LaunchConfig(), Entry("script", "a\x1b]0;x\ntrain.py"), {})
+    assert "\x1b" not in title(subject)
+    assert "\n" not in title(subject)
+
+
+@pytest.mark.parametrize(
+    ("subject", "words"),
+    [
+        (Subject(LaunchConfig(), None, {}, alone=True), "This machine; name a script"),
+        (Subject(LaunchConfig(), None, {}, alone=True, refusals=["No."]), "no launch that could"),
+        (Subject(LaunchConfig(), None, {}), "A launch on 1 node with --nproc-per-node 1."),
+        (
+            Subject(LaunchConfig(1, 2, 4, rdzv_endpoint="a:1"), Entry("script", "t.py"), {}),
+            "t.py on 1 to 2 nodes with --nproc-per-node 4, meeting at a:1.",
+        ),
+    ],
+)
+def test_the_first_line_says_what_is_examined(subject, words):
+    assert words in title(subject)

@@ -1,0 +1,107 @@
+"""What ranks are doing, on a terminal and for programs."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from torchelastic.agent.watch.inspector import Found
+from torchelastic.cli import main
+from torchelastic.cli.commands import stacks_text
+from torchelastic.cli.commands.stacks_text import as_json, only, text
+from torchelastic.events.analysis.hangs import RANKS, STACK, Collective, Doing
+
+REDUCE, BEFORE = Collective("all_reduce", 17), Collective("all_reduce", 16)
+WAITS = {"step": 4, "waits": REDUCE, "launched": (REDUCE,), "stack": "main thread:\n  waits"}
+FOUND = Found(
+    3,
+    (
+        Doing(rank=0, node="a", **WAITS),
+        Doing(rank=1, node="a", step=4, launched=(BEFORE,), stack="main thread:\n  sleeps"),
+        Doing(rank=2, node="b", **WAITS),
+        Doing(rank=3, node="b", frozen=True, stack="it is frozen"),
+    ),
+    ("c",),
+)
+
+
+def test_equal_stacks_are_shown_once():
+    assert text(FOUND) == (
+        "ranks 0, 2, the same stack\n"
+        "  rank 0: node a, step 4, waits in all_reduce #17\n"
+        "  rank 2: node b, step 4, waits in all_reduce #17\n"
+        "    main thread:\n"
+        "      waits\n"
+        "\n"
+        "rank 1\n"
+        "  node a, step 4, last collective all_reduce #16\n"
+        "    main thread:\n"
+        "      sleeps\n"
+        "\n"
+        "rank 3\n"
+        "  node b, frozen\n"
+        "    it is frozen\n"
+        "\n"
+        "not reached: c"
+    )
+
+
+def test_one_rank():
+    assert text(only(FOUND, 1)).startswith("rank 1\n")
+
+
+@pytest.mark.parametrize(
+    ("unheard", "said"),
+    [
+        ((), "There is no rank 99: the world has ranks 0-3."),
+        (("c",), "Rank 99 is not among those that were seen, ranks 0-3; not reached: c."),
+    ],
+)
+def test_a_rank_that_is_not_there_is_said_not_to_be(unheard, said, monkeypatch, capsys):
+    found = replace(FOUND, unheard=unheard)
+    monkeypatch.setattr(stacks_text, "ask", lambda job, given: found)
+    assert main(["stacks", "--rank", "99"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_programs_get_all_ranks_and_their_whole_stacks():
+    assert RANKS < 1100
+    assert STACK < 8100
+    many = [Doing(rank=rank, node="a", stack=f"{rank}".zfill(8100)) for rank in range(1100)]
+    shown = json.loads(as_json(Found(3, tuple(many))))
+    assert [(row["rank"], row["stack"]) for row in shown["ranks"]] == [
+        (one.rank, one.stack) for one in many
+    ]
+    shown = json.loads(as_json(FOUND))
+    assert shown["generation"] == 3
+    assert shown["unheard"] == ["c"]
+    assert shown["ranks"][0] == {
+        "rank": 0,
+        "node": "a",
+        "step": 4,
+        "collective": "all_reduce #17",
+        "waiting": True,
+        "stack": "main thread:\n  waits",
+    }
+
+
+@pytest.mark.parametrize(("found", "code"), [(FOUND, 0), (Found(), 1)])
+def test_the_command(found, code, monkeypatch, capsys):
+    monkeypatch.setattr(stacks_text, "ask", lambda job, given: found)
+    assert main(["stacks"]) == code
+    assert ("ranks 0, 2" if code == 0 else "no rank to show") in capsys.readouterr().out
+
+
+def test_users_texts_do_nothing_to_the_terminal(monkeypatch, capsys):
+    hostile = Found(0, (Doing(rank=0, node="\x1b[2J", stack="\x1b]0;x\x07"),), ("\x1b[1m",))
+    monkeypatch.setattr(stacks_text, "ask", lambda job, given: hostile)
+    main(["stacks"])
+    main(["stacks", "--json"])
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_a_job_without_an_agent_here_cannot_be_asked(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "events.jsonl").touch()
+    assert main(["stacks", str(tmp_path)]) == 2
+    assert "No agent of that job runs on this machine" in capsys.readouterr().err

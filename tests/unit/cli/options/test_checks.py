@@ -1,0 +1,84 @@
+"""What is refused before anything starts: files, modules, programs, directories, platforms."""
+
+import sys
+
+import pytest
+
+from tests.unit.cli.tables import not_refused, wrong
+from torchelastic.cli.options import checks
+from torchelastic.config import Entry
+from torchelastic.errors import ConfigError
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A directory to work in, with something of each kind."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("raise AssertionError('a check must not run this')")
+    for name in ("package/__init__.py", "runnable/__main__.py", "inner/beside.py", "inner/main.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "package/__init__.py").write_text("raise AssertionError('nor this')")
+    tool = tmp_path / "tool"
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    return tmp_path
+
+
+def test_what_can_run_passes_and_what_cannot_is_refused(here):
+    def check(kind, target, **environ):
+        return checks.check_entry(Entry(kind, target), {"PATH": "/usr/bin:/bin", **environ})
+
+    fine = [
+        ("script", "train.py"),
+        ("script", "runnable"),
+        ("script", "shard-${local_rank}.py"),
+        ("module", "package"),
+        ("module", "package.sub"),
+        ("module", "json.tool"),
+        ("program", "./tool"),
+        ("program", "sh"),
+    ]
+    assert wrong(check, [(*case, None) for case in fine]) == []
+    check("module", "gone", PYTHON_EXEC="/opt/python")  # another Python's modules are not judged
+    refused = [
+        ("script", "gone.py", "There is no script 'gone.py' in "),
+        ("script", "package", "'package' is a directory without __main__.py"),
+        ("module", "gone.away", "There is no module 'gone.away' here"),
+        ("module", "train.py", "'train.py' is a file, no module: leave -m out."),
+        ("module", "", "There is no module ''"),
+        ("program", "gone", "There is no program 'gone' to run"),
+        ("program", "./train.py", "make the file executable"),
+    ]
+    assert not_refused(check, refused) == []
+
+
+def test_preloaded_modules_may_lie_beside_the_script(here):
+    checks.check_preload(("beside", "json", "package"), Entry("script", "inner/main.py"))
+    with pytest.raises(ConfigError, match="--preload: there is no module 'beside' here"):
+        checks.check_preload(("beside",), Entry("script", "train.py"))
+
+
+def test_a_log_directory_is_made_or_refused(here):
+    for path in (None, "/dev/null", "a/b", "a/b"):
+        checks.prepare_log_dir(path)
+    assert (here / "a" / "b").is_dir()
+    refused = [
+        ("train.py", "--log-dir train.py is not a directory"),
+        ("train.py/logs", "--log-dir train.py/logs cannot be made .Not a directory.: name another"),
+        ("/proc/logs", "--log-dir /proc/logs cannot be made"),
+    ]
+    assert not_refused(checks.prepare_log_dir, refused) == []
+
+
+def test_a_log_directory_without_permissions_is_refused(monkeypatch, here):
+    # The superuser may write anywhere: let the system call say what it says to others.
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="cannot be read and written: change its permissions"):
+        checks.prepare_log_dir("inner")
+
+
+def test_other_platforms_are_refused(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ConfigError, match="runs on Linux only, and this is darwin"):
+        checks.check_platform()

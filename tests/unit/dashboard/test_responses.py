@@ -1,0 +1,140 @@
+"""What a request gets, decided without a socket."""
+
+from tests.unit.cli.tables import wrong
+from torchelastic.dashboard import responses, static_files
+from torchelastic.dashboard.access import Door
+from torchelastic.dashboard.job_state import Picture
+from torchelastic.dashboard.responses import FIELDS, Reply, answer
+from torchelastic.transport import http
+from torchelastic.transport.http import Request
+
+TOKEN = b"0123456789abcdef"
+FILES = {
+    "/": static_files.File("text/html; charset=utf-8", b"<!doctype html>"),
+    "/static/page.js": static_files.File("text/javascript; charset=utf-8", b"1"),
+}
+HERE = {"host": "localhost:29480"}
+
+
+def asked(path="/", method="GET", query="", **fields):
+    return Request(method, path, query, HERE | fields)
+
+
+def got(request, door=None):
+    return answer(request, door or Door(None), FILES)
+
+
+def status(request, door=None):
+    found = got(request, door)
+    return found.status if isinstance(found, Reply) else found
+
+
+CASES = [
+    (None, 400),
+    (asked("/"), 200),
+    (asked("/", "HEAD"), 200),
+    (asked("/", query="x=1"), 200),
+    (asked("/static/page.js"), 200),
+    (asked("/picture.json"), "picture"),
+    (asked("/events"), "pictures"),
+    (asked("/index.html"), 404),
+    (asked("/static/"), 404),
+    (asked("/static/../page.js"), 404),
+    (asked("/static/%2e%2e/server.py"), 404),
+    (asked("/static/page.js/"), 404),
+    (asked("//static/page.js"), 404),
+    (asked("/etc/passwd"), 404),
+    (asked("http://localhost/"), 404),
+    (asked("*", "OPTIONS"), 405),
+    (asked("/", "POST"), 405),
+    (asked("/picture.json", "DELETE"), 405),
+    (asked("/events", "POST"), 405),
+    (asked("/", host="evil.example"), 403),
+    (asked("/events", host="evil.example"), 403),
+    (Request("GET", "/"), 403),
+    (asked("/", **{"sec-fetch-site": "cross-site"}), 200),
+    (asked("/events", **{"sec-fetch-site": "cross-site"}), 403),
+    (asked("/picture.json", **{"sec-fetch-site": "same-origin"}), "picture"),
+]
+
+
+def test_what_there_is():
+    assert wrong(status, CASES) == []
+
+
+def test_who_has_no_token_learns_nothing():
+    door, bearer = Door(TOKEN), {"authorization": "Bearer 0123456789abcdef"}
+    for path in ("/", "/static/page.js", "/events", "/picture.json", "/no/such/thing"):
+        assert got(asked(path), door) == responses.refusal(401), path
+        assert got(asked(path, "POST"), door) == responses.refusal(401), path
+        assert status(asked(path, **bearer), door) != 401, path
+
+
+def test_the_token_becomes_a_cookie_and_leaves_the_address():
+    door = Door(TOKEN)
+    welcome = got(asked("/", query=door.query()[1:]), door)
+    assert welcome.status == 200
+    assert welcome.fields == {"Set-Cookie": door.cookie(), "Refresh": "0; url=/"}
+    assert TOKEN not in welcome.to_bytes()
+    cookie = door.cookie().partition(";")[0]
+    assert status(asked("/", cookie=cookie), door) == 200
+    assert status(asked("/events", cookie=cookie), door) == "pictures"
+    query = door.query()[1:]  # is not taken in another address
+    for request in (asked("/picture.json", query=query), asked("/", "POST", query=query)):
+        assert status(request, door) == 404
+
+
+def test_every_answer_keeps_the_page_to_itself_and_lets_nothing_in_from_elsewhere():
+    for code in (400, 401, 403, 404, 405, 503):
+        head, _, body = responses.refusal(code).to_bytes().partition(b"\r\n\r\n")
+        for name, value in FIELDS.items():
+            assert head.count(f"\r\n{name}: {value}".encode()) == 1
+        assert b"Content-Type: text/plain" in head
+        assert body.endswith(b".\n")
+    policy = FIELDS["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; ")
+    assert "unsafe" not in policy
+    assert "frame-ancestors 'none'" in policy
+    assert b"Content-Security-Policy: default-src 'none'" in got(asked("/")).to_bytes()
+    assert b"Content-Security-Policy: default-src 'none'" in responses.stream_head(packed=True)
+
+
+def test_a_head_is_that_of_the_answer():
+    whole = got(asked("/")).to_bytes()
+    assert got(asked("/", "HEAD")).to_bytes(body=False) + b"<!doctype html>" == whole
+    assert responses.STREAM.to_bytes(body=False).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+def test_nothing_of_a_request_comes_back():
+    for text in (
+        "<script>alert(1)</script>",
+        '"><img src=x onerror=alert(1)>',
+        "a\r\nSet-Cookie: x=1",
+        "<html>",
+        "\x00\x1b[2J\u2028",
+    ):
+        raw = text.encode()
+        head = b"GET /" + raw + b"?token=" + raw + b" HTTP/1.1\r\nHost: " + raw
+        for door in (Door(None), Door(TOKEN)):
+            sent = got(http.parse(head), door)
+            assert sent.status in (400, 401, 403), text
+            assert sent.to_bytes() == responses.refusal(sent.status).to_bytes(), text
+
+
+def test_what_is_packed():
+    for accepts, packed in {
+        "gzip, deflate, br": True,
+        "br;q=1, gzip;q=0.5": True,
+        "": False,
+        "identity": False,
+        "xgzip": False,
+    }.items():
+        assert responses.takes_gzip(asked(**{"accept-encoding": accepts})) is packed, accepts
+    for packed in (True, False):
+        assert (b"Content-Encoding: gzip" in responses.stream_head(packed=packed)) is packed
+
+
+def test_a_picture_that_could_not_be_made_is_told():
+    assert responses.picture(None).status == 503
+    made = responses.picture(Picture.of(1, {"a": 1}, live=True))
+    assert (made.status, made.body, made.content_type) == (200, b'{"a":1}', "application/json")

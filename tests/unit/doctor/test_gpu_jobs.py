@@ -1,0 +1,87 @@
+import pytest
+
+from torchelastic.doctor import gpu_program
+from torchelastic.doctor.finding import Verdict, fault, not_checked, ok
+from torchelastic.doctor.gpu_jobs import PATHS, Noted, Taken, judge, named, overall, take
+from torchelastic.doctor.gpu_report import text
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "noted", "verdict", "words"),
+    [
+        (0, Noted(found="it works"), Verdict.OK, "It works (3.0 s in all)."),
+        (1, Noted(broken="other bits"), Verdict.FAULT, "A thing does not work: other bits."),
+        # One rank says it is broken while another one has noted that it is done.
+        (0, Noted(found="it works", broken="not here"), Verdict.FAULT, "not here"),
+        (None, Noted(doing="waiting"), Verdict.FAULT, "hangs: not done in 180 s while waiting"),
+        (1, Noted(), Verdict.FAULT, "failed before it began, with exit code 1"),
+        (0, Noted(doing="restoring"), Verdict.FAULT, "failed while restoring"),
+    ],
+)
+def test_how_a_path_ended(exitcode, noted, verdict, words):
+    found = judge("cuda thing", "a thing", exitcode, noted, 3.0)
+    assert found.verdict is verdict
+    assert words in found.found
+    assert bool(found.advice) is (verdict is Verdict.FAULT)
+
+
+def test_a_path_that_needs_two_devices_is_not_taken_with_one():
+    (abort,) = [way for way in PATHS if way.name == "abort"]
+    found = take(abort, "cuda", 1, {}).finding
+    assert found.verdict is Verdict.NOT_CHECKED
+    assert "needs 2 devices" in found.found
+
+
+def test_every_path_has_its_program():
+    assert [way.name for way in PATHS] == list(gpu_program.PATHS)
+
+
+def test_the_verdict_on_all_paths():
+    fine = [ok("a", ""), not_checked("b", "")]
+    assert overall(fine) == "All 1 paths that were taken on the GPUs work."
+    assert overall(fine[1:]) == "No path on the GPUs was taken."
+    assert overall([ok("a", ""), fault("b", "")]) == "1 of 2 paths on the GPUs do not work: b."
+
+
+@pytest.mark.parametrize(
+    ("hangs", "found", "wrong"),
+    [
+        ([{"missing": [1], "text": "rank 1 is missing"}], "told: rank 1 is missing", ""),
+        ([{"missing": [0], "text": "rank 0 is missing"}], "", "rank 1 slept, and it was told that"),
+        ([], "", "the hang was not noticed"),
+    ],
+)
+def test_a_hang_is_found_only_if_the_sleeper_is_named(hangs, found, wrong):
+    said, why = named(hangs, 1)
+    assert found in said
+    assert wrong in why
+    assert bool(said) is not bool(why)
+
+
+def test_the_report_has_what_an_issue_needs_and_no_secrets():
+    environ = {"NCCL_DEBUG": "INFO", "TORCHELASTIC_SECRET": "hush", "HOME": "/home/me"}
+    taken = [
+        Taken(ok("cuda zygote", "It works."), 2.0),
+        Taken(
+            fault("cuda abort", "It hangs."),
+            180.0,
+            "Traceback: Boom",
+            {"0/stderr.log": "NCCL WARN"},
+        ),
+    ]
+    told = text(
+        "1.0", "Linux", environ, "0, A100", [ok("torch", "torch 2.13.0 (CUDA 13.0).")], taken
+    )
+    for words in (
+        "torchelastic 1.0 on Linux",
+        "1 of 2 paths on the GPUs do not work: cuda abort.",
+        "ok           cuda zygote (2.0 s): It works.",
+        "fault        cuda abort (180.0 s): It hangs.",
+        "0, A100",
+        "torch: torch 2.13.0 (CUDA 13.0).",
+        "NCCL_DEBUG=INFO",
+        "## cuda abort\n\nTraceback: Boom\n\n--- 0/stderr.log\nNCCL WARN",
+    ):
+        assert words in told
+    assert "hush" not in told
+    assert "/home/me" not in told

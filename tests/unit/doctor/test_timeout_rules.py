@@ -1,0 +1,71 @@
+"""Each rule alone, at its edge; and launches that contradict nothing."""
+
+from tests.unit.cli.tables import wrong
+from torchelastic.config import LaunchConfig, WorldSizes
+from torchelastic.doctor.finding import Verdict
+from torchelastic.doctor.timeout_rules import ETCD_RECONNECT, RULES, contradictions
+from torchelastic.rendezvous.etcd.etcd_store import RECONNECT_TIMEOUT
+
+KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+AT_NODE = {"rdzv_endpoint": "node1:29400"}
+AT_ETCD = {"rdzv_backend": "etcd", "rdzv_endpoint": "etcd1:2379", "run_id": "job"}
+
+
+def launch(low=2, high=4, workers=1, **more):
+    return LaunchConfig(low, high, workers, **{**AT_NODE, **more})
+
+
+def told(config, environ):
+    return [item for item in contradictions(config, environ) if item.verdict is not Verdict.OK]
+
+
+FINE = [
+    (LaunchConfig(), {}),
+    (launch(), {}),
+    (launch(**AT_ETCD), {}),
+    (launch(1, 2, two_node_takeover=True), {}),
+    (launch(1, 2, quorum="none"), {}),
+    (launch(1, 2, witness="/shared"), {}),
+    (launch(1, 2, **AT_ETCD), {}),
+    (launch(2, 2), {}),
+    (launch(), KUBERNETES),
+    (launch(progress_timeout=0), {}),  # off
+    (launch(progress_timeout=60.0), {}),
+    (LaunchConfig(progress_timeout=1.0), {}),
+    (launch(wait_for_nodes=0), {}),  # for ever
+    (launch(rdzv_endpoint="a,b,c"), {}),
+    (launch(workers=4, world_sizes=WorldSizes.parse("8,16")), {}),
+    (LaunchConfig(shutdown_timeout=600), {}),
+    (launch(), {"SLURM_JOB_NUM_NODES": "4"}),
+    (LaunchConfig(), {"SLURM_JOB_NUM_NODES": "1"}),
+    (LaunchConfig(), {"SLURM_JOB_NUM_NODES": "many"}),
+]
+
+
+def test_a_launch_without_contradiction():
+    assert len(contradictions(LaunchConfig(), {})) == 1
+    assert wrong(told, [(*case, []) for case in FINE]) == []
+
+
+CONTRADICTIONS = [
+    (launch(lease=0.5), {}, "--lease 0.5"),
+    (launch(progress_timeout=3.0), {}, "--progress-timeout 3 is over before --lease 3"),
+    (launch(wait_for_nodes=30), {}, "--wait-for-nodes 30"),
+    (launch(**AT_ETCD, rdzv_configs={"etcd_outage": "90"}), {}, "etcd_outage"),
+    (launch(shutdown_timeout=120), KUBERNETES, "given 120 s"),
+    (launch(shutdown_timeout=31), {"SLURM_JOB_ID": "1"}, "given 31 s"),
+    (launch(workers=3, world_sizes=WorldSizes.parse("8")), {}, "--world-sizes 8 allows no"),
+    (launch(1, 2), {}, "only the host"),
+    (launch(rdzv_endpoint="a,b"), {}, "both must be there"),
+    (launch(snapshot_replicas=4), {}, "--snapshot-replicas 4"),
+    (LaunchConfig(), {"SLURM_JOB_NUM_NODES": "4"}, "given this job 4 nodes"),
+]
+
+
+def test_a_contradiction_is_one_warning_with_what_to_do():
+    assert len(RULES) == 10, "each is seen to hold above"
+    assert ETCD_RECONNECT == RECONNECT_TIMEOUT
+    for config, environ, words in CONTRADICTIONS:
+        (found,) = told(config, environ)
+        assert (found.verdict, words in found.found) == (Verdict.WARNING, True), words
+        assert found.advice, words

@@ -1,0 +1,45 @@
+import pytest
+
+from torchelastic.config import LaunchConfig
+from torchelastic.doctor.finding import Verdict
+from torchelastic.doctor.variables import variables
+
+ONE = LaunchConfig()
+TWO = LaunchConfig(2, 2, rdzv_endpoint="node1:29400")
+KNOWN = ("PET_NNODES", "PET_RDZV_ENDPOINT")
+
+
+def judged(environ, config=ONE, used=(), overridden=()):
+    found = variables(environ, config, used, overridden, KNOWN)
+    return [(finding.verdict, finding.found) for finding in found]
+
+
+def test_variables_that_are_used_are_named():
+    ((verdict, found),) = judged({"PET_NNODES": "2"}, TWO, used=["PET_NNODES"])
+    assert (verdict, found) == (Verdict.OK, "Flags have values from PET_NNODES.")
+    assert judged({"HOME": "/"})[0][0] is Verdict.OK
+
+
+@pytest.mark.parametrize(
+    ("environ", "config", "words"),
+    [
+        ({"PET_NNODE": "2"}, TWO, "No flag reads PET_NNODE"),
+        ({"MASTER_ADDR": "a", "WORLD_SIZE": "8"}, ONE, "Nobody reads MASTER_ADDR, WORLD_SIZE"),
+        ({"TORCHELASTIC_FAULTS": "kill@place=step.end"}, ONE, "fail on purpose"),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, ONE, "hangs its worker"),
+        ({"NCCL_ASYNC_ERROR_HANDLING": "0"}, ONE, "hangs its worker"),
+        # Scripts write the place to meet down so, and pass it on.
+        ({"MASTER_ADDR": "node1", "MASTER_PORT": "29400"}, TWO, None),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, ONE, None),
+        ({"MASTER_ADDR": ""}, ONE, None),
+    ],
+)
+def test_what_was_forgotten_or_does_harm_is_a_warning(environ, config, words):
+    ((verdict, found),) = judged(environ, config)
+    assert verdict is (Verdict.WARNING if words else Verdict.OK)
+    assert (words or "") in found
+
+
+def test_a_variable_that_the_command_line_contradicts():
+    ((verdict, found),) = judged({"PET_NNODES": "3"}, TWO, overridden=["PET_NNODES"])
+    assert (verdict, "and wins" in found) == (Verdict.WARNING, True)

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from tests.unit.cli.commands.test_status import Agent, trained
+from torchelastic.events import types as events
+from torchelastic.events.analysis.find_job import Story, choose
+from torchelastic.events.analysis.live_view import LivePicture
+from torchelastic.events.analysis.view import fold
+from torchelastic.events.log import EventLog, read, read_files
+
+
+def gathered(agent: Agent, records=()) -> EventLog:
+    """What a leader has heard, beside the agent's own log."""
+    path = agent.log.path.with_name("job.jsonl")
+    log = EventLog(path, job="job", node="id-node-b", clock=agent.clock)
+    for record in sorted(records, key=lambda record: record.mono):
+        log.append(record.heard_at(record.mono))
+    return log
+
+
+def test_the_picture_is_that_of_all_records_at_any_time():
+    agent = Agent("job")
+    live = LivePicture(choose("job"))
+    assert live.look().phase == "starting"
+    agent.world(0, "node-a").tell(events.Training(0, 0, 0), 0)
+    for step in range(1, 30):
+        agent.tell(events.Progress([0, 1], [step] * 2, [agent.clock.now() + 1] * 2), 0)
+        if step % 7 == 0:
+            seen, expected = live.look(), fold(read_files([agent.log.path]))
+            assert (seen.step, seen.rate, seen.nodes) == (step, expected.rate, expected.nodes)
+    agent.end(0, "done")
+    assert live.alive
+    assert live.look() == fold(read_files([agent.log.path]))
+    assert not live.alive
+    live.close()
+
+
+def test_lines_that_come_late_are_put_in_order():
+    agent = Agent("job").world(0, "node-a", "node-b")
+    live = LivePicture(choose("job"))
+    agent.world(2, "node-a", reason="later")
+    live.look()
+    agent.clock.advance(-0.5)
+    late = gathered(agent)
+    late.emit(events.GenerationOver("failure", "boom"), generation=0)
+    late.close()
+    seen = live.look()
+    assert seen.phase == "running"
+    assert [change.what for change in seen.history][-2:] == [
+        "generation 0 is over",
+        "generation 2 began",
+    ]
+    live.close()
+
+
+def test_a_line_and_its_gathered_copy_are_one():
+    agent = trained("job")
+    live = LivePicture(choose("job"))
+    before = live.look(now=0.0)
+    gathered(agent, read(agent.log.path)).close()
+    assert live.look(now=0.0) == before
+    live.close()
+
+
+def test_the_story_of_nodes_that_were_not_heard_before_is_put_in_its_place(monkeypatch):
+    """This node leads now: what others did minutes ago is told here from the beginning."""
+    agent = Agent("job").world(0, "node-a", "node-b")
+    other = EventLog(agent.log.path.with_name("b"), job="job", node="b", clock=agent.clock)
+    other.emit(events.AgentStarted(1, "", ["train.py"], 1, 4, 2))
+    other.emit(events.Joined("node-b", "", False))
+    other.emit(events.Progress([2, 3], [5, 5], [agent.clock.now()] * 2), generation=0)
+    for _ in range(100):
+        agent.tell(events.Note("time passes"))
+    live = LivePicture(choose("job"))
+    assert live.look().nodes["node-b"].agent is None
+    told = gathered(agent, [*read(agent.log.path), *read(other.path)])
+    told.close()
+    monkeypatch.setattr("torchelastic.events.analysis.live_view._READ_AGAIN", 0.0)
+    seen = live.look(now=0.0)
+    assert seen == fold(read_files([told.path, agent.log.path]))
+    assert seen.nodes["node-b"].agent == "b"
+    assert live.look(now=0.0) == seen
+    live.close()
+    other.close()
+
+
+def test_the_lines_of_another_job_in_the_directory_are_not_taken(tmp_path):
+    agent = Agent("job").world(0, "node-a")
+    live = LivePicture(Story(where=agent.log.path.parent))
+    stranger = EventLog(agent.log.path, job="other", node="z", clock=agent.clock)
+    stranger.emit(events.Note("of another job"))
+    stranger.close()
+    agent.tell(events.Note("of this one"))
+    assert live.look().job == "job"
+    assert [record.fields["text"] for _, record in live.latest()[-1:]] == ["of this one"]
+    live.close()
+
+
+def test_what_has_been_heard_takes_no_more_room_the_longer_the_story_is():
+    agent = Agent("job").world(0, "node-a")
+    live = LivePicture(choose("job"))
+    for step in range(50):
+        agent.tell(events.Progress([0], [step], [agent.clock.now()]), 0)
+        live.read()
+    assert len(live._heard._upto) == 1
+    assert len(live._recent) < 10
+    live.close()

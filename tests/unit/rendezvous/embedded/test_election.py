@@ -1,0 +1,84 @@
+"""What a node without a host makes of the answers it has got."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from torchelastic.rendezvous import majority
+from torchelastic.rendezvous.embedded.ask_peers import Returns
+from torchelastic.rendezvous.embedded.election import MOST_DOUBLINGS, Poll, Search
+from torchelastic.rendezvous.embedded.failover_state import Holding
+from torchelastic.rendezvous.embedded.votes import Ballot
+from torchelastic.rendezvous.majority import STAGGER, Candidacy, Elector, Electorate, Roll
+
+NODES = frozenset("abcd")
+
+
+def poll(node: str) -> Poll:
+    roll = Roll(2, Electorate(NODES, "a"))
+    holding = Holding(roll=roll, order=tuple("abcd"), rows={"world": {}})
+    return Poll(Elector(node, term=3, generation=2), holding, places=())
+
+
+@pytest.mark.parametrize(("node", "place"), [("b", 0), ("c", 1), ("d", 2)])
+def test_who_stood_in_vain_lets_those_before_it_try_for_longer(node, place):
+    """As long as it must not be the same moment again, whatever an answer takes; not for ever."""
+    turns = [poll(node).turn(in_vain) for in_vain in (0, 1, 2, MOST_DOUBLINGS, 99)]
+    assert turns == [place * STAGGER * times for times in (1, 2, 4, 16, 16)]
+
+
+@pytest.mark.parametrize(
+    ("term", "chosen", "stands"),
+    [
+        (3, "a", True),
+        (4, "b", False),  # its vote may have made `b` host, which would yield to a later term
+        (4, "c", True),  # its own candidacy, in which the witness has not answered yet
+    ],
+)
+def test_who_has_voted_while_it_asked_does_not_stand_this_time(term, chosen, stands):
+    asker = poll("c")
+    asker = replace(asker, elector=replace(asker.elector, term=term, chosen=chosen))
+    assert Search(0.0).is_our_turn(asker, 4, now=9.0) is stands
+
+
+def test_a_wish_is_for_a_later_term_than_anybody_has_voted_in():
+    """`d` knows less, and has voted for itself: it would refuse its vote in that term for ever."""
+    stubborn = Elector("d", term=5, chosen="d", generation=0)
+    asker = Elector("c", term=3, generation=2)
+    first = Candidacy(majority.next_term(asker), "c", 2, binding=False)
+    assert majority.refusal(stubborn, first)
+    returns = Returns({"d": Ballot("d", False, "", stubborn.term, 0, [], "", 3.0, [])})
+    again = Candidacy(majority.next_term(asker, returns.latest_term), "c", 2, binding=False)
+    assert not majority.refusal(stubborn, again)
+    assert Returns().latest_term == 0
+
+
+@pytest.mark.parametrize(
+    ("generation", "term", "outdated"),
+    [
+        (6, 7, False),  # the others have gone on, and this node follows them
+        (6, 4, False),  # they have, in an earlier term than its own: that host will yield
+        (0, 1, True),  # the job was started again
+    ],
+)
+def test_a_resumed_node_is_outdated_where_the_host_knows_less(generation, term, outdated):
+    roll = Roll(3, Electorate(frozenset("abc"), "a"))
+    asker = Poll(Elector("a", term=5, generation=3), Holding(roll), places=("x:1",))
+    ballot = Ballot("b", False, "its host answers", term, generation, ["b:1"], "", 3.0, [])
+    returns = Returns(ballots={"b": ballot})
+    assert asker.is_outdated(returns, waited=True) is outdated
+    assert not asker.is_outdated(returns, waited=False)
+
+
+@pytest.mark.parametrize(
+    ("term", "waited", "hosts"),
+    [(3, False, ["x:1"]), (2, False, []), (2, True, ["x:1"])],
+)
+def test_a_host_of_an_earlier_term_is_greeted_after_a_while_so_that_it_yields(term, waited, hosts):
+    """It may not know where this node is, which has voted in term 3 and could never follow it."""
+    told = Returns({"c": Ballot("c", False, "", term, 2, ["x:1"], "", 3.0, [])})
+    assert poll("d").hosts(told, waited=waited) == hosts
+    knows_less = Returns({"c": Ballot("c", False, "", 2, 1, ["x:1"], "", 3.0, [])})
+    assert poll("d").hosts(knows_less, waited=True) == []

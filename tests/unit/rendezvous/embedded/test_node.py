@@ -1,0 +1,462 @@
+"""Seats at the embedded rendezvous, in one process, over real sockets: who hosts, and who next."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.ports import free_port as unused_port
+from tests.unit.agent.support import place
+from tests.unit.rendezvous.embedded_support import JOB, run, story, within
+from torchelastic.clock import SystemClock
+from torchelastic.errors import RendezvousLost
+from torchelastic.rendezvous import majority
+from torchelastic.rendezvous.embedded.client import EmbeddedStore
+from torchelastic.rendezvous.embedded.failover_state import Holding
+from torchelastic.rendezvous.embedded.node import Seat
+from torchelastic.rendezvous.embedded.server import GRACE
+from torchelastic.rendezvous.leader import ROLL_KEY
+from torchelastic.rendezvous.witness.vote_keys import Witness
+from torchelastic.rendezvous.witness.witness_client import Asking, Silent
+from torchelastic.rendezvous.world import MEMBER_PREFIX, WORLD_KEY, World
+from torchelastic.transport import addresses as endpoint
+from torchelastic.transport import frames
+from torchelastic.transport.connect import Endpoint
+from torchelastic.transport.frames import Row
+
+PATIENCE = 20.0
+LEASE = 2.0
+
+
+class Table:
+    """A few seats of one job, the first endpoint's owner first."""
+
+    def __init__(self, *ports: int) -> None:
+        self.places = [Endpoint("localhost", port, JOB) for port in ports]
+        self.seats: list[Seat] = []
+        self.said: list[str] = []
+
+    def seat(self, name: str, **options) -> Seat:
+        made = Seat(self.places, name, clock=SystemClock(), lease=LEASE, **options)
+        self.seats.append(made)
+        return made
+
+    async def sit(self, *names: str, **options) -> list[Seat]:
+        """Seats that are open, each with its record in the store, and a world of them all."""
+        seats = [self.seat(name, **options) for name in names]
+        for seat in seats:
+            await within(PATIENCE, seat.open(PATIENCE))
+            await enlist(seat)
+        self.form(0, seats)
+        return seats
+
+    def form(
+        self, generation: int, seats: list[Seat], trains: str = "", *, witness: bool = False
+    ) -> None:
+        """As if the host had published a world, and all had taken it up."""
+        nodes = [*trains] or [name_of(seat) for seat in seats]
+        host = next(name_of(seat) for seat in seats if seat.is_host)
+        roll = majority.from_json(None, generation, nodes, host, witness=witness)
+        rows = {WORLD_KEY: {"generation": generation}, ROLL_KEY: majority.to_json(roll)}
+        addresses = {name_of(seat): seat.peer for seat in seats}
+        for seat in seats:
+            seat.hold(Holding(roll, tuple(nodes), addresses, rows))
+
+    async def regain(self, seat: Seat, timeout: float = PATIENCE) -> bool:
+        rows = {MEMBER_PREFIX + name_of(seat): {"node": name_of(seat)}}
+        regaining = seat.regain(rows, timeout=timeout, say=self.said.append)
+        return await within(PATIENCE + 5, regaining)
+
+    async def close(self) -> None:
+        for seat in reversed(self.seats):
+            await seat.close()
+
+
+def name_of(seat: Seat) -> str:
+    return seat._node
+
+
+async def enlist(seat: Seat) -> None:
+    await seat.store.open_lease(LEASE)
+    await seat.store.put(MEMBER_PREFIX + name_of(seat), {"node": name_of(seat)}, leased=True)
+
+
+async def end(seat: Seat) -> None:
+    """The end of an agent, as the others see it: its connections break, its port is closed."""
+    await seat.close()
+
+
+@contextlib.asynccontextmanager
+async def seats_at(*ports: int) -> AsyncIterator[Table]:
+    table = Table(*(ports or (unused_port(),)))
+    try:
+        yield table
+    finally:
+        await table.close()
+
+
+async def lost(seat: Seat) -> None:
+    """Wait until a seat has lost its store."""
+    while not seat.loss:
+        await asyncio.sleep(0.01)
+
+
+async def members(seat: Seat) -> set[str]:
+    listing = await within(PATIENCE, seat.store.get(MEMBER_PREFIX))
+    return {key.removeprefix(MEMBER_PREFIX) for key in listing.items}
+
+
+@story
+async def test_a_host_whose_name_comes_late_still_hosts(monkeypatch):
+    answers = [False, False, True]
+    monkeypatch.setattr(endpoint, "_is_this_machine", lambda host: answers.pop(0))
+    monkeypatch.setattr("torchelastic.transport.own_endpoint.LOOK_AGAIN", 0.0)
+    place = Endpoint("0.0.0.0", unused_port(), JOB)
+    seat = Seat([place], "a", clock=SystemClock(), lease=LEASE)
+    await within(PATIENCE, seat.open(PATIENCE))
+    assert seat.is_host
+    await seat.close()
+
+
+@story
+async def test_a_store_that_may_be_known_elsewhere_waits_a_lease_for_its_first_world():
+    async with seats_at() as table:
+        (a,) = await table.sit("a")
+        assert a.may_begin_at > SystemClock().now()
+    private = Seat([Endpoint("127.0.0.1", 0, JOB)], "a", clock=SystemClock(), lease=LEASE)
+    await private.open(PATIENCE)
+    assert private.may_begin_at == 0.0
+    await private.close()
+
+
+@story
+async def test_the_next_in_order_is_host_when_the_host_ends_and_has_what_the_voters_had():
+    async with seats_at() as table:
+        a, b, c = await table.sit("a", "b", "c")
+        await end(a)
+        kept = await asyncio.gather(table.regain(b), table.regain(c))
+        assert kept == [True, True]  # their leases and records are in the new store
+        assert (b.is_host, c.is_host) == (True, False)
+        assert b.term == c.term > 1
+        assert await members(c) == {"b", "c"}
+        listing = await c.store.get(WORLD_KEY)
+        assert listing.items[WORLD_KEY].value == {"generation": 0}
+
+
+@story
+async def test_who_has_a_host_that_answers_does_not_vote():
+    async with seats_at() as table:
+        a, b, c = await table.sit("a", "b", "c")
+        b.store.lose("cut off")
+        assert await table.regain(b) is False
+        assert not b.is_host  # c told it where the host is
+        assert await members(c) >= {"a", "c"}
+        assert a.is_host
+
+
+def test_a_host_that_was_given_up_is_not_waited_for_while_others_still_name_it(monkeypatch):
+    async def story():
+        async with seats_at() as table:
+            a, b, c = await table.sit("a", "b", "c")
+            a._heralding.cancel()
+            for purpose in (frames.STORE, frames.SUCCESSION):  # it takes calls, and never answers
+                a._reception.serve(purpose, lambda link, hello: None)
+            patience = []
+            connect = EmbeddedStore.connect
+
+            async def noted(places, *, timeout, **more):
+                patience.append((str(places[0]), timeout))
+                if len(patience) == 3:
+                    c.store.lose("given up")
+                return await connect(places, timeout=timeout, **more)
+
+            monkeypatch.setattr(EmbeddedStore, "connect", noted)
+            place = str(b.store.place)
+            b.store.lose("given up")
+            regained = asyncio.gather(table.regain(b), regain_when_lost(table, c))
+            await within(PATIENCE, regained)
+            waited = [seconds for address, seconds in patience[:3] if address == place]
+            assert waited == pytest.approx([0.1, 0.2, 0.4])
+            assert {b.is_host, c.is_host} == {True, False}
+
+    async def regain_when_lost(table, seat):
+        await lost(seat)
+        await table.regain(seat)
+
+    run(story())
+
+
+@story
+async def test_a_voter_stops_its_workers_first():
+    async with seats_at() as table:
+        a, b, c = await table.sit("a", "b", "c")
+        await end(a)
+        regaining = asyncio.create_task(table.regain(b))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(regaining), 0.7)
+        await asyncio.gather(regaining, table.regain(c))  # now c's workers have stopped
+        assert b.is_host
+
+
+@story
+async def test_a_minority_waits_says_why_and_follows_when_the_others_are_back():
+    async with seats_at() as table:
+        a, b, c = await table.sit("a", "b", "c")
+        await end(a)
+        for seat in (b, c):  # a cut between them
+            seat._reception.serve(frames.SUCCESSION, lambda link, hello: link.abort())
+        for seat in (b, c):
+            with pytest.raises(RendezvousLost, match="1 of 3 nodes are no majority"):
+                await table.regain(seat, timeout=0.3)
+        for seat in (b, c):  # it heals
+            seat._reception.serve(frames.SUCCESSION, seat._converse)
+        await asyncio.gather(table.regain(b), table.regain(c))
+        assert sum(seat.is_host for seat in (b, c)) == 1
+
+
+@pytest.mark.parametrize("may", [False, True])
+@story
+async def test_of_two_nodes_the_other_waits_unless_it_may_take_over(may):
+    async with seats_at() as table:
+        a, b = await table.sit("a", "b", two_node_takeover=may)
+        assert (a.is_host, b.is_host, a.term, b.term) == (True, False, 1, 1)
+        assert await members(b) == {"a", "b"}
+        await end(a)
+        if may:
+            assert await table.regain(b)
+            assert b.is_host
+        else:
+            with pytest.raises(RendezvousLost, match="--two-node-takeover"):
+                await table.regain(b, timeout=0.5)
+
+
+@story
+async def test_a_host_that_leaves_votes_before_it_goes():
+    async with seats_at() as table:
+        a, b = await table.sit("a", "b")
+        a.say_goodbye()
+        rows = {MEMBER_PREFIX + "a": {"node": "a", "leaving": "SIGTERM"}}
+        handing = asyncio.create_task(a.hand_over(rows, PATIENCE))
+        await within(PATIENCE, lost(b))
+        assert await table.regain(b)
+        await within(PATIENCE, handing)
+        assert b.is_host
+        assert await members(b) == {"a", "b"}  # until its lease ends, as one who leaves
+
+
+@story
+async def test_a_host_does_not_wait_for_a_successor_when_all_leave():
+    async with seats_at() as table:
+        a, b = await table.sit("a", "b")
+        leaving = {"node": "b", "leaving": "SIGTERM"}
+        await b.store.put(MEMBER_PREFIX + "b", leaving, leased=True)
+        a.say_goodbye()
+        await within(PATIENCE / 2, a.hand_over({}, PATIENCE))
+        assert a.is_host
+
+
+@story
+async def test_an_agent_that_is_new_at_the_old_address_says_that_the_old_one_is_dead():
+    """Where that is trusted, as a refusal is."""
+    async with seats_at() as table:
+        a, b = await table.sit("a", "b", two_node_takeover=True)
+        await end(a)
+        again = table.seat("a2")
+        await within(PATIENCE, again.open(PATIENCE))
+        await table.regain(b)
+        assert b.is_host
+        await within(PATIENCE, lost(again))
+        await table.regain(again)
+        assert not again.is_host
+        assert again.term == b.term
+
+
+@story
+async def test_a_host_that_was_succeeded_yields_and_follows():
+    async with seats_at() as table:
+        a, b, c = await table.sit("a", "b", "c")
+        for seat in (b, c):  # as if a had been frozen for them
+            seat.store.lose("it does not answer")
+        a._reception.serve(frames.SUCCESSION, lambda link, hello: link.abort())
+        await asyncio.gather(table.regain(b), table.regain(c))
+        a._reception.serve(frames.SUCCESSION, a._converse)  # it wakes
+        await within(PATIENCE, lost(a))
+        assert not a.is_host
+        await table.regain(a)
+        assert a.term == b.term
+        assert sum(seat.is_host for seat in (a, b, c)) == 1
+
+
+@story
+async def test_a_list_of_endpoints_needs_a_majority_of_it():
+    async with seats_at(unused_port(), unused_port(), unused_port()) as table:
+        a = table.seat("a")
+        with pytest.raises(RendezvousLost, match="1 of 3 endpoints are no majority"):
+            await within(PATIENCE, a.open(0.5))
+
+
+@story
+async def test_agents_of_a_list_may_start_in_any_order():
+    async with seats_at(unused_port(), unused_port(), unused_port()) as table:
+        seats = [table.seat(name) for name in "abc"]
+        late = seats.pop(0)
+        await within(PATIENCE, asyncio.gather(*(seat.open(PATIENCE) for seat in seats)))
+        await within(PATIENCE, late.open(PATIENCE))
+        assert sum(seat.is_host for seat in table.seats) == 1
+
+
+@story
+async def test_a_newcomer_finds_the_host_at_any_living_member():
+    async with seats_at() as table:
+        a, b, c = await table.sit("a", "b", "c")
+        await end(a)
+        await asyncio.gather(table.regain(b), table.regain(c))
+        port = int(c.peer.rpartition(":")[2])
+        late = Seat([Endpoint("localhost", port, JOB)], "d", clock=SystemClock(), lease=LEASE)
+        await within(PATIENCE, late.open(PATIENCE))
+        assert await members(late) == {"b", "c"}
+        await late.close()
+
+
+@story
+async def test_an_agent_is_waited_for_unless_its_machine_says_that_it_is_gone():
+    async with seats_at() as table:
+        host, other = await table.sit("a", "b")
+        unused = f"127.0.0.1:{unused_port()}"
+        for peer, grace in {other.peer: None, unused: 0.0, "": GRACE}.items():
+            record = Row(MEMBER_PREFIX + "b", json.dumps({"peer": peer}), 1, 1)
+            assert await within(PATIENCE, host._grace_of([record])) == grace
+        assert await host._grace_of([]) == GRACE
+
+
+@story
+async def test_a_refused_connection_ends_no_lease_of_a_node_that_trains_without_its_host():
+    async with seats_at() as table:
+        host, _ = await table.sit("a", "b")
+        unused = f"127.0.0.1:{unused_port()}"
+        record = Row(MEMBER_PREFIX + "b", json.dumps({"peer": unused}), 1, 1)
+        for nodes, grace in {"ab": 0.0, "b": None, "bc": 0.0, "a": 0.0}.items():
+            world = World(generation=1, phase="running").with_nodes(map(place, nodes))
+            for key, value in {WORLD_KEY: world.summary(), **world.parts()}.items():
+                await host.store.put(key, value)
+            assert await within(PATIENCE, host._grace_of([record])) == grace, nodes
+
+
+@story
+async def test_a_node_that_trained_alone_is_no_host_without_the_spare_one_that_was():
+    async with seats_at() as table:
+        a, b = await table.sit("a", "b")
+        table.form(1, [a, b], trains="b")
+        await end(a)
+        with pytest.raises(RendezvousLost, match="1 of 2 nodes are no majority"):
+            await table.regain(b, timeout=0.5)
+
+
+@story
+async def test_a_spare_host_votes_with_the_others():
+    async with seats_at() as table:
+        a, b, c = await table.sit("a", "b", "c")
+        table.form(1, [a, b, c], trains="bc")
+        await end(b)
+        for seat in (a, c):
+            seat.store.lose("it does not answer")
+        await asyncio.gather(table.regain(a), table.regain(c))
+        assert a.is_host != c.is_host
+        assert (a if a.is_host else c).may_begin_at > SystemClock().now()
+
+
+# --- a witness -----------------------------------------------------------------------------------
+
+
+async def with_witness(table: Table, directory, *names: str) -> list[Seat]:
+    """As `Table.sit`, with a witness that has a vote in their world."""
+    seats = []
+    for name in names:
+        asking = Asking(str(directory))
+        seat = table.seat(name, witness=Witness(asking, str(directory), JOB, name))
+        await within(PATIENCE, seat.open(PATIENCE))
+        await within(PATIENCE, seat.witness.confirm())
+        await enlist(seat)
+        seats.append(seat)
+    table.form(0, seats, witness=True)
+    return seats
+
+
+@story
+async def test_of_two_nodes_the_other_is_host_by_the_vote_of_the_witness(tmp_path):
+    async with seats_at() as table:
+        a, b = await with_witness(table, tmp_path, "a", "b")
+        await end(a)
+        assert await table.regain(b)
+        assert b.is_host
+        assert b.witness.votes(b.term) == {"after-0"}
+
+
+@story
+async def test_a_witness_that_has_voted_for_the_other_keeps_a_node_waiting(tmp_path):
+    async with seats_at() as table:
+        a, b = await with_witness(table, tmp_path, "a", "b")
+        assert await a.witness.claim("after-0", a.term)  # it has gone on alone
+        for purpose in (frames.SUCCESSION, frames.STORE):
+            a._reception.serve(purpose, lambda link, hello: link.abort())
+        b.store.lose("a cut")
+        with pytest.raises(RendezvousLost, match="the witness has voted for them"):
+            await table.regain(b, timeout=0.5)
+        assert b.term == a.term, "it asked nobody for votes: the other need not yield"
+
+
+@story
+async def test_an_answer_of_the_witness_that_is_lost_costs_no_vote(tmp_path):
+    async with seats_at() as table:
+        a, b = await with_witness(table, tmp_path, "a", "b")
+        ask = b.witness._asking.ask
+        answers = iter([False])
+
+        async def lose_one_answer(do, key, value=None):
+            found = await ask(do, key, value)
+            if do == "create" and not next(answers, True):
+                raise Silent("no answer within 5 s")
+            return found
+
+        b.witness._asking.ask = lose_one_answer
+        await end(a)
+        await table.regain(b)
+        assert b.is_host
+        assert b.witness.votes(b.term) == {"after-0"}
+
+
+@story
+async def test_a_witness_out_of_reach_is_said_to_be_waited_for(tmp_path):
+    async with seats_at() as table:
+        a, b = await with_witness(table, tmp_path, "a", "b")
+
+        async def silent(do, key, value=None):
+            raise Silent("no answer within 5 s")
+
+        b.witness._asking.ask = silent
+        await end(a)
+        sentence = f"waiting for the witness at {tmp_path}: no answer within 5 s"
+        with pytest.raises(RendezvousLost, match=sentence):
+            await table.regain(b, timeout=0.5)
+
+
+@story
+async def test_an_earlier_run_that_was_not_closed_keeps_a_job_from_beginning(tmp_path):
+    async with seats_at() as table:
+        (a,) = await with_witness(table, tmp_path, "a")
+        await end(a)
+    async with seats_at() as table:
+        again = table.seat("b", witness=Witness(Asking(str(tmp_path)), str(tmp_path), JOB, "b"))
+        with pytest.raises(RendezvousLost, match="has not been closed"):
+            await within(PATIENCE, again.open(1.0))
+    async with seats_at() as table:
+        third = Witness(Asking(str(tmp_path)), str(tmp_path), JOB, "c")
+        await third.confirm()
+        await third.close_job()
+        await third.close()
+        (seat,) = await with_witness(table, tmp_path, "d")
+        assert seat.is_host

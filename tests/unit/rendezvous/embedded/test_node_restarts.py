@@ -1,0 +1,254 @@
+"""Seats of agents that are started again, with the files of the last ones: who votes, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.rendezvous.embedded.test_node import (
+    LEASE,
+    PATIENCE,
+    Table,
+    end,
+    enlist,
+    name_of,
+    unused_port,
+)
+from tests.unit.rendezvous.embedded_support import JOB, story, within
+from torchelastic.clock import SystemClock
+from torchelastic.errors import RendezvousLost, VoteOutdated
+from torchelastic.rendezvous.embedded.ask_peers import Returns
+from torchelastic.rendezvous.embedded.election import Poll
+from torchelastic.rendezvous.embedded.failover_state import Holding
+from torchelastic.rendezvous.embedded.node import Seat
+from torchelastic.rendezvous.embedded.voter_file import VoterFile
+from torchelastic.rendezvous.embedded.votes import Ballot
+from torchelastic.rendezvous.majority import Elector, Electorate, Roll
+from torchelastic.rendezvous.witness.vote_keys import Witness
+from torchelastic.rendezvous.witness.witness_client import Asking
+from torchelastic.rendezvous.world import WORLD_KEY
+from torchelastic.transport import addresses as endpoint
+from torchelastic.transport import frames
+from torchelastic.transport.listener import Reception
+
+
+class FileTable(Table):
+    """Seats of nodes that keep files."""
+
+    def __init__(self, *ports: int) -> None:
+        super().__init__(*ports)
+        self.files: list[VoterFile] = []
+
+    def restart(self, name: str, path: Path, **options) -> Seat:
+        """The next agent of a node, with the file of the last."""
+        file = VoterFile(path / name, name, {"machine": "here", "job": JOB})
+        file.resume(gone=(), is_late=False)
+        self.files.append(file)
+        return self.seat(name, file=file, **options)
+
+    async def close(self) -> None:
+        await super().close()
+        for file in self.files:
+            file.close()
+
+
+@contextlib.asynccontextmanager
+async def seats_at() -> AsyncIterator[FileTable]:
+    table = FileTable(unused_port())
+    try:
+        yield table
+    finally:
+        await table.close()
+
+
+async def three_with_files(table: FileTable, path: Path) -> list[Seat]:
+    seats = [table.restart(name, path) for name in "abc"]
+    for seat in seats:
+        await within(PATIENCE, seat.open(PATIENCE))
+        await enlist(seat)
+    table.form(0, seats)
+    for seat in seats:
+        await seat.kept()
+    return seats
+
+
+async def kill(table: FileTable, seat: Seat) -> None:
+    """The agent ends without a word; its file is free."""
+    await end(seat)
+    table.files[table.seats.index(seat)].close()
+
+
+@pytest.mark.parametrize("killed", ["ab", "bc", "abc"])
+@story
+async def test_agents_that_are_started_again_vote_as_before(killed, tmp_path):
+    async with seats_at() as table:
+        seats = dict(zip("abc", await three_with_files(table, tmp_path), strict=True))
+        terms = {seat.term for seat in seats.values()}
+        for name in killed:
+            await kill(table, seats[name])
+        again = [table.restart(name, tmp_path) for name in killed]
+        left = [seats[name] for name in "abc" if name not in killed and not seats[name].is_host]
+        await asyncio.gather(
+            *(within(PATIENCE, seat.open(PATIENCE)) for seat in again),
+            *(table.regain(seat) for seat in left),
+        )
+        seats.update(zip(killed, again, strict=True))
+        assert sum(seat.is_host for seat in seats.values()) == 1
+        assert {seat.term for seat in seats.values()} != terms or "a" not in killed
+
+
+@story
+async def test_a_vote_is_given_when_the_disk_has_it(tmp_path, monkeypatch):
+    async with seats_at() as table:
+        a, b, c = await three_with_files(table, tmp_path)
+        write, goes_on = VoterFile._write, threading.Event()
+
+        def slow(file):
+            assert goes_on.wait(PATIENCE)
+            write(file)
+
+        monkeypatch.setattr(VoterFile, "_write", slow)
+        await end(a)
+        regaining = asyncio.gather(table.regain(b), table.regain(c))
+        # One of them has voted for the other, and the other does not know it.
+        while max(b._elector.term, c._elector.term) == 1:
+            await asyncio.sleep(0.01)
+        assert [seat.is_host for seat in (b, c)] == [False, False]
+        goes_on.set()
+        await regaining
+        assert b.is_host or c.is_host
+        again = VoterFile(tmp_path / "c", "c", {"machine": "here", "job": JOB})
+        table.files[2].close()
+        assert again.resume(gone=(), is_late=False)
+        assert again.resumed.term == c.term
+        again.close()
+
+
+@story
+async def test_a_host_is_host_when_the_disk_has_it_and_forgets_when_it_says_goodbye(
+    tmp_path, monkeypatch
+):
+    async with seats_at() as table:
+        write, goes_on = VoterFile._write, threading.Event()
+
+        def slow(file):
+            assert goes_on.wait(PATIENCE)
+            write(file)
+
+        monkeypatch.setattr(VoterFile, "_write", slow)
+        a = table.restart("a", tmp_path)
+        opening = asyncio.create_task(a.open(PATIENCE))
+        while not a.term:
+            await asyncio.sleep(0.01)
+        assert not a.is_host
+        goes_on.set()
+        await within(PATIENCE, opening)
+        assert a.is_host
+        assert (tmp_path / "a").exists()
+        a.say_goodbye()
+        await a.kept()
+        assert not (tmp_path / "a").exists()
+
+
+def ballot(node: str, generation: int) -> Ballot:
+    return Ballot(node, True, "", 1, generation, [], "", 0.0, [])
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer", "is_won"),
+    [
+        ("a", ballot("a", 0), True),
+        ("a", ballot("new", -1), False),  # in the place of a, which has ended
+        ("node1:29400", ballot("a", 0), True),  # started again, and found at the endpoint
+        ("node1:29400", ballot("new", -1), False),
+    ],
+)
+def test_votes_are_of_nodes_and_not_of_places(asked, answer, is_won):
+    roll = Roll(0, Electorate(frozenset("abc"), "c"))
+    holding = Holding(roll, rows={WORLD_KEY: {}})
+    poll = Poll(Elector("b", 1, "c", 0), holding, places=("node1:29400",))
+    assert poll.is_won(Returns({asked: answer})) == is_won
+
+
+@pytest.mark.parametrize("place", ["replaced", "a host that cannot be followed"])
+@story
+async def test_who_resumes_a_job_that_has_been_started_again_joins_it_as_a_new_node(
+    place, tmp_path
+):
+    async with seats_at() as table:
+        seats = await three_with_files(table, tmp_path)
+        addresses = {name_of(seat): seat.peer for seat in seats}
+        table.form(7, seats)  # the new job has not come as far
+        await seats[1].kept()
+        for seat in seats:
+            await kill(table, seat)
+        again = table.seat("a2")
+        await within(PATIENCE, again.open(PATIENCE))
+        if place == "replaced":
+            port = int(addresses["c"].rpartition(":")[2])
+            sockets = endpoint.listen_beside("localhost", 0, port)
+            other = Reception(JOB)
+            other.serve(frames.SUCCESSION, again._converse)
+            await other.listen(sockets)
+        stale = table.restart("b", tmp_path)
+        began = SystemClock().now()
+        with pytest.raises(VoteOutdated, match="started again since"):
+            await within(PATIENCE, stale.open(PATIENCE))
+        assert (SystemClock().now() - began > LEASE) == (place != "replaced")
+        assert not (tmp_path / "b").exists()
+        if place == "replaced":
+            await other.close()
+
+
+# --- with a witness ------------------------------------------------------------------------------
+
+
+def witness(directory: Path, name: str) -> Witness:
+    return Witness(Asking(str(directory)), str(directory), JOB, name)
+
+
+async def two_with_witness(table: FileTable, path: Path) -> list[Seat]:
+    seats = []
+    for name in "ab":
+        seat = table.restart(name, path, witness=witness(path / "w", name))
+        await within(PATIENCE, seat.open(PATIENCE))
+        await within(PATIENCE, seat.witness.confirm())
+        await enlist(seat)
+        seats.append(seat)
+    table.form(0, seats, witness=True)
+    for seat in seats:
+        await seat.kept()
+    return seats
+
+
+@pytest.mark.parametrize("run", ["the same", "another"])
+@story
+async def test_who_is_started_again_has_the_vote_of_the_witness_in_the_same_run_only(run, tmp_path):
+    (tmp_path / "w").mkdir()
+    async with seats_at() as table:
+        a, b = await two_with_witness(table, tmp_path)
+        token = a.witness.token
+        for seat in (a, b):
+            await kill(table, seat)
+        if run == "another":
+            other = witness(tmp_path / "w", "c")
+            await other.confirm()
+            await other.close_job()
+            await other.close()
+            other = witness(tmp_path / "w", "c")
+            assert await other.found() == ""
+            await other.close()
+        again = table.restart("b", tmp_path, witness=witness(tmp_path / "w", "b"))
+        if run == "another":
+            with pytest.raises(RendezvousLost, match="another run of the job"):
+                await within(PATIENCE, again.open(1.0))
+            return
+        await within(PATIENCE, again.open(PATIENCE))
+        assert again.is_host
+        assert again.witness.votes(again.term) == {"after-0"}
+        assert again.witness.token == token

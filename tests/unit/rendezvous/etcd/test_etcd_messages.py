@@ -1,0 +1,201 @@
+import base64
+import json
+
+import pytest
+
+from torchelastic.errors import WireError
+from torchelastic.rendezvous.etcd import etcd_messages
+from torchelastic.rendezvous.etcd.etcd_messages import Busy, JobKeys, Refused
+from torchelastic.rendezvous.etcd.watch_events import Feed
+from torchelastic.rendezvous.store import Change, Item, Listing
+
+KEYS = JobKeys.of("job", "/torchelastic")
+
+
+def b64(text):
+    return base64.b64encode(text.encode()).decode()
+
+
+@pytest.mark.parametrize(
+    ("job", "prefix", "root"),
+    [
+        ("job", "/torchelastic", "/torchelastic/job/"),
+        ("job", "torchelastic/p2p/", "/torchelastic/p2p/job/"),
+        ("a/b", "/x", "/x/a%2Fb/"),
+        ("é %", "/x", "/x/%C3%A9%20%25/"),
+    ],
+)
+def test_where_the_keys_of_a_job_are(job, prefix, root):
+    keys = JobKeys.of(job, prefix)
+    assert (keys.root, keys.job) == (root, f"{root}job")
+    assert keys.full("member/1") == f"{root}keys/member/1"
+    assert keys.short(keys.full("member/1")) == "member/1"
+
+
+def test_a_range_ends_before_the_first_key_that_begins_otherwise():
+    assert etcd_messages.key_range("a/") == {"key": b64("a/"), "range_end": b64("a0")}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error", "words"),
+    [
+        (200, b"", WireError, "not etcd's"),
+        (200, b"[1]", WireError, "not etcd's"),
+        (200, b"{}", WireError, "no header"),
+        (200, b'{"result": 3}', WireError, "no header"),
+        (404, b"Not Found", WireError, "HTTP status 404"),
+        (400, b"Client sent an HTTP request to an HTTPS server.\n", WireError, "HTTP status 400"),
+        (503, b"<html>", Busy, "HTTP status 503"),
+        (500, b'{"message": "odd"}', Busy, "odd"),
+        (503, b'{"error": "no leader", "code": 14}', Busy, "no leader"),
+        (200, b'{"error": {"grpc_code": 1, "message": "closing"}}', Busy, "closing"),
+        (404, b'{"error": "e", "message": "lease not found", "code": 5}', Refused, "lease not fo"),
+        (401, b'{"code": 16, "message": "invalid auth token", "details": []}', Refused, "token"),
+    ],
+)
+def test_answers_that_are_none(status, body, error, words):
+    with pytest.raises(error, match=words):
+        etcd_messages.read(status, body)
+
+
+def test_streams_wrap_what_others_tell_plainly():
+    plain = {"header": {"revision": "7"}, "TTL": "3"}
+    for body in (plain, {"result": plain}):
+        answer = etcd_messages.read(200, json.dumps(body).encode())
+        assert etcd_messages.revision(answer) == 7
+        assert etcd_messages.time_to_live(answer) == 3
+
+
+def row(key, value, created, modified):
+    stored = etcd_messages.encode_value(value, stamp="s", job=1).decode()
+    return {
+        "key": b64(KEYS.full(key)),
+        "value": b64(stored),
+        "create_revision": str(created),
+        "mod_revision": str(modified),
+    }
+
+
+def test_rows_and_changes_are_told_in_our_callers_words():
+    answer = {"header": {"revision": "9"}}
+    response = {"response_range": {"kvs": [row("a", {"n": 1}, 2, 5)]}}
+    assert etcd_messages.listing(answer, response, KEYS) == Listing(9, {"a": Item({"n": 1}, 2, 5)})
+    gone = {"type": "DELETE", "kv": {"key": b64(KEYS.full("b")), "mod_revision": "6"}}
+    events = {"events": [{"kv": row("a", {}, 2, 5)}, gone]}
+    assert etcd_messages.changes(events, KEYS) == [
+        Change("a", Item({}, 2, 5), 5),
+        Change("b", None, 6),
+    ]
+
+
+@pytest.mark.parametrize("value", [b64("hello"), b64("[]"), b64("{}"), b64("3"), "", "no base64"])
+def test_what_others_wrote_is_named(value):
+    response = {"kvs": [{"key": b64(KEYS.full("a")), "value": value}]}
+    with pytest.raises(WireError):
+        etcd_messages.listing({"header": {}}, response, KEYS)
+
+
+def test_a_value_too_large_for_etcd_is_refused_before_it_is_sent():
+    half = {"x": "y" * (etcd_messages.VALUE_LIMIT // 2)}
+    for values, sentence in (
+        (
+            {"world": {"x": "y" * etcd_messages.VALUE_LIMIT}},
+            "'world' takes .* bytes; etcd is given",
+        ),
+        ({"world": half, "part/0": half}, "'part/0' and 1 more take .* bytes"),
+        ({str(n): {} for n in range(129)}, "of 129 keys at once is too large for etcd, .* 128"),
+    ):
+        with pytest.raises(WireError, match=sentence):
+            etcd_messages.puts(KEYS, values, {}, stamp="s", job=1)
+    assert (
+        len(etcd_messages.puts(KEYS, {str(n): {} for n in range(128)}, {}, stamp="s", job=1)) == 128
+    )
+
+
+def test_what_was_put_in_another_job_of_the_same_id_is_known_by_it():
+    def event(job, **more):
+        value = etcd_messages.encode_value({"n": 1}, stamp="s", job=job)
+        return {"kv": {"key": b64(KEYS.full("a")), "value": b64(value.decode())}, **more}
+
+    def foreign(*events):
+        return etcd_messages.tells_of_another_job({"events": list(events)}, 7)
+
+    assert not foreign()
+    assert not foreign(event(7), {"kv": {"key": b64(KEYS.full("a"))}, "type": "DELETE"})
+    assert foreign(event(7), event(9))
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"canceled": True, "cancel_reason": "no leader"}, "no leader"),
+        ({"canceled": True}, "was ended"),
+        ({"canceled": True, "compact_revision": "3"}, None),
+        ({"created": True}, None),
+    ],
+)
+def test_a_watch_that_etcd_ends(message, reason):
+    if reason is None:
+        etcd_messages.check_watch(message)
+    else:
+        with pytest.raises(Busy, match=reason):
+            etcd_messages.check_watch(message)
+
+
+def test_what_a_login_gives_goes_into_a_header():
+    assert etcd_messages.token({"token": "a.1"}) == "a.1"
+    for bad in ({}, {"token": ""}, {"token": "a\r\nX: y"}, {"token": 3}, {"token": "é"}):
+        with pytest.raises(WireError, match="no token"):
+            etcd_messages.token(bad)
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "over"),
+    [
+        (16, "etcdserver: invalid auth token", True),
+        (3, "etcdserver: revision of auth store is old", True),
+        (7, "etcdserver: permission denied", False),
+        (3, "etcdserver: user name is empty", False),
+    ],
+)
+def test_when_to_log_in_again(code, message, over):
+    assert etcd_messages.is_login_over(Refused(code, message)) is over
+
+
+def test_some_refusals_say_what_to_do():
+    assert "etcd_password_file" in str(Refused(3, "etcdserver: user name is empty"))
+    assert str(Refused(3, "odd")) == "etcd refuses what was asked: odd."
+
+
+# --- feeds ---------------------------------------------------------------------------------------
+
+
+def put(key, revision):
+    return Change(key, Item({}, revision, revision), revision)
+
+
+def test_a_feed_tells_each_change_once():
+    feed = Feed("", 3, ())
+    assert feed.take([put("a", 3), put("a", 4)]) == [put("a", 4)]
+    # A lease that ends takes several keys at one revision.
+    both = [Change("a", None, 6), Change("b", None, 6)]
+    assert feed.take([put("a", 4), *both]) == both
+    assert feed.take(both) == []
+
+
+def test_after_a_compaction_nothing_is_left_out():
+    feed = Feed("m/", 3, ("m/told", "m/kept", "other"))
+    feed.take([put("m/new", 5), put("m/short", 6), Change("m/short", None, 7)])
+    listing = Listing(20, {"m/late": Item({}, 12, 15), "m/kept": Item({}, 2, 9)})
+    assert feed.catch_up(listing) == [
+        Change("m/kept", Item({}, 2, 9), 9),
+        Change("m/late", Item({}, 12, 15), 15),
+        Change("m/new", None, 20),
+        Change("m/told", None, 20),
+    ]
+    assert feed.take([put("m/late", 15), put("m/late", 21)]) == [put("m/late", 21)]
+
+
+def test_a_listing_tells_nothing_that_was_told():
+    feed = Feed("", 9, ("a",))
+    assert feed.catch_up(Listing(12, {"a": Item({}, 2, 9)})) == []

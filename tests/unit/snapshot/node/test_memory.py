@@ -1,0 +1,373 @@
+"""What a node holds, and when it lets go of it."""
+
+import errno
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from torchelastic.snapshot import layout
+from torchelastic.snapshot.layout import SHARED, own, shard
+from torchelastic.snapshot.node import memory as module
+from torchelastic.snapshot.node.memory import Shelf
+from torchelastic.system import memory_limit
+from torchelastic.system.memory_limit import Limit, NoRoom
+
+
+@pytest.fixture
+def shelf():
+    made = Shelf()
+    yield made
+    made.close()
+
+
+def write(shelf, piece, version, size=1000, origin=""):
+    if origin:
+        kept = shelf.make_room_for_replica(piece, origin, size, 100)
+    else:
+        kept = shelf.make_room(piece, size, 100)
+    data = bytes([version[1] % 256]) * 10
+    kept.memory.begin(version)[:10] = data
+    kept.memory.seal(version, b"{}", 10, layout.checksum(data))
+    if not origin:
+        shelf.sealed([(piece, version)])
+    return kept
+
+
+def held(shelf):
+    return [(item.piece, item.version, item.replica) for item in shelf.holdings()]
+
+
+def test_a_piece_keeps_its_memory(shelf):
+    first = shelf.make_room(SHARED, 1000, 100)
+    assert shelf.make_room(SHARED, 1000, 100) is first
+    assert shelf.make_room(SHARED, 900, 50) is first
+    with pytest.raises(ValueError, match="no piece"):
+        shelf.make_room("own:x", 10, 10)
+
+
+def test_a_piece_that_has_grown_gets_another_and_keeps_the_old_until_it_is_of_no_use(shelf):
+    write(shelf, SHARED, (0, 5))
+    write(shelf, SHARED, (1, 6), size=4000)
+    assert (SHARED, (0, 5), False) in held(shelf)
+    write(shelf, SHARED, (1, 7), size=4000)
+    write(shelf, SHARED, (1, 8), size=4000)
+    assert held(shelf) == [(SHARED, (1, 8), False), (SHARED, (1, 7), False)]
+
+
+def test_a_memory_much_too_large_is_given_back(shelf):
+    large = shelf.make_room(SHARED, 8 << 20, 100)
+    assert shelf.make_room(SHARED, 100, 100) is not large
+
+
+def test_pieces_of_older_generations_go_when_this_one_has_committed_enough(shelf):
+    write(shelf, own(2), (0, 5))
+    write(shelf, own(3), (0, 5), origin="b")
+    for step in (6, 7):
+        write(shelf, own(0), (1, step))
+    assert {piece for piece, _, _ in held(shelf)} == {own(0), own(2), own(3)}
+    write(shelf, own(0), (1, 8))
+    assert {piece for piece, _, _ in held(shelf)} == {own(0)}
+
+
+def test_where_there_are_holders_it_must_have_replicas_first(shelf):
+    shelf.awaits_replicas = True
+    write(shelf, own(2), (0, 5))
+    for step in (6, 7, 8):
+        write(shelf, own(0), (1, step))
+    assert own(2) in {piece for piece, _, _ in held(shelf)}
+    shelf.note_replicated(own(0), (1, 7))
+    assert {piece for piece, _, _ in held(shelf)} == {own(0)}
+
+
+def test_without_replicas_no_more_than_the_generation_before_is_kept(shelf):
+    shelf.awaits_replicas = True
+    for generation in range(4):
+        for step in (1, 2, 3):
+            write(shelf, own(generation), (generation, step))
+    assert {piece for piece, _, _ in held(shelf)} == {own(2), own(3)}
+
+
+def test_void_versions_are_dropped(shelf):
+    write(shelf, SHARED, (0, 10))
+    write(shelf, SHARED, (0, 11))
+    write(shelf, own(1), (0, 11), origin="b")
+    shelf.settle((0, 10), 1)
+    assert held(shelf) == [(SHARED, (0, 10), False)]
+
+
+@pytest.fixture
+def memories():
+    """Tells which memories were made since the test has begun and are open; others' may be, too."""
+    before = _open_memories()
+    return lambda: _open_memories() - before
+
+
+def _open_memories():
+    found = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            if "torchelastic-snapshot" in os.readlink(f"/proc/self/fd/{descriptor}"):
+                found.add(os.stat(f"/proc/self/fd/{descriptor}").st_ino)
+        except FileNotFoundError:  # the one that the directory was listed by
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("base", "left"),
+    [
+        ((0, 12), []),
+        ((0, 11), [own(1)]),
+        ((0, 10), [SHARED, own(1)]),
+        ((1, 2), []),
+        ((0, 8), []),  # all of it is void
+    ],
+)
+def test_a_node_outside_the_world_gives_back_what_is_void_or_older_than_the_base(
+    shelf, memories, base, left
+):
+    write(shelf, SHARED, (0, 9))
+    write(shelf, SHARED, (0, 10))
+    write(shelf, own(1), (0, 10), origin="b")
+    write(shelf, own(1), (0, 11), origin="b")
+    shelf.settle(base, 2, outside=True)
+    assert list(dict.fromkeys(piece for piece, _, _ in held(shelf))) == left
+    assert bool(memories()) is bool(left)
+
+
+def test_what_is_being_brought_stays(shelf):
+    kept = write(shelf, own(1), (0, 10), origin="b")
+    with kept.writing:
+        shelf.settle((1, 2), 2, outside=True)
+    assert held(shelf) == [(own(1), (0, 10), True)]
+
+
+def test_in_the_world_memory_stays_for_those_who_write_to_it(shelf):
+    kept = write(shelf, SHARED, (0, 11))
+    shelf.settle((0, 10), 1)
+    assert held(shelf) == []
+    assert shelf.make_room(SHARED, 1000, 100) is kept
+
+
+def test_what_is_held_can_be_opened_also_after_the_shelf_is_gone(shelf):
+    write(shelf, own(0), (0, 5))
+    assert shelf.open(own(0), (0, 4)) is None
+    descriptor = shelf.open(own(0), (0, 5))
+    shelf.close()
+    memory = layout.Memory(descriptor)
+    assert memory.freshest().version == (0, 5)
+    memory.close()
+    os.close(descriptor)
+
+
+def test_what_is_read_is_overwritten_last(shelf):
+    kept = write(shelf, own(0), (0, 1))
+    for step in (2, 3):
+        write(shelf, own(0), (0, step))
+    with shelf.reading(own(0), (0, 1)) as (memory, _, found):
+        for step in (4, 5, 6):
+            write(shelf, own(0), (0, step))
+        assert memory.still_holds(found)
+    write(shelf, own(0), (0, 7))
+    assert kept.memory.find((0, 1)) is None
+
+
+def test_the_freshest_of_a_piece_is_that_of_this_nodes_workers(shelf):
+    write(shelf, own(0), (0, 3))
+    write(shelf, own(0), (0, 9), origin="b")
+    with shelf.reading(own(0), None) as (_, _, found):
+        assert found.version == (0, 3)
+
+
+def test_what_is_fresher_than_known(shelf):
+    write(shelf, SHARED, (0, 5))
+    write(shelf, own(0), (0, 5))
+    write(shelf, own(1), (0, 4))
+    write(shelf, own(7), (0, 4), origin="b")
+    assert shelf.fresher_than({}) == [own(0), own(1)]
+    assert shelf.fresher_than({own(0): (0, 4), own(1): (0, 4)}) == [own(0)]
+
+
+def test_own_pieces_have_a_buffer_more_to_be_copied_from():
+    with_replicas = Shelf(replicated=True)
+    try:
+        assert with_replicas.make_room(own(0), 10, 10).sizes.buffers == 4
+        for piece in (SHARED, shard(0)):
+            assert with_replicas.make_room(piece, 10, 10).sizes.buffers == 2
+    finally:
+        with_replicas.close()
+
+
+def test_no_room_is_said_and_nothing_is_taken(shelf, monkeypatch):
+    monkeypatch.setattr(memory_limit, "limits", lambda: [Limit("its cgroup", 4 << 20, 1 << 20)])
+    with pytest.raises(NoRoom, match="No room for snapshots of 'shared'"):
+        shelf.make_room(SHARED, 4 << 20, 100)
+    assert shelf.make_room(SHARED, 1000, 100).sizes.bytes == 1000
+
+
+def test_only_so_many_copies_are_held_and_those_that_never_came_go_first(shelf, monkeypatch):
+    monkeypatch.setattr(module, "MOST_REPLICAS", 3)
+    write(shelf, own(0), (0, 1), origin="a")
+    for name in ("x", "y", "z"):
+        shelf.make_room_for_replica(own(0), name, 10, 10)
+    for name in ("b", "c"):
+        write(shelf, own(0), (0, 1), origin=name)
+    with pytest.raises(NoRoom, match="3 are held"):
+        shelf.make_room_for_replica(own(0), "d", 10, 10)
+    write(shelf, own(0), (0, 2), origin="c")
+    assert len(held(shelf)) == 4
+
+
+def test_where_nobody_takes_copies_none_is_waited_for(shelf):
+    assert write(shelf, shard(0), (0, 5)).memory.replicated() == (0, 5)
+    shelf.awaits_replicas = True
+    kept = write(shelf, shard(0), (0, 6))
+    assert kept.memory.replicated() == (0, 5)
+    shelf.note_replicated(shard(0), (0, 6))
+    assert kept.memory.replicated() == (0, 6)
+
+
+def test_a_version_that_is_told_of_twice_counts_once(shelf):
+    write(shelf, own(1), (0, 5))
+    write(shelf, own(0), (1, 6))
+    for _ in range(3):
+        shelf.sealed([(own(0), (1, 6))])
+    assert (own(1), (0, 5), False) in held(shelf)
+
+
+# --- at the same time -----------------------------------------------------------------------------
+
+
+def test_a_memory_keeps_its_descriptor_while_something_is_brought_to_it(shelf, tmp_path):
+    """Let go of, its number would be that of the next file, which the bytes would go to."""
+    kept = write(shelf, own(7), (0, 5), origin="b")
+    with shelf.bringing(kept) as may:
+        assert may
+        for step in (6, 7, 8):
+            write(shelf, own(0), (1, step))
+        with open(tmp_path / "log", "wb") as log:
+            assert log.fileno() != kept.descriptor
+        assert (own(7), (0, 5), True) in held(shelf)
+    write(shelf, own(0), (1, 9))
+    assert (own(7), (0, 5), True) not in held(shelf)
+
+
+def test_so_it_does_when_a_larger_one_is_asked_for_meanwhile(shelf):
+    kept = shelf.make_room_for_replica(own(7), "b", 1000, 100)
+    with shelf.bringing(kept):
+        assert shelf.make_room_for_replica(own(7), "b", 8000, 100) is not kept
+        kept.memory.begin((0, 1))
+        os.pwrite(kept.descriptor, b"here", kept.memory.begun_at)
+        kept.memory.seal((0, 1), b"{}", 4, layout.checksum(b"here"))
+    assert held(shelf) == [(own(7), (0, 1), True)]
+
+
+def test_nothing_is_brought_twice_at_a_time_nor_to_what_was_let_go_of(shelf):
+    kept = shelf.make_room_for_replica(own(7), "b", 1000, 100)
+    with shelf.bringing(kept), shelf.bringing(kept) as second:
+        assert not second
+    shelf.make_room_for_replica(own(7), "b", 8000, 100)
+    with shelf.bringing(kept) as gone:
+        assert not gone
+
+
+def test_what_a_worker_seals_while_the_agent_settles_stays(shelf):
+    """The worker is ahead of the agent: it has torn what is void, and put the next in its place."""
+    kept = shelf.make_room(SHARED, 1000, 100)
+    worker = layout.Memory(kept.descriptor)
+
+    def seal(version):
+        worker.begin(version)[:1] = b"x"
+        worker.seal(version, b"{}", 1, layout.checksum(b"x"))
+
+    seal((0, 10))
+    seal((0, 11))
+    look = kept.memory.holdings
+
+    def holdings():
+        found = look()
+        kept.memory.holdings = look
+        worker.settle((0, 10), 1)
+        seal((1, 11))
+        return found
+
+    kept.memory.holdings = holdings
+    shelf.settle((0, 10), 1)
+    assert held(shelf) == [(SHARED, (1, 11), False), (SHARED, (0, 10), False)]
+    worker.close()
+
+
+def test_what_is_void_is_torn_by_who_writes_there_next(shelf):
+    kept = write(shelf, own(1), (0, 11), origin="b")
+    shelf.settle((0, 10), 1)
+    assert held(shelf) == []
+    assert kept.memory.find((0, 11)) is not None
+    with shelf.bringing(kept):
+        assert kept.memory.find((0, 11)) is None
+        kept.memory.begin((0, 10))
+
+
+def test_it_stays_pinned_until_the_last_of_two_readers_has_ended(shelf):
+    kept = write(shelf, own(0), (0, 1))
+    first = shelf.reading(own(0), (0, 1))
+    with shelf.reading(own(0), (0, 1)) as (memory, _, found):
+        with first:
+            pass
+        for step in (2, 3, 4, 5):
+            write(shelf, own(0), (0, step))
+        assert memory.still_holds(found)
+    write(shelf, own(0), (0, 6))
+    assert kept.memory.find((0, 1)) is None
+
+
+def test_nobody_waits_while_pages_are_taken_and_they_count_as_taken(shelf, monkeypatch):
+    begun, goes_on, take = threading.Event(), threading.Event(), os.posix_fallocate
+
+    def slow(descriptor, begin, length):
+        begun.set()
+        assert goes_on.wait(30)
+        take(descriptor, begin, length)
+
+    write(shelf, own(0), (0, 1))
+    monkeypatch.setattr(layout.os, "posix_fallocate", slow)
+    monkeypatch.setattr(memory_limit, "limits", lambda: [Limit("its cgroup", 8 << 20, 1 << 20)])
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(shelf.make_room, SHARED, 2 << 20, 100)
+        assert begun.wait(30)
+        second = pool.submit(shelf.make_room, SHARED, 2 << 20, 100)
+        assert held(shelf) == [(own(0), (0, 1), False)]
+        with pytest.raises(NoRoom, match=r"and 2\.6 MiB of the 8\.0 MiB"):
+            shelf.make_room(shard(1), 2 << 20, 100)
+        goes_on.set()
+        assert first.result() is second.result()
+    assert shelf.make_room(shard(1), 2 << 20, 100)
+    assert shelf._promised == 0
+
+
+def test_pages_that_cannot_be_taken_are_not_promised_any_more(shelf, memories, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(layout.os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="no space"):
+        shelf.make_room(SHARED, 1000, 100)
+    assert shelf._promised == 0
+    assert not memories()
+
+
+def test_replicas_of_nodes_that_are_lost_become_our_own(shelf):
+    write(shelf, own(0), (0, 5))
+    write(shelf, own(2), (0, 5), origin="b")
+    write(shelf, own(3), (0, 5), origin="c")
+    assert not shelf.adopt({"a", "b", "c"})
+    assert shelf.adopt({"a", "c"})
+    assert held(shelf) == [
+        (own(0), (0, 5), False),
+        (own(2), (0, 5), False),
+        (own(3), (0, 5), True),
+    ]
+    assert shelf.fresher_than({}) == [own(0), own(2)]
+    write(shelf, own(2), (1, 6))  # the rank is on this node now
+    assert shelf.fresher_than({own(0): (0, 5), own(2): (0, 5)}) == [own(2)]

@@ -1,0 +1,576 @@
+"""Snapshots from one agent to another, over real connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+
+from tests.certificates import Authority
+from torchelastic.config import LaunchConfig
+from torchelastic.errors import TransferError
+from torchelastic.rendezvous.embedded import bind_endpoint
+from torchelastic.snapshot import layout
+from torchelastic.snapshot.layout import SHARED, own, shard
+from torchelastic.snapshot.node import replicator, stream
+from torchelastic.snapshot.node.memory import Shelf
+from torchelastic.snapshot.node.replicator import Carrier
+from torchelastic.snapshot.node.stream import Header
+from torchelastic.system import memory_limit
+from torchelastic.system.memory_limit import Limit, NoRoom
+from torchelastic.transport import credentials, frames
+from torchelastic.transport.auth import ANONYMOUS, Credentials, Secret
+from torchelastic.transport.connect import Endpoint, knock
+from torchelastic.transport.listener import Reception
+
+JOB = "job"
+SECRET = Credentials(Secret(b"the secret of this job"))
+SIZE = 3 * stream.CHUNK + 17
+
+
+@dataclass
+class Node:
+    name: str
+    shelf: Shelf
+    carrier: Carrier
+    peer: str
+
+    def write(self, piece, version, size=SIZE, summed=None):
+        """What a worker does."""
+        kept = self.shelf.make_room(piece, size, 100)
+        buffer = kept.memory.begin(version)
+        buffer[:] = content(version, size)
+        checksum = layout.checksum(buffer) if summed is None else summed
+        kept.memory.seal(version, b'{"a": 1}', size, checksum, rank=1, size=2)
+        return kept
+
+    def held(self):
+        return [(item.piece, item.version, item.replica) for item in self.shelf.holdings()]
+
+    def assert_holds(self, piece, version, size=SIZE):
+        with self.shelf.reading(piece, version) as (_, _, held):
+            assert held.is_whole()
+            assert held.data == content(version, size)
+            assert (held.skeleton, held.rank, held.size) == (b'{"a": 1}', 1, 2)
+
+
+def content(version, size):
+    return (bytes(range(251)) * (size // 251 + 1))[version[1] : version[1] + size - 300] + bytes(
+        300
+    )
+
+
+@contextlib.asynccontextmanager
+async def node(name: str, shown: Credentials = SECRET, **options) -> AsyncIterator[Node]:
+    shelf = Shelf()
+    carrier = Carrier(shelf, name, JOB, shown, **options)
+    reception = Reception(JOB, secret=shown.secret, tls=shown.server_tls)
+    reception.serve(frames.SNAPSHOT, carrier.admit)
+    port = await reception.listen(bind_endpoint("127.0.0.1", 0))
+    try:
+        yield Node(name, shelf, carrier, f"127.0.0.1:{port}")
+    finally:
+        await carrier.close()
+        await reception.close()
+        shelf.close()
+
+
+def told(story):
+    """A test that is a coroutine."""
+
+    @functools.wraps(story)
+    def test(*arguments, **named):
+        asyncio.run(asyncio.wait_for(story(*arguments, **named), 60))
+
+    return test
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory) -> Credentials:
+    authority = Authority(tmp_path_factory.mktemp("certificates"), "ours")
+    issued = authority.issue("node")
+    return credentials.load(
+        LaunchConfig(rdzv_tls_cert=issued.cert, rdzv_tls_key=issued.key, rdzv_tls_ca=authority.cert)
+    )
+
+
+@pytest.fixture(params=["open", "secret", "tls"])
+def shown(request) -> Credentials:
+    if request.param == "tls":
+        return request.getfixturevalue("tls")
+    return ANONYMOUS if request.param == "open" else SECRET
+
+
+@told
+async def test_what_another_node_holds_can_be_had(shown):
+    async with node("a", shown) as a, node("b", shown) as b:
+        a.write(SHARED, (0, 1))
+        a.write(SHARED, (0, 2))
+        await b.carrier.fetch(SHARED, (0, 1), a.peer)
+        b.assert_holds(SHARED, (0, 1))
+        await b.carrier.fetch(SHARED, (0, 2), a.peer)
+        assert b.held() == [(SHARED, (0, 2), False), (SHARED, (0, 1), False)]
+        b.assert_holds(SHARED, (0, 2))
+
+
+@told
+async def test_pieces_are_given_again_and_again_over_one_connection(shown):
+    async with node("a", shown) as a, node("b", shown) as b:
+        for step in range(1, 5):
+            a.write(own(1), (0, step))
+            assert await a.carrier.give(own(1), b.peer) == (0, step)
+            b.assert_holds(own(1), (0, step))
+        assert b.held() == [(own(1), (0, 4), True), (own(1), (0, 3), True)]
+        assert len(b.carrier._guests) == len(a.carrier._pipes) == 1
+
+
+@told
+async def test_what_is_there_is_not_sent_again():
+    async with node("a") as a, node("b") as b:
+        kept = a.write(own(1), (0, 1))
+        await a.carrier.give(own(1), b.peer)
+        os.pwrite(kept.descriptor, b"?", kept.sizes.buffer_at(0))  # would not be taken
+        assert await a.carrier.give(own(1), b.peer) == (0, 1)
+
+
+@told
+async def test_an_older_version_is_taken_once_the_fresher_one_is_void():
+    async with node("a") as a, node("b") as b:
+        a.write(own(1), (0, 10))
+        a.write(own(1), (0, 11))
+        await a.carrier.give(own(1), b.peer)
+        a.shelf.settle((0, 10), 1)
+        with pytest.raises(TransferError, match="something fresher"):
+            await a.carrier.give(own(1), b.peer)
+        b.shelf.settle((0, 10), 1)
+        assert await a.carrier.give(own(1), b.peer) == (0, 10)
+        assert b.held() == [(own(1), (0, 10), True)]
+
+
+@told
+async def test_the_copy_of_a_dropped_version_makes_way_before_that_of_a_good_one():
+    """One rank has not kept step 2, so all have dropped it: until step 3 is whole, 1 is needed."""
+    async with node("a") as a, node("b") as b:
+        for step in (1, 2):
+            kept = a.write(shard(1), (0, step))
+            await a.carrier.give(shard(1), b.peer)
+        kept.memory.drop((0, 2))
+        a.write(shard(1), (0, 3))
+        await a.carrier.give(shard(1), b.peer)
+        assert b.held() == [(shard(1), (0, 3), True), (shard(1), (0, 1), True)]
+
+
+@told
+async def test_the_memory_that_was_fetched_into_is_the_workers_to_write_to():
+    async with node("a") as a, node("b") as b:
+        a.write(SHARED, (0, 1))
+        await b.carrier.fetch(SHARED, (0, 1), a.peer)
+        assert b.write(SHARED, (1, 2)).memory.find((0, 1)) is not None
+
+
+@told
+async def test_what_is_fetched_is_the_base_and_what_is_beyond_it_void():
+    async with node("a") as a, node("b") as b:
+        a.write(SHARED, (0, 10))
+        b.write(SHARED, (0, 11))
+        await b.carrier.fetch(SHARED, (0, 10), a.peer)
+        assert b.held() == [(SHARED, (0, 10), False)]
+
+
+@told
+async def test_what_is_not_held_is_refused_and_the_connection_stays():
+    async with node("a") as a, node("b") as b:
+        a.write(SHARED, (0, 2))
+        with pytest.raises(TransferError, match="does not hold that version of 'shared'"):
+            await b.carrier.fetch(SHARED, (0, 1), a.peer)
+        await b.carrier.fetch(SHARED, (0, 2), a.peer)
+
+
+@told
+async def test_bytes_that_do_not_fit_their_checksum_are_not_kept():
+    async with node("a") as a, node("b") as b:
+        a.write(own(1), (0, 1))
+        await a.carrier.give(own(1), b.peer)
+        a.write(own(1), (0, 2), summed=7)
+        with pytest.raises(TransferError, match="overwritten"):
+            await a.carrier.give(own(1), b.peer)
+        assert b.held() == [(own(1), (0, 1), True)]
+        a.write(own(1), (0, 3))
+        await a.carrier.give(own(1), b.peer)
+        b.assert_holds(own(1), (0, 3))
+
+
+@told
+async def test_bytes_that_were_fetched_are_for_the_worker_to_sum():
+    async with node("a") as a, node("b") as b:
+        a.write(SHARED, (0, 2), summed=7)
+        await b.carrier.fetch(SHARED, (0, 2), a.peer)
+        with b.shelf.reading(SHARED, (0, 2)) as (_, _, held):
+            assert not held.is_whole()
+
+
+@told
+async def test_what_was_overwritten_on_its_way_is_not_kept(monkeypatch):
+    """The last bytes lie in the memory of who sends until they are taken."""
+    send = replicator._send
+
+    def send_late(to, memory, descriptor, held, wait):
+        send(to, memory, descriptor, held, wait)
+        memory.drop(held.version)
+
+    async with node("a") as a, node("b") as b:
+        a.write(SHARED, (0, 1))
+        a.write(SHARED, (0, 2))
+        monkeypatch.setattr(replicator, "_send", send_late)
+        with pytest.raises(TransferError, match="has been overwritten"):
+            await b.carrier.fetch(SHARED, (0, 2), a.peer)
+        assert b.held() == []
+        monkeypatch.setattr(replicator, "_send", send)
+        await b.carrier.fetch(SHARED, (0, 1), a.peer)
+        b.assert_holds(SHARED, (0, 1))
+
+
+@told
+async def test_the_freshest_can_be_had_without_knowing_which_it_is():
+    async with node("a") as a, node("b") as b:
+        with pytest.raises(TransferError, match="does not hold"):
+            await b.carrier.fetch_freshest(SHARED, a.peer)
+        a.write(SHARED, (3, 10))
+        a.write(SHARED, (3, 11))
+        await b.carrier.fetch_freshest(SHARED, a.peer)
+        b.assert_holds(SHARED, (3, 11))
+        assert b.held() == [(SHARED, (3, 11), False)]
+
+
+def test_a_small_pipe_does_it_too(monkeypatch):
+    """The kernel limits what a user may have in pipes."""
+
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(stream, "fcntl", SimpleNamespace(fcntl=refuse, F_SETPIPE_SZ=0))
+    test_what_another_node_holds_can_be_had(SECRET)
+
+
+@told
+async def test_a_node_without_room_says_so(monkeypatch):
+    async with node("a") as a, node("b") as b:
+        a.write(own(1), (0, 1))
+        monkeypatch.setattr(memory_limit, "limits", lambda: [Limit("its cgroup", 1 << 20, 1 << 20)])
+        with pytest.raises(TransferError, match="No room for snapshots of 'own:1'"):
+            await a.carrier.give(own(1), b.peer)
+        with pytest.raises(NoRoom, match="No room"):
+            await b.carrier.fetch(own(1), (0, 1), a.peer)
+        assert b.held() == []
+
+
+@told
+async def test_copies_keep_to_their_bandwidth_and_the_loop_goes_on():
+    async with node("a", bandwidth=20 * stream.CHUNK) as a, node("b") as b:
+        a.write(own(1), (0, 1), size=10 * stream.CHUNK)
+        loop, ticks = asyncio.get_running_loop(), 0
+        began = loop.time()
+        giving = asyncio.create_task(a.carrier.give(own(1), b.peer))
+        while not giving.done():
+            await asyncio.sleep(0.005)
+            ticks += 1
+        # A tenth of a second's worth is saved up.
+        assert loop.time() - began >= 0.39
+        assert ticks >= 10
+        b.assert_holds(own(1), (0, 1), size=10 * stream.CHUNK)
+
+
+@told
+async def test_the_end_of_an_agent_ends_its_transfers_at_once():
+    async with node("a", bandwidth=5 * stream.CHUNK) as a, node("b") as b:
+        a.write(own(1), (0, 1), size=50 * stream.CHUNK)
+        giving = asyncio.create_task(a.carrier.give(own(1), b.peer))
+        while not b.held() and not b.shelf._kept:
+            await asyncio.sleep(0.005)
+        await asyncio.wait_for(b.carrier.close(), 10)
+        with pytest.raises(TransferError, match=r"is lost"):
+            await asyncio.wait_for(giving, 20)
+        assert b.held() == []
+        with pytest.raises(TransferError):
+            await a.carrier.give(own(1), b.peer)
+
+
+@told
+async def test_giving_ends_with_this_agent():
+    async with node("a", bandwidth=5 * stream.CHUNK) as a, node("b") as b:
+        a.write(own(1), (0, 1), size=50 * stream.CHUNK)
+        giving = asyncio.create_task(a.carrier.give(own(1), b.peer))
+        while not b.shelf._kept:
+            await asyncio.sleep(0.005)
+        await asyncio.wait_for(a.carrier.close(), 10)
+        with pytest.raises(TransferError):
+            await giving
+
+
+@told
+async def test_nobody_is_there():
+    async with node("a") as a:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            nobody = f"127.0.0.1:{taken.getsockname()[1]}"
+        for peer in (nobody, "no place at all", ""):
+            with pytest.raises(TransferError, match="does not answer"):
+                await a.carrier.fetch(SHARED, (0, 1), peer)
+
+
+@told
+async def test_who_has_another_secret_gets_nothing():
+    other = Credentials(Secret(b"another secret, of another job"))
+    async with node("a") as a, node("b", other) as b:
+        a.write(SHARED, (0, 1))
+        with pytest.raises(TransferError, match="different secrets"):
+            await b.carrier.fetch(SHARED, (0, 1), a.peer)
+
+
+@told
+async def test_connections_to_nodes_that_are_gone_are_closed():
+    async with node("a") as a, node("b") as b:
+        a.write(own(1), (0, 1))
+        await a.carrier.give(own(1), b.peer)
+        a.carrier.forget({b.peer})
+        assert len(a.carrier._pipes) == 1
+        a.carrier.forget(set())
+        assert len(a.carrier._pipes) == 0
+
+
+def hold_serving(monkeypatch):
+    """What guests ask for is done when the event that is returned is set."""
+    goes_on, serve = threading.Event(), replicator._serve
+
+    def held(guest, shelf):
+        assert goes_on.wait(30)
+        serve(guest, shelf)
+
+    monkeypatch.setattr(replicator, "_serve", held)
+    return goes_on
+
+
+async def rest(one):
+    """Who has been served is known to the loop a little later than to the guest."""
+    while len(one.carrier._resting) < len(one.carrier._guests):
+        await asyncio.sleep(0.005)
+
+
+@told
+async def test_guests_at_rest_make_way_and_others_are_not_sent_away(monkeypatch):
+    monkeypatch.setattr(replicator, "MOST_GUESTS", 2)
+
+    async with node("a") as a, node("b") as b, node("c") as c, node("d") as d, node("e") as e:
+        a.write(SHARED, (0, 1))
+        for other in (b, c, d):
+            await other.carrier.fetch(SHARED, (0, 1), a.peer)
+            await rest(a)
+        assert len(a.carrier._guests) == 2
+        goes_on = hold_serving(monkeypatch)
+        a.write(SHARED, (0, 2))
+        fetching = [
+            asyncio.create_task(one.carrier.fetch(SHARED, (0, 2), a.peer)) for one in (b, c)
+        ]
+        while a.carrier._resting or len(a.carrier._guests) < 2:
+            await asyncio.sleep(0.005)
+        with pytest.raises(TransferError, match="no more connections"):
+            await e.carrier.fetch(SHARED, (0, 2), a.peer)
+        goes_on.set()
+        await asyncio.gather(*fetching)
+        await rest(a)
+        await d.carrier.fetch(SHARED, (0, 2), a.peer)
+
+
+@told
+async def test_who_waits_for_its_turn_hears_of_it_and_does_not_give_up(monkeypatch):
+    """One survivor serves a few at a time, and each may take longer than silence is borne."""
+    monkeypatch.setattr(replicator, "WAITING", 0.01)
+    heard, receive = threading.Event(), stream.Pipe.receive_reply
+
+    def receive_reply(self):
+        kind, sentence = receive(self)
+        if kind == stream.WAIT:
+            heard.set()
+        return kind, sentence
+
+    monkeypatch.setattr(stream.Pipe, "receive_reply", receive_reply)
+
+    async with contextlib.AsyncExitStack() as stack:
+        a = await stack.enter_async_context(node("a"))
+        a.write(SHARED, (0, 1))
+        others = [
+            await stack.enter_async_context(node(f"b{number}"))
+            for number in range(replicator.INCOMING + 2)
+        ]
+        goes_on = hold_serving(monkeypatch)
+        fetching = [
+            asyncio.create_task(one.carrier.fetch(SHARED, (0, 1), a.peer)) for one in others
+        ]
+        assert await asyncio.to_thread(heard.wait, 30)
+        goes_on.set()
+        await asyncio.gather(*fetching)
+        for one in others:
+            one.assert_holds(SHARED, (0, 1))
+
+
+@told
+async def test_who_gives_to_a_busy_node_comes_again(monkeypatch):
+    monkeypatch.setattr(replicator, "WAITING", 0.01)
+
+    async with node("a") as a, node("b") as b:
+        a.write(own(1), (0, 1))
+        for _ in range(replicator.INCOMING):
+            await b.carrier._turns.acquire()
+        with pytest.raises(TransferError, match="is busy"):
+            await a.carrier.give(own(1), b.peer)
+        for _ in range(replicator.INCOMING):
+            b.carrier._turns.release()
+        while b.carrier._guests:
+            await asyncio.sleep(0.005)
+        assert await a.carrier.give(own(1), b.peer) == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["_serve", "_fetch"])
+@told
+async def test_what_nobody_expected_ends_the_connection(monkeypatch, name):
+    def fails(*_):
+        raise RuntimeError("not foreseen")
+
+    async with node("a") as a, node("b") as b:
+        unseen = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, seen: unseen.append(seen))
+        monkeypatch.setattr(replicator, name, fails)
+        with pytest.raises((TransferError, RuntimeError)):
+            await b.carrier.fetch(SHARED, (0, 1), a.peer)
+        while a.carrier._guests:
+            await asyncio.sleep(0.005)
+        assert not b.carrier._pipes
+
+
+@told
+async def test_bytes_go_nowhere_else_when_their_memory_is_wanted_otherwise(monkeypatch, tmp_path):
+    """The sender stops amid a version, this node commits on, and files are opened and closed."""
+    begun, goes_on, send_file = threading.Event(), threading.Event(), stream.Pipe.send_file
+
+    def send_half(self, descriptor, at, size, wait):
+        send_file(self, descriptor, at, size // 2, wait)
+        begun.set()
+        assert goes_on.wait(30)
+        send_file(self, descriptor, at + size // 2, size - size // 2, wait)
+
+    async with node("a") as a, node("b") as b:
+        a.write(own(1), (0, 5))
+        await a.carrier.give(own(1), b.peer)
+        a.write(own(1), (1, 6))
+        monkeypatch.setattr(stream.Pipe, "send_file", send_half)
+        giving = asyncio.create_task(a.carrier.give(own(1), b.peer))
+        assert await asyncio.to_thread(begun.wait, 30)
+        for step in (6, 7, 8):
+            b.write(own(0), (1, step), size=1000)
+            b.shelf.sealed([(own(0), (1, step))])
+        files = [open(tmp_path / str(number), "wb") for number in range(8)]  # noqa: SIM115
+        goes_on.set()
+        assert await giving == (1, 6)
+        for file in files:
+            file.close()
+        assert {file.stat().st_size for file in tmp_path.iterdir()} == {0}
+        b.assert_holds(own(1), (1, 6))
+
+
+GOOD = Header(kind=stream.WANT, piece=SHARED, version=(0, 1)).pack()
+HUGE = Header(
+    kind=stream.GIVE, piece=own(0), version=(0, 1), room=1 << 45, used=1 << 45, origin="x"
+).pack()
+
+
+NONSENSE = [
+    b"GET / HTTP/1.1\r\n\r\n" * 20,
+    b"\0" * 400,
+    b"\xff" * 400,
+    GOOD[:4] + b"\x09" + GOOD[5:],
+    GOOD[:5] + b"own:\xc3\xa4".ljust(24, b"\0") + GOOD[29:],
+    GOOD[:5] + b"../../etc".ljust(24, b"\0") + GOOD[29:],
+    Header(kind=stream.FOUND, piece=SHARED, version=(0, 1)).pack(),
+    Header(kind=stream.GIVE, piece=SHARED, version=(0, 1), room=1, used=2).pack(),
+    Header(kind=stream.GIVE, piece=SHARED, version=(-1, 1), room=1, used=1).pack(),
+    Header(kind=stream.WANT, piece=SHARED, version=(0, 1), rank=5, size=2).pack(),
+    Header(kind=stream.GIVE, piece=SHARED, version=(0, 1), room=1 << 60).pack(),
+    HUGE,
+    Header(kind=stream.GIVE, piece=SHARED, version=(9, 9), room=9, used=9, origin="x").pack(),
+    GOOD[:50],
+]
+
+
+@told
+async def talk_nonsense():
+    loop = asyncio.get_running_loop()
+    async with node("a") as a, node("b") as b:
+        a.write(SHARED, (0, 1))
+        for said in NONSENSE:
+            link, _ = await knock(
+                Endpoint.at(a.peer, JOB, SECRET), purpose=frames.SNAPSHOT, timeout=5
+            )
+            connection, _ = link.detach()
+            with connection:
+                connection.setblocking(False)
+                connection.sendall(said)
+                connection.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(ConnectionError):
+                    while await asyncio.wait_for(loop.sock_recv(connection, 4096), 10):
+                        pass
+            assert a.held() == [(SHARED, (0, 1), False)], said
+        await b.carrier.fetch(SHARED, (0, 1), a.peer)
+        while len(a.carrier._guests) != 1:
+            await asyncio.sleep(0.005)
+
+
+def test_nonsense_ends_the_connection_or_is_refused_and_harms_nobody(caplog):
+    talk_nonsense()
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
+
+
+@told
+async def test_who_speaks_before_being_welcome_is_sent_away():
+    """What comes right behind the greeting may have been read with it."""
+    async with node("a", ANONYMOUS) as a:
+        a.write(SHARED, (0, 1))
+        hello = frames.Hello(frames.PROTOCOL, frames.VERSION, JOB, None, frames.SNAPSHOT)
+        port = int(a.peer.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(frames.pack(hello) + GOOD)
+        assert len(await asyncio.wait_for(reader.read(), 10)) < 200
+        writer.close()
+        await writer.wait_closed()
+        assert not a.carrier._guests
+
+
+def test_no_thread_is_left():
+    before = threading.active_count()
+    test_what_is_there_is_not_sent_again()
+    assert threading.active_count() == before
+
+
+def test_a_header_survives_its_journey():
+    full = Header(
+        kind=stream.GIVE,
+        piece=own(999_999_999),
+        version=(1, 2),
+        origin="0123456789ab",
+        rank=3,
+        size=8,
+        room=1 << 40,
+        skeleton_room=1 << 20,
+        used=12345,
+        skeleton=77,
+        checksum=0xFFFFFFFF,
+        before=(1, 1),
+    )
+    for header in (full, Header(kind=stream.WANT, piece=SHARED, version=(3, 4))):
+        assert Header.unpack(header.pack()) == header

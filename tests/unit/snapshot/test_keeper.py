@@ -1,0 +1,423 @@
+"""Run + keep, with an agent's memory in this process: what comes back is what was committed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support import poll_for
+from tests.unit.training.keep_support import (
+    Data,
+    build,
+    fingerprint,
+    finish,
+    step,
+    train,
+    trained,
+)
+from torchelastic.checkpoint import finish as finish_checkpoints
+from torchelastic.checkpoint import save
+from torchelastic.data import DataLoader, ElasticSampler, Ledger
+from torchelastic.errors import CheckpointError, SnapshotError
+from torchelastic.snapshot import agent_client, keeper, search
+from torchelastic.snapshot import writer as keeping_writer
+from torchelastic.snapshot.kept_tree import Staging
+from torchelastic.snapshot.layout import SHARED, own
+from torchelastic.snapshot.messages import Settled
+from torchelastic.training import session
+from torchelastic.training.state.torch_state import TorchState
+
+
+def generation(monkeypatch, number):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+
+
+@pytest.fixture
+def expected():
+    """Ten steps that nothing has interrupted."""
+    state = build()
+    for _ in range(10):
+        step(state)
+        state.sampler.committed()
+        state.step += 1
+    return fingerprint(state)
+
+
+def test_a_restarted_script_goes_on_to_the_same_bits(shelf, expected, monkeypatch):
+    state = build()
+    assert state.restore() == 0
+    train(state, 4)
+    step(state)  # in flight when it ends
+    finish(state)
+    for number, until in ((1, 7), (2, 10)):
+        generation(monkeypatch, number)
+        state = build(seed=90 + number)
+        assert state.restore() == state.step > 0
+        train(state, until)
+        finish(state)
+    assert fingerprint(state) == expected
+    assert shelf.versions(SHARED) == [(2, 10), (2, 9)]
+    assert Settled((1, 7), 2) in shelf.told
+
+
+def test_what_is_small_is_of_the_moment_of_the_commit(shelf, monkeypatch):
+    """The next forward changes buffers and random states while the rest is copied."""
+    goes_on = hold_copies(monkeypatch)
+    state = trained(1)
+    before = fingerprint(state)[0]
+    state.model(state.sampler.next())
+    state.best.add_(1)
+    goes_on.set()
+    finish(state)
+    again = build(seed=9)
+    assert again.restore() == 1
+    assert fingerprint(again)[0] == before
+
+
+def hold_copies(monkeypatch):
+    """Copies wait for the event that is returned."""
+    goes_on, copy = threading.Event(), keeping_writer._copy
+
+    def held(job, begin):
+        assert goes_on.wait(30)
+        copy(job, begin)
+
+    monkeypatch.setattr(keeping_writer, "_copy", held)
+    return goes_on
+
+
+def test_the_optimizer_waits_for_the_copy_and_nothing_else_does(shelf, monkeypatch):
+    goes_on = hold_copies(monkeypatch)
+    state = trained(1)
+    before = state.module[3].weight.detach().clone()
+    trainer = threading.Thread(target=step, args=(state,))
+    trainer.start()
+    poll_for(lambda: state.sampler.taken == 1, what="the next step")
+    assert torch.equal(state.module[3].weight, before)
+    goes_on.set()
+    trainer.join()
+    assert not torch.equal(state.module[3].weight, before)
+    finish(state)
+    again = build(seed=9)
+    again.restore()
+    assert torch.equal(again.module[3].weight, before)
+
+
+def test_a_write_outside_the_optimizer_voids_the_snapshot_and_is_told(shelf, monkeypatch, caplog):
+    goes_on = hold_copies(monkeypatch)
+    state = trained(1)
+    with torch.no_grad():
+        state.module[3].weight.mul_(0.5)
+    goes_on.set()
+    step(state)
+    state.commit()
+    assert (0, 1) not in shelf.versions(SHARED)
+    assert "written to after commit()" in caplog.text
+    with torch.no_grad():
+        state.module[3].weight.mul_(0.5)  # copied by now: it does no harm any more
+    finish(state)
+    assert shelf.versions(SHARED) == [(0, 2)]
+    assert caplog.text.count("written to after commit()") == 1
+
+
+def test_a_damaged_snapshot_is_passed_over(shelf, caplog):
+    finish(trained(5))
+    shelf.damage(SHARED, (0, 5))
+    assert build().restore() == 4
+    assert "The snapshot of step 5 cannot be used here" in caplog.text
+    shelf.damage(own(0), (0, 4))  # which is no reason to go back further
+    assert build().restore() == 4
+    assert "What this rank had of its own at step 4 is lost" in caplog.text
+    shelf.damage(SHARED, (0, 4))
+    with pytest.raises(SnapshotError, match="snapshots up to step 5"):
+        build().restore()
+
+
+def test_a_large_one_is_checked_behind_and_nothing_is_committed_from_it(shelf, monkeypatch):
+    monkeypatch.setattr(search, "CHECKED_FIRST", 0)
+    finish(trained(5))
+    shelf.damage(SHARED, (0, 5))
+    generation(monkeypatch, 1)
+    state = build()
+    assert state.restore() == 5
+    shelf.answering.clear()  # it need not have room to be told
+    with pytest.raises(SnapshotError, match="is damaged"):
+        train(state, 6)
+    shelf.answering.set()
+    finish(state)
+    generation(monkeypatch, 2)
+    state = build()
+    assert state.restore() == 4
+    train(state, 6)
+    finish(state)
+    assert shelf.versions(SHARED)[0] == (2, 6)
+
+
+def test_another_model_is_not_loaded_over_this_one(shelf, caplog):
+    finish(trained(2))
+    with pytest.raises(SnapshotError, match="To begin anew is for you to decide"):
+        build(width=128).restore()
+    assert "another model" in caplog.text
+
+
+def test_a_refusal_is_told_once_and_training_goes_on(shelf, caplog):
+    shelf.refusal = "The node has no room for it."
+    finish(trained(4))
+    assert shelf.steps == [0, 1, 2, 3, 4], "the agent is told how far it is"
+    assert [record.getMessage() for record in caplog.records if record.levelno >= 30] == [
+        f"Training goes on without snapshots of '{piece}': {shelf.refusal}"
+        for piece in (own(0), SHARED)
+    ]
+
+
+def test_what_is_not_kept_is_not_copied_either(shelf, monkeypatch):
+    copied, copy = [], Staging.copy
+    monkeypatch.setattr(Staging, "copy", lambda *of: (copied.append(of), copy(*of)))
+    monkeypatch.setattr(keeping_writer, "FIRST_WAIT", 0.01)
+    shelf.answering.clear()
+    state = trained(2)
+    assert copied == []  # there is no memory yet
+    shelf.refusal = "The node has no room for it."
+    shelf.answering.set()
+    writer = state._keeper._writer
+    poll_for(lambda: train(state, state.step + 1) or not writer.keeps_shared, what="the refusal")
+    monkeypatch.setattr(state._keeper._tree, "flatten", lambda: pytest.fail("it is refused"))
+    train(state, state.step + 2)
+    finish(state)
+    assert copied == []
+
+
+def test_an_answer_that_comes_too_late_is_no_refusal(shelf, monkeypatch, caplog):
+    room, late = shelf.room, [True, True]
+
+    def busy(*wanted):
+        if late:
+            late.pop()
+            raise agent_client.Unanswered("The agent has not answered in time.")
+        return room(*wanted)
+
+    monkeypatch.setattr(shelf, "room", busy)
+    state = trained(3)
+    poll_for(lambda: train(state, state.step + 1) or shelf.versions(SHARED), what="a snapshot")
+    finish(state)
+    assert caplog.text.count("it is asked for again") == 2
+
+
+def test_an_agent_that_does_not_answer_holds_up_nobody(shelf, monkeypatch):
+    monkeypatch.setattr(keeping_writer, "FIRST_WAIT", 0.01)
+    shelf.answering.clear()
+    state = trained(3)
+    assert shelf.versions(SHARED) == []
+    shelf.answering.set()
+    poll_for(lambda: set(shelf.descriptors) == {SHARED, own(0)}, what="its answers")
+    poll_for(lambda: train(state, state.step + 1) or shelf.versions(SHARED), what="a snapshot")
+    finish(state)
+
+
+def test_a_state_that_grows_gets_more_room(shelf):
+    state = trained(1)
+    state.best = torch.ones(100_000)
+    train(state, 2)
+    finish(state)
+    again = build()
+    assert again.restore() == 2
+    assert len(again.best) == 100_000
+
+
+def test_a_snapshot_that_cannot_be_written_stops_nothing(shelf, monkeypatch, caplog):
+    def fails(job, begin):
+        raise OSError("no")
+
+    monkeypatch.setattr(keeping_writer, "_copy", fails)
+    finish(trained(3))
+    assert caplog.text.count("could not be written") == 1
+    assert shelf.versions(SHARED) == []
+
+
+def test_flattened_once_as_long_as_the_tensors_are_the_same(shelf):
+    state = trained(1)
+    tree = state._keeper._tree
+    first = tree._flat
+    train(state, 2)
+    assert tree._flat is first
+    state.module[3].weight.data = state.module[3].weight.data.clone()
+    train(state, 3)
+    assert tree._flat is not first
+    finish(state)
+
+
+# --- the ledger -----------------------------------------------------------------------------------
+
+
+def test_a_snapshot_is_sealed_when_the_ledger_has_its_step(shelf, tmp_path):
+    sampler = ElasticSampler(8, shuffle=False)
+    batches = iter(DataLoader(list(range(8)), batch_size=2, sampler=sampler))
+    ledger = Ledger(tmp_path)
+    state = TorchState(model=nn.Linear(1, 1), sampler=sampler, ledger=ledger)
+    state.restore()
+    for _ in range(2):
+        next(batches)
+        state.commit()
+    state._keeper._writer.finish()
+    lines = [json.loads(text) for text in (tmp_path / "g0-r0.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["ids"]) for line in lines] == [(1, [0, 1]), (2, [2, 3])]
+    next(batches)
+    state._committed((3, 3))  # as `train` does it
+    finish(state)
+    ledger.close()
+    assert json.loads((tmp_path / "g3-r0.jsonl").read_text())["ids"] == [4, 5]
+
+
+def test_a_ledger_whose_disk_hangs_holds_up_one_snapshot(shelf, tmp_path, monkeypatch, caplog):
+    asked = []
+    ledger = Ledger(tmp_path)
+    monkeypatch.setattr(ledger, "flush", asked.append)  # None, as false as False
+    state = TorchState(model=nn.Linear(1, 1), sampler=ElasticSampler(8), ledger=ledger)
+    state.restore()
+    for _ in range(3):
+        state.commit()
+    finish(state)
+    assert asked == [keeping_writer.LEDGER_PATIENCE]
+    assert shelf.versions(SHARED) == [(0, 3), (0, 2)]
+    assert caplog.text.count("disk of the ledger hangs") == 1
+    ledger.close()
+
+
+def test_a_ledger_needs_to_know_the_samples(tmp_path):
+    with pytest.raises(TypeError, match="ElasticSampler"):
+        TorchState(sampler=Data(), ledger=Ledger(tmp_path))
+
+
+# --- without an agent -----------------------------------------------------------------------------
+
+
+def test_a_plain_process_counts(monkeypatch, caplog):
+    monkeypatch.setattr(agent_client, "connect", lambda: None)
+    caplog.set_level(logging.INFO)
+    state = build()
+    assert state.restore() == 0
+    train(state, 3)
+    assert state.step == 3
+    assert state.sampler.position == 3
+    assert caplog.text.count("only counts steps") == 1
+
+
+def test_several_ranks_need_a_process_group(monkeypatch):
+    monkeypatch.setattr(agent_client, "connect", lambda: None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        build().restore()
+
+
+def test_steps_are_committed_in_order(shelf):
+    state = build()
+    with pytest.raises(RuntimeError, match="restore"):
+        state.commit()
+    state.restore()
+    state.commit(step=5)
+    with pytest.raises(ValueError, match="Step 4 cannot be committed after step 5"):
+        state.commit(step=4)
+    assert state.step == 5, "nothing has moved"
+    finish(state)
+
+
+def test_train_restores_by_itself(monkeypatch):
+    monkeypatch.setattr(session, "_current", object())
+    with pytest.raises(RuntimeError, match="by itself"):
+        build().restore()
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def refused_amid_a_generation():
+    """Memory stays behind at step 3, and training goes on."""
+    state = trained(3)
+    state._keeper._writer.finish()
+    state._keeper._writer._shared.refuse()
+    return state
+
+
+def test_the_checkpoint_is_for_when_no_memory_is_left(shelf, make_store, monkeypatch):
+    make_store()
+    state = trained(2)
+    save(state, 2)
+    finish_checkpoints()
+    parameters = [one.detach().clone() for one in state.module.parameters()]
+    train(state, 3)
+    finish(state)
+    assert build().restore() == 3
+    monkeypatch.setattr(agent_client, "connect", lambda: None)
+    again = build(seed=8)
+    assert again.restore() == 2
+    assert all(map(torch.equal, again.module.parameters(), parameters))
+    train(again, 3)
+
+
+def test_a_checkpoint_that_is_fresher_than_memory_is_taken_and_not_void(shelf, make_store):
+    store = make_store(keep_last=1, every=5)
+    state = refused_amid_a_generation()
+    for done in (5, 10):
+        train(state, done)
+        finish_checkpoints()
+    train(state, 12)
+    finish(state)
+    assert shelf.versions(SHARED) == [(0, 3), (0, 2)]
+    assert build().restore() == 10
+    store._turn.ensure()
+    assert [one.step for one in store.catalog.records()] == [10]
+
+
+def test_a_corrupt_checkpoint_does_not_beat_memory(shelf, make_store, tmp_path):
+    make_store(every=5)
+    state = refused_amid_a_generation()
+    train(state, 5)
+    finish_checkpoints()
+    finish(state)
+    (data,) = (tmp_path / "checkpoints").glob("*/*.distcp")
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    assert build().restore() == 3
+
+
+def test_storage_that_hangs_keeps_nobody_from_memory(shelf, make_store, monkeypatch, caplog):
+    stored = make_store()
+    monkeypatch.setattr(keeper, "STORAGE_PATIENCE", 0.01)
+    finish(trained(3))
+    goes_on = threading.Event()
+    monkeypatch.setattr(stored.catalog, "records", lambda: goes_on.wait(30) and iter(()))
+    assert build().restore() == 3
+    assert "Storage does not say what it has" in caplog.text
+    goes_on.set()
+    names = {"torchelastic-storage", "torchelastic-fence"}
+    poll_for(lambda: names.isdisjoint(one.name for one in threading.enumerate()), what="their end")
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_an_error(shelf, make_store):
+    make_store()
+    save(build(width=128), 7)
+    finish_checkpoints()
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        build().restore()
+
+
+# --- DDP ------------------------------------------------------------------------------------------
+
+
+def test_a_model_in_ddp_is_kept_without_it(shelf):
+    wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.module = nn.Linear(2, 2)
+    state = TorchState(model=wrapped)
+    assert state.model is wrapped
+    assert state.module is wrapped.module
+    assert [name for name, _ in state._form()][:1] == ["parameter 'weight'"]
+    with pytest.raises(TypeError, match="plain module"):
+        state._begins_at()  # what `train` asks first

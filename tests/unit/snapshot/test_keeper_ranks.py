@@ -1,0 +1,136 @@
+"""Ranks on different nodes that find different things: what all of them go on from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.unit.training.keep_support import Shelf, build, finish, train
+from tests.unit.training.rank_support import Ranks
+from torchelastic.checkpoint import finish as finish_checkpoints
+from torchelastic.errors import SnapshotError
+from torchelastic.snapshot import search
+from torchelastic.snapshot.layout import SHARED, own
+from torchelastic.snapshot.messages import Settled
+
+LOST = "The agent at 10.0.0.7:4242 is lost (nothing moves any more)."
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    monkeypatch.setattr(search, "PAUSE", 0.0)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    peers = {}
+    made = [Shelf(name, peers) for name in ("a", "b")]
+    peers.update({shelf.name: shelf for shelf in made})
+    yield made
+    for shelf in made:
+        shelf.close()
+
+
+@pytest.fixture
+def world(nodes, monkeypatch):
+    return Ranks(nodes, monkeypatch)
+
+
+def trained(world, until):
+    """All ranks go on to this step, and end there; returns where each went on from, or how it
+    ended."""
+
+    def work(rank):
+        state = build(seed=rank)
+        try:
+            begun = state.restore()
+            train(state, until)
+        finally:
+            finish(state)
+        return begun
+
+    return world.run(work)
+
+
+def restored(world, monkeypatch, generation):
+    """Where the ranks of a generation go on from, and what they have then."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(generation))
+    states = [build(seed=10 * generation + rank) for rank in range(world.size)]
+
+    def work(rank):
+        begun = states[rank].restore()
+        finish(states[rank])
+        return begun
+
+    return world.run(work), states
+
+
+def same(states):
+    """Only if one was given the other's: these ranks do not train together."""
+    first, *others = ([p.detach() for p in state.module.parameters()] for state in states)
+    return all(all(map(torch.equal, first, other)) for other in others)
+
+
+def test_what_one_rank_cannot_fetch_is_sent_by_one_that_has_it(world, nodes, monkeypatch):
+    assert trained(world, 5) == [0, 0]
+    nodes[1].refusals = [LOST] * search.TRIES
+    begun, states = restored(world, monkeypatch, 1)
+    assert begun == [5, 5]
+    assert same(states)
+    assert Settled((0, 5), 1) in nodes[0].told
+
+
+def test_what_cannot_be_had_once_is_asked_for_again(world, nodes, monkeypatch, caplog):
+    trained(world, 2)
+    nodes[1].refusals = [LOST] * (search.TRIES - 1)
+    assert restored(world, monkeypatch, 1)[0] == [2, 2]
+    assert "could not be had" not in caplog.text
+
+
+def test_what_nobody_can_have_now_is_not_given_up(world, nodes, monkeypatch, make_store):
+    """Neither for the checkpoint nor for an older version: the next generation has it."""
+    make_store(every=5)
+    trained(world, 9)
+    finish_checkpoints()
+    for node in nodes:
+        node.refusals = [LOST] * search.TRIES
+        node.told.clear()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    errors = trained(world, 12)
+    for error in errors:
+        assert isinstance(error, SnapshotError)
+        assert "Step 9 is in memory, but could not be had now (rank 0: The agent at" in str(error)
+    assert not any(isinstance(said, Settled) for node in nodes for said in node.told)
+    assert restored(world, monkeypatch, 2)[0] == [9, 9]
+
+
+def test_what_is_damaged_on_one_node_is_sent_by_the_other(world, nodes, monkeypatch):
+    trained(world, 4)
+    nodes[0].damage(SHARED, (0, 4))
+    begun, states = restored(world, monkeypatch, 1)
+    assert begun == [4, 4]
+    assert same(states)
+
+
+def test_nodes_that_cannot_reach_each_other_send_it_over_the_group(world, nodes, monkeypatch):
+    trained(world, 3)
+    nodes[1].close()
+    nodes[1].descriptors.clear()
+    nodes[0].peers.clear()
+    begun, states = restored(world, monkeypatch, 1)
+    assert begun == [3, 3]
+    assert same(states)
+
+
+def test_nobody_commits_what_came_of_a_damaged_snapshot(world, nodes, monkeypatch):
+    """A large one is checked behind the first step: by then gradients are mixed."""
+    monkeypatch.setattr(search, "CHECKED_FIRST", 0)
+    trained(world, 5)
+    nodes[0].damage(SHARED, (0, 5))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for ended in trained(world, 6):
+        assert isinstance(ended, SnapshotError)
+        assert "is damaged on the node of rank 0" in str(ended)
+    assert [node.versions(own(rank))[0] for rank, node in enumerate(nodes)] == [(0, 5), (0, 5)]
+    assert nodes[0].versions(SHARED) == [(0, 4)]
+    assert nodes[1].versions(SHARED) == [(0, 5), (0, 4)]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert trained(world, 6) == [5, 5]
+    assert [node.versions(SHARED)[0] for node in nodes] == [(2, 6), (2, 6)]

@@ -1,0 +1,202 @@
+"""Which snapshot a world goes on from: a table of what nodes hold and what follows."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from torchelastic.snapshot.layout import SHARED, own, shard
+from torchelastic.snapshot.messages import Holding
+from torchelastic.snapshot.restore_plan import (
+    Node,
+    Outcome,
+    Own,
+    Said,
+    Storage,
+    Verdict,
+    agreed,
+    bases,
+    checkers,
+    choices,
+    finders,
+    is_reachable,
+    lacking,
+    source,
+    tellers,
+    without_shards,
+)
+
+
+def holding(text, size):
+    """`s5` the shared piece of version (0, 5), `2.s5` of (2, 5), `r1.5` rank 1's own of (0, 5), and
+    `p1.5` its shards."""
+    pattern = r"(?:(\d+)\.)?(?:s|([rp])(\d+)\.)(\d+)"
+    generation, kind, rank, step = re.fullmatch(pattern, text).groups()
+    piece = SHARED if rank is None else {"r": own, "p": shard}[kind](int(rank))
+    return Holding(piece, (int(generation or 0), int(step)), 8, int(rank or 0), size)
+
+
+def nodes(*held, size=2, peers=True):
+    """One node for each text of holdings, a rank each."""
+    return {
+        f"n{number}": Node(
+            f"host{number}:1" if peers else "",
+            tuple(holding(word, size) for word in text.split()),
+            number,
+        )
+        for number, text in enumerate(held)
+    }
+
+
+TABLE = [
+    ("nothing at all", ("", ""), []),
+    ("own pieces alone are of no use", ("r0.4", "r1.4"), []),
+    ("all have the same two", ("s4 s5 r0.4 r0.5", "s4 s5 r1.4 r1.5"), [(0, 5), (0, 4)]),
+    ("one is torn on one node", ("s4 r0.4 r0.5", "s4 s5 r1.4 r1.5"), [(0, 5), (0, 4)]),
+    ("rank 1 had not got to 5", ("s4 s5 r0.4 r0.5", "s3 s4 r1.3 r1.4"), [(0, 4), (0, 5), (0, 3)]),
+    ("rank 1's are gone", ("s4 s5 r0.4 r0.5", ""), [(0, 5), (0, 4)]),
+    ("rank 1's replica is behind", ("s4 s5 r0.4 r0.5 r1.2", ""), [(0, 5), (0, 4)]),
+    ("rank 1's replica is here", ("s4 s5 r0.4 r0.5 r1.4 r1.5", ""), [(0, 5), (0, 4)]),
+    ("generation before step", ("s9 r0.9 r1.9", "1.s7 1.r0.7 1.r1.7"), [(1, 7)]),
+    ("whole but of long ago", ("s2 r0.2 r1.2", "5.s80"), [(5, 80), (0, 2)]),
+    ("all shards", ("s5 p0.5 r0.5", "s5 p1.5 r1.5"), [(0, 5)]),
+    ("rank 1's shards are a version behind", ("s5 s4 p0.5 p0.4", "s5 s4 p1.4"), [(0, 4)]),
+    ("shards of the lost node are here", ("s5 p0.5 p1.5 r0.5 r1.5", ""), [(0, 5)]),
+    ("shards of the lost node are gone", ("s5 p0.5 r0.5", ""), []),
+    ("that step was not done again", ("s4 s5", "2.s6"), [(2, 6), (0, 5), (0, 4)]),
+    ("whole but three versions behind", ("s5 s4", "s3 r0.3 r1.3"), [(0, 5), (0, 4), (0, 3)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("held", "expected"), [row[1:] for row in TABLE], ids=[r[0] for r in TABLE]
+)
+def test_bases_in_the_order_they_are_tried(held, expected):
+    assert bases(nodes(*held), 2) == expected
+
+
+def test_a_finished_step_is_not_redone_with_other_samples():
+    """Rank 0's node is lost, and its replica is a step behind: only a world as large as before
+    redoes that step with the same bits."""
+    held = ("s4 s5 r0.4 r1.4 r1.5",)
+    assert bases(nodes(*held), 2) == [(0, 4), (0, 5)]
+    assert bases(nodes(*held), 1) == [(0, 5), (0, 4)]
+    assert bases(nodes(*held), 3) == [(0, 5), (0, 4)]
+
+
+def test_what_no_other_node_can_fetch_is_no_base_of_shards():
+    assert bases(nodes("s5 r0.5", "s4 r1.4", peers=False), 2, sharded=True) == []
+    assert bases(nodes("s4 s5", "s4", peers=False), 2, sharded=True) == [(0, 4)]
+    assert bases(nodes("s5 r0.5", peers=False), 1, sharded=True) == [(0, 5)]
+    assert not is_reachable({}, SHARED, (0, 1))
+
+
+def test_what_one_rank_has_it_can_send_to_the_others():
+    assert bases(nodes("s5 r0.5", "s4 r1.4", peers=False), 2) == [(0, 5), (0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("versions", "stored", "expected"),
+    [
+        ([], None, [Storage()]),
+        ([], 7, [Storage()]),
+        ([(0, 3), (0, 2)], None, [(0, 3), (0, 2), Storage()]),
+        # The room was refused at step 3, and training went on: what is stored is fresher.
+        ([(0, 3), (0, 2)], 30, [Storage(3), (0, 3), (0, 2), Storage()]),
+        ([(4, 90), (4, 89)], 80, [(4, 90), (4, 89), Storage()]),
+        ([(4, 90), (4, 89)], 90, [(4, 90), Storage(89), (4, 89), Storage()]),
+        # The step before is preferred for its random states, not for want of the step.
+        ([(0, 4), (0, 5), (0, 3)], 5, [(0, 4), (0, 5), Storage(3), (0, 3), Storage()]),
+        ([(0, 4), (0, 5), (0, 3)], 6, [Storage(5), (0, 4), (0, 5), (0, 3), Storage()]),
+        ([(0, 1)], 0, [(0, 1), Storage()]),
+    ],
+)
+def test_memory_and_storage_are_tried_by_step(versions, stored, expected):
+    assert choices(versions, stored) == expected
+
+
+@pytest.mark.parametrize(
+    ("versions", "stored", "start", "expected"),
+    [
+        ([], None, 50, [Storage(49), Own(50)]),
+        ([], 40, 50, [Storage(49), Own(50)]),
+        ([], 60, 50, [Storage(49), Own(50)]),
+        # Killed between the script's own save of step 50 and commit().
+        ([(0, 49), (0, 48)], None, 50, [Storage(49), Own(50)]),
+        ([(0, 50), (0, 49)], None, 50, [(0, 50), Storage(49), Own(50)]),
+        # Restarted: the file is older than what is in memory.
+        ([(3, 60), (3, 59)], None, 50, [(3, 60), (3, 59), Storage(49), Own(50)]),
+        ([(3, 60), (3, 59)], 70, 50, [Storage(60), (3, 60), (3, 59), Storage(49), Own(50)]),
+        ([(0, 3)], 30, 50, [Storage(49), Own(50)]),
+        ([(0, 3)], None, 0, [(0, 3), Storage()]),
+    ],
+)
+def test_what_the_script_has_loaded_is_kept_unless_something_is_newer(
+    versions, stored, start, expected
+):
+    assert choices(versions, stored, start) == expected
+
+
+F, A, U = Outcome.FOUND, Outcome.ABSENT, Outcome.UNUSABLE
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "holding", "replicated", "sharded"),
+    [
+        ([F, F], "n0 n1", Verdict.LOAD, Verdict.LOAD),
+        ([F, A], "n0", Verdict.LOAD, Verdict.TRY_AGAIN),  # no room on a small node
+        ([F, U], "n0 n1", Verdict.LOAD, Verdict.PASS_OVER),  # damaged on one node
+        ([A, A], "n0", Verdict.TRY_AGAIN, Verdict.TRY_AGAIN),
+        ([U, A], "n0", Verdict.PASS_OVER, Verdict.TRY_AGAIN),  # the only one is damaged
+        ([U, A], "n0 n1", Verdict.TRY_AGAIN, Verdict.TRY_AGAIN),
+        ([U, U], "n0 n1", Verdict.PASS_OVER, Verdict.PASS_OVER),
+        ([U, U], "n0", Verdict.PASS_OVER, Verdict.PASS_OVER),
+    ],
+)
+def test_what_all_ranks_do_once_they_have_looked(outcomes, holding, replicated, sharded):
+    said = [Said(one, f"n{rank}") for rank, one in enumerate(outcomes)]
+    assert agreed(said, holding.split(), sharded=False) is replicated
+    assert agreed(said, holding.split(), sharded=True) is sharded
+
+
+def test_one_rank_of_a_node_checks_for_all_of_them():
+    said = [Said(A, "n0"), Said(F, "n0", True), Said(F, "n0", True), Said(F, "n1", True)]
+    assert finders(said) == [1, 2, 3]
+    assert checkers(said) == [1, 3]
+    assert checkers([Said(F, "n0"), Said(F, "n1")]) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "written", "held", "expected"),
+    [
+        (2, 2, "s5 r0.5 r1.5", []),
+        (2, 2, "s5 r0.5", [1]),
+        (1, 2, "s5 r0.5", []),  # smaller than it was: rank 1 is nobody's
+        (4, 2, "s5 r0.5 r1.5", []),  # larger: ranks 2 and 3 never had any
+        (4, 3, "s5 r2.5", [0, 1]),
+        (2, 2, "s4 r0.4 r1.4", []),  # nothing of that version: no rank had anything
+    ],
+)
+def test_whose_own_pieces_are_lost(size, written, held, expected):
+    assert lacking(nodes(held, "", size=written), (0, 5), size) == expected
+
+
+def test_where_a_piece_is_taken_from():
+    assert source(nodes("s5", "s5"), "n1", SHARED, (0, 5)) == "n1", "here, if it is here"
+    assert source(nodes("s5", ""), "n1", own(0), (0, 5)) is None, "nobody has it"
+    world, lack = nodes("s5", "", "s5", "", "", "s4"), ["n1", "n3", "n4", "n5"]
+    asked = [source(world, name, SHARED, (0, 5)) for name in lack]
+    assert asked == ["n0", "n2", "n0", "n2"], "those who lack it do not all ask the same"
+    asked = [source(nodes("s5", "", "s5"), "n1", SHARED, (0, 5), tried) for tried in range(3)]
+    assert asked == ["n0", "n2", "n0"], "who has tried one in vain asks another"
+
+
+def test_what_lacks_shards_is_known():
+    assert without_shards(nodes("s5 s4 p0.5 p0.4", "s5 s4 p1.4")) == [(0, 5)]
+    assert without_shards(nodes("s5 r0.5", "s5 r1.5")) == []
+
+
+def test_one_rank_tells_what_is_in_a_piece():
+    world = nodes("s5 p1.5", "s5 p0.5 p1.5 p2.4", "p2.5", size=3)
+    assert tellers(world, (0, 5)) == {shard(0): 1, shard(1): 0, shard(2): 2}

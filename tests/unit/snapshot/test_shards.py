@@ -1,0 +1,405 @@
+"""Sharded state in memory, with a mesh of one rank: what is kept, what is refused, who votes how.
+
+(Worlds of several ranks: `tests/process/test_keep_sharded.py`.)
+"""
+
+from __future__ import annotations
+
+import io
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.unit.training.keep_support import Shelf, finish
+from torchelastic import checkpoint
+from torchelastic.checkpoint import checkpoint_store
+from torchelastic.checkpoint.background import saving
+from torchelastic.errors import CheckpointError, SnapshotError
+from torchelastic.snapshot import agent_client, keeper, writer
+from torchelastic.snapshot import exchange as exchange
+from torchelastic.snapshot.layout import SHARED, Memory, shard
+from torchelastic.snapshot.messages import Sealed
+from torchelastic.snapshot.shards import Piece
+from torchelastic.snapshot.writer import Standing
+from torchelastic.training.state.torch_state import TorchState
+from torchelastic.worker.orders import Leave
+
+
+class Replicating(Shelf):
+    """An agent whose copies to other nodes arrive when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrives = True
+
+    def tell(self, message) -> None:
+        super().tell(message)
+        if self.arrives and isinstance(message, Sealed):
+            memory = Memory(self.descriptors[message.piece])
+            memory.note_replicated(message.version)
+            memory.close()
+
+
+@pytest.fixture
+def shelf(monkeypatch):
+    made = Replicating()
+    monkeypatch.setattr(agent_client, "connect", lambda: made)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    from torch.distributed.device_mesh import DeviceMesh
+
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield DeviceMesh("cpu", [0])
+    dist.destroy_process_group()
+
+
+def plain(seed=0, spread=lambda parameter: parameter):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(130, 140), nn.Linear(140, 3))  # one large, the others small
+    for layer in model:
+        for name, parameter in list(layer.named_parameters()):
+            setattr(layer, name, nn.Parameter(spread(parameter.detach())))
+    return TorchState(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.1))
+
+
+def build(mesh, seed=0, placement=None):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    return plain(seed, lambda one: distribute_tensor(one, mesh, [placement or Shard(0)]))
+
+
+def step(state):
+    state.optimizer.zero_grad()
+    for number, parameter in enumerate(state.model.parameters()):
+        parameter.grad = torch.full_like(parameter, number + state.step + 1)
+    state.optimizer.step()
+
+
+def train(state, until):
+    for _ in range(state.step, until):
+        step(state)
+        wait_until_sealed(state)
+        state.commit()
+
+
+def trained(mesh, until):
+    state = build(mesh)
+    state.restore()
+    train(state, until)
+    return state
+
+
+def wait_until_sealed(state):
+    """So that no step is passed over for the last one being under way."""
+    state._keeper._writer.finish()
+
+
+def everything(state):
+    found = []
+    for parameter in state.model.parameters():
+        for tensor in (parameter.detach(), *state.optimizer.state[parameter].values()):
+            found.append(getattr(tensor, "_local_tensor", tensor).tolist())
+    return found
+
+
+def restarted(mesh, monkeypatch, **more):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    return build(mesh, seed=9, **more)
+
+
+@pytest.mark.parametrize("kind", ["Shard", "Replicate"])
+def test_a_restarted_script_has_the_same_bits(kind, mesh, shelf, monkeypatch):
+    from torch.distributed import tensor
+
+    placement = {"Shard": tensor.Shard(0), "Replicate": tensor.Replicate()}[kind]
+    state = build(mesh, placement=placement)
+    assert state.restore() == 0
+    train(state, 3)
+    finish(state)
+    again = restarted(mesh, monkeypatch, placement=placement)
+    assert again.restore() == 3
+    assert everything(again) == everything(state)
+    entries = again.optimizer.state[next(again.model.parameters())]
+    assert isinstance(entries["exp_avg"], tensor.DTensor)
+    assert entries["exp_avg"].placements == (placement,)
+    step(state)
+    step(again)
+    assert everything(again) == everything(state)
+    finish(again)
+
+
+def test_steps_are_not_kept_while_the_last_one_has_no_copies(mesh, shelf):
+    state = trained(mesh, 2)
+    wait_until_sealed(state)
+    shelf.arrives = False
+    train(state, 5)
+    assert shelf.versions(shard(0)) == [(0, 3), (0, 2)]
+    assert shelf.versions(SHARED) == [(0, 3), (0, 2)]
+    shelf.arrives = True
+    train(state, 7)  # that it is sealed is told again, and the next one is begun
+    finish(state)
+    assert shelf.versions(shard(0)) == [(0, 7), (0, 3)]
+
+
+def test_copies_that_never_come_are_told_and_waited_for_no_longer(mesh, shelf, monkeypatch, caplog):
+    monkeypatch.setattr(writer, "REPLICA_PATIENCE", 0.0)
+    shelf.arrives = False
+    finish(trained(mesh, 3))
+    assert shelf.versions(shard(0)) == [(0, 3), (0, 2)]
+    assert caplog.text.count("No other node has taken a copy") == 1
+
+
+def test_a_write_after_commit_voids_the_version_for_all(mesh, shelf, monkeypatch):
+    state = trained(mesh, 2)
+    step(state)
+    state._keeper._writer._pool.submit(lambda: None).result()
+    gate = writer._copy
+
+    def late(job, begin):
+        with torch.no_grad():
+            next(state.model.parameters()).add_(1)
+        gate(job, begin)
+
+    monkeypatch.setattr(writer, "_copy", late)
+    state.commit()
+    wait_until_sealed(state)
+    monkeypatch.setattr(writer, "_copy", gate)
+    assert state._keeper._writer.standing() == Standing.FAILED
+    train(state, 4)
+    finish(state)
+    # The one before it was not overwritten: it was the last that all had.
+    assert shelf.versions(shard(0)) == shelf.versions(SHARED) == [(0, 4), (0, 2)]
+
+
+def test_without_memory_nothing_is_kept_and_training_goes_on(mesh, shelf, caplog):
+    shelf.refusal = "There is no room."
+    state = trained(mesh, 3)
+    assert state._keeper._writer.standing() == Standing.NEVER
+    assert shelf.versions(shard(0)) == []
+    finish(state)
+
+
+def test_damaged_shards_are_no_base_and_no_reason_to_begin_anew(mesh, shelf, monkeypatch):
+    finish(trained(mesh, 3))
+    shelf.damage(shard(0), (0, 3))
+    assert restarted(mesh, monkeypatch).restore() == 2
+    shelf.damage(shard(0), (0, 2))
+    with pytest.raises(SnapshotError, match="There are snapshots up to step 3"):
+        restarted(mesh, monkeypatch).restore()
+
+
+def test_what_was_whole_is_not_taken_for_sharded(mesh, shelf, monkeypatch, caplog):
+    whole = plain()
+    whole.restore()
+    whole.commit()
+    finish(whole)
+    with pytest.raises(SnapshotError, match="not all ranks can use one"):
+        restarted(mesh, monkeypatch).restore()
+    assert "is sharded either in the snapshot or in this script" in caplog.text
+
+
+def test_what_is_refused(mesh, shelf):
+    from torch.distributed.tensor import DTensor, Shard
+
+    with pytest.raises(TypeError, match=r"torchelastic\.train keeps what is the same on all"):
+        build(mesh)._begins_at()
+    with pytest.raises(TypeError, match="of which one cannot write all"):
+        build(mesh).save(io.BytesIO())
+    state = build(mesh)
+    state.restore()
+    step(state)
+    entries = state.optimizer.state[next(state.model.parameters())]
+    entries["row"] = DTensor.from_local(torch.ones(3), mesh, [Shard(0)])
+    with pytest.raises(TypeError, match="state/0/0/row is optimizer state that is sharded in ano"):
+        state.commit()
+    finish(state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "advice"),
+    [
+        ("Partial", "redistribute it by Shard or Replicate first"),
+        ("_StridedShard", "FSDP2 and tensor parallelism split the same dimension of it"),
+    ],
+)
+def test_placements_without_blocks_are_refused_when_the_state_is_made(kind, advice, mesh):
+    from torch.distributed.tensor import DTensor, placement_types
+
+    strided = {"dim": 0, "split_factor": 2} if kind == "_StridedShard" else {}
+    placement = getattr(placement_types, kind)(**strided)
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [placement]))
+    with pytest.raises(TypeError) as refused:
+        TorchState(model=model)
+    assert str(refused.value).startswith("parameters/0/weight is a DTensor that cannot be kept")
+    assert f"placed by {kind}: {advice}" in str(refused.value)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(make_store, monkeypatch):
+    """One that takes any state for a large one, so that it is copied behind the next step."""
+    monkeypatch.setattr(checkpoint_store, "LARGE", 1)
+    monkeypatch.setattr(saving, "_used", None)
+    return make_store(every=2)
+
+
+def test_commit_takes_checkpoints_and_restore_reads_them(mesh, shelf, store, monkeypatch):
+    """Every second step, behind the next one; nothing is left in memory."""
+    state = build(mesh)
+    state.restore()
+    seen = {}
+    for _ in range(5):
+        step(state)
+        wait_until_sealed(state)
+        torch.manual_seed(state.step)  # what is this rank's own
+        state.commit()
+        store.wait()
+        seen[state.step] = everything(state), torch.get_rng_state()
+    finish(state)
+    assert [found.step for found in store.list_checkpoints()] == [4, 2]
+    monkeypatch.setattr(agent_client, "connect", lambda: None)
+    again = restarted(mesh, monkeypatch)
+    assert again.restore() == 4
+    bits, random = seen[4]
+    assert everything(again) == bits
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+@pytest.mark.parametrize("first", ["sharded", "whole"])
+def test_a_checkpoint_is_read_whether_it_is_sharded_now_or_not(first, mesh, store, monkeypatch):
+    monkeypatch.setattr(agent_client, "connect", lambda: None)
+    make = {"sharded": lambda seed: build(mesh, seed), "whole": plain}
+    state = make.pop(first)(0)
+    state.restore()
+    for _ in range(2):
+        step(state)
+        state.commit()
+    store.finish()
+    ((_, other),) = make.items()
+    again = other(9)
+    assert again.restore() == 2
+    assert everything(again) == everything(state)
+    step(state)
+    step(again)
+    assert everything(again) == everything(state)
+
+
+def test_a_checkpoint_that_does_not_fit_is_an_error_on_all_ranks(mesh, store, monkeypatch):
+    monkeypatch.setattr(agent_client, "connect", lambda: None)
+    assert store.save({"model": {}, "format": "of somebody else"}, 2)
+    store.finish()
+    with pytest.raises(CheckpointError, match="no checkpoint that a TorchState has written"):
+        build(mesh).restore()
+
+
+@pytest.fixture
+def signals(monkeypatch):
+    """What a worker that leaves sends to itself."""
+    sent = []
+    monkeypatch.setattr(keeper.os, "kill", lambda pid, signum: sent.append(signum))
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("grace", "seconds", "stored"),
+    [(None, None, [1]), (60.0, 1.0, [1]), (60.0, 50.0, [])],
+    ids=["nobody says how long", "long enough", "too short"],
+)
+def test_who_is_to_leave_does_after_a_commit_that_is_stored(
+    grace, seconds, stored, mesh, shelf, store, signals
+):
+    """Step 1, of which no checkpoint is due."""
+    state = build(mesh)
+    state.restore()
+    (told,) = shelf.on_leave
+    deadline = None if grace is None else time.monotonic() + grace
+    told(Leave(signal.SIGTERM, deadline))
+    store.seconds = seconds
+    step(state)
+    assert signals == []
+    state.commit()
+    assert signals == [signal.SIGTERM]
+    assert [found.step for found in store.list_checkpoints()] == stored
+    finish(state)
+
+
+def test_who_has_not_heard_of_it_takes_part_and_goes_on(mesh, shelf, store, signals, monkeypatch):
+    """Another rank has voted that it leaves; then all vote once more."""
+    monkeypatch.setattr(keeper, "WORD", 0.0)
+    state = build(mesh)
+    state.restore()
+    votes = iter([min(Standing) - 1])
+    vote = exchange.least
+    monkeypatch.setattr(exchange, "least", lambda mine, *group: next(votes, vote(mine, *group)))
+    for _ in range(3):
+        step(state)
+        wait_until_sealed(state)
+        state.commit()
+    store.finish()
+    assert signals == []
+    assert [found.step for found in store.list_checkpoints()] == [2, 1]
+    finish(state)
+
+
+def test_storage_that_cannot_be_read_is_an_error_on_all_ranks(mesh, store, monkeypatch):
+    """Not on rank 0 alone, for which the others would wait."""
+
+    def fails(*_):
+        raise OSError("no route to it")
+
+    monkeypatch.setattr(agent_client, "connect", lambda: None)
+    monkeypatch.setattr(store.catalog, "sound", fails)
+    with pytest.raises(CheckpointError, match=r"cannot be read: .*no route to it"):
+        build(mesh).restore()
+
+
+def test_one_rank_alone_stores_no_shards(mesh, store, monkeypatch):
+    """The rest of them would be missing, and nobody would know until they are needed."""
+    tensor = next(build(mesh).model.parameters())
+    monkeypatch.setattr(type(tensor.device_mesh), "size", lambda self: 2)
+    with pytest.raises(CheckpointError, match=r"'w' is sharded over ranks.*together=True"):
+        store.save({"w": tensor}, 1)
+
+
+class OfTheUser(checkpoint.CheckpointManager):
+    """Knows streams only."""
+
+    create_checkpoint = get_checkpoint = get_latest_checkpoint = list_checkpoints = None
+
+
+def test_a_manager_of_streams_is_refused(mesh, shelf):
+    state = build(mesh)
+    checkpoint.set_checkpoint_manager(OfTheUser())
+    try:
+        with pytest.raises(TypeError, match="A OfTheUser cannot hold a state that is sharded"):
+            state.restore()
+    finally:
+        checkpoint.set_checkpoint_manager(None)
+
+
+# --- pieces ---------------------------------------------------------------------------------------
+
+
+def test_nonsense_is_no_piece():
+    for skeleton in (
+        b"",
+        b"\xff",
+        b"7\n{}\n{}",
+        b"7\n[]\n[]",
+        b'7\n{"tree":{"d":[]},"tensors":[]}\n{"w":[[0],[1]]}',
+    ):
+        with pytest.raises(SnapshotError):
+            Piece.read("7", skeleton, memoryview(b""))

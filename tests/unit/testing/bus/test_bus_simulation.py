@@ -1,0 +1,156 @@
+"""The control plane in simulation: no seed breaks a law, and each rule taken away is missed.
+
+`SOAK` says how many times as many seeds as in the suite. A seed that fails is replayed by
+`python -m torchelastic.testing.simulate --seed N`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import SOAK
+from tests.unit.testing import rules
+from torchelastic.testing import simulate
+from torchelastic.testing.bus.bus_simulation import violations
+from torchelastic.testing.fault_schedule import Fault, Schedule, made_from, shrunk
+
+pytestmark = pytest.mark.timeout(120 * SOAK)
+
+#: Seeds of one test; the suite has so many tests of them.
+SEEDS, TESTS = 50, 4
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS * TESTS * SOAK, SEEDS))
+def test_no_law_is_broken(first):
+    for seed in range(first, first + SEEDS):
+        schedule = made_from(seed)
+        assert not violations(schedule), simulate.explained(schedule)
+
+
+# --- without one rule ----------------------------------------------------------------------------
+
+#: What finds that a rule is missing: the seed that did first, or nearly.
+FOUND_BY = {
+    rules.nobody_reports_a_world_that_waits: 428,
+    rules.a_host_that_does_not_train_has_no_vote: 246,
+    rules.a_leader_forgets_what_was_settled: 427,
+    rules.newcomers_do_not_see_the_world_of_an_earlier_host: 344,
+    rules.those_who_stood_in_vain_stand_again_at_once: 256,
+    rules.who_asks_never_asks_for_a_later_term: 3079,
+    rules.who_has_voted_stands_all_the_same: 23994,
+    rules.who_has_the_state_may_be_left_out: 15978,
+}
+#: How many seeds may be tried, from a bit before the one that is known.
+TRIED, BEFORE = 20, 5
+
+
+@pytest.mark.parametrize("rule", FOUND_BY, ids=lambda rule: rule.__name__)
+def test_a_rule_taken_away_is_found_within_some_seeds(rule, monkeypatch):
+    first = FOUND_BY[rule] - BEFORE
+    seeds = range(first, first + TRIED)
+    assert not any(violations(made_from(seed)) for seed in (FOUND_BY[rule],))
+    rule(monkeypatch.setattr)
+    broken = next((found for seed in seeds if (found := violations(made_from(seed)))), None)
+    assert broken is not None
+    assert broken[0].law == (3 if rule is rules.who_has_the_state_may_be_left_out else 8)
+
+
+def job(machines: str, *faults: Fault, min_nodes: int = 1, seed: int = 0) -> Schedule:
+    return Schedule(
+        seed=seed,
+        resident=True,
+        machines=machines,
+        min_nodes=min_nodes,
+        max_nodes=len(machines) + 2,
+        remembers=False,
+        steps=1 << 20,
+        faults=faults,
+    )
+
+
+#: As the shrinker has left them.
+SHORT = {
+    "a host that is a spare, and the others are started again": (
+        rules.a_host_that_does_not_train_has_no_vote,
+        job("ab", Fault(30.447, "worker", "a"), Fault(30.647, "kill", "b")),
+    ),
+    "a host freezes, and the other node of its world is started again": (
+        rules.a_leader_forgets_what_was_settled,
+        job(
+            "abc", Fault(9.4, "kill", "c"), Fault(20.4, "freeze", "a"), Fault(30.1, "restart", "b")
+        ),
+    ),
+    "the host is killed before all workers have called train": (
+        rules.a_node_takes_along_that_its_workers_are_resident,
+        job("abc", Fault(4.059, "kill", "a"), seed=5843),
+    ),
+    "the host leaves before those of its world have heard of it": (
+        rules.a_spare_node_cannot_host,
+        job(
+            "abcd",
+            Fault(6.097, "cut", "a", "bcd", both_ways=False),
+            Fault(8.360, "mend"),
+            Fault(8.545, "leave", "b"),
+            Fault(8.545, "cut", "d", "abc"),
+            Fault(8.595, "freeze", "c"),
+            seed=16439,
+        ),
+    ),
+    "newcomers, after the third host": (
+        rules.newcomers_do_not_see_the_world_of_an_earlier_host,
+        job(
+            "abcde",
+            Fault(14.567, "kill", "a"),
+            Fault(17.696, "kill", "e"),
+            Fault(25.765, "kill", "b"),
+            min_nodes=3,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_short_schedules_that_were_found(name, monkeypatch):
+    rule, schedule = SHORT[name]
+    assert violations(schedule) == []
+    rule(monkeypatch.setattr)
+    assert [one.law for one in violations(schedule)[:1]] == [8]
+
+
+# --- replay, and shorter ones --------------------------------------------------------------------
+
+
+def test_a_seed_is_replayed_exactly_in_another_process():
+    argv = [sys.executable, "-m", "torchelastic.testing.simulate", "--seed", "5"]
+    told = {
+        subprocess.run(
+            argv, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout.rpartition(b"\n1 schedule,")[0]
+        for seed in ("1", "2")
+    }
+    assert len(told) == 1
+    assert told == {simulate.told(made_from(5)).encode()}
+
+
+def test_a_failure_is_told_with_its_seed_and_a_short_schedule(monkeypatch):
+    rules.a_host_that_does_not_train_has_no_vote(monkeypatch.setattr)
+    told = simulate.explained(made_from(246))
+    assert "replay: --seed 246" in told
+    assert told.count("worker a") == 1
+    assert len(told.splitlines()) < 12
+
+
+def test_a_schedule_is_made_as_short_as_it_can_be():
+    schedule = made_from(7, faults=12, machines=5)
+    needed = {schedule.faults[3], schedule.faults[9]}
+    short = shrunk(schedule, lambda other: needed <= set(other.faults))
+    assert set(short.faults) == needed
+
+
+def test_seeds_have_schedules_of_their_own():
+    assert made_from(3) == made_from(3)
+    assert made_from(3).faults != made_from(4).faults

@@ -1,0 +1,325 @@
+"""Groups that torch makes itself, on a back end with the habits of NCCL (`tests.late_backend`)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import late_backend
+from tests.late_backend import GARBAGE, LateGroup, device
+from tests.support import poll_for
+from tests.unit.training.fake_agent import Coordinator
+from tests.unit.training.loop_support import Counting, Steps, begin, finish
+from torchelastic import TorchState, torch_backends
+from torchelastic.compat.release01 import collectives
+from torchelastic.errors import StopException
+from torchelastic.snapshot import exchange
+from torchelastic.training import world_entry
+from torchelastic.training.group import group as groups
+from torchelastic.training.group import native_groups, threads
+from torchelastic.training.group.group import GenerationOver, Group, PeerLostError
+from torchelastic.worker import status_page as slates
+from torchelastic.worker.collective_log import Operation as Shown
+from torchelastic.worker.collective_log import read
+from torchelastic.worker.orders import Over, Ping, Pong, Stopped
+
+SOON = timedelta(seconds=20)
+
+
+@pytest.fixture(autouse=True)
+def late(monkeypatch):
+    late_backend.register()
+    monkeypatch.setattr(threads, "IDLE", 0.05)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    yield
+    LateGroup.reachable.set()
+    device.moves.set()
+    device.synchronize()
+
+
+@pytest.fixture
+def alone():
+    """The group of a world of one."""
+    group = build(0)
+    yield group
+    group.leave()
+
+
+@pytest.fixture
+def memory():
+    descriptor = slates.create()
+    yield descriptor
+    os.close(descriptor)
+
+
+def build(generation):
+    store = dist.HashStore()
+    return Group.build(
+        store=store, rank=0, size=1, generation=generation, backend="late", timeout=SOON
+    )
+
+
+def abort_once_busy(group):
+    """In a thread, as the control thread does."""
+
+    def run():
+        poll_for(lambda: group.pending, what="something under way")
+        group.abort("a test says so")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(
+    ("backend", "place"),
+    [
+        ("gloo", "cpu"),
+        ("late", "cpu"),
+        ("nccl", "cuda"),
+        ("NCCL", "cuda"),
+        ("nccl2", "cuda"),  # these are of torch 2.15
+        ("nccl-lazy", "cuda"),
+        ("nccl-legacy", "cuda"),
+        ("xccl", "xpu"),
+        ("cpu:gloo,cuda:nccl", "cpu"),
+        ("cuda:nccl", "cuda"),
+        ("undefined", "cpu"),  # init_process_group() without a name
+        ("of somebody else", "cpu"),
+    ],
+)
+def test_where_the_tensors_of_a_back_end_live(backend, place):
+    assert torch_backends.device_of(backend) == place
+
+
+@pytest.mark.parametrize(
+    ("given", "becomes"), [(None, "2"), ("1", "2"), ("3", "2"), ("2", "2"), ("0", "0")]
+)
+def test_no_watchdog_ends_a_survivor(given, becomes):
+    os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)
+    if given is not None:
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = given
+    native_groups.spare_process()
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == becomes
+    assert os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
+
+
+def test_a_group_is_built_aborted_and_built_again(alone):
+    ones = torch.ones(2)
+    dist.all_reduce(ones)
+    assert ones.tolist() == [1, 1]
+    device.moves.clear()
+    alone.settle()
+    dist.all_reduce(ones, async_op=True)
+    thread = abort_once_busy(alone)
+    with pytest.raises(GenerationOver):
+        alone.settle(again=False)
+    thread.join()
+    assert ones.tolist() == [GARBAGE, GARBAGE]
+    with pytest.raises(RuntimeError) as refused:
+        dist.all_reduce(ones)
+    assert isinstance(alone.explain(refused.value), GenerationOver)
+    # What user code makes of the garbage is not an error of its own.
+    assert isinstance(alone.explain(StopException("the loss is 77")), GenerationOver)
+    assert alone.leave()
+    device.moves.set()
+    again = build(1)
+    dist.all_reduce(torch.ones(1))
+    again.settle()
+    assert again.leave()
+
+
+def test_an_abort_ends_the_wait_for_the_first_connection(alone):
+    LateGroup.reachable.clear()
+    thread = abort_once_busy(alone)
+    with pytest.raises(GenerationOver):
+        world_entry.exchange(alone, (0, 3), 7)
+    thread.join()
+    assert alone.leave()
+
+
+def test_what_the_watchdog_found_is_a_lost_peer(alone):
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
+    dist.all_reduce(torch.ones(1))
+    alone.settle()
+    (native,) = native_groups.groups()
+    native.set_timeout(timedelta(seconds=0))
+    device.moves.clear()
+    dist.all_reduce(torch.ones(1), async_op=True)
+    with pytest.raises(PeerLostError, match="late says COMM_ERROR"):
+        alone.settle()
+    with pytest.raises(RuntimeError) as refused:
+        dist.all_reduce(torch.ones(1))
+    assert isinstance(alone.explain(refused.value), PeerLostError)
+    assert isinstance(alone.explain(ValueError("nan")), PeerLostError)
+
+
+def test_a_device_that_is_busy_waits_for_others_and_is_stuck_long_after_an_abort(
+    alone, monkeypatch
+):
+    dist.all_reduce(torch.ones(1))
+    alone.settle()
+    poll_for(lambda: not alone.pending, what="an idle device")
+    device.moves.clear()
+    monkeypatch.setattr(LateGroup, "abort", lambda self: None)  # one that frees nothing
+    dist.all_reduce(torch.ones(1), async_op=True)
+    assert alone.pending == 1
+    alone.abort("a test says so")
+    assert alone.pending == 0  # not yet: the device may still be computing
+    monkeypatch.setattr(groups, "_ABORT_TAKES", 0.0)
+    poll_for(lambda: alone.pending == 1, what="a stuck device")
+    device.moves.set()
+
+
+def test_collectives_that_torch_counts_are_shown_when_the_agent_asks(alone, memory):
+    slate = slates.Slate(memory)
+    other = dist.new_group([0], backend="late")
+    alone.waits.shown = slate.collectives
+    slate.collectives.enter(0)
+    for _ in range(2):
+        dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1), group=other)
+    alone.settle()
+    alone.show()
+    seen = read(memory)
+    assert seen.waits is None
+    assert seen.launched == (Shown("collective", 2, "0"), Shown("collective", 1, "1"))
+    device.moves.clear()
+    dist.all_reduce(torch.ones(1), async_op=True)
+    alone.show()
+    assert read(memory).waits == Shown("collective", 3, "0")
+    device.moves.set()
+    alone.settle()
+    assert read(memory).waits is None
+    alone.waits.shown = None
+    slate.close()
+
+
+def test_an_abort_that_is_refused_does_not_keep_others_from_theirs(alone, monkeypatch, caplog):
+    other = dist.new_group([0], backend="late")
+    default = dist.distributed_c10d._get_default_group()
+    dist.all_reduce(torch.ones(1), group=other)
+
+    def refuse():
+        raise RuntimeError("not supported")
+
+    monkeypatch.setattr(default, "abort", refuse, raising=False)
+    alone.abort("a test says so")
+    assert "A group of late cannot be aborted: not supported" in caplog.text
+    with pytest.raises(RuntimeError, match="aborted"):
+        dist.all_reduce(torch.ones(1), group=other)
+    monkeypatch.undo()
+
+
+def test_votes_of_a_script_do_not_wait_for_a_device(alone):
+    """Those of a larger world: what a world of one says is not asked."""
+    assert exchange.quick_group() is None
+    assert torch_backends.is_on_host("gloo")
+    assert not torch_backends.is_on_host(dist.get_backend())
+    assert collectives.convert_to_distributed_tensor(torch.ones(1))[1] == "cpu"
+
+
+# --- the loop ------------------------------------------------------------------------------------
+
+
+class LateCoordinator(Coordinator):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.c10d_backend = "late"
+
+
+def test_the_loop_trains_on_it(run):
+    steps = Steps()
+
+    def script(agent):
+        begin(agent)
+        finish(agent)
+
+    assert run(script, steps, coordinator=LateCoordinator).count == len(steps.taken)
+
+
+def test_a_step_whose_collective_was_aborted_is_not_committed(run):
+    """It returns without an error, with garbage: the device does not tell."""
+    state = Counting()
+
+    def step(state):
+        if state.count == 2 and not stopped:
+            device.moves.clear()
+            dist.all_reduce(torch.ones(1), async_op=True)
+            stopped.append(True)
+        state.count += 1
+        if state.count == 4:
+            raise StopIteration
+
+    stopped = []
+
+    def script(agent):
+        begin(agent)
+        poll_for(lambda: stopped and not device.query(), what="a collective that hangs")
+        agent.say(Ping(5))
+        assert agent.hear(Pong) == Pong(waiting=True, number=5)
+        agent.say(Over(0, "a failure"))
+        assert agent.hear(Stopped) == Stopped(0, 2)
+        device.moves.set()
+        begin(agent, 1, 2)
+        finish(agent, 1, 3)
+
+    run(script, step, state, coordinator=LateCoordinator)
+
+
+def test_an_optimizer_writes_nothing_that_was_aborted(run):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = TorchState(model=model, optimizer=optimizer)
+    seen, stopped = [], []
+
+    def step(state):
+        if len(seen) == 3:
+            raise StopIteration
+        if len(seen) == 1 and not stopped:
+            stopped.append(True)
+            device.moves.clear()
+        optimizer.zero_grad()
+        state.model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        seen.append(model.weight.detach().clone())
+
+    def script(agent):
+        begin(agent)
+        poll_for(lambda: stopped and not device.query(), what="a collective that hangs")
+        agent.say(Over(0, "a failure"))
+        assert agent.hear(Stopped) == Stopped(0, 1)
+        device.moves.set()
+        begin(agent, 1, 1)
+        finish(agent, 1, 3)
+
+    run(script, step, state, coordinator=LateCoordinator)
+    assert (seen[1] - seen[0]).abs().max() < 1
+    assert torch.equal(model.weight, seen[2])
+
+
+def test_a_collective_after_the_write_is_noticed_when_the_step_ends(run, caplog):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = TorchState(model=model, optimizer=optimizer)
+
+    def step(state):
+        if state.step == 2:
+            raise StopIteration
+        loss = state.model(torch.ones(1, 2)).sum()
+        loss.backward()
+        optimizer.step()
+        dist.all_reduce(loss.detach())
+
+    def script(agent):
+        begin(agent)
+        finish(agent, step=2)
+
+    run(script, step, state, coordinator=LateCoordinator)
+    assert state._undo.writes.known is True
+    assert "A collective follows optimizer.step" in caplog.text

@@ -1,0 +1,102 @@
+"""Old groups when the process ends: dropped before that, or never, but not half."""
+
+import subprocess
+import sys
+
+from tests.support import SOAK
+
+#: A script imports torch, which takes its time on a busy machine.
+SOON = 110
+
+#: Runs scripts, each in a fork that ends as an interpreter does: torch is imported once.
+FORKING = """
+import gc, os, sys
+gc.disable()  # until it is imported, which takes a fifth less then
+from torchelastic.training.group.group import Group  # imports torch
+gc.enable()
+
+for script in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        break
+    _, status = os.waitpid(child, 0)
+    print("ended", os.waitstatus_to_exitcode(status), flush=True)
+else:
+    script = ""
+exec(script)
+"""
+
+#: The reaper is in the middle of a drop, and another group waits, when the script ends.
+IN_A_DROP = """
+import threading, time
+from torchelastic.training.group import parked as group_park
+from torchelastic.training.group.waits import Operation, Waits
+
+begun = threading.Event()
+
+class Slow:
+    def __del__(self):
+        begun.set()
+        time.sleep(0.1)  # gives the interpreter's lock up, as gloo's destructor does
+        print("dropped", flush=True)
+
+class Waiting:
+    def __del__(self):
+        print("this one, too", flush=True)
+
+class Stuck:
+    def __del__(self):
+        print("never this one", flush=True)
+
+class Endless:
+    def is_completed(self):
+        return False
+
+class Late:
+    until = time.monotonic() + 0.5  # on a machine that is busy
+
+    def is_completed(self):
+        return time.monotonic() > self.until
+
+    def wait(self):
+        return True
+
+class Freed:
+    def __del__(self):
+        print("late", flush=True)
+
+stuck, late = Waits(), Waits()
+stuck.enter(Operation(stuck, stuck.announce(), Endless()))
+late.enter(Operation(late, late.announce(), Late()))
+group_park.park([Freed()], late, silent=[], rank=1, aborted=True)
+group_park.park([Stuck()], stuck, silent=[], rank=1, aborted=True)
+group_park.park([Waiting()], Waits(), silent=[], rank=1, aborted=False)
+group_park.park([Slow()], Waits(), silent=[], rank=1, aborted=True)
+assert begun.wait(30)
+"""
+
+#: Ends as soon as its group was put down.
+REAL = """
+from datetime import timedelta
+import torch.distributed as dist
+
+store = dist.HashStore()
+for generation in range(3):
+    group = Group.build(
+        store=dist.PrefixStore(str(generation), store), rank=0, size=1, generation=generation,
+        timeout=timedelta(seconds=30))
+    dist.new_group([0])
+    group.abort("the test")
+    group.leave()
+"""
+
+
+def test_a_script_may_end_while_groups_are_dropped_or_stuck():
+    """What can be dropped is, what is stuck is kept, and the exit code is the script's."""
+    real = SOAK
+    command = [sys.executable, "-c", FORKING, IN_A_DROP, *[REAL] * real]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SOON
+    )
+    expected = ["dropped", "this one, too", "late", "ended 0", *["ended 0"] * real]
+    assert (done.stdout.splitlines(), done.returncode) == (expected, 0)

@@ -1,0 +1,156 @@
+"""Who has a state of another form than the freshest is told what is different."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import HashStore
+
+from torchelastic import TorchState
+from torchelastic.errors import UnfitError
+from torchelastic.tensors.module_state import form_number
+from torchelastic.training.group.waits import GenerationOver, Waits
+from torchelastic.training.session import Session
+from torchelastic.training.state import compatibility
+
+LINEAR = (("parameter 'weight'", "float32 of shape (2, 3)"), ("the part 'epoch'", "a value"))
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "says"),
+    [
+        (
+            [("a", "large"), ("b", "x")],
+            [("a", "small"), ("b", "x")],
+            "a is large here and small in the others",
+        ),
+        ([("a", ""), ("b", "")], [("a", "")], "it has b, which the others do not have"),
+        ([("a", "")], [("a", ""), ("b", "")], "it lacks b, which the others have"),
+        ([("a", ""), ("b", "")], [("b", ""), ("a", "")], "it has a where the others have b"),
+        ([], [("a", "")], "it lacks a, which the others have"),
+    ],
+)
+def test_the_first_difference_is_said(own, others, says):
+    assert form_number(own) != form_number(others)
+    assert says in compatibility._sentence(own, others)
+
+
+def test_equal_forms_have_equal_numbers_that_fit_into_an_integer_of_torchs():
+    assert form_number(LINEAR) == form_number([tuple(line) for line in LINEAR])
+    assert 0 < form_number(LINEAR) < 2**63
+    assert form_number(()) == 0
+
+
+def state(features=3, optimizer=torch.optim.SGD, **more):
+    model = nn.Linear(features, 2)
+    return TorchState(model=model, optimizer=optimizer(model.parameters(), lr=0.1), **more)
+
+
+def test_a_torch_state_tells_what_must_be_the_same():
+    usual = form_number(state()._form())
+    assert form_number(state()._form()) == usual
+    others = [
+        state(features=4),
+        state(optimizer=torch.optim.Adam),
+        state(best=1),
+        TorchState(model=nn.Linear(3, 2).double()),
+    ]
+    assert usual not in [form_number(other._form()) for other in others]
+
+
+def test_what_training_changes_does_not_change_the_form():
+    made = state(best=1)
+    before = made._form()
+    made.model(torch.ones(3)).sum().backward()
+    made.optimizer.step()
+    made.best, made.epoch = 2.5, 3
+    assert made._form() == before
+
+
+# --- in a world ----------------------------------------------------------------------------------
+
+WIDE = (("parameter 'weight'", "float32 of shape (4, 3)"), ("the part 'epoch'", "a value"))
+FRESH, TRAINED = (-1, 0), (2, 7)
+
+
+def world(store, rank, *forms, trained=(0,)):
+    """What the worker of a rank sees of a world whose workers have these forms."""
+    return Session(
+        rank=rank,
+        size=len(forms),
+        generation=3,
+        local_rank=0,
+        local_size=1,
+        store=store,
+        group=SimpleNamespace(waits=Waits()),
+        versions=tuple(TRAINED if at in trained else FRESH for at in range(len(forms))),
+        version=FRESH,
+        forms=tuple(form_number(form) for form in forms),
+    )
+
+
+def verdict(store, rank, *forms, **more):
+    """The error that ends the world for a rank, None if nothing does."""
+    try:
+        compatibility.check(world(store, rank, *forms, **more), forms[rank])
+    except (UnfitError, GenerationOver) as error:
+        return error
+    return None
+
+
+def test_nobody_is_stopped_where_all_are_alike():
+    store = HashStore()
+    assert [verdict(store, rank, LINEAR, LINEAR, LINEAR) for rank in range(3)] == [None] * 3
+    assert store.num_keys() == 0
+    assert verdict(store, 0, (), ()) is None, "states that say nothing of their form are alike"
+
+
+@pytest.mark.parametrize("holder", [0, 1, 2])
+def test_who_is_unlike_the_freshest_fails_and_the_others_wait_for_the_next_world(holder):
+    store, odd = HashStore(), (holder + 1) % 3
+    forms = [WIDE if rank == odd else LINEAR for rank in range(3)]
+    found = {}
+    for rank in (holder, (holder + 2) % 3, odd):
+        found[rank] = verdict(store, rank, *forms, trained=(holder,))
+    assert isinstance(found.pop(odd), UnfitError)
+    said = f"Rank {odd} has a state that is not of this training's form."
+    assert [str(error) for error in found.values()] == [said, said]
+
+
+def test_it_is_the_few_who_have_trained_that_count():
+    """Three newcomers with another model do not outvote the one who has the training."""
+    store = HashStore()
+    found = [verdict(store, rank, LINEAR, WIDE, WIDE, WIDE) for rank in range(4)]
+    assert [type(error) for error in found] == [GenerationOver, *[UnfitError] * 3]
+
+
+def test_it_says_which_parameter_is_different():
+    store = HashStore()
+    verdict(store, 0, LINEAR, WIDE)
+    assert str(verdict(store, 1, LINEAR, WIDE)) == (
+        "This worker's state does not fit into the training: parameter 'weight' is float32 of "
+        "shape (4, 3) here and float32 of shape (2, 3) in the others. Start it with the script and "
+        "the arguments that the others have."
+    )
+
+
+def test_it_fails_too_where_nobody_is_left_to_say_how_the_others_are(monkeypatch):
+    monkeypatch.setattr(compatibility, "PATIENCE", timedelta(milliseconds=1))
+    error = verdict(HashStore(), 1, LINEAR, WIDE)
+    assert isinstance(error, UnfitError)
+    assert "training: it is not like that of the others. Start it" in str(error)
+
+
+def test_the_end_of_the_world_ends_its_wait_for_that():
+    here = world(HashStore(), 1, LINEAR, WIDE)
+    ending = threading.Timer(0.01, here.group.waits.end, [GenerationOver("a peer has failed")])
+    ending.start()
+    with pytest.raises(GenerationOver, match="a peer has failed"):
+        compatibility.check(here, WIDE)
+    ending.join()
+    here.store.set("form-3", "[]")  # frees the thread that still waits

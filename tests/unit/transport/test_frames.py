@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from torchelastic.errors import WireError
+from torchelastic.transport import frames
+from torchelastic.transport.frames import Row
+
+MESSAGES = [
+    frames.Hello(frames.PROTOCOL, frames.VERSION, "job", None),
+    frames.Hello(frames.PROTOCOL, frames.VERSION, "job", "token"),
+    frames.Hello(frames.PROTOCOL, frames.VERSION, "job", None, frames.RING, 3, "0" * 64),
+    frames.Proof("1" * 64),
+    frames.Get(1, "member/"),
+    frames.Put(2, "k", '{"a":"é\\u0000\\""}', "me/2", None, False),
+    frames.Put(3, "k", "{}", "me/3", 0, True),
+    frames.Report(4, "k", "{}"),
+    frames.Watch(4, "", 7),
+    frames.Unwatch("member/"),
+    frames.OpenLease(5, "token", 0.5),
+    frames.OpenLease(5, "token", 3),
+    frames.KeepAlive(6),
+    frames.GiveUp(7, "member/a", 12, ("leader", 3)),
+    frames.Bye(),
+    frames.Welcome(frames.PROTOCOL, frames.VERSION, "name", True),
+    frames.Challenge("0" * 64, "1" * 64),
+    frames.Refusal("No."),
+    frames.Elsewhere(["node1:29400", "[::1]:29400"], 3),
+    frames.Elsewhere([], 0),
+    frames.Rows(7, 9, [Row("k", "{}", 1, 2), Row("gone", None, 1, 3)], False),
+    frames.Done(8, None),
+    frames.Done(8, 12),
+    frames.NoLease(9),
+    frames.Changed("k", [Row("k", "{}", 1, 2)]),
+    frames.LeaseEnded("token"),
+]
+ALL = {
+    **frames.GREETINGS,
+    **frames.PROOFS,
+    **frames.ANSWERS_TO_HELLO,
+    **frames.REQUESTS,
+    **frames.ANSWERS,
+}
+
+
+def payloads(data: bytes, step: int | None = None) -> list[bytes]:
+    unpacker = frames.Unpacker()
+    step = step or len(data)
+    pieces = (data[start : start + step] for start in range(0, len(data), step))
+    return [payload for piece in pieces for payload in unpacker.feed(piece)]
+
+
+def payload_of(**content: object) -> bytes:
+    return json.dumps(content).encode()
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 5, 7, 64, 1000])
+def test_messages_survive_the_wire_however_the_bytes_arrive(step):
+    assert {message.kind for message in MESSAGES} == set(ALL)
+    data = b"".join(map(frames.pack, MESSAGES))
+    assert [frames.parse(payload, ALL) for payload in payloads(data, step)] == MESSAGES
+
+
+def test_frames_before_a_bad_one_are_handed_out():
+    unpacker = frames.Unpacker()
+    found = unpacker.feed(frames.pack(frames.Bye()) + b"HTTP/1.1 400")
+    assert next(found)
+    with pytest.raises(WireError, match="1213486160 bytes is announced"):
+        next(found)
+
+
+@pytest.mark.parametrize(
+    ("payload", "problem"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "not an object"),
+        (b"{}", "none of"),
+        (payload_of(kind="steal"), "none of"),
+        (payload_of(kind=["get"]), "none of"),
+        (payload_of(kind="get", id=1), "lacks 'prefix'"),
+        (payload_of(kind="get", id="1", prefix=""), "'id' .* wrong type: str"),
+        (payload_of(kind="get", id=True, prefix=""), "'id' .* wrong type: bool"),
+        (payload_of(kind="get", id=1, prefix=None), "'prefix' .* wrong type"),
+        (payload_of(kind="done", id=1, revision=True), "'revision' .* wrong type"),
+        (payload_of(kind="open_lease", id=1, token="t", seconds="3"), "'seconds' .* wrong"),
+        (payload_of(kind="open_lease", id=1, token="t", seconds=False), "'seconds' .* wrong"),
+        (payload_of(kind="changed", prefix="", rows={}), "not a list"),
+        (payload_of(kind="changed", prefix="", rows=[["k", "{}", 1]]), "no row"),
+        (payload_of(kind="changed", prefix="", rows=[["k", {}, 1, 2]]), "no row"),
+    ],
+)
+def test_garbage_is_named(payload, problem):
+    with pytest.raises(WireError, match=problem):
+        frames.parse(payload, ALL)
+
+
+def test_kinds_of_the_other_direction_are_refused():
+    with pytest.raises(WireError, match="none of"):
+        frames.parse(payload_of(kind="done", id=1, revision=1), frames.REQUESTS)
+
+
+def test_fields_of_a_later_release_are_left_alone():
+    payload = payload_of(kind="keep_alive", id=1, mood="fine")
+    assert frames.parse(payload, ALL) == frames.KeepAlive(1)
+
+
+def test_a_hello_of_another_version_is_told_from_a_stranger():
+    other = payload_of(kind="hello", protocol=frames.PROTOCOL, version=99, who="?")
+    assert frames.parse_hello(other) == frames.OtherVersion("99")
+    with pytest.raises(WireError, match="no hello"):
+        frames.parse_hello(payload_of(kind="hello", protocol="redis", version=1))
+    with pytest.raises(WireError, match="lacks 'job'"):
+        frames.parse_hello(
+            payload_of(kind="hello", protocol=frames.PROTOCOL, version=frames.VERSION)
+        )
+
+
+# Values
+
+
+def test_values_come_back_as_they_went():
+    value = {"text": 'é " \\ \udc80', "number": 1.5, "list": [None, True]}
+    assert frames.decode_value(frames.encode_value("k", value)) == value
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("", {}, "1 to 512 characters"),
+        ("k" * 513, {}, "1 to 512 characters"),
+        ("world", {"x": '"' * (frames.FRAME_LIMIT // 2)}, "value of 'world' takes"),
+        ("k", {"x": float("nan")}, "JSON compliant"),
+    ],
+    ids=["no key", "a long key", "fits no frame", "no number to others"],
+)
+def test_what_cannot_be_stored_is_refused(key, value, problem):
+    with pytest.raises((WireError, ValueError), match=problem):
+        frames.encode_value(key, value)
+    for text in ("[]", "nonsense", "1"):
+        with pytest.raises(WireError):
+            frames.decode_value(text)
+
+
+@pytest.mark.parametrize("filler", ["x", '"', "é", "\\"])
+def test_the_largest_value_can_travel_in_every_message(filler, monkeypatch):
+    monkeypatch.setattr(frames, "FRAME_LIMIT", 64 * 1024)
+    key = "\udc80" * frames.KEY_LIMIT
+    size = frames.FRAME_LIMIT
+    while True:
+        try:
+            text = frames.encode_value(key, {"x": filler * size})
+            break
+        except WireError:
+            size = size * 49 // 50
+    big = 2**62
+    row = Row(key, text, big, big)
+    frames.pack(frames.Put(big, key, text, "s" * 64, big, True))
+    frames.pack(frames.Rows(big, big, [row], False))
+    frames.pack(frames.Changed(key, [row]))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "portions"),
+    [
+        ([], [0]),
+        ([10, 10], [2]),
+        ([100, 100, 100], [2, 1]),
+        ([1000, 10], [1, 1]),
+        ([10, 1000, 10], [1, 1, 1]),
+    ],
+)
+def test_rows_go_in_portions_that_fit(sizes, portions):
+    rows = [Row("k", "x" * size, 1, 2) for size in sizes]
+    made = frames.batches(rows, limit=600)
+    assert [len(portion) for portion in made] == portions
+    assert [row for portion in made for row in portion] == rows
+
+
+def test_rows_that_several_ask_for_are_written_as_any_message():
+    rows = [Row("k", '{"a":"\u00e9"}', 1, 2), Row("gone", None, 1, 3)]
+    for id, last in ((7, False), (8, True), (9, True)):
+        frame = frames.pack_rows(id, 9, rows, last)
+        assert frames.parse(frames.payload_of(frame), frames.ANSWERS) == frames.Rows(
+            id, 9, rows, last
+        )
+    with pytest.raises(WireError, match="too large"):
+        frames.pack_rows(1, 1, [Row("k", "x" * frames.FRAME_LIMIT, 1, 1)], True)

@@ -1,0 +1,365 @@
+"""The greeting: both ends have the secret, or nothing comes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from tests.certificates import Authority
+from tests.unit.rendezvous.embedded_support import run, story
+from tests.unit.transport.listener_support import (
+    JOB,
+    SECRET,
+    call,
+    echoed,
+    frame,
+    receiving,
+    stranger,
+)
+from torchelastic.config import LaunchConfig
+from torchelastic.errors import ConfigError, RendezvousRefused
+from torchelastic.transport import credentials, frames
+from torchelastic.transport.auth import ANONYMOUS, Credentials, Secret, new_nonce
+from torchelastic.transport.connect import Endpoint, knock
+
+OTHER = Secret(b"the secret of another job")
+
+
+def hello(nonce: str = "", job: str = JOB) -> frames.Hello:
+    return frames.Hello(frames.PROTOCOL, frames.VERSION, job, None, frames.STORE, 0, nonce)
+
+
+# The secret
+
+
+@story
+async def test_both_have_the_secret():
+    async with receiving(secret=SECRET) as (reception, echo):
+        link = await call(reception.port, Credentials(Secret(SECRET.reveal())))
+        assert await echoed(link)
+        assert (echo.hellos[0].job, echo.links[0].remote_addr) == (JOB, "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "sentence"),
+    [
+        (SECRET, Credentials(OTHER), "different secrets: give every node"),
+        (SECRET, ANONYMOUS, "has a secret, and this node none: give every node"),
+        (None, Credentials(SECRET), "has a secret, and the rendezvous none: give every node"),
+    ],
+    ids=["another one", "none here", "none there"],
+)
+@story
+async def test_one_sentence_tells_what_is_wrong_with_the_secret(theirs, ours, sentence):
+    async with receiving(secret=theirs) as (reception, echo):
+        with pytest.raises(RendezvousRefused, match=sentence) as refusal:
+            await call(reception.port, ours)
+        assert "--rdzv-secret-file or TORCHELASTIC_SECRET" in str(refusal.value)
+        assert not echo.links
+
+
+@story
+async def test_who_has_the_secret_and_means_another_job_is_told_so():
+    async with receiving(secret=SECRET) as (reception, _):
+        with pytest.raises(RendezvousRefused, match="belongs to job 'job-1', not to 'job-2'"):
+            await call(reception.port, Credentials(SECRET), job="job-2")
+
+
+@story
+async def test_a_stranger_learns_nothing_about_the_job():
+    async with receiving(secret=SECRET, job="confidential") as (reception, echo):
+        for first in (hello(), hello(new_nonce()), hello(new_nonce(), "confidential")):
+            async with stranger(reception.port) as spy:
+                spy.say(frames.pack(first))
+                heard = await spy.hear()
+                if first.nonce:
+                    spy.say(frames.pack(frames.Proof("0" * 64)))
+                heard += await spy.end()
+            assert b"confidential" not in heard
+            assert SECRET.reveal() not in heard
+            assert b"welcome" not in heard
+        assert not echo.links
+
+
+@story
+async def test_what_was_heard_on_one_connection_is_of_no_use_on_another():
+    async with receiving(secret=SECRET) as (reception, echo):
+        first = frames.pack(hello(new_nonce()))
+        async with stranger(reception.port) as node:
+            node.say(first)
+            challenge = frames.parse(await node.hear(), frames.ANSWERS_TO_HELLO)
+            assert isinstance(challenge, frames.Challenge)
+            made = SECRET.proof("client", frames.payload_of(first), challenge.nonce)
+            proof = frames.pack(frames.Proof(made))
+            node.say(proof)
+            assert b"welcome" in await node.hear()
+        async with stranger(reception.port) as spy:
+            spy.say(first)
+            assert b"challenge" in await spy.hear()
+            spy.say(proof)
+            assert await spy.end() == b""
+        assert len(echo.links) == 1
+
+
+@story
+async def test_the_servers_own_proof_does_not_open_its_door():
+    async with receiving(secret=SECRET) as (reception, echo), stranger(reception.port) as spy:
+        spy.say(frames.pack(hello(new_nonce())))
+        challenge = frames.parse(await spy.hear(), frames.ANSWERS_TO_HELLO)
+        assert isinstance(challenge, frames.Challenge)
+        spy.say(frames.pack(frames.Proof(challenge.proof)))
+        assert await spy.end() == b""
+        assert not echo.links
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [frames.Challenge(new_nonce(), "0" * 64)],
+        [frames.Challenge("not a nonce", "0" * 64)],
+        [frames.Welcome(frames.PROTOCOL, frames.VERSION, "trap", False)],
+        [frames.Elsewhere(["127.0.0.1:1"], 9)],
+        [frames.Challenge("\ud800", "\udfff")],
+    ],
+    ids=["no proof", "no nonce", "a welcome", "elsewhere", "no text"],
+)
+@story
+async def test_a_node_does_not_follow_whoever_took_the_hosts_place(answers):
+    heard: list[bytes] = []
+
+    async def trap(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.readexactly(4))
+        heard.append(await reader.readexactly(int.from_bytes(heard[0], "big")))
+        for answer in answers:
+            writer.write(frames.pack(answer))
+        heard.append(await reader.read())
+        writer.close()
+
+    listener = await asyncio.start_server(trap, "127.0.0.1", 0)
+    async with listener:
+        port = listener.sockets[0].getsockname()[1]
+        with pytest.raises(RendezvousRefused, match="secret"):
+            await call(port, Credentials(SECRET))
+        while len(heard) < 3:
+            await asyncio.sleep(0.001)
+    # No proof, which a thief of the port could try secrets on.
+    assert heard[2] == b""
+    assert SECRET.reveal() not in heard[1]
+
+
+# Where it comes from
+
+
+def test_the_file_is_taken_before_the_variable(tmp_path, monkeypatch):
+    path = tmp_path / "secret"
+    path.write_bytes(b"of the file, long enough\n")
+    monkeypatch.setenv(credentials.VARIABLE, "of the variable, long enough")
+    by_file = credentials.load_secret(LaunchConfig(rdzv_secret_file=str(path)))
+    by_variable = credentials.load_secret(LaunchConfig())
+    assert by_file is not None
+    assert by_variable is not None
+    assert by_file.reveal() == b"of the file, long enough"
+    assert by_variable.reveal() == b"of the variable, long enough"
+    monkeypatch.delenv(credentials.VARIABLE)
+    assert credentials.load_secret(LaunchConfig()) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [(None, "cannot be read"), (b"too short", "16 to 4096 bytes, not 9"), (b"x" * 9000, "8192")],
+)
+def test_a_bad_file_is_refused_by_its_name(tmp_path, content, sentence):
+    path = tmp_path / "secret"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=sentence) as error:
+        credentials.load_secret(LaunchConfig(rdzv_secret_file=str(path)))
+    assert f"--rdzv-secret-file {path}" in str(error.value)
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, False), (0o644, True)])
+def test_a_file_that_every_user_can_read_is_warned_of(tmp_path, caplog, mode, warned):
+    path = tmp_path / "secret"
+    path.write_bytes(b"0123456789abcdef")
+    path.chmod(mode)
+    with caplog.at_level(logging.WARNING):
+        credentials.load(LaunchConfig(rdzv_secret_file=str(path)))
+    assert ("chmod 600" in caplog.text) is warned
+
+
+JOINS = "This job has no secret: whoever can reach node1:29400 can join it and stop it."
+PASSES = "This job has no secret: whoever can reach the agents of its nodes can pass for one of"
+
+
+def test_a_job_that_others_can_reach_and_has_no_secret_is_warned_of(caplog, monkeypatch):
+    for backend, endpoint, warning in (
+        ("c10d", "", ""),
+        ("c10d", "localhost:29400", ""),
+        ("c10d", "127.0.0.1:29400", ""),
+        ("c10d", "[::1]:29400", ""),
+        ("c10d", "node1:29400", JOINS),
+        ("etcd", "localhost:2379", ""),
+        ("etcd", "127.0.0.1:2379,[::1]:2379", ""),
+        ("etcd", "10.0.0.1:2379", PASSES),
+        ("etcd-v2", "localhost:2379,etcd1:2379", PASSES),
+        ("etcd-v3", "etcd1", PASSES),
+    ):
+        caplog.clear()
+        monkeypatch.delenv(credentials.VARIABLE, raising=False)
+        config = LaunchConfig(rdzv_backend=backend, rdzv_endpoint=endpoint)
+        credentials.load(config)
+        assert warning in caplog.text, endpoint
+        assert ("This job has no secret" in caplog.text) is bool(warning), endpoint
+        caplog.clear()
+        monkeypatch.setenv(credentials.VARIABLE, "0123456789abcdef")
+        credentials.load(config)
+        assert not caplog.text, endpoint
+
+
+# TLS
+
+
+class Files:
+    """The certificates of a node."""
+
+    def __init__(self, ours: Authority, trusted: Authority) -> None:
+        issued = ours.issue("node")
+        self.config = LaunchConfig(
+            rdzv_tls_cert=issued.cert, rdzv_tls_key=issued.key, rdzv_tls_ca=trusted.cert
+        )
+
+    def load(self) -> Credentials:
+        return credentials.load(self.config)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("certificates"), "ours")
+
+
+@pytest.fixture(scope="module")
+def other_authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("certificates"), "theirs")
+
+
+@pytest.fixture(scope="module")
+def shown(authority: Authority) -> Credentials:
+    return Files(authority, authority).load()
+
+
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "secret"])
+@story
+async def test_nodes_speak_tls_with_and_without_a_secret(shown, secret):
+    both = Credentials(secret, shown.server_tls, shown.client_tls)
+    async with receiving(secret=secret, tls=both.server_tls) as (reception, _):
+        link = await call(reception.port, both)
+        for size in (1, 100, 70_000, frames.FRAME_LIMIT):
+            assert await echoed(link, b"x" * size)
+        link.close()
+        await link.ended
+
+
+@story
+async def test_what_is_said_cannot_be_read_on_the_way(shown):
+    passed: list[bytes] = []
+
+    async with receiving(tls=shown.server_tls) as (reception, _):
+        tapped = await _tap(reception.port, passed)
+        async with tapped:
+            port = tapped.sockets[0].getsockname()[1]
+            link = await call(port, shown)
+            assert await echoed(link, b"confidential")
+            link.close()
+            await link.ended
+            for _ in range(3):
+                await asyncio.sleep(0)
+    assert passed
+    assert b"confidential" not in b"".join(passed)
+    assert b"hello" not in b"".join(passed)
+
+
+async def _tap(port: int, passed: list[bytes]) -> asyncio.Server:
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            passed.append(data)
+            writer.write(data)
+        writer.close()
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(pump(reader, far[1]), pump(far[0], writer))
+
+    return await asyncio.start_server(connect, "127.0.0.1", 0)
+
+
+def test_a_certificate_of_another_authority_is_refused_at_both_ends(
+    authority, other_authority, shown
+):
+    stranger_there = Files(other_authority, authority).load()
+    stranger_here = Files(authority, other_authority).load()
+
+    async def story(theirs: Credentials, ours: Credentials):
+        async with receiving(tls=theirs.server_tls) as (reception, echo):
+            with pytest.raises(
+                RendezvousRefused, match=r"TLS with .* does not come about"
+            ) as error:
+                await call(reception.port, ours)
+            assert "--rdzv-tls-ca" in str(error.value)
+            assert not echo.links
+
+    run(story(shown, stranger_there))
+    run(story(stranger_there, shown))
+    run(story(shown, stranger_here))
+
+
+@pytest.mark.parametrize(
+    ("with_tls", "sentence"),
+    [("there", "nodes without do not meet"), ("here", "does not come about .it speaks no TLS")],
+)
+@story
+async def test_who_has_no_tls_and_who_has_do_not_meet_and_both_are_told(shown, with_tls, sentence):
+    theirs, ours = (shown, ANONYMOUS) if with_tls == "there" else (ANONYMOUS, shown)
+    async with receiving(tls=theirs.server_tls) as (reception, echo):
+        with pytest.raises(RendezvousRefused, match=sentence) as error:
+            await call(reception.port, ours)
+        assert "or none" in str(error.value)
+        assert not echo.links
+
+
+@story
+async def test_garbage_instead_of_tls_ends_the_connection(shown, caplog):
+    async with receiving(tls=shown.server_tls) as (reception, echo):
+        for noise in (frame(b"{}"), b"\x16\x03\x01" + b"\xff" * 500, b"\x80" * 4000):
+            async with stranger(reception.port) as spy:
+                spy.say(noise)
+                await spy.end()
+        link = await call(reception.port, shown)
+        assert await echoed(link)
+        assert len(echo.links) == 1
+    assert caplog.text.count("no TLS that is ours") == 1
+
+
+@pytest.mark.parametrize("missing", ["rdzv_tls_cert", "rdzv_tls_key", "rdzv_tls_ca"])
+def test_files_that_cannot_be_used_are_named(authority, tmp_path, missing):
+    issued = authority.issue("named")
+    files = {
+        "rdzv_tls_cert": issued.cert,
+        "rdzv_tls_key": issued.key,
+        "rdzv_tls_ca": authority.cert,
+    }
+    (tmp_path / "empty").touch()
+    for path in ("nowhere", "empty"):
+        config = LaunchConfig(**{**files, missing: str(tmp_path / path)})
+        with pytest.raises(ConfigError, match=f"{path}.* cannot be used"):
+            credentials.load(config)
+    del files[missing]
+    with pytest.raises(ConfigError, match="belong together"):
+        LaunchConfig(**files)
+
+
+@story
+async def test_a_link_that_never_connects_leaves_nothing(shown):
+    with pytest.raises(OSError, match=r"[Cc]onnect"):
+        await knock(Endpoint("127.0.0.1", 1, JOB, shown), timeout=5)
