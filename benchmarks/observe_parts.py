@@ -18,12 +18,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from torchelastic import metrics
-from torchelastic.agent.telemetry.progress_sampler import Sampling
+from torchelastic.agent.telemetry.progress_sampler import ProgressSampler
 from torchelastic.clock import SystemClock
 from torchelastic.events.analysis.goodput import GoodputFold
 from torchelastic.events.log import EventLog
 from torchelastic.metrics import reporting
-from torchelastic.metrics.metric_table import Board
+from torchelastic.metrics.metric_table import MetricTable
 from torchelastic.worker import status_page
 from torchelastic.worker_counters import stalls
 
@@ -43,7 +43,7 @@ def nothing(number: int) -> None:
     """What a loop costs by itself."""
 
 
-def of_a_worker(shown: status_page.Slate) -> dict[str, Step]:
+def of_a_worker(shown: status_page.StatusPage) -> dict[str, Step]:
     """The parts of a step."""
     shown.rank = 0
     found: dict[str, Step] = {NOTHING: nothing, AGAIN: nothing}
@@ -115,7 +115,7 @@ def counted(shown: Any) -> Step | None:
     except ImportError:
         return None
     counter, waits, optimizer = Counter(), BackwardWaits(()), SimpleNamespace()
-    counter._slate, counter._waits, counter._counted = shown, waits, id(optimizer)
+    counter._status_page, counter._waits, counter._counted = shown, waits, id(optimizer)
     counter._note, before_write = _hidden(counter._count), _hidden(counter._before_write)
 
     def step(number: int) -> None:
@@ -129,7 +129,7 @@ def counted(shown: Any) -> Step | None:
 
 def two_metrics() -> Step:
     """The loss and one more, with the board that an agent would have been handed."""
-    reporting._board, reporting._connected = Board(), True
+    reporting._table, reporting._connected = MetricTable(), True
 
     def step(number: int) -> None:
         metrics.put_metric("loss", 0.5)
@@ -147,15 +147,17 @@ def look(directory: Path, count: int) -> Step:
     clock = SystemClock()
     log = EventLog(directory / f"{count}.jsonl", job="job", node="node", clock=clock)
     log.listen(GoodputFold().feed)
-    sampling = Sampling(lambda generation, event: log.emit(event, generation=generation), clock)
-    slates = [status_page.Slate(status_page.create()) for _ in range(count)]
-    for rank, one in enumerate(slates):
+    sampling = ProgressSampler(
+        lambda generation, event: log.emit(event, generation=generation), clock
+    )
+    status_pages = [status_page.StatusPage(status_page.create()) for _ in range(count)]
+    for rank, one in enumerate(status_pages):
         one.rank = rank
 
     def step(number: int) -> None:
-        for one in slates:
+        for one in status_pages:
             one.entered(0, number)
-        sampling.look([status_page.read(one._descriptor) for one in slates])
+        sampling.look([status_page.read(one._descriptor) for one in status_pages])
 
     return step
 
@@ -189,7 +191,7 @@ def trace(parts: dict[str, Step]) -> None:
 
 def main() -> None:
     gc.disable()
-    parts = of_a_worker(status_page.Slate(status_page.create()))
+    parts = of_a_worker(status_page.StatusPage(status_page.create()))
     for step in parts.values():
         nanoseconds(step, 200)  # what is made at the first time is made
     if sys.argv[1] == "trace":

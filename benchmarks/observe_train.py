@@ -24,7 +24,7 @@ from torchelastic.p2p import CoordinatorP2P
 
 #: What is called to be seen. Parts that this version does not have are left out.
 SEEN = (
-    "torchelastic.worker.status_page:Slate.entered",
+    "torchelastic.worker.status_page:StatusPage.entered",
     "torchelastic.worker_counters.stalls:add",
     "torchelastic.worker.collective_log:Collectives.launched",
     "torchelastic.worker.collective_log:Collectives.waits",
@@ -32,7 +32,7 @@ SEEN = (
     "torchelastic.worker.backward_waits:BackwardWaits.before_write",
     "torchelastic.worker.backward_waits:BackwardWaits.committed",
     "torchelastic.worker.optimizer_steps:_counter._note",
-    "torchelastic.metrics.metric_table:Board.put",
+    "torchelastic.metrics.metric_table:MetricTable.put",
 )
 
 

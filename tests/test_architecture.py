@@ -107,7 +107,7 @@ PRIVATE = "torch_private.py"
 #: Names of the standard library that look private.
 OF_PYTHON = {"_exit", "_fields", "_getframe", "_inheriting", "_make", "_replace"}
 
-MOST_LINES = 600
+MOST_LINES = 650
 MOST_FILES = 20
 MOST_LINES_OF_A_FUNCTION = 80
 

@@ -1,6 +1,6 @@
 """Agents of torchelastic without workers, many in one event loop: real members of a real job.
 
-Each is the agent's own `Presence`: its connection, its lease, its record, its turn to lead. What
+Each is the agent's own `MemberSession`: its connection, lease, record and turn to lead. What
 an agent with workers says when they have stopped, these say at once.
 """
 
@@ -20,7 +20,7 @@ from benchmarks.crowds.channel import COUNT, GO, LEASE, MARK, Share, tell
 from torchelastic.clock import SystemClock
 from torchelastic.config import LaunchConfig
 from torchelastic.rendezvous.leader import LeaderObserver
-from torchelastic.rendezvous.membership.member_session import Presence
+from torchelastic.rendezvous.membership.member_session import MemberSession
 from torchelastic.rendezvous.world import World
 
 
@@ -41,7 +41,7 @@ class Agent:
         self._generation = -1
         self._gone = -1
         self._stores = 0
-        self.presence = Presence(
+        self.presence = MemberSession(
             config,
             self._node,
             SystemClock(),

@@ -14,11 +14,11 @@ from contextlib import asynccontextmanager
 
 from torchelastic.rendezvous.embedded import bind_endpoint
 from torchelastic.snapshot.layout import SHARED, Version
-from torchelastic.snapshot.node.memory import Shelf
-from torchelastic.snapshot.node.replicator import Carrier
+from torchelastic.snapshot.node.memory import SnapshotMemory
+from torchelastic.snapshot.node.replicator import Replicator
 from torchelastic.transport import frames
 from torchelastic.transport.auth import ANONYMOUS
-from torchelastic.transport.listener import Reception
+from torchelastic.transport.listener import Listener
 
 _JOB = "benchmark"
 _VERSION: Version = (0, 1)
@@ -52,33 +52,33 @@ def _hold(size: int, tell: int, wait: int) -> None:
 
 
 async def _serve(size: int, tell: int, wait: int) -> None:
-    async with _node("holder") as (shelf, carrier):
+    async with _node("holder") as (shelf, replicator):
         room = shelf.make_room(SHARED, size, 100).memory.begin(_VERSION)
         for begin in range(0, size, 1 << 20):
             part = room[begin : begin + (1 << 20)]
             part[:] = b"." * len(part)
         shelf.make_room(SHARED, size, 100).memory.seal(_VERSION, b"{}", size, 0)
-        reception = Reception(_JOB)
-        reception.serve(frames.SNAPSHOT, carrier.admit)
-        port = await reception.listen(bind_endpoint("127.0.0.1", 0))
+        listener = Listener(_JOB)
+        listener.serve(frames.SNAPSHOT, replicator.admit)
+        port = await listener.listen(bind_endpoint("127.0.0.1", 0))
         os.write(tell, str(port).encode())
         await asyncio.to_thread(os.read, wait, 1)
-        await reception.close()
+        await listener.close()
 
 
 async def _fetch(peer: str) -> float:
-    async with _node("newcomer") as (_, carrier):
+    async with _node("newcomer") as (_, replicator):
         began = time.monotonic()
-        await carrier.fetch(SHARED, _VERSION, peer)
+        await replicator.fetch(SHARED, _VERSION, peer)
         return time.monotonic() - began
 
 
 @asynccontextmanager
-async def _node(name: str) -> AsyncIterator[tuple[Shelf, Carrier]]:
-    shelf = Shelf()
-    carrier = Carrier(shelf, name, _JOB, ANONYMOUS)
+async def _node(name: str) -> AsyncIterator[tuple[SnapshotMemory, Replicator]]:
+    shelf = SnapshotMemory()
+    replicator = Replicator(shelf, name, _JOB, ANONYMOUS)
     try:
-        yield shelf, carrier
+        yield shelf, replicator
     finally:
-        await carrier.close()
+        await replicator.close()
         shelf.close()

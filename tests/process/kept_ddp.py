@@ -72,14 +72,14 @@ class Worker:
         #: Those that were killed, and the world that this worker is in.
         self._lost: set[int] = set()
         self._world: World | None = None
-        self._telling = threading.Lock()
+        self._shipper = threading.Lock()
         when_lost(self._tell_lost)
 
     def enter(self, generation: int, world: World, interrupted: bool) -> None:
         rank, size = world.members.index(self.number), len(world.members)
         self.group = None
         self.group = build(self.port, rank, size, generation)
-        with self._telling:
+        with self._shipper:
             self._world = world
             self._abort_if_lost()
         if self.run.plain:
@@ -94,7 +94,7 @@ class Worker:
         kept.agree(self.ddp, source=0)
 
     def leave(self, *, lost: bool) -> None:
-        with self._telling:
+        with self._shipper:
             self._world = None
         if self.group is None:
             return  # somebody was lost before all had met
@@ -104,7 +104,7 @@ class Worker:
 
     def _tell_lost(self, number: int) -> None:
         """In a thread, as an agent's word comes to a worker."""
-        with self._telling:
+        with self._shipper:
             self._lost.add(number)
             self._abort_if_lost()
 

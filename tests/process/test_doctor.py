@@ -229,15 +229,15 @@ def in_python(source, *command):
 def test_a_full_disk_is_a_fault(tmp_path):
     source = f"""
 import json, subprocess
-from torchelastic.doctor import machine, machine_facts
+from torchelastic.doctor import machine_facts, machine_rules
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", {str(tmp_path)!r}], check=True)
-empty = machine.directory(machine_facts.space_in({str(tmp_path)!r}), "log")
+empty = machine_rules.directory(machine_facts.space_in({str(tmp_path)!r}), "log")
 with open({str(tmp_path / "big")!r}, "wb") as file:
     try:
         file.write(bytes(8 << 20))
     except OSError:
         pass
-full = machine.directory(machine_facts.space_in({str(tmp_path)!r}), "log")
+full = machine_rules.directory(machine_facts.space_in({str(tmp_path)!r}), "log")
 print(json.dumps([empty.to_json(), full.to_json()]))
 """
     empty, full = in_python(source, "unshare", "--mount")
@@ -250,11 +250,11 @@ def test_a_machine_without_a_network_cannot_be_one_of_two():
     source = """
 import json
 from torchelastic.config import LaunchConfig
-from torchelastic.doctor import network, network_facts
+from torchelastic.doctor import network_facts, network_rules
 name = network_facts.own_name()
 verdicts = [
-    network.name(name, LaunchConfig(2, 2, rdzv_endpoint="node1")).verdict.value,
-    network.interfaces({"GLOO_SOCKET_IFNAME": "eth0"}, network_facts.interface_names(),
+    network_rules.name(name, LaunchConfig(2, 2, rdzv_endpoint="node1")).verdict.value,
+    network_rules.interfaces({"GLOO_SOCKET_IFNAME": "eth0"}, network_facts.interface_names(),
                        LaunchConfig(), gpus=False)[0].verdict.value,
 ]
 print(json.dumps([name.outward, *verdicts]))

@@ -16,18 +16,18 @@ import pytest
 
 from tests.process.jobs import Job, Node, job
 from tests.support import SOAK, poll_for
-from torchelastic.agent.telemetry.collected_log import GatheredLog
-from torchelastic.agent.telemetry.collector import NOTHING, Gathering
-from torchelastic.agent.telemetry.shipper import DistantEar
+from torchelastic.agent.telemetry.collected_log import CollectedLog
+from torchelastic.agent.telemetry.collector import NOTHING, LogCollector
+from torchelastic.agent.telemetry.shipper import RemoteSink
 from torchelastic.clock import SystemClock
 from torchelastic.rendezvous.embedded import EmbeddedServer, EmbeddedStore, bind_endpoint
 from torchelastic.snapshot import layout
 from torchelastic.snapshot.node.memory import Shelf
-from torchelastic.snapshot.node.replicator import Carrier
+from torchelastic.snapshot.node.replicator import Replicator
 from torchelastic.transport import frames
 from torchelastic.transport.auth import Credentials, Secret
 from torchelastic.transport.connect import Endpoint, knock
-from torchelastic.transport.listener import Reception
+from torchelastic.transport.listener import Listener
 
 HERE = Path(__file__).parent
 JOB = "job-1"
@@ -62,16 +62,16 @@ def attack(
 
 
 @contextlib.asynccontextmanager
-async def hosting(secret: Secret | None) -> AsyncIterator[Reception]:
-    reception, server = Reception(JOB, secret=secret), EmbeddedServer(JOB)
-    reception.serve(frames.STORE, server.admit)
+async def hosting(secret: Secret | None) -> AsyncIterator[Listener]:
+    listener, server = Listener(JOB, secret=secret), EmbeddedServer(JOB)
+    listener.serve(frames.STORE, server.admit)
     sockets = bind_endpoint("127.0.0.1", 0)
     assert sockets is not None
-    await reception.listen(sockets)
+    await listener.listen(sockets)
     try:
-        yield reception
+        yield listener
     finally:
-        await reception.close()
+        await listener.close()
         await server.close()
 
 
@@ -91,11 +91,11 @@ def test_a_client_notices_nothing_of_those_who_talk_nonsense(caplog, secret_file
 
     async def story() -> None:
         more = [str(secret_file)] if with_secret else []
-        async with hosting(secret) as reception:
-            place = Endpoint("127.0.0.1", reception.port, JOB, Credentials(secret))
+        async with hosting(secret) as listener:
+            place = Endpoint("127.0.0.1", listener.port, JOB, Credentials(secret))
             store = await EmbeddedStore.connect([place], timeout=10)
             await store.open_lease(5.0)
-            with attack(reception.port, JOB, FEW, 1, *more) as fuzzer:
+            with attack(listener.port, JOB, FEW, 1, *more) as fuzzer:
                 rounds = await asyncio.wait_for(work(store, fuzzer), 120)
                 sent, admitted = map(int, fuzzer.stdout.read().split())
             assert fuzzer.returncode == 0
@@ -115,7 +115,9 @@ def test_snapshots_travel_beside_those_who_talk_nonsense(caplog, secret_file):
     """Also on connections that were admitted: a node gone mad must not stop the others'."""
     shown = Credentials(Secret(KEY))
 
-    async def work(ours: Carrier, theirs: Shelf, place: str, fuzzer: subprocess.Popen[str]) -> int:
+    async def work(
+        ours: Replicator, theirs: Shelf, place: str, fuzzer: subprocess.Popen[str]
+    ) -> int:
         rounds = 0
         while fuzzer.poll() is None:
             rounds += 1
@@ -127,20 +129,20 @@ def test_snapshots_travel_beside_those_who_talk_nonsense(caplog, secret_file):
         return rounds
 
     async def story() -> None:
-        async with hosting(shown.secret) as reception:
+        async with hosting(shown.secret) as listener:
             shelves = Shelf(), Shelf()
-            carriers = [Carrier(shelf, "node", JOB, shown) for shelf in shelves]
-            reception.serve(frames.SNAPSHOT, carriers[0].admit)
-            place = f"127.0.0.1:{reception.port}"
-            with attack(reception.port, JOB, FEW, 2, str(secret_file)) as fuzzer:
+            carriers = [Replicator(shelf, "node", JOB, shown) for shelf in shelves]
+            listener.serve(frames.SNAPSHOT, carriers[0].admit)
+            place = f"127.0.0.1:{listener.port}"
+            with attack(listener.port, JOB, FEW, 2, str(secret_file)) as fuzzer:
                 working = work(carriers[1], shelves[0], place, fuzzer)
                 rounds = await asyncio.wait_for(working, 240)
             assert fuzzer.returncode == 0
             assert rounds > 3
             held = {item.version for item in shelves[1].holdings()}
             assert (5, rounds) in held
-            for carrier, shelf in zip(carriers, shelves, strict=True):
-                await carrier.close()
+            for replicator, shelf in zip(carriers, shelves, strict=True):
+                await replicator.close()
                 shelf.close()
 
     asyncio.run(story())
@@ -156,7 +158,7 @@ def test_events_are_gathered_beside_those_who_talk_nonsense(caplog, secret_file,
         place = Endpoint("127.0.0.1", port, JOB, shown)
         link, answer = await knock(place, purpose=frames.EVENTS, timeout=60)
         assert isinstance(answer, frames.Welcome)
-        ear, rounds = DistantEar(link, "node"), 0
+        ear, rounds = RemoteSink(link, "node"), 0
         assert (await ear.begin()).upto == NOTHING
         while fuzzer.poll() is None:
             rounds += 1
@@ -165,13 +167,13 @@ def test_events_are_gathered_beside_those_who_talk_nonsense(caplog, secret_file,
         return rounds
 
     async def story() -> None:
-        async with hosting(shown.secret) as reception:
-            gathering = Gathering(GatheredLog(path), SystemClock())
-            reception.serve(frames.EVENTS, gathering.admit)
-            with attack(reception.port, JOB, FEW, 3, str(secret_file)) as fuzzer:
-                rounds = await asyncio.wait_for(tell(reception.port, fuzzer), 240)
+        async with hosting(shown.secret) as listener:
+            collector = LogCollector(CollectedLog(path), SystemClock())
+            listener.serve(frames.EVENTS, collector.admit)
+            with attack(listener.port, JOB, FEW, 3, str(secret_file)) as fuzzer:
+                rounds = await asyncio.wait_for(tell(listener.port, fuzzer), 240)
             assert fuzzer.returncode == 0
-            await gathering.close()
+            await collector.close()
         assert path.read_text() == "".join(f"line {number + 1}\n" for number in range(rounds))
 
     asyncio.run(story())

@@ -24,7 +24,7 @@ def own(node: Node) -> list[Record]:
     return list(read(path))
 
 
-def gathered(node: Node) -> list[Record]:
+def collected(node: Node) -> list[Record]:
     paths = list((node.directory / "logs").rglob("job.jsonl"))
     return list(read(paths[0])) if paths else []
 
@@ -35,7 +35,7 @@ def keys(records: list[Record]) -> set[tuple[str, float, str]]:
 
 def has_all(leader: Node, *nodes: Node) -> bool:
     """Whether a node has gathered everything that these have written."""
-    return all(keys(own(node)) <= keys(gathered(leader)) for node in nodes)
+    return all(keys(own(node)) <= keys(collected(leader)) for node in nodes)
 
 
 def steps_of(made: Job, rank: int) -> int:
@@ -48,7 +48,7 @@ def test_the_next_leader_has_the_whole_story_of_the_living(tmp_path):
         first, second, third = it.start(), it.start(), it.start()
         it.world(0, 3)
         poll_for(lambda: has_all(first, first, second, third), what="the story", timeout=PATIENCE)
-        assert gathered(second) == gathered(third) == []
+        assert collected(second) == collected(third) == []
         first.kill()
         left = (second, third)
         [leader, *_] = poll_for(
@@ -56,7 +56,7 @@ def test_the_next_leader_has_the_whole_story_of_the_living(tmp_path):
             what="the story",
             timeout=PATIENCE,
         )
-        story = gathered(leader)
+        story = collected(leader)
         assert {record.type for record in story} >= {"agent-started", "joined", "workers-started"}
         assert len(keys(story)) == len(story), "nothing is told twice"
         assert all(record.heard is not None for record in story)
@@ -110,7 +110,7 @@ def test_a_job_of_one_node_needs_no_second_file(tmp_path):
         it.order("finish")
         assert node.wait() == 0, node.stderr
         assert own(node)[-1].type == "job-ended"
-        assert gathered(node) == []
+        assert collected(node) == []
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_training_goes_on_while_the_leader_is_frozen(tmp_path):
         leader, other = it.start(script=words), it.start(script=words)
         for rank in (0, 1):
             poll_for(lambda r=rank: steps_of(it, r) > 5, what="training", timeout=PATIENCE)
-        poll_for(lambda: gathered(leader), what="a beginning", timeout=PATIENCE)
+        poll_for(lambda: collected(leader), what="a beginning", timeout=PATIENCE)
         os.kill(leader.agent_pid, signal.SIGSTOP)
         try:
             for rank in (0, 1):
@@ -133,7 +133,7 @@ def test_training_goes_on_while_the_leader_is_frozen(tmp_path):
         finally:
             os.kill(leader.agent_pid, signal.SIGCONT)
         seen = (last["node"], last["mono"], "progress")
-        poll_for(lambda: seen in keys(gathered(leader)), what="what was missed", timeout=PATIENCE)
+        poll_for(lambda: seen in keys(collected(leader)), what="what was missed", timeout=PATIENCE)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 
 from tests.ports import free_port
 from tests.support import poll_for
-from torchelastic.compat.torchrun.launcher_node import Guest
+from torchelastic.compat.torchrun.launcher_node import LauncherNode
 from torchelastic.compat.torchrun.torchrun_flags import launch_config
 from torchelastic.config import parse_endpoint
 from torchelastic.errors import JobClosed, NotEnoughNodes, RendezvousLost
@@ -44,7 +44,7 @@ class Nodes:
 
     def join(self):
         """Join as another node; the first one hosts the rendezvous."""
-        guest = Guest(self.config, "the test")
+        guest = LauncherNode(self.config, "the test")
         self.guests.append(guest)
         call = self.calls.submit(guest.next_world)
         poll_for(self.is_served, what="the first node hosts")
@@ -218,7 +218,7 @@ def test_too_few_nodes_are_waited_for_no_longer_than_told(nodes):
 
 def test_a_host_that_does_not_come_is_told_of_by_everything(nodes):
     conf = {"timeout": 0.3, "is_host": 0}
-    guest = Guest(launch_config(nodes().endpoint, "job", (1, 2), conf), "the test")
+    guest = LauncherNode(launch_config(nodes().endpoint, "job", (1, 2), conf), "the test")
 
     with pytest.raises(RendezvousLost, match="No rendezvous answered"):
         guest.next_world()

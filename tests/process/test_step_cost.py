@@ -13,21 +13,22 @@ import pytest
 #: `benchmarks/observe.py` has each of them apart, and whole trainings with and without.
 STEPS = """
 import gc, os, time
-from torchelastic import metrics, stalls
+from torchelastic import metrics
+from torchelastic.worker_counters import stalls
 from torchelastic.metrics import reporting
-from torchelastic.metrics.metric_table import Board
-from torchelastic.worker import status_page as slate
+from torchelastic.metrics.metric_table import MetricTable
+from torchelastic.worker import status_page
 from torchelastic.worker.backward_waits import BackwardWaits
 from torchelastic.worker.optimizer_steps import Counter
 
-shown = slate.Slate(slate.create())
+shown = status_page.StatusPage(status_page.create())
 shown.rank = 0
 shown.collectives.enter(0)
 mark = (shown.collectives.row_of("0"), 7, b"ALLREDUCE")
-reporting._board, reporting._connected = Board(), True  # as if an agent had been handed it
+reporting._table, reporting._connected = MetricTable(), True  # as if an agent had been handed it
 
 counter, optimizer = Counter(), object()
-counter._slate, counter._waits, counter._counted = shown, BackwardWaits(()), id(optimizer)
+counter._status_page, counter._waits, counter._counted = shown, BackwardWaits(()), id(optimizer)
 
 def step(number):
     counter._waits._ready(optimizer)

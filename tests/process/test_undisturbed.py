@@ -22,7 +22,7 @@ import pytest
 
 from tests.light import with_light_torch
 from tests.process.jobs import Job, Node, job
-from tests.process.test_gathering import gathered, has_all, is_world_of_two, own
+from tests.process.test_gathering import collected, has_all, is_world_of_two, own
 from tests.support import poll_for
 
 ALONE = "--standalone --no-zygote --max-restarts=9"
@@ -199,7 +199,7 @@ def test_a_leader_killed_in_the_middle_of_the_story_costs_no_event_of_the_others
     with job(tmp_path, "--nnodes=2:3 --settle=60 --no-zygote") as it:
         nodes = [it.start(), it.start(), it.start()]
         it.world(0, 3)
-        poll_for(lambda: gathered(nodes[0]), what="a beginning", timeout=PATIENCE)
+        poll_for(lambda: collected(nodes[0]), what="a beginning", timeout=PATIENCE)
         for node in nodes[1:]:
             agent = node.agent_pid
             poll_for(

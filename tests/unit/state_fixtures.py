@@ -13,7 +13,7 @@ from tests.unit.training.loop_support import Counting
 from torchelastic.checkpoint import CheckpointStore, finish, set_checkpoint_manager
 from torchelastic.snapshot import agent_client
 from torchelastic.training import train
-from torchelastic.worker import status_page as slates
+from torchelastic.worker import status_page as status_pages
 from torchelastic.worker.orders import Enlisted
 
 
@@ -68,9 +68,9 @@ def shelf(monkeypatch):
 
 
 @pytest.fixture
-def slate():
-    descriptor = slates.create()
-    made = slates.Slate(descriptor)
+def status_page():
+    descriptor = status_pages.create()
+    made = status_pages.StatusPage(descriptor)
     yield made
     made.close()
     os.close(descriptor)

@@ -21,30 +21,30 @@ from torchelastic import env
 from torchelastic.agent import failure_report, preflight
 from torchelastic.agent.guard import GUARD_LOST_SIGNAL, is_under_nohup
 from torchelastic.agent.lifecycle import in_process, script
-from torchelastic.agent.lifecycle.in_process import CrewState
-from torchelastic.agent.lifecycle.script import GroupState
+from torchelastic.agent.lifecycle.in_process import InProcessState
+from torchelastic.agent.lifecycle.script import ScriptState
 from torchelastic.agent.lifecycle.transitions import Transitions
 from torchelastic.agent.output import log_files
 from torchelastic.agent.snapshot_service import Snapshots
-from torchelastic.agent.spawn.factory import Nursery
-from torchelastic.agent.spawn.helper_restarts import Upkeep
-from torchelastic.agent.telemetry.collected_log import GatheredLog
-from torchelastic.agent.telemetry.collector import Gathering
-from torchelastic.agent.telemetry.dashboard_process import Page
-from torchelastic.agent.telemetry.metrics_server import MetricsEndpoint
-from torchelastic.agent.telemetry.progress_sampler import Sampling
-from torchelastic.agent.telemetry.reporter import Narrator
-from torchelastic.agent.telemetry.shipper import Telling
+from torchelastic.agent.spawn.factory import ProcessFactory
+from torchelastic.agent.spawn.helper_restarts import HelperRestarts
+from torchelastic.agent.telemetry.collected_log import CollectedLog
+from torchelastic.agent.telemetry.collector import LogCollector
+from torchelastic.agent.telemetry.dashboard_process import DashboardProcess
+from torchelastic.agent.telemetry.metrics_server import MetricsServer
+from torchelastic.agent.telemetry.progress_sampler import ProgressSampler
+from torchelastic.agent.telemetry.reporter import Reporter
+from torchelastic.agent.telemetry.shipper import LogShipper
 from torchelastic.agent.telemetry.straggler_watch import StragglerWatch
 from torchelastic.agent.watch.file_timers import FileTimers
 from torchelastic.agent.watch.hang_report import HangReport
-from torchelastic.agent.watch.hang_watchdog import Vigil
-from torchelastic.agent.watch.inspector import Doings
-from torchelastic.agent.watch.query_socket import Inquiry
-from torchelastic.agent.watch.script_hang_watchdog import ScriptVigil
+from torchelastic.agent.watch.hang_watchdog import HangWatchdog
+from torchelastic.agent.watch.inspector import Inspector
+from torchelastic.agent.watch.query_socket import QuerySocket
+from torchelastic.agent.watch.script_hang_watchdog import ScriptHangWatchdog
 from torchelastic.agent.watch.stack_reader import Stacks
 from torchelastic.agent.workers.environment import node_env
-from torchelastic.agent.workers.pool import LAST_WORDS, Workers
+from torchelastic.agent.workers.pool import LAST_WORDS, WorkerPool
 from torchelastic.best_effort import observing
 from torchelastic.clock import Clock, SystemClock
 from torchelastic.config import Entry, LaunchConfig
@@ -53,7 +53,7 @@ from torchelastic.events import job_registry
 from torchelastic.events.handlers import sink_for
 from torchelastic.events.log import GATHERED_FILE, EventLog
 from torchelastic.rendezvous.embedded.voter_file import claim
-from torchelastic.rendezvous.membership.member_session import Presence
+from torchelastic.rendezvous.membership.member_session import MemberSession
 from torchelastic.rendezvous.world import Base, World
 from torchelastic.side_tasks import SideTasks
 from torchelastic.transport.credentials import load_secret
@@ -105,13 +105,13 @@ class Agent:
         self._node = self._file.node
         self._secret = load_secret(config)
         self._sink = sink_for(config.event_log_handler)
-        self._metrics = MetricsEndpoint.wanted(config)
-        self._page = Page.wanted(config)
-        self._state: GroupState | CrewState = GroupState(
+        self._metrics = MetricsServer.wanted(config)
+        self._page = DashboardProcess.wanted(config)
+        self._state: ScriptState | InProcessState = ScriptState(
             node=self._node, nproc=config.nproc_per_node
         )
         self._queue: asyncio.Queue[in_process.Event | Exception] = asyncio.Queue()
-        self._beside = SideTasks(self._went_wrong, lambda sentence: self._narrator.say(sentence))
+        self._beside = SideTasks(self._went_wrong, lambda sentence: self._reporter.say(sentence))
         self._transitions = Transitions()
         self._action: asyncio.Task[None] | None = None
         #: The newest generation in which a worker here was seen to have taken a step.
@@ -131,15 +131,15 @@ class Agent:
         self._open()
         start = self._beside.start
         try:
-            start(self._narrator.line.run, "waiting-line")
+            start(self._reporter.line.run, "waiting-line")
             start(self._join, "join")
             start(partial(self._workers.timers.watch, self._workers), "timers")
-            start(self._inquiry.open, "inspection-socket")
-            start(partial(self._script_vigil.run, self._is_resident), "script-watchdog")
+            start(self._query_socket.open, "inspection-socket")
+            start(partial(self._script_watchdog.run, self._is_resident), "script-watchdog")
             if self._metrics is not None:
-                start(partial(self._metrics.open, start, self._narrator.say), "metrics")
+                start(partial(self._metrics.open, start, self._reporter.say), "metrics")
             if self._page is not None:
-                start(partial(self._page.watch, self._narrator.say), "dashboard")
+                start(partial(self._page.watch, self._reporter.say), "dashboard")
             while not self._state.is_terminal:
                 event = await self._next_event()
                 for command in self._handle(event):
@@ -174,23 +174,23 @@ class Agent:
         file_timers = FileTimers.wanted(self._env, registry_dir)
         if file_timers is not None:
             self._env[file_timers.VARIABLE] = str(file_timers.path)
-        self._nursery = Nursery(config, self._entry, self._env)
+        self._factory = ProcessFactory(config, self._entry, self._env)
         self._snapshots = Snapshots(
             self._node,
             config.run_id,
             replicas=config.snapshot_replicas,
             bandwidth=config.snapshot_bandwidth,
-            say=self._narrator.say,
+            say=self._reporter.say,
             on_settled=self._settled,
         )
-        self._sampling = Sampling(self._narrator.sampled, self._clock)
-        self._workers = Workers(
+        self._sampling = ProgressSampler(self._reporter.sampled, self._clock)
+        self._workers = WorkerPool(
             config,
             self._entry,
             self._env,
-            nursery=self._nursery,
+            factory=self._factory,
             node_logs=self._logs,
-            narrator=self._narrator,
+            reporter=self._reporter,
             clock=self._clock,
             tell_event=self._queue.put_nowait,
             secret=self._secret,
@@ -199,34 +199,34 @@ class Agent:
         )
         if file_timers is not None:
             self._workers.timers.take_also(file_timers)
-        self._open_presence(Presence, on_child=self._nursery.pids.add)
+        self._open_session(MemberSession, on_child=self._factory.pids.add)
         self._watch_hangs(registry_dir)
         self._stragglers = self._watch_stragglers()
-        self._narrator.started([self._entry.target, *self._entry.args], os.getpid())
+        self._reporter.started([self._entry.target, *self._entry.args], os.getpid())
         if self._file.resumed is not None:
-            self._narrator.say(self._file.sentence)
+            self._reporter.say(self._file.sentence)
         if self._page is not None:
             with observing("Starting the dashboard"):
-                self._nursery.pids.update(self._page.start(self._env, self._node))
+                self._factory.pids.update(self._page.start(self._env, self._node))
 
-    def _open_presence(self, kind: Callable[..., Presence], **given: Any) -> None:
+    def _open_session(self, kind: Callable[..., MemberSession], **given: Any) -> None:
         """Its place among the others, and what they need of this node."""
-        self._presence = kind(
+        self._session = kind(
             self._config,
             self._node,
             self._clock,
-            observer=self._narrator,
+            observer=self._reporter,
             background=self._beside.start,
             on_world=self._world_seen,
             on_lease_lost=self._lease_lost,
             file=self._file,
             **given,
         )
-        self._upkeep = Upkeep(
-            self._nursery,
-            self._presence,
+        self._helper_restarts = HelperRestarts(
+            self._factory,
+            self._session,
             self._workers,
-            self._narrator,
+            self._reporter,
             self._clock,
             state=lambda: self._state,
         )
@@ -243,17 +243,17 @@ class Agent:
         )
         if self._metrics is not None:
             self._metrics.follow(self._events)
-        gathered = GatheredLog(path.with_name(GATHERED_FILE))
-        self._gathering = Gathering(gathered, self._clock)
-        self._telling = Telling(
+        collected = CollectedLog(path.with_name(GATHERED_FILE))
+        self._collector = LogCollector(collected, self._clock)
+        self._shipper = LogShipper(
             self._events,
             self._node,
             config.run_id,
-            self._gathering,
+            self._collector,
             self._clock,
-            on_leader=lambda name: self._narrator.leader_found(name),
+            on_leader=lambda name: self._reporter.leader_found(name),
         )
-        self._narrator = Narrator(
+        self._reporter = Reporter(
             self._events,
             config,
             self._entry.name,
@@ -266,43 +266,45 @@ class Agent:
     def _watch_hangs(self, registry_dir: Path) -> None:
         """What workers do, for whoever asks, and which of them stand still."""
         config = self._config
-        self._doings = Doings(
+        self._inspector = Inspector(
             self._workers,
             Stacks(self._workers),
             node=self._node,
             job=config.run_id,
             world=lambda: self._state.world,
             can_go_on=lambda generation: (
-                not self._state.leaving and self._vigil.can_go_on(generation)
+                not self._state.leaving and self._watchdog.can_go_on(generation)
             ),
         )
-        self._inquiry = Inquiry(registry_dir, self._doings)
-        self._hangs = HangReport(self._doings.everywhere, self._narrator.hang)
+        self._query_socket = QuerySocket(registry_dir, self._inspector)
+        self._hangs = HangReport(self._inspector.everywhere, self._reporter.hang)
         self._workers.timers.report = self._hangs
-        self._vigil = Vigil(
+        self._watchdog = HangWatchdog(
             self._workers,
             self._hangs,
             config.progress_timeout,
-            self._doings.others_can_go_on,
-            self._narrator.say,
+            self._inspector.others_can_go_on,
+            self._reporter.say,
         )
-        self._script_vigil = ScriptVigil(self._workers, self._hangs, config.progress_timeout)
+        self._script_watchdog = ScriptHangWatchdog(
+            self._workers, self._hangs, config.progress_timeout
+        )
 
     def _watch_stragglers(self) -> StragglerWatch | None:
         config = self._config
         if not config.straggler_threshold:
             return None
-        replace = self._presence.replace_slow if config.replace_stragglers else None
-        watch = StragglerWatch(config.straggler_threshold, self._narrator.stragglers, replace)
+        replace = self._session.replace_slow if config.replace_stragglers else None
+        watch = StragglerWatch(config.straggler_threshold, self._reporter.stragglers, replace)
         if config.max_nodes > 1:
-            self._gathering.listen(watch.heard)
+            self._collector.listen(watch.heard)
         else:
             watch.follow(self._events)
         return watch
 
     def _sum_up_stragglers(self, *, before: int) -> None:
         """Of generations that are over. Who led once has heard less than who leads: one says it."""
-        if self._stragglers is not None and self._telling.leads is not False:
+        if self._stragglers is not None and self._shipper.leads is not False:
             with observing("Summing up stragglers"):
                 self._stragglers.sum_up(before)
 
@@ -313,31 +315,31 @@ class Agent:
             await asyncio.wait({self._action})
         await self._workers.close()
         await self._snapshots.close()
-        await self._presence.last_words(LAST_WORDS)
+        await self._session.last_words(LAST_WORDS)
         await self._beside.cancel()
         with observing("Closing what watches the workers"):
-            await self._inquiry.close()
+            await self._query_socket.close()
             self._hangs.close()
-            await self._doings.close()
+            await self._inspector.close()
             if self._metrics is not None:
                 await self._metrics.close()
         closed = self._state.world is not None and self._state.world.phase == "closed"
         if closed and self._state.exitcode == 0:
-            self._registration.note_finished(self._presence.member.step)
+            self._registration.note_finished(self._session.member.step)
         self._sum_up_stragglers(before=self._state.generation + 1)
-        self._narrator.ended(self._state.exitcode, self._state.reason, self._state.world)
+        self._reporter.ended(self._state.exitcode, self._state.reason, self._state.world)
         with observing("Shipping the last events"):
-            await self._telling.last_words(LAST_TOLD)
-            await self._telling.close()
-            await self._gathering.wait_alone(LAST_TOLD if closed else 0.0)
-        await self._presence.close(HOST_STAYS if closed else 0.0)
+            await self._shipper.last_words(LAST_TOLD)
+            await self._shipper.close()
+            await self._collector.wait_alone(LAST_TOLD if closed else 0.0)
+        await self._session.close(HOST_STAYS if closed else 0.0)
         self._file.discard() if closed else self._file.close()
         with observing("Writing the last events"):
-            await self._gathering.close()
-        await self._narrator.sum_up(
-            self._events.path.with_name(GATHERED_FILE), leads=self._telling.leads
+            await self._collector.close()
+        await self._reporter.sum_up(
+            self._events.path.with_name(GATHERED_FILE), leads=self._shipper.leads
         )
-        await self._nursery.close()
+        await self._factory.close()
         with observing("Closing the logs"):
             self._logs.close(success=self._state.exitcode == 0)
             self._events.close()
@@ -360,54 +362,54 @@ class Agent:
 
     async def _join(self) -> None:
         """Meet the other nodes and warm up side by side; say `ready` when both are done."""
-        warming = self._beside.start(self._nursery.warm_up, "warm-up")
+        warming = self._beside.start(self._factory.warm_up, "warm-up")
         checking = self._beside.start(self._check, "preflight")
-        self._narrator.joins()
-        await self._presence.join()
-        self._workers.reached_at(self._presence.meeting.addr)
-        self._snapshots.open(self._presence.meeting)
-        self._doings.open(self._presence.meeting)
+        self._reporter.joins()
+        await self._session.join()
+        self._workers.reached_at(self._session.backend.addr)
+        self._snapshots.open(self._session.backend)
+        self._inspector.open(self._session.backend)
         self._beside.start(partial(self._sampling.run, self._workers.look), "sampling")
         if self._config.max_nodes > 1:  # else its own log is the whole story
-            self._telling.open(self._presence.meeting)
-        self._narrator.joined(self._presence.member.name, self._presence.meeting)
-        self._narrator.warmed_up(await warming, self._nursery.warnings)
+            self._shipper.open(self._session.backend)
+        self._reporter.joined(self._session.member.name, self._session.backend)
+        self._reporter.warmed_up(await warming, self._factory.warnings)
         await checking
-        self._beside.start(self._upkeep.keep_store_host, "store-host")
-        self._beside.start(self._upkeep.keep_zygote, "zygote")
+        self._beside.start(self._helper_restarts.keep_store_host, "store-host")
+        self._beside.start(self._helper_restarts.keep_zygote, "zygote")
 
     async def _check(self) -> None:
         """See that this node is fit for the training, if the user has said how."""
 
         def failed(how: str, sentence: str) -> None:
-            self._presence.update(unfit=f"its --preflight check {how}")
-            self._narrator.say(sentence)
+            self._session.update(unfit=f"its --preflight check {how}")
+            self._reporter.say(sentence)
 
         if self._fit.is_set():
             return
         command, helpers = self._config.preflight, self._workers.helpers
         await preflight.until_passed(command, self._env, helpers, failed)
-        self._presence.update(unfit="")
+        self._session.update(unfit="")
         self._fit.set()
 
     async def _rejoin(self, gone: int) -> None:
-        name = await self._presence.rejoin(gone)
-        self._narrator.rejoined(name, self._presence.meeting)
+        name = await self._session.rejoin(gone)
+        self._reporter.rejoined(name, self._session.backend)
 
     def _world_seen(self, world: World) -> None:
         self._queue.put_nowait(script.WorldSeen(world))
         self._snapshots.hear_of(world)
         if world.phase == "running":
             self._snapshots.turn_to(world)
-            self._beside.start(partial(self._upkeep.renew_store, world), "renew-store")
+            self._beside.start(partial(self._helper_restarts.renew_store, world), "renew-store")
         if world.phase in ("waiting", "running"):
             self._sum_up_stragglers(before=world.generation + (world.phase == "waiting"))
         if not self._state.leaving:
-            self._narrator.world_seen(world)
+            self._reporter.world_seen(world)
         if world.phase == "running":
             with observing("Observing the new world"):
                 self._sampling.turn_to(world.generation, world.count)
-                self._telling.turn_to(world.count, world.host)
+                self._shipper.turn_to(world.count, world.host)
                 if self._stragglers is not None:
                     self._stragglers.turn_to(world.generation, world.size)
 
@@ -417,12 +419,12 @@ class Agent:
         world = self._state.world
         place = world.place(self._node) if world is not None else None
         if place is not None and place < TELLERS:
-            self._presence.update(base=base)
+            self._session.update(base=base)
 
     def _lease_lost(self) -> None:
         self._queue.put_nowait(script.LeaseLost())
         if not self._state.leaving:
-            self._narrator.lease_lost(self._presence.meeting.loss)
+            self._reporter.lease_lost(self._session.backend.loss)
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -457,7 +459,7 @@ class Agent:
         deadline = self._clock.now() + self._config.shutdown_timeout
         self._queue.put_nowait(script.LeaveRequested(signum, deadline))
         self._beside.start(self._leave_in_time, "leave")
-        self._narrator.leaves(signum.name)
+        self._reporter.leaves(signum.name)
 
     async def _leave_in_time(self) -> None:
         """Resident workers go at a step boundary, if there is one before the time is up."""
@@ -466,7 +468,7 @@ class Agent:
 
     def _forward(self, signum: signal.Signals) -> None:
         self._workers.signal(signum)
-        self._narrator.signal(signum.name, "forwarded to the workers")
+        self._reporter.signal(signum.name, "forwarded to the workers")
 
     def _guard_lost(self) -> None:
         """`kill -9` of the command the user started: nothing of it may live on."""
@@ -475,7 +477,7 @@ class Agent:
 
     def _handle(self, event: in_process.Event) -> list[in_process.Command]:
         """Let the machine that is in charge decide; the workers may turn out to be resident."""
-        if isinstance(self._state, CrewState):
+        if isinstance(self._state, InProcessState):
             return self._let_crew(self._state, event)
         state = self._state
         decided: list[in_process.Command] = []
@@ -486,22 +488,22 @@ class Agent:
         if not script.has_turned_resident(state):
             return decided
         assert state.world is not None
-        taken_over, more = in_process.take_over(state, self._narrator.name)
+        taken_over, more = in_process.take_over(state, self._reporter.name)
         again = self._let_crew(taken_over, script.WorldSeen(state.world))
-        self._beside.start(partial(self._vigil.run, lambda: self._crew), "hang-watchdog")
+        self._beside.start(partial(self._watchdog.run, lambda: self._crew), "hang-watchdog")
         return [*decided, *more, *again]
 
-    def _let_crew(self, state: CrewState, event: in_process.Event) -> list[in_process.Command]:
+    def _let_crew(self, state: InProcessState, event: in_process.Event) -> list[in_process.Command]:
         state, commands = self._transitions.take(in_process.handle, state, event)
         self._state = state
         return commands
 
     def _is_resident(self) -> bool:
-        return isinstance(self._state, CrewState)
+        return isinstance(self._state, InProcessState)
 
     @property
-    def _crew(self) -> CrewState:
-        assert isinstance(self._state, CrewState), "asked before the workers were resident"
+    def _crew(self) -> InProcessState:
+        assert isinstance(self._state, InProcessState), "asked before the workers were resident"
         return self._state
 
     # --- commands --------------------------------------------------------------------------------
@@ -518,15 +520,15 @@ class Agent:
                 self._workers.signal(signum)
             case script.Report(changes):
                 steps = {"step": self._workers.best_step, "trained": self._newest_trained()}
-                self._presence.update(**{**steps, "holds": self._newest_held(), **changes})
+                self._session.update(**{**steps, "holds": self._newest_held(), **changes})
             case script.Rejoin(gone):
                 self._beside.start(partial(self._rejoin, gone), "rejoin")
             case script.Tell(local_rank, order):
                 self._workers.tell(local_rank, order)
                 if isinstance(order, orders.Over):
-                    self._vigil.told_over(local_rank, finished=order.finished)
+                    self._watchdog.told_over(local_rank, finished=order.finished)
                 elif isinstance(order, orders.Enter):
-                    self._upkeep.check_store(order.store, local_rank, alive=True)
+                    self._helper_restarts.check_store(order.store, local_rank, alive=True)
             case in_process.Spawn(local_rank):
                 self._beside.start(partial(self._start_standby, local_rank), "standby")
 
@@ -563,7 +565,7 @@ class Agent:
 
     async def _start_workers(self, world: World) -> None:
         await self._workers.start_all(world, self._node)
-        self._upkeep.check_store(world.store, 0, alive=False)
+        self._helper_restarts.check_store(world.store, 0, alive=False)
 
     async def _start_standby(self, local_rank: int) -> None:
         """Start a worker for a later world, when those of this one do not need the processors.
@@ -572,8 +574,10 @@ class Agent:
         script; they wait for it only where the world does.
         """
         await self._fit.wait()
-        if isinstance(self._state, CrewState) and self._state.having(in_process.Status.TRAINING):
-            await self._vigil.recovered(lambda: self._crew)
+        if isinstance(self._state, InProcessState) and self._state.having(
+            in_process.Status.TRAINING
+        ):
+            await self._watchdog.recovered(lambda: self._crew)
         if self._closing or self._workers.stopping:
             return  # it would outlive those who are to stop it
         world = self._state.world

@@ -25,14 +25,14 @@ from functools import partial
 from typing import Any
 
 from torchelastic.errors import TransferError
-from torchelastic.rendezvous.membership.backend import Meeting
+from torchelastic.rendezvous.membership.backend import RendezvousBackend
 from torchelastic.rendezvous.world import Base, World
 from torchelastic.side_tasks import keep_up
 from torchelastic.snapshot import messages
 from torchelastic.snapshot.layout import SHARED, Version, is_void
-from torchelastic.snapshot.node.memory import Shelf
+from torchelastic.snapshot.node.memory import SnapshotMemory
 from torchelastic.snapshot.node.placement import holders
-from torchelastic.snapshot.node.replicator import Carrier
+from torchelastic.snapshot.node.replicator import Replicator
 from torchelastic.system.memory_limit import NoRoom
 from torchelastic.transport import frames
 
@@ -80,12 +80,12 @@ class Snapshots:
         #: Held while what is void is dropped: nobody is told of it any more.
         self._settling = asyncio.Lock()
         self._said: set[str] = set()
-        self._shelf = Shelf(replicated=replicas > 0)
+        self._snapshot_memory = SnapshotMemory(replicated=replicas > 0)
         # Apart: to take all pages of a memory takes seconds, and addresses are looked up by the
         # threads that everybody uses.
         self._rooms = ThreadPoolExecutor(ROOMS, "snapshot-room")
-        self._meeting: Meeting | None = None
-        self._carrier: Carrier | None = None
+        self._backend: RendezvousBackend | None = None
+        self._replicator: Replicator | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         #: What workers have written and the shelf has not been told of.
         self._sealed: list[tuple[str, Version]] = []
@@ -96,13 +96,17 @@ class Snapshots:
         #: Whether it has been in no world yet.
         self._is_new = True
 
-    def open(self, meeting: Meeting) -> None:
+    def open(self, backend: RendezvousBackend) -> None:
         """Be there for other nodes, once this one has joined."""
-        self._meeting = meeting
-        self._carrier = Carrier(
-            self._shelf, self._node, self._job, meeting.credentials, bandwidth=self._bandwidth
+        self._backend = backend
+        self._replicator = Replicator(
+            self._snapshot_memory,
+            self._node,
+            self._job,
+            backend.credentials,
+            bandwidth=self._bandwidth,
         )
-        meeting.serve(frames.SNAPSHOT, self._carrier.admit)
+        backend.serve(frames.SNAPSHOT, self._replicator.admit)
 
     async def close(self) -> None:
         """Let go of everything: snapshots end with their agent."""
@@ -111,10 +115,10 @@ class Snapshots:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._carrier is not None:
-            await self._carrier.close()
+        if self._replicator is not None:
+            await self._replicator.close()
         await asyncio.to_thread(self._rooms.shutdown, cancel_futures=True)
-        await asyncio.to_thread(self._shelf.close)
+        await asyncio.to_thread(self._snapshot_memory.close)
 
     # --- what workers say ------------------------------------------------------------------------
 
@@ -181,7 +185,7 @@ class Snapshots:
         number = request.request
         match request:
             case messages.Room(_, piece, size, skeleton):
-                grant = partial(self._shelf.grant, piece, size, skeleton)
+                grant = partial(self._snapshot_memory.grant, piece, size, skeleton)
                 made = await asyncio.get_running_loop().run_in_executor(self._rooms, grant)
                 return messages.Granted(number), made
             case messages.Open(_, piece, version):
@@ -190,16 +194,16 @@ class Snapshots:
                 await self._fetch(piece, version, peer)
                 return messages.Opened(number), await self._opened(piece, version)
             case messages.Drop(_, piece, version):
-                await asyncio.to_thread(self._shelf.drop_damaged, piece, version)
+                await asyncio.to_thread(self._snapshot_memory.drop_damaged, piece, version)
                 return messages.Dropped(number), None
             case messages.Inventory():
                 async with self._settling:
-                    held = await asyncio.to_thread(self._shelf.holdings)
-                peer = self._meeting.peer if self._meeting is not None else ""
+                    held = await asyncio.to_thread(self._snapshot_memory.holdings)
+                peer = self._backend.peer if self._backend is not None else ""
                 return messages.Holdings(number, held, peer, self._node), None
 
     async def _opened(self, piece: str, version: Version) -> int:
-        descriptor = await asyncio.to_thread(self._shelf.open, piece, version)
+        descriptor = await asyncio.to_thread(self._snapshot_memory.open, piece, version)
         if descriptor is None:
             generation, step = version
             raise ValueError(
@@ -209,34 +213,36 @@ class Snapshots:
 
     async def _fetch(self, piece: str, version: Version, peer: str) -> None:
         async with self._fetching[piece]:
-            descriptor = await asyncio.to_thread(self._shelf.open, piece, version)
+            descriptor = await asyncio.to_thread(self._snapshot_memory.open, piece, version)
             if descriptor is not None:
                 os.close(descriptor)
-            elif self._carrier is None:
+            elif self._replicator is None:
                 raise TransferError("This node has not joined the job yet.")
             else:
-                await self._carrier.fetch(piece, version, peer)
+                await self._replicator.fetch(piece, version, peer)
 
-    async def _fetch_ahead(self, carrier: Carrier, peers: Sequence[str]) -> None:
+    async def _fetch_ahead(self, replicator: Replicator, peers: Sequence[str]) -> None:
         """What it cannot have now the workers will ask for again, and be told."""
         async with self._fetching[SHARED]:
             for peer in peers:
                 try:
-                    return await carrier.fetch_freshest(SHARED, peer)
+                    return await replicator.fetch_freshest(SHARED, peer)
                 except (TransferError, NoRoom) as error:
                     logger.debug("no state from %s ahead of the workers: %s", peer, error)
 
     async def _note_sealed(self) -> None:
         """All that has been heard until now at once: steps may be short, and workers many."""
         sealed, self._sealed = self._sealed, []
-        await asyncio.to_thread(self._shelf.sealed, sealed)
+        await asyncio.to_thread(self._snapshot_memory.sealed, sealed)
         for holder in self._holders.values():
             holder.wake()
 
     async def _settled(self, base: Base, *, outside: bool) -> None:
         version = (base.written, base.step)
         async with self._settling:
-            settle = partial(self._shelf.settle, version, base.generation, outside=outside)
+            settle = partial(
+                self._snapshot_memory.settle, version, base.generation, outside=outside
+            )
             await asyncio.to_thread(settle)
         for holder in self._holders.values():
             holder.settle(version, base.generation)
@@ -252,28 +258,30 @@ class Snapshots:
 
     def turn_to(self, world: World) -> None:
         """A world has begun: find out who holds our pieces in it."""
-        if self._carrier is None:
+        if self._replicator is None:
             return
         chosen = chosen_holders(world, self._node, self._replicas)
         for key in self._holders.keys() - chosen:
             self._holders.pop(key).stop()
-        self._carrier.forget({peer for _, peer in chosen})
-        self._shelf.awaits_replicas = bool(chosen)
+        self._replicator.forget({peer for _, peer in chosen})
+        self._snapshot_memory.awaits_replicas = bool(chosen)
         for node, peer in chosen:
             if (node, peer) not in self._holders:
-                holder = _Holder(self._carrier, self._shelf, peer, self._noted, self._say_once)
+                holder = _Holder(
+                    self._replicator, self._snapshot_memory, peer, self._noted, self._say_once
+                )
                 self._holders[node, peer] = holder
                 self._start(keep_up(holder.run, "snapshot-copies", self._say_once))
         if len(world.nodes) == world.count:  # else a node that is not known may be there
             self._start(self._adopt({item.node for item in world.nodes}))
         if self._is_new and world.generation > 0:
             peers = [peer for _, peer in chosen_holders(world, self._node, AHEAD)]
-            self._start(self._fetch_ahead(self._carrier, peers))
+            self._start(self._fetch_ahead(self._replicator, peers))
         self._is_new = False
 
     async def _adopt(self, alive: set[str]) -> None:
         """What was brought here by nodes that are lost is brought to others from now on."""
-        if await asyncio.to_thread(self._shelf.adopt, alive):
+        if await asyncio.to_thread(self._snapshot_memory.adopt, alive):
             for holder in self._holders.values():
                 holder.wake()
 
@@ -282,7 +290,7 @@ class Snapshots:
         versions = [holder.given.get(piece) for holder in self._holders.values()]
         known = [version for version in versions if version is not None]
         if known and len(known) == len(versions):
-            await asyncio.to_thread(self._shelf.note_replicated, piece, min(known))
+            await asyncio.to_thread(self._snapshot_memory.note_replicated, piece, min(known))
 
 
 def chosen_holders(world: World, node: str, replicas: int) -> list[tuple[str, str]]:
@@ -303,14 +311,14 @@ class _Holder:
 
     def __init__(
         self,
-        carrier: Carrier,
-        shelf: Shelf,
+        replicator: Replicator,
+        snapshot_memory: SnapshotMemory,
         peer: str,
         noted: Callable[[str], Coroutine[Any, Any, None]],
         say_once: Callable[[str], None],
     ) -> None:
-        self._carrier = carrier
-        self._shelf = shelf
+        self._replicator = replicator
+        self._snapshot_memory = snapshot_memory
         self._peer = peer
         self._noted = noted
         self._say_once = say_once
@@ -345,7 +353,9 @@ class _Holder:
             await self._news.wait()
             self._news.clear()
             began = time.monotonic()
-            for piece in await asyncio.to_thread(self._shelf.fresher_than, dict(self.given)):
+            for piece in await asyncio.to_thread(
+                self._snapshot_memory.fresher_than, dict(self.given)
+            ):
                 if self._over:
                     return
                 await self._bring(piece)
@@ -355,7 +365,7 @@ class _Holder:
 
     async def _bring(self, piece: str) -> None:
         try:
-            version = await self._carrier.give(piece, self._peer)
+            version = await self._replicator.give(piece, self._peer)
         except TransferError as error:
             logger.debug("no copy of %s at %s: %s", piece, self._peer, error)
             self._in_vain += 1

@@ -370,8 +370,8 @@ class CheckpointStore(CheckpointManager):
         """In the thread."""
         if job.rank == 0:
             turn.ensure()
-        telling = replace(job, history=turn.history())
-        self._note(telling, write(telling))
+        shipper = replace(job, history=turn.history())
+        self._note(shipper, write(shipper))
 
     def _finish_copy(self, job: Job, copying: Copying) -> None:
         """In the thread; raises if there is nothing that could be written."""

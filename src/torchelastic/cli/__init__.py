@@ -16,7 +16,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchelastic.cli.options.command_defaults import Flavour
+    from torchelastic.cli.options.command_defaults import CommandDefaults
 
 #: Each is a module here with a `main`.
 _COMMANDS = (
@@ -61,13 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return interrupted()
 
 
-def run_program(flavour: str, argv: Sequence[str] | None) -> int:
-    """Run a module entry point with the flags of `run`; `flavour` names its defaults."""
+def run_program(defaults: str, argv: Sequence[str] | None) -> int:
+    """Run a module entry point with the flags of `run`; `defaults` names its defaults."""
     try:
         from torchelastic.cli.commands import run
         from torchelastic.cli.options import command_defaults
 
-        chosen: Flavour = getattr(command_defaults, flavour)
+        chosen: CommandDefaults = getattr(command_defaults, defaults)
         return run.main(sys.argv[1:] if argv is None else argv, chosen)
     except KeyboardInterrupt:
         return interrupted()

@@ -167,7 +167,7 @@ _SIDES = (
 )
 
 
-_HEADS_DEFAULTS = ("flag", *(f"`{flavour.prog}`" for flavour in FLAVOURS))
+_HEADS_DEFAULTS = ("flag", *(f"`{defaults.prog}`" for defaults in FLAVOURS))
 _HEADS_FLAGS = ("flag", "default", "variable", "meaning")
 
 
@@ -221,7 +221,7 @@ PAGES = {"cli.md": cli_page, "environment.md": environment_page, "states.md": st
 
 def _differing_defaults() -> Iterator[tuple[str, ...]]:
     for flag in FLAGS:
-        defaults = [flavour.default(flag) for flavour in FLAVOURS]
+        defaults = [defaults.default(flag) for defaults in FLAVOURS]
         if len(set(defaults)) > 1:
             yield (f"`{flag.name}`", *(f"`{default}`" for default in defaults))
 

@@ -68,7 +68,7 @@ def examine(subject: Subject) -> list[Finding]:
             "directories": (partial(_directories, subject.config), LIMIT),
             "name": (partial(_names, subject), LIMIT),
             "endpoints": (partial(port_checks.check, subject.config), LIMIT),
-            "rendezvous": (partial(_meeting, subject), LIMIT),
+            "rendezvous": (partial(_backend, subject), LIMIT),
             "torch": (partial(_torch, subject), torch_check.LIMIT + LIMIT),
         }
     )
@@ -213,7 +213,7 @@ def _names(subject: Subject) -> list[Finding]:
     ]
 
 
-def _meeting(subject: Subject) -> list[Finding]:
+def _backend(subject: Subject) -> list[Finding]:
     config = subject.config
     if subject.alone:
         return []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from torchelastic.agent.telemetry.dashboard_process import Page
-from torchelastic.agent.telemetry.metrics_server import MetricsEndpoint
+from torchelastic.agent.telemetry.dashboard_process import DashboardProcess
+from torchelastic.agent.telemetry.metrics_server import MetricsServer
 from torchelastic.config import PAGE_ANYWHERE, LaunchConfig, parse_endpoint
 from torchelastic.doctor.finding import Finding, fault, ok, warning
 from torchelastic.errors import ConfigError
@@ -19,8 +19,8 @@ CHECK = "endpoints"
 
 def check(config: LaunchConfig) -> list[Finding]:
     """What the agent would refuse, and addresses at which it could not listen."""
-    found = _refused(lambda: MetricsEndpoint.wanted(config))
-    found += _refused(lambda: Page.wanted(config))
+    found = _refused(lambda: MetricsServer.wanted(config))
+    found += _refused(lambda: DashboardProcess.wanted(config))
     found += _refused(lambda: _try_handler(config.event_log_handler))
     return found or [
         *_address("--metrics-address", config.metrics_address),

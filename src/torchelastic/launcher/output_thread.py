@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchelastic.agent.output.log_files import GenerationLogs, WorkerStreams
-from torchelastic.agent.output.output_stream import Console
+from torchelastic.agent.output.output_stream import OutputStream
 from torchelastic.config import LaunchConfig, Std, std_for
 
 #: How long to wait for the last output when all processes are gone, in seconds.
@@ -25,11 +25,11 @@ class Output:
 
     def __init__(self, config: LaunchConfig, directory: Path) -> None:
         self._local_ranks = range(config.nproc_per_node)
-        self._consoles: dict[Std, Console] = {}
+        self._consoles: dict[Std, OutputStream] = {}
         self._logs = GenerationLogs(config, directory, self._consoles)
         self._loop: asyncio.AbstractEventLoop | None = None
         if any(std_for(config.tee, local_rank) for local_rank in self._local_ranks):
-            self._consoles.update({Std.OUT: Console(1), Std.ERR: Console(2)})
+            self._consoles.update({Std.OUT: OutputStream(1), Std.ERR: OutputStream(2)})
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(
                 target=self._loop.run_forever, name="torchelastic-output", daemon=True

@@ -40,7 +40,7 @@ class Row(NamedTuple):
     value: float
 
 
-class Board:
+class MetricTable:
     """The worker's side."""
 
     def __init__(self) -> None:

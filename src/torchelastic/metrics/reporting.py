@@ -11,13 +11,13 @@ import threading
 from typing import Any
 
 from torchelastic.errors import ChannelLost
-from torchelastic.metrics.metric_table import MESSAGE, Board
+from torchelastic.metrics.metric_table import MESSAGE, MetricTable
 from torchelastic.worker import channel
 
 #: Seconds to wait for an agent that is busy. It is asked once.
 PATIENCE = 1.0
 
-_board: Board | None = None
+_table: MetricTable | None = None
 _connected = False
 _connecting = threading.Lock()
 
@@ -26,37 +26,37 @@ def report(name: str, value: Any) -> None:
     """The last value of a metric, for everybody who shows the job."""
     if not _connected:
         _connect()
-    if _board is not None:
-        _board.put(name, value)
+    if _table is not None:
+        _table.put(name, value)
 
 
 def _connect() -> None:
-    global _board, _connected
+    global _table, _connected
     with _connecting:
         if not _connected:
-            _board = _hand_over_a_board()
+            _table = _hand_over_a_board()
             _connected = True
 
 
-def _hand_over_a_board() -> Board | None:
+def _hand_over_a_board() -> MetricTable | None:
     link = channel.link()
     if link is None:
         return None
-    board = Board()
+    table = MetricTable()
     try:
-        link.tell({"type": MESSAGE}, [board.descriptor], patience=PATIENCE)
+        link.tell({"type": MESSAGE}, [table.descriptor], patience=PATIENCE)
     except ChannelLost:  # training matters more than telling
-        board.close()
+        table.close()
         return None
     finally:
         link.close()
-    return board
+    return table
 
 
 def _forked() -> None:
     """A child must not write its parent's values; and a lock that was held would stay held here."""
-    global _board, _connected, _connecting
-    _board, _connected, _connecting = None, False, threading.Lock()
+    global _table, _connected, _connecting
+    _table, _connected, _connecting = None, False, threading.Lock()
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -22,7 +22,7 @@ from torchelastic.clock import Clock
 from torchelastic.errors import LeaseExpired, RendezvousError
 from torchelastic.rendezvous import in_process_round, majority, round_state
 from torchelastic.rendezvous.job_settings import Agreement
-from torchelastic.rendezvous.membership.suspicion import Ask, Doubts
+from torchelastic.rendezvous.membership.suspicion import Ask, Suspicion
 from torchelastic.rendezvous.restart_policy import Kind
 from torchelastic.rendezvous.round_state import (
     Decision,
@@ -118,8 +118,8 @@ class Leader:
         #: Why the witness did not answer when it was asked last, and what asks it now.
         self._silent = ""
         self._claiming: asyncio.Task[None] | None = None
-        self._doubts = (
-            Doubts(node, ask, self._give_up, again=ask_again) if ask is not None else None
+        self._suspicion = (
+            Suspicion(node, ask, self._give_up, again=ask_again) if ask is not None else None
         )
         self._node = node
         self._rules = rules
@@ -182,8 +182,8 @@ class Leader:
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError, RendezvousError):
                 await watching
-            if self._doubts is not None:
-                await self._doubts.close()
+            if self._suspicion is not None:
+                await self._suspicion.close()
             if self._claiming is not None:
                 self._claiming.cancel()
 
@@ -375,8 +375,8 @@ class Leader:
             before = draft.members.get(node)
             if change.item is None:
                 draft.lose(node)
-                if self._doubts is not None:
-                    self._doubts.lost(node)
+                if self._suspicion is not None:
+                    self._suspicion.lost(node)
                 if before is not None and not before.member.leaving:
                     self._observer.node_lost(before.member.name, "its connection or lease ended")
             else:
@@ -385,8 +385,8 @@ class Leader:
                     continue  # it is about to see that, and to end
                 draft.see(member, change.item.created, now)
                 self._tell_of(member, change.item.created, before)
-                if self._doubts is not None:
-                    self._doubts.heard(member)
+                if self._suspicion is not None:
+                    self._suspicion.heard(member)
         self._state = draft.finish()
         for node in self._unreachable - draft.members.keys():
             self._state = round_state.given_up(self._state, node)

@@ -35,7 +35,7 @@ from torchelastic.snapshot.messages import (
     to_json,
 )
 from torchelastic.worker import channel, optimizer_steps, orders
-from torchelastic.worker.status_page import Slate
+from torchelastic.worker.status_page import StatusPage
 
 #: How long an agent may take to answer, and to bring a snapshot from another node.
 PATIENCE, FETCH_PATIENCE = 30.0, 600.0
@@ -77,11 +77,11 @@ class Agent:
         self._asking = threading.Lock()
         self._on_leave: Callable[[orders.Leave], None] | None = None
         self._numbers = count(1)
-        self._slate: Slate | None = None
+        self._status_page: StatusPage | None = None
 
     def inventory(self) -> Holdings:
         """What this node holds. The first time, the slate comes before the answer."""
-        if self._slate is None:
+        if self._status_page is None:
             optimizer_steps.stop()  # what is committed counts from now on
             channel.send(orders.to_json(orders.Keeps()))
         answer, descriptor = self._ask(Inventory(next(self._numbers)), PATIENCE)
@@ -123,9 +123,9 @@ class Agent:
 
     def progress(self, version: Version, rank: int) -> None:
         """So many steps are committed: it is named with a failure, and refills the restarts."""
-        if self._slate is not None:
-            self._slate.rank = rank
-            self._slate.entered(*version)
+        if self._status_page is not None:
+            self._status_page.rank = rank
+            self._status_page.entered(*version)
 
     def listen(self, on_leave: Callable[[orders.Leave], None]) -> None:
         """Say that the state can be put into storage, and call this, in any thread, when this
@@ -146,8 +146,8 @@ class Agent:
         """What answers no question of ours, or comes too late for that."""
         order = orders.from_json(message)
         if descriptor is not None:
-            if isinstance(order, orders.Slate) and self._slate is None:
-                self._slate = Slate(descriptor)
+            if isinstance(order, orders.StatusPage) and self._status_page is None:
+                self._status_page = StatusPage(descriptor)
             os.close(descriptor)
         if isinstance(order, orders.Leave) and self._on_leave is not None:
             self._on_leave(order)

@@ -31,8 +31,8 @@ _IN_FLIGHT = (0, 1, 2)
 _BEGIN = (3, 4)
 
 
-class Slate(Protocol):
-    """What is needed of `worker.slate.Slate`."""
+class StatusPage(Protocol):
+    """What is needed of `worker.status_page.StatusPage`."""
 
     def publish(
         self, slot: int, version: Version, changing: bytes, steady: bytes = b""
@@ -74,8 +74,8 @@ def restore(private: Private, buffers: Buffers) -> bool:
 class Publisher:
     """Leaves this rank's private state in its slate."""
 
-    def __init__(self, slate: Slate) -> None:
-        self._slate = slate
+    def __init__(self, status_page: StatusPage) -> None:
+        self._status_page = status_page
         self._left: tuple[Version, Private] | None = None
         #: What seldom changes, and of what it is made.
         self._steady, self._made_of = b"", (b"", 0, 0)
@@ -103,7 +103,7 @@ class Publisher:
                 made_of = others, len(changing), 0
         if made_of != self._made_of:
             self._made_of, self._steady = made_of, _HEAD.pack(*made_of[1:]) + others
-        written = self._slate.publish(slot, version, changing, self._steady)
+        written = self._status_page.publish(slot, version, changing, self._steady)
         if not written and self._with_buffers:
             self._with_buffers = False
             log.warning(
@@ -126,7 +126,7 @@ def unpack(data: bytes) -> Private:
     return Private(rng.Random(data[begin:end], data[_HEAD.size : begin]), data[end:])
 
 
-def left_behind(slate: Slate, base: Version) -> Private | None:
+def left_behind(status_page: StatusPage, base: Version) -> Private | None:
     """What the worker that had this slate before us left of itself at `base`.
 
     A generation that it died in before its first step calls the same step by its own number, so
@@ -134,7 +134,7 @@ def left_behind(slate: Slate, base: Version) -> Private | None:
     """
     found = []
     for slot in (*_IN_FLIGHT, *_BEGIN):
-        held = slate.held(slot)
+        held = status_page.held(slot)
         if held is not None and held[0][1] == base[1]:
             found.append((held[0] == base, held[0], slot, held[1]))
     return unpack(max(found)[-1]) if found else None

@@ -95,7 +95,7 @@ class Reader:
         self._torch, self._python = torch_at, python_at
         self._numpy: _Window | None = None
         #: Whether a look tells of every draw from Python's and numpy's.
-        self._telling = python_at is not None
+        self._shipper = python_at is not None
         #: What a look told when they were read.
         self._seen: tuple[Any, ...] = ()
         self._last = Random(b"", b"")
@@ -105,7 +105,7 @@ class Reader:
         # One function, twice a step: with one for each generator it takes three times as long.
         last, place, python, numpy = self._last, self._torch, self._python, self._numpy
         own = place.raw if place is not None else _ask_torch()
-        if self._telling and python is not None:
+        if self._shipper and python is not None:
             numbers = numpy.raw if numpy is not None else "numpy" in sys.modules
             cuda = _cuda() if _cuda_in_use() else b""
             seen = (python.raw, _generator.gauss_next, numbers, cuda)
@@ -121,7 +121,7 @@ class Reader:
         """Find numpy's generator, which the script may have imported or replaced."""
         self._numpy, self._seen = _numpy_window(), ()
         known = self._numpy is not None or "numpy" not in sys.modules
-        self._telling = known and self._python is not None
+        self._shipper = known and self._python is not None
 
     def _read_others(self, seen: tuple[Any, ...]) -> bytes:
         if self._numpy is None and "numpy" in sys.modules:

@@ -58,7 +58,7 @@ class Control:
         self._changed = threading.Condition()
         #: What the training thread may be waiting in, and in which generation.
         self._guarded: tuple[int, Abortable] | None = None
-        self._slate: status_page.Slate | None = None
+        self._status_page: status_page.StatusPage | None = None
         self._silence = 0.0
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="torchelastic-control", daemon=True)
@@ -72,8 +72,8 @@ class Control:
         self._link.wake()
         self._thread.join()
         self._link.close()
-        if self._slate is not None:
-            self._slate.close()
+        if self._status_page is not None:
+            self._status_page.close()
 
     # --- the training thread ---------------------------------------------------------------------
 
@@ -126,9 +126,9 @@ class Control:
         return self._inbox.reason
 
     @property
-    def slate(self) -> status_page.Slate | None:
+    def status_page(self) -> status_page.StatusPage | None:
         """The memory the agent has given this worker, if it has."""
-        return self._slate
+        return self._status_page
 
     def _wait(self, probe: Callable[[], T | None]) -> T:
         with self._changed:
@@ -162,8 +162,8 @@ class Control:
     def _hear(self, message: dict[str, object], descriptor: int | None) -> None:
         try:
             order = orders.from_json(message)
-            if isinstance(order, orders.Slate) and descriptor is not None:
-                self._slate, self._silence = status_page.Slate(descriptor), order.silence
+            if isinstance(order, orders.StatusPage) and descriptor is not None:
+                self._status_page, self._silence = status_page.StatusPage(descriptor), order.silence
             elif isinstance(order, orders.Dump) and descriptor is not None:
                 faulthandler.dump_traceback(descriptor, all_threads=True)
         finally:

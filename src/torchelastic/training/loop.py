@@ -180,8 +180,8 @@ class Loop:
                 raise
             return False
         finally:
-            if (slate := self._control.slate) is not None:
-                slate.unhurried()  # to wait for a world is not to hang
+            if (status_page := self._control.status_page) is not None:
+                status_page.unhurried()  # to wait for a world is not to hang
         self._put_down(roll_back=False)
         self._control.left(world.generation)
         self._control.tell(Stopped(world.generation, self._version[1]))
@@ -212,7 +212,7 @@ class Loop:
                 versions=versions,
                 version=self._version,
                 forms=forms,
-                slate=self._control.slate,
+                status_page=self._control.status_page,
             )
         )
         here = session.current()
@@ -262,9 +262,9 @@ class Loop:
     def _take_steps(self, gate: Gate, here: Session) -> None:
         """Step after step, until the gate stops us. Up to `run` nothing here may wait."""
         rank, generation, step = here.rank, here.generation, self._version[1]
-        slate, every, first = here.slate, self._options.snapshot_every, step
-        if slate is not None:
-            slate.rank = rank
+        status_page, every, first = here.status_page, self._options.snapshot_every, step
+        if status_page is not None:
+            status_page.rank = rank
         if self._state._every_step:
             every = 1
         settle = here.group.settle
@@ -278,8 +278,8 @@ class Loop:
                 return
             if step >= self._last_step:
                 raise StopException("The coordinator says that the training is done.")
-            if slate is not None:
-                slate.entered(generation, step)
+            if status_page is not None:
+                status_page.entered(generation, step)
             if faults.planned:
                 faults.position(rank=rank, step=step, generation=generation)
             if step == first or step % every == 0:

@@ -12,7 +12,7 @@ from torchelastic.training.state.state import Version
 if TYPE_CHECKING:
     from torchelastic.torch_private import Store
     from torchelastic.training.group.group import Group
-    from torchelastic.worker.status_page import Slate
+    from torchelastic.worker.status_page import StatusPage
 
 
 @dataclass(kw_only=True)
@@ -34,7 +34,7 @@ class Session:
     #: By rank: a number that is the same for states of the same form (`fitting`).
     forms: tuple[int, ...] = ()
     #: Where this worker's progress and private state are kept for its replacement, if anywhere.
-    slate: Slate | None = None
+    status_page: StatusPage | None = None
     #: Bytes of state received in `sync`; whoever receives them adds them.
     received: int = 0
 
@@ -65,12 +65,12 @@ def is_entered() -> bool:
 @contextmanager
 def unhurried() -> Iterator[None]:
     """What is done inside may take any time, an evaluation for example: no limit of progress."""
-    slate = current().slate
-    if slate is not None:
-        slate.unhurried()
+    status_page = current().status_page
+    if status_page is not None:
+        status_page.unhurried()
     yield
-    if slate is not None:
-        slate.hurried()
+    if status_page is not None:
+        status_page.hurried()
 
 
 def enter(session: Session) -> None:

@@ -30,7 +30,7 @@ from torchelastic.errors import TorchElasticError
 from torchelastic.events.failure import Failure
 from torchelastic.rendezvous import url as urls
 from torchelastic.rendezvous.membership.log_observer import LogObserver
-from torchelastic.rendezvous.membership.member_session import Presence
+from torchelastic.rendezvous.membership.member_session import MemberSession
 from torchelastic.rendezvous.world import World
 from torchelastic.side_tasks import SideTasks
 from torchelastic.transport.interfaces import interface_of
@@ -56,7 +56,7 @@ def start(
     """
     config = config_for(urls.parse(url), max_workers)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    node = OwnNode(config, ours, patience=timeout.total_seconds())
+    node = StandaloneNode(config, ours, patience=timeout.total_seconds())
     threading.Thread(target=node.run, name="torchelastic-node").start()
     return theirs
 
@@ -87,7 +87,7 @@ class _HasLeft:
     """The worker has closed its end of the channel."""
 
 
-class OwnNode:
+class StandaloneNode:
     """One node with one worker: this process."""
 
     def __init__(
@@ -105,7 +105,7 @@ class OwnNode:
         self._stores = OwnStores()
         self._step = -1
         #: Where the worker shows its progress, and what has been seen of that.
-        self._slate = -1
+        self._status_page = -1
         self._trained = -1
         self._pace = Pace()
         #: When it was told to enter its world, and that the world is over.
@@ -128,8 +128,8 @@ class OwnNode:
 
     async def _run(self) -> None:
         self._channel.setblocking(False)
-        self._slate = status_page.create()
-        self._presence = Presence(
+        self._status_page = status_page.create()
+        self._session = MemberSession(
             self._config,
             self._node,
             SystemClock(),
@@ -165,34 +165,34 @@ class OwnNode:
         return script.StoreLost("the worker has left the training")
 
     async def _join(self) -> None:
-        await self._presence.join(resident=True, starting=1, ready=True)
+        await self._session.join(resident=True, starting=1, ready=True)
         self._let_gloo_listen()
-        self._state = replace(self._state, name=self._presence.member.name)
+        self._state = replace(self._state, name=self._session.member.name)
         self._offer_store()
 
     async def _close(self) -> None:
-        await self._presence.last_words(LAST_WORDS)
+        await self._session.last_words(LAST_WORDS)
         await self._beside.cancel()
         closed = self._state.world is not None and self._state.world.phase == "closed"
-        await self._presence.close(HOST_STAYS if closed else 0.0)
+        await self._session.close(HOST_STAYS if closed else 0.0)
         self._stores.close()
-        os.close(self._slate)
+        os.close(self._status_page)
 
     # --- the store of a generation ---------------------------------------------------------------
 
     def _let_gloo_listen(self) -> None:
         """Where other nodes reach this one, not where the machine's name leads."""
-        interface = interface_of(self._presence.meeting.addr)
+        interface = interface_of(self._session.backend.addr)
         if interface is not None and not env.get("GLOO_SOCKET_IFNAME"):
             env.update({"GLOO_SOCKET_IFNAME": interface})
 
     def _offer_store(self) -> None:
         port = self._stores.offer()
-        self._presence.update(store=format_endpoint(self._presence.meeting.addr, port))
+        self._session.update(store=format_endpoint(self._session.backend.addr, port))
 
     def _world_seen(self, world: World) -> None:
         logger.info("generation %d: %s (%s)", world.generation, world.phase, world.reason)
-        if world.phase == "running" and self._stores.begins(world, self._presence.member.store):
+        if world.phase == "running" and self._stores.begins(world, self._session.member.store):
             self._offer_store()
         self._queue.put_nowait(script.WorldSeen(world))
 
@@ -212,7 +212,7 @@ class OwnNode:
                 self._step = report.step
                 self._queue.put_nowait(script.WorkerFailed(self._failure(report)))
             case orders.Enlisted():
-                self._tell(orders.Slate(self._config.lease), os.dup(self._slate))
+                self._tell(orders.StatusPage(self._config.lease), os.dup(self._status_page))
                 self._queue.put_nowait(in_process.Said(0, report))
             case orders.Stopped() | orders.Finished() | orders.Up():
                 self._step = report.step
@@ -254,12 +254,12 @@ class OwnNode:
                     self._over_at = time.monotonic()
                 self._tell(order)
             case script.Report(changes):
-                self._trained = max(self._trained, status_page.read_trained(self._slate))
+                self._trained = max(self._trained, status_page.read_trained(self._status_page))
                 steps = {"step": self._step, "trained": self._trained}
-                holds, _, _ = status_page.read_progress(self._slate)
-                self._presence.update(**{**steps, "holds": holds, **changes})
+                holds, _, _ = status_page.read_progress(self._status_page)
+                self._session.update(**{**steps, "holds": holds, **changes})
             case script.Rejoin(gone):
-                self._beside.start(partial(self._presence.rejoin, gone), "rejoin")
+                self._beside.start(partial(self._session.rejoin, gone), "rejoin")
             case script.Stop():
                 self._end()
 
@@ -283,9 +283,9 @@ class OwnNode:
         if worker.stopping >= 0 and not worker.through:
             late = now - self._over_at > self._patience
             return f"not free {now - self._over_at:.1f} s after its world was over" if late else ""
-        generation, step, at = status_page.read_progress(self._slate)
+        generation, step, at = status_page.read_progress(self._status_page)
         if generation == worker.generation:
-            self._pace.saw(generation, step, at, status_page.read_first_step(self._slate))
+            self._pace.saw(generation, step, at, status_page.read_first_step(self._status_page))
         else:
             self._pace.set_out(worker.generation, self._entering_at)
         limit = limit_for(self._pace, self._config.progress_timeout)

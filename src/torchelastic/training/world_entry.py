@@ -64,8 +64,8 @@ def build(control: Control, world: Enter, store: Store, backend: str, timeout: t
         backend=backend,
         timeout=timeout,
     )
-    if control.slate is not None:
-        group.waits.shown = control.slate.collectives
+    if control.status_page is not None:
+        group.waits.shown = control.status_page.collectives
         group.waits.shown.enter(world.generation)
     control.guard(world.generation, group)
     group.connect()

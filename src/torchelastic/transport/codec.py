@@ -47,7 +47,9 @@ class Codec(Generic[M]):
 
     def __init__(self, *kinds: type[M], prefix: str = "") -> None:
         """`prefix` tells them from others on the same line."""
-        self._kinds = {prefix + kind.__name__.lower(): kind for kind in kinds}
+        self._kinds = {
+            prefix + getattr(kind, "wire_name", kind.__name__.lower()): kind for kind in kinds
+        }
         self._names = {kind: name for name, kind in self._kinds.items()}
 
     def to_json(self, message: M) -> dict[str, Any]:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 REMEMBERED = 256
 
 
-class Lobby(Generic[T]):
+class AdmissionLimits(Generic[T]):
     """Connections that are not admitted yet, the oldest first."""
 
     def __init__(self, most: int, most_of_a_source: int) -> None:
@@ -25,7 +25,7 @@ class Lobby(Generic[T]):
         self.most_of_a_source = most_of_a_source
         #: Guest -> source. Dicts for their order.
         self._sources: dict[T, str] = {}
-        self._guests: dict[str, dict[T, None]] = {}
+        self._visitors: dict[str, dict[T, None]] = {}
 
     def __len__(self) -> int:
         return len(self._sources)
@@ -33,14 +33,14 @@ class Lobby(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         return iter(list(self._sources))
 
-    def __contains__(self, guest: T) -> bool:
-        return guest in self._sources
+    def __contains__(self, visitor: T) -> bool:
+        return visitor in self._sources
 
-    def enter(self, guest: T, source: str) -> T | None:
+    def enter(self, visitor: T, source: str) -> T | None:
         """Take a guest in; returns one who has to go for it, and is gone from here already."""
-        self._sources[guest] = source
-        of_source = self._guests.setdefault(source, {})
-        of_source[guest] = None
+        self._sources[visitor] = source
+        of_source = self._visitors.setdefault(source, {})
+        of_source[visitor] = None
         too_many = len(of_source) > self.most_of_a_source
         if not too_many and len(self._sources) <= self.most:
             return None
@@ -48,14 +48,14 @@ class Lobby(Generic[T]):
         self.leave(oldest)
         return oldest
 
-    def leave(self, guest: T) -> None:
+    def leave(self, visitor: T) -> None:
         """A guest is admitted, or gone; nothing happens if it was already."""
-        source = self._sources.pop(guest, None)
+        source = self._sources.pop(visitor, None)
         if source is None:
             return
-        del self._guests[source][guest]
-        if not self._guests[source]:
-            del self._guests[source]
+        del self._visitors[source][visitor]
+        if not self._visitors[source]:
+            del self._visitors[source]
 
 
 class Told:

@@ -22,7 +22,7 @@ from torchelastic.errors import TlsError, WireError
 from torchelastic.transport import frames
 from torchelastic.transport.addresses import LISTEN_BACKLOG
 from torchelastic.transport.auth import Secret, is_nonce, new_nonce
-from torchelastic.transport.limits import Lobby, Told, source_of
+from torchelastic.transport.limits import AdmissionLimits, Told, source_of
 from torchelastic.transport.link import Link
 from torchelastic.transport.splice import TORCH_STORE, splice
 from torchelastic.transport.tls import TlsPipe
@@ -34,7 +34,7 @@ PATIENCE = 10.0
 CLOSING_PATIENCE = 1.0
 #: Most guests at a time, where this process may open as many files. Thousands of nodes may come at
 #: once, all of them from one address if that of a gateway is between.
-MOST_GUESTS = 4096
+MOST_VISITORS = 4096
 #: Connections accepted before those that are there are looked at.
 ACCEPTED = 64
 #: Characters of what a guest says that are said back to it.
@@ -44,7 +44,7 @@ QUOTED = 100
 Handler = Callable[[Link, frames.Hello], None]
 
 
-class _Guest:
+class _Visitor:
     """A connection that is not admitted yet."""
 
     def __init__(self, link: Link, time_is_up: asyncio.TimerHandle) -> None:
@@ -58,7 +58,7 @@ class _Guest:
         self.link.close()
 
 
-class Reception:
+class Listener:
     """Listens for the connections of one job (of any, if it is None) and hands them to who serves
     their purpose."""
 
@@ -82,7 +82,7 @@ class Reception:
         self._passed_on: set[asyncio.Task[None]] = set()
         self._listeners: list[asyncio.Server] = []
         most = most_guests or _most_guests()
-        self._guests: Lobby[_Guest] = Lobby(most, most // 2)
+        self._visitors: AdmissionLimits[_Visitor] = AdmissionLimits(most, most // 2)
         self._told = Told()
         self._closing = False
         self.port = 0
@@ -90,7 +90,7 @@ class Reception:
     @property
     def guests(self) -> int:
         """How many connections are not admitted yet."""
-        return len(self._guests)
+        return len(self._visitors)
 
     @property
     def is_closing(self) -> bool:
@@ -123,13 +123,13 @@ class Reception:
             listener.close()
         for task in self._passed_on:
             task.cancel()
-        ends = [guest.link.ended for guest in self._guests]
-        for guest in self._guests:
-            guest.refuse("This agent has ended.")
+        ends = [visitor.link.ended for visitor in self._visitors]
+        for visitor in self._visitors:
+            visitor.refuse("This agent has ended.")
         if ends:
             await asyncio.wait(ends, timeout=CLOSING_PATIENCE)
-        for guest in self._guests:
-            guest.link.abort()
+        for visitor in self._visitors:
+            visitor.link.abort()
         if ends:
             await asyncio.wait(ends)
 
@@ -156,10 +156,10 @@ class Reception:
             link.abort()
             return
         loop = asyncio.get_running_loop()
-        guest = _Guest(link, loop.call_later(self._patience, self._tired_of, link))
-        link.ended.add_done_callback(partial(self._gone, guest))
-        link.deliver_to(partial(self._greet, guest))
-        displaced = self._guests.enter(guest, guest.source)
+        visitor = _Visitor(link, loop.call_later(self._patience, self._tired_of, link))
+        link.ended.add_done_callback(partial(self._gone, visitor))
+        link.deliver_to(partial(self._greet, visitor))
+        displaced = self._visitors.enter(visitor, visitor.source)
         if displaced is not None:
             self._tell(displaced, "opens more connections than are looked at")
             displaced.link.abort()
@@ -167,105 +167,105 @@ class Reception:
     def _tired_of(self, link: Link) -> None:
         link.abort(WireError("it has not said who it is"))
 
-    def _gone(self, guest: _Guest, ended: asyncio.Future[Exception | None]) -> None:
-        guest.time_is_up.cancel()
-        if guest not in self._guests:
+    def _gone(self, visitor: _Visitor, ended: asyncio.Future[Exception | None]) -> None:
+        visitor.time_is_up.cancel()
+        if visitor not in self._visitors:
             return
-        self._guests.leave(guest)
+        self._visitors.leave(visitor)
         # Whoever just looks whether the port is open, as load balancers do, is not worth a line.
         if isinstance(ended.result(), WireError) and not self._closing:
             tls = isinstance(ended.result(), TlsError)
-            self._tell(guest, "has no TLS that is ours" if tls else "does not speak as a node")
+            self._tell(visitor, "has no TLS that is ours" if tls else "does not speak as a node")
 
-    def _tell(self, guest: _Guest, what: str) -> None:
-        if self._told.first_time(guest.source, what):
+    def _tell(self, visitor: _Visitor, what: str) -> None:
+        if self._told.first_time(visitor.source, what):
             log.warning(
                 "Somebody at %s %s: sent away, as all that follow. This is logged once.",
-                guest.source,
+                visitor.source,
                 what,
             )
 
-    def _refuse(self, guest: _Guest, what: str, sentence: str) -> None:
-        self._tell(guest, what)
-        guest.refuse(sentence)
+    def _refuse(self, visitor: _Visitor, what: str, sentence: str) -> None:
+        self._tell(visitor, what)
+        visitor.refuse(sentence)
 
     # Greeting
 
-    def _greet(self, guest: _Guest, payload: bytes) -> None:
+    def _greet(self, visitor: _Visitor, payload: bytes) -> None:
         """The first frame. What raises here is no client of ours: its connection just ends."""
         hello = frames.parse_hello(payload)
         if isinstance(hello, frames.OtherVersion):
             self._refuse(
-                guest,
+                visitor,
                 "speaks another version of the protocol",
                 f"This node speaks version {hello.version} of the rendezvous protocol, the job "
                 f"version {frames.VERSION}: install the same torchelastic on every node.",
             )
         elif self._secret is not None and not hello.nonce:
             self._refuse(
-                guest,
+                visitor,
                 "has no secret",
                 "This job has a secret, and this node none: give every node of the job the same "
                 "(--rdzv-secret-file or TORCHELASTIC_SECRET).",
             )
         elif self._secret is None and hello.nonce:
             self._refuse(
-                guest,
+                visitor,
                 "has a secret, and this agent has none",
                 "This node has a secret, and the rendezvous none: give every node of the job the "
                 "same (--rdzv-secret-file or TORCHELASTIC_SECRET).",
             )
         elif self._secret is not None:
-            self._challenge(self._secret, guest, hello, payload)
+            self._challenge(self._secret, visitor, hello, payload)
         else:
-            self._admit(guest, hello)
+            self._admit(visitor, hello)
 
     def _challenge(
-        self, secret: Secret, guest: _Guest, hello: frames.Hello, payload: bytes
+        self, secret: Secret, visitor: _Visitor, hello: frames.Hello, payload: bytes
     ) -> None:
         if not is_nonce(hello.nonce):
             raise WireError("The nonce of a hello is none.")
         nonce = new_nonce()
-        guest.link.send(frames.Challenge(nonce, secret.proof("server", payload, nonce)))
+        visitor.link.send(frames.Challenge(nonce, secret.proof("server", payload, nonce)))
 
         def hear(answer: bytes) -> None:
             proof = frames.parse(answer, frames.PROOFS)
             assert isinstance(proof, frames.Proof)
             if secret.proves(proof.proof, "client", payload, nonce):
-                self._admit(guest, hello)
+                self._admit(visitor, hello)
             else:
                 # Without a word: who has the secret would not have come so far with another.
-                self._tell(guest, "does not have this job's secret")
-                guest.link.abort()
+                self._tell(visitor, "does not have this job's secret")
+                visitor.link.abort()
 
-        guest.link.deliver_to(hear)
+        visitor.link.deliver_to(hear)
 
-    def _admit(self, guest: _Guest, hello: frames.Hello) -> None:
+    def _admit(self, visitor: _Visitor, hello: frames.Hello) -> None:
         """The guest may know of us: who is not meant is told where it has come to."""
         handler = self._handlers.get(hello.purpose)
         if self._job is not None and hello.job != self._job:
             self._refuse(
-                guest,
+                visitor,
                 "means another job",
                 f"The rendezvous belongs to job '{self._job}', not to '{hello.job[:QUOTED]}': "
                 "give every node of a job the same --rdzv-id, and every job a port of its own.",
             )
         elif handler is None:
             self._refuse(
-                guest,
+                visitor,
                 "comes for something that is not served",
                 f"Nobody here serves '{hello.purpose[:QUOTED]}': install the same torchelastic on "
                 "every node.",
             )
         else:
-            guest.time_is_up.cancel()
-            self._guests.leave(guest)
-            guest.link.admit()
-            guest.link.keep_frames()
-            handler(guest.link, hello)
+            visitor.time_is_up.cancel()
+            self._visitors.leave(visitor)
+            visitor.link.admit()
+            visitor.link.keep_frames()
+            handler(visitor.link, hello)
 
 
 def _most_guests() -> int:
     """Half of the files this process may open: the rest is for those who are admitted."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST_GUESTS if files == resource.RLIM_INFINITY else min(MOST_GUESTS, files // 2)
+    return MOST_VISITORS if files == resource.RLIM_INFINITY else min(MOST_VISITORS, files // 2)

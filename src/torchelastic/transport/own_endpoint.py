@@ -9,19 +9,19 @@ from dataclasses import replace
 from torchelastic.clock import Clock
 from torchelastic.transport.addresses import bind_endpoint, is_own_endpoint, listen_beside
 from torchelastic.transport.connect import Endpoint
-from torchelastic.transport.listener import Reception
+from torchelastic.transport.listener import Listener
 
 #: Seconds between two looks at whether an endpoint is ours after all.
 LOOK_AGAIN = 1.0
 
 
-class Endpoints:
+class OwnEndpoint:
     """The endpoints of a job, one of which may be ours."""
 
     def __init__(
         self,
         places: Sequence[Endpoint],
-        reception: Reception,
+        listener: Listener,
         *,
         clock: Clock,
         is_host: bool | None,
@@ -29,7 +29,7 @@ class Endpoints:
         self.places = list(places)
         #: The one that this agent listens at.
         self.ours: Endpoint | None = None
-        self._reception = reception
+        self._listener = listener
         self._clock = clock
         self._is_host = is_host
         self._next_look = 0.0
@@ -38,9 +38,9 @@ class Endpoints:
         """Listen, at the own endpoint or elsewhere: at the port where others know this node from
         its last agent, if there was one and the port is free."""
         await self.look()
-        if not self._reception.port:
+        if not self._listener.port:
             first = self.places[0]
-            await self._reception.listen(listen_beside(first.host, first.port, known))
+            await self._listener.listen(listen_beside(first.host, first.port, known))
 
     async def look(self, *, again: bool = False) -> None:
         """Listen at the endpoint that is this machine's, if there is one and its port is free.
@@ -54,11 +54,11 @@ class Endpoints:
         for index, place in enumerate(self.places):
             if not await self._is_own(place):
                 continue
-            if not self._reception.port or self._reception.port != place.port:
+            if not self._listener.port or self._listener.port != place.port:
                 sockets = bind_endpoint(place.host, place.port, is_host=True)
                 if sockets is None:
                     continue
-                place = replace(place, port=await self._reception.listen(sockets))
+                place = replace(place, port=await self._listener.listen(sockets))
             self.ours = self.places[index] = place
             return
 

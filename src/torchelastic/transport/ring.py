@@ -90,7 +90,7 @@ class Ring:
         self._expected: tuple[str, str] | None = None
         self._overdue: asyncio.TimerHandle | None = None
         #: Connections that others have made to us.
-        self._guests: dict[Link, asyncio.Task[None]] = {}
+        self._visitors: dict[Link, asyncio.Task[None]] = {}
         #: The last one of each.
         self._callers: dict[str, Link] = {}
 
@@ -125,8 +125,8 @@ class Ring:
     def admit(self, link: Link, hello: frames.Hello) -> None:
         """Take a connection of a neighbour, or of whoever asks if we live."""
         link.send(frames.Welcome(frames.PROTOCOL, frames.VERSION, "", False, 0))
-        self._guests[link] = asyncio.create_task(self._receive(link), name="ring guest")
-        link.ended.add_done_callback(lambda _: self._guests.pop(link, None))
+        self._visitors[link] = asyncio.create_task(self._receive(link), name="ring guest")
+        link.ended.add_done_callback(lambda _: self._visitors.pop(link, None))
 
     async def ask(self, address: str) -> bool | None:
         """Ask the agent there whether it lives (`doubts.Ask`)."""
@@ -134,10 +134,10 @@ class Ring:
 
     async def close(self) -> None:
         self._expect(None)
-        tasks = [*self._guests.values(), *([self._calling] if self._calling is not None else [])]
+        tasks = [*self._visitors.values(), *([self._calling] if self._calling is not None else [])]
         for task in tasks:
             task.cancel()
-        for link in list(self._guests):
+        for link in list(self._visitors):
             link.abort()
         await asyncio.gather(*tasks, return_exceptions=True)
 

@@ -28,7 +28,7 @@ from torchelastic.worker import channel
 
 if TYPE_CHECKING:
     from torchelastic.worker.backward_waits import BackwardWaits
-    from torchelastic.worker.status_page import Slate
+    from torchelastic.worker.status_page import StatusPage
 
 #: The type of the message by which a worker hands its slate to its agent.
 MESSAGE = "steps"
@@ -45,7 +45,7 @@ class Counter:
     """Counts in one process."""
 
     def __init__(self) -> None:
-        self._slate: Slate | None = None
+        self._status_page: StatusPage | None = None
         self._waits: BackwardWaits | None = None
         #: torch's module of optimizers, and what it calls us by.
         self._torch: Any = None
@@ -72,30 +72,30 @@ class Counter:
     def _count(self, optimizer: Any) -> None:
         this = id(optimizer)
         if this != self._counted:
-            if self._slate is None:
+            if self._status_page is None:
                 self._begin(optimizer)
             elif this not in self._others:
                 self._others.add(this)
                 return
             else:
-                self._slate.taken_before(MIXED)
+                self._status_page.taken_before(MIXED)
             self._counted = this
         if self._others:
             self._others.clear()
         self._steps += 1
         if self._waits is not None:
             self._waits.committed()
-        if self._slate is not None:
-            self._slate.entered(0, self._steps)
+        if self._status_page is not None:
+            self._status_page.entered(0, self._steps)
 
     def _begin(self, optimizer: Any) -> None:
-        self._slate = _hand_over_a_slate()
-        if self._slate is None:
+        self._status_page = _hand_over_a_slate()
+        if self._status_page is None:
             self._note = _nothing
             return
         self._note = _hidden(self._count)
         self._steps = before = steps_before(optimizer)
-        self._slate.taken_before(before)
+        self._status_page.taken_before(before)
         with contextlib.suppress(Exception):  # parameters of a kind that has no such hook
             self._note_waits(optimizer)
 
@@ -134,7 +134,7 @@ def _hidden(function: Callable[..., None]) -> Callable[..., None]:
     return hidden
 
 
-def _hand_over_a_slate() -> Slate | None:
+def _hand_over_a_slate() -> StatusPage | None:
     link = channel.link()
     if link is None:
         return None
@@ -145,7 +145,7 @@ def _hand_over_a_slate() -> Slate | None:
     descriptor = status_page.create()
     try:
         link.tell({"type": MESSAGE}, [descriptor], patience=PATIENCE)
-        return status_page.Slate(descriptor)
+        return status_page.StatusPage(descriptor)
     except ChannelLost:  # training matters more than telling
         return None
     finally:

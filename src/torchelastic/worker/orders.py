@@ -21,7 +21,7 @@ and after a failure:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import ClassVar, get_args
 
 from torchelastic.transport.codec import Codec
 
@@ -108,9 +108,10 @@ class Dump:
 
 
 @dataclass(frozen=True)
-class Slate:
+class StatusPage:
     """The memory this worker writes its progress and its private state to comes with this."""
 
+    wire_name: ClassVar[str] = "slate"
     #: Seconds after which a peer that does not answer counts as unreachable; 0: never.
     silence: float = 0.0
 
@@ -230,7 +231,7 @@ class Pong:
     number: int = 0
 
 
-Order = Enter | Ask | Through | Over | Leave | Closed | Ping | Dump | Slate
+Order = Enter | Ask | Through | Over | Leave | Closed | Ping | Dump | StatusPage
 Report = (
     Enlisted
     | Keeps

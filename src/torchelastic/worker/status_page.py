@@ -85,7 +85,7 @@ def read_trained(descriptor: int) -> int:
 
 
 def read_taken(descriptor: int) -> int:
-    """What `Slate.taken_before` has written last."""
+    """What `StatusPage.taken_before` has written last."""
     return int(_TAKEN.unpack(os.pread(descriptor, _TAKEN.size, _TAKEN_AT))[0])
 
 
@@ -136,7 +136,7 @@ class _Written:
     size: int
 
 
-class Slate:
+class StatusPage:
     """One process's view of a slate. Does not own the descriptor it was made from."""
 
     def __init__(self, descriptor: int) -> None:

@@ -1,7 +1,7 @@
 """What this process achieves and its agent cannot see: samples trained, checkpoints in storage.
 
 Whoever achieves it says so here. The number of samples goes to the slate with every step
-(`worker.slate`); a worker's bootstrap listens for checkpoints and tells the agent.
+(`worker.status_page`); a worker's bootstrap listens for checkpoints and tells the agent.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ And with it: how long it has waited for other workers, and was at something that
 step. What is left of a step is the worker's own time, and tells who is slow (`events.stragglers`).
 
 Whoever makes it wait says so here. There is no lock: at worst two threads that say so at once lose
-what one of them said. With every step the numbers go to the slate (`worker.slate`), where the agent
-reads them.
+what one of them said. With every step the numbers go to the status page (`worker.status_page`),
+where the agent reads them.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torchelastic.snapshot.layout import SHARED, Memory, own
 from torchelastic.system import memory_limit
 from torchelastic.system.memory_limit import Limit
 from torchelastic.transport.auth import ANONYMOUS
-from torchelastic.transport.listener import Reception
+from torchelastic.transport.listener import Listener
 
 
 def world(*names, **peers):
@@ -67,14 +67,14 @@ class Agent:
             say=self.said.append,
             on_settled=self.settled.append,
         )
-        self.reception = Reception("job")
+        self.listener = Listener("job")
         self.memories = {}
 
     async def listen(self):
-        port = await self.reception.listen(bind_endpoint("127.0.0.1", 0))
+        port = await self.listener.listen(bind_endpoint("127.0.0.1", 0))
         self.peer = f"127.0.0.1:{port}"
-        meeting = SimpleNamespace(serve=self.reception.serve, credentials=ANONYMOUS, peer=self.peer)
-        self.snapshots.open(meeting)
+        backend = SimpleNamespace(serve=self.listener.serve, credentials=ANONYMOUS, peer=self.peer)
+        self.snapshots.open(backend)
 
     async def ask(self, request):
         """The answer, and the memory that came with it."""
@@ -119,7 +119,7 @@ class Agent:
         for memory in self.memories.values():
             memory.close()
         await self.snapshots.close()
-        await self.reception.close()
+        await self.listener.close()
 
 
 @contextlib.asynccontextmanager
@@ -267,13 +267,13 @@ async def test_what_becomes_void_on_its_way_is_followed_by_the_base():
         given, arrived = [], asyncio.Event()
 
         async def give(piece, peer):
-            with a.snapshots._shelf.reading(piece, None) as (_, _, held):
+            with a.snapshots._snapshot_memory.reading(piece, None) as (_, _, held):
                 given.append(held.version)
             await arrived.wait()
             return given[-1]
 
-        carrier, a.snapshots._carrier = (
-            a.snapshots._carrier,
+        replicator, a.snapshots._replicator = (
+            a.snapshots._replicator,
             SimpleNamespace(give=give, forget=lambda peers: None),
         )
         a.snapshots.turn_to(world("a", "b"))
@@ -286,7 +286,7 @@ async def test_what_becomes_void_on_its_way_is_followed_by_the_base():
         arrived.set()
         while given != [(0, 11), (0, 10)]:
             await asyncio.sleep(0.005)
-        a.snapshots._carrier = carrier
+        a.snapshots._replicator = replicator
 
 
 @in_loop

@@ -26,9 +26,9 @@ def test_logs_of_one_machine_are_ordered_by_its_clock():
 
 
 def test_a_record_that_is_in_two_logs_counts_once():
-    gathered = [note("a", 1, heard=1), note("b", 501, heard=2)]
+    collected = [note("a", 1, heard=1), note("b", 501, heard=2)]
     own = [note("b", 501), note("b", 503)]
-    assert told(merged([own, gathered])) == [("a", 1), ("b", 2), ("b", 4)]
+    assert told(merged([own, collected])) == [("a", 1), ("b", 2), ("b", 4)]
 
 
 def test_logs_of_several_machines_are_laid_on_one_clock_by_their_walls():
@@ -104,10 +104,10 @@ def test_which_job_of_a_place_is_meant_or_a_sentence(tmp_path):
 def test_the_gathered_log_is_read_with_the_agents_own(tmp_path):
     write(tmp_path / "events.jsonl", "job", "a", "mine", "not gathered")
     mine, late = read_job(tmp_path)
-    gathered = EventLog(tmp_path / "job.jsonl", job="job", node="a", clock=FakeClock(0.0))
-    gathered.append(mine.heard_at(101.0))
-    gathered.append(note("b", 77, wall=mine.wall, heard=101.5))
-    gathered.close()
+    collected = EventLog(tmp_path / "job.jsonl", job="job", node="a", clock=FakeClock(0.0))
+    collected.append(mine.heard_at(101.0))
+    collected.append(note("b", 77, wall=mine.wall, heard=101.5))
+    collected.close()
     found = list(read_job(tmp_path))
     assert [record.time for record in found] == [101.0, 101.5, 102.0]
     assert found[-1].event == late.event

@@ -10,12 +10,12 @@ import struct
 import pytest
 
 from torchelastic.metrics import metric_table
-from torchelastic.metrics.metric_table import MOST, ROW_BYTES, Board, Row, read
+from torchelastic.metrics.metric_table import MOST, ROW_BYTES, MetricTable, Row, read
 
 
 @pytest.fixture
 def shown():
-    made = Board()
+    made = MetricTable()
     yield made
     made.close()
 

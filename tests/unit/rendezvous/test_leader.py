@@ -15,7 +15,7 @@ from torchelastic.rendezvous.held_out import FIRST
 from torchelastic.rendezvous.job_settings import Agreement
 from torchelastic.rendezvous.leader import QUIET_LOOKS, ROLL_KEY, CheckpointPath, Leader
 from torchelastic.rendezvous.majority import Electorate, Roll
-from torchelastic.rendezvous.membership.failover import Heir
+from torchelastic.rendezvous.membership.failover import Failover
 from torchelastic.rendezvous.round_state import RoundRules
 from torchelastic.rendezvous.store import Item, Listing
 from torchelastic.rendezvous.world import LEADER_KEY, PART_PREFIX, WORLD_KEY, Member, World
@@ -152,13 +152,13 @@ async def test_a_leader_shows_its_terms_and_forms_no_world_with_a_node_of_others
 @story
 async def test_a_host_keeps_a_world_before_anybody_sees_it():
     """With its nodes and its roll, once for all of its phases; it could host it again."""
-    kept, heir = [], Heir("a")
+    kept, failover = [], Failover("a")
     async with serving() as server, connected(server.port) as store:
         await store.open_lease(60.0)
 
         async def keep(world, rows):
             listing = await store.get("")
-            kept.append((WORLD_KEY in listing.items, world.count, heir.formed(world, rows)))
+            kept.append((WORLD_KEY in listing.items, world.count, failover.formed(world, rows)))
 
         rules = RoundRules(min_nodes=1, max_nodes=1)
         leader = Leader(store, "a", rules, SystemClock(), Told(), term=1, keep=keep)

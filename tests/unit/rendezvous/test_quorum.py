@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.rendezvous.round_support import Job, failure
 from torchelastic.agent.lifecycle import script
-from torchelastic.agent.lifecycle.script import GroupState, WorldSeen
+from torchelastic.agent.lifecycle.script import ScriptState, WorldSeen
 from torchelastic.config import WorldSizes
 from torchelastic.rendezvous import majority, round_state
 from torchelastic.rendezvous.round_state import RoundState, Witnessed
@@ -228,7 +228,7 @@ def test_a_cut_that_heals_leaves_nobody_waiting():
     job.wait(10.0)
     assert job.world.phase == "waiting"  # they may have workers of it, as far as is known
     assert "but the workers of c, d are not reported to have ended" in job.world.reason
-    node = GroupState(node="c", generation=0)
+    node = ScriptState(node="c", generation=0)
     _, commands = script.handle(node, WorldSeen(job.world))
     for command in commands:
         job.say("c", **command.changes)

@@ -182,12 +182,14 @@ def test_the_slate_that_comes_before_an_answer_shows_the_steps(ends):
     agent, theirs = ends
     agent.progress((1, 4), rank=2)  # nowhere to show it yet
     descriptor = status_page.create()
-    socket.send_fds(theirs, [json.dumps(orders.to_json(orders.Slate())).encode()], [descriptor])
+    socket.send_fds(
+        theirs, [json.dumps(orders.to_json(orders.StatusPage())).encode()], [descriptor]
+    )
     thread = answer(theirs, (lambda number: Holdings(number, (HELD,), "host:1", "n0"), []))
     assert agent.inventory() == Holdings(1, (HELD,), "host:1", "n0")
     thread.join()
     agent.progress((1, 5), rank=2)
     shown = status_page.read(descriptor)
     assert (shown.generation, shown.step, shown.rank) == (1, 5, 2)
-    agent._slate.close()
+    agent._status_page.close()
     os.close(descriptor)

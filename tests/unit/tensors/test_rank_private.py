@@ -12,7 +12,7 @@ from torch import nn
 from torchelastic.tensors import rank_private, rng
 from torchelastic.tensors.buffers import Buffers
 from torchelastic.tensors.rank_private import Private, Publisher
-from torchelastic.worker import status_page as slates
+from torchelastic.worker import status_page as status_pages
 
 
 def told():
@@ -174,52 +174,52 @@ def take_steps(publisher, steps, *, generation=0):
         publisher.in_flight((generation, step + 1), state(f"flight {step}"))
 
 
-def test_a_replacement_finds_the_step_before_this_one_and_the_one_in_flight(slate):
-    publisher = Publisher(slate)
+def test_a_replacement_finds_the_step_before_this_one_and_the_one_in_flight(status_page):
+    publisher = Publisher(status_page)
     take_steps(publisher, range(4))
     publisher.begin((0, 4), state("begin 4"))
     for _ in range(2):  # the beginning counts, not what was in flight; also after the next flight
-        assert rank_private.left_behind(slate, (0, 3)) == state("begin 3")
-        assert rank_private.left_behind(slate, (0, 4)) == state("begin 4")
+        assert rank_private.left_behind(status_page, (0, 3)) == state("begin 3")
+        assert rank_private.left_behind(status_page, (0, 4)) == state("begin 4")
         publisher.in_flight((0, 5), state("flight 4"))
-    assert rank_private.left_behind(slate, (0, 5)) == state("flight 4")
-    assert rank_private.left_behind(slate, (0, 6)) is None
+    assert rank_private.left_behind(status_page, (0, 5)) == state("flight 4")
+    assert rank_private.left_behind(status_page, (0, 6)) is None
 
 
-def test_nothing_is_written_at_the_beginning_of_a_step_when_nothing_was_drawn_since(slate):
-    publisher = Publisher(slate)
+def test_nothing_is_written_at_the_beginning_of_a_step_when_nothing_was_drawn_since(status_page):
+    publisher = Publisher(status_page)
     take_steps(publisher, range(4))
-    before = [slate.held(slot) for slot in range(slates.SLOTS)]
+    before = [status_page.held(slot) for slot in range(status_pages.SLOTS)]
     publisher.begin((0, 4), state("flight 3"))
-    assert [slate.held(slot) for slot in range(slates.SLOTS)] == before
+    assert [status_page.held(slot) for slot in range(status_pages.SLOTS)] == before
     publisher.in_flight((0, 5), state("flight 3"))
-    assert rank_private.left_behind(slate, (0, 3)) == state("begin 3")
-    assert rank_private.left_behind(slate, (0, 4)) == state("flight 3")
-    assert rank_private.left_behind(slate, (0, 5)) == state("flight 3")
+    assert rank_private.left_behind(status_page, (0, 3)) == state("begin 3")
+    assert rank_private.left_behind(status_page, (0, 4)) == state("flight 3")
+    assert rank_private.left_behind(status_page, (0, 5)) == state("flight 3")
 
 
 class Dying:
     """A slate whose worker is killed in the middle of a write."""
 
-    def __init__(self, slate, at):
-        self._slate, self._left = slate, at
+    def __init__(self, status_page, at):
+        self._status_page, self._left = status_page, at
 
     def publish(self, slot, version, changing, steady=b""):
         self._left -= 1
         if self._left == 0:
-            begin = self._slate._begin(slot)
-            self._slate._memory[begin] |= 1  # torn
+            begin = self._status_page._begin(slot)
+            self._status_page._memory[begin] |= 1  # torn
             raise KeyboardInterrupt
-        return self._slate.publish(slot, version, changing, steady)
+        return self._status_page.publish(slot, version, changing, steady)
 
     def held(self, slot):
-        return self._slate.held(slot)
+        return self._status_page.held(slot)
 
 
 @pytest.mark.parametrize("at", range(3, 12))
 @pytest.mark.parametrize("drawing", [True, False], ids=["drawing between", "not drawing between"])
-def test_a_worker_killed_while_it_writes_leaves_what_can_be_needed(slate, at, drawing):
-    publisher, entered = Publisher(Dying(slate, at)), []
+def test_a_worker_killed_while_it_writes_leaves_what_can_be_needed(status_page, at, drawing):
+    publisher, entered = Publisher(Dying(status_page, at)), []
 
     def take_steps():
         for step in range(20):
@@ -232,36 +232,38 @@ def test_a_worker_killed_while_it_writes_leaves_what_can_be_needed(slate, at, dr
     step = entered[-1]
     # Its peers can be in the step it is in or, as long as it has launched nothing, one behind.
     for needed in (step - 1, step):
-        left = rank_private.left_behind(slate, (0, needed))
+        left = rank_private.left_behind(status_page, (0, needed))
         assert left in (state(f"begin {needed}"), state(f"end {needed - 1}"))
 
 
-def test_a_later_collective_of_a_step_replaces_what_an_earlier_one_left(slate):
-    publisher = Publisher(slate)
+def test_a_later_collective_of_a_step_replaces_what_an_earlier_one_left(status_page):
+    publisher = Publisher(status_page)
     publisher.begin((0, 0), state("begin"))
     for text in ("one", "one", "two"):
         publisher.in_flight((0, 1), state(text))
-    assert rank_private.left_behind(slate, (0, 1)) == state("two")
+    assert rank_private.left_behind(status_page, (0, 1)) == state("two")
 
 
-def test_the_same_step_of_an_earlier_generation_will_do_but_not_before_an_exact_one(slate):
-    take_steps(Publisher(slate), range(3), generation=2)
-    assert rank_private.left_behind(slate, (5, 2)) == state("begin 2")
-    assert rank_private.left_behind(slate, (5, 3)) == state("flight 2")
-    Publisher(slate).begin((5, 2), state("exact"))
-    assert rank_private.left_behind(slate, (5, 2)) == state("exact")
+def test_the_same_step_of_an_earlier_generation_will_do_but_not_before_an_exact_one(status_page):
+    take_steps(Publisher(status_page), range(3), generation=2)
+    assert rank_private.left_behind(status_page, (5, 2)) == state("begin 2")
+    assert rank_private.left_behind(status_page, (5, 3)) == state("flight 2")
+    Publisher(status_page).begin((5, 2), state("exact"))
+    assert rank_private.left_behind(status_page, (5, 2)) == state("exact")
 
 
-def test_buffers_that_are_too_large_are_left_out_and_that_is_said_once(slate, caplog, monkeypatch):
-    monkeypatch.setattr(slates, "SLOT_LIMIT", 1000)
-    publisher = Publisher(slate)
+def test_buffers_that_are_too_large_are_left_out_and_that_is_said_once(
+    status_page, caplog, monkeypatch
+):
+    monkeypatch.setattr(status_pages, "SLOT_LIMIT", 1000)
+    publisher = Publisher(status_page)
     large = state("a")._replace(buffers=b"x" * 2000)
     with caplog.at_level(logging.WARNING):
         for step in range(3):
             publisher.begin((0, step), large)
             publisher.in_flight((0, step + 1), large)
     assert len(caplog.records) == 1
-    left = rank_private.left_behind(slate, (0, 2))
+    left = rank_private.left_behind(status_page, (0, 2))
     assert left is not None
     assert left.buffers == b""
 

@@ -10,7 +10,7 @@ from torchelastic.agent.lifecycle.script import Phase, Rejoin, WorkersGone
 from torchelastic.rendezvous import forming, majority, round_state
 from torchelastic.rendezvous.embedded.ask_peers import Returns
 from torchelastic.rendezvous.embedded.election import Poll, Search
-from torchelastic.rendezvous.membership.failover import Heir
+from torchelastic.rendezvous.membership.failover import Failover
 from torchelastic.rendezvous.world import World
 
 #: Sets an attribute, as `monkeypatch.setattr` does.
@@ -46,7 +46,7 @@ def newcomers_do_not_see_the_world_of_an_earlier_host(change: Set) -> None:
 
 def a_spare_node_cannot_host(change: Set) -> None:
     """Though it may be the only one left that has taken the last world up."""
-    change(Heir, "_is_to_hold", lambda heir, world: heir._node in world.heirs)
+    change(Failover, "_is_to_hold", lambda failover, world: failover._node in world.heirs)
 
 
 def who_asks_never_asks_for_a_later_term(change: Set) -> None:

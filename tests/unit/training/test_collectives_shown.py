@@ -28,7 +28,7 @@ def memory():
 def world(memory, monkeypatch):
     """The group of a world of one, which shows its collectives."""
     monkeypatch.setattr(threads, "IDLE", 0.05)
-    shown = status_page.Slate(memory)
+    shown = status_page.StatusPage(memory)
     group = Group(
         store=dist.HashStore(), rank=0, size=1, generation=3, timeout=timedelta(seconds=20)
     )

@@ -182,7 +182,7 @@ def test_while_the_agent_is_quiet_it_looks_for_peers_that_do_not_answer(
     poll_for(lambda: quiet, what="a quiet moment")
     assert group.looks == [], "it does not know yet for how long"
     descriptor = status_page.create()
-    say(agent, orders.Slate(2.5), descriptor)
+    say(agent, orders.StatusPage(2.5), descriptor)
     os.close(descriptor)
     poll_for(lambda: len(group.looks) > 1, what="several looks")
     assert set(group.looks) == {2.5}

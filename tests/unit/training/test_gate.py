@@ -113,7 +113,7 @@ class Worker(NamedTuple):
 
 
 class Leader(NamedTuple):
-    #: `watching`, `asking`, `telling`, `ending`.
+    #: `watching`, `asking`, `shipper`, `ending`.
     phase: str = "watching"
     answers: tuple = ()
     last: int | None = None

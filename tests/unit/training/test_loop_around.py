@@ -23,7 +23,7 @@ from torchelastic.errors import ChannelLost, ConfigError, JobClosed
 from torchelastic.p2p import CoordinatorP2P
 from torchelastic.training import coordinator as coordinators
 from torchelastic.worker import channel, status_page
-from torchelastic.worker.orders import Begins, Closed, Erred, Slate
+from torchelastic.worker.orders import Begins, Closed, Erred, StatusPage
 
 
 def test_the_world_is_seen_by_the_script(run):
@@ -52,7 +52,7 @@ def test_progress_is_written_to_the_slate(run):
     descriptor = status_page.create()
 
     def script(agent):
-        agent.say(Slate(), descriptor)
+        agent.say(StatusPage(), descriptor)
         one_world(generation=4)(agent)
 
     run(script, Steps())
@@ -120,7 +120,7 @@ def test_a_step_costs_little(run):
         state.count += 1
 
     def script(agent):
-        agent.say(Slate(), descriptor)
+        agent.say(StatusPage(), descriptor)
         one_world(count)(agent)
 
     run(script, step)

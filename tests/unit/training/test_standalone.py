@@ -38,13 +38,13 @@ def test_the_secret_and_the_certificates_of_a_url():
 # --- what the worker says, and its end -----------------------------------------------------------
 
 
-class Presence:
+class MemberSession:
     """Among the others, as far as this node can tell: what it says is kept, worlds are shown."""
 
     def __init__(self, config, node, clock, *, on_world, **callbacks):
         self.node, self.show = node, on_world
         self.member = SimpleNamespace(name="a", store="")
-        self.meeting = SimpleNamespace(addr="127.0.0.1")
+        self.backend = SimpleNamespace(addr="127.0.0.1")
         self.said = {}
 
     async def join(self, **facts):
@@ -64,11 +64,11 @@ class Job:
     `await`s the node finds all at once."""
 
     def __init__(self, monkeypatch, address="tcp://h/r?min_workers=2", **options):
-        monkeypatch.setattr(standalone, "Presence", Presence)
+        monkeypatch.setattr(standalone, "MemberSession", MemberSession)
         monkeypatch.setattr(standalone, "interface_of", lambda addr: None)
         ours, self.worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         config = standalone.config_for(url.parse(address), None)
-        self.node = standalone.OwnNode(config, ours, **options)
+        self.node = standalone.StandaloneNode(config, ours, **options)
         self.world = World(generation=0, phase="running", resident=True, store="elsewhere:1")
 
     async def until(self, condition):
@@ -85,14 +85,14 @@ class Job:
 
     def show(self, **changes):
         self.world = replace(self.world, **changes)
-        self.node._presence.show(self.world)
+        self.node._session.show(self.world)
 
     async def train(self):
         """Up to the last step of a world with another node."""
         self.worker.setblocking(False)
         self.say(orders.Enlisted())
-        await self.hear(orders.Slate)
-        await self.until(lambda: self.node._presence.said.get("standing") == (0,))
+        await self.hear(orders.StatusPage)
+        await self.until(lambda: self.node._session.said.get("standing") == (0,))
         places = dict(nproc=1, role="default", first_role_rank=0, local_ranks=(0,))
         nodes = [
             WorldNode(node=name, name=name, addr=name, node_rank=at, first_rank=at, **places)
@@ -106,7 +106,7 @@ class Job:
         """The training is done everywhere: here at `first`, or in the other node only."""
         if first:
             self.say(orders.Finished(0, 5))
-            await self.until(lambda: self.node._presence.said.get("finished") == 0)
+            await self.until(lambda: self.node._session.said.get("finished") == 0)
         self.show(phase="over", ending="finished", after=4)
         await self.hear(orders.Over)
 
@@ -116,7 +116,7 @@ class Job:
 
     async def said_at_the_end(self):
         """What the node has told the others; once it is done it goes when the job is closed."""
-        said = self.node._presence.said
+        said = self.node._session.said
         await self.until(lambda: "done" in said or self.running.done())
         if not self.running.done():
             self.show(phase="closed")
@@ -125,7 +125,7 @@ class Job:
 
     async def __aenter__(self):
         self.running = asyncio.create_task(self.node._run())
-        await self.until(lambda: hasattr(self.node, "_presence") and self.node._presence.said)
+        await self.until(lambda: hasattr(self.node, "_session") and self.node._session.said)
         return self
 
     async def __aexit__(self, *_):
@@ -208,12 +208,12 @@ def test_a_generation_has_trained_once_its_worker_is_past_its_first_step(
     async def play():
         async with Job(monkeypatch) as job:
             await job.train()
-            worker = status_page.Slate(job.node._slate)
+            worker = status_page.StatusPage(job.node._status_page)
             worker.entered(0, 5)
             worker.entered(0, step)
             worker.close()
             job.say(orders.PeerLost(0, step, "gone"))
-            said = job.node._presence.said
+            said = job.node._session.said
             await job.until(lambda: said.get("failures"))
             return said["trained"], said["holds"]
 

@@ -68,23 +68,23 @@ def test_an_argument_of_a_later_torch_is_refused_only_where_it_asks_for_somethin
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # of the names before 2.13
 def test_every_collective_of_torch_is_an_operation_of_ours(alone):
     one = torch.ones(1)
-    gathered = [torch.zeros(1)]
+    collected = [torch.zeros(1)]
     default = distributed_c10d._get_default_group()
     calls = [
         lambda: dist.all_reduce(one, async_op=True),
         lambda: dist.broadcast(one, 0, async_op=True),
         lambda: dist.reduce(one, 0, async_op=True),
-        lambda: dist.all_gather(gathered, one, async_op=True),
-        lambda: dist.all_gather_into_tensor(gathered[0], one, async_op=True),
-        lambda: dist.gather(one, gathered, async_op=True),
-        lambda: dist.scatter(one, gathered, async_op=True),
-        lambda: dist.reduce_scatter(one, gathered, async_op=True),
-        lambda: dist.reduce_scatter_tensor(one, gathered[0], async_op=True),
-        lambda: dist.all_to_all_single(one, gathered[0], async_op=True),
+        lambda: dist.all_gather(collected, one, async_op=True),
+        lambda: dist.all_gather_into_tensor(collected[0], one, async_op=True),
+        lambda: dist.gather(one, collected, async_op=True),
+        lambda: dist.scatter(one, collected, async_op=True),
+        lambda: dist.reduce_scatter(one, collected, async_op=True),
+        lambda: dist.reduce_scatter_tensor(one, collected[0], async_op=True),
+        lambda: dist.all_to_all_single(one, collected[0], async_op=True),
         lambda: dist.barrier(async_op=True),
         lambda: default.allreduce_coalesced([one, one]),
-        lambda: default.allgather_into_tensor_coalesced(gathered, [one]),
-        lambda: default.reduce_scatter_tensor_coalesced([one], gathered),
+        lambda: default.allgather_into_tensor_coalesced(collected, [one]),
+        lambda: default.reduce_scatter_tensor_coalesced([one], collected),
     ]
     for number, call in enumerate(calls, start=1):
         work = call()

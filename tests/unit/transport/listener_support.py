@@ -13,7 +13,7 @@ from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.transport.auth import ANONYMOUS, Credentials, Secret
 from torchelastic.transport.connect import Endpoint, knock
 from torchelastic.transport.link import Link
-from torchelastic.transport.listener import Reception
+from torchelastic.transport.listener import Listener
 
 JOB = "job-1"
 SECRET = Secret(b"the secret of this job")
@@ -39,16 +39,16 @@ def frame(payload: bytes) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def receiving(**options: Any) -> AsyncIterator[tuple[Reception, Echo]]:
-    reception, echo = Reception(options.pop("job", JOB), **options), Echo()
-    reception.serve(frames.STORE, echo.admit)
+async def receiving(**options: Any) -> AsyncIterator[tuple[Listener, Echo]]:
+    listener, echo = Listener(options.pop("job", JOB), **options), Echo()
+    listener.serve(frames.STORE, echo.admit)
     sockets = bind_endpoint("127.0.0.1", 0)
     assert sockets is not None
-    await reception.listen(sockets)
+    await listener.listen(sockets)
     try:
-        yield reception, echo
+        yield listener, echo
     finally:
-        await reception.close()
+        await listener.close()
         for link in echo.links:
             link.abort()
         if echo.links:

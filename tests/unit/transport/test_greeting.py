@@ -36,8 +36,8 @@ def hello(nonce: str = "", job: str = JOB) -> frames.Hello:
 
 @story
 async def test_both_have_the_secret():
-    async with receiving(secret=SECRET) as (reception, echo):
-        link = await call(reception.port, Credentials(Secret(SECRET.reveal())))
+    async with receiving(secret=SECRET) as (listener, echo):
+        link = await call(listener.port, Credentials(Secret(SECRET.reveal())))
         assert await echoed(link)
         assert (echo.hellos[0].job, echo.links[0].remote_addr) == (JOB, "127.0.0.1")
 
@@ -53,25 +53,25 @@ async def test_both_have_the_secret():
 )
 @story
 async def test_one_sentence_tells_what_is_wrong_with_the_secret(theirs, ours, sentence):
-    async with receiving(secret=theirs) as (reception, echo):
+    async with receiving(secret=theirs) as (listener, echo):
         with pytest.raises(RendezvousRefused, match=sentence) as refusal:
-            await call(reception.port, ours)
+            await call(listener.port, ours)
         assert "--rdzv-secret-file or TORCHELASTIC_SECRET" in str(refusal.value)
         assert not echo.links
 
 
 @story
 async def test_who_has_the_secret_and_means_another_job_is_told_so():
-    async with receiving(secret=SECRET) as (reception, _):
+    async with receiving(secret=SECRET) as (listener, _):
         with pytest.raises(RendezvousRefused, match="belongs to job 'job-1', not to 'job-2'"):
-            await call(reception.port, Credentials(SECRET), job="job-2")
+            await call(listener.port, Credentials(SECRET), job="job-2")
 
 
 @story
 async def test_a_stranger_learns_nothing_about_the_job():
-    async with receiving(secret=SECRET, job="confidential") as (reception, echo):
+    async with receiving(secret=SECRET, job="confidential") as (listener, echo):
         for first in (hello(), hello(new_nonce()), hello(new_nonce(), "confidential")):
-            async with stranger(reception.port) as spy:
+            async with stranger(listener.port) as spy:
                 spy.say(frames.pack(first))
                 heard = await spy.hear()
                 if first.nonce:
@@ -85,9 +85,9 @@ async def test_a_stranger_learns_nothing_about_the_job():
 
 @story
 async def test_what_was_heard_on_one_connection_is_of_no_use_on_another():
-    async with receiving(secret=SECRET) as (reception, echo):
+    async with receiving(secret=SECRET) as (listener, echo):
         first = frames.pack(hello(new_nonce()))
-        async with stranger(reception.port) as node:
+        async with stranger(listener.port) as node:
             node.say(first)
             challenge = frames.parse(await node.hear(), frames.ANSWERS_TO_HELLO)
             assert isinstance(challenge, frames.Challenge)
@@ -95,7 +95,7 @@ async def test_what_was_heard_on_one_connection_is_of_no_use_on_another():
             proof = frames.pack(frames.Proof(made))
             node.say(proof)
             assert b"welcome" in await node.hear()
-        async with stranger(reception.port) as spy:
+        async with stranger(listener.port) as spy:
             spy.say(first)
             assert b"challenge" in await spy.hear()
             spy.say(proof)
@@ -105,7 +105,7 @@ async def test_what_was_heard_on_one_connection_is_of_no_use_on_another():
 
 @story
 async def test_the_servers_own_proof_does_not_open_its_door():
-    async with receiving(secret=SECRET) as (reception, echo), stranger(reception.port) as spy:
+    async with receiving(secret=SECRET) as (listener, echo), stranger(listener.port) as spy:
         spy.say(frames.pack(hello(new_nonce())))
         challenge = frames.parse(await spy.hear(), frames.ANSWERS_TO_HELLO)
         assert isinstance(challenge, frames.Challenge)
@@ -253,8 +253,8 @@ def shown(authority: Authority) -> Credentials:
 @story
 async def test_nodes_speak_tls_with_and_without_a_secret(shown, secret):
     both = Credentials(secret, shown.server_tls, shown.client_tls)
-    async with receiving(secret=secret, tls=both.server_tls) as (reception, _):
-        link = await call(reception.port, both)
+    async with receiving(secret=secret, tls=both.server_tls) as (listener, _):
+        link = await call(listener.port, both)
         for size in (1, 100, 70_000, frames.FRAME_LIMIT):
             assert await echoed(link, b"x" * size)
         link.close()
@@ -265,8 +265,8 @@ async def test_nodes_speak_tls_with_and_without_a_secret(shown, secret):
 async def test_what_is_said_cannot_be_read_on_the_way(shown):
     passed: list[bytes] = []
 
-    async with receiving(tls=shown.server_tls) as (reception, _):
-        tapped = await _tap(reception.port, passed)
+    async with receiving(tls=shown.server_tls) as (listener, _):
+        tapped = await _tap(listener.port, passed)
         async with tapped:
             port = tapped.sockets[0].getsockname()[1]
             link = await call(port, shown)
@@ -301,11 +301,11 @@ def test_a_certificate_of_another_authority_is_refused_at_both_ends(
     stranger_here = Files(authority, other_authority).load()
 
     async def story(theirs: Credentials, ours: Credentials):
-        async with receiving(tls=theirs.server_tls) as (reception, echo):
+        async with receiving(tls=theirs.server_tls) as (listener, echo):
             with pytest.raises(
                 RendezvousRefused, match=r"TLS with .* does not come about"
             ) as error:
-                await call(reception.port, ours)
+                await call(listener.port, ours)
             assert "--rdzv-tls-ca" in str(error.value)
             assert not echo.links
 
@@ -321,21 +321,21 @@ def test_a_certificate_of_another_authority_is_refused_at_both_ends(
 @story
 async def test_who_has_no_tls_and_who_has_do_not_meet_and_both_are_told(shown, with_tls, sentence):
     theirs, ours = (shown, ANONYMOUS) if with_tls == "there" else (ANONYMOUS, shown)
-    async with receiving(tls=theirs.server_tls) as (reception, echo):
+    async with receiving(tls=theirs.server_tls) as (listener, echo):
         with pytest.raises(RendezvousRefused, match=sentence) as error:
-            await call(reception.port, ours)
+            await call(listener.port, ours)
         assert "or none" in str(error.value)
         assert not echo.links
 
 
 @story
 async def test_garbage_instead_of_tls_ends_the_connection(shown, caplog):
-    async with receiving(tls=shown.server_tls) as (reception, echo):
+    async with receiving(tls=shown.server_tls) as (listener, echo):
         for noise in (frame(b"{}"), b"\x16\x03\x01" + b"\xff" * 500, b"\x80" * 4000):
-            async with stranger(reception.port) as spy:
+            async with stranger(listener.port) as spy:
                 spy.say(noise)
                 await spy.end()
-        link = await call(reception.port, shown)
+        link = await call(listener.port, shown)
         assert await echoed(link)
         assert len(echo.links) == 1
     assert caplog.text.count("no TLS that is ours") == 1

@@ -5,7 +5,7 @@ import doctest
 import pytest
 
 from torchelastic.transport import limits
-from torchelastic.transport.limits import Lobby, Told
+from torchelastic.transport.limits import AdmissionLimits, Told
 
 
 def test_doctests_hold():
@@ -25,7 +25,7 @@ def test_doctests_hold():
     ],
 )
 def test_the_one_who_waited_longest_goes(most, of_a_source, sources, gone):
-    waiting: Lobby[int] = Lobby(most, of_a_source)
+    waiting: AdmissionLimits[int] = AdmissionLimits(most, of_a_source)
     displaced = [waiting.enter(number, source) for number, source in enumerate(sources)]
     assert [guest for guest in displaced if guest is not None] == gone
     assert set(waiting) == set(range(len(sources))) - set(gone)
@@ -33,7 +33,7 @@ def test_the_one_who_waited_longest_goes(most, of_a_source, sources, gone):
 
 
 def test_who_left_makes_room():
-    waiting: Lobby[str] = Lobby(2, 2)
+    waiting: AdmissionLimits[str] = AdmissionLimits(2, 2)
     waiting.enter("one", "a")
     waiting.leave("one")
     waiting.leave("one")

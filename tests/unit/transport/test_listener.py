@@ -14,13 +14,13 @@ from torchelastic.rendezvous.embedded import bind_endpoint
 from torchelastic.transport import frames
 from torchelastic.transport.connect import Endpoint, dial
 from torchelastic.transport.link import Link
-from torchelastic.transport.listener import Reception
+from torchelastic.transport.listener import Listener
 
 
 @contextlib.asynccontextmanager
-async def receiving(answer: frames.Message | None = None) -> AsyncIterator[Reception]:
+async def receiving(answer: frames.Message | None = None) -> AsyncIterator[Listener]:
     """A reception whose handler of the store answers as told, or that has no handler."""
-    reception = Reception(JOB)
+    listener = Listener(JOB)
 
     def handle(link: Link, _: frames.Hello) -> None:
         assert answer is not None
@@ -28,14 +28,14 @@ async def receiving(answer: frames.Message | None = None) -> AsyncIterator[Recep
         link.close()
 
     if answer is not None:
-        reception.serve(frames.STORE, handle)
+        listener.serve(frames.STORE, handle)
     sockets = bind_endpoint("127.0.0.1", 0)
     assert sockets is not None
-    await reception.listen(sockets)
+    await listener.listen(sockets)
     try:
-        yield reception
+        yield listener
     finally:
-        await reception.close()
+        await listener.close()
 
 
 async def call(port: int, timeout: float = 10.0) -> frames.Welcome:
@@ -48,9 +48,9 @@ async def call(port: int, timeout: float = 10.0) -> frames.Welcome:
 
 @story
 async def test_a_purpose_nobody_serves_is_refused():
-    async with receiving() as reception:
+    async with receiving() as listener:
         with pytest.raises(RendezvousRefused, match="Nobody here serves 'store'"):
-            await call(reception.port)
+            await call(listener.port)
 
 
 @story

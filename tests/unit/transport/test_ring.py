@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.unit.rendezvous.embedded_support import JOB, connected, serving, story, within
-from torchelastic.rendezvous.membership.suspicion import Doubts, give_up_leader
+from torchelastic.rendezvous.membership.suspicion import Suspicion, give_up_leader
 from torchelastic.rendezvous.world import LEADER_KEY, MEMBER_PREFIX, Member
 from torchelastic.transport import frames
 from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.transport.connect import Endpoint, knock
-from torchelastic.transport.listener import Reception
+from torchelastic.transport.listener import Listener
 from torchelastic.transport.ring import Beat, Ring, lives, successor
 
 PATIENCE = 20.0
@@ -37,9 +37,9 @@ class Node:
         self.name = name
         self.doubted: set[str] = set()
         self.changed = asyncio.Event()
-        self.reception = Reception(JOB)
+        self.listener = Listener(JOB)
         self.ring = Ring(name, Endpoint("", 0, JOB), silence=SILENCE, on_doubts=self.doubt)
-        self.reception.serve(frames.RING, self.ring.admit)
+        self.listener.serve(frames.RING, self.ring.admit)
 
     def doubt(self, nodes: set[str]) -> None:
         self.doubted = nodes
@@ -47,7 +47,7 @@ class Node:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.reception.port}"
+        return f"127.0.0.1:{self.listener.port}"
 
     async def doubts(self, *names: str) -> None:
         while self.doubted != set(names):
@@ -55,12 +55,12 @@ class Node:
             await within(PATIENCE, self.changed.wait())
 
     async def connected(self, guests: int) -> None:
-        while len(self.ring._guests) < guests:
+        while len(self.ring._visitors) < guests:
             await asyncio.sleep(0.01)
 
     async def close(self) -> None:
         await self.ring.close()
-        await self.reception.close()
+        await self.listener.close()
 
 
 @contextlib.asynccontextmanager
@@ -69,7 +69,7 @@ async def ring_of(names: str) -> AsyncIterator[list[Node]]:
     for node in nodes:
         sockets = bind_endpoint("127.0.0.1", 0)
         assert sockets is not None
-        await node.reception.listen(sockets)
+        await node.listener.listen(sockets)
     everybody = [(node.name, node.address) for node in nodes]
     for node in nodes:
         node.ring.turn_to(everybody)
@@ -85,7 +85,7 @@ async def ring_of(names: str) -> AsyncIterator[list[Node]]:
 @story
 async def test_both_neighbours_doubt_an_agent_whose_connections_end():
     async with ring_of("abc") as (a, b, c):
-        for link in list(b.ring._guests):
+        for link in list(b.ring._visitors):
             link.abort()
         await b.close()
         await a.doubts("b")
@@ -101,7 +101,7 @@ async def test_a_silent_neighbour_is_doubted_and_trusted_when_it_speaks_again(mo
             await asyncio.Event().wait()
 
         monkeypatch.setattr(b.ring, "_beat", say_nothing)
-        for link in list(b.ring._guests):
+        for link in list(b.ring._visitors):
             link.abort()  # it is called again, and does not speak now
         await a.doubts("b")
         monkeypatch.undo()
@@ -113,7 +113,7 @@ async def test_who_turns_to_another_neighbour_is_not_doubted():
     async with ring_of("abc") as (a, b, c):
         a.ring.turn_to([("a", a.address), ("c", c.address)])
         await within(PATIENCE, c.connected(2))
-        while len(b.ring._guests):
+        while len(b.ring._visitors):
             await asyncio.sleep(0.01)
         assert b.doubted == set()
 
@@ -132,12 +132,12 @@ async def test_the_one_before_is_doubted_if_it_never_calls():
 @story
 async def test_the_end_of_an_old_connection_tells_nothing_of_who_has_called_again():
     async with ring_of("ab") as (_, b):
-        (old,) = b.ring._guests
+        (old,) = b.ring._visitors
         link, _ = await knock(Endpoint.at(b.address, JOB), purpose=frames.RING, timeout=PATIENCE)
         link.send(Beat("a"))
         while b.ring._callers["a"] is old:
             await asyncio.sleep(0.01)
-        guest = b.ring._guests[old]
+        guest = b.ring._visitors[old]
         old.abort()
         await within(PATIENCE, guest)
         assert (b.doubted, [*b.ring._callers]) == (set(), ["a"])
@@ -147,7 +147,7 @@ async def test_the_end_of_an_old_connection_tells_nothing_of_who_has_called_agai
 @story
 async def test_who_lives_says_so():
     async with ring_of("ab") as (a, _):
-        assert await lives(Endpoint("127.0.0.1", a.reception.port, JOB)) is True
+        assert await lives(Endpoint("127.0.0.1", a.listener.port, JOB)) is True
         assert a.doubted == set()
 
 
@@ -207,7 +207,7 @@ async def test_a_second_doubt_counts_that_comes_while_the_leader_asks_the_others
     async def give_up(node, is_unreachable):
         gone.append((node, is_unreachable))
 
-    doubts = Doubts("l", ask, give_up, again=0.0)
+    doubts = Suspicion("l", ask, give_up, again=0.0)
     for name in "abcl":
         doubts.heard(member(name, *("b" if name == "l" else "")))
     while doubts._asking:
@@ -234,7 +234,7 @@ async def given_up_by_the_leader(who, answers, *, is_heard_of=False, members="la
         assert is_unreachable is (answers[node if node in answers else "b"] is None)
         gone.append(node)
 
-    doubts = Doubts("l", ask, give_up, again=0.0)
+    doubts = Suspicion("l", ask, give_up, again=0.0)
     for node in (*members, *who, *later):
         doubts.heard(member(node, *who.get(node, "") if node in who else ""))
     while doubts._asking:

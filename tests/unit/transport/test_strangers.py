@@ -30,25 +30,25 @@ SHOWN = Credentials(SECRET)
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "secret"])
 @story
 async def test_noise_ends_the_connection_that_made_it(secret):
-    async with receiving(secret=secret, patience=0.2) as (reception, echo):
-        member = await call(reception.port, Credentials(secret))
+    async with receiving(secret=secret, patience=0.2) as (listener, echo):
+        member = await call(listener.port, Credentials(secret))
         no_nonce = frames.Hello(frames.PROTOCOL, frames.VERSION, JOB, None, nonce="none")
         for noise in (*NOISE, frames.pack(no_nonce)):
-            async with stranger(reception.port) as noisy:
+            async with stranger(listener.port) as noisy:
                 noisy.say(noise)
                 assert b"challenge" not in await noisy.end()
-        await soon(lambda: reception.guests == 0, "the strangers are gone")
+        await soon(lambda: listener.guests == 0, "the strangers are gone")
         assert await echoed(member)
         assert len(echo.links) == 1
 
 
 @story
 async def test_before_it_is_admitted_nobody_can_send_much():
-    async with receiving() as (reception, echo):
-        async with stranger(reception.port) as large:
+    async with receiving() as (listener, echo):
+        async with stranger(listener.port) as large:
             large.say(frame(b"x" * (frames.GREETING_LIMIT + 1)))
             assert await large.end() == b""
-        member = await call(reception.port)
+        member = await call(listener.port)
         assert await echoed(member, b"x" * frames.FRAME_LIMIT)
         member.send((frames.FRAME_LIMIT + 1).to_bytes(4, "big"))
         await asyncio.wait_for(asyncio.shield(echo.links[0].ended), 10)
@@ -56,44 +56,44 @@ async def test_before_it_is_admitted_nobody_can_send_much():
 
 @story
 async def test_a_greeting_has_its_time_however_slowly_it_comes():
-    async with receiving(secret=SECRET, patience=0.1) as (reception, echo):
-        async with stranger(reception.port) as silent:
+    async with receiving(secret=SECRET, patience=0.1) as (listener, echo):
+        async with stranger(listener.port) as silent:
             assert await silent.end() == b""
-        async with stranger(reception.port) as slow:
+        async with stranger(listener.port) as slow:
             # One that says hello and then nothing has no more time than the others.
             hello = frames.Hello(frames.PROTOCOL, frames.VERSION, JOB, None, nonce="0" * 64)
             slow.say(frames.pack(hello))
             assert b"challenge" in await slow.hear()
             assert await slow.end() == b""
-        assert reception.guests == 0
+        assert listener.guests == 0
         assert not echo.links
 
 
 @story
 async def test_thousands_who_say_nothing_keep_nobody_out(caplog):
     async with (
-        receiving(secret=SECRET, most_guests=40) as (reception, _),
+        receiving(secret=SECRET, most_guests=40) as (listener, _),
         contextlib.AsyncExitStack() as crowd,
     ):
-        member = await call(reception.port, SHOWN)
+        member = await call(listener.port, SHOWN)
         for number in range(120):
-            await crowd.enter_async_context(stranger(reception.port))
+            await crowd.enter_async_context(stranger(listener.port))
             if number % 40 == 0:
-                assert await echoed(await call(reception.port, SHOWN))
+                assert await echoed(await call(listener.port, SHOWN))
         assert await echoed(member)
-        await soon(lambda: reception.guests == 20, "half of the room is left to other sources")
+        await soon(lambda: listener.guests == 20, "half of the room is left to other sources")
     assert caplog.text.count("opens more connections than are looked at") == 1
 
 
 @story
 async def test_each_source_is_logged_once(caplog):
     caplog.set_level(logging.DEBUG, logger="torchelastic")
-    async with receiving(secret=SECRET) as (reception, _):
+    async with receiving(secret=SECRET) as (listener, _):
         for _ in range(5):
-            async with stranger(reception.port) as noisy:
+            async with stranger(listener.port) as noisy:
                 noisy.say(b"GET / HTTP/1.1\r\n\r\n")
                 await noisy.end()
-        async with stranger(reception.port):
+        async with stranger(listener.port):
             pass  # a look whether the port is open, as load balancers have
     assert len(caplog.records) == 1
     assert "Somebody at 127.0.0.1 does not speak as a node" in caplog.text
@@ -101,8 +101,8 @@ async def test_each_source_is_logged_once(caplog):
 
 @story
 async def test_frames_that_nobody_takes_do_not_fill_the_memory():
-    async with receiving() as (reception, echo):
-        member = await call(reception.port)
+    async with receiving() as (listener, echo):
+        member = await call(listener.port)
         echo.links[0].keep_frames()
         payload = b"x" * 100_000
         for _ in range(200):
@@ -115,8 +115,8 @@ async def test_frames_that_nobody_takes_do_not_fill_the_memory():
 async def test_who_gives_up_waiting_for_a_frame_leaves_nothing_to_print():
     printed = []
     asyncio.get_running_loop().set_exception_handler(lambda _, what: printed.append(what))
-    async with receiving() as (reception, echo):
-        member = await call(reception.port)
+    async with receiving() as (listener, echo):
+        member = await call(listener.port)
         member.next_frame()
         echo.links[0].abort()
         await asyncio.wait_for(asyncio.shield(member.ended), 10)
@@ -129,13 +129,13 @@ async def test_who_gives_up_waiting_for_a_frame_leaves_nothing_to_print():
 @story
 async def test_fuzzed_greetings(secret):
     fuzzer = Fuzzer(4)
-    async with receiving(secret=secret, patience=0.5) as (reception, _):
-        member = await call(reception.port, Credentials(secret))
+    async with receiving(secret=secret, patience=0.5) as (listener, _):
+        member = await call(listener.port, Credentials(secret))
         for number in range(100 * SOAK):
-            async with stranger(reception.port) as bad:
+            async with stranger(listener.port) as bad:
                 for piece in fuzzer.pieces(fuzzer.message(greetings(JOB))):
                     bad.say(piece)
             if number % 50 == 0:
                 assert await echoed(member)
-                assert await echoed(await call(reception.port, Credentials(secret)))
-        await soon(lambda: reception.guests == 0, "all of them are gone")
+                assert await echoed(await call(listener.port, Credentials(secret)))
+        await soon(lambda: listener.guests == 0, "all of them are gone")

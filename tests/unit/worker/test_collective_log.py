@@ -17,7 +17,7 @@ def memory():
 
 @pytest.fixture
 def shown(memory):
-    made = status_page.Slate(memory)
+    made = status_page.StatusPage(memory)
     made.collectives.enter(4)
     yield made.collectives
     made.close()
@@ -63,7 +63,7 @@ def test_it_stays_within_its_part_of_the_page(memory, shown):
 
 
 def test_it_stays_when_the_slate_grows(memory):
-    made = status_page.Slate(memory)
+    made = status_page.StatusPage(memory)
     made.collectives.enter(1)
     made.publish(0, (1, 1), b"x" * 100_000)
     made.collectives.launched(1, made.collectives.row_of("0"), 1, b"all_reduce")

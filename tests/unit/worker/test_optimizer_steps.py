@@ -55,7 +55,7 @@ def handed(monkeypatch):
 
     def hand_over():
         made.append(status_page.create())
-        return status_page.Slate(made[-1])
+        return status_page.StatusPage(made[-1])
 
     monkeypatch.setattr(optimizer_steps, "_hand_over_a_slate", hand_over)
     yield made

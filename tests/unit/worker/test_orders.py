@@ -18,7 +18,7 @@ ALL = [
     orders.Closed("done"),
     orders.Ping(),
     orders.Dump(),
-    orders.Slate(),
+    orders.StatusPage(),
     orders.Enlisted(),
     orders.Keeps(),
     orders.CanSave(),

@@ -64,7 +64,7 @@ def test_samples_count_when_they_are_committed():
 
 def test_samples_go_to_the_slate_with_a_step():
     descriptor = status_page.create()
-    shown = status_page.Slate(descriptor)
+    shown = status_page.StatusPage(descriptor)
     try:
         shown.entered(0, 1)
         assert status_page.read(descriptor).samples == -1

@@ -123,7 +123,7 @@ Command = script.Command | Spawn
 
 
 @dataclass(frozen=True, kw_only=True)
-class CrewState:
+class InProcessState:
     """All that decides what this node does next."""
 
     node: str
@@ -164,29 +164,29 @@ class CrewState:
         return f"{self.phase.value}: workers {', '.join(counts) or 'none'}"
 
 
-Step = tuple[CrewState, list[Command]]
+Step = tuple[InProcessState, list[Command]]
 
 
-def take_over(state: script.GroupState, name: str) -> Step:
+def take_over(state: script.ScriptState, name: str) -> Step:
     """The node of a job whose workers turn out to be resident: those here, or none yet."""
     running = state.phase in (script.Phase.STARTING, script.Phase.RUNNING)
     standing = Worker(status=Status.STANDING, generation=state.generation - 1)
     workers = {
         rank: standing if running else Worker(status=Status.GONE) for rank in range(state.nproc)
     }
-    crew = CrewState(
+    crew = InProcessState(
         node=state.node, name=name, workers=workers, world=state.world, leaving=state.leaving
     )
     crew, commands = _start_missing(crew)
     return crew, [*commands, _report(crew)]
 
 
-def alone(node: str, name: str) -> CrewState:
+def alone(node: str, name: str) -> InProcessState:
     """A process that is its own node: one worker, on its way to `train`."""
-    return CrewState(node=node, name=name, workers={0: Worker(status=Status.STARTING)})
+    return InProcessState(node=node, name=name, workers={0: Worker(status=Status.STARTING)})
 
 
-def handle(state: CrewState, event: Event) -> Step:
+def handle(state: InProcessState, event: Event) -> Step:
     """The whole machine."""
     if state.phase is Phase.STOPPING:
         return _while_stopping(state, event)
@@ -199,7 +199,7 @@ def handle(state: CrewState, event: Event) -> Step:
 # --- what a world calls for ----------------------------------------------------------------------
 
 
-def _world(state: CrewState, event: WorldSeen) -> Step:
+def _world(state: InProcessState, event: WorldSeen) -> Step:
     """Running: enter. Pausing: ask. Over: stop. Waiting: stop, start missing ones. Closed: end."""
     world = event.world
     state = replace(state, world=world)
@@ -216,7 +216,7 @@ def _world(state: CrewState, event: WorldSeen) -> Step:
     return state, [*commands, *more]
 
 
-def _enter(state: CrewState, world: World) -> Step:
+def _enter(state: InProcessState, world: World) -> Step:
     if state.rejoin:
         return state, []  # the others have given this node up: that world will not last
     commands: list[Command] = []
@@ -240,7 +240,7 @@ def _enter(state: CrewState, world: World) -> Step:
     return state, [*commands, *more]
 
 
-def _say_again(state: CrewState, world: World) -> Step:
+def _say_again(state: InProcessState, world: World) -> Step:
     """What was told of the last generation when this one had been published unseen: the leader
     did not heed it, and whoever told it waits for an end of its world that would not come."""
     commands: list[Command] = []
@@ -256,7 +256,7 @@ def _say_again(state: CrewState, world: World) -> Step:
     return state, commands
 
 
-def _order(state: CrewState, world: World, local_rank: int, rank: int) -> orders.Enter:
+def _order(state: InProcessState, world: World, local_rank: int, rank: int) -> orders.Enter:
     node = world.find(state.node)
     assert node is not None
     return orders.Enter(
@@ -272,7 +272,7 @@ def _order(state: CrewState, world: World, local_rank: int, rank: int) -> orders
     )
 
 
-def _report_missing(state: CrewState, world: World, local_rank: int, rank: int) -> Step:
+def _report_missing(state: InProcessState, world: World, local_rank: int, rank: int) -> Step:
     """The world counts on a worker that has died meanwhile: what it died of ends this one, too."""
     died_of = [one for one in state.failures if one.local_rank == local_rank and not one.alive]
     if state.workers[local_rank].tries:
@@ -292,7 +292,7 @@ def _report_missing(state: CrewState, world: World, local_rank: int, rank: int) 
     return state, [_report(state, failures=state.failures)]
 
 
-def _ask(state: CrewState, world: World) -> Step:
+def _ask(state: InProcessState, world: World) -> Step:
     state, entering = _enter(state, world)  # one never seen running: the others wait there
     training = state.having(Status.TRAINING)
     asked = [rank for rank in training if state.workers[rank].generation == world.generation]
@@ -301,7 +301,7 @@ def _ask(state: CrewState, world: World) -> Step:
     return state, [*entering, *told, *commands]
 
 
-def _world_over(state: CrewState, world: World) -> Step:
+def _world_over(state: InProcessState, world: World) -> Step:
     commands: list[Command] = []
     for local_rank in state.having(Status.TRAINING):
         worker = state.workers[local_rank]
@@ -312,7 +312,7 @@ def _world_over(state: CrewState, world: World) -> Step:
     return state, [*commands, *more]
 
 
-def _halt(state: CrewState, local_rank: int, world: World, generation: int) -> Step:
+def _halt(state: InProcessState, local_rank: int, world: World, generation: int) -> Step:
     """End a generation for a worker: at the agreed step if there is one, else at once."""
     order: orders.Order = orders.Over(generation, world.reason)
     if _is_done(world):
@@ -339,7 +339,7 @@ def _came_too_late(worker: Worker, world: World) -> bool:
 # --- what workers say ----------------------------------------------------------------------------
 
 
-def _said(state: CrewState, event: Said) -> Step:
+def _said(state: InProcessState, event: Said) -> Step:
     """Enlisted: it stands. Entered, stopped: noted; the last one's word is reported to the leader.
     Finished: so is the training."""
     rank, worker = event.local_rank, state.workers[event.local_rank]
@@ -361,7 +361,7 @@ def _said(state: CrewState, event: Said) -> Step:
     return state, []
 
 
-def _answer_for_all(state: CrewState) -> Step:
+def _answer_for_all(state: InProcessState) -> Step:
     """When every worker of the pausing world has said its step: the largest."""
     world = state.world
     if world is None or world.phase != "pausing":
@@ -374,7 +374,7 @@ def _answer_for_all(state: CrewState) -> Step:
     return state, [_report(state, paused=world.generation, entered=entered)]
 
 
-def _stopped(state: CrewState, local_rank: int) -> Step:
+def _stopped(state: InProcessState, local_rank: int) -> Step:
     worker, world = state.workers[local_rank], state.world
     finished = _is_done(world) and not _came_too_late(worker, world)
     status = Status.FINISHED if finished else Status.STANDING
@@ -382,7 +382,7 @@ def _stopped(state: CrewState, local_rank: int) -> Step:
     return _when_stopped(_with(state, local_rank, worker))
 
 
-def _when_stopped(state: CrewState) -> Step:
+def _when_stopped(state: InProcessState) -> Step:
     """Once nothing of the generation goes on here: say so, join anew, or leave."""
     world = state.world
     if any(worker.stopping >= 0 for worker in state.workers.values()):
@@ -404,7 +404,7 @@ def _when_stopped(state: CrewState) -> Step:
 # --- ends of workers -----------------------------------------------------------------------------
 
 
-def _succeeded(state: CrewState, event: WorkerSucceeded) -> Step:
+def _succeeded(state: InProcessState, event: WorkerSucceeded) -> Step:
     """After the training: done when it was the last. Before its end: a failure all the same."""
     worker = state.workers[event.local_rank]
     if worker.status is Status.FINISHED:
@@ -422,19 +422,19 @@ def _succeeded(state: CrewState, event: WorkerSucceeded) -> Step:
     return _failed(state, WorkerFailed(failure))
 
 
-def _when_all_done(state: CrewState) -> Step:
+def _when_all_done(state: InProcessState) -> Step:
     world = state.world
     if world is None or state.having(Status.FINISHED, Status.TRAINING):
         return state, []
     return state, [_report(state, done=world.generation, gone=world.generation)]
 
 
-def _rank(state: CrewState, local_rank: int) -> int:
+def _rank(state: InProcessState, local_rank: int) -> int:
     rank = state.world.rank(state.node, local_rank) if state.world is not None else None
     return rank if rank is not None else -1
 
 
-def _failed(state: CrewState, event: WorkerFailed) -> Step:
+def _failed(state: InProcessState, event: WorkerFailed) -> Step:
     """A living worker's error: reported. A dead one: reported, and another one started for it."""
     failure = event.failure
     if failure.local_rank not in state.workers or failure.pid < 0:
@@ -462,7 +462,7 @@ def _failed(state: CrewState, event: WorkerFailed) -> Step:
     return state, [*commands, *more]
 
 
-def _replace(state: CrewState, failure: Failure) -> Step:
+def _replace(state: InProcessState, failure: Failure) -> Step:
     """A replacement for a dead worker, unless none would live or the node is about to go."""
     if state.leaving:
         return state, []
@@ -482,13 +482,13 @@ def _replace(state: CrewState, failure: Failure) -> Step:
     return state, []
 
 
-def _start(state: CrewState, local_rank: int) -> Step:
+def _start(state: InProcessState, local_rank: int) -> Step:
     before = state.workers[local_rank]
     worker = Worker(status=Status.STARTING, generation=before.generation, tries=before.tries)
     return _with(state, local_rank, worker), [Spawn(local_rank)]
 
 
-def _start_missing(state: CrewState) -> Step:
+def _start_missing(state: InProcessState) -> Step:
     commands: list[Command] = []
     for rank in state.having(Status.GONE):
         state, more = _start(state, rank)
@@ -499,7 +499,7 @@ def _start_missing(state: CrewState) -> Step:
 # --- leaving and ending --------------------------------------------------------------------------
 
 
-def _leave(state: CrewState, event: LeaveRequested) -> Step:
+def _leave(state: InProcessState, event: LeaveRequested) -> Step:
     """Announce it; go at the next step boundary. A second interrupt kills."""
     if state.leaving:
         return _leave_overdue(state, LeaveOverdue()) if event.signum == SIGINT else (state, [])
@@ -509,7 +509,7 @@ def _leave(state: CrewState, event: LeaveRequested) -> Step:
     return state, [announce, *commands]
 
 
-def _dismiss(state: CrewState) -> Step:
+def _dismiss(state: InProcessState) -> Step:
     """Nobody trains here any more: send the workers home."""
     leave = orders.Leave(state.leaving, state.deadline)
     farewell: list[Command] = [Tell(rank, leave) for rank in state.having(Status.STANDING)]
@@ -520,16 +520,16 @@ def _dismiss(state: CrewState) -> Step:
     return state, [gone, *farewell, *commands]
 
 
-def _left(state: CrewState) -> str:
+def _left(state: InProcessState) -> str:
     return f"left the job ({signal_name(state.leaving)})"
 
 
-def _leave_overdue(state: CrewState, event: LeaveOverdue) -> Step:
+def _leave_overdue(state: InProcessState, event: LeaveOverdue) -> Step:
     """Kill."""
     return _stop(state, SIGKILL, EXIT_SIGNAL_BASE + state.leaving, _left(state))
 
 
-def _lease_lost(state: CrewState, event: LeaseLost) -> Step:
+def _lease_lost(state: InProcessState, event: LeaseLost) -> Step:
     """Others go on without us: the workers stop, keep their memory, and join anew."""
     commands: list[Command] = []
     for local_rank in state.having(Status.TRAINING):
@@ -541,17 +541,17 @@ def _lease_lost(state: CrewState, event: LeaseLost) -> Step:
     return state, [*commands, *more]
 
 
-def _store_lost(state: CrewState, event: StoreLost) -> Step:
+def _store_lost(state: InProcessState, event: StoreLost) -> Step:
     """Stop, and end when the workers are gone."""
     return _stop(state, SIGTERM, EXIT_RENDEZVOUS_LOST, event.reason)
 
 
-def _stop(state: CrewState, signum: int, exitcode: int, reason: str) -> Step:
+def _stop(state: InProcessState, signum: int, exitcode: int, reason: str) -> Step:
     state = replace(state, phase=Phase.STOPPING, exitcode=exitcode, reason=reason)
     return state, [Stop(signum)]
 
 
-def _while_stopping(state: CrewState, event: Event) -> Step:
+def _while_stopping(state: InProcessState, event: Event) -> Step:
     """Nothing matters any more but the end of the workers, and a user who wants it at once."""
     match event:
         case WorkersGone():
@@ -566,7 +566,7 @@ def _while_stopping(state: CrewState, event: Event) -> Step:
     return state, []
 
 
-def _ignore(state: CrewState, event: Event) -> Step:
+def _ignore(state: InProcessState, event: Event) -> Step:
     """Nothing."""
     return state, []
 
@@ -574,11 +574,11 @@ def _ignore(state: CrewState, event: Event) -> Step:
 # --- small parts ---------------------------------------------------------------------------------
 
 
-def _with(state: CrewState, local_rank: int, worker: Worker) -> CrewState:
+def _with(state: InProcessState, local_rank: int, worker: Worker) -> InProcessState:
     return replace(state, workers={**state.workers, local_rank: worker})
 
 
-def _report(state: CrewState, **changes: Any) -> Report:
+def _report(state: InProcessState, **changes: Any) -> Report:
     """What this node says of itself, with what has just changed."""
     standing = tuple(sorted(state.having(Status.STANDING, Status.TRAINING)))
     starting = len(state.having(Status.STARTING))
@@ -586,7 +586,7 @@ def _report(state: CrewState, **changes: Any) -> Report:
 
 
 #: What a serving node does at each event; `docs/states.md` is written from it.
-HANDLERS: dict[type, Callable[[CrewState, Any], Step]] = {
+HANDLERS: dict[type, Callable[[InProcessState, Any], Step]] = {
     WorldSeen: _world,
     Said: _said,
     WorkerSucceeded: _succeeded,

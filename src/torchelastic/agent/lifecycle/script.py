@@ -171,7 +171,7 @@ Command = Start | Stop | Tell | Report | Rejoin
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupState:
+class ScriptState:
     """All that decides what this node does next."""
 
     phase: Phase = Phase.IDLE
@@ -213,14 +213,14 @@ class GroupState:
         return f"{self.phase.value}, generation {self.generation}"
 
 
-Step = tuple[GroupState, list[Command]]
+Step = tuple[ScriptState, list[Command]]
 
 
 class InvalidTransition(AssertionError):
     """An event came in a phase in which it cannot happen: a bug in the loop that performs."""
 
 
-def handle(state: GroupState, event: Event) -> Step:
+def handle(state: ScriptState, event: Event) -> Step:
     """The whole machine."""
     handler = TRANSITIONS.get((state.phase, type(event)))
     if handler is None:
@@ -231,13 +231,13 @@ def handle(state: GroupState, event: Event) -> Step:
 # --- what a new world calls for ------------------------------------------------------------------
 
 
-def _world_while_idle(state: GroupState, event: WorldSeen) -> Step:
+def _world_while_idle(state: ScriptState, event: WorldSeen) -> Step:
     """A place in a running world: start; over, or waiting with a place for us: report gone;
     closed: end."""
     return _act_on_world(replace(state, world=event.world))
 
 
-def _act_on_world(state: GroupState) -> Step:
+def _act_on_world(state: ScriptState) -> Step:
     """No worker runs here: do what the latest world says."""
     world = state.world
     if world is None:
@@ -255,7 +255,7 @@ def _act_on_world(state: GroupState) -> Step:
     return _begin(state, world)
 
 
-def _begin(state: GroupState, world: World) -> Step:
+def _begin(state: ScriptState, world: World) -> Step:
     state = replace(
         state,
         phase=Phase.STARTING,
@@ -268,7 +268,7 @@ def _begin(state: GroupState, world: World) -> Step:
     return state, [Start(world)]
 
 
-def _world_while_busy(state: GroupState, event: WorldSeen) -> Step:
+def _world_while_busy(state: ScriptState, event: WorldSeen) -> Step:
     """The same world: nothing; over, waiting, closed or a newer one: stop."""
     world = event.world
     state = replace(state, world=world)
@@ -279,7 +279,7 @@ def _world_while_busy(state: GroupState, event: WorldSeen) -> Step:
     return _stop(state, SIGTERM)
 
 
-def _world_while_stopping(state: GroupState, event: WorldSeen) -> Step:
+def _world_while_stopping(state: ScriptState, event: WorldSeen) -> Step:
     """Remember it until the workers are gone; say who puts the state into storage."""
     world = event.world
     state = replace(state, world=world)
@@ -292,7 +292,7 @@ def _world_while_stopping(state: GroupState, event: WorldSeen) -> Step:
 # --- what workers do -----------------------------------------------------------------------------
 
 
-def _up(state: GroupState, event: WorkersUp) -> Step:
+def _up(state: ScriptState, event: WorkersUp) -> Step:
     """They run."""
     if event.generation != state.generation:
         return state, []
@@ -301,12 +301,12 @@ def _up(state: GroupState, event: WorkersUp) -> Step:
     return replace(state, phase=Phase.RUNNING), []
 
 
-def _ignore(state: GroupState, event: Event) -> Step:
+def _ignore(state: ScriptState, event: Event) -> Step:
     """Nothing."""
     return state, []
 
 
-def _succeeded(state: GroupState, event: WorkerSucceeded) -> Step:
+def _succeeded(state: ScriptState, event: WorkerSucceeded) -> Step:
     """The last one: stop what they left behind, then report done."""
     if event.generation != state.generation:
         return state, []
@@ -319,7 +319,7 @@ def _succeeded(state: GroupState, event: WorkerSucceeded) -> Step:
     return _stop(state, SIGTERM)  # nothing to stop but what the workers left behind
 
 
-def _enlisted(state: GroupState, event: WorkerEnlisted) -> Step:
+def _enlisted(state: ScriptState, event: WorkerEnlisted) -> Step:
     """The last one: report it; when all nodes have, the leader makes the world resident."""
     state = replace(state, enlisted=state.enlisted | {event.local_rank})
     if len(state.running) < state.nproc:
@@ -329,12 +329,12 @@ def _enlisted(state: GroupState, event: WorkerEnlisted) -> Step:
     return state, [Report({"resident": True, "standing": tuple(range(state.nproc))})]
 
 
-def _can_save(state: GroupState, event: WorkerCanSave) -> Step:
+def _can_save(state: ScriptState, event: WorkerCanSave) -> Step:
     """Note it."""
     return replace(state, savers=state.savers | {event.local_rank}), []
 
 
-def _gone_home(state: GroupState) -> WorkerFailed:
+def _gone_home(state: ScriptState) -> WorkerFailed:
     """Some workers wait in `train` for others that have ended: nothing will change that."""
     ended = min(set(range(state.nproc)) - state.running)
     rank = state.world.rank(state.node, ended) if state.world is not None else None
@@ -351,13 +351,13 @@ def _gone_home(state: GroupState) -> WorkerFailed:
     return WorkerFailed(failure)
 
 
-def has_turned_resident(state: GroupState) -> bool:
+def has_turned_resident(state: ScriptState) -> bool:
     """Whether the workers of the job outlive their generation: from now on a crew is in charge."""
     steady = state.phase in (Phase.IDLE, Phase.STARTING, Phase.RUNNING)
     return steady and state.world is not None and state.world.resident
 
 
-def _failed(state: GroupState, event: WorkerFailed) -> Step:
+def _failed(state: ScriptState, event: WorkerFailed) -> Step:
     """Report it and stop the others here; the leader ends the generation everywhere."""
     if event.failure.generation != state.generation:
         return state, []
@@ -366,13 +366,13 @@ def _failed(state: GroupState, event: WorkerFailed) -> Step:
     return state, [Report({"failures": failures}), *commands]
 
 
-def _failed_while_stopping(state: GroupState, event: WorkerFailed) -> Step:
+def _failed_while_stopping(state: ScriptState, event: WorkerFailed) -> Step:
     """Report it, too: a consequence, or another cause."""
     failures = (*state.failures, event.failure)
     return replace(state, failures=failures), [Report({"failures": failures})]
 
 
-def _gone(state: GroupState, event: WorkersGone) -> Step:
+def _gone(state: ScriptState, event: WorkersGone) -> Step:
     """Report gone; then end, join anew or do what the latest world says."""
     report: dict[str, Any] = {"gone": state.generation, "resident": False, "standing": ()}
     succeeded = not state.running and not state.failures
@@ -391,20 +391,20 @@ def _gone(state: GroupState, event: WorkersGone) -> Step:
     return replace(state, rejoin=False), [*first, *commands]
 
 
-def _stop(state: GroupState, signum: int) -> Step:
+def _stop(state: ScriptState, signum: int) -> Step:
     return replace(state, phase=Phase.STOPPING), [Stop(signum)]
 
 
 # --- leaving and ending --------------------------------------------------------------------------
 
 
-def _leave_while_idle(state: GroupState, event: LeaveRequested) -> Step:
+def _leave_while_idle(state: ScriptState, event: LeaveRequested) -> Step:
     """Announce it and end."""
     state, commands = _left(replace(state, leaving=event.signum))
     return state, [_announce(event), *commands]
 
 
-def _leave_while_busy(state: GroupState, event: LeaveRequested) -> Step:
+def _leave_while_busy(state: ScriptState, event: LeaveRequested) -> Step:
     """Announce it and pass the signal on at once, or when those who can store the state have; end
     when the workers are gone."""
     # They are told, before anybody could make their peers end. A signal would end them, or wait
@@ -421,12 +421,12 @@ def _leave_while_busy(state: GroupState, event: LeaveRequested) -> Step:
     return state, [*told, _announce(event), Stop(event.signum, told=savers)]
 
 
-def _tell_to_leave(state: GroupState, *, saves: bool | None) -> list[Command]:
+def _tell_to_leave(state: ScriptState, *, saves: bool | None) -> list[Command]:
     leave = orders.Leave(state.leaving, state.deadline, saves)
     return [Tell(local_rank, leave) for local_rank in sorted(state.savers)]
 
 
-def _leave_while_stopping(state: GroupState, event: LeaveRequested) -> Step:
+def _leave_while_stopping(state: ScriptState, event: LeaveRequested) -> Step:
     """The same, once; a second interrupt kills."""
     if state.leaving:
         return state, [Stop(SIGKILL)] if event.signum == SIGINT else []
@@ -438,32 +438,32 @@ def _announce(event: LeaveRequested) -> Report:
     return Report({"leaving": signal_name(event.signum)})
 
 
-def _left(state: GroupState) -> Step:
+def _left(state: ScriptState) -> Step:
     name = signal_name(state.leaving)
     return _end(state, EXIT_SIGNAL_BASE + state.leaving, f"left the job ({name})"), []
 
 
-def _lease_lost_while_idle(state: GroupState, event: LeaseLost) -> Step:
+def _lease_lost_while_idle(state: ScriptState, event: LeaseLost) -> Step:
     """Join anew."""
     return state, [Rejoin(state.generation)]
 
 
-def _lease_lost_while_busy(state: GroupState, event: LeaseLost) -> Step:
+def _lease_lost_while_busy(state: ScriptState, event: LeaseLost) -> Step:
     """Kill the workers, since others go on without us; then join anew."""
     return _stop(replace(state, rejoin=True), SIGKILL)
 
 
-def _lease_lost_while_stopping(state: GroupState, event: LeaseLost) -> Step:
+def _lease_lost_while_stopping(state: ScriptState, event: LeaseLost) -> Step:
     """Join anew once the workers are gone."""
     return replace(state, rejoin=True), []
 
 
-def _store_lost_while_idle(state: GroupState, event: StoreLost) -> Step:
+def _store_lost_while_idle(state: ScriptState, event: StoreLost) -> Step:
     """End."""
     return _end(state, EXIT_RENDEZVOUS_LOST, event.reason), []
 
 
-def _store_lost_while_busy(state: GroupState, event: StoreLost) -> Step:
+def _store_lost_while_busy(state: ScriptState, event: StoreLost) -> Step:
     """Stop, and end when the workers are gone."""
     lost = replace(state, exitcode=EXIT_RENDEZVOUS_LOST, reason=event.reason)
     if state.phase is Phase.STOPPING:
@@ -471,12 +471,12 @@ def _store_lost_while_busy(state: GroupState, event: StoreLost) -> Step:
     return _stop(lost, SIGTERM)
 
 
-def _end(state: GroupState, exitcode: int, reason: str) -> GroupState:
+def _end(state: ScriptState, exitcode: int, reason: str) -> ScriptState:
     return replace(state, phase=Phase.ENDED, exitcode=exitcode, reason=reason)
 
 
 #: What happens in each phase at each event; `docs/states.md` is written from it.
-TRANSITIONS: dict[tuple[Phase, type], Callable[[GroupState, Any], Step]] = {
+TRANSITIONS: dict[tuple[Phase, type], Callable[[ScriptState, Any], Step]] = {
     (Phase.IDLE, WorldSeen): _world_while_idle,
     (Phase.IDLE, WorkerFailed): _ignore,
     (Phase.IDLE, LeaveRequested): _leave_while_idle,

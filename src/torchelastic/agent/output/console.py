@@ -14,7 +14,7 @@ import sys
 import threading
 from collections import deque
 
-from torchelastic.agent.output.nonblocking_writer import Outlet
+from torchelastic.agent.output.nonblocking_writer import NonblockingWriter
 from torchelastic.agent.output.terminal_text import one_line, plain
 
 #: Bytes that wait for a reader; what is said beyond that is lost.
@@ -25,7 +25,7 @@ PATIENCE = 2.0
 _COLUMNS = 80
 
 
-class OwnWords(logging.Handler):
+class Console(logging.Handler):
     """Lines for people. To be closed in the end, which waits a little for whoever is slow."""
 
     def __init__(self, fd: int = 2) -> None:
@@ -40,37 +40,37 @@ class OwnWords(logging.Handler):
         #: Characters of the line that is drawn and may be drawn over.
         self._drawn = 0
         try:
-            self._outlet: Outlet | None = Outlet(fd)
+            self._output: NonblockingWriter | None = NonblockingWriter(fd)
         except OSError:
-            self._outlet = None  # started without stderr: there is nobody to tell
+            self._output = None  # started without stderr: there is nobody to tell
 
     def emit(self, record: logging.LogRecord) -> None:
         self.say(self.format(record))
 
     def say(self, text: str) -> None:
         """Some lines."""
-        if self._outlet is None:
+        if self._output is None:
             return
         data = plain(text).encode() + b"\n"
         with self._guard:
             data = self._erasing() + data
             if not self._behind:
-                data = self._written(self._outlet, data)
+                data = self._written(self._output, data)
             if data:
-                self._leave(self._outlet, data)
+                self._leave(self._output, data)
 
     # --- a line that is drawn over ---------------------------------------------------------------
 
     @property
     def is_terminal(self) -> bool:
-        return self._outlet is not None and os.isatty(self._fd)
+        return self._output is not None and os.isatty(self._fd)
 
     def redraw(self, text: str) -> None:
         """On a terminal: have this in place of what was drawn last; nothing, if it is empty.
 
         Whatever is said goes over it, too. Whoever does not read is spared it.
         """
-        if self._outlet is None or not self.is_terminal:
+        if self._output is None or not self.is_terminal:
             return
         line = self._one_line(text) if text else ""
         with self._guard:
@@ -78,8 +78,8 @@ class OwnWords(logging.Handler):
                 return
             data = self._erasing() + line.encode()
             self._drawn = len(line)
-            if rest := self._written(self._outlet, data):
-                self._leave(self._outlet, rest)
+            if rest := self._written(self._output, data):
+                self._leave(self._output, rest)
 
     def _one_line(self, text: str) -> str:
         """With its mark, cut to the width of the terminal: a line that wraps stays there."""
@@ -100,18 +100,18 @@ class OwnWords(logging.Handler):
         if writer is not None:
             writer.join(patience)
 
-    def _written(self, outlet: Outlet, data: bytes) -> bytes:
+    def _written(self, output: NonblockingWriter, data: bytes) -> bytes:
         """Write what can be written now; returns the rest."""
         try:
             while data:
-                data = data[outlet.send(data) :]
+                data = data[output.send(data) :]
         except BlockingIOError:
             return data
         except OSError:
             return b""  # nobody reads any more, or the disk is full: there is no one to tell it to
         return b""
 
-    def _leave(self, outlet: Outlet, data: bytes) -> None:
+    def _leave(self, output: NonblockingWriter, data: bytes) -> None:
         """For the thread, which is there only while somebody is slow."""
         if self._weight + len(data) > MOST:
             self._lost += 1
@@ -120,24 +120,24 @@ class OwnWords(logging.Handler):
         self._weight += len(data)
         if self._writer is None:
             self._writer = threading.Thread(
-                target=self._catch_up, args=(outlet,), name="torchelastic-words", daemon=True
+                target=self._catch_up, args=(output,), name="torchelastic-words", daemon=True
             )
             self._writer.start()
 
-    def _catch_up(self, outlet: Outlet) -> None:
+    def _catch_up(self, output: NonblockingWriter) -> None:
         while True:
-            select.select([], [outlet.watched], [])  # however long that takes
+            select.select([], [output.watched], [])  # however long that takes
             with self._guard:
-                if not self._next(outlet):
+                if not self._next(output):
                     self._writer = None
                     return
 
-    def _next(self, outlet: Outlet) -> bool:
+    def _next(self, output: NonblockingWriter) -> bool:
         """Write what there is room for; whether there is more."""
         while self._behind:
             data = self._behind.popleft()
             self._weight -= len(data)
-            if rest := self._written(outlet, data):
+            if rest := self._written(output, data):
                 self._behind.appendleft(rest)
                 self._weight += len(rest)
                 return True
@@ -152,7 +152,7 @@ class OwnWords(logging.Handler):
 def show(text: str) -> None:
     """Say something that is no line of a log, in its turn."""
     for handler in logging.getLogger("torchelastic").handlers:
-        if isinstance(handler, OwnWords):
+        if isinstance(handler, Console):
             handler.say(text)
             return
     print(plain(text), file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 from string import Template
 from typing import Literal
 
-from torchelastic.agent.output.output_stream import Console
+from torchelastic.agent.output.output_stream import OutputStream
 from torchelastic.agent.output.tee import TAIL, LineFile, Tee
 from torchelastic.config import LaunchConfig, Std, std_for
 from torchelastic.errors import ConfigError
@@ -131,7 +131,8 @@ class NodeLogs:
         self._config = config
         self._run_dir = run_dir
         self._consoles = {
-            stream: Console(fd) for stream, fd in zip((Std.OUT, Std.ERR), consoles, strict=True)
+            stream: OutputStream(fd)
+            for stream, fd in zip((Std.OUT, Std.ERR), consoles, strict=True)
         }
         self._terminals = frozenset(
             stream for stream, fd in zip(self._consoles, consoles, strict=True) if os.isatty(fd)
@@ -189,7 +190,7 @@ class GenerationLogs:
         self,
         config: LaunchConfig,
         directory: Path | None,
-        consoles: Mapping[Std, Console],
+        consoles: Mapping[Std, OutputStream],
         terminals: frozenset[Std] = frozenset(),
         are_one: bool = False,
     ) -> None:

@@ -24,7 +24,7 @@ _PIPE_BUF = select.PIPE_BUF
 _TERMINAL_ROOM = 128
 
 
-class Outlet:
+class NonblockingWriter:
     """Raises `OSError` where there is no such descriptor."""
 
     def __init__(self, fd: int) -> None:

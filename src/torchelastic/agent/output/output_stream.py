@@ -1,6 +1,6 @@
 """One of the agent's own output streams, on which it shows its workers' output.
 
-Nothing waits for the reader (`outlet` says how): what it has no room for is queued here.
+Nothing waits for the reader (`output` says how): what it has no room for is queued here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from torchelastic.agent.output.nonblocking_writer import Outlet
+from torchelastic.agent.output.nonblocking_writer import NonblockingWriter
 
 log = logging.getLogger(__name__)
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 QUEUE = 256 * 1024
 
 
-class Console:
+class OutputStream:
     """A queue of bytes in front of a descriptor. A reader that goes away ends it, quietly."""
 
     def __init__(self, fd: int) -> None:
@@ -28,9 +28,9 @@ class Console:
         self._flushed = asyncio.Event()
         self._flushed.set()
         self.closed = False
-        self._outlet: Outlet | None = None
+        self._output: NonblockingWriter | None = None
         try:
-            self._outlet = Outlet(fd)
+            self._output = NonblockingWriter(fd)
         except OSError:
             self.closed = True  # started without this stream: there is nobody to show it to
 
@@ -60,15 +60,15 @@ class Console:
         self._stop_waiting()
         self._queue.clear()
         self.closed = True
-        if self._outlet is not None:
-            self._outlet.close()
+        if self._output is not None:
+            self._output.close()
         self._tell()
 
     def _flush(self) -> None:
-        assert self._outlet is not None, "closed from the beginning"
+        assert self._output is not None, "closed from the beginning"
         try:
             while self._queue:
-                sent = self._outlet.send(bytes(self._queue[:QUEUE]))
+                sent = self._output.send(bytes(self._queue[:QUEUE]))
                 del self._queue[:sent]
         except BlockingIOError:
             self._wait()
@@ -83,13 +83,13 @@ class Console:
     def _wait(self) -> None:
         self._flushed.clear()
         if self._waiting is None:
-            assert self._outlet is not None
+            assert self._output is not None
             self._waiting = asyncio.get_running_loop()
-            self._waiting.add_writer(self._outlet.watched, self._flush)
+            self._waiting.add_writer(self._output.watched, self._flush)
 
     def _stop_waiting(self) -> None:
-        if self._waiting is not None and self._outlet is not None:
-            self._waiting.remove_writer(self._outlet.watched)
+        if self._waiting is not None and self._output is not None:
+            self._waiting.remove_writer(self._output.watched)
             self._waiting = None
 
     def _tell(self) -> None:

@@ -9,7 +9,7 @@ import os
 import time
 from pathlib import Path
 
-from torchelastic.agent.output.output_stream import Console
+from torchelastic.agent.output.output_stream import OutputStream
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +197,12 @@ class Tee:
     """Reads one stream of one worker from a pipe until nobody holds its other end."""
 
     def __init__(
-        self, *, prefix: str | None, path: Path | None, console: Console, filtered: LineFile | None
+        self,
+        *,
+        prefix: str | None,
+        path: Path | None,
+        console: OutputStream,
+        filtered: LineFile | None,
     ) -> None:
         """Without a prefix the console gets the bytes as they come."""
         self._prefix = None if prefix is None else os.fsencode(prefix)

@@ -16,7 +16,7 @@ TICK = 1.0
 
 
 class Screen(Protocol):
-    """What is needed of `OwnWords`."""
+    """What is needed of `Console`."""
 
     @property
     def is_terminal(self) -> bool: ...

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 MOST_ZYGOTES = 5
 
 
-class Nursery:
+class ProcessFactory:
     """The zygote and the store host of one agent."""
 
     def __init__(self, config: LaunchConfig, entry: Entry, env: Mapping[str, str]) -> None:

@@ -12,15 +12,15 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchelastic.agent.lifecycle.in_process import CrewState, Status
-from torchelastic.agent.lifecycle.script import GroupState
-from torchelastic.agent.spawn.factory import Nursery
-from torchelastic.agent.telemetry.reporter import Narrator
-from torchelastic.agent.workers.pool import Workers
+from torchelastic.agent.lifecycle.in_process import InProcessState, Status
+from torchelastic.agent.lifecycle.script import ScriptState
+from torchelastic.agent.spawn.factory import ProcessFactory
+from torchelastic.agent.telemetry.reporter import Reporter
+from torchelastic.agent.workers.pool import WorkerPool
 from torchelastic.clock import Clock
 from torchelastic.config import format_endpoint, parse_endpoint
 from torchelastic.errors import SpawnError
-from torchelastic.rendezvous.membership.member_session import Presence
+from torchelastic.rendezvous.membership.member_session import MemberSession
 from torchelastic.rendezvous.world import World
 from torchelastic.side_tasks import pause
 
@@ -31,46 +31,46 @@ STORE_LOST = "the process that held the workers' store has ended"
 
 
 @dataclass
-class Upkeep:
+class HelperRestarts:
     """The helper processes of one agent, and what their loss means for its workers."""
 
-    nursery: Nursery
-    presence: Presence
-    workers: Workers
-    narrator: Narrator
+    factory: ProcessFactory
+    session: MemberSession
+    workers: WorkerPool
+    reporter: Reporter
     clock: Clock
-    state: Callable[[], GroupState | CrewState]
+    state: Callable[[], ScriptState | InProcessState]
 
     # --- the store host --------------------------------------------------------------------------
 
     async def keep_store_host(self) -> None:
         """Have a store to offer: replace the process that holds the stores when it ends."""
-        stores = self.nursery.stores
+        stores = self.factory.stores
         while True:
             if stores.pid is None or stores.ended.is_set():
-                await self.nursery.replace_store_host()
+                await self.factory.replace_store_host()
             await self._offer_store()
             offered = self.clock.now()
-            self.presence.update(ready=True)
+            self.session.update(ready=True)
             await stores.ended.wait()
-            self.presence.update(store="")
+            self.session.update(store="")
             if stores.holds(self.state().generation):
                 self.store_host_lost()
             how = f"{STORE_LOST} ({stores.end})"
             if self.clock.now() < offered + STEADY:
                 raise SpawnError(how)
-            self.narrator.say(f"{how}: starting another one")
+            self.reporter.say(f"{how}: starting another one")
 
     async def _offer_store(self) -> None:
-        port = await self.nursery.stores.open()
-        self.presence.update(store=format_endpoint(self.presence.meeting.addr, port))
+        port = await self.factory.stores.open()
+        self.session.update(store=format_endpoint(self.session.backend.addr, port))
 
     async def renew_store(self, world: World) -> None:
         """A generation uses up the store it meets at: offer another, drop those before it."""
-        stores = self.nursery.stores
-        if world.store and world.store == self.presence.member.store:
+        stores = self.factory.stores
+        if world.store and world.store == self.session.member.store:
             stores.used(world.generation, parse_endpoint(world.store)[1])
-            self.presence.update(store="")
+            self.session.update(store="")
             with contextlib.suppress(SpawnError):  # `keep_store_host` sees to that
                 await self._offer_store()
         # Workers that run through a step of the last generation still meet at its store.
@@ -83,7 +83,7 @@ class Upkeep:
         stands needs no store; those on their way into it begin again, and none is replaced.
         """
         state = self.state()
-        if not isinstance(state, CrewState):
+        if not isinstance(state, InProcessState):
             self.workers.fail(0, STORE_LOST)
             return
         for local_rank in state.having(Status.TRAINING):
@@ -93,21 +93,21 @@ class Upkeep:
 
     def check_store(self, store: str, local_rank: int, *, alive: bool) -> None:
         """Fail a worker that was sent to a store of ours which had ended before that was known."""
-        addr = self.presence.meeting.addr
-        if store in {format_endpoint(addr, port) for port in self.nursery.stores.lost}:
+        addr = self.session.backend.addr
+        if store in {format_endpoint(addr, port) for port in self.factory.stores.lost}:
             self.workers.fail(local_rank, STORE_LOST, alive=alive)
 
     # --- the zygote ------------------------------------------------------------------------------
 
     async def keep_zygote(self) -> None:
         """Have a zygote to copy workers from: start another one in place of one that is killed."""
-        nursery = self.nursery
-        while how := await nursery.zygote_killed():
-            again = pause(nursery.replaced + 1)
-            self.narrator.say(
+        factory = self.factory
+        while how := await factory.zygote_killed():
+            again = pause(factory.replaced + 1)
+            self.reporter.say(
                 f"The zygote was {how}. Another one starts in {again:g} s; until it is ready, "
                 "workers start as plain processes. Training is not affected."
             )
             await asyncio.sleep(again)
-            await nursery.replace_zygote()
-            self.narrator.warmed_up(await nursery.wait_for_zygote(), [])
+            await factory.replace_zygote()
+            self.reporter.warmed_up(await factory.wait_for_zygote(), [])

@@ -76,7 +76,7 @@ def _step_aside(control: socket.socket, reason: str) -> NoReturn:
 
 
 @dataclass(frozen=True)
-class _Blank:
+class _Prefork:
     pid: int
     #: Where to tell it what it is.
     socket: socket.socket
@@ -89,7 +89,7 @@ class _Server:
         self._control = control
         self._agent = agent
         self._wanted = wanted
-        self._blanks: list[_Blank] = []
+        self._blanks: list[_Prefork] = []
         self._quiet_from = time.monotonic() + QUIET
         self._cgroup: Cgroup | None = None
         self._has_own_modules = False
@@ -175,7 +175,7 @@ class _Server:
                 ours.close()
                 self._close_all()
                 return self._wait_to_be_told(theirs)
-        self._blanks.append(_Blank(pid, ours))
+        self._blanks.append(_Prefork(pid, ours))
         return None
 
     def _wait_to_be_told(self, by_zygote: socket.socket) -> list[int]:

@@ -18,7 +18,7 @@ MAX_BYTES = 64 * 1024 * 1024
 KEPT_BYTES = MAX_BYTES // 4
 
 
-class GatheredLog:
+class CollectedLog:
     """Used by one thread at a time. A full disk costs lines, never the job."""
 
     def __init__(

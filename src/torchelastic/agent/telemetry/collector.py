@@ -8,7 +8,7 @@
     lines ...
 
 An agent has one portion on its way at a time, so what waits here is bounded; and so many are taken
-at a time only that gathering never keeps the leader from leading. `telling` is the other end.
+at a time only that gathering never keeps the leader from leading. `shipper` is the other end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from torchelastic.agent.telemetry.clock_offset import BATCH, LONGEST_LINE
-from torchelastic.agent.telemetry.collected_log import GatheredLog
+from torchelastic.agent.telemetry.collected_log import CollectedLog
 from torchelastic.best_effort import observing
 from torchelastic.clock import Clock
 from torchelastic.errors import WireError
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 #: Seconds between two writes, and portions written at a time.
 PAUSE, PORTIONS = 0.1, 64
 #: Agents that are listened to.
-MOST_GUESTS = 8192
+MOST_VISITORS = 8192
 #: Nothing is known of an agent.
 NOTHING = -1.0
 #: Seconds that the last lines have to be written, when this node goes.
@@ -83,7 +83,7 @@ class _Portion:
 
 
 @dataclass(eq=False)
-class _Guest:
+class _Visitor:
     """An agent that tells."""
 
     link: Link
@@ -92,16 +92,16 @@ class _Guest:
     waits: bool = False
 
 
-class Gathering:
+class LogCollector:
     """What this node has gathered. Any node takes what it is told; whoever leads is told."""
 
-    def __init__(self, log: GatheredLog, clock: Clock) -> None:
+    def __init__(self, log: CollectedLog, clock: Clock) -> None:
         self._log = log
         self._clock = clock
         #: By node: up to where its lines are here.
         self._has: dict[str, float] = {}
         self._portions: deque[_Portion] = deque()
-        self._guests: set[_Guest] = set()
+        self._visitors: set[_Visitor] = set()
         self._writing: asyncio.Task[None] | None = None
         self._closing = False
         self._listeners: list[Callable[[bytes], None]] = []
@@ -114,45 +114,45 @@ class Gathering:
 
     def admit(self, link: Link, hello: frames.Hello) -> None:
         """Take a connection from the reception."""
-        if self._closing or len(self._guests) >= MOST_GUESTS:
+        if self._closing or len(self._visitors) >= MOST_VISITORS:
             link.send(frames.Refusal("This agent gathers no more events."))
             link.close()
             return
-        guest = _Guest(link)
-        self._guests.add(guest)
-        link.ended.add_done_callback(lambda _: self._guests.discard(guest))
+        visitor = _Visitor(link)
+        self._visitors.add(visitor)
+        link.ended.add_done_callback(lambda _: self._visitors.discard(visitor))
         link.send(frames.Welcome(frames.PROTOCOL, frames.VERSION, "", False, 0))
-        link.deliver_to(partial(self._hear, guest))
+        link.deliver_to(partial(self._hear, visitor))
 
-    def _hear(self, guest: _Guest, payload: bytes) -> None:
+    def _hear(self, visitor: _Visitor, payload: bytes) -> None:
         at = self._clock.now()
         head, _, rest = payload.partition(b"\n")
         match frames.parse(head, SAID):
             case Begin(node):
-                guest.node = node
-                guest.link.send(Heard(self.upto(node), at))
+                visitor.node = node
+                visitor.link.send(Heard(self.upto(node), at))
             case Lines(upto):
-                self._check(guest, upto, rest)
-                guest.waits = True
-                written = self.take(guest.node, rest, upto)
-                written.add_done_callback(lambda _: self._answer(guest, upto, at))
+                self._check(visitor, upto, rest)
+                visitor.waits = True
+                written = self.take(visitor.node, rest, upto)
+                written.add_done_callback(lambda _: self._answer(visitor, upto, at))
 
-    def _check(self, guest: _Guest, upto: float, lines: bytes) -> None:
-        if not guest.node or guest.waits:
+    def _check(self, visitor: _Visitor, upto: float, lines: bytes) -> None:
+        if not visitor.node or visitor.waits:
             raise WireError("An agent tells its events out of turn.")
         if len(lines) > BATCH + LONGEST_LINE or not lines.endswith(b"\n"):
             raise WireError("What an agent tells is no lines, or too many at a time.")
         if not math.isfinite(upto):
             raise WireError("What an agent tells has no time.")
 
-    def _answer(self, guest: _Guest, upto: float, at: float) -> None:
-        guest.waits = False
-        guest.link.send(Heard(upto, at))
+    def _answer(self, visitor: _Visitor, upto: float, at: float) -> None:
+        visitor.waits = False
+        visitor.link.send(Heard(upto, at))
 
     async def wait_alone(self, seconds: float) -> None:
         """Give those who are telling some time to come to their end."""
-        if telling := [guest.link.ended for guest in self._guests]:
-            await asyncio.wait(telling, timeout=seconds)
+        if shipper := [visitor.link.ended for visitor in self._visitors]:
+            await asyncio.wait(shipper, timeout=seconds)
 
     # --- what is told ----------------------------------------------------------------------------
 
@@ -199,8 +199,8 @@ class Gathering:
     async def close(self) -> None:
         """Write what is here, and take nothing more."""
         self._closing = True
-        for guest in list(self._guests):
-            guest.link.abort()
+        for visitor in list(self._visitors):
+            visitor.link.abort()
         if self._writing is not None:
             done, _ = await asyncio.wait({self._writing}, timeout=LAST_WRITE)
             if not done:

@@ -35,7 +35,7 @@ GRACE = 3.0
 MUCH = 64 * 1024
 
 
-class Page:
+class DashboardProcess:
     """Made before the agent does anything, so that what is wrong is refused; then started."""
 
     def __init__(self, config: LaunchConfig) -> None:
@@ -50,7 +50,7 @@ class Page:
         self._ended: asyncio.Future[int]
 
     @classmethod
-    def wanted(cls, config: LaunchConfig) -> Page | None:
+    def wanted(cls, config: LaunchConfig) -> DashboardProcess | None:
         """None where nobody has asked for it. Raises `ConfigError` where it cannot be."""
         return cls(config) if config.dashboard else None
 

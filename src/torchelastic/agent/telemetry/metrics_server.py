@@ -36,7 +36,7 @@ GAP, PATIENCE, FRESH = 0.02, 5.0, 1.0
 Background = Callable[[Work, str], object]
 
 
-class MetricsEndpoint:
+class MetricsServer:
     """Made before the agent does anything, so that what is wrong is refused; then opened."""
 
     def __init__(self, config: LaunchConfig) -> None:
@@ -49,7 +49,7 @@ class MetricsEndpoint:
         self._rendering = asyncio.Lock()
 
     @classmethod
-    def wanted(cls, config: LaunchConfig) -> MetricsEndpoint | None:
+    def wanted(cls, config: LaunchConfig) -> MetricsServer | None:
         """None where nobody has asked for it. Raises `ConfigError` where it cannot be."""
         return cls(config) if config.metrics_address else None
 

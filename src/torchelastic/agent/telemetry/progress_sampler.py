@@ -95,7 +95,7 @@ def _before(told: Sequence[int | None]) -> int | None:
     return known[0] if len(set(known)) == 1 else min(UNKNOWN, *known)
 
 
-class Sampling:
+class ProgressSampler:
     """Looks at the slates and boards of one node."""
 
     def __init__(self, tell: Tell, clock: Clock) -> None:

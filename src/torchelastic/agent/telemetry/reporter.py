@@ -10,7 +10,7 @@ from typing import Any
 
 from torchelastic import env
 from torchelastic.agent import failure_report
-from torchelastic.agent.output.console import OwnWords, show
+from torchelastic.agent.output.console import Console, show
 from torchelastic.agent.output.waiting_line import WaitingLine
 from torchelastic.agent.workers.supervisor import WorkerExit
 from torchelastic.best_effort import quiet
@@ -24,7 +24,7 @@ from torchelastic.events.analysis.last_failure import FAILURES
 from torchelastic.events.failure import Failure
 from torchelastic.events.log import EventLog, read_files
 from torchelastic.rendezvous.forming import SAY_EVERY, limit
-from torchelastic.rendezvous.membership.backend import Meeting
+from torchelastic.rendezvous.membership.backend import RendezvousBackend
 from torchelastic.rendezvous.restart_policy import Kind
 from torchelastic.rendezvous.world import Member, World
 from torchelastic.worker import orders
@@ -35,10 +35,10 @@ logger = logging.getLogger("torchelastic")
 JOINING = 5.0
 
 
-def set_up_log(name: str = "") -> OwnWords:
+def set_up_log(name: str = "") -> Console:
     """The agent's own words go to stderr, marked with the node's name once it has one."""
-    known = [handler for handler in logger.handlers if isinstance(handler, OwnWords)]
-    handler = known[0] if known else OwnWords()
+    known = [handler for handler in logger.handlers if isinstance(handler, Console)]
+    handler = known[0] if known else Console()
     mark = f"torchelastic {name}".rstrip()
     handler.setFormatter(logging.Formatter(f"[{mark}] %(message)s"))
     logger.handlers[:] = [handler]
@@ -66,14 +66,14 @@ def _restart(world: World, kind: Kind) -> events.RestartDecided:
     )
 
 
-def _screen() -> OwnWords:
+def _screen() -> Console:
     """What the agent speaks through; nothing is shown by one that was not set up."""
-    known = (handler for handler in logger.handlers if isinstance(handler, OwnWords))
-    return next(known, None) or OwnWords(fd=-1)
+    known = (handler for handler in logger.handlers if isinstance(handler, Console))
+    return next(known, None) or Console(fd=-1)
 
 
 @quiet
-class Narrator:
+class Reporter:
     """Every decision with its reason, once, in both places. The leader's observer, too."""
 
     def __init__(
@@ -147,27 +147,27 @@ class Narrator:
             said = f"{what}{limit(patience)}"
             self._joining = asyncio.get_running_loop().call_later(JOINING, logger.info, said)
 
-    def joined(self, name: str, meeting: Meeting) -> None:
+    def joined(self, name: str, backend: RendezvousBackend) -> None:
         self._stop_joining()
         self.name = name
         if self._config.max_nodes > 1:
             set_up_log(name)
-            where = "hosting" if meeting.is_host else "joined"
-            logger.info("%s job %s at %s", where, self._config.run_id, meeting.endpoint)
-        self._log.emit(events.Joined(name=name, endpoint=meeting.endpoint, hosting=meeting.is_host))
+            where = "hosting" if backend.is_host else "joined"
+            logger.info("%s job %s at %s", where, self._config.run_id, backend.endpoint)
+        self._log.emit(events.Joined(name=name, endpoint=backend.endpoint, hosting=backend.is_host))
 
     def _stop_joining(self) -> None:
         self.line.clear()
         if self._joining is not None:
             self._joining.cancel()
 
-    def rejoined(self, name: str, meeting: Meeting) -> None:
+    def rejoined(self, name: str, backend: RendezvousBackend) -> None:
         self.name = name
         if self._config.max_nodes > 1:
             set_up_log(name)
-        where = "hosting the rendezvous now" if meeting.is_host else "joined anew"
-        logger.info("%s at %s", where, meeting.endpoint)
-        self._log.emit(events.Note(text=f"{where} as {name} at {meeting.endpoint}"))
+        where = "hosting the rendezvous now" if backend.is_host else "joined anew"
+        logger.info("%s at %s", where, backend.endpoint)
+        self._log.emit(events.Note(text=f"{where} as {name} at {backend.endpoint}"))
 
     def without_host(self, sentence: str) -> None:
         if not self.name and self._for_others:  # it may be that nobody has started them
@@ -382,22 +382,22 @@ class Narrator:
         elif exitcode and (world is not None or exitcode == EXIT_RENDEZVOUS_LOST):
             logger.error("ended with exit code %d: %s", exitcode, reason)
 
-    async def sum_up(self, gathered: Path, *, leads: bool | None) -> None:
+    async def sum_up(self, collected: Path, *, leads: bool | None) -> None:
         """The goodput of the job, said once: by the node that has the whole story. One that does
         not know who has says what it saw itself."""
         if self._told < 0 or leads is False:
             return
-        found = await asyncio.to_thread(_goodput_of, gathered) if leads else None
+        found = await asyncio.to_thread(_goodput_of, collected) if leads else None
         alone = found is None and self._config.max_nodes > 1
         told = words.goodput(self._goodput.at() if found is None else found)
         logger.info("%s%s", told, " (by the events of this node)" if alone else "")
 
 
-def _goodput_of(gathered: Path) -> Goodput | None:
+def _goodput_of(collected: Path) -> Goodput | None:
     """Of a gathered story; None if there is none, for want of room on the disk."""
     fold = GoodputFold()
     try:
-        records = read_files([gathered], thin=True)
+        records = read_files([collected], thin=True)
     except OSError as error:
         logger.debug("the gathered story cannot be read: %s", error)
         return None

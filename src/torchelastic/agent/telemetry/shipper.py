@@ -21,13 +21,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchelastic.agent.telemetry.clock_offset import SPREAD, Offset, linger, portion
-from torchelastic.agent.telemetry.collector import ANSWERS, NOTHING, Begin, Gathering, Heard, Lines
+from torchelastic.agent.telemetry.collector import (
+    ANSWERS,
+    NOTHING,
+    Begin,
+    Heard,
+    Lines,
+    LogCollector,
+)
 from torchelastic.best_effort import observing
 from torchelastic.clock import Clock
 from torchelastic.errors import ConfigError, RendezvousError
 from torchelastic.events.log import EventLog, read
 from torchelastic.events.record import Record
-from torchelastic.rendezvous.membership.backend import Meeting
+from torchelastic.rendezvous.membership.backend import RendezvousBackend
 from torchelastic.rendezvous.world import LEADER_KEY, MEMBER_PREFIX
 from torchelastic.side_tasks import keep_up
 from torchelastic.transport import frames
@@ -52,7 +59,7 @@ GREETINGS = 4
 _UNHEARD = (OSError, EOFError, asyncio.TimeoutError, NoAnswer, RendezvousError, ConfigError)
 
 
-class Ear(Protocol):
+class Sink(Protocol):
     """Whoever takes what is told."""
 
     async def begin(self) -> Heard: ...
@@ -65,23 +72,23 @@ class Ear(Protocol):
         ...
 
 
-class OwnEar:
+class LocalSink:
     """This node leads."""
 
-    def __init__(self, gathering: Gathering, node: str, clock: Clock) -> None:
-        self._gathering, self._node, self._clock = gathering, node, clock
+    def __init__(self, collector: LogCollector, node: str, clock: Clock) -> None:
+        self._collector, self._node, self._clock = collector, node, clock
         self.ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
 
     async def begin(self) -> Heard:
-        return Heard(self._gathering.upto(self._node), self._clock.now())
+        return Heard(self._collector.upto(self._node), self._clock.now())
 
     async def take(self, lines: bytes, upto: float) -> Heard:
         at = self._clock.now()
-        await self._gathering.take(self._node, lines, upto)
+        await self._collector.take(self._node, lines, upto)
         return Heard(upto, at)
 
 
-class DistantEar:
+class RemoteSink:
     """Another node leads: the other end of a connection to it."""
 
     def __init__(self, link: Link, node: str) -> None:
@@ -116,7 +123,7 @@ class Leader:
     name: str = ""
 
 
-class Telling:
+class LogShipper:
     """Made before the first event; `open` it once this node has joined."""
 
     def __init__(
@@ -124,7 +131,7 @@ class Telling:
         log: EventLog,
         node: str,
         job: str,
-        gathering: Gathering,
+        collector: LogCollector,
         clock: Clock,
         *,
         on_leader: Callable[[str], None] = lambda name: None,
@@ -132,11 +139,11 @@ class Telling:
         self._node, self._job, self._clock = node, job, clock
         self._path = log.path
         self._on_leader = on_leader
-        self._gathering = gathering
+        self._collector = collector
         self._recent: deque[Record] = deque(maxlen=RECENT)
         #: The time of the last record that is in the file only.
         self._floor = float("-inf")
-        self._meeting: Meeting | None = None
+        self._backend: RendezvousBackend | None = None
         #: Nodes of the world; 0 before the first.
         self._nodes = 0
         #: Who leads, and the conversation with it.
@@ -162,10 +169,10 @@ class Telling:
         """Whether this node is the one that is told; None: it does not know who is."""
         return self._leader.node == self._node if self._leader.node else None
 
-    def open(self, meeting: Meeting) -> None:
+    def open(self, backend: RendezvousBackend) -> None:
         """Be there for other nodes, and look for the leader when there is a world."""
-        self._meeting = meeting
-        meeting.serve(frames.EVENTS, self._gathering.admit)
+        self._backend = backend
+        backend.serve(frames.EVENTS, self._collector.admit)
         self._looking = self._start(keep_up(self._look, "event-shipping", logger.warning))
 
     def turn_to(self, nodes: int, host: str = "") -> None:
@@ -220,7 +227,7 @@ class Telling:
 
     async def _find(self) -> Leader | None:
         """The node that leads; None while nobody does."""
-        assert self._meeting is not None
+        assert self._backend is not None
         try:
             node = str((await self._stored(LEADER_KEY)).get("node", ""))
             member = await self._stored(MEMBER_PREFIX + node) if node else {}
@@ -232,8 +239,8 @@ class Telling:
 
     async def _stored(self, key: str) -> Mapping[str, Any]:
         """What is in the store; nothing if it is not there."""
-        assert self._meeting is not None
-        item = (await self._meeting.store.get(key)).items.get(key)
+        assert self._backend is not None
+        item = (await self._backend.store.get(key)).items.get(key)
         return item.value if item is not None else {}
 
     async def _turn_to_leader(self, leader: Leader) -> None:
@@ -251,11 +258,11 @@ class Telling:
         """Tell a leader everything it lacks, as long as it listens."""
         try:
             if node == self._node:
-                await self._tell(OwnEar(self._gathering, node, self._clock), leads=True)
+                await self._tell(LocalSink(self._collector, node, self._clock), leads=True)
                 return
             link = await self._call(peer)
             try:
-                await self._tell(DistantEar(link, self._node), leads=False)
+                await self._tell(RemoteSink(link, self._node), leads=False)
             finally:
                 link.abort()
         except _UNHEARD as error:
@@ -265,15 +272,15 @@ class Telling:
                 raise error
 
     async def _call(self, peer: str) -> Link:
-        assert self._meeting is not None
-        place = Endpoint.at(peer, self._job, self._meeting.credentials)
+        assert self._backend is not None
+        place = Endpoint.at(peer, self._job, self._backend.credentials)
         link, answer = await knock(place, purpose=frames.EVENTS, timeout=CALL)
         if not isinstance(answer, frames.Welcome):
             link.abort()
             raise ConnectionError("it is not what it should be")
         return link
 
-    async def _tell(self, ear: Ear, *, leads: bool) -> None:
+    async def _tell(self, ear: Sink, *, leads: bool) -> None:
         offset, upto = Offset(), NOTHING
         for _ in range(GREETINGS):
             sent = self._clock.now()
@@ -289,7 +296,7 @@ class Telling:
             await _first_of(None, self._news.wait(), ear.ended)
             await _first_of(linger(self._nodes), self._hurry.wait(), ear.ended)
 
-    async def _tell_rest(self, ear: Ear, offset: Offset, upto: float, *, leads: bool) -> float:
+    async def _tell_rest(self, ear: Sink, offset: Offset, upto: float, *, leads: bool) -> float:
         """All that is later than `upto`; returns up to where everything was told."""
         while upto < self._floor:
             behind, floor = _later_than(upto, self._path), self._floor
@@ -302,7 +309,7 @@ class Telling:
         return upto
 
     async def _tell_all(
-        self, ear: Ear, offset: Offset, records: Sequence[Record], *, leads: bool
+        self, ear: Sink, offset: Offset, records: Sequence[Record], *, leads: bool
     ) -> float:
         upto = 0.0
         while records:

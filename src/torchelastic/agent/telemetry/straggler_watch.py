@@ -1,6 +1,6 @@
 """The leader's eye on who is slow: what all nodes tell goes in, what is said and done comes out.
 
-Every agent has one; it sees something where the lines of all nodes come together (`gathering`), or,
+Every agent has one; it sees something where the lines of all nodes come together (`collector`), or,
 in a job of one node, where that node's events do. Who is slow is for `events.stragglers` to say.
 """
 

@@ -15,11 +15,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torchelastic.agent.lifecycle.in_process import CrewState, Status
+from torchelastic.agent.lifecycle.in_process import InProcessState, Status
 from torchelastic.agent.lifecycle.last_copy import Copy, is_usable, may_be_killed
 from torchelastic.agent.watch.hang_report import HangReport
 from torchelastic.agent.watch.stack_reader import NOTHING, answered, is_frozen
-from torchelastic.agent.workers.pool import Workers
+from torchelastic.agent.workers.pool import WorkerPool
 from torchelastic.best_effort import observing
 from torchelastic.events.analysis.hangs import where
 from torchelastic.worker import orders
@@ -111,10 +111,10 @@ def verdict(doing: Doing, stack: str, missing: str) -> str:
 
 
 @dataclass
-class Vigil:
+class HangWatchdog:
     """Watches the resident workers of one node."""
 
-    workers: Workers
+    workers: WorkerPool
     report: HangReport
     #: `--progress-timeout`: seconds, 0 for none, None to learn it.
     limit: float | None = None
@@ -124,7 +124,7 @@ class Vigil:
     _paces: dict[int, Pace] = field(default_factory=dict)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    async def run(self, crew: Callable[[], CrewState]) -> None:
+    async def run(self, crew: Callable[[], InProcessState]) -> None:
         """For as long as the agent runs."""
         try:
             while True:
@@ -198,7 +198,7 @@ class Vigil:
         limit = limit_for(pace, self.limit, frozen=is_frozen(pid))
         return None if limit is None else pace.entered_at + limit - time.monotonic()
 
-    async def recovered(self, crew: Callable[[], CrewState]) -> None:
+    async def recovered(self, crew: Callable[[], InProcessState]) -> None:
         """Until a worker here has committed a step in a later world, or none can be formed yet."""
         failed = crew().generation
         begun: int | None = None

@@ -25,7 +25,7 @@ from typing import Protocol, TypeVar
 from torchelastic.agent.watch.stack_reader import NOTHING, Stacks
 from torchelastic.errors import WireError
 from torchelastic.events.analysis.hangs import Doing
-from torchelastic.rendezvous.membership.backend import Meeting
+from torchelastic.rendezvous.membership.backend import RendezvousBackend
 from torchelastic.rendezvous.world import World, WorldNode
 from torchelastic.transport import frames
 from torchelastic.transport.connect import Endpoint, knock
@@ -43,7 +43,7 @@ MOST_NODES, AT_A_TIME = 512, 64
 #: Bytes of an answer.
 ANSWER = 1 << 20
 #: Agents that are connected at a time, to ask. Each has as long as it waits for an answer.
-MOST_GUESTS = 64
+MOST_VISITORS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Watched(Protocol):
     def doing(self, local_rank: int, generation: int) -> Doing | None: ...
 
 
-class Doings:
+class Inspector:
     """One for each agent; `open` it once the node has joined."""
 
     def __init__(
@@ -117,18 +117,18 @@ class Doings:
         self._workers, self._stacks = workers, stacks
         self._node, self._job, self._world = node, job, world
         self._can_go_on = can_go_on
-        self._meeting: Meeting | None = None
-        self._guests: set[Link] = set()
+        self._backend: RendezvousBackend | None = None
+        self._visitors: set[Link] = set()
         self._answers: set[asyncio.Task[None]] = set()
 
-    def open(self, meeting: Meeting) -> None:
+    def open(self, backend: RendezvousBackend) -> None:
         """Answer other agents from now on."""
-        self._meeting = meeting
-        meeting.serve(frames.DOINGS, self._admit)
+        self._backend = backend
+        backend.serve(frames.DOINGS, self._admit)
 
     async def close(self) -> None:
         """Answer nobody any more."""
-        for link in self._guests:
+        for link in self._visitors:
             link.abort()
         for task in self._answers:
             task.cancel()
@@ -211,9 +211,9 @@ class Doings:
 
     async def _ask(self, peer: str, question: Message) -> tuple[Message, bytes]:
         """The answer, and what follows it."""
-        if self._meeting is None or not peer:
+        if self._backend is None or not peer:
             raise ConnectionError("it cannot be reached")
-        place = Endpoint.at(peer, self._job, self._meeting.credentials)
+        place = Endpoint.at(peer, self._job, self._backend.credentials)
         link, answer = await knock(place, purpose=frames.DOINGS, timeout=THERE)
         try:
             if not isinstance(answer, frames.Welcome):
@@ -228,16 +228,16 @@ class Doings:
 
     def _admit(self, link: Link, hello: frames.Hello) -> None:
         """Take a connection from the reception."""
-        if len(self._guests) >= MOST_GUESTS:
+        if len(self._visitors) >= MOST_VISITORS:
             link.send(frames.Refusal("This agent is asked by too many at once."))
             link.close()
             return
-        self._guests.add(link)
+        self._visitors.add(link)
         leave = asyncio.get_running_loop().call_later(THERE, link.abort)
 
         def left(_: object) -> None:
             leave.cancel()
-            self._guests.discard(link)
+            self._visitors.discard(link)
 
         link.ended.add_done_callback(left)
         link.send(frames.Welcome(frames.PROTOCOL, frames.VERSION, "", False, 0))

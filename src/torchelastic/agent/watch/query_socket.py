@@ -17,7 +17,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchelastic.agent.watch.inspector import Doings, Found, from_json, to_json
+from torchelastic.agent.watch.inspector import Found, Inspector, from_json, to_json
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +32,14 @@ MOST = 64 << 20
 _SAY, _GUESTS = 5.0, 16
 
 
-class Inquiry:
+class QuerySocket:
     """The agent's end."""
 
-    def __init__(self, directory: Path, doings: Doings) -> None:
+    def __init__(self, directory: Path, doings: Inspector) -> None:
         self._path = directory / SOCKET_FILE
-        self._doings = doings
+        self._inspector = doings
         self._server: asyncio.AbstractServer | None = None
-        self._guests: set[asyncio.Task[None]] = set()
+        self._visitors: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
         """Listen. A job runs without it, too: what does not work is said, and is no error."""
@@ -54,29 +54,29 @@ class Inquiry:
         if self._server is None:
             return
         self._server.close()
-        for task in self._guests:
+        for task in self._visitors:
             task.cancel()
-        if self._guests:
-            await asyncio.wait(self._guests)
+        if self._visitors:
+            await asyncio.wait(self._visitors)
         self._path.unlink(missing_ok=True)
 
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._guests.add(task)
+        self._visitors.add(task)
         try:
-            if len(self._guests) <= _GUESTS and _is_ours(writer.get_extra_info("socket")):
+            if len(self._visitors) <= _GUESTS and _is_ours(writer.get_extra_info("socket")):
                 await self._answer(reader, writer)
         except (OSError, ValueError, asyncio.TimeoutError) as error:
             logger.debug("somebody has asked in vain: %r", error)
         finally:
-            self._guests.discard(task)
+            self._visitors.discard(task)
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked = await asyncio.wait_for(reader.readline(), _SAY)
         if asked == STACKS:
-            found = await self._doings.everywhere()
+            found = await self._inspector.everywhere()
             writer.write(json.dumps(to_json(found)).encode() + b"\n")
             await asyncio.wait_for(writer.drain(), _SAY)
 

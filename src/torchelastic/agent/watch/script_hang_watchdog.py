@@ -52,12 +52,12 @@ class Watched(Protocol):
 
 
 @dataclass
-class ScriptVigil:
+class ScriptHangWatchdog:
     """Watches the workers of one node, until they turn out to be resident."""
 
     workers: Watched
     report: HangReport
-    #: As for `Vigil`.
+    #: As for `HangWatchdog`.
     limit: float | None = None
     _paces: dict[int, Pace] = field(default_factory=dict)
     #: What was told last, and since when nothing had gone on.

@@ -32,7 +32,7 @@ from torchelastic.timer.timer_table import MESSAGE, STACKS_AT, Timer, read
 
 if TYPE_CHECKING:
     from torchelastic.agent.watch.hang_report import HangReport
-    from torchelastic.agent.workers.pool import Workers
+    from torchelastic.agent.workers.pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Timers:
 
     # --- watching --------------------------------------------------------------------------------
 
-    async def watch(self, workers: Workers) -> None:
+    async def watch(self, workers: WorkerPool) -> None:
         """For as long as the agent runs."""
         while True:
             await self._some.wait()
@@ -121,7 +121,7 @@ class Timers:
                 found.setdefault(rank, []).extend(self._file.of(pid))
         return found
 
-    async def _end(self, local_rank: int, timer: Timer, workers: Workers) -> None:
+    async def _end(self, local_rank: int, timer: Timer, workers: WorkerPool) -> None:
         """Have the stacks written of a worker whose timer has expired, then end it."""
         pid, stack = workers.pid(local_rank), NOTHING
         with observing("Reading the stack of a worker whose timer expired"):
@@ -132,7 +132,7 @@ class Timers:
                 self._file.forget(pid)
             workers.kill(local_rank, words(timer), stack)
 
-    async def _last_stack(self, local_rank: int, timer: Timer, workers: Workers) -> str:
+    async def _last_stack(self, local_rank: int, timer: Timer, workers: WorkerPool) -> str:
         """What it does, after all has been told that is seen of it."""
         pid, watched = workers.pid(local_rank), self._watched.get(local_rank)
         if watched is None:
@@ -151,7 +151,7 @@ class Timers:
         await self._seen(local_rank, workers)
         return stack
 
-    async def _seen(self, local_rank: int, workers: Workers) -> str:
+    async def _seen(self, local_rank: int, workers: WorkerPool) -> str:
         """Tell what all ranks were doing; the stack of this one."""
         if self.report is None:
             return ""

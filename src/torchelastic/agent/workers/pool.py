@@ -18,15 +18,15 @@ from torchelastic.agent import failure_report
 from torchelastic.agent.lifecycle import in_process, script
 from torchelastic.agent.output import log_files
 from torchelastic.agent.snapshot_service import Snapshots
-from torchelastic.agent.spawn.factory import Nursery
-from torchelastic.agent.telemetry.progress_sampler import Sampling
-from torchelastic.agent.telemetry.reporter import Narrator
+from torchelastic.agent.spawn.factory import ProcessFactory
+from torchelastic.agent.telemetry.progress_sampler import ProgressSampler
+from torchelastic.agent.telemetry.reporter import Reporter
 from torchelastic.agent.watch.stack_reader import is_frozen
 from torchelastic.agent.watch.worker_timers import Timers
 from torchelastic.agent.workers import numa
 from torchelastic.agent.workers.environment import entry_for, standby_env, worker_env
 from torchelastic.agent.workers.oom import Facts, Memory, memory_hint
-from torchelastic.agent.workers.reported_metrics import Boards
+from torchelastic.agent.workers.reported_metrics import MetricTables
 from torchelastic.agent.workers.step_counts import CountedSteps
 from torchelastic.agent.workers.supervisor import Supervisor, WorkerExit, WorkerSpawn
 from torchelastic.best_effort import observing
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 LAST_WORDS = 2.0
 
 
-class Workers:
+class WorkerPool:
     """Everything about this node's workers that is not a decision."""
 
     def __init__(
@@ -60,37 +60,37 @@ class Workers:
         entry: Entry,
         env: Mapping[str, str],
         *,
-        nursery: Nursery,
+        factory: ProcessFactory,
         node_logs: log_files.NodeLogs,
-        narrator: Narrator,
+        reporter: Reporter,
         clock: Clock,
         tell_event: Callable[[in_process.Event], None],
         secret: Secret | None,
         snapshots: Snapshots,
-        sampling: Sampling,
+        sampling: ProgressSampler,
     ) -> None:
         self._config = config
         self._entry = entry
         self._env = env
         self._logs = node_logs
-        self._narrator = narrator
+        self._reporter = reporter
         self._clock = clock
         self._sampling = sampling
         self._tell_event = tell_event
         self._snapshots = snapshots
         self._supervisor = Supervisor(
-            zygote=nursery.zygote,
+            zygote=factory.zygote,
             cgroup=Cgroup.create(),
             on_exit=self._exited,
             on_message=self._heard,
             on_handed=self._handed,
             secret=secret,
         )
-        nursery.serve(self._supervisor)
+        factory.serve(self._supervisor)
         #: Of those workers that use timers.
         self.timers = Timers()
         #: Of those that report metrics.
-        self._boards = Boards()
+        self._metric_tables = MetricTables()
         #: From the order to stop them on: their ends are no failures then.
         self.stopping = False
         #: Local ranks that were ending by themselves when that order came.
@@ -116,7 +116,7 @@ class Workers:
         self._verdicts: dict[int, error_file.ErrorRecord] = {}
         self._logs_of: dict[int, log_files.GenerationLogs] = {}
         #: Memory that outlives a worker, for its replacement.
-        self._slates: dict[int, int] = {}
+        self._status_pages: dict[int, int] = {}
         #: By local rank: the progress of the worker before it.
         self.inherited: dict[int, tuple[int, int, float]] = {}
         #: Of those that tell no steps.
@@ -185,7 +185,7 @@ class Workers:
         if pids is not None:
             seconds = self._clock.now() - began
             self._tell_event(script.WorkersUp(world.generation))
-            self._narrator.workers_started(world.generation, ranks, pids, seconds)
+            self._reporter.workers_started(world.generation, ranks, pids, seconds)
 
     async def start_standby(self, local_rank: int, world: World) -> None:
         """Start one worker that is in no world yet; its logs go with the next generation."""
@@ -198,7 +198,7 @@ class Workers:
         pids = await self._start(world.generation + 1, ranks, {local_rank: env}, generation=-1)
         if pids is not None:
             seconds = self._clock.now() - began
-            self._narrator.standby_started(local_rank, pids[local_rank], seconds)
+            self._reporter.standby_started(local_rank, pids[local_rank], seconds)
 
     def _forget(self, local_rank: int) -> None:
         """What was known of the worker that had this local rank before."""
@@ -288,12 +288,12 @@ class Workers:
 
     def progress(self, local_rank: int) -> tuple[int, int, float] | None:
         """Generation, step and time of the last step a resident worker has entered."""
-        descriptor = self._slates.get(local_rank)
+        descriptor = self._status_pages.get(local_rank)
         return status_page.read_progress(descriptor) if descriptor is not None else None
 
     def first_step(self, local_rank: int) -> int:
         """The first one of the generation that `progress` tells."""
-        descriptor = self._slates.get(local_rank)
+        descriptor = self._status_pages.get(local_rank)
         return status_page.read_first_step(descriptor) if descriptor is not None else -1
 
     def doing(self, local_rank: int, generation: int) -> Doing | None:
@@ -301,13 +301,13 @@ class Workers:
         own, rank = self._places.get(local_rank, (-1, -1))
         if own != generation:
             return None
-        descriptor = self._slates.get(local_rank)
+        descriptor = self._status_pages.get(local_rank)
         seen = collective_log.read(descriptor) if descriptor is not None else None
         if seen is None or seen.generation != generation:
             seen = collective_log.Shown(generation, None, ())
         return Doing(
             rank=rank,
-            node=self._narrator.name,
+            node=self._reporter.name,
             step=self._step(local_rank),
             waits=_collective(seen.waits) if seen.waits is not None else None,
             launched=tuple(map(_collective, seen.launched)),
@@ -318,11 +318,12 @@ class Workers:
         """Have told what the slates and boards of all workers show that is new."""
         with observing("Reading the progress of the workers"):
             shown = {
-                local: status_page.read(descriptor) for local, descriptor in self._slates.items()
+                local: status_page.read(descriptor)
+                for local, descriptor in self._status_pages.items()
             }
             shown |= self.counted.shown()
             stepped = {local: (one.generation, one.rank) for local, one in shown.items()}
-            self._sampling.look(shown.values(), self._boards.look(stepped))
+            self._sampling.look(shown.values(), self._metric_tables.look(stepped))
 
     def _heard(self, local_rank: int, message: dict[str, Any]) -> None:
         if message.get("type") == "failure":
@@ -335,7 +336,7 @@ class Workers:
     def _handed(self, local_rank: int, message: dict[str, Any], descriptor: int) -> None:
         """What comes with a descriptor: a board of metrics, steps, or a table of timers."""
         if message.get("type") == metric_table.MESSAGE and linux.is_memory(descriptor):
-            self._boards.handed(local_rank, self._places[local_rank], descriptor)
+            self._metric_tables.handed(local_rank, self._places[local_rank], descriptor)
             return
         if message.get("type") == optimizer_steps.MESSAGE and linux.is_memory(descriptor):
             self.counted.handed(local_rank, self._places[local_rank], descriptor)
@@ -366,13 +367,13 @@ class Workers:
                 self._steps[local_rank] = erred.step
                 self._erred(local_rank, erred)
             case orders.Begins() as begins:
-                self._narrator.begins(begins, resident=self.is_resident(local_rank))
+                self._reporter.begins(begins, resident=self.is_resident(local_rank))
             case orders.Stored() as stored:
                 self._sampling.stored(*self._places[local_rank], stored)
             case orders.Up() as up:
                 self._steps[local_rank] = up.step
                 self._inside[local_rank] = up.generation
-                self._narrator.training(self.rank(local_rank), up)
+                self._reporter.training(self.rank(local_rank), up)
             case orders.Stopped(_, step) | orders.Finished(_, step) as stopped:
                 self._steps[local_rank] = step
                 self._stopped.add(local_rank)
@@ -401,10 +402,12 @@ class Workers:
     def _give_slate(self, local_rank: int) -> None:
         """A replacement gets the memory of the worker it stands in for."""
         self.counted.forget(local_rank)
-        if local_rank not in self._slates:
-            self._slates[local_rank] = status_page.create()
-        self.inherited[local_rank] = status_page.read_progress(self._slates[local_rank])
-        self.tell(local_rank, orders.Slate(self._config.lease), [self._slates[local_rank]])
+        if local_rank not in self._status_pages:
+            self._status_pages[local_rank] = status_page.create()
+        self.inherited[local_rank] = status_page.read_progress(self._status_pages[local_rank])
+        self.tell(
+            local_rank, orders.StatusPage(self._config.lease), [self._status_pages[local_rank]]
+        )
 
     # --- ends ------------------------------------------------------------------------------------
 
@@ -421,10 +424,10 @@ class Workers:
         self.look()
         with observing("Closing what a worker that ended has shown"):
             self.timers.ended(exit.local_rank)
-            self._boards.ended(exit.local_rank)
-        self._narrator.worker_exited(rank, exit, generation)
+            self._metric_tables.ended(exit.local_rank)
+        self._reporter.worker_exited(rank, exit, generation)
         if failure is not None:
-            self._narrator.worker_failed(failure)
+            self._reporter.worker_failed(failure)
 
     def _failure_of(self, exit: WorkerExit) -> Failure | None:
         """What is known of a failed worker's end; the exit code at least."""
@@ -504,7 +507,7 @@ class Workers:
     def _fail(self, local_rank: int, **what: Any) -> None:
         if (failure := self._failure(local_rank, **what)) is not None:
             self._tell_event(script.WorkerFailed(failure))
-            self._narrator.worker_failed(failure)
+            self._reporter.worker_failed(failure)
 
     def _failure(self, local_rank: int, **what: Any) -> Failure | None:
         """None if its end is our doing, and it said nothing."""
@@ -516,7 +519,7 @@ class Workers:
                 shown |= doing.as_last()
         failure = Failure(
             generation=generation,
-            node=self._narrator.name,
+            node=self._reporter.name,
             rank=rank,
             local_rank=local_rank,
             role=self._config.role,
@@ -568,7 +571,7 @@ class Workers:
             self._cut_off.add(local_rank)
         self.condemn(local_rank, why, stack)
         self._supervisor.kill(local_rank)
-        self._narrator.worker_killed(*self._places[local_rank], local_rank, why, stack)
+        self._reporter.worker_killed(*self._places[local_rank], local_rank, why, stack)
 
     async def stop(self, signum: int, generation: int, told: Collection[int]) -> None:
         """Stop them all, after those that were told to go; returns when nothing of them is left."""
@@ -579,7 +582,7 @@ class Workers:
                 await opened.drained(LAST_WORDS)
         self._logs_of.clear()
         self.stopping = False
-        self._narrator.workers_stopped(generation, self._clock.now() - began)
+        self._reporter.workers_stopped(generation, self._clock.now() - began)
 
     def kill_everything(self) -> None:
         self._supervisor.kill_everything()
@@ -589,13 +592,13 @@ class Workers:
         if self.alive:  # only after an error of our own
             await self._supervisor.stop(SIGTERM, self._config.shutdown_timeout)
         self._supervisor.close()
-        self._boards.close()
+        self._metric_tables.close()
         self.counted.close()
         self.timers.close()
         self._memory.close()
         for opened in set(self._logs_of.values()):
             opened.close()
-        for descriptor in self._slates.values():
+        for descriptor in self._status_pages.values():
             os.close(descriptor)
 
 

@@ -28,7 +28,7 @@ class _Handed:
     numbers: dict[str, int] = field(default_factory=dict)
 
 
-class Boards:
+class MetricTables:
     """By local rank. A worker that reports nothing has none."""
 
     def __init__(self) -> None:

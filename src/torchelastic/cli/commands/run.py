@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torchelastic import env
 from torchelastic.cli.options import checks
-from torchelastic.cli.options.command_defaults import RUN, Flavour
+from torchelastic.cli.options.command_defaults import RUN, CommandDefaults
 from torchelastic.cli.options.launch_config import entry_of, launch_config
 from torchelastic.cli.options.parser import Parsed, parse
 from torchelastic.config import Entry, LaunchConfig
@@ -15,24 +15,24 @@ from torchelastic.errors import EXIT_OK, EXIT_USAGE, ConfigError
 from torchelastic.events import job_registry
 
 
-def main(argv: Sequence[str], flavour: Flavour = RUN) -> int:
+def main(argv: Sequence[str], defaults: CommandDefaults = RUN) -> int:
     """Run a job from a command line; returns the exit code."""
     environ = env.snapshot()
     try:
-        parsed = parse(argv, flavour, environ)
+        parsed = parse(argv, defaults, environ)
         if parsed["help"]:
-            return show_help(flavour)
+            return show_help(defaults)
         if parsed["print_completion"]:
             return show_completion(parsed["print_completion"])
-        config, entry = job(parsed, flavour, environ)
+        config, entry = job(parsed, defaults, environ)
         # An id that nobody has chosen is every job's at that endpoint.
         named = config.max_nodes > 1 and parsed.given("rdzv_id")
         late = job_registry.too_late(config.run_id, [entry.target, *entry.args]) if named else ""
     except ConfigError as error:
-        print(f"{flavour.prog}: error: {error}", file=sys.stderr)
+        print(f"{defaults.prog}: error: {error}", file=sys.stderr)
         return EXIT_USAGE
     if late:
-        print(f"{flavour.prog}: {late}", file=sys.stderr)
+        print(f"{defaults.prog}: {late}", file=sys.stderr)
         return EXIT_OK
     # Imported here: help and mistakes are answered without loading the agent.
     from torchelastic.agent.main import run_job
@@ -40,10 +40,12 @@ def main(argv: Sequence[str], flavour: Flavour = RUN) -> int:
     return run_job(config, entry)
 
 
-def job(parsed: Parsed, flavour: Flavour, environ: Mapping[str, str]) -> tuple[LaunchConfig, Entry]:
+def job(
+    parsed: Parsed, defaults: CommandDefaults, environ: Mapping[str, str]
+) -> tuple[LaunchConfig, Entry]:
     """The job that was asked for, after every check that can be made before it starts."""
     checks.check_platform()
-    entry = entry_of(parsed, flavour.prog)
+    entry = entry_of(parsed, defaults.prog)
     config = launch_config(parsed, environ)
     checks.check_entry(entry, environ)
     checks.check_preload(config.preload, entry)
@@ -51,10 +53,10 @@ def job(parsed: Parsed, flavour: Flavour, environ: Mapping[str, str]) -> tuple[L
     return config, entry
 
 
-def show_help(flavour: Flavour) -> int:
+def show_help(defaults: CommandDefaults) -> int:
     from torchelastic.cli.options.help import help_text, terminal_width
 
-    print(help_text(flavour, terminal_width()), end="")
+    print(help_text(defaults, terminal_width()), end="")
     return EXIT_OK
 
 

@@ -9,7 +9,7 @@ from torchelastic.cli.options.flag import Flag
 
 
 @dataclass(frozen=True)
-class Flavour:
+class CommandDefaults:
     """One of the commands: the same flags with defaults of its own."""
 
     prog: str
@@ -23,8 +23,8 @@ class Flavour:
         return self.defaults.get(flag.dest, flag.default)
 
 
-RUN = Flavour("torchelastic run", "Run a script in every worker of an elastic job.")
-DISTRIBUTED_RUN = Flavour(
+RUN = CommandDefaults("torchelastic run", "Run a script in every worker of an elastic job.")
+DISTRIBUTED_RUN = CommandDefaults(
     "python -m torchelastic.distributed.run",
     "The same as `torchelastic run`, with the defaults of Bagua's launcher.",
     {
@@ -34,7 +34,7 @@ DISTRIBUTED_RUN = Flavour(
         "monitor_interval": "5",
     },
 )
-DISTRIBUTED_LAUNCH = Flavour(
+DISTRIBUTED_LAUNCH = CommandDefaults(
     "python -m torchelastic.distributed.launch",
     "The same as `torchelastic run`, with the defaults of torchelastic 0.2: several nodes meet "
     "at an etcd server unless another rendezvous is named.",
@@ -46,7 +46,7 @@ DISTRIBUTED_LAUNCH = Flavour(
     },
 )
 #: Runs nothing: what it is asked about is what `run` would do with the same words.
-DOCTOR = Flavour(
+DOCTOR = CommandDefaults(
     "torchelastic doctor",
     "Check this machine, and the launch that the flags describe, before a long run.",
     own_flags=(

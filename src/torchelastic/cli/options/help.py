@@ -6,7 +6,7 @@ import os
 import textwrap
 from collections.abc import Iterator
 
-from torchelastic.cli.options.command_defaults import Flavour
+from torchelastic.cli.options.command_defaults import CommandDefaults
 from torchelastic.cli.options.flag import GROUPS, Flag
 from torchelastic.cli.options.flags import FLAGS
 
@@ -27,14 +27,14 @@ Names may be written with dashes or underscores and abbreviated. A variable PET_
 ${local_rank} in it becomes the worker's local rank."""
 
 
-def help_text(flavour: Flavour, width: int = 80) -> str:
+def help_text(defaults: CommandDefaults, width: int = 80) -> str:
     """The whole help, not wider than `width`."""
     parts = [
-        f"usage: {flavour.prog} [flags] SCRIPT [arguments]",
-        textwrap.fill(_about(flavour), width),
-        *(_group(group, flavour, width) for group in GROUPS),
+        f"usage: {defaults.prog} [flags] SCRIPT [arguments]",
+        textwrap.fill(_about(defaults), width),
+        *(_group(group, defaults, width) for group in GROUPS),
         textwrap.fill(_CLOSING, width),
-        _EXAMPLES.format(prog=flavour.prog),
+        _EXAMPLES.format(prog=defaults.prog),
     ]
     return "\n\n".join(parts)
 
@@ -48,11 +48,11 @@ def terminal_width() -> int:
     return max(80, min(columns, 100))
 
 
-def default_words(flag: Flag, flavour: Flavour) -> str:
+def default_words(flag: Flag, defaults: CommandDefaults) -> str:
     """The default as the user may write or understand it; empty where there is nothing to say."""
     if flag.is_switch:
         return ""
-    text = flavour.default(flag)
+    text = defaults.default(flag)
     return flag.default_words if flag.default_words and text == flag.default else text
 
 
@@ -62,16 +62,16 @@ def spellings(flag: Flag) -> str:
     return f"{short}{flag.name} {flag.metavar}".rstrip()
 
 
-def _about(flavour: Flavour) -> str:
-    return f"{flavour.about} Workers that crash are restarted, and nodes may fail, leave and join."
+def _about(defaults: CommandDefaults) -> str:
+    return f"{defaults.about} Workers that crash are restarted, and nodes may fail, leave and join."
 
 
-def _group(group: str, flavour: Flavour, width: int) -> str:
+def _group(group: str, defaults: CommandDefaults, width: int) -> str:
     flags = [flag for flag in FLAGS if flag.group == group]
     lines = [f"{group}:"]
     for flag in flags:
         if not flag.ignored:
-            lines += _entry(flag, flavour, width)
+            lines += _entry(flag, defaults, width)
     ignored = [flag.name for flag in flags if flag.ignored]
     if ignored:
         text = f"Of Bagua, understood and ignored: {', '.join(ignored)}."
@@ -81,9 +81,9 @@ def _group(group: str, flavour: Flavour, width: int) -> str:
     return "\n".join(lines)
 
 
-def _entry(flag: Flag, flavour: Flavour, width: int) -> Iterator[str]:
+def _entry(flag: Flag, defaults: CommandDefaults, width: int) -> Iterator[str]:
     head = f"  {spellings(flag)}"
-    default = default_words(flag, flavour)
+    default = default_words(flag, defaults)
     # No line begins with the bare value of a default.
     text = f"{flag.help} (default:\0{default})" if default else flag.help
     lines = [

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchelastic.cli.options.command_defaults import Flavour
+from torchelastic.cli.options.command_defaults import CommandDefaults
 from torchelastic.cli.options.flag import HELP, Flag
 from torchelastic.cli.options.flags import FLAGS
 from torchelastic.errors import ConfigError
@@ -41,11 +41,11 @@ class Parsed:
         return self.strength[dest] > DEFAULT
 
 
-def parse(argv: Sequence[str], flavour: Flavour, environ: Mapping[str, str]) -> Parsed:
+def parse(argv: Sequence[str], defaults: CommandDefaults, environ: Mapping[str, str]) -> Parsed:
     """Read a command line. A flag wins over its variable, a variable over the default."""
     words = deque(argv)
-    known = (*_COMMON, *flavour.own_flags)
-    values = {flag.dest: flag.convert(flavour.default(flag)) for flag in known}
+    known = (*_COMMON, *defaults.own_flags)
+    values = {flag.dest: flag.convert(defaults.default(flag)) for flag in known}
     strength = dict.fromkeys(values, DEFAULT)
     for flag, variable in set_variables(environ):
         values[flag.dest] = _convert(flag, variable, environ[variable])

@@ -17,7 +17,7 @@ from torchelastic.rendezvous.backend_parameters import (
 
 
 @dataclass(frozen=True)
-class Meeting:
+class RendezvousBackend:
     """Where the nodes meet; without an endpoint nobody else can."""
 
     backend: str
@@ -34,15 +34,19 @@ class Patience:
     wait_for_nodes: float
 
 
-def arrange(parsed: Parsed, max_nodes: int) -> Meeting:
+def arrange(parsed: Parsed, max_nodes: int) -> RendezvousBackend:
     """Decide on the rendezvous."""
     if parsed["standalone"]:
         # 0.2's way: etcd, where it is asked for, is started beside the job.
         at_etcd = parsed.given("rdzv_backend") and parsed["rdzv_backend"] in ETCD_BACKENDS
-        return Meeting(choose_backend(parsed), OWN_ETCD) if at_etcd else Meeting("c10d")
+        return (
+            RendezvousBackend(choose_backend(parsed), OWN_ETCD)
+            if at_etcd
+            else RendezvousBackend("c10d")
+        )
     backend = choose_backend(parsed)
     if backend != "static":
-        return Meeting(backend, parsed["rdzv_endpoint"])
+        return RendezvousBackend(backend, parsed["rdzv_endpoint"])
     node_rank, port = parsed["node_rank"], parsed["master_port"]
     if node_rank >= max_nodes:
         raise ConfigError(
@@ -50,12 +54,12 @@ def arrange(parsed: Parsed, max_nodes: int) -> Meeting:
             "number of nodes, and every node another rank from 0 on."
         )
     if parsed["rdzv_endpoint"]:
-        return Meeting(backend, parsed["rdzv_endpoint"], node_rank)
+        return RendezvousBackend(backend, parsed["rdzv_endpoint"], node_rank)
     if port is None and max_nodes == 1:
         # torchrun's rule: nobody has to find this node, so it need not have a fixed port.
-        return Meeting("c10d")
+        return RendezvousBackend("c10d")
     endpoint = format_endpoint(parsed["master_addr"], DEFAULT_STATIC_PORT if port is None else port)
-    return Meeting(backend, endpoint, node_rank)
+    return RendezvousBackend(backend, endpoint, node_rank)
 
 
 def choose_backend(parsed: Parsed) -> str:
@@ -89,7 +93,7 @@ def files(parsed: Parsed) -> dict[str, Any]:
     return {name: parsed[name] or by_keys.get(name) for name in names}
 
 
-def notes(parsed: Parsed, meeting: Meeting, max_nodes: int) -> tuple[str, ...]:
+def notes(parsed: Parsed, meeting: RendezvousBackend, max_nodes: int) -> tuple[str, ...]:
     """What was said about the rendezvous and is not heeded."""
     said = []
     without_meaning = keys_without_meaning(parsed["rdzv_conf"], meeting.backend)

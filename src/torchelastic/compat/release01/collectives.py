@@ -71,9 +71,9 @@ def all_gather_return_max_long(value: int) -> tuple[int, int]:
     if not is_distributed_training_run():
         return 0, value
     own, origin = convert_to_distributed_tensor(torch.tensor([value], dtype=torch.int64))
-    gathered = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own)
-    values = [int(convert_to_normal_tensor(item, origin).item()) for item in gathered]
+    collected = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(collected, own)
+    values = [int(convert_to_normal_tensor(item, origin).item()) for item in collected]
     largest = max(values)
     return values.index(largest), largest
 

@@ -39,7 +39,7 @@ class AgentRendezvousHandler(RendezvousHandler):
 
     def next_rendezvous(self) -> tuple[Store, int, int]:
         if self._joined is None:
-            self._joined = importlib.import_module(_JOINING).OldHandler(self.params)
+            self._joined = importlib.import_module(_JOINING).Release02Handler(self.params)
         found: tuple[Store, int, int] = self._joined.next_rendezvous()
         return found
 

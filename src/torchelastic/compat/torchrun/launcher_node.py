@@ -21,12 +21,12 @@ from torch.distributed import DistError
 
 from torchelastic.clock import SystemClock
 from torchelastic.compat.torchrun import launcher_node_state, launcher_stores
-from torchelastic.compat.torchrun.launcher_node_state import Ending, GuestState
+from torchelastic.compat.torchrun.launcher_node_state import Ending, LauncherNodeState
 from torchelastic.config import LaunchConfig, format_endpoint, parse_endpoint
 from torchelastic.errors import NotEnoughNodes, RendezvousLost, TorchElasticError
 from torchelastic.events.failure import Failure
 from torchelastic.rendezvous.membership.log_observer import LogObserver
-from torchelastic.rendezvous.membership.member_session import Presence
+from torchelastic.rendezvous.membership.member_session import MemberSession
 from torchelastic.rendezvous.world import World
 from torchelastic.side_tasks import SideTasks
 from torchelastic.worker.worker_stores import OwnStores
@@ -60,14 +60,14 @@ class Entered:
     generation: int
 
 
-class Guest:
+class LauncherNode:
     """One node of a job, for a launcher named `launcher`."""
 
     def __init__(self, config: LaunchConfig, launcher: str) -> None:
         self._config = config
         self._launcher = launcher
         self._clock = SystemClock()
-        self._state = GuestState(node=secrets.token_hex(6))
+        self._state = LauncherNodeState(node=secrets.token_hex(6))
         #: Guards `_state` and `_error`, and tells of their changes.
         self._news = threading.Condition()
         #: Why there is no job for this node any more.
@@ -232,7 +232,7 @@ class Guest:
             self._fail(RendezvousLost(f"The thread that speaks for this node failed: {error!r}"))
 
     async def _main(self) -> None:
-        self._presence = Presence(
+        self._session = MemberSession(
             self._config,
             self._state.node,
             self._clock,
@@ -251,31 +251,31 @@ class Guest:
             await self._close()
 
     async def _join(self) -> None:
-        await self._presence.join(ready=True)
+        await self._session.join(ready=True)
         self._offer_store()
 
     async def _close(self) -> None:
         with self._news:
             self._loop = None
-        await self._presence.last_words(LAST_WORDS)
+        await self._session.last_words(LAST_WORDS)
         await self._beside.cancel()
-        await self._presence.close(HOST_STAYS if self._state.is_closed else 0.0)
+        await self._session.close(HOST_STAYS if self._state.is_closed else 0.0)
         self._stores.close()
 
-    def _asked(self, state: GuestState) -> None:
+    def _asked(self, state: LauncherNodeState) -> None:
         """The launcher has no worker any more, and wants another world than that of `state`."""
         if state.given_up:
             self._beside.start(self._rejoin, "rejoin")
         elif state.held >= 0:
             failure = self._failure(state, _ended(state, self._launcher))
-            self._presence.update(**launcher_node_state.facts_when_asking(state, failure))
+            self._session.update(**launcher_node_state.facts_when_asking(state, failure))
 
     def _say_end(self, ending: Ending, why: str) -> None:
         state = self._state
         failure = self._failure(state, why, fatal=True)
-        self._presence.update(**launcher_node_state.facts_at_end(state, ending, failure, why))
+        self._session.update(**launcher_node_state.facts_at_end(state, ending, failure, why))
 
-    def _failure(self, state: GuestState, message: str, *, fatal: bool = False) -> Failure:
+    def _failure(self, state: LauncherNodeState, message: str, *, fatal: bool = False) -> Failure:
         """What ended the workers of this node, as far as the launcher shows it.
 
         Which is little: unless it gives up, they may have fallen because of others, and are not
@@ -305,26 +305,26 @@ class Guest:
             return
         self._rejoining = True
         try:
-            await self._presence.rejoin(self._state.held)
+            await self._session.rejoin(self._state.held)
         finally:
             self._rejoining = False
         self._change(given_up=False)
 
     def _offer_store(self) -> None:
         port = self._stores.offer()
-        self._presence.update(store=format_endpoint(self._presence.meeting.addr, port))
+        self._session.update(store=format_endpoint(self._session.backend.addr, port))
 
     def _world_seen(self, world: World) -> None:
         logger.info("generation %d: %s (%s)", world.generation, world.phase, world.reason)
-        if world.phase == "running" and self._stores.begins(world, self._presence.member.store):
+        if world.phase == "running" and self._stores.begins(world, self._session.member.store):
             self._offer_store()
         self._change(world=world)
         if (state := self._state).asking:
-            self._presence.update(
-                gone=max(self._presence.member.gone, launcher_node_state.gone(state))
+            self._session.update(
+                gone=max(self._session.member.gone, launcher_node_state.gone(state))
             )
 
 
-def _ended(state: GuestState, launcher: str) -> str:
+def _ended(state: LauncherNodeState, launcher: str) -> str:
     """With the generation, so that no two are alike: restarts are the launcher's to count."""
     return f"the workers of generation {state.held} ended, {launcher} restarts them"

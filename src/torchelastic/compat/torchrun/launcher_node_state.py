@@ -20,7 +20,7 @@ Ending = Literal["done", "failed", "left"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GuestState:
+class LauncherNodeState:
     """All that decides what the launcher is told."""
 
     node: str
@@ -54,12 +54,12 @@ class GuestState:
         return self.world is not None and self.world.phase == "closed"
 
 
-def must_stop(state: GuestState) -> bool:
+def must_stop(state: LauncherNodeState) -> bool:
     """Whether the launcher has to stop the workers it was given a world for."""
     return state.held >= 0 and not state.asking and not state.in_world
 
 
-def next_world(state: GuestState) -> World | None:
+def next_world(state: LauncherNodeState) -> World | None:
     """The world to enter now; None: there is none yet. Raises when there will be none any more."""
     world = state.world
     if world is None or state.given_up:
@@ -76,7 +76,7 @@ def _closed(world: World) -> JobClosed | NotEnoughNodes:
     return JobClosed(f"The job has ended: {world.reason}.")
 
 
-def facts_when_asking(state: GuestState, failure: Failure) -> dict[str, Any]:
+def facts_when_asking(state: LauncherNodeState, failure: Failure) -> dict[str, Any]:
     """What the member record says from when the launcher asks for another world.
 
     Asked to stop its workers, it has nothing to explain; otherwise they ended by themselves.
@@ -84,7 +84,7 @@ def facts_when_asking(state: GuestState, failure: Failure) -> dict[str, Any]:
     return {"gone": gone(state), "failures": (failure,) if state.in_world else ()}
 
 
-def gone(state: GuestState) -> int:
+def gone(state: LauncherNodeState) -> int:
     """The newest generation of which a launcher that asks for a world has no worker.
 
     A world may have ended before the launcher was given it, while this node was cut off, say.
@@ -95,7 +95,9 @@ def gone(state: GuestState) -> int:
     return max(state.held, world.generation)
 
 
-def facts_at_end(state: GuestState, ending: Ending, failure: Failure, why: str) -> dict[str, Any]:
+def facts_at_end(
+    state: LauncherNodeState, ending: Ending, failure: Failure, why: str
+) -> dict[str, Any]:
     """What the member record says when the launcher is done with the job.
 
     Nobody else may be done yet: a node that succeeded has no worker for another world (`nproc`),

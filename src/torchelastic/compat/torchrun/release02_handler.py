@@ -7,13 +7,13 @@ import sys
 from collections.abc import Iterator
 
 from torchelastic import errors
-from torchelastic.compat.torchrun.launcher_node import Guest
+from torchelastic.compat.torchrun.launcher_node import LauncherNode
 from torchelastic.compat.torchrun.launcher_stores import AgentStore
 from torchelastic.compat.torchrun.torchrun_flags import launch_config
 from torchelastic.rendezvous.backend_parameters import RendezvousParameters
 
 
-class OldHandler:
+class Release02Handler:
     """The part of `RendezvousHandler` that joins a job."""
 
     def __init__(self, params: RendezvousParameters) -> None:
@@ -24,27 +24,27 @@ class OldHandler:
             {"backend": params.backend, **params.config},
             local_addr=params.get("local_addr"),
         )
-        self._guest = Guest(config, "the launcher")
+        self._node = LauncherNode(config, "the launcher")
 
     def next_rendezvous(self) -> tuple[AgentStore, int, int]:
         with _old_errors():
-            entered = self._guest.next_world()
+            entered = self._node.next_world()
         return entered.store, entered.node_rank, entered.nodes
 
     def num_nodes_waiting(self) -> int:
         with _old_errors():
-            return int(self._guest.must_stop())
+            return int(self._node.must_stop())
 
     def is_closed(self) -> bool:
-        return self._guest.is_closed
+        return self._node.is_closed
 
     def set_closed(self) -> None:
-        self._guest.end("failed", "the rendezvous was closed")
+        self._node.end("failed", "the rendezvous was closed")
 
     def shutdown(self) -> bool:
         """Done if nothing is being raised; otherwise only this node leaves."""
         raised = sys.exc_info()[1]
-        return self._guest.end("done" if raised is None else "left", repr(raised))
+        return self._node.end("done" if raised is None else "left", repr(raised))
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from torchelastic import errors
-from torchelastic.compat.torchrun.launcher_node import Guest
+from torchelastic.compat.torchrun.launcher_node import LauncherNode
 from torchelastic.compat.torchrun.launcher_node_state import Ending
 from torchelastic.compat.torchrun.torchrun_flags import launch_config
 from torchelastic.config import LaunchConfig
@@ -53,7 +53,7 @@ class TorchrunHandler(RendezvousHandler):
 
     def __init__(self, config: LaunchConfig) -> None:
         self._run_id = config.run_id
-        self._guest = Guest(config, "torchrun")
+        self._node = LauncherNode(config, "torchrun")
 
     def get_backend(self) -> str:
         return BACKEND
@@ -68,7 +68,7 @@ class TorchrunHandler(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         with _torchs_errors():
-            entered = self._guest.next_world()
+            entered = self._node.next_world()
         return RendezvousInfo(
             entered.store,
             entered.node_rank,
@@ -82,19 +82,19 @@ class TorchrunHandler(RendezvousHandler):
         torchrun restarts its workers for that without spending a restart.
         """
         with _torchs_errors():
-            return int(self._guest.must_stop())
+            return int(self._node.must_stop())
 
     def is_closed(self) -> bool:
-        return self._guest.is_closed
+        return self._node.is_closed
 
     def set_closed(self) -> None:
         """End the job for all nodes; one that is between two worlds only leaves."""
-        self._guest.end("failed", "the rendezvous was closed")
+        self._node.end("failed", "the rendezvous was closed")
 
     def shutdown(self) -> bool:
         """This node is done with the job. torchrun does not say how, but what it raises does."""
         ending, why = _ending(sys.exc_info()[1])
-        return self._guest.end(ending, why)
+        return self._node.end(ending, why)
 
 
 def _ending(raised: BaseException | None) -> tuple[Ending, str]:

@@ -53,8 +53,8 @@ class Story:
 def files_of(entry: JobEntry) -> list[Path]:
     """The logs of a job's agents on this machine, and what any of them has gathered."""
     own = [agent.events for agent in entry.agents]
-    gathered = [path.with_name(log.GATHERED_FILE) for path in own]
-    return [path for path in gathered if path.exists()] + own
+    collected = [path.with_name(log.GATHERED_FILE) for path in own]
+    return [path for path in collected if path.exists()] + own
 
 
 def entry_for(story: Story, records: Sequence[Record]) -> JobEntry:

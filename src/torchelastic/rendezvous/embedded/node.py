@@ -45,8 +45,8 @@ from torchelastic.transport.auth import Credentials
 from torchelastic.transport.connect import Endpoint
 from torchelastic.transport.frames import Row
 from torchelastic.transport.link import Link
-from torchelastic.transport.listener import Handler, Reception
-from torchelastic.transport.own_endpoint import Endpoints
+from torchelastic.transport.listener import Handler, Listener
+from torchelastic.transport.own_endpoint import OwnEndpoint
 from torchelastic.transport.ring import answer_that_we_live
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class _EndpointIsOurs(Exception):
     """The name of the endpoint has come to mean this machine."""
 
 
-class Seat:
+class EmbeddedNode:
     """One node at the embedded rendezvous of one job; `open` it first. Made in a running loop."""
 
     def __init__(
@@ -98,10 +98,10 @@ class Seat:
         #: Others may know a job of this id at our endpoint, from an agent that was here before us.
         self._may_be_remembered = may_be_remembered and places[0].port != 0
         shown = places[0].credentials
-        self._reception = Reception(places[0].job, secret=shown.secret, tls=shown.server_tls)
+        self._listener = Listener(places[0].job, secret=shown.secret, tls=shown.server_tls)
         if passes_workers_on:
-            self._reception.pass_workers_on(self._store_of_workers)
-        self._endpoints = Endpoints(places, self._reception, clock=clock, is_host=is_host)
+            self._listener.pass_workers_on(self._store_of_workers)
+        self._endpoints = OwnEndpoint(places, self._listener, clock=clock, is_host=is_host)
         self._file = file
         last = (file.resumed if file is not None else None) or Voter()
         self.witness = witness
@@ -163,7 +163,7 @@ class Seat:
     @property
     def peer(self) -> str:
         """Where they reach its reception."""
-        return format_endpoint(self.addr, self._reception.port)
+        return format_endpoint(self.addr, self._listener.port)
 
     @property
     def endpoint(self) -> str:
@@ -179,7 +179,7 @@ class Seat:
 
     def serve(self, purpose: str, handler: Handler) -> None:
         """Hand the connections that other agents make for this purpose to a handler."""
-        self._reception.serve(purpose, handler)
+        self._listener.serve(purpose, handler)
 
     def takes_up(self, generation: int) -> bool:
         """Whether this node may act on a world that its host shows."""
@@ -213,9 +213,9 @@ class Seat:
     async def open(self, timeout: float | None, say: Callable[[str], None] = logger.info) -> None:
         """Listen, and be host or client of the job; waits up to `timeout` seconds for a host, and
         says once in a while what is in the way."""
-        self._reception.serve(frames.STORE, self._say_where)
-        self._reception.serve(frames.SUCCESSION, self._converse)
-        self._reception.serve(frames.RING, answer_that_we_live)
+        self._listener.serve(frames.STORE, self._say_where)
+        self._listener.serve(frames.SUCCESSION, self._converse)
+        self._listener.serve(frames.RING, answer_that_we_live)
         await self._endpoints.listen(self._known_port)
         if self._endpoints.ours is None and not self._holding.roll.latest.nodes:
             await self._wait_for_host(timeout, say)
@@ -270,7 +270,7 @@ class Seat:
             if others:
                 await self.server.wait_alone(others)
             await self.server.close()
-        await self._reception.close()
+        await self._listener.close()
         await self._tie_breaker.close(ended=ended)
 
     async def _wait_for_host(self, timeout: float | None, say: Callable[[str], None]) -> None:
@@ -446,10 +446,10 @@ class Seat:
             self.job, clock=self._clock, table=table, term=term, grace_of=self._grace_of
         )
         self.server.resume()
-        self._reception.serve(frames.STORE, self._admit)
+        self._listener.serve(frames.STORE, self._admit)
         await self._endpoints.look(again=True)  # one may have come free with the last host
         store = await EmbeddedStore.connect(
-            [self._endpoints.ours or self._at(format_endpoint(LOOPBACK, self._reception.port))],
+            [self._endpoints.ours or self._at(format_endpoint(LOOPBACK, self._listener.port))],
             term=term,
             timeout=self._lease,
             lease=(self._belongings.lease, self._belongings.seconds),
@@ -487,7 +487,7 @@ class Seat:
         self._yielded_to = max(self._yielded_to, term)
         self._host_lost()
         server, self.server = self.server, None
-        self._reception.serve(frames.STORE, self._say_where)
+        self._listener.serve(frames.STORE, self._say_where)
         if server is not None:
             await server.close(told)
 

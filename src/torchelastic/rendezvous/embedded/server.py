@@ -25,7 +25,7 @@ from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.transport.frames import Row
 from torchelastic.transport.limits import Told, source_of
 from torchelastic.transport.link import Link
-from torchelastic.transport.listener import Reception
+from torchelastic.transport.listener import Listener
 
 __all__ = ["EmbeddedServer", "bind_endpoint"]
 
@@ -80,7 +80,7 @@ class EmbeddedServer:
         self._term = term
         #: A client that comes back to another name than it left has lost its store.
         self._name = name or secrets.token_hex(8)
-        self._reception: Reception | None = None
+        self._listener: Listener | None = None
         self._peers: set[_Peer] = set()
         #: Who watches a prefix. A dict for its order.
         self._watchers: dict[str, dict[_Peer, None]] = {}
@@ -100,9 +100,9 @@ class EmbeddedServer:
 
     async def start(self, sockets: Sequence[socket.socket]) -> int:
         """Serve at a reception of its own, for a store without an agent; returns the port."""
-        self._reception = Reception(self._job)
-        self._reception.serve(frames.STORE, self.admit)
-        self.port = await self._reception.listen(sockets)
+        self._listener = Listener(self._job)
+        self._listener.serve(frames.STORE, self.admit)
+        self.port = await self._listener.listen(sockets)
         return self.port
 
     def resume(self) -> None:
@@ -134,8 +134,8 @@ class EmbeddedServer:
         """Stop; clients are told that it is gone for good, and why."""
         self._closing = True
         self._stop()
-        if self._reception is not None:
-            await self._reception.close()
+        if self._listener is not None:
+            await self._listener.close()
         ends = [peer.link.ended for peer in self._peers]
         for peer in self._peers:
             peer.refuse(sentence)

@@ -25,7 +25,7 @@ from torchelastic.rendezvous.world import WORLD_KEY
 from torchelastic.transport import frames
 from torchelastic.transport.auth import ANONYMOUS, Credentials
 from torchelastic.transport.link import Link
-from torchelastic.transport.listener import Reception
+from torchelastic.transport.listener import Listener
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ class RendezvousService:
         be written down any more. Raises `ConfigError` where the state file cannot be used."""
         self._job = job
         self._clock = clock or SystemClock()
-        self._reception = Reception(job, secret=credentials.secret, tls=credentials.server_tls)
-        self._reception.serve(frames.STORE, self._admit)
+        self._listener = Listener(job, secret=credentials.secret, tls=credentials.server_tls)
+        self._listener.serve(frames.STORE, self._admit)
         self._file = StateFile(state_file) if state_file else None
         self._kept = self._take_up()
         self._servers: dict[str, EmbeddedServer] = {}
@@ -72,11 +72,11 @@ class RendezvousService:
             self._serve(job)
             self._servers[job].resume()
             self._look_after(job)
-        return await self._reception.listen(sockets)
+        return await self._listener.listen(sockets)
 
     async def close(self) -> None:
         """Stop. With a state file clients are told nothing: they wait for the next server."""
-        await self._reception.close()
+        await self._listener.close()
         for server in self._servers.values():
             if self._file is None:
                 await server.close(STOPPED)
@@ -116,7 +116,7 @@ class RendezvousService:
         One that is not is kept, for its generation: its nodes may all be started again.
         """
         server = self._servers.get(job)
-        if server is None or server.clients or self._reception.is_closing:
+        if server is None or server.clients or self._listener.is_closing:
             return
         table = self._kept[job].table
         if table.next_deadline() is not None:  # somebody may come back

@@ -12,7 +12,7 @@ from torchelastic.config import ETCD_BACKENDS, LaunchConfig, format_endpoint, pa
 from torchelastic.errors import RendezvousLost
 from torchelastic.rendezvous.backend_parameters import check_backend
 from torchelastic.rendezvous.embedded.failover_state import Holding
-from torchelastic.rendezvous.embedded.node import Seat
+from torchelastic.rendezvous.embedded.node import EmbeddedNode
 from torchelastic.rendezvous.embedded.voter_file import VoterFile
 from torchelastic.rendezvous.etcd.etcd_store import EtcdStore
 from torchelastic.rendezvous.etcd.open_store import close_store, open_store
@@ -23,7 +23,7 @@ from torchelastic.transport import credentials, frames
 from torchelastic.transport.addresses import listen_beside
 from torchelastic.transport.auth import Credentials
 from torchelastic.transport.connect import Endpoint
-from torchelastic.transport.listener import Handler, Reception
+from torchelastic.transport.listener import Handler, Listener
 from torchelastic.transport.ring import Ring
 
 #: Nodes, each with a connection or two to the host, for which the usual limits are too low.
@@ -31,7 +31,7 @@ MANY = 200
 PRIVATE_ENDPOINT = "127.0.0.1:0"
 
 
-class Meeting(Protocol):
+class RendezvousBackend(Protocol):
     """This node's connection to the store of the job, and what becomes of it."""
 
     @property
@@ -132,7 +132,7 @@ class Meeting(Protocol):
         ...
 
 
-class EtcdMeeting:
+class EtcdBackend:
     """At an etcd server, with a reception of its own for the ring."""
 
     term = 0
@@ -150,20 +150,20 @@ class EtcdMeeting:
         shown = credentials.load(config)
         #: Of no place in particular.
         self._job = Endpoint("", 0, config.run_id, shown)
-        self._reception = Reception(config.run_id, secret=shown.secret, tls=shown.server_tls)
+        self._listener = Listener(config.run_id, secret=shown.secret, tls=shown.server_tls)
         self._ring: Ring | None = None
 
     async def listen(self) -> None:
         host, _ = parse_endpoints(self.endpoint)[0]
-        await self._reception.listen(await asyncio.to_thread(listen_beside, host, 0))
+        await self._listener.listen(await asyncio.to_thread(listen_beside, host, 0))
 
     @property
     def peer(self) -> str:
-        return format_endpoint(self.addr, self._reception.port)
+        return format_endpoint(self.addr, self._listener.port)
 
     def ring(self, node: str, on_doubts: Callable[[set[str]], None]) -> Ring:
         self._ring = Ring(node, self._job, silence=self._silence, on_doubts=on_doubts)
-        self._reception.serve(frames.RING, self._ring.admit)
+        self._listener.serve(frames.RING, self._ring.admit)
         return self._ring
 
     @property
@@ -171,7 +171,7 @@ class EtcdMeeting:
         return self._job.credentials
 
     def serve(self, purpose: str, handler: Handler) -> None:
-        self._reception.serve(purpose, handler)
+        self._listener.serve(purpose, handler)
 
     def takes_up(self, generation: int) -> bool:
         return True
@@ -200,7 +200,7 @@ class EtcdMeeting:
         if self._ring is not None:
             await self._ring.close()
         await close_store(self.store)
-        await self._reception.close()
+        await self._listener.close()
 
 
 async def meet(
@@ -210,7 +210,7 @@ async def meet(
     say: Callable[[str], None],
     on_child: Callable[[int], None] = lambda pid: None,
     file: VoterFile | None = None,
-) -> Meeting:
+) -> RendezvousBackend:
     """Open the store of the job: host it, or wait for it to be there and say what is in the way.
 
     `on_child` is told of every process that is started for that. `file` is where the node keeps its
@@ -221,16 +221,16 @@ async def meet(
         _allow_many_connections()
     if config.rdzv_backend in ETCD_BACKENDS:
         return await _meet_at_etcd(config, clock)
-    seat = _seat(config, node, clock, on_child, file)
+    embedded_node = _embedded_node(config, node, clock, on_child, file)
     try:
-        await seat.open(config.wait_for_nodes or None, say)
+        await embedded_node.open(config.wait_for_nodes or None, say)
     except BaseException:
-        await seat.close()
+        await embedded_node.close()
         raise
-    return seat
+    return embedded_node
 
 
-async def _meet_at_etcd(config: LaunchConfig, clock: Clock) -> EtcdMeeting:
+async def _meet_at_etcd(config: LaunchConfig, clock: Clock) -> EtcdBackend:
     store = await open_store(
         config.rdzv_endpoint,
         config.run_id,
@@ -238,13 +238,13 @@ async def _meet_at_etcd(config: LaunchConfig, clock: Clock) -> EtcdMeeting:
         timeout=config.wait_for_nodes or None,
         clock=clock,
     )
-    meeting = EtcdMeeting(config, store)
+    backend = EtcdBackend(config, store)
     try:
-        await meeting.listen()
+        await backend.listen()
     except BaseException:
-        await meeting.close(0.0)
+        await backend.close(0.0)
         raise
-    return meeting
+    return backend
 
 
 def _allow_many_connections() -> None:
@@ -253,13 +253,13 @@ def _allow_many_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _seat(
+def _embedded_node(
     config: LaunchConfig,
     node: str,
     clock: Clock,
     on_child: Callable[[int], None],
     file: VoterFile | None,
-) -> Seat:
+) -> EmbeddedNode:
     witness = None
     if config.witness and config.max_nodes > 1:
         asking = Asking(config.witness, on_child)
@@ -269,7 +269,7 @@ def _seat(
         Endpoint(host, port, config.run_id, shown)
         for host, port in parse_endpoints(config.rdzv_endpoint or PRIVATE_ENDPOINT)
     ]
-    return Seat(
+    return EmbeddedNode(
         places,
         node,
         clock=clock,

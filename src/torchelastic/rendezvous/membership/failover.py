@@ -14,7 +14,7 @@ from torchelastic.rendezvous.store import Json, Store
 from torchelastic.rendezvous.world import PART_PREFIX, WORLD_KEY, World, addresses_in
 
 
-class Heir:
+class Failover:
     """Collects what is to be held of the newest world. The whole of a large one only where this
     node is one of the candidates that it names: others have no use for thousands of addresses. Of a
     small one all have it: a spare may be the only one left that has taken it up, and nobody who

@@ -27,7 +27,7 @@ async def at_once() -> None:
     """Of a node that need not remember."""
 
 
-class Membership:
+class MemberRecord:
     """Puts the record whenever it changes; several changes before a put travel in one."""
 
     def __init__(self, member: Member) -> None:

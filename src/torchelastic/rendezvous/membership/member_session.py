@@ -16,9 +16,9 @@ from torchelastic.errors import LeaseExpired, RendezvousLost, RendezvousRefused
 from torchelastic.rendezvous.embedded.voter_file import VoterFile
 from torchelastic.rendezvous.job_settings import Agreement
 from torchelastic.rendezvous.leader import SETTLED_KEY, Leader, LeaderObserver
-from torchelastic.rendezvous.membership.backend import Meeting, meet
-from torchelastic.rendezvous.membership.failover import Heir
-from torchelastic.rendezvous.membership.member_record import NAME_PREFIX, Membership
+from torchelastic.rendezvous.membership.backend import RendezvousBackend, meet
+from torchelastic.rendezvous.membership.failover import Failover
+from torchelastic.rendezvous.membership.member_record import NAME_PREFIX, MemberRecord
 from torchelastic.rendezvous.membership.suspicion import give_up_leader
 from torchelastic.rendezvous.round_state import RoundRules
 from torchelastic.rendezvous.store import Item, Json, Store
@@ -44,7 +44,7 @@ HANDING_OVER = 10.0
 Background = Callable[[Work, str], asyncio.Task[Any]]
 
 
-class Presence:
+class MemberSession:
     """A node that is a member of a job, and stays one when its lease is lost and opened anew."""
 
     def __init__(
@@ -75,15 +75,15 @@ class Presence:
         self._background = background
         self._on_world = on_world
         self._on_lease_lost = on_lease_lost
-        self._meeting: Meeting | None = None
-        self._membership: Membership | None = None
+        self._backend: RendezvousBackend | None = None
+        self._membership: MemberRecord | None = None
         #: What was said before there was a record to say it.
         self._facts: dict[str, Any] = {}
         #: A phase of the last world that had nodes, with those of our part.
         self._world: World | None = None
         #: The last world that was passed on, as it came.
         self._seen: Json | None = None
-        self._heir = Heir(node)
+        self._failover = Failover(node)
         self._ring: Ring | None = None
         self._doubting: asyncio.Task[Any] | None = None
         self._leader: Leader | None = None
@@ -91,9 +91,9 @@ class Presence:
         self._tasks: list[asyncio.Task[Any]] = []
 
     @property
-    def meeting(self) -> Meeting:
-        assert self._meeting is not None, "asked before joining"
-        return self._meeting
+    def backend(self) -> RendezvousBackend:
+        assert self._backend is not None, "asked before joining"
+        return self._backend
 
     @property
     def member(self) -> Member:
@@ -103,29 +103,29 @@ class Presence:
     async def join(self, **facts: Any) -> None:
         """Meet the other nodes and be one of them; `facts` are what the member record says more."""
         say = self._observer.without_host
-        self._meeting = await meet(
+        self._backend = await meet(
             self._config, self._node, self._clock, say, self._on_child, self._file
         )
         if self._file is not None:  # the workers of an agent before this one ended with it
             self._facts.setdefault("gone", self._file.generation)
             self._facts["resumed"] = self._file.resumed is not None
-        if self._meeting.witness is not None:
-            vigil = WitnessWatch(self._meeting.witness, self._observer.say)
-            self._facts["witness"] = await vigil.look()
-            self._background(partial(vigil.run, self._note_witness), "witness")
+        if self._backend.witness is not None:
+            watchdog = WitnessWatch(self._backend.witness, self._observer.say)
+            self._facts["witness"] = await watchdog.look()
+            self._background(partial(watchdog.run, self._note_witness), "witness")
         member = Member(
             node=self._node,
             name="",
-            addr=self._meeting.addr,
-            peer=self._meeting.peer,
+            addr=self._backend.addr,
+            peer=self._backend.peer,
             nproc=self._config.nproc_per_node,
             role=self._config.role,
             node_rank=self._config.node_rank,
             agreement=self._agreement.digest,
             **{**facts, **self._facts},
         )
-        self._membership = Membership(member)
-        self._ring = self._meeting.ring(self._node, self._doubt)
+        self._membership = MemberRecord(member)
+        self._ring = self._backend.ring(self._node, self._doubt)
         await self._enlist()
 
     def _note_witness(self, token: str) -> None:
@@ -148,10 +148,10 @@ class Presence:
         to answer, and at the next host where the host is lost."""
         assert self._membership is not None
         while True:
-            store = self.meeting.store
+            store = self.backend.store
             try:
                 await store.open_lease(self._config.lease)
-                await self._membership.enlist(store, self._host, self.meeting.kept)
+                await self._membership.enlist(store, self._host, self.backend.kept)
             except LeaseExpired as error:
                 logger.debug("the lease ended before it was of use: %s", error)
             except RendezvousLost:
@@ -174,10 +174,10 @@ class Presence:
         """Have a store again; says whether this node's keys are there under a lease."""
         kept = self._kept()
         limit = self._config.wait_for_nodes or None
-        leased = await self.meeting.regain(kept, timeout=limit, say=self._observer.without_host)
+        leased = await self.backend.regain(kept, timeout=limit, say=self._observer.without_host)
         assert self._membership is not None
         self._membership.unsaid()
-        self.update(addr=self.meeting.addr, peer=self.meeting.peer)
+        self.update(addr=self.backend.addr, peer=self.backend.peer)
         return leased and bool(kept)
 
     def update(self, **changes: Any) -> None:
@@ -185,7 +185,7 @@ class Presence:
         if self._membership is not None:
             self._membership.update(**changes)
             if changes.get("leaving"):
-                self.meeting.say_goodbye()
+                self.backend.say_goodbye()
         else:
             self._facts.update(changes)
 
@@ -193,16 +193,16 @@ class Presence:
         """Put the member record from now on, follow the worlds, and lead when it is our turn, until
         the lease ends."""
         assert self._membership is not None
-        store = self.meeting.store
+        store = self.backend.store
         self.update()
         work = {
-            "membership": self._membership.run(store, self.meeting.kept),
+            "membership": self._membership.run(store, self.backend.kept),
             "watch-world": self._watch_world(store),
             "watch-leader": self._watch_leader(store),
         }
-        if self.meeting.term:
+        if self.backend.term:
             work["watch-settled"] = self._watch_settled(store)
-        if self.meeting.is_host or not self.meeting.term:
+        if self.backend.is_host or not self.backend.term:
             self._leader = self._new_leader(store)
             work["leader"] = self._leader.run()
         self._tasks = [
@@ -224,21 +224,21 @@ class Presence:
             rules,
             self._clock,
             self._observer,
-            term=self.meeting.term,
-            may_begin_at=self.meeting.may_begin_at,
-            dead=self.meeting.dead,
+            term=self.backend.term,
+            may_begin_at=self.backend.may_begin_at,
+            dead=self.backend.dead,
             ask=self._ring.ask if self._ring is not None else None,
             ask_again=self._config.lease / 2,
             agreement=self._agreement,
-            witness=self.meeting.witness,
-            keep=self._keep_formed if self.meeting.term else None,
+            witness=self.backend.witness,
+            keep=self._keep_formed if self.backend.term else None,
         )
 
     async def _keep_formed(self, world: World, rows: Mapping[str, Json]) -> None:
         """Of a host: it counts as having a world from when others see it."""
         if world.count:
-            self.meeting.hold(self._heir.formed(world, rows))
-            await self.meeting.kept()
+            self.backend.hold(self._failover.formed(world, rows))
+            await self.backend.kept()
 
     async def _while_leased(self, work: Coroutine[Any, Any, None]) -> None:
         """Work that ends quietly with the lease: what follows from that is `_watch_lease`'s to
@@ -248,7 +248,7 @@ class Presence:
         except LeaseExpired:
             return
         except RendezvousLost:
-            if not self.meeting.term:
+            if not self.backend.term:
                 raise
 
     async def _watch_leader(self, store: Store) -> None:
@@ -272,12 +272,12 @@ class Presence:
         world = await self._with_nodes(store, World.from_json(summary))
         if world is None:
             return
-        self.meeting.hear_of([*world.heirs.values()])
-        takes_up = self.meeting.takes_up(world.generation)
+        self.backend.hear_of([*world.heirs.values()])
+        takes_up = self.backend.takes_up(world.generation)
         if world.count and not takes_up and world.is_under_way:
             return  # of an earlier host, and not ours: a newer one follows
-        if world.count and takes_up and self.meeting.term:
-            self.meeting.hold(await self._heir.take(store, world, summary))
+        if world.count and takes_up and self.backend.term:
+            self.backend.hold(await self._failover.take(store, world, summary))
             self._accept(world)
         if self._ring is not None:
             self._ring.turn_to([(node.node, node.peer) for node in world.nodes])
@@ -324,18 +324,18 @@ class Presence:
         if self._doubting is not None:
             self._doubting.cancel()
         if nodes and self._ring is not None:
-            store, ask, again = self.meeting.store, self._ring.ask, self._config.lease / 2
+            store, ask, again = self.backend.store, self._ring.ask, self._config.lease / 2
             asking = give_up_leader(store, self._node, nodes, ask, again=again)
             self._doubting = self._background(partial(self._while_leased, asking), "doubt")
 
     async def _watch_settled(self, store: Store) -> None:
         """Of a node that may be the next host: hear when a world is settled."""
-        await self._heir.is_candidate.wait()
+        await self._failover.is_candidate.wait()
         async with contextlib.aclosing(store.watch(SETTLED_KEY, after=0)) as changes:
             async for change in changes:
                 if change.item is not None:
-                    self.meeting.hold(self._heir.settled(change.item.value["generation"]))
-                    await self.meeting.kept()
+                    self.backend.hold(self._failover.settled(change.item.value["generation"]))
+                    await self.backend.kept()
 
     async def _watch_lease(self, store: Store) -> None:
         await store.lease_lost.wait()
@@ -345,13 +345,13 @@ class Presence:
         """Wait until all that was said has been heard, within reason."""
         if self._membership is not None:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._membership.flush(self.meeting.store), seconds)
+                await asyncio.wait_for(self._membership.flush(self.backend.store), seconds)
 
     async def close(self, others: float) -> None:
         """Go; a host gives the other nodes up to `others` seconds to go first."""
-        if self._meeting is None:
+        if self._backend is None:
             return
-        ended = self._meeting.is_host and self._leader is not None and self._leader.has_ended
+        ended = self._backend.is_host and self._leader is not None and self._leader.has_ended
         if self._membership is not None and self.member.leaving:
-            await self._meeting.hand_over(self._kept(), HANDING_OVER)
-        await self._meeting.close(others, ended=ended)
+            await self._backend.hand_over(self._kept(), HANDING_OVER)
+        await self._backend.close(others, ended=ended)

@@ -104,7 +104,7 @@ async def give_up_leader(
         await asyncio.sleep(again)
 
 
-class Doubts:
+class Suspicion:
     """The doubts of the present leader."""
 
     def __init__(self, node: str, ask: Ask, give_up: GiveUp, *, again: float) -> None:
@@ -118,16 +118,16 @@ class Doubts:
         self._records: dict[str, int] = {}
         self._peers: dict[str, str] = {}
         #: Whom each node doubts.
-        self._doubts: dict[str, tuple[str, ...]] = {}
+        self._suspicion: dict[str, tuple[str, ...]] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
 
     def heard(self, member: Member) -> None:
         """A member has put its record."""
         self._records[member.node] = self._records.get(member.node, 0) + 1
         self._peers[member.node] = member.peer
-        self._doubts[member.node] = member.doubts
+        self._suspicion[member.node] = member.doubts
         # Who was doubted before it joined again is looked into now: nobody says so a second time.
-        again = [member.node] if doubters_of(member.node, self._doubts) else []
+        again = [member.node] if doubters_of(member.node, self._suspicion) else []
         for node in (*member.doubts, *again):
             if self._peers.get(node) and node not in self._asking:
                 task = asyncio.create_task(self._look_into(node), name="doubt")
@@ -136,7 +136,7 @@ class Doubts:
 
     def lost(self, node: str) -> None:
         """A member is gone."""
-        for known in (self._records, self._peers, self._doubts):
+        for known in (self._records, self._peers, self._suspicion):
             known.pop(node, None)
 
     async def close(self) -> None:
@@ -177,12 +177,12 @@ class Doubts:
     async def _is_frozen(self, node: str, records: int) -> bool:
         """Whether a node stays silent, at the store too; one that is cut off would doubt us."""
         await asyncio.sleep(self._again)
-        if self._records.get(node) != records or self._node in self._doubts.get(node, ()):
+        if self._records.get(node) != records or self._node in self._suspicion.get(node, ()):
             return False
         return await self._ask(self._peers[node]) is None
 
     def _doubters(self, node: str) -> set[str]:
-        return doubters_of(node, self._doubts) | {self._node}
+        return doubters_of(node, self._suspicion) | {self._node}
 
     async def _survey(self) -> list[bool | None]:
         """Ask some of the others whether they live."""

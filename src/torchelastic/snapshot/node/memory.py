@@ -58,7 +58,7 @@ class Kept:
     memory: Memory = field(repr=False)
     #: Whether all its pages are taken.
     is_taken: bool = True
-    #: Held by whoever brings a version of it from another node (`Shelf.bringing`).
+    #: Held by whoever brings a version of it from another node (`SnapshotMemory.bringing`).
     writing: threading.Lock = field(default_factory=threading.Lock, repr=False)
     #: Versions that are still in it, and void.
     void: set[Version] = field(default_factory=set, repr=False)
@@ -105,7 +105,7 @@ class _Left:
     bytes: int
 
 
-class Shelf:
+class SnapshotMemory:
     """The memories of one node."""
 
     def __init__(self, *, replicated: bool = False) -> None:

@@ -36,8 +36,8 @@ from torchelastic.errors import ConfigError, RendezvousError, TransferError, Wir
 from torchelastic.snapshot.layout import SHARED, Held, Memory, Version
 from torchelastic.snapshot.node import stream
 from torchelastic.snapshot.node.bandwidth import Bucket
-from torchelastic.snapshot.node.memory import Kept, Shelf
-from torchelastic.snapshot.node.stream import Header, Pipe
+from torchelastic.snapshot.node.memory import Kept, SnapshotMemory
+from torchelastic.snapshot.node.stream import Header, SnapshotStream
 from torchelastic.system.memory_limit import NoRoom
 from torchelastic.transport import frames
 from torchelastic.transport.auth import Credentials
@@ -56,18 +56,24 @@ OUTGOING, INCOMING = 4, 4
 #: which nothing moves is given up.
 WAITING = 5.0
 #: Connections of others that are held open. Those at rest make way: who is closed calls again.
-MOST_GUESTS = 256
+MOST_VISITORS = 256
 _BROKEN = (OSError, EOFError, RendezvousError)
 
 
-class Carrier:
+class Replicator:
     """This node's end of all such connections. Made in a running loop."""
 
     def __init__(
-        self, shelf: Shelf, node: str, job: str, credentials: Credentials, *, bandwidth: float = 0.0
+        self,
+        snapshot_memory: SnapshotMemory,
+        node: str,
+        job: str,
+        credentials: Credentials,
+        *,
+        bandwidth: float = 0.0,
     ) -> None:
         """`bandwidth` limits what is given to others, in bytes per second; 0: it does not."""
-        self._shelf = shelf
+        self._snapshot_memory = snapshot_memory
         self._node = node
         self._job = job
         self._credentials = credentials
@@ -76,13 +82,13 @@ class Carrier:
         # Apart: if all of two nodes' threads were giving, none would be left to take.
         self._outgoing = ThreadPoolExecutor(OUTGOING, "snapshot-out")
         self._incoming = ThreadPoolExecutor(INCOMING, "snapshot-in")
-        self._pipes: set[Pipe] = set()
-        self._guests: set[Pipe] = set()
+        self._pipes: set[SnapshotStream] = set()
+        self._visitors: set[SnapshotStream] = set()
         #: Those of them that say nothing, the one for longest first.
-        self._resting: dict[Pipe, None] = {}
+        self._resting: dict[SnapshotStream, None] = {}
         self._turns = asyncio.Semaphore(INCOMING)
         #: By address, a connection that nobody uses just now.
-        self._idle: dict[str, Pipe] = {}
+        self._idle: dict[str, SnapshotStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
 
@@ -90,8 +96,8 @@ class Carrier:
         """End all transfers and connections."""
         self._closing = True
         loop = asyncio.get_running_loop()
-        for guest in self._resting:
-            loop.remove_reader(guest)
+        for visitor in self._resting:
+            loop.remove_reader(visitor)
         for each in self._pipes:
             each.hang_up()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -109,13 +115,13 @@ class Carrier:
         """
         wanted = Header(kind=stream.WANT, piece=piece, version=version)
         called = await self._call(peer)
-        await self._use(called, peer, partial(_fetch, called, self._shelf, wanted))
+        await self._use(called, peer, partial(_fetch, called, self._snapshot_memory, wanted))
 
     async def fetch_freshest(self, piece: str, peer: str) -> None:
         """The same, of the freshest there is: for a shelf that has none."""
         wanted = Header(kind=stream.FRESHEST, piece=piece, version=(0, 0))
         called = await self._call(peer)
-        await self._use(called, peer, partial(_fetch, called, self._shelf, wanted))
+        await self._use(called, peer, partial(_fetch, called, self._snapshot_memory, wanted))
 
     async def give(self, piece: str, peer: str) -> Version:
         """Give the freshest version of a piece of ours to another node; returns which it was."""
@@ -126,13 +132,13 @@ class Carrier:
             self._end(idle)
         return await self._give(await self._call(peer), piece, peer)
 
-    async def _give(self, called: Pipe, piece: str, peer: str) -> Version:
+    async def _give(self, called: SnapshotStream, piece: str, peer: str) -> Version:
         wait = called.limited_by(self._bucket, self._bucket_lock)
         return await self._use(
-            called, peer, partial(_give, called, self._shelf, piece, self._node, wait)
+            called, peer, partial(_give, called, self._snapshot_memory, piece, self._node, wait)
         )
 
-    async def _use(self, called: Pipe, peer: str, work: Callable[[], T]) -> T:
+    async def _use(self, called: SnapshotStream, peer: str, work: Callable[[], T]) -> T:
         """Do something with a connection in a thread; keep it for the next time if all is well."""
         try:
             done = await asyncio.get_running_loop().run_in_executor(self._outgoing, work)
@@ -151,13 +157,13 @@ class Carrier:
         self._rest(called, peer)
         return done
 
-    def _rest(self, called: Pipe, peer: str) -> None:
+    def _rest(self, called: SnapshotStream, peer: str) -> None:
         if self._closing or peer in self._idle:
             self._end(called)
         else:
             self._idle[peer] = called
 
-    async def _call(self, peer: str) -> Pipe:
+    async def _call(self, peer: str) -> SnapshotStream:
         try:
             place = Endpoint.at(peer, self._job, self._credentials)
             link, answer = await knock(place, purpose=frames.SNAPSHOT, timeout=ANSWERS)
@@ -169,14 +175,14 @@ class Carrier:
             raise TransferError(f"The agent at {peer} is not what it should be.")
         return self._taken(link)
 
-    def _taken(self, link: Link) -> Pipe:
-        made = Pipe(*link.detach())
+    def _taken(self, link: Link) -> SnapshotStream:
+        made = SnapshotStream(*link.detach())
         self._pipes.add(made)
         return made
 
-    def _end(self, ended: Pipe) -> None:
+    def _end(self, ended: SnapshotStream) -> None:
         self._pipes.discard(ended)
-        self._guests.discard(ended)
+        self._visitors.discard(ended)
         self._resting.pop(ended, None)
         for peer in [peer for peer, idle in self._idle.items() if idle is ended]:
             del self._idle[peer]
@@ -191,61 +197,61 @@ class Carrier:
 
     def admit(self, link: Link, hello: frames.Hello) -> None:
         """Take a connection from the reception."""
-        if len(self._guests) >= MOST_GUESTS:
+        if len(self._visitors) >= MOST_VISITORS:
             self._send_one_away()
-        if self._closing or len(self._guests) >= MOST_GUESTS:
+        if self._closing or len(self._visitors) >= MOST_VISITORS:
             link.send(frames.Refusal("This agent takes no more connections for snapshots now."))
             link.close()
             return
         link.send(frames.Welcome(frames.PROTOCOL, frames.VERSION, "", False, 0))
         try:
-            guest = self._taken(link)
+            visitor = self._taken(link)
         except WireError as error:
             link.abort(error)
             return
-        self._guests.add(guest)
-        self._listen(guest)
+        self._visitors.add(visitor)
+        self._listen(visitor)
 
     def _send_one_away(self) -> None:
-        for guest in list(self._resting)[:1]:
-            asyncio.get_running_loop().remove_reader(guest)
-            self._end(guest)
+        for visitor in list(self._resting)[:1]:
+            asyncio.get_running_loop().remove_reader(visitor)
+            self._end(visitor)
 
-    def _listen(self, guest: Pipe) -> None:
+    def _listen(self, visitor: SnapshotStream) -> None:
         """Wait, without a thread, until the guest says something."""
-        self._resting[guest] = None
-        asyncio.get_running_loop().add_reader(guest, self._heard, guest)
+        self._resting[visitor] = None
+        asyncio.get_running_loop().add_reader(visitor, self._heard, visitor)
 
-    def _heard(self, guest: Pipe) -> None:
-        asyncio.get_running_loop().remove_reader(guest)
-        del self._resting[guest]
-        task = asyncio.create_task(self._answer(guest), name="snapshot guest")
+    def _heard(self, visitor: SnapshotStream) -> None:
+        asyncio.get_running_loop().remove_reader(visitor)
+        del self._resting[visitor]
+        task = asyncio.create_task(self._answer(visitor), name="snapshot guest")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, guest: Pipe) -> None:
+    async def _answer(self, visitor: SnapshotStream) -> None:
         try:
-            await self._serve(guest)
+            await self._serve(visitor)
         except (*_BROKEN, stream.Closed) as error:
             logger.debug("a connection for snapshots has ended: %s", _words(error))
-            self._end(guest)
+            self._end(visitor)
         except BaseException:
-            self._end(guest)
+            self._end(visitor)
             raise
         else:
             if not self._closing:
-                self._listen(guest)
+                self._listen(visitor)
 
-    async def _serve(self, guest: Pipe) -> None:
+    async def _serve(self, visitor: SnapshotStream) -> None:
         """Do what a guest asks for, when it is its turn; until then it hears that it is not."""
         turn = asyncio.ensure_future(self._turns.acquire())
         try:
             while not turn.done():
                 await asyncio.wait({turn}, timeout=WAITING)
                 if not turn.done():
-                    guest.reply(stream.WAIT)
+                    visitor.reply(stream.WAIT)
             await asyncio.get_running_loop().run_in_executor(
-                self._incoming, _serve, guest, self._shelf
+                self._incoming, _serve, visitor, self._snapshot_memory
             )
         finally:
             turn.add_done_callback(self._end_turn)
@@ -267,10 +273,14 @@ def _words(error: BaseException) -> str:
 
 
 def _give(
-    called: Pipe, shelf: Shelf, piece: str, node: str, wait: Callable[[int], None]
+    called: SnapshotStream,
+    snapshot_memory: SnapshotMemory,
+    piece: str,
+    node: str,
+    wait: Callable[[int], None],
 ) -> Version:
     try:
-        reading = shelf.reading(piece, None)
+        reading = snapshot_memory.reading(piece, None)
         with reading as (memory, descriptor, held):
             header = _header(stream.GIVE, piece, node, memory, held)
             called.send(header.pack())
@@ -303,7 +313,7 @@ def _versions(memory: Memory) -> list[Version]:
     return [held.version for held in memory.holdings()]
 
 
-def _agreed(called: Pipe, *, waits: bool = True) -> int:
+def _agreed(called: SnapshotStream, *, waits: bool = True) -> int:
     kind, sentence = called.receive_reply()
     while kind == stream.WAIT:
         if not waits:
@@ -316,13 +326,13 @@ def _agreed(called: Pipe, *, waits: bool = True) -> int:
 
 
 def _send(
-    to: Pipe, memory: Memory, descriptor: int, held: Held, wait: Callable[[int], None]
+    to: SnapshotStream, memory: Memory, descriptor: int, held: Held, wait: Callable[[int], None]
 ) -> None:
     to.send(held.skeleton)
     to.send_file(descriptor, memory.sizes.buffer_at(held.index), len(held.data), wait)
 
 
-def _fetch(called: Pipe, shelf: Shelf, wanted: Header) -> None:
+def _fetch(called: SnapshotStream, snapshot_memory: SnapshotMemory, wanted: Header) -> None:
     called.send(wanted.pack())
     _agreed(called)
     header = called.receive_header()
@@ -330,8 +340,8 @@ def _fetch(called: Pipe, shelf: Shelf, wanted: Header) -> None:
     if header.kind != stream.FOUND or header.piece != wanted.piece or not is_it:
         raise WireError("Another snapshot has come than was asked for.")
     # Of all its pages only those of this version are needed now, and writing them takes them.
-    kept = shelf.make_room(header.piece, header.room, header.skeleton_room, take=False)
-    with shelf.bringing(kept) as may:
+    kept = snapshot_memory.make_room(header.piece, header.room, header.skeleton_room, take=False)
+    with snapshot_memory.bringing(kept) as may:
         if not may:
             raise TransferError(f"'{header.piece}' is just being brought by another connection.")
         if wanted.kind == stream.WANT:
@@ -340,67 +350,67 @@ def _fetch(called: Pipe, shelf: Shelf, wanted: Header) -> None:
         _take(called, kept, header, partial(_is_confirmed, called, kept, header))
 
 
-def _serve(guest: Pipe, shelf: Shelf) -> None:
+def _serve(visitor: SnapshotStream, snapshot_memory: SnapshotMemory) -> None:
     """Do what a guest asks for, as long as it has asked already."""
     while True:
-        header = guest.receive_header()
+        header = visitor.receive_header()
         if header.kind == stream.GIVE:
-            _serve_give(guest, shelf, header)
+            _serve_give(visitor, snapshot_memory, header)
         elif header.kind in (stream.WANT, stream.FRESHEST):
-            _serve_want(guest, shelf, header)
+            _serve_want(visitor, snapshot_memory, header)
         else:
             raise WireError("A guest has sent what was not asked for.")
-        if not guest.has_more:
+        if not visitor.has_more:
             return
 
 
-def _serve_want(guest: Pipe, shelf: Shelf, wanted: Header) -> None:
+def _serve_want(visitor: SnapshotStream, snapshot_memory: SnapshotMemory, wanted: Header) -> None:
     version = wanted.version if wanted.kind == stream.WANT else None
     try:
-        with shelf.reading(wanted.piece, version) as (memory, descriptor, held):
+        with snapshot_memory.reading(wanted.piece, version) as (memory, descriptor, held):
             found = _header(stream.FOUND, wanted.piece, "", memory, held)
-            guest.reply(stream.GO)
-            guest.send(found.pack())
-            _send(guest, memory, descriptor, held, lambda size: None)
+            visitor.reply(stream.GO)
+            visitor.send(found.pack())
+            _send(visitor, memory, descriptor, held, lambda size: None)
             # Until they are there they lie in this memory, and may still change.
-            guest.receive_reply()
+            visitor.receive_reply()
             if memory.still_holds(held):
-                guest.reply(stream.HAVE)
+                visitor.reply(stream.HAVE)
             else:
-                guest.reply(stream.NO, f"That version of '{wanted.piece}' has been overwritten.")
+                visitor.reply(stream.NO, f"That version of '{wanted.piece}' has been overwritten.")
     except KeyError:
-        guest.reply(stream.NO, f"This node does not hold that version of '{wanted.piece}'.")
+        visitor.reply(stream.NO, f"This node does not hold that version of '{wanted.piece}'.")
 
 
-def _serve_give(guest: Pipe, shelf: Shelf, header: Header) -> None:
+def _serve_give(visitor: SnapshotStream, snapshot_memory: SnapshotMemory, header: Header) -> None:
     if header.piece == SHARED:
         # Whoever takes it for its workers' freshest state must have asked for it.
         raise WireError("Shared state is fetched, and never given.")
     try:
-        kept = shelf.make_room_for_replica(
+        kept = snapshot_memory.make_room_for_replica(
             header.piece, header.origin or "?", header.room, header.skeleton_room
         )
     except NoRoom as error:
-        guest.reply(stream.NO, str(error))
+        visitor.reply(stream.NO, str(error))
         return
     freshest = kept.freshest()
     if kept.find(header.version) is not None:
-        guest.reply(stream.HAVE)
+        visitor.reply(stream.HAVE)
     elif freshest is not None and freshest.version > header.version:
         # Void, if what is given now is what a generation has settled on: that is dropped soon.
-        guest.reply(stream.NO, f"This node still holds something fresher of '{header.piece}'.")
+        visitor.reply(stream.NO, f"This node still holds something fresher of '{header.piece}'.")
     else:
-        with shelf.bringing(kept) as may:
-            guest.reply(*_taken_in(guest, kept, header, may))
+        with snapshot_memory.bringing(kept) as may:
+            visitor.reply(*_taken_in(visitor, kept, header, may))
 
 
-def _taken_in(guest: Pipe, kept: Kept, header: Header, may: bool) -> tuple[int, str]:
+def _taken_in(visitor: SnapshotStream, kept: Kept, header: Header, may: bool) -> tuple[int, str]:
     """Take what is given; the answer to that."""
     if not may:
         return stream.NO, "Another connection is just bringing that piece."
     _drop_between(kept.memory, header)
-    guest.reply(stream.GO)
-    whole = _take(guest, kept, header, partial(_is_whole, guest, kept, header))
+    visitor.reply(stream.GO)
+    whole = _take(visitor, kept, header, partial(_is_whole, visitor, kept, header))
     return (stream.HAVE, "") if whole else (stream.NO, "It was overwritten on its way.")
 
 
@@ -413,7 +423,7 @@ def _drop_between(memory: Memory, header: Header) -> None:
                 memory.drop(version)
 
 
-def _take(by: Pipe, kept: Kept, header: Header, receive: Callable[[], bool]) -> bool:
+def _take(by: SnapshotStream, kept: Kept, header: Header, receive: Callable[[], bool]) -> bool:
     """Take a version into a memory; says whether it is what it was when it was sealed, which
     `receive` finds out when it brings the bytes."""
     skeleton = by.receive(header.skeleton)
@@ -435,12 +445,12 @@ def _take(by: Pipe, kept: Kept, header: Header, receive: Callable[[], bool]) -> 
     return True
 
 
-def _is_whole(by: Pipe, kept: Kept, header: Header) -> bool:
+def _is_whole(by: SnapshotStream, kept: Kept, header: Header) -> bool:
     summed = by.receive_summed(kept.descriptor, kept.memory.begun_at, header.used)
     return summed == header.checksum
 
 
-def _is_confirmed(called: Pipe, kept: Kept, header: Header) -> bool:
+def _is_confirmed(called: SnapshotStream, kept: Kept, header: Header) -> bool:
     """Or raises what the other end has against it."""
     called.receive_into(kept.descriptor, kept.memory.begun_at, header.used)
     called.reply(stream.GO)

@@ -1,6 +1,6 @@
 """A connection between two agents that carries snapshots: headers of a fixed form and raw bytes.
 
-It has been greeted as any other (`rendezvous.embedded.reception`), so both ends are known to belong
+It has been greeted as any other (`rendezvous.embedded.listener`), so both ends are known to belong
 to the job, and goes on here without frames: bulk bytes are sent from the memory they lie in, and
 received into the memory they are to lie in. Blocks, hence belongs to a thread at a time.
 """
@@ -128,7 +128,7 @@ class Closed(Exception):
     """This end has been closed, by us."""
 
 
-class Pipe:
+class SnapshotStream:
     """One end. Methods raise OSError, EOFError or WireError: it is of no more use then."""
 
     def __init__(self, connection: socket.socket, tls: TlsPipe | None) -> None:

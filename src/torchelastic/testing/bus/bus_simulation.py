@@ -9,7 +9,7 @@ from torchelastic.agent.lifecycle.script import InvalidTransition
 from torchelastic.rendezvous.round_state import RoundRules
 from torchelastic.rendezvous.world import World
 from torchelastic.testing import laws
-from torchelastic.testing.bus.host_search import ENDPOINT, Seat
+from torchelastic.testing.bus.host_search import ENDPOINT, EmbeddedNode
 from torchelastic.testing.bus.message_bus import Bus, Timer
 from torchelastic.testing.bus.node_loop import Agent
 from torchelastic.testing.bus.worker_model import Run
@@ -52,7 +52,7 @@ class Simulation:
         self.there: dict[str, Agent] = {}
         self._numbers: dict[str, int] = {}
         #: What agents that were killed have left for the next ones on their machines.
-        self._files: dict[str, Seat] = {}
+        self._files: dict[str, EmbeddedNode] = {}
         self._runs: dict[tuple[int, str], Run] = {}
         #: Agents that have not found the job yet.
         self._seeking: set[str] = set()

@@ -57,10 +57,10 @@ class Round:
             then(self.returns)
 
 
-class Seat:
+class EmbeddedNode:
     """One node at the embedded rendezvous."""
 
-    def __init__(self, agent: Agent, last: Seat | None = None) -> None:
+    def __init__(self, agent: Agent, last: EmbeddedNode | None = None) -> None:
         self._agent = agent
         self.elector = Elector(agent.node)
         self.holding = Holding()

@@ -1,7 +1,7 @@
 """A simulated node: the agent's loop around the product's own state machines.
 
 What decides is the product's: `group_state` and `crew` what the node does, `succession` and `Poll`
-who hosts, `Heir` what it keeps of a world. Here is only what performs it, on the bus.
+who hosts, `Failover` what it keeps of a world. Here is only what performs it, on the bus.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torchelastic.agent.lifecycle import in_process, script
-from torchelastic.agent.lifecycle.in_process import CrewState
-from torchelastic.agent.lifecycle.script import GroupState
+from torchelastic.agent.lifecycle.in_process import InProcessState
+from torchelastic.agent.lifecycle.script import ScriptState
 from torchelastic.records import replace
-from torchelastic.rendezvous.membership.failover import Heir
+from torchelastic.rendezvous.membership.failover import Failover
 from torchelastic.rendezvous.world import Member, World
 from torchelastic.testing import laws
 from torchelastic.testing.bus.host_loop import Json, Session
-from torchelastic.testing.bus.host_search import Seat
+from torchelastic.testing.bus.host_search import EmbeddedNode
 from torchelastic.testing.bus.message_bus import Process
 from torchelastic.testing.bus.worker_model import Workers
 from torchelastic.worker import orders
@@ -36,7 +36,7 @@ class Agent(Process):
     """One agent, from its start to its end."""
 
     def __init__(
-        self, simulation: Simulation, machine: str, number: int, last: Seat | None = None
+        self, simulation: Simulation, machine: str, number: int, last: EmbeddedNode | None = None
     ) -> None:
         """`last` is what the agent before this one on its machine has left in its file."""
         super().__init__(simulation.bus, machine)
@@ -46,10 +46,10 @@ class Agent(Process):
         self.lease = simulation.lease
         #: The job's workers call `torchelastic.train`.
         self.resident = simulation.resident
-        self.state: GroupState | CrewState = GroupState(node=self.node)
+        self.state: ScriptState | InProcessState = ScriptState(node=self.node)
         self.workers = Workers(self)
-        self.seat = Seat(self, last)
-        self.heir = Heir(self.node)
+        self.seat = EmbeddedNode(self, last)
+        self.failover = Failover(self.node)
         self.member = Member(
             node=self.node,
             name=self.node,
@@ -75,7 +75,7 @@ class Agent(Process):
 
     @property
     def is_crew(self) -> bool:
-        return isinstance(self.state, CrewState)
+        return isinstance(self.state, InProcessState)
 
     def note(self, event: laws.Event) -> None:
         self.simulation.laws.note(event)
@@ -97,7 +97,7 @@ class Agent(Process):
             self.after(0.0, self._end)
 
     def _handle(self, event: in_process.Event) -> list[in_process.Command]:
-        if isinstance(self.state, CrewState):
+        if isinstance(self.state, InProcessState):
             self.state, commands = in_process.handle(self.state, event)
             return commands
         decided: list[in_process.Command] = []
@@ -259,7 +259,7 @@ class Agent(Process):
         if world.count and takes_up:
             if world.generation != self.seat.elector.generation:
                 self.note(laws.TookUp(self.bus.now, self.node, world.generation))
-            self.seat.hold(self.heir.noted(world, {"world": world}, parts, roll))
+            self.seat.hold(self.failover.noted(world, {"world": world}, parts, roll))
             self.update(accepted=world.generation)
         self._seen = world
         if world.phase == "agreeing":
@@ -271,8 +271,8 @@ class Agent(Process):
             self.after(NEXT_STORE, self._offer_store)
 
     def hear_settled(self, session: Session, generation: int) -> None:
-        if session is self.session and session.connected and self.heir.is_candidate.is_set():
-            self.seat.hold(self.heir.settled(generation))
+        if session is self.session and session.connected and self.failover.is_candidate.is_set():
+            self.seat.hold(self.failover.settled(generation))
 
     # --- the end ---------------------------------------------------------------------------------
 

@@ -311,7 +311,9 @@ class Workers:
         step = self.version[1] + 1
         self._agent.take(in_process.Said(0, orders.Stopped(generation, step)))
         state = self._agent.state
-        if isinstance(state, in_process.CrewState) and state.having(in_process.Status.FINISHED):
+        if isinstance(state, in_process.InProcessState) and state.having(
+            in_process.Status.FINISHED
+        ):
             self._agent.after(STOP, self._exit, self._start)
 
     def _exit(self, start: int) -> None:

@@ -17,7 +17,7 @@ from torchelastic.agent.agent import Agent
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.rendezvous.embedded.voter_file import Voter, VoterFile
 from torchelastic.rendezvous.leader import Leader
-from torchelastic.rendezvous.membership.member_session import Presence
+from torchelastic.rendezvous.membership.member_session import MemberSession
 from torchelastic.rendezvous.restart_policy import Kind
 from torchelastic.rendezvous.round_state import RoundState
 from torchelastic.rendezvous.store import Store
@@ -104,20 +104,20 @@ class VirtualAgent(Agent):
 
     def _open(self) -> None:
         nothing: Any = Nothing()
-        narrator: Any = _Narrator(self._node, self._joined)
-        self._narrator = narrator
-        self._nursery = _Nursery(self._durations)  # type: ignore[assignment]
+        reporter: Any = _SimulatedReporter(self._node, self._joined)
+        self._reporter = reporter
+        self._factory = _SimulatedFactory(self._durations)  # type: ignore[assignment]
         self._workers = self.workers  # type: ignore[assignment]
         for name in (
-            *("events", "gathering", "telling", "snapshots", "sampling", "logs"),
-            *("doings", "inquiry", "hangs", "vigil", "script_vigil", "registration"),
+            *("events", "collector", "shipper", "snapshots", "sampling", "logs"),
+            *("inspector", "query_socket", "hangs", "watchdog", "script_watchdog", "registration"),
         ):
             setattr(self, f"_{name}", nothing)
         self._stragglers = None
-        self._open_presence(_Presence, host=self._node, note=self._note)
+        self._open_session(_SimulatedSession, host=self._node, note=self._note)
 
 
-class _Narrator(Nothing):
+class _SimulatedReporter(Nothing):
     """Says nothing, but when the node has joined."""
 
     def __init__(self, name: str, joined: Callable[[], None]) -> None:
@@ -128,7 +128,7 @@ class _Narrator(Nothing):
         self._joined()
 
 
-class _Nursery:
+class _SimulatedFactory:
     """In the place of the zygote and the store host."""
 
     warnings = ()
@@ -173,7 +173,7 @@ class _Stores:
         """Nothing."""
 
 
-class _Presence(Presence):
+class _SimulatedSession(MemberSession):
     """Notes every world that is formed, and who may decide on the next one."""
 
     def __init__(self, *args: Any, note: Callable[[laws.Event], None], **given: Any) -> None:

@@ -231,7 +231,9 @@ class TorchState(State):
         kept = self._private_at(base, world)
         if kept is not None:
             rank_private.restore(kept, self._undo.buffers)
-        self._undo.enter(world.generation, Publisher(world.slate) if world.slate else None)
+        self._undo.enter(
+            world.generation, Publisher(world.status_page) if world.status_page else None
+        )
         world.group.before_collective = self._undo.before_collective
         self._undo.writes.settle = world.group.settle
         self._version, self.step = (world.generation, base[1]), base[1]
@@ -274,8 +276,8 @@ class TorchState(State):
         late = self._undo.late
         if late is not None and late[0][1] == base[1]:
             return late[1]
-        if self._newborn and world.slate is not None:
-            return rank_private.left_behind(world.slate, base)
+        if self._newborn and world.status_page is not None:
+            return rank_private.left_behind(world.status_page, base)
         return None
 
     # --- the shared state ------------------------------------------------------------------------

@@ -8,13 +8,13 @@ import pytest
 
 from tests.unit.agent.support import place
 from torchelastic.agent.lifecycle import in_process, script
-from torchelastic.agent.lifecycle.in_process import CrewState, LeaveOverdue, Said, Spawn, Tell
+from torchelastic.agent.lifecycle.in_process import InProcessState, LeaveOverdue, Said, Spawn, Tell
 from torchelastic.agent.lifecycle.script import (
-    GroupState,
     LeaseLost,
     LeaveRequested,
     Rejoin,
     Report,
+    ScriptState,
     Stop,
     StoreLost,
     WorkerFailed,
@@ -45,7 +45,7 @@ FAILED = see(phase="over", ending="failure")
 
 
 class Node:
-    def __init__(self, state: CrewState) -> None:
+    def __init__(self, state: InProcessState) -> None:
         self.state = state
 
     def feed(self, event) -> list[in_process.Command]:
@@ -80,8 +80,8 @@ def training(generation: int = 0) -> Node:
     return node
 
 
-def running(generation: int = 0) -> GroupState:
-    group = GroupState(node="a", nproc=2, phase=script.Phase.RUNNING)
+def running(generation: int = 0) -> ScriptState:
+    group = ScriptState(node="a", nproc=2, phase=script.Phase.RUNNING)
     return replace(group, generation=generation, world=world(generation))
 
 
@@ -347,7 +347,7 @@ def test_workers_that_run_already_are_told_to_enter_their_world():
 
 
 def test_a_newcomer_starts_workers_before_it_is_in_any_world():
-    group = GroupState(node="a", nproc=2, world=world(me=()))
+    group = ScriptState(node="a", nproc=2, world=world(me=()))
     state, commands = in_process.take_over(group, "a")
     assert commands[:2] == [Spawn(0), Spawn(1)]
     assert reported(commands)["starting"] == 2
@@ -436,7 +436,7 @@ def test_a_leave_waits_for_the_boundary_then_sends_the_workers_home():
 
 
 def test_a_leave_while_nobody_trains_is_immediate():
-    node = Node(in_process.take_over(GroupState(node="a", nproc=1, world=world(me=())), "a")[0])
+    node = Node(in_process.take_over(ScriptState(node="a", nproc=1, world=world(me=())), "a")[0])
     assert node.feed(LeaveRequested(15))[-1] == Stop(15)
 
 

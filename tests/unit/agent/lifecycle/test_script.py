@@ -6,13 +6,13 @@ import pytest
 
 from tests.unit.agent.support import place
 from torchelastic.agent.lifecycle.script import (
-    GroupState,
     InvalidTransition,
     LeaseLost,
     LeaveRequested,
     Phase,
     Rejoin,
     Report,
+    ScriptState,
     Start,
     Stop,
     StoreLost,
@@ -57,7 +57,7 @@ class Node:
     """Feeds events and returns commands."""
 
     def __init__(self, *events):
-        self.state = GroupState(node="a", nproc=2)
+        self.state = ScriptState(node="a", nproc=2)
         self.feed(*events)
 
     def feed(self, *events):

@@ -3,13 +3,13 @@
 import pytest
 
 from torchelastic.agent.lifecycle import in_process, script
-from torchelastic.agent.lifecycle.script import GroupState, InvalidTransition, LeaseLost, StoreLost
+from torchelastic.agent.lifecycle.script import InvalidTransition, LeaseLost, ScriptState, StoreLost
 from torchelastic.agent.lifecycle.transitions import KEPT, LONGEST, Transitions
 
 
 def test_of_a_script():
     kept = Transitions()
-    state, _ = kept.take(script.handle, GroupState(node="n"), LeaseLost())
+    state, _ = kept.take(script.handle, ScriptState(node="n"), LeaseLost())
     state, _ = kept.take(script.handle, state, StoreLost("the host is gone"))
     with pytest.raises(InvalidTransition) as raised:
         kept.take(script.handle, state, script.WorkersUp(3))

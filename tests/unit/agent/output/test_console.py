@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from torchelastic.agent.output import console
-from torchelastic.agent.output.console import OwnWords
+from torchelastic.agent.output.console import Console
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def read_until(read_end: int, last: bytes) -> bytes:
 
 def test_a_line_is_there_at_once_and_needs_no_thread(pipe):
     read_end, write_end = pipe
-    words = OwnWords(write_end)
+    words = Console(write_end)
     words.setFormatter(logging.Formatter("[agent] %(message)s"))
     words.handle(logging.LogRecord("x", logging.INFO, "", 0, "it %s", ("begins",), None))
     assert os.read(read_end, 100) == b"[agent] it begins\n"
@@ -48,7 +48,7 @@ def test_a_line_is_there_at_once_and_needs_no_thread(pipe):
 
 def test_users_texts_are_read_and_not_obeyed(pipe, capsys):
     read_end, write_end = pipe
-    OwnWords(write_end).say("ValueError: \x1b]0;title\x07\x1b[2J\r\x9b\u202e\n\tat: here \ud800")
+    Console(write_end).say("ValueError: \x1b]0;title\x07\x1b[2J\r\x9b\u202e\n\tat: here \ud800")
     expected = r"ValueError: \x1b]0;title\x07\x1b[2J\r\x9b\u202e" + "\n\tat: here \\ud800\n"
     assert os.read(read_end, 200).decode() == expected
     console.show("\x1b[31mred")  # where nothing is set up to speak through
@@ -57,7 +57,7 @@ def test_users_texts_are_read_and_not_obeyed(pipe, capsys):
 
 def test_a_reader_that_waits_gets_everything_in_its_order(pipe):
     read_end, write_end = pipe
-    words = OwnWords(write_end)
+    words = Console(write_end)
     lines = [f"{number}: " + "x" * 100 for number in range(1000)]
     for line in lines:
         words.say(line)
@@ -72,7 +72,7 @@ def test_a_reader_that_waits_gets_everything_in_its_order(pipe):
 def test_what_nobody_reads_is_bounded_and_its_end_is_not_waited_for(pipe, monkeypatch):
     read_end, write_end = pipe
     monkeypatch.setattr(console, "MOST", 10_000)
-    words = OwnWords(write_end)
+    words = Console(write_end)
     for _ in range(100):
         words.say("x" * 999)
     words.drain(0.01)
@@ -84,13 +84,13 @@ def test_what_nobody_reads_is_bounded_and_its_end_is_not_waited_for(pipe, monkey
 
 def test_who_is_gone_or_was_never_there_costs_nothing(pipe):
     read_end, write_end = pipe
-    words = OwnWords(write_end)
+    words = Console(write_end)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, read_end)
     words.say("to nobody")
     assert words._writer is None
     os.close(nothing)
-    words = OwnWords(nothing)
+    words = Console(nothing)
     words.say("to nobody")
     words.redraw("1 of 2")
     assert not words.is_terminal
@@ -98,7 +98,7 @@ def test_who_is_gone_or_was_never_there_costs_nothing(pipe):
 
 def test_a_report_comes_after_what_was_said_before_it(pipe):
     read_end, write_end = pipe
-    words = OwnWords(write_end)
+    words = Console(write_end)
     logger = logging.getLogger("torchelastic")
     logger.addHandler(words)
     try:
@@ -122,7 +122,7 @@ def terminal() -> Iterator[tuple[int, int]]:
 
 def test_a_line_is_drawn_over_and_what_is_said_goes_before_it(terminal):
     ours, theirs = terminal
-    words = OwnWords(theirs)
+    words = Console(theirs)
     words.setFormatter(logging.Formatter("[agent] %(message)s"))
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 20, 0, 0))
     assert words.is_terminal

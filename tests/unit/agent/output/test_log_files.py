@@ -23,8 +23,8 @@ from torchelastic.agent.output.log_files import (
     make_run_dir,
     route,
 )
-from torchelastic.agent.output.nonblocking_writer import Outlet
-from torchelastic.agent.output.output_stream import Console
+from torchelastic.agent.output.nonblocking_writer import NonblockingWriter
+from torchelastic.agent.output.output_stream import OutputStream
 from torchelastic.agent.output.tee import CHUNK, Backlog, Lines
 from torchelastic.config import LaunchConfig, Std
 from torchelastic.errors import ConfigError
@@ -438,10 +438,10 @@ def test_a_log_file_cut_short_by_somebody_does_not_stop_the_showing(tmp_path):
 @in_loop
 async def test_every_kind_of_console_shows_all(kind, reopen, monkeypatch):
     if not reopen:
-        monkeypatch.setattr(Outlet, "_reopened", staticmethod(lambda fd: None))
+        monkeypatch.setattr(NonblockingWriter, "_reopened", staticmethod(lambda fd: None))
     read_end, write_end = make_console(kind)
     data = b"".join(b"%06d\n" % number for number in range(20_000))
-    console = Console(write_end)
+    console = OutputStream(write_end)
     console.write(data)
     reading = asyncio.create_task(asyncio.to_thread(read_exactly, read_end, len(data)))
     await console.flushed()
@@ -475,7 +475,7 @@ def test_a_console_that_was_never_open_shows_nothing():
     read_end, write_end = os.pipe()
     os.close(read_end)
     os.close(write_end)
-    console = Console(write_end)
+    console = OutputStream(write_end)
     console.write(b"to nobody")
     assert console.closed
     assert console.room

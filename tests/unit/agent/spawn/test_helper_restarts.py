@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.agent.support import in_loop
-from torchelastic.agent.lifecycle.in_process import CrewState, Status, Worker
-from torchelastic.agent.lifecycle.script import GroupState
+from torchelastic.agent.lifecycle.in_process import InProcessState, Status, Worker
+from torchelastic.agent.lifecycle.script import ScriptState
 from torchelastic.agent.spawn import factory, store_host_client
 from torchelastic.agent.spawn import helper_restarts as module
-from torchelastic.agent.spawn.factory import Nursery
-from torchelastic.agent.spawn.helper_restarts import STEADY, STORE_LOST, Upkeep
+from torchelastic.agent.spawn.factory import ProcessFactory
+from torchelastic.agent.spawn.helper_restarts import STEADY, STORE_LOST, HelperRestarts
 from torchelastic.agent.spawn.processes import spawn_plain
 from torchelastic.agent.spawn.store_host_client import StoreHost
 from torchelastic.clock import FakeClock
@@ -37,30 +37,30 @@ class Workers:
         self.failed.append((local_rank, alive))
 
 
-def upkeep(workers, *, helpers=None, state=None, clock=None, said=None):
+def helper_restarts(workers, *, helpers=None, state=None, clock=None, said=None):
     """What keeps the helpers of a node whose stores are at 10.0.0.1."""
     member = SimpleNamespace(store="")
-    presence = SimpleNamespace(
+    session = SimpleNamespace(
         member=member,
-        meeting=SimpleNamespace(addr="10.0.0.1"),
+        backend=SimpleNamespace(addr="10.0.0.1"),
         update=lambda **changes: vars(member).update(changes),
     )
-    narrator = SimpleNamespace(
+    reporter = SimpleNamespace(
         say=[].append if said is None else said.append, warmed_up=lambda *_: None
     )
-    return Upkeep(helpers, presence, workers, narrator, clock, state=lambda: state)
+    return HelperRestarts(helpers, session, workers, reporter, clock, state=lambda: state)
 
 
 def of_residents():
     workers = {rank: Worker(status=Status.TRAINING, generation=1) for rank in range(3)}
     workers[0] = Worker(status=Status.STARTING)
-    return CrewState(node="n", name="n", workers=workers)
+    return InProcessState(node="n", name="n", workers=workers)
 
 
 @pytest.mark.parametrize(
     ("state", "entering", "failed"),
     [
-        (GroupState(node="n", nproc=3), (), [(0, False)]),
+        (ScriptState(node="n", nproc=3), (), [(0, False)]),
         (of_residents(), (), []),
         (of_residents(), (0,), []),
         (of_residents(), (1, 2), [(1, True)]),
@@ -70,7 +70,7 @@ def of_residents():
 )
 def test_a_lost_store_host_ends_a_generation_only_where_it_is_needed(state, entering, failed):
     workers = Workers(entering)
-    upkeep(workers, state=state).store_host_lost()
+    helper_restarts(workers, state=state).store_host_lost()
     assert workers.failed == failed
 
 
@@ -117,7 +117,7 @@ async def test_the_stores_of_a_process_that_ended_are_known_to_be_lost():
     host, workers = store_host_of(SERVES), Workers()
     await host.start()
     assert await host.open() == 4001
-    kept = upkeep(workers, helpers=SimpleNamespace(stores=host))
+    kept = helper_restarts(workers, helpers=SimpleNamespace(stores=host))
     kept.check_store("10.0.0.1:4001", 0, alive=False)
     assert workers.failed == []
     os.kill(host.pid, signal.SIGKILL)
@@ -139,26 +139,26 @@ async def test_the_stores_of_a_process_that_ended_are_known_to_be_lost():
 @in_loop
 async def test_a_store_host_that_ends_early_counts_as_a_failure(lived, raises):
     """A steady one is replaced at once; the workers of a script need the store they met at."""
-    helpers = Nursery(LaunchConfig(zygote=False), Entry("program", "/bin/true"), {})
+    helpers = ProcessFactory(LaunchConfig(zygote=False), Entry("program", "/bin/true"), {})
     helpers.stores = store_host_of(SERVES)
     workers, clock, said = Workers(), FakeClock(), []
-    state = replace(GroupState(node="n", nproc=1), generation=3)
-    kept = upkeep(workers, helpers=helpers, state=state, clock=clock, said=said)
+    state = replace(ScriptState(node="n", nproc=1), generation=3)
+    kept = helper_restarts(workers, helpers=helpers, state=state, clock=clock, said=said)
     keeping = asyncio.create_task(kept.keep_store_host())
-    while not kept.presence.member.store:
+    while not kept.session.member.store:
         await asyncio.sleep(0.01)
-    assert kept.presence.member.ready
+    assert kept.session.member.ready
     await kept.renew_store(World(generation=3, phase="running", store="10.0.0.1:4001"))
-    assert kept.presence.member.store == "10.0.0.1:4002"
+    assert kept.session.member.store == "10.0.0.1:4002"
     first = helpers.stores.pid
     clock.advance(lived)
     os.kill(first, signal.SIGKILL)
     if raises:
         with pytest.raises(SpawnError, match=r"has ended \(killed by SIGKILL\)"):
             await keeping
-        assert kept.presence.member.store == ""
+        assert kept.session.member.store == ""
     else:
-        while helpers.stores.pid == first or not kept.presence.member.store:
+        while helpers.stores.pid == first or not kept.session.member.store:
             await asyncio.sleep(0.01)
         assert said == [f"{STORE_LOST} (killed by SIGKILL): starting another one"]
         keeping.cancel()
@@ -189,9 +189,9 @@ async def test_a_killed_zygote_is_replaced_a_few_times_with_growing_pauses(monke
 
     monkeypatch.setattr(factory.Zygote, "start", lambda **_: Zygote())
     monkeypatch.setattr(module, "asyncio", SimpleNamespace(sleep=_noting(waited)))
-    helpers, used = Nursery(LaunchConfig(), Entry("script", "train.py"), {}), []
+    helpers, used = ProcessFactory(LaunchConfig(), Entry("script", "train.py"), {}), []
     helpers.serve(SimpleNamespace(use_zygote=used.append))
-    await upkeep(None, helpers=helpers, said=said).keep_zygote()
+    await helper_restarts(None, helpers=helpers, said=said).keep_zygote()
     assert waited == [1.0, 2.0, 4.0, 8.0, 16.0]
     assert used == made[1:]
     assert helpers.pids == {made[-1].pid}

@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from torchelastic.agent.telemetry.collected_log import GatheredLog
+from torchelastic.agent.telemetry.collected_log import CollectedLog
 
 
 def line(kind: str, number: int) -> bytes:
@@ -16,7 +16,7 @@ def numbers(path) -> list[int]:
 
 
 def test_a_full_log_becomes_the_older_part_and_what_matters_of_that_is_kept(tmp_path):
-    log = GatheredLog(tmp_path / "job.jsonl", max_bytes=10 * len(line("progress", 10)))
+    log = CollectedLog(tmp_path / "job.jsonl", max_bytes=10 * len(line("progress", 10)))
     log.write(line("note", 10))
     for number in range(11, 40):
         log.write(line("progress", number))
@@ -32,7 +32,7 @@ def test_a_full_log_becomes_the_older_part_and_what_matters_of_that_is_kept(tmp_
 
 
 def test_a_full_disk_costs_lines_and_is_told_once(caplog):
-    log = GatheredLog(Path("/dev/full"))
+    log = CollectedLog(Path("/dev/full"))
     log.write(line("note", 1))
     log.write(line("note", 2))
     log.close()
@@ -41,7 +41,7 @@ def test_a_full_disk_costs_lines_and_is_told_once(caplog):
 
 
 def test_a_line_that_was_cut_short_is_not_glued_to_the_next(tmp_path, monkeypatch):
-    log = GatheredLog(tmp_path / "job.jsonl")
+    log = CollectedLog(tmp_path / "job.jsonl")
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:5]))
     log.write(line("note", 1))
@@ -53,7 +53,7 @@ def test_a_line_that_was_cut_short_is_not_glued_to_the_next(tmp_path, monkeypatc
 
 
 def test_where_there_is_no_room_to_condense_the_older_part_goes(tmp_path, monkeypatch, caplog):
-    log = GatheredLog(tmp_path / "job.jsonl", max_bytes=10)
+    log = CollectedLog(tmp_path / "job.jsonl", max_bytes=10)
     log.write(line("note", 1))
 
     def no_room(*_):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.agent.support import in_loop
 from torchelastic.agent.telemetry import dashboard_process
-from torchelastic.agent.telemetry.dashboard_process import Page
+from torchelastic.agent.telemetry.dashboard_process import DashboardProcess
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import ConfigError, SpawnError
 from torchelastic.system import linux
@@ -18,7 +18,7 @@ URL = '{"url": "http://127.0.0.1:1/"}'
 
 
 def made(**config):
-    return Page.wanted(LaunchConfig(run_id="job", dashboard="127.0.0.1:0", **config))
+    return DashboardProcess.wanted(LaunchConfig(run_id="job", dashboard="127.0.0.1:0", **config))
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def watched(it):
 
 
 def test_it_is_off_unless_asked_for_and_a_file_without_a_token_is_refused(tmp_path):
-    assert Page.wanted(LaunchConfig()) is None
+    assert DashboardProcess.wanted(LaunchConfig()) is None
     (tmp_path / "short").write_bytes(b"short")
     for name in ("short", "none"):
         with pytest.raises(ConfigError, match="--dashboard-token-file"):
@@ -120,4 +120,4 @@ def test_it_runs_out_of_the_way_and_why_it_is_nowhere_is_said(instead):
 )
 def test_how_to_look_again(log_dir, command):
     config = LaunchConfig(run_id="my job", dashboard="auto", log_dir=log_dir)
-    assert Page(config).again(Path("/logs/a job")) == command
+    assert DashboardProcess(config).again(Path("/logs/a job")) == command

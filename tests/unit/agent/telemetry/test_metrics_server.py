@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.agent.support import in_loop
 from torchelastic.agent.telemetry import metrics_server
-from torchelastic.agent.telemetry.metrics_server import MetricsEndpoint
+from torchelastic.agent.telemetry.metrics_server import MetricsServer
 from torchelastic.clock import SystemClock
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import ConfigError
@@ -31,7 +31,7 @@ class Running:
     """An endpoint that is open, in the loop of a test."""
 
     def __init__(self, tmp_path, **config):
-        self.endpoint = MetricsEndpoint.wanted(
+        self.endpoint = MetricsServer.wanted(
             LaunchConfig(**{"metrics_address": "127.0.0.1:0", **config})
         )
         self.log = EventLog(tmp_path / "events.jsonl", job="j", node="n", clock=SystemClock())
@@ -153,13 +153,13 @@ async def test_a_mistake_in_the_counting_does_not_end_the_job(tmp_path, caplog, 
 
 
 def test_other_machines_need_a_token_and_this_one_needs_none():
-    assert MetricsEndpoint.wanted(LaunchConfig()) is None, "it is off unless asked for"
+    assert MetricsServer.wanted(LaunchConfig()) is None, "it is off unless asked for"
     for host in ("127.0.0.1", "localhost", "[::1]", "127.1.2.3"):
-        assert MetricsEndpoint.wanted(LaunchConfig(metrics_address=f"{host}:9400")) is not None
+        assert MetricsServer.wanted(LaunchConfig(metrics_address=f"{host}:9400")) is not None
     sentence = "can be reached from other machines: give --metrics-to"
     for host in ("0.0.0.0", "[::]", "192.0.2.1", "node1"):
         with pytest.raises(ConfigError, match=sentence):
-            MetricsEndpoint.wanted(LaunchConfig(metrics_address=f"{host}:9400"))
+            MetricsServer.wanted(LaunchConfig(metrics_address=f"{host}:9400"))
 
 
 def test_a_file_that_has_no_token_is_refused(tmp_path):
@@ -168,7 +168,7 @@ def test_a_file_that_has_no_token_is_refused(tmp_path):
         token = str(tmp_path / name)
         config = LaunchConfig(metrics_address="0.0.0.0:0", metrics_token_file=token)
         with pytest.raises(ConfigError, match=f"--metrics-token-file .*{sentence}"):
-            MetricsEndpoint.wanted(config)
+            MetricsServer.wanted(config)
 
 
 @in_loop

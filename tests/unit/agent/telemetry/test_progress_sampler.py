@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchelastic.agent.telemetry.progress_sampler import Sampling, interval, progress_of
+from torchelastic.agent.telemetry.progress_sampler import ProgressSampler, interval, progress_of
 from torchelastic.agent.workers.reported_metrics import Reported
 from torchelastic.clock import FakeClock
 from torchelastic.events.types import CheckpointStored, Progress
@@ -78,7 +78,9 @@ def told():
 
 @pytest.fixture
 def sampling(told):
-    return Sampling(lambda generation, one: told.append((generation, one.steps)), FakeClock())
+    return ProgressSampler(
+        lambda generation, one: told.append((generation, one.steps)), FakeClock()
+    )
 
 
 BOTH_AT_5 = [shown(0, 5), shown(1, 5)]
@@ -167,7 +169,7 @@ def test_samples_are_counted_by_whoever_knows():
 
 def test_of_checkpoints_the_last_is_told_with_the_next_look():
     told, clock = [], FakeClock(7.0)
-    sampling = Sampling(lambda generation, event: told.append((generation, event)), clock)
+    sampling = ProgressSampler(lambda generation, event: told.append((generation, event)), clock)
     sampling.look([])
     for step in (10, 20):
         sampling.stored(3, 1, Stored(step, 0.5, 1000))

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.events.stories import Story
-from torchelastic.agent.telemetry.reporter import Narrator
+from torchelastic.agent.telemetry.reporter import Reporter
 from torchelastic.clock import FakeClock
 from torchelastic.config import LaunchConfig
 from torchelastic.events import types as events
@@ -34,21 +34,21 @@ def said(monkeypatch):
     logger.setLevel(before)
 
 
-def narrator_of(tmp_path, *, nodes: int = 2, generation: int = 0) -> Narrator:
+def narrator_of(tmp_path, *, nodes: int = 2, generation: int = 0) -> Reporter:
     """Of a node that has seen a world for three seconds."""
     clock = FakeClock()
     log = EventLog(tmp_path / "events.jsonl", job="job", node="a", clock=clock)
     config = LaunchConfig(max_nodes=nodes, rdzv_endpoint="127.0.0.1:1")
-    narrator = Narrator(
+    reporter = Reporter(
         log, config, "train.py", "a", clock, prints_failure=False, for_others="COMMAND"
     )
     if generation >= 0:
-        narrator._told = generation
+        reporter._told = generation
         log.emit(events.WorldFormed(["a"], 1, "", "", 0), generation=generation)
         clock.advance(3.0)
         log.emit(events.JobEnded(0, "done"))
     log.close()
-    return narrator
+    return reporter
 
 
 def gather(tmp_path) -> None:
@@ -59,7 +59,7 @@ def gather(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "leads", "gathered", "expected"),
+    ("nodes", "leads", "collected", "expected"),
     [
         (2, True, True, ["of 10 s: training 7"]),
         (2, False, True, []),
@@ -69,12 +69,12 @@ def gather(tmp_path) -> None:
     ],
 )
 def test_the_goodput_is_said_by_the_node_that_has_the_whole_story(
-    tmp_path, said, nodes, leads, gathered, expected
+    tmp_path, said, nodes, leads, collected, expected
 ):
-    narrator = narrator_of(tmp_path, nodes=nodes)
-    if gathered:
+    reporter = narrator_of(tmp_path, nodes=nodes)
+    if collected:
         gather(tmp_path)
-    asyncio.run(narrator.sum_up(tmp_path / GATHERED_FILE, leads=leads))
+    asyncio.run(reporter.sum_up(tmp_path / GATHERED_FILE, leads=leads))
     assert len(said) == bool(expected)
     for words in expected:
         assert words in said[0]
@@ -82,8 +82,8 @@ def test_the_goodput_is_said_by_the_node_that_has_the_whole_story(
 
 
 def test_a_job_without_a_world_has_no_goodput(tmp_path, said):
-    narrator = narrator_of(tmp_path, generation=-1)
-    asyncio.run(narrator.sum_up(tmp_path / GATHERED_FILE, leads=True))
+    reporter = narrator_of(tmp_path, generation=-1)
+    asyncio.run(reporter.sum_up(tmp_path / GATHERED_FILE, leads=True))
     assert said == []
 
 
@@ -93,54 +93,54 @@ def test_a_job_without_a_world_has_no_goodput(tmp_path, said):
 @pytest.mark.parametrize("finds", [True, False])
 def test_a_node_that_looks_for_the_others_for_a_while_says_so(tmp_path, said, monkeypatch, finds):
     async def look() -> None:
-        narrator.joins()
+        reporter.joins()
         if finds:
-            narrator.ended(None, "", None)
+            reporter.ended(None, "", None)
         deadline = asyncio.get_running_loop().time() + 30
         while not said and not finds and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0)
         await asyncio.sleep(0)
 
     monkeypatch.setattr("torchelastic.agent.telemetry.reporter.JOINING", 0.0)
-    narrator = narrator_of(tmp_path, generation=-1)
+    reporter = narrator_of(tmp_path, generation=-1)
     asyncio.run(look())
-    expected = f"looking for job {narrator._config.run_id} at 127.0.0.1:1, for 1 h more"
+    expected = f"looking for job {reporter._config.run_id} at 127.0.0.1:1, for 1 h more"
     assert said == ([] if finds else [expected])
 
 
 def test_a_hang_in_which_nobody_waits_is_written_down_and_not_said(tmp_path, said):
-    narrator = narrator_of(tmp_path)
+    reporter = narrator_of(tmp_path)
     for waiting in (False, True):
         assert said == []
         rank = {"rank": 0, "node": "a", "step": 3, "collective": "", "waiting": waiting}
-        narrator.hang(0, events.Hang("rank 1 is missing", [1], [rank]))
+        reporter.hang(0, events.Hang("rank 1 is missing", [1], [rank]))
     assert said == ["workers stand still: rank 1 is missing"]
 
 
 def test_whether_nodes_are_waited_for_or_only_get_ready_is_told(tmp_path, said):
-    narrator = narrator_of(tmp_path)
+    reporter = narrator_of(tmp_path)
     told: list[events.Event] = []
-    narrator._log.listen(lambda record: told.append(record.event))
+    reporter._log.listen(lambda record: told.append(record.event))
     for enough in (True, False):
         seen = World(generation=0, phase="waiting", count=1, reason="no world", enough=enough)
-        narrator.world_seen(seen)
+        reporter.world_seen(seen)
     assert told == [events.Waiting(1, [], "no world", enough=enough) for enough in (True, False)]
 
 
 def test_the_command_for_the_other_nodes_is_said_while_they_are_waited_for(tmp_path, said):
-    narrator = narrator_of(tmp_path)
+    reporter = narrator_of(tmp_path)
     waits = World(generation=0, phase="waiting", count=1, reason="no world")
     for seconds, times in ((0, 1), (30, 1), (31, 2)):
-        narrator._clock.advance(seconds)
-        narrator.world_seen(waits)
+        reporter._clock.advance(seconds)
+        reporter.world_seen(waits)
         assert said.count("start the other nodes with: COMMAND") == times
 
 
 def test_a_node_that_finds_no_host_names_the_command_until_it_has_joined(tmp_path, said):
-    narrator = narrator_of(tmp_path)
-    narrator.without_host("Nobody is there.")
-    narrator.name = "a"
-    narrator.without_host("Nobody is there.")
+    reporter = narrator_of(tmp_path)
+    reporter.without_host("Nobody is there.")
+    reporter.name = "a"
+    reporter.without_host("Nobody is there.")
     command = " Every node of this job needs: COMMAND"
     assert said == ["Nobody is there." + command, "Nobody is there."]
 
@@ -156,34 +156,34 @@ def test_a_node_that_finds_no_host_names_the_command_until_it_has_joined(tmp_pat
     ],
 )
 def test_a_newcomer_that_warms_up_is_no_spare(tmp_path, said, count, spares, spare_count, expected):
-    narrator = narrator_of(tmp_path, generation=-1)
-    narrator.name = "a"
+    reporter = narrator_of(tmp_path, generation=-1)
+    reporter.name = "a"
     world = World(generation=3, phase="running", count=count, reason="it grows")
-    narrator.world_seen(replace(world, spares=spares, spare_count=spare_count))
+    reporter.world_seen(replace(world, spares=spares, spare_count=spare_count))
     assert said[0].endswith(expected)
 
 
 def test_a_node_that_is_held_out_says_so(tmp_path, said):
-    narrator = narrator_of(tmp_path, generation=-1)
-    narrator.name = "a"
-    held = held_out.hold((), narrator._node, "a", "no GPU")
+    reporter = narrator_of(tmp_path, generation=-1)
+    reporter.name = "a"
+    held = held_out.hold((), reporter._node, "a", "no GPU")
     world = World(generation=3, phase="running", count=1, reason="it grows", held=held)
-    narrator.world_seen(world)
-    narrator.world_seen(replace(world, generation=4, held=held_out.end_all_but(held, ())))
+    reporter.world_seen(world)
+    reporter.world_seen(replace(world, generation=4, held=held_out.end_all_but(held, ())))
     ends = ["; this node is a spare, held out for 60 s", "; this node is a newcomer"]
     assert [end in line for end, line in zip(ends, said, strict=True)] == [True, True]
 
 
 def test_a_training_that_begins_without_a_checkpoint_is_told_once_and_each_loss(tmp_path, said):
-    narrator = narrator_of(tmp_path, nodes=1)
+    reporter = narrator_of(tmp_path, nodes=1)
     begins = Begins(0, 0, stored=False)
-    narrator.begins(begins, resident=True)
-    narrator.begins(Begins(1, 0, stored=False), resident=True)
+    reporter.begins(begins, resident=True)
+    reporter.begins(Begins(1, 0, stored=False), resident=True)
     assert len(said) == 1
     assert said[0].startswith("No checkpoint directory: ")
     lost = World(generation=2, phase="over", ledger=RestartLedger(best_step=9))
-    narrator.world_seen(lost)
-    narrator.begins(Begins(3, 0, stored=False), resident=True)
+    reporter.world_seen(lost)
+    reporter.begins(Begins(3, 0, stored=False), resident=True)
     assert said[-1].startswith("All copies of the state were lost: training begins again")
     told = [record.event for record in read_files([tmp_path / "events.jsonl"])]
     notes = [event.text for event in told if isinstance(event, events.Note)]

@@ -10,9 +10,9 @@ from tests.unit.agent.support import PATIENCE, in_loop
 from torchelastic import best_effort, side_tasks
 from torchelastic.agent.telemetry import clock_offset, shipper
 from torchelastic.agent.telemetry import collector as gathering_module
-from torchelastic.agent.telemetry.collected_log import GatheredLog
-from torchelastic.agent.telemetry.collector import Begin, Gathering, Heard, Lines
-from torchelastic.agent.telemetry.shipper import Telling
+from torchelastic.agent.telemetry.collected_log import CollectedLog
+from torchelastic.agent.telemetry.collector import Begin, Heard, Lines, LogCollector
+from torchelastic.agent.telemetry.shipper import LogShipper
 from torchelastic.clock import SystemClock
 from torchelastic.errors import RendezvousLost, RendezvousRefused
 from torchelastic.events.log import EventLog, read
@@ -23,7 +23,7 @@ from torchelastic.rendezvous.world import LEADER_KEY, MEMBER_PREFIX
 from torchelastic.transport import frames as wire
 from torchelastic.transport.auth import ANONYMOUS
 from torchelastic.transport.connect import Endpoint, knock
-from torchelastic.transport.listener import Reception
+from torchelastic.transport.listener import Listener
 
 
 @pytest.fixture(autouse=True)
@@ -71,22 +71,22 @@ class Node:
         self.directory.mkdir()
         path = self.directory / "events.jsonl"
         self.log = EventLog(path, job="job", node=name, clock=self.clock)
-        self.gathered = GatheredLog(self.directory / "job.jsonl")
-        self.gathering = Gathering(self.gathered, self.clock)
+        self.collected = CollectedLog(self.directory / "job.jsonl")
+        self.collector = LogCollector(self.collected, self.clock)
         self.leaders = []
-        self.telling = Telling(
-            self.log, name, "job", self.gathering, self.clock, on_leader=self.leaders.append
+        self.shipper = LogShipper(
+            self.log, name, "job", self.collector, self.clock, on_leader=self.leaders.append
         )
-        self.reception = Reception("job")
+        self.listener = Listener("job")
 
     async def open(self):
-        self.port = await self.reception.listen(bind_endpoint("127.0.0.1", 0))
+        self.port = await self.listener.listen(bind_endpoint("127.0.0.1", 0))
         member = {"peer": f"127.0.0.1:{self.port}", "name": f"node-{self.name}"}
         self.store.values[MEMBER_PREFIX + self.name] = member
-        meeting = SimpleNamespace(
-            store=self.store, credentials=ANONYMOUS, serve=self.reception.serve
+        backend = SimpleNamespace(
+            store=self.store, credentials=ANONYMOUS, serve=self.listener.serve
         )
-        self.telling.open(meeting)
+        self.shipper.open(backend)
 
     def say(self, text):
         self.log.emit(Note(text=text))
@@ -99,9 +99,9 @@ class Node:
         return list(read(self.directory / "job.jsonl"))
 
     async def close(self):
-        await self.telling.close()
-        await self.gathering.close()
-        await self.reception.close()
+        await self.shipper.close()
+        await self.collector.close()
+        await self.listener.close()
         self.log.close()
 
 
@@ -127,7 +127,7 @@ async def until(probe):
 
 def begin(*made, count=None):
     for one in made:
-        one.telling.turn_to(count or len(made))
+        one.shipper.turn_to(count or len(made))
 
 
 @in_loop
@@ -167,16 +167,16 @@ async def test_the_leader_has_what_all_say_and_a_new_one_the_whole_story_of_the_
 
 @in_loop
 async def test_what_is_taken_as_soon_as_something_is_written_is_written_too(tmp_path):
-    gathering = Gathering(GatheredLog(tmp_path / "job.jsonl"), SystemClock())
+    collector = LogCollector(CollectedLog(tmp_path / "job.jsonl"), SystemClock())
     second = asyncio.get_running_loop().create_future()
 
     def take_more(_):
         """In the moment between the writer's end and that of its task."""
-        second.set_result(gathering.take("a", b"2\n", 2.0))
+        second.set_result(collector.take("a", b"2\n", 2.0))
 
-    gathering.take("a", b"1\n", 1.0).add_done_callback(take_more)
+    collector.take("a", b"1\n", 1.0).add_done_callback(take_more)
     await (await second)
-    await gathering.close()
+    await collector.close()
     assert (tmp_path / "job.jsonl").read_bytes() == b"1\n2\n"
 
 
@@ -242,9 +242,9 @@ async def test_a_leader_whose_disk_is_full_takes_all_and_keeps_nothing(tmp_path)
         begin(a, b)
         for number in range(3):
             b.say(str(number))
-            await b.telling.last_words(PATIENCE)
-        assert b.telling._told.is_set()
-        assert a.gathered.dropped > 0
+            await b.shipper.last_words(PATIENCE)
+        assert b.shipper._told.is_set()
+        assert a.collected.dropped > 0
 
 
 @in_loop
@@ -253,14 +253,14 @@ async def test_a_leader_that_does_not_answer_is_waited_for_by_nobody(tmp_path, m
     monkeypatch.setattr(shipper, "RECENT", 16)
     async with nodes(tmp_path, "a", "b") as (_, a, b):
         frozen = asyncio.Event()
-        a.reception.serve(wire.EVENTS, lambda link, hello: frozen.set())
+        a.listener.serve(wire.EVENTS, lambda link, hello: frozen.set())
         begin(b)
         await frozen.wait()
         for number in range(100):
             b.say(str(number))
-        assert len(b.telling._recent) == shipper.RECENT, "what is kept in memory is bounded"
-        a.reception.serve(wire.EVENTS, a.gathering.admit)
-        b.telling._talk.cancel()  # as when its patience ends
+        assert len(b.shipper._recent) == shipper.RECENT, "what is kept in memory is bounded"
+        a.listener.serve(wire.EVENTS, a.collector.admit)
+        b.shipper._talk.cancel()  # as when its patience ends
         await until(lambda: len(a.has()) == 100)
 
 
@@ -271,12 +271,12 @@ async def test_nobody_asks_who_leads_where_the_world_says_it(tmp_path):
         begin(a, b)
         await until(a.has)
         asked = store.asked
-        b.telling.turn_to(2, "a")
+        b.shipper.turn_to(2, "a")
         b.say("2")
         await until(lambda: len(a.has()) == 2)
         assert store.asked == asked
         store.values[LEADER_KEY] = {"node": "b"}
-        b.telling.turn_to(2, "b")
+        b.shipper.turn_to(2, "b")
         await until(lambda: len(b.has()) == 2)
 
 
@@ -286,7 +286,7 @@ async def test_a_store_that_is_lost_is_looked_at_again(tmp_path):
         store.lost = True
         b.say("x")
         begin(a, b)
-        await until(lambda: not b.telling._turned.is_set())
+        await until(lambda: not b.shipper._turned.is_set())
         store.lost = False
         await until(a.has)
 
@@ -298,7 +298,7 @@ async def test_a_mistake_of_ours_is_told_once_and_telling_begins_again(
 ):
     monkeypatch.setattr(side_tasks, "FIRST_PAUSE", 0.001)
     monkeypatch.setattr(best_effort, "_reported", set())
-    right, left = getattr(Telling, mistake), [1, 2, 3]
+    right, left = getattr(LogShipper, mistake), [1, 2, 3]
 
     async def wrong(self, *args, **kwargs):
         if left:
@@ -306,7 +306,7 @@ async def test_a_mistake_of_ours_is_told_once_and_telling_begins_again(
             raise KeyError("a mistake of ours")
         return await right(self, *args, **kwargs)
 
-    monkeypatch.setattr(Telling, mistake, wrong)
+    monkeypatch.setattr(LogShipper, mistake, wrong)
     async with nodes(tmp_path, "a") as (_, a):
         a.say("x")
         begin(a)
@@ -320,10 +320,10 @@ async def test_last_words_reach_a_leader_that_was_never_spoken_to(tmp_path, monk
     async with nodes(tmp_path, "a", "b") as (_, a, b):
         begin(a, b)
         b.say("the end")
-        await b.telling.last_words(PATIENCE)
+        await b.shipper.last_words(PATIENCE)
         await until(a.has)
-        await b.telling.close()
-        await a.gathering.wait_alone(PATIENCE)
+        await b.shipper.close()
+        await a.collector.wait_alone(PATIENCE)
         assert a.has() == [("b", "the end")]
 
 
@@ -333,8 +333,8 @@ async def test_last_words_that_nobody_hears_take_no_longer_than_looking(tmp_path
         del store.values[LEADER_KEY]
         begin(b)
         b.say("hello?")
-        await b.telling.last_words(3600.0)
-        assert not b.telling._told.is_set()
+        await b.shipper.last_words(3600.0)
+        assert not b.shipper._told.is_set()
 
 
 @in_loop
@@ -381,13 +381,13 @@ async def test_who_does_not_keep_to_the_rules_is_sent_away(frames, tmp_path):
 
 @in_loop
 async def test_only_so_many_are_listened_to(tmp_path, monkeypatch):
-    monkeypatch.setattr(gathering_module, "MOST_GUESTS", 1)
+    monkeypatch.setattr(gathering_module, "MOST_VISITORS", 1)
     async with nodes(tmp_path, "a") as (_, a):
         link = await call(a)
         with pytest.raises(RendezvousRefused, match="no more events"):
             await call(a)
         link.abort()
-        await until(lambda: not a.gathering._guests)
+        await until(lambda: not a.collector._visitors)
         (await call(a)).abort()
 
 
@@ -401,7 +401,7 @@ async def test_a_line_is_written_before_it_is_answered(tmp_path):
         before = a.clock.now()
         link.send(wire.pack_before(Lines(7.5), b'{"x":1}\n{"x":2}\n'))
         answer = wire.parse(await link.next_frame(), gathering_module.ANSWERS)
-        assert answer.upto == a.gathering.upto("z") == 7.5
+        assert answer.upto == a.collector.upto("z") == 7.5
         assert before <= answer.at <= a.clock.now()
         assert (a.directory / "job.jsonl").read_bytes() == b'{"x":1}\n{"x":2}\n'
         link.abort()

@@ -123,7 +123,7 @@ def test_of_a_slow_node_with_many_workers_one_is_told_to_people(tmp_path, monkey
     monkeypatch.setattr(reporter.logger, "warning", lambda *said: spoken.append(said[0] % said[1:]))
     log = EventLog(tmp_path / "events.jsonl", job="j", node="a", clock=FakeClock())
     config = LaunchConfig(rdzv_endpoint="127.0.0.1:1")
-    speaker = reporter.Narrator(log, config, "x.py", "a", FakeClock(), prints_failure=False)
+    speaker = reporter.Reporter(log, config, "x.py", "a", FakeClock(), prints_failure=False)
     found = [Straggler(rank, 1.0, 0.5, float(rank), f"rank {rank}", "b") for rank in (4, 5, 6)]
     speaker.stragglers(3, [*found, Straggler(9, 1.0, 0.5, 1.0, "rank 9", "c", over=True)])
     log.close()

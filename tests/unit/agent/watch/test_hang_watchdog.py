@@ -13,7 +13,7 @@ import pytest
 from tests.unit.agent.support import in_loop
 from torchelastic.agent.watch import hang_watchdog
 from torchelastic.agent.watch.hang_report import HangReport
-from torchelastic.agent.watch.hang_watchdog import Pace, Vigil, _doing, limit_for, verdict
+from torchelastic.agent.watch.hang_watchdog import HangWatchdog, Pace, _doing, limit_for, verdict
 from torchelastic.agent.watch.inspector import Found
 from torchelastic.agent.watch.stack_reader import NOTHING
 from torchelastic.events.analysis.hangs import Collective, Doing
@@ -149,7 +149,7 @@ def watch(workers, *, limit=0.1, until):
     async def main():
         crew = SimpleNamespace(having=lambda *_: () if workers.killed else (0,))
         report = HangReport(workers.look, lambda generation, event: workers.told.append(event))
-        task = asyncio.create_task(Vigil(workers, report, limit).run(lambda: crew))
+        task = asyncio.create_task(HangWatchdog(workers, report, limit).run(lambda: crew))
         while not until() and not task.done():
             await asyncio.sleep(0.002)
         task.cancel()
@@ -278,7 +278,7 @@ def test_who_is_stuck_at_two_looks_after_its_world_was_over_is_killed(monkeypatc
 
     @in_loop
     async def main():
-        watching = Vigil(workers, None, 10)
+        watching = HangWatchdog(workers, None, 10)
         watching.told_over(0)
         await asyncio.gather(*watching._tasks)
 
@@ -322,7 +322,7 @@ def test_who_alone_has_the_state_is_waited_for(
 
     @in_loop
     async def main():
-        watching = Vigil(workers, None, limit, others_can_go_on, told.append)
+        watching = HangWatchdog(workers, None, limit, others_can_go_on, told.append)
         watching.told_over(0, finished=finished)
         await asyncio.gather(*watching._tasks)
 
@@ -346,7 +346,7 @@ def test_who_was_told_to_enter_the_next_world_has_left_the_last_one(monkeypatch)
 
     @in_loop
     async def main():
-        watching = Vigil(workers, None, 10)
+        watching = HangWatchdog(workers, None, 10)
         watching.told_over(0)
         await asyncio.gather(*watching._tasks)
 
@@ -357,7 +357,7 @@ def test_who_was_told_to_enter_the_next_world_has_left_the_last_one(monkeypatch)
 def test_a_worker_of_this_node_that_is_free_can_go_on():
     workers = Workers()
     workers.step, workers.has_stopped = 7, lambda local_rank: True
-    watching = Vigil(workers, None, 10)
+    watching = HangWatchdog(workers, None, 10)
     assert watching.can_go_on(1)
     assert not watching.can_go_on(2)
     workers.last_stack = lambda local_rank: "it is to be killed"

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.agent.support import in_loop, place
 from torchelastic.agent.watch import inspector
-from torchelastic.agent.watch.inspector import Doings, Found, Which, from_json, lines_of, to_json
+from torchelastic.agent.watch.inspector import Found, Inspector, Which, from_json, lines_of, to_json
 from torchelastic.errors import RendezvousRefused
 from torchelastic.events.analysis.hangs import Doing
 from torchelastic.rendezvous.embedded import bind_endpoint
@@ -19,7 +19,7 @@ from torchelastic.rendezvous.world import World
 from torchelastic.transport import frames
 from torchelastic.transport.auth import ANONYMOUS, Credentials, Secret
 from torchelastic.transport.connect import Endpoint, knock
-from torchelastic.transport.listener import Reception
+from torchelastic.transport.listener import Listener
 
 GENERATION = 3
 
@@ -45,10 +45,10 @@ class Workers:
 class Node:
     def __init__(self, name, ranks, world, secret=None):
         self.name = name
-        self.reception = Reception("job", secret=secret)
+        self.listener = Listener("job", secret=secret)
         self.credentials = Credentials(secret) if secret is not None else ANONYMOUS
         self.slow, self.broken, self.asked = set(), set(), []
-        self.doings = Doings(Workers(name, ranks), self, node=name, job="job", world=world)
+        self.doings = Inspector(Workers(name, ranks), self, node=name, job="job", world=world)
 
     async def of(self, local_rank):
         """Stands for the reader of stacks, too."""
@@ -60,12 +60,12 @@ class Node:
         return f"stack {local_rank} of {self.name}"
 
     async def open(self):
-        self.port = await self.reception.listen(bind_endpoint("127.0.0.1", 0))
-        self.doings.open(self.meeting)
+        self.port = await self.listener.listen(bind_endpoint("127.0.0.1", 0))
+        self.doings.open(self.backend)
 
     @property
-    def meeting(self):
-        return SimpleNamespace(credentials=self.credentials, serve=self.reception.serve)
+    def backend(self):
+        return SimpleNamespace(credentials=self.credentials, serve=self.listener.serve)
 
     @property
     def place(self):
@@ -74,7 +74,7 @@ class Node:
 
     async def close(self):
         await self.doings.close()
-        await self.reception.close()
+        await self.listener.close()
 
 
 @contextlib.asynccontextmanager
@@ -122,7 +122,7 @@ async def test_whether_another_node_can_go_on_is_asked(able, closed, found):
                 generation == GENERATION and node.name == able
             )
             if node.name == closed:
-                await node.reception.close()
+                await node.listener.close()
         assert await every[0].doings.others_can_go_on(GENERATION) is found
 
 
@@ -130,7 +130,7 @@ async def test_whether_another_node_can_go_on_is_asked(able, closed, found):
 async def test_a_node_that_does_not_answer_cannot_go_on(monkeypatch):
     async with nodes([0], [1]) as (_, a, b):
         monkeypatch.setattr(b.doings, "_admit", lambda link, hello: None)
-        b.doings.open(b.meeting)
+        b.doings.open(b.backend)
         monkeypatch.setattr(inspector, "THERE", 0.1)
         assert await a.doings.others_can_go_on(GENERATION) is False
 
@@ -139,7 +139,7 @@ async def test_a_node_that_does_not_answer_cannot_go_on(monkeypatch):
 async def test_who_is_gone_or_silent_is_named(monkeypatch):
     monkeypatch.setattr(inspector, "THERE", 0.2)
     async with nodes([0], [1], [2]) as (_, a, b, c):
-        await b.reception.close()
+        await b.listener.close()
         monkeypatch.setattr(c.doings, "here", lambda generation: asyncio.sleep(3600))
         found = await a.doings.everywhere()
     assert [one.rank for one in found.doings] == [0]
@@ -212,13 +212,13 @@ async def guest(node):
 
 @in_loop
 async def test_who_says_nothing_is_counted(monkeypatch):
-    monkeypatch.setattr(inspector, "MOST_GUESTS", 2)
+    monkeypatch.setattr(inspector, "MOST_VISITORS", 2)
     async with nodes([0]) as (_, a):
         first, second = await guest(a), await guest(a)
         with pytest.raises(RendezvousRefused, match="too many at once"):
             await guest(a)
         first.abort()
-        while len(a.doings._guests) == 2:
+        while len(a.doings._visitors) == 2:
             await asyncio.sleep(0.001)
         (await guest(a)).abort()
         second.abort()
@@ -229,7 +229,7 @@ async def test_who_says_nothing_is_sent_away(monkeypatch):
     monkeypatch.setattr(inspector, "THERE", 0.05)
     async with nodes([0]) as (_, a):
         await (await guest(a)).ended
-        while a.doings._guests:
+        while a.doings._visitors:
             await asyncio.sleep(0.001)
 
 
@@ -240,7 +240,7 @@ async def test_who_asks_again_is_sent_away_without_an_answer():
         link = await guest(a)
         link.send(frames.pack(Which(GENERATION)) * 100)
         await link.ended
-        while a.doings._answers or a.doings._guests:
+        while a.doings._answers or a.doings._visitors:
             await asyncio.sleep(0.001)
         assert len(a.asked) <= 1
 

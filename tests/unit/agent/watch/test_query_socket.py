@@ -12,13 +12,13 @@ import pytest
 from tests.unit.agent.support import in_loop
 from torchelastic.agent.watch import query_socket
 from torchelastic.agent.watch.inspector import Found
-from torchelastic.agent.watch.query_socket import SOCKET_FILE, Inquiry, ask
+from torchelastic.agent.watch.query_socket import SOCKET_FILE, QuerySocket, ask
 from torchelastic.events.analysis.hangs import Doing
 
 FOUND = Found(2, (Doing(rank=0, node="a", stack="x"),), ("b",))
 
 
-class Doings:
+class Inspector:
     async def everywhere(self):
         return FOUND
 
@@ -29,7 +29,7 @@ def answering(directory):
     ready, over = threading.Event(), threading.Event()
 
     async def main():
-        made = Inquiry(directory, Doings())
+        made = QuerySocket(directory, Inspector())
         await made.open()
         ready.set()
         await asyncio.to_thread(over.wait)
@@ -100,7 +100,7 @@ def test_anything_else_is_not_answered(deep):
 async def test_a_directory_that_cannot_be_used_costs_the_answers_only(deep, caplog):
     (deep / SOCKET_FILE).mkdir()
     (deep / SOCKET_FILE / "x").touch()
-    made = Inquiry(deep, Doings())
+    made = QuerySocket(deep, Inspector())
     await made.open()
     await made.close()
     assert "`torchelastic stacks` cannot ask this agent" in caplog.text

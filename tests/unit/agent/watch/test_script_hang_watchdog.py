@@ -10,7 +10,7 @@ import pytest
 from torchelastic.agent.watch import hang_report, script_hang_watchdog
 from torchelastic.agent.watch.hang_report import HangReport
 from torchelastic.agent.watch.inspector import Found
-from torchelastic.agent.watch.script_hang_watchdog import ScriptVigil, is_cause
+from torchelastic.agent.watch.script_hang_watchdog import ScriptHangWatchdog, is_cause
 from torchelastic.agent.watch.stack_reader import NOTHING
 from torchelastic.events.analysis.hangs import Doing, Judgement
 
@@ -66,8 +66,8 @@ def watch(workers, limit, monkeypatch, looks=100):
 
     async def main():
         report = HangReport(workers.everywhere, lambda _, event: workers.told.append(event))
-        vigil = ScriptVigil(workers, report, limit)
-        await vigil.run(lambda: next(ends, True) or workers.looks > 40 or bool(workers.killed))
+        watchdog = ScriptHangWatchdog(workers, report, limit)
+        await watchdog.run(lambda: next(ends, True) or workers.looks > 40 or bool(workers.killed))
         report.close()
 
     asyncio.run(main())

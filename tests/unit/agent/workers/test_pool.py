@@ -9,10 +9,10 @@ import pytest
 
 from tests.unit.worker import entering
 from torchelastic.agent.lifecycle import script
-from torchelastic.agent.telemetry.progress_sampler import Sampling
+from torchelastic.agent.telemetry.progress_sampler import ProgressSampler
 from torchelastic.agent.workers import pool as module
 from torchelastic.agent.workers.oom import Memory, Sources
-from torchelastic.agent.workers.pool import Workers
+from torchelastic.agent.workers.pool import WorkerPool
 from torchelastic.agent.workers.supervisor import WorkerExit
 from torchelastic.clock import FakeClock
 from torchelastic.config import Entry, LaunchConfig
@@ -43,13 +43,13 @@ def workers(monkeypatch, told, killed, tmp_path):
     sources = Sources(tmp_path, vmstat=tmp_path / "no", log=tmp_path / "no")
     monkeypatch.setattr(module, "Memory", lambda: Memory(sources))
     monkeypatch.setattr(module.Cgroup, "create", lambda: None)
-    made = Workers(
+    made = WorkerPool(
         LaunchConfig(),
         Entry("script", "train.py"),
         {},
-        nursery=SimpleNamespace(zygote=None, serve=lambda supervisor: None),
+        factory=SimpleNamespace(zygote=None, serve=lambda supervisor: None),
         node_logs=None,
-        narrator=SimpleNamespace(
+        reporter=SimpleNamespace(
             name="node-a",
             training=lambda *_: None,
             worker_failed=told.append,
@@ -60,18 +60,18 @@ def workers(monkeypatch, told, killed, tmp_path):
         tell_event=lambda event: None,
         secret=None,
         snapshots=None,
-        sampling=Sampling(lambda *progress: told.append(progress), FakeClock()),
+        sampling=ProgressSampler(lambda *progress: told.append(progress), FakeClock()),
     )
-    made._slates[0] = status_page.create()
+    made._status_pages[0] = status_page.create()
     yield made
-    os.close(made._slates[0])
+    os.close(made._status_pages[0])
     made._memory.close()
 
 
 @pytest.fixture
 def worker(workers):
     """What the worker writes to."""
-    made = status_page.Slate(workers._slates[0])
+    made = status_page.StatusPage(workers._status_pages[0])
     yield made
     made.close()
 
@@ -174,7 +174,7 @@ def counting(workers):
     workers._places[1] = (3, 5)
     descriptor = status_page.create()
     workers._handed(1, {"type": optimizer_steps.MESSAGE}, descriptor)
-    made = status_page.Slate(descriptor)
+    made = status_page.StatusPage(descriptor)
     made.taken_before(40)
     made.entered(0, 41)
     yield made
@@ -199,7 +199,7 @@ def test_who_tells_its_steps_is_not_counted(workers, counting, told):
     workers._heard(1, orders.to_json(Keeps()))
     workers.look()
     assert told == []
-    os.close(workers._slates.pop(1))
+    os.close(workers._status_pages.pop(1))
 
 
 def test_a_worker_that_cuts_its_memory_off_is_not_counted(workers, counting, told):
@@ -214,15 +214,15 @@ def test_a_script_that_keeps_its_state_is_given_a_slate_and_shows_its_step(worke
     workers._places[1] = (4, 1)
     workers._heard(1, orders.to_json(Keeps()))
     [(message, descriptor)] = given
-    assert message == orders.to_json(orders.Slate(silence=workers._config.lease))
+    assert message == orders.to_json(orders.StatusPage(silence=workers._config.lease))
     assert workers.best_step == -1
-    shown = status_page.Slate(descriptor)
+    shown = status_page.StatusPage(descriptor)
     shown.entered(3, 50)  # of a generation before: nothing of this one
     assert workers.best_step == -1
     shown.entered(4, 12)
     assert workers.best_step == 12
     shown.close()
-    os.close(workers._slates.pop(1))
+    os.close(workers._status_pages.pop(1))
 
 
 # --- how they end --------------------------------------------------------------------------------
@@ -357,12 +357,12 @@ def make_unreadable(descriptor):
 
 
 SABOTAGE = {
-    "a truncated slate": lambda them, patch: os.ftruncate(them._slates[0], 0),
-    "a slate cut in two": lambda them, patch: os.ftruncate(them._slates[0], 20),
-    "an unreadable slate": lambda them, patch: make_unreadable(them._slates[0]),
+    "a truncated slate": lambda them, patch: os.ftruncate(them._status_pages[0], 0),
+    "a slate cut in two": lambda them, patch: os.ftruncate(them._status_pages[0], 20),
+    "an unreadable slate": lambda them, patch: make_unreadable(them._status_pages[0]),
     "sampling": lambda them, patch: patch.setattr(them._sampling, "look", fails),
-    "boards": lambda them, patch: patch.setattr(them._boards, "look", fails),
-    "closing boards": lambda them, patch: patch.setattr(them._boards, "ended", fails),
+    "boards": lambda them, patch: patch.setattr(them._metric_tables, "look", fails),
+    "closing boards": lambda them, patch: patch.setattr(them._metric_tables, "ended", fails),
     "timers": lambda them, patch: patch.setattr(them.timers, "ended", fails),
     "the kernel": lambda them, patch: patch.setattr(them._memory, "look", fails),
     "logs": lambda them, patch: patch.setattr(them, "_last_lines", fails),

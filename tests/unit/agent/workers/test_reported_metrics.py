@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from torchelastic.agent.workers.reported_metrics import Boards, Reported
-from torchelastic.metrics.metric_table import Board
+from torchelastic.agent.workers.reported_metrics import MetricTables, Reported
+from torchelastic.metrics.metric_table import MetricTable
 
 
 def reported(generation: int, rank: int, metrics: dict[str, float], *fresh: str) -> Reported:
@@ -16,28 +16,28 @@ def reported(generation: int, rank: int, metrics: dict[str, float], *fresh: str)
 
 @pytest.fixture
 def worker():
-    board = Board()
-    yield board
-    board.close()
+    table = MetricTable()
+    yield table
+    table.close()
 
 
 @pytest.fixture
-def boards():
-    made = Boards()
+def metric_tables():
+    made = MetricTables()
     yield made
     made.close()
 
 
-def test_what_was_reported_since_the_last_look_is_news(boards, worker):
-    boards.handed(0, (4, 2), os.dup(worker.descriptor))
-    assert boards.look({}) == [reported(4, 2, {})]
+def test_what_was_reported_since_the_last_look_is_news(metric_tables, worker):
+    metric_tables.handed(0, (4, 2), os.dup(worker.descriptor))
+    assert metric_tables.look({}) == [reported(4, 2, {})]
     worker.put("loss", 2.0)
     worker.put("lr", 0.1)
     both = {"loss": 2.0, "lr": 0.1}
-    assert boards.look({}) == [reported(4, 2, both, "loss", "lr")]
-    assert boards.look({}) == [reported(4, 2, both)]
+    assert metric_tables.look({}) == [reported(4, 2, both, "loss", "lr")]
+    assert metric_tables.look({}) == [reported(4, 2, both)]
     worker.put("lr", 0.1)  # the same, but said again
-    assert boards.look({}) == [reported(4, 2, both, "lr")]
+    assert metric_tables.look({}) == [reported(4, 2, both, "lr")]
 
 
 @pytest.mark.parametrize(
@@ -50,18 +50,18 @@ def test_what_was_reported_since_the_last_look_is_news(boards, worker):
         ({1: (9, 9)}, (4, 2)),
     ],
 )
-def test_a_value_belongs_to_the_world_its_worker_is_in(boards, worker, stepped, place):
-    boards.handed(0, (4, 2), os.dup(worker.descriptor))
+def test_a_value_belongs_to_the_world_its_worker_is_in(metric_tables, worker, stepped, place):
+    metric_tables.handed(0, (4, 2), os.dup(worker.descriptor))
     worker.put("loss", 2.0)
-    assert boards.look(stepped) == [reported(*place, {"loss": 2.0}, "loss")]
+    assert metric_tables.look(stepped) == [reported(*place, {"loss": 2.0}, "loss")]
 
 
-def test_a_worker_that_is_gone_reports_nothing(boards, worker):
+def test_a_worker_that_is_gone_reports_nothing(metric_tables, worker):
     own = os.dup(worker.descriptor)
-    boards.handed(0, (4, 2), own)
+    metric_tables.handed(0, (4, 2), own)
     worker.put("loss", 2.0)
-    boards.ended(0)
-    boards.ended(0)
-    assert boards.look({}) == []
+    metric_tables.ended(0)
+    metric_tables.ended(0)
+    assert metric_tables.look({}) == []
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(own)

@@ -89,9 +89,9 @@ def test_following_goes_on_until_the_job_has_ended(monkeypatch):
         agent.tell(events.Note("meanwhile"))
         poll_for(lambda: "meanwhile" in said.getvalue(), what="what comes")
         path = agent.log.path.with_name("job.jsonl")
-        gathered = EventLog(path, job="job", node="id-node-b", clock=agent.clock)
-        gathered.emit(events.Note("gathered"))
-        gathered.close()
+        collected = EventLog(path, job="job", node="id-node-b", clock=agent.clock)
+        collected.emit(events.Note("gathered"))
+        collected.close()
         poll_for(lambda: "gathered" in said.getvalue(), what="a file that appears")
     finally:
         agent.end(0, "the end")

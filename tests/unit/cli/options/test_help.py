@@ -13,10 +13,10 @@ from torchelastic.cli.reference import PAGES
 DOCS = Path(__file__).parents[4] / "docs"
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS, ids=lambda flavour: flavour.prog)
-def test_help_names_every_flag_and_fits(flavour):
+@pytest.mark.parametrize("defaults", FLAVOURS, ids=lambda defaults: defaults.prog)
+def test_help_names_every_flag_and_fits(defaults):
     for width in (80, 100):
-        text = help_text(flavour, width)
+        text = help_text(defaults, width)
         assert all(f"\n{group}:\n" in text for group in GROUPS)
         assert all(flag.name in text for flag in FLAGS)
         prose, _, _ = text.partition("\nExamples:\n")

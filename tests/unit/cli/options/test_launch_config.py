@@ -11,8 +11,8 @@ from torchelastic.cli.options.parser import parse
 from torchelastic.config import Entry, LaunchConfig, Std
 
 
-def config_of(line="", environ=None, flavour=RUN):
-    return launch_config(parse(line.split(), flavour, environ or {}), environ or {})
+def config_of(line="", environ=None, defaults=RUN):
+    return launch_config(parse(line.split(), defaults, environ or {}), environ or {})
 
 
 def test_without_flags_the_job_is_the_default_one():
@@ -119,6 +119,6 @@ def test_flags_of_bagua_are_named_once_and_ignored():
         "--autotune_warmup_time 1.5 --is_output_autotune_log --enable_bagua_net "
         "--bagua-net_switch_on"
     )
-    (note,) = config_of(line, flavour=DISTRIBUTED_RUN).notes
+    (note,) = config_of(line, defaults=DISTRIBUTED_RUN).notes
     assert note.startswith("These flags have no meaning here and are ignored: ")
     assert all(flag.name in note for flag in FLAGS if flag.ignored)

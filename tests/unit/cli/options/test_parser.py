@@ -176,7 +176,7 @@ def test_a_bad_variable_is_named():
 
 def test_defaults_of_the_three_commands():
     names = ("nproc_per_node", "rdzv_backend", "max_restarts", "monitor_interval")
-    parsed = [parse([], flavour, {}) for flavour in (RUN, DISTRIBUTED_RUN, DISTRIBUTED_LAUNCH)]
+    parsed = [parse([], defaults, {}) for defaults in (RUN, DISTRIBUTED_RUN, DISTRIBUTED_LAUNCH)]
     assert [tuple(each[name] for name in names) for each in parsed] == [
         (1, "c10d", 100, 0.1),
         ("auto", "static", 3, 5.0),
@@ -191,4 +191,4 @@ def test_the_table_is_sound():
     assert len(set(shorts)) == len(shorts)
     assert {flag.group for flag in FLAGS} == set(GROUPS)
     dests = {flag.dest for flag in FLAGS}
-    assert all(set(flavour.defaults) <= dests for flavour in FLAVOURS)
+    assert all(set(defaults.defaults) <= dests for defaults in FLAVOURS)

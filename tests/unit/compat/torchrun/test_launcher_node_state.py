@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from torchelastic.compat.torchrun import launcher_node_state
-from torchelastic.compat.torchrun.launcher_node_state import GuestState
+from torchelastic.compat.torchrun.launcher_node_state import LauncherNodeState
 from torchelastic.errors import EXIT_NOT_ENOUGH_NODES, JobClosed, NotEnoughNodes
 from torchelastic.events.failure import Failure
 from torchelastic.rendezvous.world import World, WorldNode
@@ -23,33 +23,33 @@ def world(phase="running", generation=3, nodes=("me",), **more):
     return World(generation=generation, phase=phase, **more).with_nodes(placed)
 
 
-def guest(held=3, **known):
-    return GuestState(node="me", held=held, **{"world": world(), **known})
+def launcher_node(held=3, **known):
+    return LauncherNodeState(node="me", held=held, **{"world": world(), **known})
 
 
 def test_workers_are_to_be_stopped_when_their_world_does_not_run():
     for case, state, stop in (
-        ("nothing was started", guest(held=-1, world=None), False),
-        ("in the world that runs", guest(), False),
-        ("over", guest(world=world("over")), True),
-        ("too few are left", guest(world=world("waiting")), True),
-        ("closed", guest(world=world("closed")), True),
-        ("a later world runs", guest(world=world(generation=4)), True),
-        ("given up", guest(given_up=True), True),
-        ("stopped already", guest(world=world("over"), asking=True), False),
+        ("nothing was started", launcher_node(held=-1, world=None), False),
+        ("in the world that runs", launcher_node(), False),
+        ("over", launcher_node(world=world("over")), True),
+        ("too few are left", launcher_node(world=world("waiting")), True),
+        ("closed", launcher_node(world=world("closed")), True),
+        ("a later world runs", launcher_node(world=world(generation=4)), True),
+        ("given up", launcher_node(given_up=True), True),
+        ("stopped already", launcher_node(world=world("over"), asking=True), False),
     ):
         assert launcher_node_state.must_stop(state) is stop, case
 
 
 def test_a_world_is_entered_once_and_only_with_a_place_in_it():
     for case, state, generation in (
-        ("none yet", guest(held=-1, world=None), None),
-        ("the first", guest(held=-1), 3),
-        ("never the same twice", guest(), None),
-        ("the next", guest(world=world(generation=4)), 4),
-        ("a spare waits", guest(world=world(generation=4, nodes=("x",))), None),
-        ("over already", guest(world=world("over", generation=4)), None),
-        ("given up", guest(world=world(generation=4), given_up=True), None),
+        ("none yet", launcher_node(held=-1, world=None), None),
+        ("the first", launcher_node(held=-1), 3),
+        ("never the same twice", launcher_node(), None),
+        ("the next", launcher_node(world=world(generation=4)), 4),
+        ("a spare waits", launcher_node(world=world(generation=4, nodes=("x",))), None),
+        ("over already", launcher_node(world=world("over", generation=4)), None),
+        ("given up", launcher_node(world=world(generation=4), given_up=True), None),
     ):
         found = launcher_node_state.next_world(state)
         assert (found and found.generation) == generation, case
@@ -60,26 +60,30 @@ def test_who_asks_after_the_end_is_told_why():
     for exitcode, error in ends.items():
         closed = world("closed", reason="it is done", exitcode=exitcode)
         with pytest.raises(error, match="it is done"):
-            launcher_node_state.next_world(guest(world=closed))
+            launcher_node_state.next_world(launcher_node(world=closed))
 
 
 def test_workers_that_ended_by_themselves_are_explained_and_those_that_were_stopped_not():
-    assert launcher_node_state.facts_when_asking(guest(), FAILURE) == {
+    assert launcher_node_state.facts_when_asking(launcher_node(), FAILURE) == {
         "gone": 3,
         "failures": (FAILURE,),
     }
-    stopped = guest(world=world("over"))
+    stopped = launcher_node(world=world("over"))
     assert launcher_node_state.facts_when_asking(stopped, FAILURE) == {"gone": 3, "failures": ()}
 
 
 def test_a_launcher_that_asks_has_no_worker_of_a_world_that_ended_before_it_was_given():
     ahead = {"generation": 5}
     for case, state, gone in (
-        ("over", guest(asking=True, world=world("over", **ahead)), 5),
-        ("waiting", guest(asking=True, world=world("waiting", **ahead)), 5),
-        ("no place in it", guest(asking=True, world=world("waiting", nodes=("x",), **ahead)), 3),
-        ("it is about to be given", guest(asking=True, world=world(**ahead)), 3),
-        ("the first, empty one", guest(held=-1, world=world("waiting", 0, nodes=())), -1),
+        ("over", launcher_node(asking=True, world=world("over", **ahead)), 5),
+        ("waiting", launcher_node(asking=True, world=world("waiting", **ahead)), 5),
+        (
+            "no place in it",
+            launcher_node(asking=True, world=world("waiting", nodes=("x",), **ahead)),
+            3,
+        ),
+        ("it is about to be given", launcher_node(asking=True, world=world(**ahead)), 3),
+        ("the first, empty one", launcher_node(held=-1, world=world("waiting", 0, nodes=())), -1),
     ):
         assert launcher_node_state.gone(state) == gone, case
 
@@ -99,5 +103,6 @@ def test_a_launcher_that_asks_has_no_worker_of_a_world_that_ended_before_it_was_
 )
 def test_what_is_said_at_the_end(ending, known, facts):
     assert (
-        launcher_node_state.facts_at_end(replace(guest(), **known), ending, FAILURE, "why") == facts
+        launcher_node_state.facts_at_end(replace(launcher_node(), **known), ending, FAILURE, "why")
+        == facts
     )

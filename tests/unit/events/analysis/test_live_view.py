@@ -8,7 +8,7 @@ from torchelastic.events.analysis.view import fold
 from torchelastic.events.log import EventLog, read, read_files
 
 
-def gathered(agent: Agent, records=()) -> EventLog:
+def collected(agent: Agent, records=()) -> EventLog:
     """What a leader has heard, beside the agent's own log."""
     path = agent.log.path.with_name("job.jsonl")
     log = EventLog(path, job="job", node="id-node-b", clock=agent.clock)
@@ -40,7 +40,7 @@ def test_lines_that_come_late_are_put_in_order():
     agent.world(2, "node-a", reason="later")
     live.look()
     agent.clock.advance(-0.5)
-    late = gathered(agent)
+    late = collected(agent)
     late.emit(events.GenerationOver("failure", "boom"), generation=0)
     late.close()
     seen = live.look()
@@ -56,7 +56,7 @@ def test_a_line_and_its_gathered_copy_are_one():
     agent = trained("job")
     live = LivePicture(choose("job"))
     before = live.look(now=0.0)
-    gathered(agent, read(agent.log.path)).close()
+    collected(agent, read(agent.log.path)).close()
     assert live.look(now=0.0) == before
     live.close()
 
@@ -72,7 +72,7 @@ def test_the_story_of_nodes_that_were_not_heard_before_is_put_in_its_place(monke
         agent.tell(events.Note("time passes"))
     live = LivePicture(choose("job"))
     assert live.look().nodes["node-b"].agent is None
-    told = gathered(agent, [*read(agent.log.path), *read(other.path)])
+    told = collected(agent, [*read(agent.log.path), *read(other.path)])
     told.close()
     monkeypatch.setattr("torchelastic.events.analysis.live_view._READ_AGAIN", 0.0)
     seen = live.look(now=0.0)

@@ -15,7 +15,7 @@ from torchelastic.rendezvous.embedded.votes import Ballot, Canvass
 from torchelastic.transport import frames
 from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.transport.connect import Endpoint
-from torchelastic.transport.listener import Reception
+from torchelastic.transport.listener import Listener
 
 WISH = Canvass(term=2, node="a", generation=0, binding=False)
 VOTE = Canvass(term=2, node="a", generation=0, binding=True)
@@ -43,13 +43,13 @@ class Voters:
 
 @contextlib.asynccontextmanager
 async def voting(voters):
-    reception = Reception(JOB)
-    reception.serve(frames.SUCCESSION, voters.converse)
-    await reception.listen(bind_endpoint("127.0.0.1", 0))
+    listener = Listener(JOB)
+    listener.serve(frames.SUCCESSION, voters.converse)
+    await listener.listen(bind_endpoint("127.0.0.1", 0))
     try:
-        yield Endpoint("127.0.0.1", reception.port, JOB)
+        yield Endpoint("127.0.0.1", listener.port, JOB)
     finally:
-        await reception.close()
+        await listener.close()
 
 
 @contextlib.contextmanager

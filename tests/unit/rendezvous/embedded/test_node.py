@@ -17,7 +17,7 @@ from torchelastic.errors import RendezvousLost
 from torchelastic.rendezvous import majority
 from torchelastic.rendezvous.embedded.client import EmbeddedStore
 from torchelastic.rendezvous.embedded.failover_state import Holding
-from torchelastic.rendezvous.embedded.node import Seat
+from torchelastic.rendezvous.embedded.node import EmbeddedNode
 from torchelastic.rendezvous.embedded.server import GRACE
 from torchelastic.rendezvous.leader import ROLL_KEY
 from torchelastic.rendezvous.witness.vote_keys import Witness
@@ -37,15 +37,15 @@ class Table:
 
     def __init__(self, *ports: int) -> None:
         self.places = [Endpoint("localhost", port, JOB) for port in ports]
-        self.seats: list[Seat] = []
+        self.seats: list[EmbeddedNode] = []
         self.said: list[str] = []
 
-    def seat(self, name: str, **options) -> Seat:
-        made = Seat(self.places, name, clock=SystemClock(), lease=LEASE, **options)
+    def seat(self, name: str, **options) -> EmbeddedNode:
+        made = EmbeddedNode(self.places, name, clock=SystemClock(), lease=LEASE, **options)
         self.seats.append(made)
         return made
 
-    async def sit(self, *names: str, **options) -> list[Seat]:
+    async def sit(self, *names: str, **options) -> list[EmbeddedNode]:
         """Seats that are open, each with its record in the store, and a world of them all."""
         seats = [self.seat(name, **options) for name in names]
         for seat in seats:
@@ -55,7 +55,7 @@ class Table:
         return seats
 
     def form(
-        self, generation: int, seats: list[Seat], trains: str = "", *, witness: bool = False
+        self, generation: int, seats: list[EmbeddedNode], trains: str = "", *, witness: bool = False
     ) -> None:
         """As if the host had published a world, and all had taken it up."""
         nodes = [*trains] or [name_of(seat) for seat in seats]
@@ -66,7 +66,7 @@ class Table:
         for seat in seats:
             seat.hold(Holding(roll, tuple(nodes), addresses, rows))
 
-    async def regain(self, seat: Seat, timeout: float = PATIENCE) -> bool:
+    async def regain(self, seat: EmbeddedNode, timeout: float = PATIENCE) -> bool:
         rows = {MEMBER_PREFIX + name_of(seat): {"node": name_of(seat)}}
         regaining = seat.regain(rows, timeout=timeout, say=self.said.append)
         return await within(PATIENCE + 5, regaining)
@@ -76,16 +76,16 @@ class Table:
             await seat.close()
 
 
-def name_of(seat: Seat) -> str:
+def name_of(seat: EmbeddedNode) -> str:
     return seat._node
 
 
-async def enlist(seat: Seat) -> None:
+async def enlist(seat: EmbeddedNode) -> None:
     await seat.store.open_lease(LEASE)
     await seat.store.put(MEMBER_PREFIX + name_of(seat), {"node": name_of(seat)}, leased=True)
 
 
-async def end(seat: Seat) -> None:
+async def end(seat: EmbeddedNode) -> None:
     """The end of an agent, as the others see it: its connections break, its port is closed."""
     await seat.close()
 
@@ -99,13 +99,13 @@ async def seats_at(*ports: int) -> AsyncIterator[Table]:
         await table.close()
 
 
-async def lost(seat: Seat) -> None:
+async def lost(seat: EmbeddedNode) -> None:
     """Wait until a seat has lost its store."""
     while not seat.loss:
         await asyncio.sleep(0.01)
 
 
-async def members(seat: Seat) -> set[str]:
+async def members(seat: EmbeddedNode) -> set[str]:
     listing = await within(PATIENCE, seat.store.get(MEMBER_PREFIX))
     return {key.removeprefix(MEMBER_PREFIX) for key in listing.items}
 
@@ -116,7 +116,7 @@ async def test_a_host_whose_name_comes_late_still_hosts(monkeypatch):
     monkeypatch.setattr(endpoint, "_is_this_machine", lambda host: answers.pop(0))
     monkeypatch.setattr("torchelastic.transport.own_endpoint.LOOK_AGAIN", 0.0)
     place = Endpoint("0.0.0.0", unused_port(), JOB)
-    seat = Seat([place], "a", clock=SystemClock(), lease=LEASE)
+    seat = EmbeddedNode([place], "a", clock=SystemClock(), lease=LEASE)
     await within(PATIENCE, seat.open(PATIENCE))
     assert seat.is_host
     await seat.close()
@@ -127,7 +127,7 @@ async def test_a_store_that_may_be_known_elsewhere_waits_a_lease_for_its_first_w
     async with seats_at() as table:
         (a,) = await table.sit("a")
         assert a.may_begin_at > SystemClock().now()
-    private = Seat([Endpoint("127.0.0.1", 0, JOB)], "a", clock=SystemClock(), lease=LEASE)
+    private = EmbeddedNode([Endpoint("127.0.0.1", 0, JOB)], "a", clock=SystemClock(), lease=LEASE)
     await private.open(PATIENCE)
     assert private.may_begin_at == 0.0
     await private.close()
@@ -164,7 +164,7 @@ def test_a_host_that_was_given_up_is_not_waited_for_while_others_still_name_it(m
             a, b, c = await table.sit("a", "b", "c")
             a._heralding.cancel()
             for purpose in (frames.STORE, frames.SUCCESSION):  # it takes calls, and never answers
-                a._reception.serve(purpose, lambda link, hello: None)
+                a._listener.serve(purpose, lambda link, hello: None)
             patience = []
             connect = EmbeddedStore.connect
 
@@ -208,12 +208,12 @@ async def test_a_minority_waits_says_why_and_follows_when_the_others_are_back():
         a, b, c = await table.sit("a", "b", "c")
         await end(a)
         for seat in (b, c):  # a cut between them
-            seat._reception.serve(frames.SUCCESSION, lambda link, hello: link.abort())
+            seat._listener.serve(frames.SUCCESSION, lambda link, hello: link.abort())
         for seat in (b, c):
             with pytest.raises(RendezvousLost, match="1 of 3 nodes are no majority"):
                 await table.regain(seat, timeout=0.3)
         for seat in (b, c):  # it heals
-            seat._reception.serve(frames.SUCCESSION, seat._converse)
+            seat._listener.serve(frames.SUCCESSION, seat._converse)
         await asyncio.gather(table.regain(b), table.regain(c))
         assert sum(seat.is_host for seat in (b, c)) == 1
 
@@ -281,9 +281,9 @@ async def test_a_host_that_was_succeeded_yields_and_follows():
         a, b, c = await table.sit("a", "b", "c")
         for seat in (b, c):  # as if a had been frozen for them
             seat.store.lose("it does not answer")
-        a._reception.serve(frames.SUCCESSION, lambda link, hello: link.abort())
+        a._listener.serve(frames.SUCCESSION, lambda link, hello: link.abort())
         await asyncio.gather(table.regain(b), table.regain(c))
-        a._reception.serve(frames.SUCCESSION, a._converse)  # it wakes
+        a._listener.serve(frames.SUCCESSION, a._converse)  # it wakes
         await within(PATIENCE, lost(a))
         assert not a.is_host
         await table.regain(a)
@@ -316,7 +316,9 @@ async def test_a_newcomer_finds_the_host_at_any_living_member():
         await end(a)
         await asyncio.gather(table.regain(b), table.regain(c))
         port = int(c.peer.rpartition(":")[2])
-        late = Seat([Endpoint("localhost", port, JOB)], "d", clock=SystemClock(), lease=LEASE)
+        late = EmbeddedNode(
+            [Endpoint("localhost", port, JOB)], "d", clock=SystemClock(), lease=LEASE
+        )
         await within(PATIENCE, late.open(PATIENCE))
         assert await members(late) == {"b", "c"}
         await late.close()
@@ -372,7 +374,7 @@ async def test_a_spare_host_votes_with_the_others():
 # --- a witness -----------------------------------------------------------------------------------
 
 
-async def with_witness(table: Table, directory, *names: str) -> list[Seat]:
+async def with_witness(table: Table, directory, *names: str) -> list[EmbeddedNode]:
     """As `Table.sit`, with a witness that has a vote in their world."""
     seats = []
     for name in names:
@@ -402,7 +404,7 @@ async def test_a_witness_that_has_voted_for_the_other_keeps_a_node_waiting(tmp_p
         a, b = await with_witness(table, tmp_path, "a", "b")
         assert await a.witness.claim("after-0", a.term)  # it has gone on alone
         for purpose in (frames.SUCCESSION, frames.STORE):
-            a._reception.serve(purpose, lambda link, hello: link.abort())
+            a._listener.serve(purpose, lambda link, hello: link.abort())
         b.store.lose("a cut")
         with pytest.raises(RendezvousLost, match="the witness has voted for them"):
             await table.regain(b, timeout=0.5)

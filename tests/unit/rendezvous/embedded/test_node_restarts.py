@@ -25,7 +25,7 @@ from torchelastic.errors import RendezvousLost, VoteOutdated
 from torchelastic.rendezvous.embedded.ask_peers import Returns
 from torchelastic.rendezvous.embedded.election import Poll
 from torchelastic.rendezvous.embedded.failover_state import Holding
-from torchelastic.rendezvous.embedded.node import Seat
+from torchelastic.rendezvous.embedded.node import EmbeddedNode
 from torchelastic.rendezvous.embedded.voter_file import VoterFile
 from torchelastic.rendezvous.embedded.votes import Ballot
 from torchelastic.rendezvous.majority import Elector, Electorate, Roll
@@ -34,7 +34,7 @@ from torchelastic.rendezvous.witness.witness_client import Asking
 from torchelastic.rendezvous.world import WORLD_KEY
 from torchelastic.transport import addresses as endpoint
 from torchelastic.transport import frames
-from torchelastic.transport.listener import Reception
+from torchelastic.transport.listener import Listener
 
 
 class FileTable(Table):
@@ -44,7 +44,7 @@ class FileTable(Table):
         super().__init__(*ports)
         self.files: list[VoterFile] = []
 
-    def restart(self, name: str, path: Path, **options) -> Seat:
+    def restart(self, name: str, path: Path, **options) -> EmbeddedNode:
         """The next agent of a node, with the file of the last."""
         file = VoterFile(path / name, name, {"machine": "here", "job": JOB})
         file.resume(gone=(), is_late=False)
@@ -66,7 +66,7 @@ async def seats_at() -> AsyncIterator[FileTable]:
         await table.close()
 
 
-async def three_with_files(table: FileTable, path: Path) -> list[Seat]:
+async def three_with_files(table: FileTable, path: Path) -> list[EmbeddedNode]:
     seats = [table.restart(name, path) for name in "abc"]
     for seat in seats:
         await within(PATIENCE, seat.open(PATIENCE))
@@ -77,7 +77,7 @@ async def three_with_files(table: FileTable, path: Path) -> list[Seat]:
     return seats
 
 
-async def kill(table: FileTable, seat: Seat) -> None:
+async def kill(table: FileTable, seat: EmbeddedNode) -> None:
     """The agent ends without a word; its file is free."""
     await end(seat)
     table.files[table.seats.index(seat)].close()
@@ -192,7 +192,7 @@ async def test_who_resumes_a_job_that_has_been_started_again_joins_it_as_a_new_n
         if place == "replaced":
             port = int(addresses["c"].rpartition(":")[2])
             sockets = endpoint.listen_beside("localhost", 0, port)
-            other = Reception(JOB)
+            other = Listener(JOB)
             other.serve(frames.SUCCESSION, again._converse)
             await other.listen(sockets)
         stale = table.restart("b", tmp_path)
@@ -212,7 +212,7 @@ def witness(directory: Path, name: str) -> Witness:
     return Witness(Asking(str(directory)), str(directory), JOB, name)
 
 
-async def two_with_witness(table: FileTable, path: Path) -> list[Seat]:
+async def two_with_witness(table: FileTable, path: Path) -> list[EmbeddedNode]:
     seats = []
     for name in "ab":
         seat = table.restart(name, path, witness=witness(path / "w", name))

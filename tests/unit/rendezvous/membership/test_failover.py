@@ -10,7 +10,7 @@ import pytest
 from tests.unit.agent.support import place
 from torchelastic.rendezvous import majority
 from torchelastic.rendezvous.leader import ROLL_KEY
-from torchelastic.rendezvous.membership.failover import Heir
+from torchelastic.rendezvous.membership.failover import Failover
 from torchelastic.rendezvous.store import Item, Listing
 from torchelastic.rendezvous.world import World
 
@@ -33,7 +33,7 @@ def test_the_host_has_a_vote_and_is_asked_in_the_world_or_not(node):
     only one left that knows of this world."""
     made = World(generation=3, phase="running", host="a", heirs={"a": "a:1"})
     world = made.with_nodes(place(name, rank, peer=f"{name}:1") for rank, name in enumerate("bc"))
-    holding = asyncio.run(Heir(node).take(Store(world), world, world.summary()))
+    holding = asyncio.run(Failover(node).take(Store(world), world, world.summary()))
     assert holding.roll.latest.nodes == set("abc")
     assert holding.addresses == {"a": "a:1", "b": "b:1", "c": "c:1"}
     assert holding.rows
@@ -45,12 +45,12 @@ def test_of_a_large_world_only_its_candidates_have_the_whole():
     names = [f"n{number}" for number in range(40)]
     world = made.with_nodes(place(name, rank, peer=f"{name}:1") for rank, name in enumerate(names))
     for node in ("spare", *names):
-        holding = asyncio.run(Heir(node).take(Store(world), world, world.summary()))
+        holding = asyncio.run(Failover(node).take(Store(world), world, world.summary()))
         assert bool(holding.rows) == (node in world.heirs)
 
 
 def test_who_forms_a_world_hears_when_it_is_settled():
-    heir = Heir("a")
+    failover = Failover("a")
     world = World(generation=0, phase="running", host="a").with_nodes([place("a", 0)])
-    heir.formed(world, world.parts())
-    assert heir.is_candidate.is_set()
+    failover.formed(world, world.parts())
+    assert failover.is_candidate.is_set()

@@ -8,7 +8,7 @@ from itertools import islice
 
 from tests.unit.agent.support import in_loop
 from tests.unit.rendezvous.embedded_support import connected, serving, soon
-from torchelastic.rendezvous.membership.member_record import NEIGHBOURS, Membership, _numbers
+from torchelastic.rendezvous.membership.member_record import NEIGHBOURS, MemberRecord, _numbers
 from torchelastic.rendezvous.world import Member
 
 
@@ -28,7 +28,7 @@ async def test_agents_of_one_host_are_told_apart_by_numbers():
             for node in "abc":
                 store = await stack.enter_async_context(connected(server.port))
                 await store.open_lease(60.0)
-                membership = Membership(member(node))
+                membership = MemberRecord(member(node))
                 await membership.enlist(store, "host")
                 names.append(membership.member.name)
                 assert (await record(store, node)).name == names[-1]
@@ -37,7 +37,7 @@ async def test_agents_of_one_host_are_told_apart_by_numbers():
 
 @in_loop
 async def test_agents_of_one_host_that_join_anew_keep_their_names():
-    first, second = (Membership(member(node)) for node in "ab")
+    first, second = (MemberRecord(member(node)) for node in "ab")
     async with serving() as server:
         for order in ((first, second), (second, first)):
             async with contextlib.AsyncExitStack() as stack:  # its end is that of the leases
@@ -63,7 +63,7 @@ async def test_a_record_is_put_once_what_it_says_is_kept():
     written = asyncio.Event()
     async with serving() as server, connected(server.port) as store:
         await store.open_lease(60.0)
-        membership = Membership(member("a"))
+        membership = MemberRecord(member("a"))
         enlisting = asyncio.create_task(membership.enlist(store, "host", written.wait))
         for _ in range(3):
             await store.keep_alive()
@@ -87,7 +87,7 @@ async def test_a_record_is_put_once_what_it_says_is_kept():
 async def test_a_record_is_put_when_it_differs_from_what_the_store_has():
     async with serving() as server, connected(server.port) as store:
         await store.open_lease(60.0)
-        membership = Membership(member("a"))
+        membership = MemberRecord(member("a"))
         await membership.enlist(store, "host")
         running = asyncio.create_task(membership.run(store))
         before = (await store.get("")).revision

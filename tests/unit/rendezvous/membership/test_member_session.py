@@ -11,8 +11,8 @@ from tests.unit.agent.support import in_loop, place
 from torchelastic.clock import SystemClock
 from torchelastic.config import LaunchConfig
 from torchelastic.rendezvous.membership.log_observer import LogObserver
-from torchelastic.rendezvous.membership.member_record import Membership
-from torchelastic.rendezvous.membership.member_session import Presence
+from torchelastic.rendezvous.membership.member_record import MemberRecord
+from torchelastic.rendezvous.membership.member_session import MemberSession
 from torchelastic.rendezvous.store import Item
 from torchelastic.rendezvous.world import Member, World
 
@@ -33,7 +33,7 @@ async def seen(
 ) -> str:
     """The phase in which a node acts on a world; empty: it does not."""
     worlds: list[World] = []
-    presence = Presence(
+    session = MemberSession(
         LaunchConfig(),
         "a",
         SystemClock(),
@@ -42,15 +42,15 @@ async def seen(
         on_world=worlds.append,
         on_lease_lost=lambda: None,
     )
-    presence._meeting = SimpleNamespace(
+    session._backend = SimpleNamespace(
         hear_of=lambda addresses: None, takes_up=lambda generation: takes_up, term=0
     )
-    presence._membership = Membership(Member(node="a", name="a", addr="a", nproc=2))
-    presence._membership.since = since
+    session._membership = MemberRecord(Member(node="a", name="a", addr="a", nproc=2))
+    session._membership.since = since
     store = Store(world)
     if lease_lost:
         store.lease_lost.set()
-    await presence._see_world(store, Item(world.summary(), published, published))
+    await session._see_world(store, Item(world.summary(), published, published))
     return worlds[0].phase if worlds else ""
 
 

@@ -219,11 +219,11 @@ async def test_storage_that_creates_a_key_twice_is_refused(tmp_path):
 async def test_a_witness_out_of_reach_is_told_of_once_and_when_it_is_back(tmp_path):
     _, b = await two(tmp_path)
     said: list[str] = []
-    vigil = WitnessWatch(b, said.append)
+    watchdog = WitnessWatch(b, said.append)
     for _ in range(2):
         b._asking.loses_answer = True
-        assert await vigil.look() == ""
-    assert await vigil.look() == b.token
+        assert await watchdog.look() == ""
+    assert await watchdog.look() == b.token
     assert len(said) == 2
     assert "does not respond: no answer within 5 s. Training is not affected" in said[0]
     assert "responds again" in said[1]

@@ -10,91 +10,93 @@ import pytest
 from torchelastic.snapshot import layout
 from torchelastic.snapshot.layout import SHARED, own, shard
 from torchelastic.snapshot.node import memory as module
-from torchelastic.snapshot.node.memory import Shelf
+from torchelastic.snapshot.node.memory import SnapshotMemory
 from torchelastic.system import memory_limit
 from torchelastic.system.memory_limit import Limit, NoRoom
 
 
 @pytest.fixture
-def shelf():
-    made = Shelf()
+def snapshot_memory():
+    made = SnapshotMemory()
     yield made
     made.close()
 
 
-def write(shelf, piece, version, size=1000, origin=""):
+def write(snapshot_memory, piece, version, size=1000, origin=""):
     if origin:
-        kept = shelf.make_room_for_replica(piece, origin, size, 100)
+        kept = snapshot_memory.make_room_for_replica(piece, origin, size, 100)
     else:
-        kept = shelf.make_room(piece, size, 100)
+        kept = snapshot_memory.make_room(piece, size, 100)
     data = bytes([version[1] % 256]) * 10
     kept.memory.begin(version)[:10] = data
     kept.memory.seal(version, b"{}", 10, layout.checksum(data))
     if not origin:
-        shelf.sealed([(piece, version)])
+        snapshot_memory.sealed([(piece, version)])
     return kept
 
 
-def held(shelf):
-    return [(item.piece, item.version, item.replica) for item in shelf.holdings()]
+def held(snapshot_memory):
+    return [(item.piece, item.version, item.replica) for item in snapshot_memory.holdings()]
 
 
-def test_a_piece_keeps_its_memory(shelf):
-    first = shelf.make_room(SHARED, 1000, 100)
-    assert shelf.make_room(SHARED, 1000, 100) is first
-    assert shelf.make_room(SHARED, 900, 50) is first
+def test_a_piece_keeps_its_memory(snapshot_memory):
+    first = snapshot_memory.make_room(SHARED, 1000, 100)
+    assert snapshot_memory.make_room(SHARED, 1000, 100) is first
+    assert snapshot_memory.make_room(SHARED, 900, 50) is first
     with pytest.raises(ValueError, match="no piece"):
-        shelf.make_room("own:x", 10, 10)
+        snapshot_memory.make_room("own:x", 10, 10)
 
 
-def test_a_piece_that_has_grown_gets_another_and_keeps_the_old_until_it_is_of_no_use(shelf):
-    write(shelf, SHARED, (0, 5))
-    write(shelf, SHARED, (1, 6), size=4000)
-    assert (SHARED, (0, 5), False) in held(shelf)
-    write(shelf, SHARED, (1, 7), size=4000)
-    write(shelf, SHARED, (1, 8), size=4000)
-    assert held(shelf) == [(SHARED, (1, 8), False), (SHARED, (1, 7), False)]
+def test_a_piece_that_has_grown_gets_another_and_keeps_the_old_until_it_is_of_no_use(
+    snapshot_memory,
+):
+    write(snapshot_memory, SHARED, (0, 5))
+    write(snapshot_memory, SHARED, (1, 6), size=4000)
+    assert (SHARED, (0, 5), False) in held(snapshot_memory)
+    write(snapshot_memory, SHARED, (1, 7), size=4000)
+    write(snapshot_memory, SHARED, (1, 8), size=4000)
+    assert held(snapshot_memory) == [(SHARED, (1, 8), False), (SHARED, (1, 7), False)]
 
 
-def test_a_memory_much_too_large_is_given_back(shelf):
-    large = shelf.make_room(SHARED, 8 << 20, 100)
-    assert shelf.make_room(SHARED, 100, 100) is not large
+def test_a_memory_much_too_large_is_given_back(snapshot_memory):
+    large = snapshot_memory.make_room(SHARED, 8 << 20, 100)
+    assert snapshot_memory.make_room(SHARED, 100, 100) is not large
 
 
-def test_pieces_of_older_generations_go_when_this_one_has_committed_enough(shelf):
-    write(shelf, own(2), (0, 5))
-    write(shelf, own(3), (0, 5), origin="b")
+def test_pieces_of_older_generations_go_when_this_one_has_committed_enough(snapshot_memory):
+    write(snapshot_memory, own(2), (0, 5))
+    write(snapshot_memory, own(3), (0, 5), origin="b")
     for step in (6, 7):
-        write(shelf, own(0), (1, step))
-    assert {piece for piece, _, _ in held(shelf)} == {own(0), own(2), own(3)}
-    write(shelf, own(0), (1, 8))
-    assert {piece for piece, _, _ in held(shelf)} == {own(0)}
+        write(snapshot_memory, own(0), (1, step))
+    assert {piece for piece, _, _ in held(snapshot_memory)} == {own(0), own(2), own(3)}
+    write(snapshot_memory, own(0), (1, 8))
+    assert {piece for piece, _, _ in held(snapshot_memory)} == {own(0)}
 
 
-def test_where_there_are_holders_it_must_have_replicas_first(shelf):
-    shelf.awaits_replicas = True
-    write(shelf, own(2), (0, 5))
+def test_where_there_are_holders_it_must_have_replicas_first(snapshot_memory):
+    snapshot_memory.awaits_replicas = True
+    write(snapshot_memory, own(2), (0, 5))
     for step in (6, 7, 8):
-        write(shelf, own(0), (1, step))
-    assert own(2) in {piece for piece, _, _ in held(shelf)}
-    shelf.note_replicated(own(0), (1, 7))
-    assert {piece for piece, _, _ in held(shelf)} == {own(0)}
+        write(snapshot_memory, own(0), (1, step))
+    assert own(2) in {piece for piece, _, _ in held(snapshot_memory)}
+    snapshot_memory.note_replicated(own(0), (1, 7))
+    assert {piece for piece, _, _ in held(snapshot_memory)} == {own(0)}
 
 
-def test_without_replicas_no_more_than_the_generation_before_is_kept(shelf):
-    shelf.awaits_replicas = True
+def test_without_replicas_no_more_than_the_generation_before_is_kept(snapshot_memory):
+    snapshot_memory.awaits_replicas = True
     for generation in range(4):
         for step in (1, 2, 3):
-            write(shelf, own(generation), (generation, step))
-    assert {piece for piece, _, _ in held(shelf)} == {own(2), own(3)}
+            write(snapshot_memory, own(generation), (generation, step))
+    assert {piece for piece, _, _ in held(snapshot_memory)} == {own(2), own(3)}
 
 
-def test_void_versions_are_dropped(shelf):
-    write(shelf, SHARED, (0, 10))
-    write(shelf, SHARED, (0, 11))
-    write(shelf, own(1), (0, 11), origin="b")
-    shelf.settle((0, 10), 1)
-    assert held(shelf) == [(SHARED, (0, 10), False)]
+def test_void_versions_are_dropped(snapshot_memory):
+    write(snapshot_memory, SHARED, (0, 10))
+    write(snapshot_memory, SHARED, (0, 11))
+    write(snapshot_memory, own(1), (0, 11), origin="b")
+    snapshot_memory.settle((0, 10), 1)
+    assert held(snapshot_memory) == [(SHARED, (0, 10), False)]
 
 
 @pytest.fixture
@@ -126,72 +128,72 @@ def _open_memories():
     ],
 )
 def test_a_node_outside_the_world_gives_back_what_is_void_or_older_than_the_base(
-    shelf, memories, base, left
+    snapshot_memory, memories, base, left
 ):
-    write(shelf, SHARED, (0, 9))
-    write(shelf, SHARED, (0, 10))
-    write(shelf, own(1), (0, 10), origin="b")
-    write(shelf, own(1), (0, 11), origin="b")
-    shelf.settle(base, 2, outside=True)
-    assert list(dict.fromkeys(piece for piece, _, _ in held(shelf))) == left
+    write(snapshot_memory, SHARED, (0, 9))
+    write(snapshot_memory, SHARED, (0, 10))
+    write(snapshot_memory, own(1), (0, 10), origin="b")
+    write(snapshot_memory, own(1), (0, 11), origin="b")
+    snapshot_memory.settle(base, 2, outside=True)
+    assert list(dict.fromkeys(piece for piece, _, _ in held(snapshot_memory))) == left
     assert bool(memories()) is bool(left)
 
 
-def test_what_is_being_brought_stays(shelf):
-    kept = write(shelf, own(1), (0, 10), origin="b")
+def test_what_is_being_brought_stays(snapshot_memory):
+    kept = write(snapshot_memory, own(1), (0, 10), origin="b")
     with kept.writing:
-        shelf.settle((1, 2), 2, outside=True)
-    assert held(shelf) == [(own(1), (0, 10), True)]
+        snapshot_memory.settle((1, 2), 2, outside=True)
+    assert held(snapshot_memory) == [(own(1), (0, 10), True)]
 
 
-def test_in_the_world_memory_stays_for_those_who_write_to_it(shelf):
-    kept = write(shelf, SHARED, (0, 11))
-    shelf.settle((0, 10), 1)
-    assert held(shelf) == []
-    assert shelf.make_room(SHARED, 1000, 100) is kept
+def test_in_the_world_memory_stays_for_those_who_write_to_it(snapshot_memory):
+    kept = write(snapshot_memory, SHARED, (0, 11))
+    snapshot_memory.settle((0, 10), 1)
+    assert held(snapshot_memory) == []
+    assert snapshot_memory.make_room(SHARED, 1000, 100) is kept
 
 
-def test_what_is_held_can_be_opened_also_after_the_shelf_is_gone(shelf):
-    write(shelf, own(0), (0, 5))
-    assert shelf.open(own(0), (0, 4)) is None
-    descriptor = shelf.open(own(0), (0, 5))
-    shelf.close()
+def test_what_is_held_can_be_opened_also_after_the_shelf_is_gone(snapshot_memory):
+    write(snapshot_memory, own(0), (0, 5))
+    assert snapshot_memory.open(own(0), (0, 4)) is None
+    descriptor = snapshot_memory.open(own(0), (0, 5))
+    snapshot_memory.close()
     memory = layout.Memory(descriptor)
     assert memory.freshest().version == (0, 5)
     memory.close()
     os.close(descriptor)
 
 
-def test_what_is_read_is_overwritten_last(shelf):
-    kept = write(shelf, own(0), (0, 1))
+def test_what_is_read_is_overwritten_last(snapshot_memory):
+    kept = write(snapshot_memory, own(0), (0, 1))
     for step in (2, 3):
-        write(shelf, own(0), (0, step))
-    with shelf.reading(own(0), (0, 1)) as (memory, _, found):
+        write(snapshot_memory, own(0), (0, step))
+    with snapshot_memory.reading(own(0), (0, 1)) as (memory, _, found):
         for step in (4, 5, 6):
-            write(shelf, own(0), (0, step))
+            write(snapshot_memory, own(0), (0, step))
         assert memory.still_holds(found)
-    write(shelf, own(0), (0, 7))
+    write(snapshot_memory, own(0), (0, 7))
     assert kept.memory.find((0, 1)) is None
 
 
-def test_the_freshest_of_a_piece_is_that_of_this_nodes_workers(shelf):
-    write(shelf, own(0), (0, 3))
-    write(shelf, own(0), (0, 9), origin="b")
-    with shelf.reading(own(0), None) as (_, _, found):
+def test_the_freshest_of_a_piece_is_that_of_this_nodes_workers(snapshot_memory):
+    write(snapshot_memory, own(0), (0, 3))
+    write(snapshot_memory, own(0), (0, 9), origin="b")
+    with snapshot_memory.reading(own(0), None) as (_, _, found):
         assert found.version == (0, 3)
 
 
-def test_what_is_fresher_than_known(shelf):
-    write(shelf, SHARED, (0, 5))
-    write(shelf, own(0), (0, 5))
-    write(shelf, own(1), (0, 4))
-    write(shelf, own(7), (0, 4), origin="b")
-    assert shelf.fresher_than({}) == [own(0), own(1)]
-    assert shelf.fresher_than({own(0): (0, 4), own(1): (0, 4)}) == [own(0)]
+def test_what_is_fresher_than_known(snapshot_memory):
+    write(snapshot_memory, SHARED, (0, 5))
+    write(snapshot_memory, own(0), (0, 5))
+    write(snapshot_memory, own(1), (0, 4))
+    write(snapshot_memory, own(7), (0, 4), origin="b")
+    assert snapshot_memory.fresher_than({}) == [own(0), own(1)]
+    assert snapshot_memory.fresher_than({own(0): (0, 4), own(1): (0, 4)}) == [own(0)]
 
 
 def test_own_pieces_have_a_buffer_more_to_be_copied_from():
-    with_replicas = Shelf(replicated=True)
+    with_replicas = SnapshotMemory(replicated=True)
     try:
         assert with_replicas.make_room(own(0), 10, 10).sizes.buffers == 4
         for piece in (SHARED, shard(0)):
@@ -200,82 +202,84 @@ def test_own_pieces_have_a_buffer_more_to_be_copied_from():
         with_replicas.close()
 
 
-def test_no_room_is_said_and_nothing_is_taken(shelf, monkeypatch):
+def test_no_room_is_said_and_nothing_is_taken(snapshot_memory, monkeypatch):
     monkeypatch.setattr(memory_limit, "limits", lambda: [Limit("its cgroup", 4 << 20, 1 << 20)])
     with pytest.raises(NoRoom, match="No room for snapshots of 'shared'"):
-        shelf.make_room(SHARED, 4 << 20, 100)
-    assert shelf.make_room(SHARED, 1000, 100).sizes.bytes == 1000
+        snapshot_memory.make_room(SHARED, 4 << 20, 100)
+    assert snapshot_memory.make_room(SHARED, 1000, 100).sizes.bytes == 1000
 
 
-def test_only_so_many_copies_are_held_and_those_that_never_came_go_first(shelf, monkeypatch):
+def test_only_so_many_copies_are_held_and_those_that_never_came_go_first(
+    snapshot_memory, monkeypatch
+):
     monkeypatch.setattr(module, "MOST_REPLICAS", 3)
-    write(shelf, own(0), (0, 1), origin="a")
+    write(snapshot_memory, own(0), (0, 1), origin="a")
     for name in ("x", "y", "z"):
-        shelf.make_room_for_replica(own(0), name, 10, 10)
+        snapshot_memory.make_room_for_replica(own(0), name, 10, 10)
     for name in ("b", "c"):
-        write(shelf, own(0), (0, 1), origin=name)
+        write(snapshot_memory, own(0), (0, 1), origin=name)
     with pytest.raises(NoRoom, match="3 are held"):
-        shelf.make_room_for_replica(own(0), "d", 10, 10)
-    write(shelf, own(0), (0, 2), origin="c")
-    assert len(held(shelf)) == 4
+        snapshot_memory.make_room_for_replica(own(0), "d", 10, 10)
+    write(snapshot_memory, own(0), (0, 2), origin="c")
+    assert len(held(snapshot_memory)) == 4
 
 
-def test_where_nobody_takes_copies_none_is_waited_for(shelf):
-    assert write(shelf, shard(0), (0, 5)).memory.replicated() == (0, 5)
-    shelf.awaits_replicas = True
-    kept = write(shelf, shard(0), (0, 6))
+def test_where_nobody_takes_copies_none_is_waited_for(snapshot_memory):
+    assert write(snapshot_memory, shard(0), (0, 5)).memory.replicated() == (0, 5)
+    snapshot_memory.awaits_replicas = True
+    kept = write(snapshot_memory, shard(0), (0, 6))
     assert kept.memory.replicated() == (0, 5)
-    shelf.note_replicated(shard(0), (0, 6))
+    snapshot_memory.note_replicated(shard(0), (0, 6))
     assert kept.memory.replicated() == (0, 6)
 
 
-def test_a_version_that_is_told_of_twice_counts_once(shelf):
-    write(shelf, own(1), (0, 5))
-    write(shelf, own(0), (1, 6))
+def test_a_version_that_is_told_of_twice_counts_once(snapshot_memory):
+    write(snapshot_memory, own(1), (0, 5))
+    write(snapshot_memory, own(0), (1, 6))
     for _ in range(3):
-        shelf.sealed([(own(0), (1, 6))])
-    assert (own(1), (0, 5), False) in held(shelf)
+        snapshot_memory.sealed([(own(0), (1, 6))])
+    assert (own(1), (0, 5), False) in held(snapshot_memory)
 
 
 # --- at the same time -----------------------------------------------------------------------------
 
 
-def test_a_memory_keeps_its_descriptor_while_something_is_brought_to_it(shelf, tmp_path):
+def test_a_memory_keeps_its_descriptor_while_something_is_brought_to_it(snapshot_memory, tmp_path):
     """Let go of, its number would be that of the next file, which the bytes would go to."""
-    kept = write(shelf, own(7), (0, 5), origin="b")
-    with shelf.bringing(kept) as may:
+    kept = write(snapshot_memory, own(7), (0, 5), origin="b")
+    with snapshot_memory.bringing(kept) as may:
         assert may
         for step in (6, 7, 8):
-            write(shelf, own(0), (1, step))
+            write(snapshot_memory, own(0), (1, step))
         with open(tmp_path / "log", "wb") as log:
             assert log.fileno() != kept.descriptor
-        assert (own(7), (0, 5), True) in held(shelf)
-    write(shelf, own(0), (1, 9))
-    assert (own(7), (0, 5), True) not in held(shelf)
+        assert (own(7), (0, 5), True) in held(snapshot_memory)
+    write(snapshot_memory, own(0), (1, 9))
+    assert (own(7), (0, 5), True) not in held(snapshot_memory)
 
 
-def test_so_it_does_when_a_larger_one_is_asked_for_meanwhile(shelf):
-    kept = shelf.make_room_for_replica(own(7), "b", 1000, 100)
-    with shelf.bringing(kept):
-        assert shelf.make_room_for_replica(own(7), "b", 8000, 100) is not kept
+def test_so_it_does_when_a_larger_one_is_asked_for_meanwhile(snapshot_memory):
+    kept = snapshot_memory.make_room_for_replica(own(7), "b", 1000, 100)
+    with snapshot_memory.bringing(kept):
+        assert snapshot_memory.make_room_for_replica(own(7), "b", 8000, 100) is not kept
         kept.memory.begin((0, 1))
         os.pwrite(kept.descriptor, b"here", kept.memory.begun_at)
         kept.memory.seal((0, 1), b"{}", 4, layout.checksum(b"here"))
-    assert held(shelf) == [(own(7), (0, 1), True)]
+    assert held(snapshot_memory) == [(own(7), (0, 1), True)]
 
 
-def test_nothing_is_brought_twice_at_a_time_nor_to_what_was_let_go_of(shelf):
-    kept = shelf.make_room_for_replica(own(7), "b", 1000, 100)
-    with shelf.bringing(kept), shelf.bringing(kept) as second:
+def test_nothing_is_brought_twice_at_a_time_nor_to_what_was_let_go_of(snapshot_memory):
+    kept = snapshot_memory.make_room_for_replica(own(7), "b", 1000, 100)
+    with snapshot_memory.bringing(kept), snapshot_memory.bringing(kept) as second:
         assert not second
-    shelf.make_room_for_replica(own(7), "b", 8000, 100)
-    with shelf.bringing(kept) as gone:
+    snapshot_memory.make_room_for_replica(own(7), "b", 8000, 100)
+    with snapshot_memory.bringing(kept) as gone:
         assert not gone
 
 
-def test_what_a_worker_seals_while_the_agent_settles_stays(shelf):
+def test_what_a_worker_seals_while_the_agent_settles_stays(snapshot_memory):
     """The worker is ahead of the agent: it has torn what is void, and put the next in its place."""
-    kept = shelf.make_room(SHARED, 1000, 100)
+    kept = snapshot_memory.make_room(SHARED, 1000, 100)
     worker = layout.Memory(kept.descriptor)
 
     def seal(version):
@@ -294,35 +298,35 @@ def test_what_a_worker_seals_while_the_agent_settles_stays(shelf):
         return found
 
     kept.memory.holdings = holdings
-    shelf.settle((0, 10), 1)
-    assert held(shelf) == [(SHARED, (1, 11), False), (SHARED, (0, 10), False)]
+    snapshot_memory.settle((0, 10), 1)
+    assert held(snapshot_memory) == [(SHARED, (1, 11), False), (SHARED, (0, 10), False)]
     worker.close()
 
 
-def test_what_is_void_is_torn_by_who_writes_there_next(shelf):
-    kept = write(shelf, own(1), (0, 11), origin="b")
-    shelf.settle((0, 10), 1)
-    assert held(shelf) == []
+def test_what_is_void_is_torn_by_who_writes_there_next(snapshot_memory):
+    kept = write(snapshot_memory, own(1), (0, 11), origin="b")
+    snapshot_memory.settle((0, 10), 1)
+    assert held(snapshot_memory) == []
     assert kept.memory.find((0, 11)) is not None
-    with shelf.bringing(kept):
+    with snapshot_memory.bringing(kept):
         assert kept.memory.find((0, 11)) is None
         kept.memory.begin((0, 10))
 
 
-def test_it_stays_pinned_until_the_last_of_two_readers_has_ended(shelf):
-    kept = write(shelf, own(0), (0, 1))
-    first = shelf.reading(own(0), (0, 1))
-    with shelf.reading(own(0), (0, 1)) as (memory, _, found):
+def test_it_stays_pinned_until_the_last_of_two_readers_has_ended(snapshot_memory):
+    kept = write(snapshot_memory, own(0), (0, 1))
+    first = snapshot_memory.reading(own(0), (0, 1))
+    with snapshot_memory.reading(own(0), (0, 1)) as (memory, _, found):
         with first:
             pass
         for step in (2, 3, 4, 5):
-            write(shelf, own(0), (0, step))
+            write(snapshot_memory, own(0), (0, step))
         assert memory.still_holds(found)
-    write(shelf, own(0), (0, 6))
+    write(snapshot_memory, own(0), (0, 6))
     assert kept.memory.find((0, 1)) is None
 
 
-def test_nobody_waits_while_pages_are_taken_and_they_count_as_taken(shelf, monkeypatch):
+def test_nobody_waits_while_pages_are_taken_and_they_count_as_taken(snapshot_memory, monkeypatch):
     begun, goes_on, take = threading.Event(), threading.Event(), os.posix_fallocate
 
     def slow(descriptor, begin, length):
@@ -330,44 +334,46 @@ def test_nobody_waits_while_pages_are_taken_and_they_count_as_taken(shelf, monke
         assert goes_on.wait(30)
         take(descriptor, begin, length)
 
-    write(shelf, own(0), (0, 1))
+    write(snapshot_memory, own(0), (0, 1))
     monkeypatch.setattr(layout.os, "posix_fallocate", slow)
     monkeypatch.setattr(memory_limit, "limits", lambda: [Limit("its cgroup", 8 << 20, 1 << 20)])
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(shelf.make_room, SHARED, 2 << 20, 100)
+        first = pool.submit(snapshot_memory.make_room, SHARED, 2 << 20, 100)
         assert begun.wait(30)
-        second = pool.submit(shelf.make_room, SHARED, 2 << 20, 100)
-        assert held(shelf) == [(own(0), (0, 1), False)]
+        second = pool.submit(snapshot_memory.make_room, SHARED, 2 << 20, 100)
+        assert held(snapshot_memory) == [(own(0), (0, 1), False)]
         with pytest.raises(NoRoom, match=r"and 2\.6 MiB of the 8\.0 MiB"):
-            shelf.make_room(shard(1), 2 << 20, 100)
+            snapshot_memory.make_room(shard(1), 2 << 20, 100)
         goes_on.set()
         assert first.result() is second.result()
-    assert shelf.make_room(shard(1), 2 << 20, 100)
-    assert shelf._promised == 0
+    assert snapshot_memory.make_room(shard(1), 2 << 20, 100)
+    assert snapshot_memory._promised == 0
 
 
-def test_pages_that_cannot_be_taken_are_not_promised_any_more(shelf, memories, monkeypatch):
+def test_pages_that_cannot_be_taken_are_not_promised_any_more(
+    snapshot_memory, memories, monkeypatch
+):
     def full(*_):
         raise OSError(errno.ENOSPC, "no space")
 
     monkeypatch.setattr(layout.os, "posix_fallocate", full)
     with pytest.raises(OSError, match="no space"):
-        shelf.make_room(SHARED, 1000, 100)
-    assert shelf._promised == 0
+        snapshot_memory.make_room(SHARED, 1000, 100)
+    assert snapshot_memory._promised == 0
     assert not memories()
 
 
-def test_replicas_of_nodes_that_are_lost_become_our_own(shelf):
-    write(shelf, own(0), (0, 5))
-    write(shelf, own(2), (0, 5), origin="b")
-    write(shelf, own(3), (0, 5), origin="c")
-    assert not shelf.adopt({"a", "b", "c"})
-    assert shelf.adopt({"a", "c"})
-    assert held(shelf) == [
+def test_replicas_of_nodes_that_are_lost_become_our_own(snapshot_memory):
+    write(snapshot_memory, own(0), (0, 5))
+    write(snapshot_memory, own(2), (0, 5), origin="b")
+    write(snapshot_memory, own(3), (0, 5), origin="c")
+    assert not snapshot_memory.adopt({"a", "b", "c"})
+    assert snapshot_memory.adopt({"a", "c"})
+    assert held(snapshot_memory) == [
         (own(0), (0, 5), False),
         (own(2), (0, 5), False),
         (own(3), (0, 5), True),
     ]
-    assert shelf.fresher_than({}) == [own(0), own(2)]
-    write(shelf, own(2), (1, 6))  # the rank is on this node now
-    assert shelf.fresher_than({own(0): (0, 5), own(2): (0, 5)}) == [own(2)]
+    assert snapshot_memory.fresher_than({}) == [own(0), own(2)]
+    write(snapshot_memory, own(2), (1, 6))  # the rank is on this node now
+    assert snapshot_memory.fresher_than({own(0): (0, 5), own(2): (0, 5)}) == [own(2)]

@@ -21,15 +21,15 @@ from torchelastic.rendezvous.embedded import bind_endpoint
 from torchelastic.snapshot import layout
 from torchelastic.snapshot.layout import SHARED, own, shard
 from torchelastic.snapshot.node import replicator, stream
-from torchelastic.snapshot.node.memory import Shelf
-from torchelastic.snapshot.node.replicator import Carrier
+from torchelastic.snapshot.node.memory import SnapshotMemory
+from torchelastic.snapshot.node.replicator import Replicator
 from torchelastic.snapshot.node.stream import Header
 from torchelastic.system import memory_limit
 from torchelastic.system.memory_limit import Limit, NoRoom
 from torchelastic.transport import credentials, frames
 from torchelastic.transport.auth import ANONYMOUS, Credentials, Secret
 from torchelastic.transport.connect import Endpoint, knock
-from torchelastic.transport.listener import Reception
+from torchelastic.transport.listener import Listener
 
 JOB = "job"
 SECRET = Credentials(Secret(b"the secret of this job"))
@@ -39,13 +39,13 @@ SIZE = 3 * stream.CHUNK + 17
 @dataclass
 class Node:
     name: str
-    shelf: Shelf
-    carrier: Carrier
+    snapshot_memory: SnapshotMemory
+    replicator: Replicator
     peer: str
 
     def write(self, piece, version, size=SIZE, summed=None):
         """What a worker does."""
-        kept = self.shelf.make_room(piece, size, 100)
+        kept = self.snapshot_memory.make_room(piece, size, 100)
         buffer = kept.memory.begin(version)
         buffer[:] = content(version, size)
         checksum = layout.checksum(buffer) if summed is None else summed
@@ -53,10 +53,12 @@ class Node:
         return kept
 
     def held(self):
-        return [(item.piece, item.version, item.replica) for item in self.shelf.holdings()]
+        return [
+            (item.piece, item.version, item.replica) for item in self.snapshot_memory.holdings()
+        ]
 
     def assert_holds(self, piece, version, size=SIZE):
-        with self.shelf.reading(piece, version) as (_, _, held):
+        with self.snapshot_memory.reading(piece, version) as (_, _, held):
             assert held.is_whole()
             assert held.data == content(version, size)
             assert (held.skeleton, held.rank, held.size) == (b'{"a": 1}', 1, 2)
@@ -70,17 +72,17 @@ def content(version, size):
 
 @contextlib.asynccontextmanager
 async def node(name: str, shown: Credentials = SECRET, **options) -> AsyncIterator[Node]:
-    shelf = Shelf()
-    carrier = Carrier(shelf, name, JOB, shown, **options)
-    reception = Reception(JOB, secret=shown.secret, tls=shown.server_tls)
-    reception.serve(frames.SNAPSHOT, carrier.admit)
-    port = await reception.listen(bind_endpoint("127.0.0.1", 0))
+    snapshot_memory = SnapshotMemory()
+    replicator = Replicator(snapshot_memory, name, JOB, shown, **options)
+    listener = Listener(JOB, secret=shown.secret, tls=shown.server_tls)
+    listener.serve(frames.SNAPSHOT, replicator.admit)
+    port = await listener.listen(bind_endpoint("127.0.0.1", 0))
     try:
-        yield Node(name, shelf, carrier, f"127.0.0.1:{port}")
+        yield Node(name, snapshot_memory, replicator, f"127.0.0.1:{port}")
     finally:
-        await carrier.close()
-        await reception.close()
-        shelf.close()
+        await replicator.close()
+        await listener.close()
+        snapshot_memory.close()
 
 
 def told(story):
@@ -114,9 +116,9 @@ async def test_what_another_node_holds_can_be_had(shown):
     async with node("a", shown) as a, node("b", shown) as b:
         a.write(SHARED, (0, 1))
         a.write(SHARED, (0, 2))
-        await b.carrier.fetch(SHARED, (0, 1), a.peer)
+        await b.replicator.fetch(SHARED, (0, 1), a.peer)
         b.assert_holds(SHARED, (0, 1))
-        await b.carrier.fetch(SHARED, (0, 2), a.peer)
+        await b.replicator.fetch(SHARED, (0, 2), a.peer)
         assert b.held() == [(SHARED, (0, 2), False), (SHARED, (0, 1), False)]
         b.assert_holds(SHARED, (0, 2))
 
@@ -126,19 +128,19 @@ async def test_pieces_are_given_again_and_again_over_one_connection(shown):
     async with node("a", shown) as a, node("b", shown) as b:
         for step in range(1, 5):
             a.write(own(1), (0, step))
-            assert await a.carrier.give(own(1), b.peer) == (0, step)
+            assert await a.replicator.give(own(1), b.peer) == (0, step)
             b.assert_holds(own(1), (0, step))
         assert b.held() == [(own(1), (0, 4), True), (own(1), (0, 3), True)]
-        assert len(b.carrier._guests) == len(a.carrier._pipes) == 1
+        assert len(b.replicator._visitors) == len(a.replicator._pipes) == 1
 
 
 @told
 async def test_what_is_there_is_not_sent_again():
     async with node("a") as a, node("b") as b:
         kept = a.write(own(1), (0, 1))
-        await a.carrier.give(own(1), b.peer)
+        await a.replicator.give(own(1), b.peer)
         os.pwrite(kept.descriptor, b"?", kept.sizes.buffer_at(0))  # would not be taken
-        assert await a.carrier.give(own(1), b.peer) == (0, 1)
+        assert await a.replicator.give(own(1), b.peer) == (0, 1)
 
 
 @told
@@ -146,12 +148,12 @@ async def test_an_older_version_is_taken_once_the_fresher_one_is_void():
     async with node("a") as a, node("b") as b:
         a.write(own(1), (0, 10))
         a.write(own(1), (0, 11))
-        await a.carrier.give(own(1), b.peer)
-        a.shelf.settle((0, 10), 1)
+        await a.replicator.give(own(1), b.peer)
+        a.snapshot_memory.settle((0, 10), 1)
         with pytest.raises(TransferError, match="something fresher"):
-            await a.carrier.give(own(1), b.peer)
-        b.shelf.settle((0, 10), 1)
-        assert await a.carrier.give(own(1), b.peer) == (0, 10)
+            await a.replicator.give(own(1), b.peer)
+        b.snapshot_memory.settle((0, 10), 1)
+        assert await a.replicator.give(own(1), b.peer) == (0, 10)
         assert b.held() == [(own(1), (0, 10), True)]
 
 
@@ -161,10 +163,10 @@ async def test_the_copy_of_a_dropped_version_makes_way_before_that_of_a_good_one
     async with node("a") as a, node("b") as b:
         for step in (1, 2):
             kept = a.write(shard(1), (0, step))
-            await a.carrier.give(shard(1), b.peer)
+            await a.replicator.give(shard(1), b.peer)
         kept.memory.drop((0, 2))
         a.write(shard(1), (0, 3))
-        await a.carrier.give(shard(1), b.peer)
+        await a.replicator.give(shard(1), b.peer)
         assert b.held() == [(shard(1), (0, 3), True), (shard(1), (0, 1), True)]
 
 
@@ -172,7 +174,7 @@ async def test_the_copy_of_a_dropped_version_makes_way_before_that_of_a_good_one
 async def test_the_memory_that_was_fetched_into_is_the_workers_to_write_to():
     async with node("a") as a, node("b") as b:
         a.write(SHARED, (0, 1))
-        await b.carrier.fetch(SHARED, (0, 1), a.peer)
+        await b.replicator.fetch(SHARED, (0, 1), a.peer)
         assert b.write(SHARED, (1, 2)).memory.find((0, 1)) is not None
 
 
@@ -181,7 +183,7 @@ async def test_what_is_fetched_is_the_base_and_what_is_beyond_it_void():
     async with node("a") as a, node("b") as b:
         a.write(SHARED, (0, 10))
         b.write(SHARED, (0, 11))
-        await b.carrier.fetch(SHARED, (0, 10), a.peer)
+        await b.replicator.fetch(SHARED, (0, 10), a.peer)
         assert b.held() == [(SHARED, (0, 10), False)]
 
 
@@ -190,21 +192,21 @@ async def test_what_is_not_held_is_refused_and_the_connection_stays():
     async with node("a") as a, node("b") as b:
         a.write(SHARED, (0, 2))
         with pytest.raises(TransferError, match="does not hold that version of 'shared'"):
-            await b.carrier.fetch(SHARED, (0, 1), a.peer)
-        await b.carrier.fetch(SHARED, (0, 2), a.peer)
+            await b.replicator.fetch(SHARED, (0, 1), a.peer)
+        await b.replicator.fetch(SHARED, (0, 2), a.peer)
 
 
 @told
 async def test_bytes_that_do_not_fit_their_checksum_are_not_kept():
     async with node("a") as a, node("b") as b:
         a.write(own(1), (0, 1))
-        await a.carrier.give(own(1), b.peer)
+        await a.replicator.give(own(1), b.peer)
         a.write(own(1), (0, 2), summed=7)
         with pytest.raises(TransferError, match="overwritten"):
-            await a.carrier.give(own(1), b.peer)
+            await a.replicator.give(own(1), b.peer)
         assert b.held() == [(own(1), (0, 1), True)]
         a.write(own(1), (0, 3))
-        await a.carrier.give(own(1), b.peer)
+        await a.replicator.give(own(1), b.peer)
         b.assert_holds(own(1), (0, 3))
 
 
@@ -212,8 +214,8 @@ async def test_bytes_that_do_not_fit_their_checksum_are_not_kept():
 async def test_bytes_that_were_fetched_are_for_the_worker_to_sum():
     async with node("a") as a, node("b") as b:
         a.write(SHARED, (0, 2), summed=7)
-        await b.carrier.fetch(SHARED, (0, 2), a.peer)
-        with b.shelf.reading(SHARED, (0, 2)) as (_, _, held):
+        await b.replicator.fetch(SHARED, (0, 2), a.peer)
+        with b.snapshot_memory.reading(SHARED, (0, 2)) as (_, _, held):
             assert not held.is_whole()
 
 
@@ -231,10 +233,10 @@ async def test_what_was_overwritten_on_its_way_is_not_kept(monkeypatch):
         a.write(SHARED, (0, 2))
         monkeypatch.setattr(replicator, "_send", send_late)
         with pytest.raises(TransferError, match="has been overwritten"):
-            await b.carrier.fetch(SHARED, (0, 2), a.peer)
+            await b.replicator.fetch(SHARED, (0, 2), a.peer)
         assert b.held() == []
         monkeypatch.setattr(replicator, "_send", send)
-        await b.carrier.fetch(SHARED, (0, 1), a.peer)
+        await b.replicator.fetch(SHARED, (0, 1), a.peer)
         b.assert_holds(SHARED, (0, 1))
 
 
@@ -242,10 +244,10 @@ async def test_what_was_overwritten_on_its_way_is_not_kept(monkeypatch):
 async def test_the_freshest_can_be_had_without_knowing_which_it_is():
     async with node("a") as a, node("b") as b:
         with pytest.raises(TransferError, match="does not hold"):
-            await b.carrier.fetch_freshest(SHARED, a.peer)
+            await b.replicator.fetch_freshest(SHARED, a.peer)
         a.write(SHARED, (3, 10))
         a.write(SHARED, (3, 11))
-        await b.carrier.fetch_freshest(SHARED, a.peer)
+        await b.replicator.fetch_freshest(SHARED, a.peer)
         b.assert_holds(SHARED, (3, 11))
         assert b.held() == [(SHARED, (3, 11), False)]
 
@@ -266,9 +268,9 @@ async def test_a_node_without_room_says_so(monkeypatch):
         a.write(own(1), (0, 1))
         monkeypatch.setattr(memory_limit, "limits", lambda: [Limit("its cgroup", 1 << 20, 1 << 20)])
         with pytest.raises(TransferError, match="No room for snapshots of 'own:1'"):
-            await a.carrier.give(own(1), b.peer)
+            await a.replicator.give(own(1), b.peer)
         with pytest.raises(NoRoom, match="No room"):
-            await b.carrier.fetch(own(1), (0, 1), a.peer)
+            await b.replicator.fetch(own(1), (0, 1), a.peer)
         assert b.held() == []
 
 
@@ -278,7 +280,7 @@ async def test_copies_keep_to_their_bandwidth_and_the_loop_goes_on():
         a.write(own(1), (0, 1), size=10 * stream.CHUNK)
         loop, ticks = asyncio.get_running_loop(), 0
         began = loop.time()
-        giving = asyncio.create_task(a.carrier.give(own(1), b.peer))
+        giving = asyncio.create_task(a.replicator.give(own(1), b.peer))
         while not giving.done():
             await asyncio.sleep(0.005)
             ticks += 1
@@ -292,25 +294,25 @@ async def test_copies_keep_to_their_bandwidth_and_the_loop_goes_on():
 async def test_the_end_of_an_agent_ends_its_transfers_at_once():
     async with node("a", bandwidth=5 * stream.CHUNK) as a, node("b") as b:
         a.write(own(1), (0, 1), size=50 * stream.CHUNK)
-        giving = asyncio.create_task(a.carrier.give(own(1), b.peer))
-        while not b.held() and not b.shelf._kept:
+        giving = asyncio.create_task(a.replicator.give(own(1), b.peer))
+        while not b.held() and not b.snapshot_memory._kept:
             await asyncio.sleep(0.005)
-        await asyncio.wait_for(b.carrier.close(), 10)
+        await asyncio.wait_for(b.replicator.close(), 10)
         with pytest.raises(TransferError, match=r"is lost"):
             await asyncio.wait_for(giving, 20)
         assert b.held() == []
         with pytest.raises(TransferError):
-            await a.carrier.give(own(1), b.peer)
+            await a.replicator.give(own(1), b.peer)
 
 
 @told
 async def test_giving_ends_with_this_agent():
     async with node("a", bandwidth=5 * stream.CHUNK) as a, node("b") as b:
         a.write(own(1), (0, 1), size=50 * stream.CHUNK)
-        giving = asyncio.create_task(a.carrier.give(own(1), b.peer))
-        while not b.shelf._kept:
+        giving = asyncio.create_task(a.replicator.give(own(1), b.peer))
+        while not b.snapshot_memory._kept:
             await asyncio.sleep(0.005)
-        await asyncio.wait_for(a.carrier.close(), 10)
+        await asyncio.wait_for(a.replicator.close(), 10)
         with pytest.raises(TransferError):
             await giving
 
@@ -322,7 +324,7 @@ async def test_nobody_is_there():
             nobody = f"127.0.0.1:{taken.getsockname()[1]}"
         for peer in (nobody, "no place at all", ""):
             with pytest.raises(TransferError, match="does not answer"):
-                await a.carrier.fetch(SHARED, (0, 1), peer)
+                await a.replicator.fetch(SHARED, (0, 1), peer)
 
 
 @told
@@ -331,27 +333,27 @@ async def test_who_has_another_secret_gets_nothing():
     async with node("a") as a, node("b", other) as b:
         a.write(SHARED, (0, 1))
         with pytest.raises(TransferError, match="different secrets"):
-            await b.carrier.fetch(SHARED, (0, 1), a.peer)
+            await b.replicator.fetch(SHARED, (0, 1), a.peer)
 
 
 @told
 async def test_connections_to_nodes_that_are_gone_are_closed():
     async with node("a") as a, node("b") as b:
         a.write(own(1), (0, 1))
-        await a.carrier.give(own(1), b.peer)
-        a.carrier.forget({b.peer})
-        assert len(a.carrier._pipes) == 1
-        a.carrier.forget(set())
-        assert len(a.carrier._pipes) == 0
+        await a.replicator.give(own(1), b.peer)
+        a.replicator.forget({b.peer})
+        assert len(a.replicator._pipes) == 1
+        a.replicator.forget(set())
+        assert len(a.replicator._pipes) == 0
 
 
 def hold_serving(monkeypatch):
     """What guests ask for is done when the event that is returned is set."""
     goes_on, serve = threading.Event(), replicator._serve
 
-    def held(guest, shelf):
+    def held(guest, snapshot_memory):
         assert goes_on.wait(30)
-        serve(guest, shelf)
+        serve(guest, snapshot_memory)
 
     monkeypatch.setattr(replicator, "_serve", held)
     return goes_on
@@ -359,40 +361,40 @@ def hold_serving(monkeypatch):
 
 async def rest(one):
     """Who has been served is known to the loop a little later than to the guest."""
-    while len(one.carrier._resting) < len(one.carrier._guests):
+    while len(one.replicator._resting) < len(one.replicator._visitors):
         await asyncio.sleep(0.005)
 
 
 @told
 async def test_guests_at_rest_make_way_and_others_are_not_sent_away(monkeypatch):
-    monkeypatch.setattr(replicator, "MOST_GUESTS", 2)
+    monkeypatch.setattr(replicator, "MOST_VISITORS", 2)
 
     async with node("a") as a, node("b") as b, node("c") as c, node("d") as d, node("e") as e:
         a.write(SHARED, (0, 1))
         for other in (b, c, d):
-            await other.carrier.fetch(SHARED, (0, 1), a.peer)
+            await other.replicator.fetch(SHARED, (0, 1), a.peer)
             await rest(a)
-        assert len(a.carrier._guests) == 2
+        assert len(a.replicator._visitors) == 2
         goes_on = hold_serving(monkeypatch)
         a.write(SHARED, (0, 2))
         fetching = [
-            asyncio.create_task(one.carrier.fetch(SHARED, (0, 2), a.peer)) for one in (b, c)
+            asyncio.create_task(one.replicator.fetch(SHARED, (0, 2), a.peer)) for one in (b, c)
         ]
-        while a.carrier._resting or len(a.carrier._guests) < 2:
+        while a.replicator._resting or len(a.replicator._visitors) < 2:
             await asyncio.sleep(0.005)
         with pytest.raises(TransferError, match="no more connections"):
-            await e.carrier.fetch(SHARED, (0, 2), a.peer)
+            await e.replicator.fetch(SHARED, (0, 2), a.peer)
         goes_on.set()
         await asyncio.gather(*fetching)
         await rest(a)
-        await d.carrier.fetch(SHARED, (0, 2), a.peer)
+        await d.replicator.fetch(SHARED, (0, 2), a.peer)
 
 
 @told
 async def test_who_waits_for_its_turn_hears_of_it_and_does_not_give_up(monkeypatch):
     """One survivor serves a few at a time, and each may take longer than silence is borne."""
     monkeypatch.setattr(replicator, "WAITING", 0.01)
-    heard, receive = threading.Event(), stream.Pipe.receive_reply
+    heard, receive = threading.Event(), stream.SnapshotStream.receive_reply
 
     def receive_reply(self):
         kind, sentence = receive(self)
@@ -400,7 +402,7 @@ async def test_who_waits_for_its_turn_hears_of_it_and_does_not_give_up(monkeypat
             heard.set()
         return kind, sentence
 
-    monkeypatch.setattr(stream.Pipe, "receive_reply", receive_reply)
+    monkeypatch.setattr(stream.SnapshotStream, "receive_reply", receive_reply)
 
     async with contextlib.AsyncExitStack() as stack:
         a = await stack.enter_async_context(node("a"))
@@ -411,7 +413,7 @@ async def test_who_waits_for_its_turn_hears_of_it_and_does_not_give_up(monkeypat
         ]
         goes_on = hold_serving(monkeypatch)
         fetching = [
-            asyncio.create_task(one.carrier.fetch(SHARED, (0, 1), a.peer)) for one in others
+            asyncio.create_task(one.replicator.fetch(SHARED, (0, 1), a.peer)) for one in others
         ]
         assert await asyncio.to_thread(heard.wait, 30)
         goes_on.set()
@@ -427,14 +429,14 @@ async def test_who_gives_to_a_busy_node_comes_again(monkeypatch):
     async with node("a") as a, node("b") as b:
         a.write(own(1), (0, 1))
         for _ in range(replicator.INCOMING):
-            await b.carrier._turns.acquire()
+            await b.replicator._turns.acquire()
         with pytest.raises(TransferError, match="is busy"):
-            await a.carrier.give(own(1), b.peer)
+            await a.replicator.give(own(1), b.peer)
         for _ in range(replicator.INCOMING):
-            b.carrier._turns.release()
-        while b.carrier._guests:
+            b.replicator._turns.release()
+        while b.replicator._visitors:
             await asyncio.sleep(0.005)
-        assert await a.carrier.give(own(1), b.peer) == (0, 1)
+        assert await a.replicator.give(own(1), b.peer) == (0, 1)
 
 
 @pytest.mark.parametrize("name", ["_serve", "_fetch"])
@@ -448,16 +450,20 @@ async def test_what_nobody_expected_ends_the_connection(monkeypatch, name):
         asyncio.get_running_loop().set_exception_handler(lambda _, seen: unseen.append(seen))
         monkeypatch.setattr(replicator, name, fails)
         with pytest.raises((TransferError, RuntimeError)):
-            await b.carrier.fetch(SHARED, (0, 1), a.peer)
-        while a.carrier._guests:
+            await b.replicator.fetch(SHARED, (0, 1), a.peer)
+        while a.replicator._visitors:
             await asyncio.sleep(0.005)
-        assert not b.carrier._pipes
+        assert not b.replicator._pipes
 
 
 @told
 async def test_bytes_go_nowhere_else_when_their_memory_is_wanted_otherwise(monkeypatch, tmp_path):
     """The sender stops amid a version, this node commits on, and files are opened and closed."""
-    begun, goes_on, send_file = threading.Event(), threading.Event(), stream.Pipe.send_file
+    begun, goes_on, send_file = (
+        threading.Event(),
+        threading.Event(),
+        stream.SnapshotStream.send_file,
+    )
 
     def send_half(self, descriptor, at, size, wait):
         send_file(self, descriptor, at, size // 2, wait)
@@ -467,14 +473,14 @@ async def test_bytes_go_nowhere_else_when_their_memory_is_wanted_otherwise(monke
 
     async with node("a") as a, node("b") as b:
         a.write(own(1), (0, 5))
-        await a.carrier.give(own(1), b.peer)
+        await a.replicator.give(own(1), b.peer)
         a.write(own(1), (1, 6))
-        monkeypatch.setattr(stream.Pipe, "send_file", send_half)
-        giving = asyncio.create_task(a.carrier.give(own(1), b.peer))
+        monkeypatch.setattr(stream.SnapshotStream, "send_file", send_half)
+        giving = asyncio.create_task(a.replicator.give(own(1), b.peer))
         assert await asyncio.to_thread(begun.wait, 30)
         for step in (6, 7, 8):
             b.write(own(0), (1, step), size=1000)
-            b.shelf.sealed([(own(0), (1, step))])
+            b.snapshot_memory.sealed([(own(0), (1, step))])
         files = [open(tmp_path / str(number), "wb") for number in range(8)]  # noqa: SIM115
         goes_on.set()
         assert await giving == (1, 6)
@@ -526,8 +532,8 @@ async def talk_nonsense():
                     while await asyncio.wait_for(loop.sock_recv(connection, 4096), 10):
                         pass
             assert a.held() == [(SHARED, (0, 1), False)], said
-        await b.carrier.fetch(SHARED, (0, 1), a.peer)
-        while len(a.carrier._guests) != 1:
+        await b.replicator.fetch(SHARED, (0, 1), a.peer)
+        while len(a.replicator._visitors) != 1:
             await asyncio.sleep(0.005)
 
 
@@ -548,7 +554,7 @@ async def test_who_speaks_before_being_welcome_is_sent_away():
         assert len(await asyncio.wait_for(reader.read(), 10)) < 200
         writer.close()
         await writer.wait_closed()
-        assert not a.carrier._guests
+        assert not a.replicator._visitors
 
 
 def test_no_thread_is_left():

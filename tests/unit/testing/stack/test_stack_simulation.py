@@ -89,7 +89,7 @@ def growth_at_once(seed: int) -> Schedule:
 def nobody_enters_a_world_that_pauses(change: rules.Set) -> None:
     enter = in_process._enter
 
-    def only_a_running_one(state: in_process.CrewState, world: World) -> in_process.Step:
+    def only_a_running_one(state: in_process.InProcessState, world: World) -> in_process.Step:
         return enter(state, world) if world.phase == "running" else (state, [])
 
     change(in_process, "_enter", only_a_running_one)

@@ -23,7 +23,7 @@ from torchelastic.training import world_entry
 from torchelastic.training.group import group as groups
 from torchelastic.training.group import native_groups, threads
 from torchelastic.training.group.group import GenerationOver, Group, PeerLostError
-from torchelastic.worker import status_page as slates
+from torchelastic.worker import status_page as status_pages
 from torchelastic.worker.collective_log import Operation as Shown
 from torchelastic.worker.collective_log import read
 from torchelastic.worker.orders import Over, Ping, Pong, Stopped
@@ -52,7 +52,7 @@ def alone():
 
 @pytest.fixture
 def memory():
-    descriptor = slates.create()
+    descriptor = status_pages.create()
     yield descriptor
     os.close(descriptor)
 
@@ -177,10 +177,10 @@ def test_a_device_that_is_busy_waits_for_others_and_is_stuck_long_after_an_abort
 
 
 def test_collectives_that_torch_counts_are_shown_when_the_agent_asks(alone, memory):
-    slate = slates.Slate(memory)
+    status_page = status_pages.StatusPage(memory)
     other = dist.new_group([0], backend="late")
-    alone.waits.shown = slate.collectives
-    slate.collectives.enter(0)
+    alone.waits.shown = status_page.collectives
+    status_page.collectives.enter(0)
     for _ in range(2):
         dist.all_reduce(torch.ones(1))
     dist.all_reduce(torch.ones(1), group=other)
@@ -197,7 +197,7 @@ def test_collectives_that_torch_counts_are_shown_when_the_agent_asks(alone, memo
     alone.settle()
     assert read(memory).waits is None
     alone.waits.shown = None
-    slate.close()
+    status_page.close()
 
 
 def test_an_abort_that_is_refused_does_not_keep_others_from_theirs(alone, monkeypatch, caplog):

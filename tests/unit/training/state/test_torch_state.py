@@ -122,7 +122,7 @@ def wire(monkeypatch):
     return made
 
 
-def enter(state, rank, versions, *, generation=0, slate=None):
+def enter(state, rank, versions, *, generation=0, status_page=None):
     """As the loop does it."""
     world = session.Session(
         rank=rank,
@@ -134,7 +134,7 @@ def enter(state, rank, versions, *, generation=0, slate=None):
         group=SimpleNamespace(before_collective=None, settle=lambda: None),
         versions=tuple(versions),
         version=versions[rank],
-        slate=slate,
+        status_page=status_page,
     )
     session.enter(world)
     try:
@@ -152,10 +152,10 @@ def one_more(state, step, generation):
     state._committed((generation, state.step + 1))
 
 
-def trained(name, steps, slate=None, **options):
+def trained(name, steps, status_page=None, **options):
     """Alone in the first world, up to this step."""
     state, step = built(name, ddp=False, **options)
-    enter(state, 0, [(-1, 0)], slate=slate)
+    enter(state, 0, [(-1, 0)], status_page=status_page)
     for _ in range(steps):
         one_more(state, step, 0)
     return state, step
@@ -207,9 +207,9 @@ def test_first_states_that_differ_are_made_equal(wire):
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_a_replacement_goes_on_with_what_the_dead_had_drawn(ahead, wire, slate):
+def test_a_replacement_goes_on_with_what_the_dead_had_drawn(ahead, wire, status_page):
     """Killed at the beginning of a step, or after its last collective with its peers a step on."""
-    peer, step = trained("foreach Adam", 3, slate=slate)
+    peer, step = trained("foreach Adam", 3, status_page=status_page)
     peer.snapshot()
     if ahead:
         step(peer, lambda: peer._undo.before_collective())
@@ -222,7 +222,7 @@ def test_a_replacement_goes_on_with_what_the_dead_had_drawn(ahead, wire, slate):
     versions = [(0, 3 + ahead), (-1, 0)]
     peer.module[1].running_mean.fill_(9)  # a peer's own, not those of the dead
     enter(peer, 0, versions, generation=1)
-    enter(replacement, 1, versions, generation=1, slate=slate)
+    enter(replacement, 1, versions, generation=1, status_page=status_page)
     assert rng.capture().told() == expected
     assert torch.equal(replacement.module[1].running_mean, buffers)
 
