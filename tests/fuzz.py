@@ -78,7 +78,7 @@ def requests() -> list[frames.Message]:
 def between_agents() -> list[frames.Message]:
     """What agents say to each other about the host of the store and about themselves. A node with
     the secret is believed: only broken ones may be sent to a job that is to go on."""
-    return [Beat("fuzz"), Parting(), Canvass(0, "fuzz", 0, False), Reign(0, "fuzz", 0, [])]
+    return [Beat("fuzz"), Parting(), Canvass(0, "fuzz", 0, False, False), Reign(0, "fuzz", 0, [])]
 
 
 def tellings() -> list[frames.Message]:

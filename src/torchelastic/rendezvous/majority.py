@@ -186,6 +186,8 @@ class Candidacy:
     generation: int
     #: The vote itself, not only whether it would be given.
     binding: bool
+    #: It knows that world to be settled; whoever votes for it knows from then on.
+    settled: bool = False
 
 
 @dataclass(frozen=True)

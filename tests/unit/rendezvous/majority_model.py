@@ -192,6 +192,8 @@ class Options(NamedTuple):
     writes_votes: bool = True
     writes_worlds: bool = True
     writes_formed: bool = True
+    #: Off: it says to who would be host that it has a world before that is written.
+    writes_wishes: bool = True
     #: Off: who says goodbye keeps its file.
     leavers_forget: bool = True
     #: On: workers of a world run before their node has written it down and told its host so.
@@ -290,9 +292,23 @@ class Model:
                 yield (term,)
 
     def _ask(self, state: State, node: Node, term: int) -> State:
-        ours = Candidacy(term, node.name, node.roll.generation, binding=True)
+        is_settled = not majority.settled(node.roll, self._wishes(state)).before
+        generation = node.roll.generation
+        ours = Candidacy(term, node.name, generation, binding=True, settled=is_settled)
         state = state._replace(asked=state.asked | {ours}, elections=state.elections + 1)
         return self._voting(state, node, ours)
+
+    def _wishes(self, state: State) -> dict[str, int]:
+        """What a candidate may hear before it asks for votes: the newest world of the others."""
+        return {
+            node.name: node.roll.generation
+            for node in state.nodes
+            if not node.crashed and not node.elector.leaving and self._is_written(node)
+        }
+
+    def _is_written(self, node: Node) -> bool:
+        unwritten = node.file is not None and node.file[2].generation != node.roll.generation
+        return not (unwritten and self.options.writes_wishes)
 
     def _can_vote(self, state: State, node: Node) -> Iterator[tuple[int, str]]:
         alone = without_host(node.elector)
@@ -314,7 +330,9 @@ class Model:
     def _voting(self, state: State, node: Node, asked: Candidacy) -> State:
         """Lose the host, stop the workers, and only then vote."""
         elector = majority.voted(without_host(node.elector), asked)
-        voted = self._stopping(node)._replace(elector=elector)
+        is_told = asked.settled and asked.generation == node.roll.generation
+        roll = replace(node.roll, before=()) if is_told else node.roll
+        voted = self._stopping(node)._replace(elector=elector, roll=roll)
         voted = self._writing(state, voted, self.options.writes_votes)
         generation = node.roll.generation
         vote = Record(asked.term, asked.node, node.name, generation, stopped=True, is_vote=True)

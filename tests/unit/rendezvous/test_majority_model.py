@@ -238,6 +238,14 @@ FAULTS = {
             "b asks 3; c stops; a forms c; a restarts; a votes 3 b; b forms a; a takes 2; c takes 1"
         ),
     ),
+    # a asks for votes, and takes 1 for settled by what b says, who then forgets it, and elects c.
+    "restarts: wishes are written": Fault(
+        options=TELLS_LATER._replace(writes_wishes=False),
+        way=(
+            "d follows 1 a; b stops; a forms a d; b takes 1; a asks 4; b restarts; "
+            "c asks 5; b votes 5 c; c forms b c; b takes 4; a forms a"
+        ),
+    ),
     "restarts: leavers forget": Fault(
         options=Options(leavers_forget=False),
         way="b leaves; b restarts; b follows 1 a; a forms b; a forms a; b takes 1",

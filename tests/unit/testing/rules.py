@@ -10,6 +10,7 @@ from torchelastic.agent.lifecycle.script import Phase, Rejoin, WorkersGone
 from torchelastic.rendezvous import forming, majority, round_state
 from torchelastic.rendezvous.embedded.ask_peers import Returns
 from torchelastic.rendezvous.embedded.election import Poll, Search
+from torchelastic.rendezvous.embedded.failover_state import Holding
 from torchelastic.rendezvous.membership.failover import Failover
 from torchelastic.rendezvous.world import World
 
@@ -66,6 +67,11 @@ def who_has_voted_stands_all_the_same(change: Set) -> None:
     """In a later term, to which the host that it has elected yields."""
     is_our_turn = Search.is_our_turn
     change(Search, "is_our_turn", lambda it, poll, term, now: is_our_turn(it, poll, 1 << 30, now))
+
+
+def only_the_winner_knows_that_its_world_is_settled(change: Set) -> None:
+    """And if it is lost at once, those who voted for it wait for nodes without a say."""
+    change(Holding, "told", lambda holding, asked: holding)
 
 
 def who_has_the_state_may_be_left_out(change: Set) -> None:

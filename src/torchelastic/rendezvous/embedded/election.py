@@ -90,6 +90,11 @@ class Poll:
         missing = majority.to_claim(electorates, votes)
         return None if missing is None or self.witness.refused & set(missing) else missing
 
+    def found(self, returns: Returns) -> Holding:
+        """What this node holds, as settled if these answers show that it is."""
+        is_settled = not majority.settled(self.roll, self.votes(returns)).before
+        return self.holding.settled() if is_settled else self.holding
+
     def votes(self, returns: Returns) -> dict[str, int]:
         """Who agrees, and the newest world that each of them has."""
         votes = {

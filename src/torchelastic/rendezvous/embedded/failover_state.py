@@ -7,9 +7,11 @@ import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from torchelastic.records import replace
 from torchelastic.rendezvous.embedded.table import Table
 from torchelastic.rendezvous.embedded.votes import Ballot
-from torchelastic.rendezvous.majority import Elector, Roll
+from torchelastic.rendezvous.leader import SETTLED_KEY
+from torchelastic.rendezvous.majority import Candidacy, Elector, Roll
 from torchelastic.rendezvous.store import Json
 from torchelastic.transport import frames
 from torchelastic.transport.frames import Row
@@ -26,6 +28,30 @@ class Holding:
     addresses: Mapping[str, str] = field(default_factory=dict)
     #: What a new host puts into its store first.
     rows: Mapping[str, Json] = field(default_factory=dict)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether its world is known to be; without `rows`, who agreed to it is not known."""
+        return bool(self.rows) and not self.roll.before
+
+    def settled(self) -> Holding:
+        """The same, of a world that is settled."""
+        return replace(self, roll=replace(self.roll, before=())) if self.roll.before else self
+
+    def told(self, asked: Candidacy) -> Holding:
+        """What a voter holds once it has been asked: as settled, if who asks knows that.
+
+        Those who vote are a majority of the world, and one of them is in every later majority. If
+        only the new host knew, and were lost, the others would wait for nodes without a say.
+        """
+        knows = asked.settled and asked.generation == self.roll.generation
+        return self.settled() if knows else self
+
+    def following(self, last: Holding) -> Holding:
+        """The same, with what was known of the same world: its next host need not know that it is
+        settled."""
+        knows = last.is_settled and last.roll.generation == self.roll.generation
+        return self.settled() if knows else self
 
 
 @dataclass(frozen=True)
@@ -55,7 +81,10 @@ class Belongings:
 def table_of(holding: Holding, ballots: Iterable[Ballot], now: float) -> Table:
     """The store as it was, as far as it lasts: the world, and what the voters had in there."""
     table = Table()
-    for key, value in holding.rows.items():
+    rows = dict(holding.rows)
+    if holding.is_settled:
+        rows[SETTLED_KEY] = {"generation": holding.roll.generation}
+    for key, value in rows.items():
         table.put(key, frames.encode_value(key, value))
     for ballot in ballots:
         if ballot.lease:

@@ -192,7 +192,7 @@ class EmbeddedNode:
             return  # another phase of the same world
         if holding.roll.generation > self._holding.roll.generation:
             self._stopped.clear()
-        self._holding = holding
+        self._holding = holding.following(self._holding)
         self._elector = replace(self._elector, generation=holding.roll.generation)
 
     async def kept(self) -> None:
@@ -358,10 +358,9 @@ class EmbeddedNode:
         return {**places, **{node: self._at(at) for node, at in known if node not in but}}
 
     async def _ask(self, term: int, *, binding: bool, of: Sequence[str] | None = None) -> Returns:
-        asked = Canvass(term, self._node, self._elector.generation, binding)
-        places = self._whereabouts()
-        if of is not None:
-            places = {key: place for key, place in places.items() if key in of}
+        generation, is_settled = self._elector.generation, self._holding.is_settled
+        asked = Canvass(term, self._node, generation, binding, is_settled)
+        places = {key: at for key, at in self._whereabouts().items() if of is None or key in of}
         return await canvass(places, asked, enough=self._poll.suffices)
 
     # Becoming a client
@@ -411,6 +410,7 @@ class EmbeddedNode:
         if majority.refusal(self._elector, ours):
             return False
         self._elector = majority.voted(self._elector, ours)
+        self._holding = self._poll.found(wished)
         await self.kept()
         willing = [key for key, ballot in wished.ballots.items() if ballot.granted]
         asking = self._ask(term, binding=True, of=willing)
@@ -545,12 +545,8 @@ class EmbeddedNode:
 
     def _hear(self, link: Link, payload: bytes) -> None:
         match frames.parse(payload, QUESTIONS):
-            case Canvass(term, node, generation, binding):
-                asked = Candidacy(term, node, generation, binding)
-                if binding and not majority.refusal(self._elector, asked):
-                    self._start(self._vote_when_stopped(link, asked))
-                else:
-                    link.send(self._answer(asked))
+            case Canvass(term, node, generation, binding, settled):
+                self._start(self._vote(link, Candidacy(term, node, generation, binding, settled)))
             case Reign() as reign:
                 self._hear_of_host(link, reign)
 
@@ -565,16 +561,20 @@ class EmbeddedNode:
         if not task.cancelled() and (bug := task.exception()) is not None:
             logger.error("The rendezvous has a fault.", exc_info=bug)
 
-    async def _vote_when_stopped(self, link: Link, asked: Candidacy) -> None:
-        await self._stopped.wait()
+    async def _vote(self, link: Link, asked: Candidacy) -> None:
+        """Answer when the workers have stopped, and the disk has what the candidate counts on."""
+        if asked.binding and not majority.refusal(self._elector, asked):
+            await self._stopped.wait()
         ballot = self._answer(asked)
-        await self.kept()
+        if ballot.granted:
+            await self.kept()
         link.send(ballot)
 
     def _answer(self, asked: Candidacy) -> Ballot:
         why = majority.refusal(self._elector, asked)
         if not why:
             self._elector = majority.voted(self._elector, asked)
+            self._holding = self._holding.told(asked)
             if asked.binding:
                 self._voted.set()
         return self._ballot(why, granted=not why)

@@ -23,6 +23,7 @@ class Canvass(Message):
     node: str
     generation: int
     binding: bool
+    settled: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,11 +68,8 @@ class Failover:
     def settled(self, generation: int) -> Holding:
         """What to hold once a world is settled; it may be heard of before the world is here."""
         self._settled = max(self._settled, generation)
-        held = self._holding
-        if held.roll.generation == generation and held.roll.before:
-            roll = replace(held.roll, before=())
-            rows = {**held.rows, ROLL_KEY: majority.to_json(roll)} if held.rows else {}
-            self._holding = replace(held, roll=roll, rows=rows)
+        if self._holding.roll.generation == generation:
+            self._holding = self._holding.settled()
         return self._holding
 
     def _outline(self, world: World) -> Holding:

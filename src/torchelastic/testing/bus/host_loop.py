@@ -133,6 +133,7 @@ class Host:
         *,
         world: World | None,
         roll: Json | None,
+        settled: int,
         voters: list[Member],
         may_begin_at: float,
         dead: frozenset[str],
@@ -142,7 +143,8 @@ class Host:
         self.world = world
         self.roll = roll
         self.parts = world.parts() if world is not None else {}
-        self.settled = -1
+        #: The last world of which the store says that it is settled.
+        self.settled = settled
         #: The revision at which the world was published.
         self._published = 0
         self.rows: dict[str, Row] = {}
@@ -283,6 +285,8 @@ class Host:
             state, self.agent.node, self.term, self.roll, settled=self.settled, quorum=rules.quorum
         )
         self._state = replace(state, dead=self._dead)
+        if self.settled >= 0:
+            self.agent.note(laws.Settled(now, self.settled))
         rows = sorted(self.rows.items(), key=lambda item: item[1].modified)
         self._changed = dict(rows)
         self._take_up()

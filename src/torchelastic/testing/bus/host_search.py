@@ -101,7 +101,7 @@ class EmbeddedNode:
             return
         if holding.roll.generation > self.holding.roll.generation:
             self._stopped = False
-        self.holding = holding
+        self.holding = holding.following(self.holding)
         if holding.roll.generation != self.elector.generation:
             self.elector = replace(self.elector, generation=holding.roll.generation)
 
@@ -233,7 +233,8 @@ class EmbeddedNode:
         then: Callable[[Returns], None],
     ) -> Round:
         agent = self._agent
-        asked = Candidacy(term, agent.node, self.elector.generation, binding)
+        generation, is_settled = self.elector.generation, self.holding.is_settled
+        asked = Candidacy(term, agent.node, generation, binding, is_settled)
         places = [key for key in self._whereabouts(set()) if of is None or key in of]
         made = Round(set(places), then)
         for key in places:
@@ -274,6 +275,7 @@ class EmbeddedNode:
         why = majority.refusal(self.elector, asked)
         if not why:
             self.elector = majority.voted(self.elector, asked)
+            self.holding = self.holding.told(asked)
         ballot = self._ballot(why)
         self._agent.send(sender, sender.seat._returned, key, made, ballot, begins=True)
         if self.elector.hands_over and asked.binding and not why:
@@ -356,6 +358,7 @@ class EmbeddedNode:
             self._wait()
             return
         self.elector = majority.voted(self.elector, ours)
+        self.holding = self.poll.found(wished)
         willing = [key for key, ballot in wished.ballots.items() if ballot.granted]
 
         def count(returns: Returns) -> None:
@@ -385,6 +388,7 @@ class EmbeddedNode:
             term,
             world=rows[WORLD_KEY]["world"] if WORLD_KEY in rows else None,
             roll=rows.get(ROLL_KEY),
+            settled=self.holding.roll.generation if self.holding.is_settled else -1,
             voters=voters,  # type: ignore[arg-type]
             may_begin_at=may_begin_at,
             dead=dead,

@@ -183,6 +183,7 @@ class _SimulatedSession(MemberSession):
     def _new_leader(self, store: Store) -> Leader:
         leader = super()._new_leader(store)
         published, settle = leader._publish, leader._settle
+        noted = -1
 
         async def publish(world: World, kind: Kind | None) -> bool:
             done = await published(world, kind)
@@ -191,10 +192,11 @@ class _SimulatedSession(MemberSession):
             return done
 
         async def settled() -> None:
-            before = leader._state.roll
+            nonlocal noted
             await settle()
             roll = leader._state.roll
-            if roll is not None and roll is not before:
+            if roll is not None and not roll.before and roll.generation > noted:
+                noted = roll.generation
                 self.note(laws.Settled(self._clock.now(), roll.generation))
 
         leader._publish, leader._settle = publish, settled  # type: ignore[method-assign]

@@ -17,8 +17,8 @@ from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.transport.connect import Endpoint
 from torchelastic.transport.listener import Listener
 
-WISH = Canvass(term=2, node="a", generation=0, binding=False)
-VOTE = Canvass(term=2, node="a", generation=0, binding=True)
+WISH = Canvass(term=2, node="a", generation=0, binding=False, settled=False)
+VOTE = Canvass(term=2, node="a", generation=0, binding=True, settled=False)
 GRANTED = Ballot("b", True, "", 1, 0, [], "", 3.0, [])
 HOURS = 3600.0
 

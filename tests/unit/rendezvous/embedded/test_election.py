@@ -82,3 +82,64 @@ def test_a_host_of_an_earlier_term_is_greeted_after_a_while_so_that_it_yields(te
     assert poll("d").hosts(told, waited=waited) == hosts
     knows_less = Returns({"c": Ballot("c", False, "", 2, 1, ["x:1"], "", 3.0, [])})
     assert poll("d").hosts(knows_less, waited=True) == []
+
+
+# --- a world that is settled ---------------------------------------------------------------------
+
+#: d was lost, and a has formed a world of the others: settled as soon as three of the four have it.
+UNSETTLED = majority.formed(Roll(7, Electorate(NODES, "a")), 8, "abc", "a")
+
+
+def holder(node: str, roll: Roll = UNSETTLED) -> Poll:
+    holding = Holding(roll=roll, order=tuple("abc"), rows={"world": {}})
+    return Poll(Elector(node, term=3, generation=roll.generation), holding, places=())
+
+
+def wish_of(node: str, generation: int, *, granted: bool = True) -> Returns:
+    return Returns({node: Ballot(node, granted, "", 3, generation, [], "", 3.0, [])})
+
+
+@pytest.mark.parametrize(
+    ("returns", "settled"),
+    [
+        (wish_of("c", 8), True),  # a, which has formed it, b and c
+        (wish_of("c", 7), False),
+        (wish_of("c", 8, granted=False), False),  # its disk need not have it
+        (Returns(), False),
+    ],
+)
+def test_who_stands_knows_from_the_wishes_that_its_world_is_settled(returns, settled):
+    assert holder("b").found(returns).is_settled is settled
+    assert not holder("b").holding.is_settled
+
+
+@pytest.mark.parametrize(
+    ("asked", "wins"),
+    [
+        (Candidacy(10, "b", 8, binding=True, settled=True), True),
+        (Candidacy(10, "b", 8, binding=True), False),
+        (Candidacy(10, "b", 11, binding=True, settled=True), False),  # another world than its own
+    ],
+)
+def test_voters_go_on_without_the_host_that_found_their_world_settled(asked, wins):
+    """b was elected by c and lost at once. a is back, and d is not: of the four before, a and c are
+    no majority, but of the three that have a say they are."""
+    voter = holder("c")
+    voter = replace(voter, holding=voter.holding.told(asked))
+    assert voter.is_won(wish_of("a", 8)) is wins
+    assert voter.holding.is_settled is wins
+
+
+@pytest.mark.parametrize(
+    ("generation", "rows", "settled"),
+    [
+        (8, {"world": {}}, True),
+        (8, {}, False),  # an outline: who had to agree is not known there
+        (7, {"world": {}}, False),
+    ],
+)
+def test_that_a_world_is_settled_is_not_forgotten_under_a_host_that_does_not_know(
+    generation, rows, settled
+):
+    last = Holding(roll=Roll(generation, Electorate(frozenset("abc"), "a")), rows=rows)
+    assert holder("c").holding.following(last).is_settled is settled

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -19,7 +20,7 @@ from torchelastic.rendezvous.embedded.client import EmbeddedStore
 from torchelastic.rendezvous.embedded.failover_state import Holding
 from torchelastic.rendezvous.embedded.node import EmbeddedNode
 from torchelastic.rendezvous.embedded.server import GRACE
-from torchelastic.rendezvous.leader import ROLL_KEY
+from torchelastic.rendezvous.leader import ROLL_KEY, SETTLED_KEY
 from torchelastic.rendezvous.witness.vote_keys import Witness
 from torchelastic.rendezvous.witness.witness_client import Asking, Silent
 from torchelastic.rendezvous.world import MEMBER_PREFIX, WORLD_KEY, World
@@ -55,12 +56,20 @@ class Table:
         return seats
 
     def form(
-        self, generation: int, seats: list[EmbeddedNode], trains: str = "", *, witness: bool = False
+        self,
+        generation: int,
+        seats: list[EmbeddedNode],
+        trains: str = "",
+        *,
+        witness: bool = False,
+        before: str = "",
     ) -> None:
-        """As if the host had published a world, and all had taken it up."""
+        """As if the host had published a world, and all had taken it up; not settled if these nodes
+        were in the one `before`."""
         nodes = [*trains] or [name_of(seat) for seat in seats]
         host = next(name_of(seat) for seat in seats if seat.is_host)
         roll = majority.from_json(None, generation, nodes, host, witness=witness)
+        roll = replace(roll, before=(majority.electorate(before, host),) if before else ())
         rows = {WORLD_KEY: {"generation": generation}, ROLL_KEY: majority.to_json(roll)}
         addresses = {name_of(seat): seat.peer for seat in seats}
         for seat in seats:
@@ -145,6 +154,20 @@ async def test_the_next_in_order_is_host_when_the_host_ends_and_has_what_the_vot
         assert await members(c) == {"b", "c"}
         listing = await c.store.get(WORLD_KEY)
         assert listing.items[WORLD_KEY].value == {"generation": 0}
+
+
+@story
+async def test_who_votes_hears_that_its_world_is_settled():
+    """Three of the four before have it; should the new host be lost, its voters know that."""
+    async with seats_at() as table:
+        a, b, c = await table.sit("a", "b", "c")
+        table.form(1, [a, b, c], before="abcd")
+        await end(a)
+        await asyncio.gather(table.regain(b), table.regain(c))
+        assert b.is_host
+        assert [seat._holding.is_settled for seat in (b, c)] == [True, True]
+        listing = await c.store.get(SETTLED_KEY)  # and so does who joins b later
+        assert listing.items[SETTLED_KEY].value == {"generation": 1}
 
 
 @story

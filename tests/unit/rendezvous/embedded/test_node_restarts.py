@@ -22,18 +22,19 @@ from tests.unit.rendezvous.embedded.test_node import (
 from tests.unit.rendezvous.embedded_support import JOB, story, within
 from torchelastic.clock import SystemClock
 from torchelastic.errors import RendezvousLost, VoteOutdated
-from torchelastic.rendezvous.embedded.ask_peers import Returns
+from torchelastic.rendezvous.embedded.ask_peers import Returns, canvass
 from torchelastic.rendezvous.embedded.election import Poll
 from torchelastic.rendezvous.embedded.failover_state import Holding
 from torchelastic.rendezvous.embedded.node import EmbeddedNode
 from torchelastic.rendezvous.embedded.voter_file import VoterFile
-from torchelastic.rendezvous.embedded.votes import Ballot
+from torchelastic.rendezvous.embedded.votes import Ballot, Canvass
 from torchelastic.rendezvous.majority import Elector, Electorate, Roll
 from torchelastic.rendezvous.witness.vote_keys import Witness
 from torchelastic.rendezvous.witness.witness_client import Asking
 from torchelastic.rendezvous.world import WORLD_KEY
 from torchelastic.transport import addresses as endpoint
 from torchelastic.transport import frames
+from torchelastic.transport.connect import Endpoint
 from torchelastic.transport.listener import Listener
 
 
@@ -126,6 +127,24 @@ async def test_a_vote_is_given_when_the_disk_has_it(tmp_path, monkeypatch):
         table.files[2].close()
         assert again.resume(gone=(), is_late=False)
         assert again.resumed.term == c.term
+        again.close()
+
+
+@story
+async def test_a_wish_is_answered_when_the_disk_has_the_world(tmp_path):
+    """It may show the candidate that this world is settled."""
+    async with seats_at() as table:
+        _, _, c = seats = await three_with_files(table, tmp_path)
+        table.form(1, seats)
+        c._host_lost()
+        wish = Canvass(term=9, node="b", generation=1, binding=False, settled=False)
+        at = Endpoint.at(c.peer, JOB, c.credentials)
+        returns = await canvass({"c": at}, wish, enough=lambda returns: False)
+        assert returns.ballots["c"].generation == 1
+        table.files[2].close()
+        again = VoterFile(tmp_path / "c", "c", {"machine": "here", "job": JOB})
+        assert again.resume(gone=(), is_late=False)
+        assert again.generation == 1
         again.close()
 
 

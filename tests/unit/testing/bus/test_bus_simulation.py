@@ -43,6 +43,7 @@ FOUND_BY = {
     rules.who_asks_never_asks_for_a_later_term: 3079,
     rules.who_has_voted_stands_all_the_same: 23994,
     rules.who_has_the_state_may_be_left_out: 15978,
+    rules.only_the_winner_knows_that_its_world_is_settled: 39515,
 }
 #: How many seeds may be tried, from a bit before the one that is known.
 TRIED, BEFORE = 20, 5
