@@ -74,6 +74,11 @@ def only_the_winner_knows_that_its_world_is_settled(change: Set) -> None:
     change(Holding, "told", lambda holding, asked: holding)
 
 
+def who_resumes_forgets_where_others_are(change: Set) -> None:
+    """Those who must agree, and are in no world that a host shows it: it never asks them."""
+    change(Holding, "following", lambda holding, last: holding)
+
+
 def who_has_the_state_may_be_left_out(change: Set) -> None:
     """Of a world after one that never began."""
     change(forming, "_prefer_holders", forming._prefer_fast)

@@ -48,10 +48,13 @@ class Holding:
         return self.settled() if knows else self
 
     def following(self, last: Holding) -> Holding:
-        """The same, with what was known of the same world: its next host need not know that it is
-        settled."""
-        knows = last.is_settled and last.roll.generation == self.roll.generation
-        return self.settled() if knows else self
+        """The same, with what was known before: that this world is settled, though its host need
+        not know it; where those are who must agree to what follows, and are not in it."""
+        is_same = last.roll.generation == self.roll.generation
+        held = self.settled() if is_same and last.is_settled else self
+        asked = frozenset().union(*(each.nodes for each in held.roll.before))
+        known = {node: at for node, at in last.addresses.items() if is_same or node in asked}
+        return replace(held, addresses={**known, **held.addresses}) if known else held
 
 
 @dataclass(frozen=True)

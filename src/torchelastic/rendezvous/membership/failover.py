@@ -105,14 +105,10 @@ class Failover:
         self, world: World, rows: Mapping[str, Json], addresses: Mapping[str, str]
     ) -> Holding:
         roll = rows.get(ROLL_KEY)
-        made = _roll(roll, world, addresses)
-        # Of those who must agree, though they are not in this world, it knows where they were.
-        asked = frozenset().union(*(electorate.nodes for electorate in made.before))
-        before = {node: at for node, at in self._holding.addresses.items() if node in asked}
         return Holding(
-            roll=made,
+            roll=_roll(roll, world, addresses),
             order=tuple(world.heirs),
-            addresses={**before, **_known({**world.heirs, **addresses})},
+            addresses=_known({**world.heirs, **addresses}),
             rows=rows,
         )
 

@@ -143,3 +143,12 @@ def test_that_a_world_is_settled_is_not_forgotten_under_a_host_that_does_not_kno
 ):
     last = Holding(roll=Roll(generation, Electorate(frozenset("abc"), "a")), rows=rows)
     assert holder("c").holding.following(last).is_settled is settled
+
+
+def test_where_those_are_who_must_agree_is_not_forgotten_by_who_resumes():
+    """Its next agent has that from its file, and no host tells it of nodes that are in no world."""
+    last = Holding(addresses={node: f"{node}:1" for node in "acdx"})
+    held = replace(holder("c").holding, addresses={"a": "a:2"}).following(last)
+    assert held.addresses == {"a": "a:2", "c": "c:1", "d": "d:1"}
+    settled = holder("c", Roll(8, Electorate(frozenset("abc"), "a"))).holding
+    assert not settled.following(last).addresses
