@@ -194,7 +194,8 @@ class Simulation:
         run = agent.workers.run
         if run is not None:
             self.laws.note(laws.Failed(self.bus.now, agent.node, run.generation))
-        if self.schedule.remembers:
+        # A goodbye removes the file, and so does the last vote of a host that leaves.
+        if self.schedule.remembers and not agent.seat.elector.leaving:
             self._files[machine] = agent.seat
         self._remove(agent)
 

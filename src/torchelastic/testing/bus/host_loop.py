@@ -219,6 +219,8 @@ class Host:
         if self.closed or not session.connected:
             return
         session.watches = True
+        if session not in self.sessions:  # after a stop, earlier hellos of its client came later
+            self.sessions.append(session)
         if self.world is not None:
             self._show(session, self.world)
         if self.settled >= 0:
