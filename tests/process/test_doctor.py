@@ -320,7 +320,7 @@ def test_a_fault_ends_with_1_and_says_what_run_would_say(tmp_path):
     ended = doctor(tmp_path, "missing.py")
     text = " ".join(ended.stdout.split())
     assert ended.returncode == 1
-    assert "There is no script 'missing.py'" in text
+    assert "Script 'missing.py' not found" in text
     assert re.search(r"\n1 fault, .* ok\.\n$", ended.stdout)
 
 

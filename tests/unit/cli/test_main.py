@@ -131,7 +131,7 @@ def test_version(capsys):
 
 
 XYZ = (
-    "There is no command 'xyz': write run, status, top, dashboard, events, logs, stacks, trace, "
+    "Unknown command 'xyz': write run, status, top, dashboard, events, logs, stacks, trace, "
     "doctor or rendezvous."
 )
 
@@ -139,11 +139,11 @@ XYZ = (
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        ("train.py", "There is no command 'train.py': write torchelastic run train.py."),
+        ("train.py", "Unknown command 'train.py': write torchelastic run train.py."),
         ("xyz", XYZ),
-        ("runn", "There is no command 'runn': did you mean run?"),
-        ("rnu", "There is no command 'rnu': did you mean run?"),
-        ("rendevous", "There is no command 'rendevous': did you mean rendezvous?"),
+        ("runn", "Unknown command 'runn': did you mean run?"),
+        ("rnu", "Unknown command 'rnu': did you mean run?"),
+        ("rendevous", "Unknown command 'rendevous': did you mean rendezvous?"),
     ],
 )
 def test_an_unknown_command_is_refused(capsys, command, sentence):
