@@ -1,4 +1,4 @@
-"""`torchelastic doctor`: what can be seen to go wrong before a long run begins."""
+"""`torchelastic doctor`: find problems before a long run starts."""
 
 from __future__ import annotations
 
@@ -37,13 +37,12 @@ if TYPE_CHECKING:
 
 _ROOT = Path("/")
 _EXIT_CODES = """\
-Each check is ok, a warning, a fault, or was not made. The exit code is 0 when there is no fault, 1
-when there is one, and 2 when the words are not understood, or --gpu is asked for where there is no
-GPU."""
+Each check is ok, a warning, a fault, or was not made. The exit code is 0 without a fault, 1 with
+one, and 2 if the arguments are wrong or --gpu is given on a machine without a GPU."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """The `doctor` command; returns the exit code."""
+    """Run the `doctor` command; return the exit code."""
     environ = env.snapshot()
     try:
         parsed = parse(argv, DOCTOR, environ)
@@ -52,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     if parsed["help"]:
         print(_help(terminal_width()), end="")
         return EXIT_OK
-    # What the agent would log is in the findings.
+    # Not on the console: the findings include what the agent would log.
     logging.getLogger("torchelastic").addHandler(logging.NullHandler())
     try:
         return _examine(parsed, environ)
@@ -64,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _examine(parsed: Parsed, environ: Mapping[str, str]) -> int:
-    # Imported here: help and mistakes are answered at once.
+    # Imported here: help and usage errors must be fast.
     from torchelastic.doctor.checkup import examine
     from torchelastic.doctor.finding import has_fault
 
@@ -78,7 +77,7 @@ def _examine(parsed: Parsed, environ: Mapping[str, str]) -> int:
 
 
 def launch_of(parsed: Parsed, environ: Mapping[str, str]) -> Subject:
-    """The launch that is planned, with all that `run` would refuse about it."""
+    """Return the planned launch, with every error that `run` would report."""
     from torchelastic.doctor.checkup import Subject
 
     refusals: list[str] = []
@@ -119,29 +118,29 @@ def launch_of(parsed: Parsed, environ: Mapping[str, str]) -> Subject:
 
 
 def _is_silent(parsed: Parsed) -> bool:
-    """Whether nothing was said of a launch."""
+    """Return True if the arguments do not describe a launch."""
     own = {flag.dest for flag in DOCTOR.own_flags}
     return not parsed.command and not any(parsed.given(dest) for dest in set(parsed.values) - own)
 
 
 @contextlib.contextmanager
 def _log_dir(path: str | None) -> Iterator[None]:
-    """Have the log directory, if it can be had, while it is looked at; leave none behind."""
+    """Create the log directory for the checks if possible, and remove it afterwards."""
     there = Path(path).absolute() if path and path != os.devnull else None
     missing = [] if there is None else [p for p in (there, *there.parents) if not p.exists()]
     if missing:
-        with contextlib.suppress(OSError):  # `prepare_log_dir` says why
+        with contextlib.suppress(OSError):  # `prepare_log_dir` reports it
             os.makedirs(missing[0], exist_ok=True)
     try:
         yield
     finally:
         for made in missing:
-            with contextlib.suppress(OSError):  # never made, or somebody else uses it by now
+            with contextlib.suppress(OSError):  # not created, or in use by now
                 os.rmdir(made)
 
 
 def _tell(subject: Subject, examine: Callable[[], list[Finding]], on_gpus: bool) -> list[Finding]:
-    """Print findings for people, those of the GPUs as they come: they take minutes."""
+    """Print findings as text; those of the GPUs one by one, because they take minutes."""
     from torchelastic.cli.commands.doctor_text import lines, title
     from torchelastic.doctor.finding import summary
     from torchelastic.doctor.gpu_jobs import overall
@@ -157,14 +156,14 @@ def _tell(subject: Subject, examine: Callable[[], list[Finding]], on_gpus: bool)
     said = f"{overall(found)} " if taken else ""
     terminal.show(f"\n{said}{summary(findings + found)}")
     if file := _report(subject, findings, taken):
-        terminal.show(f"The report is in {file}: please attach it to an issue, good or bad.")
+        terminal.show(f"Report written to {file}. Please attach it to an issue, good or bad.")
     return findings + found
 
 
 def _tell_json(
     subject: Subject, examine: Callable[[], list[Finding]], on_gpus: bool
 ) -> list[Finding]:
-    """Print findings for a program."""
+    """Print findings as JSON."""
     from torchelastic import __version__
     from torchelastic.doctor.finding import has_fault
 
@@ -182,7 +181,7 @@ def _tell_json(
 
 
 def _report(subject: Subject, findings: Sequence[Finding], taken: Sequence[Taken]) -> str:
-    """Where it was written; empty if there was nothing to report."""
+    """Write the report; return its path, or an empty text if there is nothing to report."""
     from torchelastic import __version__
     from torchelastic.doctor import gpu_report
 
@@ -196,7 +195,7 @@ def _on_gpus(subject: Subject, asked: bool) -> Iterator[Taken]:
     from torchelastic.doctor.finding import not_checked
 
     if asked and not subject.gpus:
-        none = "There is no GPU on this machine: none of its paths was taken."
+        none = "This machine has no GPU: the GPU jobs were not run."
         yield gpu_jobs.Taken(not_checked("gpu", none))
     elif asked:
         for way in gpu_jobs.PATHS:

@@ -1,4 +1,4 @@
-"""The findings of `torchelastic doctor` for people. Pure."""
+"""The findings of `torchelastic doctor` as text. Pure."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from torchelastic.doctor.checkup import Subject
 from torchelastic.doctor.finding import Finding, Verdict
 
 _VERDICT = max(len(verdict.value) for verdict in Verdict)
-#: The longest name of a check is not much longer.
+#: Column width; a few names of checks are slightly longer.
 _CHECK = 15
 
 
 def title(subject: Subject) -> str:
-    """What is examined, in one line."""
+    """Describe what is checked, in one line."""
     config = subject.config
     if subject.alone and subject.refusals:
-        return "This machine; there is no launch that could be checked."
+        return "Checking this machine only: the launch is not valid."
     if subject.alone:
-        return "This machine; name a script and the flags of its launch to check that as well."
+        return "Checking this machine. Add a script and its flags to check that launch as well."
     nodes = f"{config.min_nodes} to {config.max_nodes} nodes"
     if config.min_nodes == config.max_nodes:
         nodes = "1 node" if config.max_nodes == 1 else f"{config.max_nodes} nodes"
-    what = "A launch" if subject.entry is None else subject.entry.name
-    where = f", meeting at {config.rdzv_endpoint}" if config.rdzv_endpoint else ""
-    return one_line(f"{what} on {nodes} with --nproc-per-node {config.nproc_per_node}{where}.")
+    what = "a launch" if subject.entry is None else subject.entry.name
+    where = f", rendezvous at {config.rdzv_endpoint}" if config.rdzv_endpoint else ""
+    return one_line(
+        f"Checking {what} on {nodes} with --nproc-per-node {config.nproc_per_node}{where}."
+    )
 
 
 def lines(findings: Sequence[Finding], width: int) -> list[str]:
-    """One paragraph each; what is to be done follows on a line of its own."""
+    """Format each finding as a paragraph, with its advice on a separate line."""
     return [line for finding in findings for line in _lines(finding, width)]
 
 

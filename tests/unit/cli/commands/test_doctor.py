@@ -87,7 +87,7 @@ def test_help_is_short_and_names_the_exit_codes(capsys):
     assert cli.main(["doctor", "--help"]) == 0
     text = capsys.readouterr().out
     assert "--gpu" in text
-    assert "exit code is 0 when there is no fault" in " ".join(text.split())
+    assert "exit code is 0 without a fault" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 100
 
 
@@ -123,12 +123,15 @@ def test_no_text_of_a_users_moves_the_cursor_or_begins_a_line():
 @pytest.mark.parametrize(
     ("subject", "words"),
     [
-        (Subject(LaunchConfig(), None, {}, alone=True), "This machine; name a script"),
-        (Subject(LaunchConfig(), None, {}, alone=True, refusals=["No."]), "no launch that could"),
-        (Subject(LaunchConfig(), None, {}), "A launch on 1 node with --nproc-per-node 1."),
+        (Subject(LaunchConfig(), None, {}, alone=True), "Checking this machine. Add a script"),
+        (
+            Subject(LaunchConfig(), None, {}, alone=True, refusals=["No."]),
+            "the launch is not valid",
+        ),
+        (Subject(LaunchConfig(), None, {}), "Checking a launch on 1 node with --nproc-per-node 1."),
         (
             Subject(LaunchConfig(1, 2, 4, rdzv_endpoint="a:1"), Entry("script", "t.py"), {}),
-            "t.py on 1 to 2 nodes with --nproc-per-node 4, meeting at a:1.",
+            "t.py on 1 to 2 nodes with --nproc-per-node 4, rendezvous at a:1.",
         ),
     ],
 )

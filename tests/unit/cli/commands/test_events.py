@@ -108,11 +108,11 @@ def test_a_trace_is_written_or_it_is_told_why_not(tmp_path, capsys):
     trained("job").end(0, "done")
     path = tmp_path / "trace.json"
     assert trace.main(["job", "-o", str(path)]) == EXIT_OK
-    assert "open it at ui.perfetto.dev" in capsys.readouterr().out
+    assert "Open it at ui.perfetto.dev" in capsys.readouterr().out
     entries = json.loads(path.read_text())["traceEvents"]
     assert {"generation 0", "generation 1", "step 3"} <= {entry["name"] for entry in entries}
     assert trace.main(["job", "-o", str(tmp_path / "no" / "trace.json")]) == EXIT_FAILED
-    assert "cannot be written" in capsys.readouterr().err
+    assert "cannot write" in capsys.readouterr().err
     assert trace.main(["nope"]) == EXIT_USAGE
 
 

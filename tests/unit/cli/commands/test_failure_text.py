@@ -34,10 +34,10 @@ def test_in_full():
         "rank 2 on b (local rank 0, pid 42) at step 7: killed by SIGKILL: out of memory",
         "hint: out of memory: the kernel killed it (limit 2.0 GiB; its log names the process)",
         "last collective: all_reduce #14",
-        "the last lines it wrote:",
+        "last lines of its output:",
         "  loading",
         "  step 7",
-        "fell because of it:",
+        "failed because of it:",
         "  rank 0 on a (local rank 0, pid 42) at step 7: lost a peer: rank 2",
     ]
 
@@ -78,18 +78,18 @@ def test_in_brief():
         "hint: out of memory: the kernel killed it (limit 2.0 GiB; its log names the process)",
         "last collective: all_reduce #14",
         "step 7",
-        "fell because of it: rank 0, node-c",
+        "failed because of it: rank 0, node-c",
     ]
 
 
 def test_the_same_failure_elsewhere_is_a_cause_too():
     same = replace(CAUSE, rank=1, by_itself=True)
     assert in_brief(seen(CAUSE, same, FELL))[-2:] == [
-        "failed by themselves, too: rank 1",
-        "fell because of it: rank 0",
+        "also failed, independently: rank 1",
+        "failed because of it: rank 0",
     ]
-    assert "failed by themselves, too:" in in_full(seen(CAUSE, same), 96)
-    assert "fell because of it:" not in in_full(seen(CAUSE, same), 96)
+    assert "also failed, independently:" in in_full(seen(CAUSE, same), 96)
+    assert "failed because of it:" not in in_full(seen(CAUSE, same), 96)
 
 
 def test_no_text_of_a_worker_does_more_in_a_terminal_than_be_read():

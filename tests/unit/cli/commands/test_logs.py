@@ -69,7 +69,7 @@ def test_ranks_of_other_machines_are_named(agent, show, capsys):
     other = Agent("job", "node-b").tell(events.WorkersStarted([2, 3], [1, 2], 0.1), 0)
     assert logs.main(["job"]) == EXIT_OK
     told = capsys.readouterr()
-    assert told.err == "torchelastic logs: no logs are here of ranks 2, 3\n"
+    assert told.err == "torchelastic logs: no logs on this machine for ranks 2, 3\n"
     assert "zero" in told.out
     other.log.close()
 
@@ -77,10 +77,10 @@ def test_ranks_of_other_machines_are_named(agent, show, capsys):
 def test_what_is_not_there_is_told_in_a_sentence(agent, capsys):
     Agent("without").world(0, "node-a").tell(events.WorkersStarted([0, 1], [8, 9], 0.1), 0)
     assert logs.main(["without"]) == EXIT_USAGE
-    assert "Their output went to a terminal (--tee 3" in capsys.readouterr().err
+    assert "their output went to a terminal (--tee 3" in capsys.readouterr().err
     assert logs.main(["job", "--rank", "7"]) == EXIT_USAGE
     told = capsys.readouterr().err
-    assert "No such rank: generation 0 has ranks 0 to 1. --generation N shows an earlier" in told
+    assert "No such rank: generation 0 has ranks 0 to 1. Use --generation N for an earlier" in told
 
 
 def test_lines_cannot_do_more_than_be_read(agent, show):
@@ -120,7 +120,7 @@ def test_lists_of_ranks():
     cases = [("0", {0}), ("0,2-4", {0, 2, 3, 4}), (" 1 , 3 - 3", {1, 3}), (None, None)]
     assert wrong(parse_ranks, cases) == []
     refused = ["", "a", "1-", "-1", "1,,2", "99999999"]
-    assert not_refused(parse_ranks, [(text, "no list of ranks") for text in refused]) == []
+    assert not_refused(parse_ranks, [(text, "not a list of ranks") for text in refused]) == []
 
 
 def test_logs_may_lie_apart_from_the_events(show, tmp_path):

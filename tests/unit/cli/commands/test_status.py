@@ -94,7 +94,7 @@ def show(capsys):
 
 
 def test_no_jobs(show):
-    assert show().startswith("No job runs on this machine.\n")
+    assert show().startswith("No job is running on this machine.\n")
     assert json.loads(show("--json")) == []
 
 
@@ -140,7 +140,7 @@ def test_recent_jobs_are_a_table(show):
     Agent("failed").world(0, "node-a").end(1, CAUSE.sentence(), CAUSE)
     Agent("killed", pid=2**22 + 1).world(3, "node-a").log.close()
     lines = show().splitlines()
-    assert lines[:3] == ["No job runs on this machine.", "", "Recent:"]
+    assert lines[:3] == ["No job is running on this machine.", "", "Recent:"]
     rows = {line.split()[0]: line for line in lines[3:]}
     assert rows["done"] == "  done    just now  exit 0  after 0 s  every worker succeeded"
     assert rows["killed"] == "  killed  just now  killed  after 0 s  in generation 3"
@@ -176,7 +176,7 @@ def test_details_tell_what_happened_without_saying_anything_twice(show):
     agent.end(1, "the same failure came back", CAUSE)
     text = show("image")
     assert "command       train.py --lr 0.1\n" in text
-    assert "meets at      node-a:29400\n" in text
+    assert "rendezvous    node-a:29400\n" in text
     assert "nodes wanted  1 to 4\n" in text
     assert "generation 0 is over: rank 9 on node-b" in text
     assert "generation 1 began: 1 of 3 restarts used\n" in text
@@ -229,7 +229,7 @@ def test_a_directory_from_elsewhere_is_a_job_as_well(show, tmp_path, inside):
     assert lines[0].startswith("job  ")
     assert re.search(r"  ended .*, exit code 1$", lines[0])
     assert "  command       train.py" in lines
-    assert "  meets at      node-a:29400" in lines
+    assert "  rendezvous    node-a:29400" in lines
     assert "  recoveries" in lines
     assert "  recoveries\n" in show(str(where), "--job", "job")
     (data,) = json.loads(show(str(where), "--json"))
@@ -241,7 +241,7 @@ def test_whether_a_job_from_elsewhere_still_runs_nobody_knows(show, tmp_path):
     agent = Agent("job").world(0, "node-a")
     agent.log.close()
     first = show(str(moved(agent, tmp_path))).splitlines()[0]
-    assert re.search("  running when last heard of, .*(now|ago)$", first)
+    assert re.search("  last seen running .*(now|ago)$", first)
 
 
 def test_a_directory_of_a_job_that_runs_here_is_that_job(show):
@@ -283,7 +283,7 @@ def test_a_job_that_trains_shows_its_step_its_rate_where_the_time_went_and_its_r
     for told in (
         "\n  goodput ",
         "training 13 s",
-        "  of 4 nodes, ",
+        " of 4 nodes trained, ",
         "\n  recoveries\n",
         "generation 0, failure: 4.0 s: detect 1.0 s",
         "\n  last failure\n",
@@ -338,8 +338,8 @@ def test_details_name_the_stragglers_that_cost_most(show):
     lines = [line.strip() for line in show("job").splitlines()]
     first = lines.index("rank 11 is slow")
     assert lines[first + 8 : first + 10] == [
-        "and 4 more that are slow",
-        "waiting for slow workers has cost the job 11 s in all",
+        "and 4 more stragglers",
+        "waiting for stragglers has cost 11 s in total",
     ]
 
 
