@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchelastic import env
+from torchelastic.agent.output.terminal_text import one_line
 from torchelastic.cli.commands import terminal
 from torchelastic.cli.options import checks
 from torchelastic.cli.options.command_defaults import DOCTOR
@@ -22,6 +23,7 @@ from torchelastic.cli.options.help import terminal_width
 from torchelastic.cli.options.launch_config import entry_of, launch_config
 from torchelastic.cli.options.parser import ARGUMENT, VARIABLE, Parsed, parse, set_variables
 from torchelastic.config import Entry, LaunchConfig
+from torchelastic.doctor.finding import Finding, Verdict, has_fault, not_checked, summary
 from torchelastic.errors import (
     EXIT_FAILED,
     EXIT_OK,
@@ -32,10 +34,12 @@ from torchelastic.errors import (
 
 if TYPE_CHECKING:
     from torchelastic.doctor.checkup import Subject
-    from torchelastic.doctor.finding import Finding
     from torchelastic.doctor.gpu_jobs import Taken
 
 _ROOT = Path("/")
+#: Column widths; a few names of checks are slightly longer.
+_VERDICT_WIDTH = max(len(verdict.value) for verdict in Verdict)
+_CHECK_WIDTH = 15
 _EXIT_CODES = """\
 Each check is ok, a warning, a fault, or was not made. The exit code is 0 without a fault, 1 with
 one, and 2 if the arguments are wrong or --gpu is given on a machine without a GPU."""
@@ -65,7 +69,6 @@ def main(argv: Sequence[str]) -> int:
 def _examine(parsed: Parsed, environ: Mapping[str, str]) -> int:
     # Imported here: help and usage errors must be fast.
     from torchelastic.doctor.checkup import examine
-    from torchelastic.doctor.finding import has_fault
 
     subject = launch_of(parsed, environ)
     tell = _tell_json if parsed["json"] else _tell
@@ -141,8 +144,6 @@ def _log_dir(path: str | None) -> Iterator[None]:
 
 def _tell(subject: Subject, examine: Callable[[], list[Finding]], on_gpus: bool) -> list[Finding]:
     """Print findings as text; those of the GPUs one by one, because they take minutes."""
-    from torchelastic.cli.commands.doctor_text import lines, title
-    from torchelastic.doctor.finding import summary
     from torchelastic.doctor.gpu_jobs import overall
 
     terminal.show(f"{title(subject)}\n")
@@ -165,7 +166,6 @@ def _tell_json(
 ) -> list[Finding]:
     """Print findings as JSON."""
     from torchelastic import __version__
-    from torchelastic.doctor.finding import has_fault
 
     examined, taken = examine(), list(_on_gpus(subject, on_gpus))
     findings = [*examined, *(one.finding for one in taken)]
@@ -192,7 +192,6 @@ def _report(subject: Subject, findings: Sequence[Finding], taken: Sequence[Taken
 
 def _on_gpus(subject: Subject, asked: bool) -> Iterator[Taken]:
     from torchelastic.doctor import gpu_jobs
-    from torchelastic.doctor.finding import not_checked
 
     if asked and not subject.gpus:
         none = "This machine has no GPU: the GPU jobs were not run."
@@ -215,4 +214,45 @@ def _help(width: int) -> str:
             "Example: torchelastic doctor --nnodes 2 --rdzv-endpoint node1:29400 train.py",
             textwrap.fill(_EXIT_CODES, width) + "\n",
         ]
+    )
+
+
+def title(subject: Subject) -> str:
+    """Describe what is checked, in one line."""
+    config = subject.config
+    if subject.alone and subject.refusals:
+        return "Checking this machine only: the launch is not valid."
+    if subject.alone:
+        return "Checking this machine. Add a script and its flags to check that launch as well."
+    nodes = f"{config.min_nodes} to {config.max_nodes} nodes"
+    if config.min_nodes == config.max_nodes:
+        nodes = "1 node" if config.max_nodes == 1 else f"{config.max_nodes} nodes"
+    what = "a launch" if subject.entry is None else subject.entry.name
+    where = f", rendezvous at {config.rdzv_endpoint}" if config.rdzv_endpoint else ""
+    return one_line(
+        f"Checking {what} on {nodes} with --nproc-per-node {config.nproc_per_node}{where}."
+    )
+
+
+def lines(findings: Sequence[Finding], width: int) -> list[str]:
+    """Format each finding as a paragraph, with its advice on a separate line."""
+    return [line for finding in findings for line in _lines(finding, width)]
+
+
+def _lines(finding: Finding, width: int) -> list[str]:
+    head = f"  {finding.verdict.value:{_VERDICT_WIDTH}}  {finding.check:{_CHECK_WIDTH}}  "
+    margin = " " * len(head)
+    found = _wrap(one_line(finding.found), width, head, margin)
+    advice = _wrap(one_line(finding.advice), width, f"{margin}-> ", f"{margin}   ")
+    return found + (advice if finding.advice else [])
+
+
+def _wrap(text: str, width: int, first: str, then: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=then,
+        break_long_words=False,
+        break_on_hyphens=False,
     )

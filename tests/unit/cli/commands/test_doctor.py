@@ -4,7 +4,7 @@ import pytest
 
 from torchelastic import cli
 from torchelastic.cli.commands import doctor
-from torchelastic.cli.commands.doctor_text import lines, title
+from torchelastic.cli.commands.doctor import lines, title
 from torchelastic.cli.options.command_defaults import DOCTOR, RUN
 from torchelastic.cli.options.parser import parse
 from torchelastic.config import Entry, LaunchConfig
