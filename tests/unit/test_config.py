@@ -1,4 +1,4 @@
-"""Parsers of the config by table, its checks, and its way through JSON."""
+"""The config: its parsers by table, its checks, and its JSON form."""
 
 import dataclasses
 import doctest
@@ -192,7 +192,7 @@ def test_allowed_worlds():
     ],
     ids=lambda value: getattr(value, "__qualname__", ""),
 )
-def test_other_words_are_refused(parser, told, texts):
+def test_bad_texts_are_rejected(parser, told, texts):
     for text in texts:
         with pytest.raises(ConfigError, match=told):
             parser(text)
@@ -238,7 +238,7 @@ def test_truth():
         ),
     ],
 )
-def test_what_cannot_be_is_refused(fields, sentence):
+def test_invalid_configs_are_rejected(fields, sentence):
     with pytest.raises(ConfigError, match=sentence):
         LaunchConfig(**fields)
 
@@ -256,7 +256,7 @@ def test_is_host():
     assert LaunchConfig(rdzv_configs={"is_host": "0"}).is_host is False
 
 
-def test_a_lone_node_gets_an_id_of_its_own_and_nodes_of_one_host_the_same():
+def test_a_single_node_gets_a_unique_id_and_several_nodes_the_same():
     assert len({default_run_id(1, "") for _ in range(20)}) == 20
     spelled = ("node1:29400", "localhost:29400", "[::1]:29400", "node1.example.com")
     assert {default_run_id(4, endpoint) for endpoint in spelled} == {"job-29400"}

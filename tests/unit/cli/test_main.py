@@ -1,4 +1,4 @@
-"""The commands from outside: exit codes, one line on stderr, what reaches the agent."""
+"""The commands from outside: exit codes, one line on stderr, the jobs passed to the agent."""
 
 import contextlib
 import signal
@@ -16,7 +16,7 @@ from torchelastic.events import job_registry
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """The jobs handed to the agent, which is not started."""
+    """The jobs passed to the agent, which is not started."""
     found = []
 
     def run_job(config, entry):
@@ -64,7 +64,7 @@ def test_a_node_that_comes_too_late_starts_nothing(started, capsys):
     for other in (
         [*command[:-1], "8"],  # another job
         ["run", "--nnodes=1", *command[2:]],  # of one node: there is nothing to come late for
-        [*command[:3], "train.py", "7"],  # with an id that nobody chose
+        [*command[:3], "train.py", "7"],  # without --rdzv-id
     ):
         assert cli.main(other) == 7, other
 

@@ -1,4 +1,4 @@
-"""From a command line to what is examined, and from findings to text. No check is made here."""
+"""`doctor`: from a command line to the subject, and from findings to text. Runs no check."""
 
 import pytest
 
@@ -56,13 +56,13 @@ def test_its_own_flags_go_before_the_script_and_those_after_are_the_scripts():
         (["--log-dir", "train.py/logs", "train.py"], "--log-dir train.py/logs cannot be created"),
     ],
 )
-def test_what_run_refuses_is_told_in_its_words(argv, words):
+def test_errors_of_run_are_findings_with_the_same_text(argv, words):
     (refusal,) = launch_of(*argv).refusals
     assert words in refusal
     assert cli.main(["run", *argv]) == 2
 
 
-def test_everything_that_run_would_refuse_is_told_at_once(capsys):
+def test_all_errors_of_run_are_reported_at_once(capsys):
     assert len(launch_of("--nnodes", "2", "--preload", "nothing_here", "missing.py").refusals) == 3
     assert cli.main(["doctor", "--nnodes", "3:1"]) == 2
     assert capsys.readouterr().err.startswith("torchelastic doctor: --nnodes '3:1'")
@@ -112,7 +112,7 @@ def test_findings_are_aligned_wrapped_and_say_what_to_do():
     assert " " * column + "-> Do this." in text
 
 
-def test_no_text_of_a_users_moves_the_cursor_or_begins_a_line():
+def test_user_text_cannot_move_the_cursor_or_begin_a_line():
     (line,) = lines([fault("script", "a\x1b[2Jb\nc")], 80)
     assert line.endswith("a\\x1b[2Jb c")
     subject = Subject(LaunchConfig(), Entry("script", "a\x1b]0;x\ntrain.py"), {})
@@ -135,5 +135,5 @@ def test_no_text_of_a_users_moves_the_cursor_or_begins_a_line():
         ),
     ],
 )
-def test_the_first_line_says_what_is_examined(subject, words):
+def test_the_first_line_names_the_subject(subject, words):
     assert words in title(subject)

@@ -47,7 +47,7 @@ def test_what_is_not_known_is_left_out():
     assert in_full(seen(told), 96)[1:] == ["T", "  x", "E: boom"]
 
 
-def test_a_hang_is_told_but_not_twice_where_all_of_the_sentence_is_shown():
+def test_a_hang_is_shown_once():
     hang = {"text": "rank 2 is missing from all_reduce #14", "missing": [2], "ranks": []}
     assert f"hang: {hang['text']}" in in_full(seen(hang=hang), 96)
     hung = replace(CAUSE, message=f"the worker hangs: {hang['text']}")
@@ -55,7 +55,7 @@ def test_a_hang_is_told_but_not_twice_where_all_of_the_sentence_is_shown():
     assert f"hang: {hang['text']}" in in_brief(seen(hung, hang=hang))
 
 
-def test_of_a_stack_that_was_dumped_the_frame_on_top_is_shown_where_there_is_little_room():
+def test_the_brief_form_shows_the_top_frame_of_a_dumped_stack():
     main = (
         'main thread, most recent call first:\n  File "t.py", line 9 in step\n  File "t.py", line 3'
     )
@@ -92,7 +92,7 @@ def test_the_same_failure_elsewhere_is_a_cause_too():
     assert "failed because of it:" not in in_full(seen(CAUSE, same), 96)
 
 
-def test_no_text_of_a_worker_does_more_in_a_terminal_than_be_read():
+def test_text_of_a_worker_cannot_control_the_terminal():
     texts = {name: HOSTILE for name in ("node", "message", "traceback", "hint", "collective")}
     hostile = replace(CAUSE, log_lines=(HOSTILE,), **texts)
     view = seen(hostile, hostile, hang={"text": HOSTILE})

@@ -1,4 +1,4 @@
-"""What is refused before anything starts: files, modules, programs, directories, platforms."""
+"""Checks before anything starts: files, modules, programs, directories, platforms."""
 
 import sys
 
@@ -12,7 +12,7 @@ from torchelastic.errors import ConfigError
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A directory to work in, with something of each kind."""
+    """A working directory with one file of each kind."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("raise AssertionError('a check must not run this')")
     for name in ("package/__init__.py", "runnable/__main__.py", "inner/beside.py", "inner/main.py"):

@@ -1,4 +1,4 @@
-"""What `--print-completion` prints, read by the shells themselves."""
+"""The scripts of `--print-completion`, run by the real shells."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""Counting devices in a made-up /dev, /proc and /sys."""
+"""Counting devices in a fake /dev, /proc and /sys."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The help and the pages made from the same table."""
+"""The help and the reference pages, generated from the same table."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""How flags are recognised, by table."""
+"""Parsing of flags, by table."""
 
 from tests.unit.cli.tables import not_refused, wrong
 from torchelastic.cli.options.command_defaults import (
@@ -14,7 +14,7 @@ from torchelastic.config import Std
 
 
 def given(argv, environ=None):
-    """What was said, without the defaults."""
+    """Return the values that were given, without the defaults."""
     parsed = parse(argv, RUN, environ or {})
     return {dest: parsed[dest] for dest in parsed.values if parsed.given(dest)}
 
@@ -133,7 +133,7 @@ EXAMPLES = dict(pair.split() for pair in _PAIRS.split(","))
 
 
 def example(flag):
-    """A command line that has nothing but the flag, and its variable's value."""
+    """A command line with only this flag, and the value of its variable."""
     if flag.is_switch:
         return [flag.name], "1"
     text = EXAMPLES.get(flag.dest, "77")

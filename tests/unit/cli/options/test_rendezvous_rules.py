@@ -1,4 +1,4 @@
-"""Which rendezvous a command line means, by table."""
+"""The rendezvous that a command line selects, by table."""
 
 from dataclasses import astuple
 
@@ -58,13 +58,13 @@ OWN_BACKEND = [
 ]
 
 
-def test_the_rendezvous_that_a_command_line_means():
+def test_the_rendezvous_that_a_command_line_selects():
     cases = [(line, defaults, meant) for defaults in EVERY for line, meant in MEETINGS]
     own = [("--nnodes 2 --rdzv-endpoint a:1", *case) for case in OWN_BACKEND]
     assert wrong(meeting_of, cases + own) == []
 
 
-def test_variables_are_heeded_like_flags():
+def test_variables_work_like_flags():
     # what Kubeflow's operator gives a job without elasticity
     environ = {
         "PET_NNODES": "2",

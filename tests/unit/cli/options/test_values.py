@@ -1,4 +1,4 @@
-"""What the text of a value means, by table."""
+"""Converters of values, by table."""
 
 from tests.unit.cli.tables import not_refused, wrong
 from torchelastic.cli.options import values
