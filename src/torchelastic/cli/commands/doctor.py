@@ -203,7 +203,9 @@ def _on_gpus(subject: Subject, asked: bool) -> Iterator[Taken]:
 
 def _help(width: int) -> str:
     flags = "\n".join(
-        f"  {flag.name:8}{textwrap.fill(flag.help, width, subsequent_indent=' ' * 10)}"
+        textwrap.fill(
+            flag.help, width, initial_indent=f"  {flag.name:8}", subsequent_indent=" " * 10
+        )
         for flag in DOCTOR.own_flags
     )
     return "\n\n".join(

@@ -22,7 +22,7 @@ def show(text: str, *, stream: TextIO | None = None, flush: bool = True) -> None
 
 
 def parser_for_a_job(
-    command: str, description: str, default: str = "the running job"
+    command: str, description: str, default: str = "the running job, or else the last one"
 ) -> argparse.ArgumentParser:
     """Return a command's parser, with the arguments `job` and `id` that select a job."""
     parser = argparse.ArgumentParser(prog=f"torchelastic {command}", description=description)
@@ -33,7 +33,7 @@ def parser_for_a_job(
         help=f"a job id, the beginning of one, or the --log-dir of a run (default: {default})",
     )
     parser.add_argument(
-        "--job", dest="id", metavar="ID", help="job id, if the directory holds several"
+        "--job", dest="id", metavar="ID", help="which job, if JOB is a directory of several"
     )
     return parser
 

@@ -25,10 +25,10 @@ def main(argv: Sequence[str]) -> int:
         "job",
         nargs="?",
         metavar="LOG_DIR_OR_JOB",
-        help="the --log-dir of a run, or a job id (default: the running job, or the last one)",
+        help="the --log-dir of a run, or a job id (default: the running job, or else the last one)",
     )
     parser.add_argument(
-        "--job", dest="id", metavar="ID", help="job id, if the directory holds several"
+        "--job", dest="id", metavar="ID", help="which job, if the directory has several"
     )
     parser.add_argument(
         "-o",

@@ -100,8 +100,8 @@ _RENDEZVOUS_FLAGS = (
         help="torchrun's settings: last_call_timeout sets --settle, keep_alive_interval times "
         "keep_alive_max_attempt sets --lease, join_timeout (or timeout) sets --wait-for-nodes; "
         "the flag wins. is_host (1 or 0) sets whether this node hosts the rendezvous. "
-        "secret_file, tls_cert, tls_key and tls_ca set the --rdzv flags of the same name. Unknown "
-        "keys are logged and ignored.",
+        "secret_file, tls_cert, tls_key and tls_ca set the --rdzv flags of the same name. With "
+        "etcd: protocol, cacert, cert, key and the etcd_ keys. Other keys are logged and ignored.",
     ),
     Flag(
         name="--rdzv-secret-file",
@@ -120,8 +120,8 @@ _RENDEZVOUS_FLAGS = (
         convert=values.optional_text,
         default="",
         default_words="no TLS",
-        help="Certificate of this node (PEM). With it, the nodes use mutual TLS between each "
-        "other. For TLS to etcd, use --rdzv-conf.",
+        help="Certificate of this node (PEM). With it, the nodes use mutual TLS. For TLS to etcd, "
+        "use --rdzv-conf.",
     ),
     Flag(
         name="--rdzv-tls-key",
@@ -216,7 +216,8 @@ _ELASTICITY_FLAGS = (
         metavar="SECONDS",
         convert=values.positive_seconds,
         default="3",
-        help="Treat a node as failed when it is silent for this long. A crash is noticed at once.",
+        help="Treat a node as failed when it is silent for this long. An agent that dies is "
+        "noticed at once.",
     ),
     Flag(
         name="--quorum",
@@ -416,7 +417,7 @@ _LOG_FLAGS = (
         default="",
         default_words="a temporary directory",
         torchrun=True,
-        help="Directory for log files, with one subdirectory per job, generation and rank. "
+        help="Directory for log files, with subdirectories per job, generation and rank. "
         "/dev/null: no log files.",
     ),
     Flag(
