@@ -61,7 +61,7 @@ class Std(enum.IntFlag):
 
 @dataclass(frozen=True)
 class Grow:
-    """When new nodes may join a running world (`--grow`)."""
+    """The rule for new nodes that join a running world (`--grow`)."""
 
     when: Literal["any", "every", "after-checkpoint"] = "any"
     seconds: float = 0.0

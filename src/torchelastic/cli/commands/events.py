@@ -21,9 +21,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the JSON lines of the log")
     parser.add_argument("--all", action="store_true", help="include the progress of workers")
     args = parser.parse_args(argv)
-    from torchelastic.cli.commands import (
-        events_text,  # the events are slow to import: not for --help
-    )
+    # Imported here: the events are slow to import, and `--help` must be fast.
+    from torchelastic.cli.commands import events_text
 
     try:
         return events_text.show_events(

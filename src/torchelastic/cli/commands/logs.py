@@ -29,7 +29,8 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--raw", action="store_true", help="print unchanged bytes, no prefixes")
     args = parser.parse_args(argv)
-    from torchelastic.cli.commands import logs_text  # the events are slow to import: not for --help
+    # Imported here: the events are slow to import, and `--help` must be fast.
+    from torchelastic.cli.commands import logs_text
 
     try:
         return logs_text.show_logs(

@@ -19,7 +19,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rank", type=int, metavar="N", help="show only this rank")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
-    from torchelastic.cli.commands import stacks_text  # slow to import: not for --help
+    # Imported here: it is slow to import, and `--help` must be fast.
+    from torchelastic.cli.commands import stacks_text
 
     try:
         found = stacks_text.ask(args.job, args.id)

@@ -18,9 +18,8 @@ def main(argv: Sequence[str]) -> int:
     parser = terminal.parser_for_a_job("status", _DESCRIPTION, default="all jobs of this machine")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
-    from torchelastic.cli.commands import (
-        status_text,  # the events are slow to import: not for --help
-    )
+    # Imported here: the events are slow to import, and `--help` must be fast.
+    from torchelastic.cli.commands import status_text
 
     try:
         terminal.show(status_text.answer(args.job, args.id, as_data=args.json))

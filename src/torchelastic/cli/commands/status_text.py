@@ -67,7 +67,7 @@ def picture(entry: JobEntry, records: Iterable[Record]) -> JobView:
     return dataclasses.replace(seen, job=entry.job)
 
 
-# --- for programs --------------------------------------------------------------------------------
+# --- as JSON --------------------------------------------------------------------------------
 
 
 def as_json(entry: JobEntry, seen: JobView) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def as_json(entry: JobEntry, seen: JobView) -> dict[str, Any]:
     return data
 
 
-# --- for people ----------------------------------------------------------------------------------
+# --- as text ----------------------------------------------------------------------------------
 
 
 def overview(found: Sequence[tuple[JobEntry, JobView]], now: float) -> str:

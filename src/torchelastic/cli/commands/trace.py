@@ -39,9 +39,8 @@ def main(argv: Sequence[str]) -> int:
         help="file to write (default: %(default)s)",
     )
     args = parser.parse_args(argv)
-    from torchelastic.events.analysis.find_job import (
-        choose,  # the events are slow to import: not for --help
-    )
+    # Imported here: the events are slow to import, and `--help` must be fast.
+    from torchelastic.events.analysis.find_job import choose
     from torchelastic.events.analysis.trace_export import trace
 
     try:

@@ -18,7 +18,7 @@ from torchelastic.rendezvous.backend_parameters import (
 
 @dataclass(frozen=True)
 class RendezvousBackend:
-    """Where the nodes meet; without an endpoint the rendezvous is private to this node."""
+    """The chosen rendezvous; without an endpoint it is private to this node."""
 
     backend: str
     endpoint: str = ""
