@@ -97,5 +97,5 @@ def test_bad_input_ends_with_exit_code_2(argv):
     ended = subprocess.run([*argv, "--bogus"], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
     assert ended.stdout == ""
-    assert ": error: There is no " in ended.stderr
+    assert ": error: Unknown " in ended.stderr
     assert ended.stderr.count("\n") == 1

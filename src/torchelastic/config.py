@@ -1,4 +1,4 @@
-"""What a job is to be: the data the command line or a Python caller makes, and its parsers.
+"""The configuration of a job, made by the command line or a Python caller, and its parsers.
 
 Nothing here reads the environment, touches the disk or starts anything.
 """
@@ -18,15 +18,15 @@ from torchelastic.errors import ConfigError
 DEFAULT_PORT = 29400
 DEFAULT_STATIC_PORT = 29500
 DEFAULT_ETCD_PORT = 2379
-#: The endpoint of an etcd that the only node of a job is to start for itself.
+#: Endpoint of an etcd that the only node of a job starts for itself.
 OWN_ETCD = "localhost:0"
-#: The page of a job is where it usually is, or at a free port.
+#: The dashboard uses its default port, or a free one.
 PAGE_ANYWHERE = "auto"
-#: Three names of one rendezvous: it speaks etcd's v3 API whichever is used.
+#: Three names of one rendezvous, which always uses etcd's v3 API.
 ETCD_BACKENDS = ("etcd", "etcd-v2", "etcd-v3")
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
 DEFAULT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
-# The words torch takes.
+# The words that torch accepts.
 _TRUTH = {
     **dict.fromkeys(("1", "t", "true", "y", "yes"), True),
     **dict.fromkeys(("0", "f", "false", "n", "no"), False),
@@ -34,7 +34,7 @@ _TRUTH = {
 
 
 class Std(enum.IntFlag):
-    """Which of a worker's two output streams."""
+    """A set of a worker's two output streams."""
 
     NONE = 0
     OUT = 1
@@ -43,7 +43,7 @@ class Std(enum.IntFlag):
 
     @classmethod
     def from_str(cls, text: str) -> Std | dict[int, Std]:
-        """`"3"` for every local rank, `"0:1,11:3"` for some.
+        """Parse `"3"` (every local rank) or `"0:1,11:3"` (some).
 
         >>> Std.from_str("0:1,11:3") == {0: Std.OUT, 11: Std.ALL}
         True
@@ -54,14 +54,14 @@ class Std(enum.IntFlag):
             pairs = (item.split(":") for item in text.split(","))
             return {int(rank): cls(int(mask)) for rank, mask in pairs}
         raise ConfigError(
-            f"'{text}' does not name output streams: write 0, 1 (stdout), 2 (stderr) or 3 (both), "
-            "or one per local rank as in 0:1,1:3."
+            f"'{text}' is not a valid set of streams: write 0, 1 (stdout), 2 (stderr) or 3 (both), "
+            "or one per local rank, such as 0:1,1:3."
         )
 
 
 @dataclass(frozen=True)
 class Grow:
-    """When newcomers may come into a running world (`--grow`)."""
+    """The rule for new nodes that join a running world (`--grow`)."""
 
     when: Literal["any", "every", "after-checkpoint"] = "any"
     seconds: float = 0.0
@@ -69,7 +69,7 @@ class Grow:
 
     @classmethod
     def parse(cls, text: str) -> Grow:
-        """`any`, `every:SECONDS` or `after-checkpoint:PATH`."""
+        """Parse `any`, `every:SECONDS` or `after-checkpoint:PATH`."""
         kind, _, value = text.partition(":")
         if kind == "any" and not value:
             return cls()
@@ -78,8 +78,7 @@ class Grow:
         if kind == "after-checkpoint" and value:
             return cls("after-checkpoint", path=value)
         raise ConfigError(
-            f"'{text}' does not say when to grow: write any, every:SECONDS or "
-            "after-checkpoint:PATH."
+            f"'{text}' is not valid: write any, every:SECONDS or after-checkpoint:PATH."
         )
 
     def __str__(self) -> str:
@@ -92,14 +91,14 @@ class Grow:
 
 @dataclass(frozen=True)
 class WorldSizes:
-    """How many workers a world may have (`--world-sizes`); empty means any number."""
+    """The allowed numbers of workers in a world (`--world-sizes`); empty means any number."""
 
     allowed: tuple[int, ...] = ()
     multiple: int = 1
 
     @classmethod
     def parse(cls, text: str) -> WorldSizes:
-        """`1,2,4,8` or `multiple:K`."""
+        """Parse `1,2,4,8` or `multiple:K`."""
         if match := re.fullmatch(r"multiple:(\d+)", text):
             if int(match[1]) > 0:
                 return cls(multiple=int(match[1]))
@@ -108,12 +107,12 @@ class WorldSizes:
             if sizes[0] > 0:
                 return cls(allowed=sizes)
         raise ConfigError(
-            f"'{text}' does not say which numbers of workers are allowed: list them as in 1,2,4,8, "
-            "or write multiple:K."
+            f"'{text}' is not a valid set of world sizes: list them, such as 1,2,4,8, or write "
+            "multiple:K."
         )
 
     def allows(self, workers: int) -> bool:
-        """Whether a world may have this many workers."""
+        """Return True if a world may have this many workers."""
         return workers in self.allowed if self.allowed else workers % self.multiple == 0
 
     def __str__(self) -> str:
@@ -124,7 +123,7 @@ class WorldSizes:
 
 @dataclass(frozen=True)
 class Entry:
-    """What a worker runs."""
+    """The script, module, program or function that a worker runs."""
 
     kind: Literal["script", "module", "program", "function"]
     #: A path, a module name, a program, or (function) the path of a pickled call.
@@ -138,67 +137,68 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """A job as one node sees it. The field names torch's `LaunchConfig` has mean the same here."""
+    """A job as one node sees it. Fields that torch's `LaunchConfig` has too mean the same."""
 
     min_nodes: int = field(default=1, kw_only=False)
     max_nodes: int = field(default=1, kw_only=False)
     nproc_per_node: int = field(default=1, kw_only=False)
-    #: The job's id. Empty: the launcher takes `default_run_id`.
+    #: The job id. Empty: the launcher uses `default_run_id`.
     run_id: str = ""
     role: str = "default"
 
-    #: `c10d` is the embedded rendezvous; `static` the same with `node_rank` for the order; `etcd`
-    #: (also `etcd-v2`, `etcd-v3`) is at an etcd server.
+    #: `c10d`: the embedded rendezvous. `static`: the same, ordered by `node_rank`. `etcd` (also
+    #: `etcd-v2`, `etcd-v3`): an etcd server.
     rdzv_backend: str = "c10d"
-    #: `host:port` once made (a missing port is filled in, port 0 means private); empty: a private
-    #: rendezvous on this machine, for a single node only.
+    #: Normalised to `host:port` (a missing port is filled in, port 0 means private). Empty: a
+    #: private rendezvous on this machine, for a single node only.
     rdzv_endpoint: str = ""
-    #: Every `key=value` of `--rdzv-conf`, as given; those with a meaning have set a field as well.
+    #: Every `key=value` of `--rdzv-conf`, as given; known keys have also set a field.
     rdzv_configs: Mapping[str, str] = field(default_factory=dict)
-    #: The file that has the job's secret, the same on every node; None: it is in the environment,
-    #: or there is none. The secret itself is nowhere in a config.
+    #: File with the job's secret, the same on every node. None: the secret is in the environment,
+    #: or there is none. A config never holds the secret itself.
     rdzv_secret_file: str | None = None
     #: PEM files for TLS between the nodes, all three or none.
     rdzv_tls_cert: str | None = None
     rdzv_tls_key: str | None = None
     rdzv_tls_ca: str | None = None
-    #: The place in a static rendezvous.
+    #: Rank of this node in a static rendezvous.
     node_rank: int | None = None
     local_addr: str | None = None
 
-    #: Restarts the whole job may spend; refilled by progress.
+    #: Restarts that the whole job may use; progress refills this budget.
     max_restarts: int = 100
-    #: Membership changes spend the budget too.
+    #: Count membership changes as restarts, too.
     count_resizes: bool = False
-    #: Seconds without a newcomer after which a world between min and max is complete.
+    #: With at least min but fewer than max nodes, start after this many seconds without a new node.
     settle: float = 1.0
     #: Seconds of silence after which a node counts as failed.
     lease: float = 3.0
-    #: Who may go on without nodes that cannot be reached; `none`: whoever is with the host.
+    #: Which nodes may continue when others are unreachable; `none`: those that reach the host.
     quorum: Literal["majority", "none"] = "majority"
-    #: Of two nodes the one that does not host may go on when the host refuses connections.
+    #: With two nodes, the other node may continue when the rendezvous host refuses connections.
     two_node_takeover: bool = False
-    #: A directory on shared storage, or the URL of an object store, that has one more vote where
-    #: the nodes of a world are an even number; empty: there is none.
+    #: A directory on shared storage, or the URL of an object store, that holds one more vote when
+    #: a world has an even number of nodes; empty: none.
     witness: str = ""
-    #: Seconds to wait below `min_nodes`; 0 waits for ever.
+    #: Seconds to wait with fewer than `min_nodes`; 0 waits forever.
     wait_for_nodes: float = 3600.0
     grow: Grow = field(default_factory=Grow)
     world_sizes: WorldSizes = field(default_factory=WorldSizes)
-    #: A shell command that has to succeed on a node before it takes part; empty: none.
+    #: A shell command that must succeed on a node before it joins; empty: none.
     preflight: str = ""
 
-    #: Seconds a step of a resident worker may take before it counts as hanging; 0: any time; None:
-    #: learned from the steps before.
+    #: Seconds after which a worker counts as hung in a step; 0: no limit; None: learned from its
+    #: earlier steps.
     progress_timeout: float | None = None
-    #: A worker that takes so many times as long as usual for its own part of a step is a straggler;
-    #: 0: none is looked for. Whether its node then gives its place to a spare one.
+    #: A worker is a straggler when its own part of a step takes this many times as long as usual;
+    #: 0: off.
     straggler_threshold: float = 1.5
+    #: A spare node replaces a node that has a straggler.
     replace_stragglers: bool = False
 
-    #: Other nodes that hold a copy of this node's snapshots, and bytes per second that copying may
-    #: take; 0: any.
+    #: How many other nodes keep a copy of this node's snapshots.
     snapshot_replicas: int = 1
+    #: Limit for these copies in bytes per second; 0: none.
     snapshot_bandwidth: float = 500e6
 
     zygote: bool = True
@@ -211,44 +211,44 @@ class LaunchConfig:
     log_dir: str | None = None
     redirects: Std | Mapping[int, Std] = Std.NONE
     tee: Std | Mapping[int, Std] = Std.NONE
-    #: Output that is neither redirected nor tee'd is copied to files as well, as it is, where it
-    #: does not go to a terminal.
+    #: Also copy output to files, unchanged, if it is neither redirected nor teed and does not go to
+    #: a terminal.
     log_copy: bool = True
     local_ranks_filter: frozenset[int] | None = None
     duplicate_stdout_filters: tuple[str, ...] = ()
     duplicate_stderr_filters: tuple[str, ...] = ()
     log_line_prefix_template: str | None = None
     event_log_handler: str = "null"
-    #: `host:port` where the agent tells its metrics over HTTP; empty: nowhere.
+    #: `host:port` where the agent serves its metrics over HTTP; empty: nowhere.
     metrics_address: str = ""
-    #: The file with what a scraper has to show; needed where other machines can reach the address.
+    #: File with the bearer token that scrapers must send; required unless the host is loopback.
     metrics_token_file: str | None = None
-    #: `host:port` of a page that shows the job, or `auto`; empty: there is none.
+    #: `host:port` of the dashboard, or `auto`; empty: no dashboard.
     dashboard: str = ""
-    #: What a browser has to show there; None: made up where other machines can reach it.
+    #: File with the token that browsers must send; None: generated unless the host is loopback.
     dashboard_token_file: str | None = None
 
     signals_to_handle: tuple[str, ...] = DEFAULT_SIGNALS
-    #: Seconds between SIGTERM and SIGKILL, on every path.
+    #: Seconds between SIGTERM and SIGKILL, whenever workers are stopped.
     shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT
-    #: Kept for torch's callers; workers are watched by pidfd, nothing is polled.
+    #: Not used, kept for torch's callers: workers are watched by pidfd, not polled.
     monitor_interval: float = 0.1
 
-    #: Sentences the agent logs once at the start: flags and keys accepted without a meaning here.
+    #: Sentences that the agent logs once at the start, such as which flags and keys are ignored.
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._take_torchs_forms()
         self._check_numbers()
-        _ = self.is_host  # a bad word is refused here, not later by the agent
+        _ = self.is_host  # reject a bad value here, not later in the agent
         if 0 < max(self.world_sizes.allowed, default=0) < self.min_nodes:
             raise ConfigError(
-                f"--world-sizes {self.world_sizes} allows fewer workers than the job has nodes "
-                f"at least ({self.min_nodes}): change it or --nnodes."
+                f"--world-sizes {self.world_sizes} allows fewer workers than the job's minimum "
+                f"of {self.min_nodes} nodes: change it or --nnodes."
             )
         if len({bool(self.rdzv_tls_cert), bool(self.rdzv_tls_key), bool(self.rdzv_tls_ca)}) > 1:
             raise ConfigError(
-                "--rdzv-tls-cert, --rdzv-tls-key and --rdzv-tls-ca belong together: give all three."
+                "--rdzv-tls-cert, --rdzv-tls-key and --rdzv-tls-ca belong together: set all three."
             )
         object.__setattr__(self, "rdzv_endpoint", self._canonical_endpoint())
         if self.rdzv_backend in ETCD_BACKENDS:
@@ -257,13 +257,12 @@ class LaunchConfig:
             self._check_witness()
         if self.max_nodes > 1 and not self.rdzv_endpoint:
             raise ConfigError(
-                "A job of several nodes needs a place to meet: give every node the same "
-                f"--rdzv-endpoint HOST:PORT (default port {DEFAULT_PORT}), a node of the job and "
-                "a free port there."
+                "A job of several nodes needs --rdzv-endpoint: give every node the same HOST:PORT, "
+                f"a node of the job and a free port on it (default port {DEFAULT_PORT})."
             )
 
     def _take_torchs_forms(self) -> None:
-        """torch's config has signals in one string, lists for filters and None for defaults."""
+        """Accept what torch's config has: signals as one string, lists, None for defaults."""
         if isinstance(self.signals_to_handle, str):
             object.__setattr__(self, "signals_to_handle", tuple(self.signals_to_handle.split(",")))
         for name in ("duplicate_stdout_filters", "duplicate_stderr_filters"):
@@ -274,8 +273,8 @@ class LaunchConfig:
     def _check_numbers(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:
             raise ConfigError(
-                f"min_nodes={self.min_nodes}, max_nodes={self.max_nodes} is no range of nodes: "
-                "1 <= min_nodes <= max_nodes must hold."
+                f"min_nodes={self.min_nodes}, max_nodes={self.max_nodes} is not a valid range of "
+                "nodes: use 1 <= min_nodes <= max_nodes."
             )
         if self.nproc_per_node < 1:
             raise ConfigError(f"nproc_per_node must be at least 1, not {self.nproc_per_node}.")
@@ -284,13 +283,13 @@ class LaunchConfig:
             *("snapshot_replicas", "snapshot_bandwidth"),
         ):
             if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative, not {getattr(self, name)}.")
+                raise ConfigError(f"{name} must be 0 or more, not {getattr(self, name)}.")
         if self.lease <= 0:
-            raise ConfigError(f"lease must be longer than 0 seconds, not {self.lease:g}.")
+            raise ConfigError(f"lease must be more than 0 seconds, not {self.lease:g}.")
         if self.node_rank is not None and not 0 <= self.node_rank < self.max_nodes:
             raise ConfigError(
-                f"--node-rank {self.node_rank} does not fit a job of {self.max_nodes} node(s): "
-                f"write 0 to {self.max_nodes - 1}, another one on every node."
+                f"--node-rank {self.node_rank} is not valid in a job of {self.max_nodes} node(s): "
+                f"write 0 to {self.max_nodes - 1}, a different one on each node."
             )
 
     def _canonical_endpoint(self) -> str:
@@ -298,7 +297,7 @@ class LaunchConfig:
             return ""
         endpoints = parse_endpoints(self.rdzv_endpoint, _default_port(self.rdzv_backend))
         if any(port == 0 for _, port in endpoints):
-            # torch's form for "any free port on this machine": nobody else could know it.
+            # torch's form for "any free port on this machine": no other node could know it.
             return OWN_ETCD if self.rdzv_backend in ETCD_BACKENDS else ""
         return ",".join(format_endpoint(host, port) for host, port in endpoints)
 
@@ -306,18 +305,18 @@ class LaunchConfig:
         if not self.rdzv_endpoint:
             raise ConfigError(
                 f"--rdzv-backend {self.rdzv_backend} needs --rdzv-endpoint HOST:PORT, the address "
-                f"of the etcd server (default port {DEFAULT_ETCD_PORT}; several with commas)."
+                f"of the etcd server (default port {DEFAULT_ETCD_PORT}; several, with commas)."
             )
         if self.rdzv_endpoint == OWN_ETCD and self.max_nodes > 1:
             raise ConfigError(
-                "Several nodes cannot meet at an etcd with port 0, which each would start for "
-                "itself: start one, and name it in --rdzv-endpoint HOST:PORT."
+                "With port 0, each node would start its own etcd, and the nodes could not meet: "
+                "start one etcd server and set --rdzv-endpoint to its HOST:PORT."
             )
-        # One server serves many jobs: a made-up id would bring strangers together.
+        # One server serves many jobs: a default id could mix two of them.
         if self.max_nodes > 1 and not self.run_id:
             raise ConfigError(
-                "A job of several nodes that meets at etcd needs an id: give every node the same "
-                "--rdzv-id, which no other job there has."
+                "A job of several nodes needs an id at etcd: give every node the same --rdzv-id, "
+                "one that no other job on that server uses."
             )
 
     def _check_witness(self) -> None:
@@ -328,13 +327,13 @@ class LaunchConfig:
         }
         if given := [flag for flag, is_given in others.items() if is_given]:
             raise ConfigError(
-                f"--witness and {given[0]} both say who may go on when nodes are lost: give one of "
-                "them."
+                f"--witness and {given[0]} both decide which nodes continue when others are lost: "
+                "remove one of them."
             )
 
     @property
     def is_host(self) -> bool | None:
-        """Whether this node is to host the rendezvous (`--rdzv-conf is_host=1`); None: find out."""
+        """`--rdzv-conf is_host`: this node hosts the rendezvous, or does not; None: detect it."""
         text = self.rdzv_configs.get("is_host")
         if text is None:
             return None
@@ -344,7 +343,7 @@ class LaunchConfig:
             raise ConfigError(f"--rdzv-conf is_host {error}") from None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data from which `from_json` makes an equal config."""
+        """Return plain data from which `from_json` builds an equal config."""
         data = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         data["grow"] = str(self.grow)
         data["world_sizes"] = str(self.world_sizes)
@@ -392,14 +391,14 @@ def _default_port(backend: str) -> int:
 
 
 def std_for(streams: Std | Mapping[int, Std], local_rank: int) -> Std:
-    """The streams meant for one local rank."""
+    """Return the streams of one local rank."""
     if isinstance(streams, Std):
         return streams
     return streams.get(local_rank, Std.NONE)
 
 
 def parse_truth(text: str) -> bool:
-    """A word for yes or no, as torch reads them.
+    """Parse a word for yes or no, as torch does.
 
     >>> parse_truth("1"), parse_truth("False")
     (True, False)
@@ -410,7 +409,7 @@ def parse_truth(text: str) -> bool:
 
 
 def parse_nnodes(text: str) -> tuple[int, int]:
-    """`4` or `1:4`.
+    """Parse `4` or `1:4`.
 
     >>> parse_nnodes("1:4")
     (1, 4)
@@ -418,25 +417,27 @@ def parse_nnodes(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if not match or not 1 <= int(match[1]) <= int(match[2] or match[1]):
         raise ConfigError(
-            f"'{text}' is no range of nodes: write N or MIN:MAX with 1 <= MIN <= MAX."
+            f"'{text}' is not a valid range of nodes: write N or MIN:MAX with 1 <= MIN <= MAX."
         )
     return int(match[1]), int(match[2] or match[1])
 
 
 def parse_shape(text: str) -> tuple[int, int, int]:
-    """`-j [MIN:]NODESxPROCS` as (min nodes, max nodes, workers per node).
+    """Parse `-j [MIN:]NODESxPROCS` into (min nodes, max nodes, workers per node).
 
     >>> parse_shape("1:4x8")
     (1, 4, 8)
     """
     match = re.fullmatch(r"(?:(\d+):)?(\d+)x(\d+)", text)
     if not match or not 1 <= int(match[1] or match[2]) <= int(match[2]) or int(match[3]) < 1:
-        raise ConfigError(f"'{text}' is no shape: write [MIN:]NODESxPROCS as in 2x8 or 1:4x8.")
+        raise ConfigError(
+            f"'{text}' is not a valid shape: write [MIN:]NODESxPROCS, such as 2x8 or 1:4x8."
+        )
     return int(match[1] or match[2]), int(match[2]), int(match[3])
 
 
 def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
-    """`host`, `host:port`, `[v6]:port` as (host, port).
+    """Parse `host`, `host:port` or `[v6]:port` into (host, port).
 
     >>> parse_endpoint("[::1]:80"), parse_endpoint("node1")
     (('::1', 80), ('node1', 29400))
@@ -444,24 +445,24 @@ def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, in
     match = re.fullmatch(r"(?:\[([^\],]+)\]|([^:,\s]+))(?::(\d{1,5}))?", text.strip())
     if not match or int(match[3] or 0) > 65535:
         raise ConfigError(
-            f"'{text}' is no endpoint: write HOST[:PORT] as in node1:29400, an IPv6 address in "
-            "brackets as in [fd00::1]:29400."
+            f"'{text}' is not a valid endpoint: write HOST[:PORT], such as node1:29400, with an "
+            "IPv6 address in brackets, such as [fd00::1]:29400."
         )
     return match[1] or match[2], int(match[3]) if match[3] else default_port
 
 
 def parse_endpoints(text: str, default_port: int = DEFAULT_PORT) -> tuple[tuple[str, int], ...]:
-    """One endpoint or several with commas, each as `parse_endpoint` has it, and each once.
+    """Parse comma-separated endpoints with `parse_endpoint`, without duplicates.
 
     >>> parse_endpoints("node1:80,[::1]")
     (('node1', 80), ('::1', 29400))
     """
-    # Each once: a majority of them is counted when a job begins.
+    # No duplicates: a job starts with a majority of them.
     return tuple(dict.fromkeys(parse_endpoint(part, default_port) for part in text.split(",")))
 
 
 def format_endpoint(host: str, port: int) -> str:
-    """The text `parse_endpoint` reads back.
+    """Return the text that `parse_endpoint` parses back.
 
     >>> format_endpoint("::1", 80)
     '[::1]:80'
@@ -470,11 +471,11 @@ def format_endpoint(host: str, port: int) -> str:
 
 
 def default_run_id(max_nodes: int, endpoint: str) -> str:
-    """The id of a job whose user gave none.
+    """Return the id of a job whose user gave none.
 
-    A job of one node gets one of its own. Nodes that must meet need the same, and know in common
-    only the endpoint; of that, the port alone, since the host may be `localhost` to one of them
-    and a name or an address to the others.
+    A job of one node gets a unique id. Several nodes need the same id and share only the endpoint.
+    Of that, only the port is used: the host may be `localhost` on one node and a name or an
+    address on the others.
     """
     if max_nodes == 1:
         return f"job-{secrets.token_hex(4)}"

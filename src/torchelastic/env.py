@@ -1,4 +1,4 @@
-"""Every environment variable torchelastic reads or writes, declared once; the only reader of them.
+"""Every environment variable that torchelastic reads or writes, and the only code that reads them.
 
 `docs/environment.md` is generated from `VARIABLES`.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable: who sets it and what it means."""
+    """One variable: its side and its meaning."""
 
     name: str
     #: `worker`: given to workers. `agent`: read by the agent. `flag`: a flag's default.
@@ -24,7 +24,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("RANK", "worker", "global rank"),
     Variable("LOCAL_RANK", "worker", "rank on this node (0 with --virtual-local-rank)"),
     Variable("NODE_RANK", "worker", "rank of the node in the world"),
-    Variable("GROUP_RANK", "worker", "the same, by torchrun's name"),
+    Variable("GROUP_RANK", "worker", "the same, under torchrun's name"),
     Variable("ROLE_RANK", "worker", "rank among the workers of the same role"),
     Variable("ROLE_NAME", "worker", "the role (--role)"),
     Variable("LOCAL_WORLD_SIZE", "worker", "workers on this node"),
@@ -32,64 +32,64 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("GROUP_WORLD_SIZE", "worker", "nodes in the world"),
     Variable("ROLE_WORLD_SIZE", "worker", "workers of the same role"),
     Variable("MASTER_ADDR", "worker", "host of the generation's store; on one node --master-addr"),
-    Variable("MASTER_PORT", "worker", "port of that store; on one node --master-port, where given"),
+    Variable("MASTER_PORT", "worker", "port of that store; on one node --master-port, if given"),
     Variable("TORCHELASTIC_RESTART_COUNT", "worker", "the generation: 0 in the first world"),
     Variable("TORCHELASTIC_MAX_RESTARTS", "worker", "the restart budget of the job"),
     Variable("TORCHELASTIC_RUN_ID", "worker", "the job id"),
-    Variable("TORCHELASTIC_START", "worker", "tells this start of the job from an earlier one"),
+    Variable("TORCHELASTIC_START", "worker", "id of this start of the job, new with every start"),
     Variable("TORCHELASTIC_USE_AGENT_STORE", "worker", "True: workers are clients of the store"),
     Variable("TORCHELASTIC_ERROR_FILE", "worker", "where a failing worker writes its error.json"),
     Variable("TORCHELASTIC_SIGNALS_TO_HANDLE", "worker", "signals the agent handles"),
-    Variable("TORCHELASTIC_STARTUP", "worker", "what a starting Python is to be; removed at once"),
+    Variable("TORCHELASTIC_STARTUP", "worker", "what a new Python process runs; removed at once"),
     Variable("TORCHELASTIC_CHANNEL_FD", "worker", "descriptor of the channel to the agent"),
     Variable(
         "TORCHELASTIC_SECRET_FD",
         "worker",
-        "descriptor to read the job's secret from, once; Python workers have done it before the "
-        "script begins",
+        "descriptor to read the job's secret from, once; Python workers read it before the script "
+        "starts",
     ),
     Variable(
         "TORCHELASTIC_STACKS_FD",
         "worker",
-        "descriptor of the memory that stacks are written to when asked for; removed at once",
+        "descriptor of the memory where the worker writes its stacks on request; removed at once",
     ),
     Variable("TORCHELASTIC_FAULTS", "worker", "faults to inject, see torchelastic.faults"),
     Variable(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         "worker",
-        "1 unless set; torchelastic.train with NCCL makes it 2, so that the watchdog aborts the "
-        "group and leaves the process alone",
+        "1 unless set; torchelastic.train with NCCL sets 2, so that NCCL's watchdog aborts the "
+        "group but not the process",
     ),
     Variable(
         "TORCH_NCCL_RETHROW_CUDA_ERRORS",
         "worker",
-        "unless set, 0 in torchelastic.train with NCCL: for the same reason",
+        "0 in torchelastic.train with NCCL unless set, for the same reason",
     ),
     Variable(
-        "GLOO_SOCKET_IFNAME", "worker", "unless set, the interface where other nodes reach this one"
+        "GLOO_SOCKET_IFNAME", "worker", "network interface that other nodes reach, unless set"
     ),
-    Variable("RES_OPTIONS", "worker", "timeout:1 attempts:2 unless set: how long DNS is asked"),
+    Variable("RES_OPTIONS", "worker", "DNS timeouts: timeout:1 attempts:2 unless set"),
     Variable("OMP_NUM_THREADS", "worker", "1 if unset and the node has several workers"),
     Variable(
         "CUDA_VISIBLE_DEVICES",
         "worker",
-        "the devices --nproc-per-node gpu counts; one of them with --virtual-local-rank",
+        "the devices that --nproc-per-node gpu counts; one of them with --virtual-local-rank",
     ),
-    Variable("HIP_VISIBLE_DEVICES", "agent", "the AMD devices --nproc-per-node gpu counts"),
-    Variable("TORCHELASTIC_ETCD_USER", "agent", "etcd_user where --rdzv-conf has none"),
+    Variable("HIP_VISIBLE_DEVICES", "agent", "the AMD devices that --nproc-per-node gpu counts"),
+    Variable("TORCHELASTIC_ETCD_USER", "agent", "default of etcd_user in --rdzv-conf"),
     Variable(
-        "TORCHELASTIC_ETCD_PASSWORD_FILE", "agent", "etcd_password_file where --rdzv-conf has none"
+        "TORCHELASTIC_ETCD_PASSWORD_FILE", "agent", "default of etcd_password_file in --rdzv-conf"
     ),
-    Variable("TORCHELASTIC_ETCD_BINARY_PATH", "agent", "the etcd that EtcdServer starts"),
+    Variable("TORCHELASTIC_ETCD_BINARY_PATH", "agent", "the etcd program that EtcdServer starts"),
     Variable(
         "TORCHELASTIC_ENABLE_FILE_TIMER",
         "agent",
-        "1: torch's FileTimerClient works; at the path in TORCHELASTIC_TIMER_FILE if that is set",
+        "1: support torch's FileTimerClient, at the path in TORCHELASTIC_TIMER_FILE if that is set",
     ),
     Variable(
         "TORCHELASTIC_TIMER_FILE",
         "worker",
-        "with TORCHELASTIC_ENABLE_FILE_TIMER, the pipe that torch's FileTimerClient wants",
+        "with TORCHELASTIC_ENABLE_FILE_TIMER, the pipe for torch's FileTimerClient",
     ),
     Variable("PYTHON_EXEC", "agent", "the Python that runs scripts"),
     Variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "agent", "default of --shutdown-timeout"),
@@ -101,21 +101,21 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "TORCHELASTIC_SECRET",
         "agent",
-        "the secret of the job where no --rdzv-secret-file is given; workers do not get it",
+        "the job's secret if --rdzv-secret-file is not given; workers do not get this variable",
     ),
-    Variable("LOGLEVEL", "agent", "level of the agent's own log (default INFO)"),
-    Variable("XDG_RUNTIME_DIR", "agent", "where jobs of this machine are listed"),
-    Variable("TMPDIR", "agent", "where temporary logs go"),
+    Variable("LOGLEVEL", "agent", "log level of the agent (default INFO)"),
+    Variable("XDG_RUNTIME_DIR", "agent", "directory where the jobs of this machine are listed"),
+    Variable("TMPDIR", "agent", "directory for temporary logs"),
 )
 
 
 def get(name: str, default: str = "") -> str:
-    """The value of a variable, `default` when it is unset or empty."""
+    """Return the value of a variable, `default` if it is unset or empty."""
     return os.environ.get(name) or default
 
 
 def snapshot() -> dict[str, str]:
-    """A copy of the whole environment, to be handed to workers."""
+    """Return a copy of the whole environment."""
     return dict(os.environ)
 
 
@@ -127,10 +127,9 @@ def replace(values: Mapping[str, str]) -> None:
 
 
 def remove(name: str) -> None:
-    """Unset a variable."""
     os.environ.pop(name, None)
 
 
 def update(values: Mapping[str, str]) -> None:
-    """Set some variables, leave the others."""
+    """Set these variables and leave the others."""
     os.environ.update(values)

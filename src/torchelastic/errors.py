@@ -1,29 +1,29 @@
-"""Every exception torchelastic raises, and every exit code it ends with.
+"""Every exception that torchelastic raises, and every exit code.
 
 TorchElasticError
 ├── ConfigError            bad input: one sentence, what is wrong and what to do (exit 2)
 │   ├── ProcessesError     start_processes cannot start these; also a RuntimeError
-│   └── ProgramMissing     there is no such program; also a FileNotFoundError
+│   └── ProgramMissing     program not found; also a FileNotFoundError
 ├── RendezvousError
-│   ├── RendezvousLost     the store cannot be reached any longer (exit 171)
-│   ├── LeaseExpired       the store has given this node up
+│   ├── RendezvousLost     the store became unreachable (exit 171)
+│   ├── LeaseExpired       the store considers this node failed
 │   ├── NotEnoughNodes     fewer than min nodes for longer than allowed (exit 170)
-│   ├── VoteOutdated       the job that this node had a vote in has been started again
-│   ├── RendezvousRefused  the store answered, but this agent may not join it
+│   ├── VoteOutdated       the job in which this node had a vote was started again
+│   ├── RendezvousRefused  the store rejected this agent
 │   ├── RendezvousClosedException, RendezvousTimeoutException, RendezvousNonRetryableError
 │   │                      0.2's handlers: the job has ended; too few nodes; anything else
-│   └── WireError          bytes that are not our protocol, or a message too large for it
-│       └── TlsError       the other end speaks no TLS, or its certificate is not to be trusted
-├── ChannelLost            a resident worker and its agent cannot talk any longer
+│   └── WireError          bytes that are not our protocol, or a message that is too large
+│       └── TlsError       the peer does not speak TLS, or its certificate is not trusted
+├── ChannelLost            a resident worker and its agent lost their connection
 ├── CheckpointError        a checkpoint cannot be written or loaded
-├── NonRetryableException  user code: trying again cannot help
-├── JobClosed              the job has ended otherwise than by the end of its training
+├── NonRetryableException  user code: a retry cannot help
+├── JobClosed              the job ended before its training was done
 ├── JobInterrupted         a signal asked this node to leave (exit 128 + signal)
-├── SnapshotError          a snapshot cannot be kept, found or used
+├── SnapshotError          a snapshot cannot be stored, found or used
 ├── SpawnError             a worker process could not be started
 ├── StopException          user code: the training is done
 ├── TransferError          state from a peer cannot be read, or is too large to send
-└── UnfitError             a worker has built another model than the others: it ends alone
+└── UnfitError             a worker's model differs from that of the others: only it ends
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from __future__ import annotations
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-# From 128 on a scheduler may take the end for an interruption and start the job again.
+# A scheduler may treat codes from 128 on as an interruption and start the job again.
 EXIT_SIGNAL_BASE = 128
 EXIT_NOT_ENOUGH_NODES = 170
 EXIT_RENDEZVOUS_LOST = 171
 
 
 class TorchElasticError(Exception):
-    """Base of all errors of this package."""
+    """Base class of all errors of this package."""
 
 
 class ConfigError(TorchElasticError, ValueError):
@@ -46,11 +46,11 @@ class ConfigError(TorchElasticError, ValueError):
 
 
 class ProcessesError(ConfigError, RuntimeError):
-    """`start_processes` cannot start what it is asked for; 0.2's callers catch a RuntimeError."""
+    """`start_processes` cannot start these; callers of 0.2 catch RuntimeError."""
 
 
 class ProgramMissing(ConfigError, FileNotFoundError):
-    """There is no such program; callers of 0.2 and of subprocess catch a FileNotFoundError."""
+    """Program not found; callers of 0.2 and of subprocess catch FileNotFoundError."""
 
 
 class RendezvousError(TorchElasticError):
@@ -58,11 +58,11 @@ class RendezvousError(TorchElasticError):
 
 
 class RendezvousLost(RendezvousError):
-    """The store that the nodes meet at is out of reach."""
+    """The store of the rendezvous is unreachable."""
 
 
 class VoteOutdated(RendezvousError):
-    """What this node has resumed is of an earlier job of the same id: it is to join anew."""
+    """This node resumed the vote of an earlier job with the same id; it must join again."""
 
 
 class RendezvousRefused(RendezvousError):
@@ -70,27 +70,27 @@ class RendezvousRefused(RendezvousError):
 
 
 class WireError(RendezvousError):
-    """What came over a connection is not our protocol, or what is to go is too large for it."""
+    """Received bytes are not our protocol, or a message is too large to send."""
 
 
 class TlsError(WireError):
-    """No TLS comes about with the other end of a connection."""
+    """The TLS handshake with the peer failed."""
 
 
 class NotEnoughNodes(RendezvousError):
-    """The job waited for nodes longer than it was allowed to."""
+    """The job waited for nodes longer than allowed."""
 
 
 class RendezvousClosedException(RendezvousError):
-    """0.2: the job has ended, and no world comes any more."""
+    """0.2: the job has ended; there will be no further world."""
 
 
 class RendezvousTimeoutException(RendezvousError):
-    """0.2: the nodes have not agreed on a world in time."""
+    """0.2: the nodes did not agree on a world in time."""
 
 
 class RendezvousNonRetryableError(RendezvousError):
-    """0.2: the rendezvous cannot be reached, or refuses this node."""
+    """0.2: the rendezvous is unreachable or rejects this node."""
 
 
 class CheckpointError(TorchElasticError):
@@ -98,7 +98,7 @@ class CheckpointError(TorchElasticError):
 
 
 class SnapshotError(TorchElasticError):
-    """A snapshot cannot be kept, found or used; the message says why."""
+    """A snapshot cannot be stored, found or used; the message says why."""
 
 
 class SpawnError(TorchElasticError):
@@ -106,7 +106,7 @@ class SpawnError(TorchElasticError):
 
 
 class LeaseExpired(RendezvousError):
-    """The store has given this node up: it must stop its workers and join anew."""
+    """The store considers this node failed: it must stop its workers and join again."""
 
 
 class JobInterrupted(TorchElasticError):
@@ -114,24 +114,24 @@ class JobInterrupted(TorchElasticError):
 
 
 class TransferError(TorchElasticError):
-    """State that came from a peer is not what peers send, or is too large to be sent."""
+    """State received from a peer is invalid, or state is too large to send."""
 
 
 class UnfitError(TorchElasticError):
-    """This worker's state is of another form than that of the training it came to."""
+    """This worker's state does not match the state of the training it joined."""
 
 
 class JobClosed(TorchElasticError):
-    """The job has ended otherwise than by the end of its training; the message says how."""
+    """The job ended before its training was done; the message says why."""
 
 
 class ChannelLost(TorchElasticError):
-    """A resident worker and its agent cannot talk to each other any longer."""
+    """A resident worker and its agent lost their connection."""
 
 
 class StopException(TorchElasticError):
-    """Raised by user code, in a step: the training is done, as at the end of the data."""
+    """Raised by user code in a step: the training is done, as at the end of the data."""
 
 
 class NonRetryableException(TorchElasticError):
-    """Raised by user code: trying again cannot help, the job is to end."""
+    """Raised by user code: a retry cannot help; end the job."""

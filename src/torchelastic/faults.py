@@ -1,4 +1,4 @@
-"""Faults at exact places: `faults.at("step.begin")` does nothing, unless a plan says otherwise.
+"""Fault injection at exact places: `faults.at("step.begin")` does nothing without a plan.
 
 A plan is a text, usually in `TORCHELASTIC_FAULTS`: faults separated by `;`, each a kind and the
 conditions under which it strikes:
@@ -8,11 +8,11 @@ conditions under which it strikes:
 Kinds: `kill` and `stop` (SIGKILL and SIGSTOP to this process), `raise` (a `FaultInjected`), `exit`
 (exit code 1, without clean-up), `sleep=SECONDS`.
 
-Conditions: `place` is needed. A `rank` or `step` that is not given is any. `generation` is 0 unless
-given, so that a replacement does not die of what killed the first; `any` is every one. `n=2` is the
-second time the place is passed in the step, and 1 unless given. A fault strikes whenever all hold.
+Conditions: `place` is required. Without `rank` or `step`, any matches. `generation` defaults to 0,
+so that a fault does not also kill the replacement worker; `any` matches every generation. `n=2` is
+the second time that the step passes the place (default 1). A fault strikes whenever all match.
 
-The places, in the order in which a step passes them, are `PLACES`.
+`PLACES` lists the places in the order in which a step passes them.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ KINDS = ("kill", "stop", "raise", "exit", "sleep")
 
 
 class FaultInjected(RuntimeError):
-    """The error of kind `raise`."""
+    """The error that kind `raise` raises."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What strikes, and when. None means any."""
+    """One fault and its conditions. None means any."""
 
     kind: str
     place: str
@@ -63,27 +63,27 @@ class Fault:
     step: int | None = None
     generation: int | None = 0
     n: int = 1
-    #: How long a `sleep` takes.
+    #: Duration of a `sleep`.
     seconds: float = 0.0
 
 
 _plan: tuple[Fault, ...] = ()
-#: Whether anything is. It is not in ordinary life, and places that are passed in every step ask
-#: first: `if faults.planned: faults.at(...)` costs the test of a name.
+#: True if there is a plan. Places that every step passes check this first, because it is cheap:
+#: `if faults.planned: faults.at(...)`.
 planned = False
 _rank = _step = _generation = -1
-#: How often each place was passed in the present step.
+#: How often the current step has passed each place.
 _passed: Counter[str] = Counter()
 
 
 def at(place: str) -> None:
-    """This place is passed now."""
+    """Inject the faults planned for this place, if any."""
     if _plan:
         _pass(place)
 
 
 def position(*, rank: int, step: int, generation: int) -> None:
-    """Where this process is in its training; a new step counts its places anew."""
+    """Set where this process is in its training, and reset the counts of places."""
     global _rank, _step, _generation
     _rank, _step, _generation = rank, step, generation
     if _passed:
@@ -91,7 +91,7 @@ def position(*, rank: int, step: int, generation: int) -> None:
 
 
 def plan(text: str) -> None:
-    """Replace the plan; an empty text is no plan."""
+    """Replace the plan; an empty text removes it."""
     global _plan, planned
     _plan = parse(text)
     planned = bool(_plan)
@@ -99,17 +99,17 @@ def plan(text: str) -> None:
 
 
 def load() -> None:
-    """Take the plan from the environment.
+    """Read the plan from the environment.
 
-    Called when training starts and not on import: a zygote imports long before a worker has its
-    environment. A plan made by `plan` stays when the environment has none.
+    Called when training starts, not on import: a zygote imports this long before a worker has its
+    environment. Without a plan in the environment, one set by `plan` stays.
     """
     if text := env.get(VARIABLE):
         plan(text)
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """The faults of a plan; `ConfigError` names the one that is wrong."""
+    """Parse a plan; a `ConfigError` names the fault that is wrong."""
     return tuple(_fault(item) for part in text.split(";") if (item := part.strip()))
 
 
@@ -129,7 +129,7 @@ def _fault(text: str) -> Fault:
             seconds=float(seconds or 0.0),
         )
     except (KeyError, ValueError) as error:
-        raise ConfigError(f"The fault '{text}' in {VARIABLE} is not understood: {error}.") from None
+        raise ConfigError(f"The fault '{text}' in {VARIABLE} is not valid: {error}.") from None
     if conditions or kind not in KINDS or made.place not in PLACES:
         wrong = next(iter(conditions), kind if kind not in KINDS else made.place)
         raise ConfigError(f"The fault '{text}' in {VARIABLE} has an unknown '{wrong}'.")
@@ -168,4 +168,4 @@ def _strike(fault: Fault) -> None:
     elif fault.kind == "sleep":
         time.sleep(fault.seconds)
     else:
-        raise FaultInjected(f"A fault was planned at {where}.")
+        raise FaultInjected(f"Injected fault at {where}.")

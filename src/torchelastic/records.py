@@ -1,7 +1,7 @@
-"""`dataclasses.replace` for records with many fields: it copies them all at once.
+"""A fast `dataclasses.replace` for records with many fields: it copies all fields at once.
 
-Deciders are asked thousands of times, and each answer is a changed record. For plain dataclasses
-only: without slots, `InitVar` and `__post_init__`.
+Deciders return changed records thousands of times. For plain dataclasses only: without slots,
+`InitVar` and `__post_init__`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ else:
     from dataclasses import fields
 
     def replace(record: Any, /, **changes: Any) -> Any:
-        """The record with other values in some fields, and without its cached properties."""
+        """Return a copy of the record with some fields changed and no cached properties."""
         known = _names(type(record))
         values = vars(record) | changes
         if len(values) > len(known):
@@ -24,7 +24,7 @@ else:
             for name in values.keys() - known:
                 del values[name]
         made = object.__new__(type(record))
-        object.__setattr__(made, "__dict__", values)  # which a frozen one does not let others do
+        object.__setattr__(made, "__dict__", values)  # works for frozen dataclasses, too
         return made
 
     @cache

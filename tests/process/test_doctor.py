@@ -320,14 +320,14 @@ def test_a_fault_ends_with_1_and_says_what_run_would_say(tmp_path):
     ended = doctor(tmp_path, "missing.py")
     text = " ".join(ended.stdout.split())
     assert ended.returncode == 1
-    assert "There is no script 'missing.py'" in text
+    assert "Script 'missing.py' not found" in text
     assert re.search(r"\n1 fault, .* ok\.\n$", ended.stdout)
 
 
 def test_the_gpu_paths_cannot_be_asked_for_without_one(tmp_path):
     ended = doctor(tmp_path, "--gpu", CUDA_VISIBLE_DEVICES="")
     assert ended.returncode == 2
-    assert "not checked  gpu              There is no GPU on this machine" in ended.stdout
+    assert "not checked  gpu              This machine has no GPU" in ended.stdout
 
 
 # --- the jobs of --gpu, on the CPU ---------------------------------------------------------------

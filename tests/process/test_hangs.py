@@ -122,8 +122,8 @@ def test_who_keeps_the_others_waiting_in_train_is_told_with_what_all_of_them_do(
         assert "rank 1 in broadcast #" in event["text"]
         assert event["missing"] == []
         asked = stacks(f"job{made.port}").stdout
-        assert "waits in all_reduce #" in asked
-        assert "waits in broadcast #" in asked
+        assert "waiting in all_reduce #" in asked
+        assert "waiting in broadcast #" in asked
         assert len(told(made, "worker-killed")) == 1, "nobody else is killed"
 
 
@@ -137,7 +137,7 @@ def check_asked_while_training(made: Job) -> None:
     assert len({row["node"] for row in found["ranks"]}) == 2
     assert found["unheard"] == []
     assert stacks(job_id, "--rank=0").stdout.startswith("rank 0\n")
-    assert "There is no rank 7: the world has ranks 0, 1." in stacks(job_id, "--rank=7").stderr
+    assert "Rank 7 does not exist: the world has ranks 0, 1." in stacks(job_id, "--rank=7").stderr
 
 
 def test_a_script_that_keeps_its_state_is_watched_too(tmp_path):

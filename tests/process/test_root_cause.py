@@ -180,7 +180,7 @@ def test_a_worker_and_a_node_fail_while_the_others_are_in_the_all_reduce(tmp_pat
         assert first.wait(100) == 0, it.said()
         raised, killed, lost = [one for one in first.events("restart-decided") if one["cause"]]
         for found, kind, step, message in (
-            (raised, "error", 2, "FaultInjected: A fault was planned at collective.launched"),
+            (raised, "error", 2, "FaultInjected: Injected fault at collective.launched"),
             (killed, "failure", 4, "killed by SIGKILL"),
         ):
             cause = found["cause"]

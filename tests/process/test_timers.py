@@ -63,5 +63,5 @@ def test_a_resident_worker_is_replaced_and_the_training_goes_on(tmp_path, monkey
         assert len(paused) >= FAILING - 3, (
             node.stderr
         )  # workers start in the first, which lives longer
-        assert "A fault was planned" in paused[0]
+        assert "Injected fault" in paused[0]
         assert paused[0].endswith("the next one begins in 0.25 s")

@@ -1,4 +1,4 @@
-"""Parsers of the config by table, its checks, and its way through JSON."""
+"""The config: its parsers by table, its checks, and its JSON form."""
 
 import dataclasses
 import doctest
@@ -154,45 +154,45 @@ def test_allowed_worlds():
     [
         (
             Std.from_str,
-            "does not name output streams",
+            "is not a valid set of streams",
             ["", "4", "-1", "0:4", "0:", ":1", "0:1,", "a:1"],
         ),
         (
             Grow.parse,
-            "does not say when to grow",
+            "is not valid: write any",
             ["", "any:1", "every", "every:0", "every:x", "after-checkpoint:"],
         ),
         (
             WorldSizes.parse,
-            "does not say which numbers",
+            "is not a valid set of world sizes",
             ["", "0", "0,1", "1,", "multiple:0", "multiple:", "-1", "a"],
         ),
         (
             parse_nnodes,
-            "no range of nodes",
+            "not a valid range of nodes",
             ["", "0", "-1", "4:1", "0:2", "1:2:3", "1:", ":2", "x", "1.5"],
         ),
         (
             parse_shape,
-            "no shape",
+            "not a valid shape",
             ["", "2", "0x1", "1x0", "4:1x8", "2x", "x2", "2x8x1", "1:x2"],
         ),
         (
             parse_endpoint,
-            "no endpoint",
+            "not a valid endpoint",
             ["", ":80", "a:b", "a:65536", "a:1:2", "a b:1", "::1", "http://a:1"],
         ),
-        (parse_endpoint, r"in brackets as in \[fd00::1\]:29400", ["fd00::1"]),
+        (parse_endpoint, r"in brackets, such as \[fd00::1\]:29400", ["fd00::1"]),
         (
             parse_endpoints,
-            "no endpoint",
+            "not a valid endpoint",
             ["", ",", "node1,", ",node1", "node1,,node2", "a,b:c"],
         ),
         (parse_truth, "neither yes nor no", ["2"]),
     ],
     ids=lambda value: getattr(value, "__qualname__", ""),
 )
-def test_other_words_are_refused(parser, told, texts):
+def test_bad_texts_are_rejected(parser, told, texts):
     for text in texts:
         with pytest.raises(ConfigError, match=told):
             parser(text)
@@ -212,33 +212,33 @@ def test_truth():
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"witness": "/shared", "quorum": "none"}, "--witness and --quorum none both say"),
-        ({"witness": "/shared", "two_node_takeover": True}, "--two-node-takeover both say"),
+        ({"witness": "/shared", "quorum": "none"}, "--witness and --quorum none both decide"),
+        ({"witness": "/shared", "two_node_takeover": True}, "--two-node-takeover both decide"),
         (
             {"witness": "/shared", "rdzv_backend": "etcd", "rdzv_endpoint": "etcd1"},
-            "--witness and --rdzv-backend etcd both say",
+            "--witness and --rdzv-backend etcd both decide",
         ),
-        ({"min_nodes": 0}, "no range of nodes"),
-        ({"min_nodes": 3, "max_nodes": 2}, "no range of nodes"),
+        ({"min_nodes": 0}, "not a valid range of nodes"),
+        ({"min_nodes": 3, "max_nodes": 2}, "not a valid range of nodes"),
         ({"nproc_per_node": 0}, "nproc_per_node must be at least 1"),
-        ({"max_restarts": -1}, "max_restarts must not be negative"),
-        ({"settle": -1}, "settle must not be negative"),
-        ({"wait_for_nodes": -1}, "wait_for_nodes must not be negative"),
-        ({"shutdown_timeout": -1}, "shutdown_timeout must not be negative"),
-        ({"lease": 0}, "lease must be longer than 0"),
-        ({"node_rank": 1}, "--node-rank 1 does not fit"),
-        ({"node_rank": -1}, "--node-rank -1 does not fit"),
-        ({"max_nodes": 2}, "needs a place to meet"),
-        ({"max_nodes": 2, "rdzv_endpoint": "localhost:0"}, "needs a place to meet"),
-        ({"rdzv_endpoint": "a:b"}, "no endpoint"),
+        ({"max_restarts": -1}, "max_restarts must be 0 or more"),
+        ({"settle": -1}, "settle must be 0 or more"),
+        ({"wait_for_nodes": -1}, "wait_for_nodes must be 0 or more"),
+        ({"shutdown_timeout": -1}, "shutdown_timeout must be 0 or more"),
+        ({"lease": 0}, "lease must be more than 0"),
+        ({"node_rank": 1}, "--node-rank 1 is not valid"),
+        ({"node_rank": -1}, "--node-rank -1 is not valid"),
+        ({"max_nodes": 2}, "needs --rdzv-endpoint"),
+        ({"max_nodes": 2, "rdzv_endpoint": "localhost:0"}, "needs --rdzv-endpoint"),
+        ({"rdzv_endpoint": "a:b"}, "not a valid endpoint"),
         ({"rdzv_configs": {"is_host": "maybe"}}, "is_host 'maybe' is neither"),
         (
             {"min_nodes": 2, "max_nodes": 3, "rdzv_endpoint": "a", "world_sizes": WorldSizes((1,))},
-            "allows fewer workers than the job has nodes",
+            "allows fewer workers than the job's minimum",
         ),
     ],
 )
-def test_what_cannot_be_is_refused(fields, sentence):
+def test_invalid_configs_are_rejected(fields, sentence):
     with pytest.raises(ConfigError, match=sentence):
         LaunchConfig(**fields)
 
@@ -256,7 +256,7 @@ def test_is_host():
     assert LaunchConfig(rdzv_configs={"is_host": "0"}).is_host is False
 
 
-def test_a_lone_node_gets_an_id_of_its_own_and_nodes_of_one_host_the_same():
+def test_a_single_node_gets_a_unique_id_and_several_nodes_the_same():
     assert len({default_run_id(1, "") for _ in range(20)}) == 20
     spelled = ("node1:29400", "localhost:29400", "[::1]:29400", "node1.example.com")
     assert {default_run_id(4, endpoint) for endpoint in spelled} == {"job-29400"}

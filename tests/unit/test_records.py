@@ -17,7 +17,7 @@ def test_a_record_is_changed_as_dataclasses_change_it():
     assert hash(replace(member)) == hash(member)
 
 
-def test_what_was_counted_of_a_record_is_counted_anew():
+def test_cached_properties_are_computed_again():
     nodes = [WorldNode(name, name, name, 0, 1, "", 0, 0, (0,)) for name in "ab"]
     world = World(generation=0, phase="running").with_nodes(nodes)
     assert world.members == {"a", "b"}
@@ -25,7 +25,7 @@ def test_what_was_counted_of_a_record_is_counted_anew():
 
 
 @pytest.mark.parametrize("counted", [False, True], ids=["plain", "with a cached property"])
-def test_a_field_that_there_is_not_is_refused(counted):
+def test_an_unknown_field_is_rejected(counted):
     world = World(generation=0, phase="running")
     if counted:
         assert world.members == frozenset()

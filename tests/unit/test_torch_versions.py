@@ -1,4 +1,4 @@
-"""Which versions of torch are run, and what is said about the others."""
+"""The tested versions of torch, and the messages about other versions."""
 
 import re
 from pathlib import Path
@@ -27,17 +27,17 @@ PROJECT = Path(__file__).parents[2] / "pyproject.toml"
         ("", False, False),
     ],
 )
-def test_only_versions_outside_the_range_are_spoken_of(version, old, new):
+def test_only_versions_outside_the_range_get_a_message(version, old, new):
     assert (bool(too_old(version)), bool(too_new(version))) == (old, new)
 
 
 def test_the_sentences_name_the_versions():
     assert too_old("2.6.0") == "torch is 2.6.0; torchelastic needs 2.9 or later: upgrade torch."
-    assert "torch 2.16.0 is newer than any" in too_new("2.16.0")
+    assert "torch 2.16.0 is newer than the versions" in too_new("2.16.0")
     assert "(2.9, 2.13 and 2.15)" in too_new("2.16.0")
 
 
-def test_pyproject_says_the_same():
+def test_pyproject_has_the_same_versions():
     text = PROJECT.read_text()
     oldest = torch_versions.in_words(torch_versions.RUN[:1])
     assert f'dependencies = ["torch>={oldest}"]' in text

@@ -1,7 +1,7 @@
-"""Command line: argv becomes a job or a question about one, and nothing else happens here.
+"""Command line: turn argv into a job, or into a query about one.
 
 options/   parser (argv and PET_* -> values) -> launch_config (LaunchConfig, Entry) -> checks
-commands/  one module per command, imported when it is used: none imports torch, `--help` is quick
+commands/  one module per command, imported on use; none imports torch, so that `--help` is fast
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ Elastic, fault-tolerant PyTorch training.
 Commands:
   run               run a script in every worker of an elastic job
   status            show the jobs of this machine
-  top               watch a job
+  top               watch a job in the terminal
   dashboard         show a job in the browser
-  events            what happened in a job, line by line
-  logs              what its workers wrote
-  stacks            what its ranks are doing now
-  trace             a job as a trace for Perfetto
-  doctor            check this machine, and a launch, before a long run
-  rendezvous serve  serve the place where nodes meet, as a process of its own
+  events            print the events of a job
+  logs              print the output of its workers
+  stacks            print the current stack of each rank
+  trace             export a job as a trace for Perfetto
+  doctor            check this machine and a launch before a long run
+  rendezvous serve  host the rendezvous in its own process
 
-`torchelastic COMMAND --help` says more. `torchelastic --version` names the version.
+For details, run `torchelastic COMMAND --help`. `torchelastic --version` prints the version.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The `torchelastic` program; returns the exit code. Ctrl-C ends it without a traceback."""
+    """Run the `torchelastic` program; return the exit code. Ctrl-C ends it without a traceback."""
     try:
         return _main(*((sys.argv[1:] if argv is None else argv) or ["--help"]))
     except KeyboardInterrupt:
@@ -74,7 +74,7 @@ def run_program(defaults: str, argv: Sequence[str] | None) -> int:
 
 
 def interrupted() -> int:
-    """The exit code after Ctrl-C. It may come twice: from the terminal, and from whoever waits."""
+    """Return the exit code after Ctrl-C; ignore a second one, from a parent that passes it on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return EXIT_SIGNAL_BASE + signal.SIGINT
 
@@ -96,10 +96,10 @@ def _main(command: str, *rest: str) -> int:
 
 def _unknown(command: str) -> str:
     if command.endswith(".py"):
-        return f"There is no command '{command}': write torchelastic run {command}."
-    from difflib import get_close_matches  # only a mistake pays for it
+        return f"Unknown command '{command}': write torchelastic run {command}."
+    from difflib import get_close_matches  # only needed for an error
 
     if near := get_close_matches(command, _COMMANDS, n=1):
-        return f"There is no command '{command}': did you mean {near[0]}?"
+        return f"Unknown command '{command}': did you mean {near[0]}?"
     *others, last = _COMMANDS
-    return f"There is no command '{command}': write {', '.join(others)} or {last}."
+    return f"Unknown command '{command}': write {', '.join(others)} or {last}."

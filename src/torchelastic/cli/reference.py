@@ -1,6 +1,6 @@
-"""Writes the reference pages from the tables in the code.
+"""Generate the reference pages from the tables in the code.
 
-`python -m torchelastic.cli.reference docs`; a test compares the pages with what this would write.
+`python -m torchelastic.cli.reference docs`; a test checks that the pages are current.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchelastic.agent.lifecycle import in_process, script
 from torchelastic.cli.options.command_defaults import (
     DISTRIBUTED_LAUNCH,
     DISTRIBUTED_RUN,
-    FLAVOURS,
+    JOB_COMMANDS,
     RUN,
 )
 from torchelastic.cli.options.flag import GROUPS, Flag
@@ -35,12 +35,12 @@ _CLI_HEAD = f"""\
     {DISTRIBUTED_RUN.prog} [flags] SCRIPT [arguments of the script]
     {DISTRIBUTED_LAUNCH.prog} [flags] SCRIPT [arguments of the script]
 
-All three understand the same flags, torchrun's and ours; they differ in these defaults:
+All three take the same flags, torchrun's and ours. They differ only in these defaults:
 """
 
 
 def _drawing(module: ModuleType) -> str:
-    """The state diagram in a module's docstring: the part of it that is indented."""
+    """Return the state diagram in a module's docstring: its indented part."""
     lines = inspect.cleandoc(module.__doc__ or "").splitlines()
     return "\n".join(line for line in lines if line.startswith("    "))
 
@@ -50,7 +50,8 @@ _STATES_HEAD = f"""\
 
 ## A world
 
-One leader decides (`rendezvous/script_round.py`). The world it publishes is in one of these phases:
+One leader decides (`rendezvous/script_round.py`). The world that it publishes has one of these
+phases:
 
 ```
 {_drawing(rounds)}
@@ -58,27 +59,28 @@ One leader decides (`rendezvous/script_round.py`). The world it publishes is in 
 
 | phase | what agents do |
 | --- | --- |
-| waiting | too few nodes are there, or not settled yet: stop workers that are left, as in over |
-| agreeing | take it up and say so: no worker starts before a majority has it |
-| running | those with a place in it start their workers; others warm up, or are spares |
+| waiting | wait for more nodes or for `--settle`; stop workers that still run, as in over |
+| agreeing | store the world and confirm it; no worker starts before a majority has confirmed |
+| running | member nodes start their workers; other nodes warm up or are spares |
 | over | stop the workers, then report *gone* |
-| closed | stop the workers, then end with the world's exit code |
+| closed | stop the workers, then exit with the world's exit code |
 
 ## The workers of a node
 
-`agent/lifecycle/script.py` decides. Stopping is SIGTERM to every worker's process group, SIGKILL
-after `--shutdown-timeout`, and an end for whatever the workers had started.
+`agent/lifecycle/script.py` decides. To stop workers, the agent sends SIGTERM to each worker's
+process group, SIGKILL after `--shutdown-timeout`, and then ends every process the workers started.
 
 ```
 {_drawing(script)}
 ```
 """
 
-_CREW_HEAD = f"""\
+_RESIDENT_HEAD = f"""\
 ## Resident workers
 
-Workers that have called `torchelastic.train` outlive their generation. When those of all nodes
-have, the world is *resident*, and other rules hold (`rendezvous/in_process_round.py`):
+Workers that have called `torchelastic.train` outlive their generation. Once the workers of all
+nodes have called it, the world is *resident* and follows other rules
+(`rendezvous/in_process_round.py`):
 
 ```
 {_drawing(in_process_round)}
@@ -86,12 +88,12 @@ have, the world is *resident*, and other rules hold (`rendezvous/in_process_roun
 
 | phase | what agents do |
 | --- | --- |
-| running | tell their workers of it to enter it, at once or after an agreed step |
-| pausing | ask their workers which step they have entered, and report the largest |
-| over | tell their workers to abort and roll back, or to stop after an agreed step; report *gone* |
+| running | tell the workers to enter this world, at once or after an agreed step |
+| pausing | ask the workers which step they have entered, and report the largest |
+| over | tell the workers to abort and roll back, or to stop after an agreed step; report *gone* |
 | waiting, closed | as above |
 
-On a node, `agent/lifecycle/in_process.py` decides. A worker's life:
+On a node, `agent/lifecycle/in_process.py` decides. The states of a worker:
 
 ```
 {_drawing(in_process)}
@@ -101,78 +103,78 @@ On a node, `agent/lifecycle/in_process.py` decides. A worker's life:
 _CLI_TAIL = """\
 ## Rules
 
-**Spelling.** A name may be written with dashes or underscores, and abbreviated as long as it stays
-unambiguous; where an abbreviation fits a flag of torchrun's and one of ours, torchrun's is meant.
-`--flag VALUE` and `--flag=VALUE` are the same. Flags end at the first word that is none: that is
-the script, and the rest belongs to it. `${local_rank}` in the rest becomes the worker's local rank.
-The value of `--dashboard` may be left out: the next word is its value if it looks like one, a port,
-`HOST:PORT` or `auto`.
+**Spelling.** Names may use dashes or underscores and may be abbreviated while they stay
+unambiguous. If an abbreviation matches a flag of torchrun and one of ours, torchrun's wins.
+`--flag VALUE` and `--flag=VALUE` are the same. The first word that is not a flag is the script;
+everything after it is passed to the script. `${local_rank}` in it is replaced with the worker's
+local rank. `--dashboard` may be given without a value: the next word is its value only if it is a
+port, `HOST:PORT` or `auto`.
 
 **Precedence.** A flag wins over its variable, a variable over the default. An empty variable counts
 as unset. `-j` and `--nnodes` (or `--nproc-per-node`) exclude each other.
 
-**Which rendezvous.** The one named by `--rdzv-backend`. Where none is named: `static` if
-`--node-rank` is given, or `--master-addr` or `--master-port` without `--rdzv-endpoint`; a private
-one if no address is given at all, which is enough for one node; else the command's default. A
-`static` rendezvous of one node without endpoint and `--master-port` is private, as with torchrun,
-and so is an endpoint with port 0. `etcd`, `etcd-v2` and `etcd-v3` are one: etcd's v3 API, whichever
-name is used; with `--standalone` or port 0 an etcd is started beside the job.
+**Choice of the rendezvous.** `--rdzv-backend` sets it. Without that flag, it is `static` if
+`--node-rank` is given, or `--master-addr` or `--master-port` without `--rdzv-endpoint`. If no
+address is given at all, it is private to the node, which is enough for one node. Otherwise it is
+the command's default. A `static` rendezvous of one node without endpoint and `--master-port` is
+private, as with torchrun; so is an endpoint with port 0. `etcd`, `etcd-v2` and `etcd-v3` all use
+etcd's v3 API. With `--standalone` or port 0, the agent starts its own etcd beside the job.
 
-**`--master-addr` and `--master-port`** name the place where nodes of a `static` rendezvous meet.
-Workers find torch's store there, too, so `init_process_group("tcp://HOST:PORT")` works as with
-torchrun: the agent passes them on to the store of the current generation. With one node
-`MASTER_ADDR` and `MASTER_PORT` are the given values; with several they name that store itself,
-which is still there after the node at `--master-addr` is lost.
+**`--master-addr` and `--master-port`** set where the nodes of a `static` rendezvous meet. Workers
+also reach torch's store there: the agent forwards connections to the store of the current
+generation, so `init_process_group("tcp://HOST:PORT")` works as with torchrun. With one node,
+`MASTER_ADDR` and `MASTER_PORT` are the given values. With several nodes, they are the address of
+that store itself, which is still available after the node at `--master-addr` is lost.
 
-**Job id.** `--rdzv-id` where given, also with `--standalone`. Otherwise a job of one node gets a
-unique one. Nodes that are to meet need the same id and have only the endpoint in common, so theirs
-is `job-PORT`: the host is left out because nodes may spell it differently. Give an id to tell jobs
-apart that use the same port one after the other. At an etcd server several nodes must give one.
+**Job id.** `--rdzv-id` sets it, also with `--standalone`. Without that flag, a job of one node gets
+a unique id, and a job of several nodes gets `job-PORT`: the nodes share only the endpoint, and may
+spell its host differently. Set an id if several jobs use the same port one after the other. With
+etcd, jobs of several nodes must set one.
 
-**Times.** `--settle`, `--lease` and `--wait-for-nodes` win over the keys of `--rdzv-conf`:
+**Timeouts.** `--settle`, `--lease` and `--wait-for-nodes` win over the keys of `--rdzv-conf`:
 
-| key | means |
+| key | sets |
 |---|---|
 | `last_call_timeout` | `--settle` |
-| `keep_alive_interval` times `keep_alive_max_attempt` | `--lease`; one not given counts 5 or 3 |
+| `keep_alive_interval` times `keep_alive_max_attempt` | `--lease`; they default to 5 and 3 |
 | `join_timeout`, else `timeout` | `--wait-for-nodes` |
-| `is_host` | whether this node hosts the rendezvous, instead of finding out |
+| `is_host` | if this node hosts the rendezvous, instead of detecting it |
 | `etcd_…`, `protocol`, `cacert`, `cert`, `key` | for etcd: [rendezvous](rendezvous.md#at-etcd) |
 
-Other keys are named once in the log and ignored; so are Bagua's flags.
+Other keys are logged once and ignored; so are Bagua's flags.
 
-**Counting devices.** torch is not asked. `gpu` counts NVIDIA devices in `/dev` and `/proc`, or AMD
-devices in `/sys`, as far as `CUDA_VISIBLE_DEVICES` (`HIP_VISIBLE_DEVICES`) shows them; `xpu` counts
-Intel graphics devices in `/sys`; `cpu` counts the CPUs this process may use. `auto` is `gpu` where
-there is one, else `cpu`.
+**Counting devices.** torchelastic counts devices without torch. `gpu` counts NVIDIA devices in
+`/dev` and `/proc`, or AMD devices in `/sys`, that `CUDA_VISIBLE_DEVICES` (`HIP_VISIBLE_DEVICES`)
+does not hide. `xpu` counts Intel graphics devices in `/sys`. `cpu` counts the CPUs that this
+process may use. `auto` is `gpu` if there is a GPU, else `cpu`.
 
-**Local rank.** Workers find it in `LOCAL_RANK`, as with torchrun, torchelastic 0.2 and Bagua;
-`--use-env` asks for just that. A script that wants it as an argument, as
-`torch.distributed.launch` passes it, gets `--local-rank=N` with `--no-use-env`.
+**Local rank.** Workers get it in `LOCAL_RANK`, as with torchrun, torchelastic 0.2 and Bagua, and as
+with `--use-env`. With `--no-use-env`, the script also gets `--local-rank=N`, as with
+`torch.distributed.launch`.
 
-**Bad input** is refused before anything has started, in one sentence on stderr, with exit code 2.
+**Bad input** is rejected before anything starts, with one sentence on stderr and exit code 2.
 """
 
 _ENVIRONMENT_HEAD = f"""\
 {_GENERATED}
 # Environment variables
 
-An empty variable counts as unset, unless said otherwise.
+An empty variable counts as unset unless the table says otherwise.
 """
 
 _SIDES = (
-    ("worker", "Given to workers"),
+    ("worker", "Set for workers"),
     ("agent", "Read by the agent"),
-    ("flag", "Read for the default of a flag"),
+    ("flag", "Defaults of flags"),
 )
 
 
-_HEADS_DEFAULTS = ("flag", *(f"`{defaults.prog}`" for defaults in FLAVOURS))
+_HEADS_DEFAULTS = ("flag", *(f"`{defaults.prog}`" for defaults in JOB_COMMANDS))
 _HEADS_FLAGS = ("flag", "default", "variable", "meaning")
 
 
 def cli_page() -> str:
-    """The text of `docs/cli.md`."""
+    """Return the text of `docs/cli.md`."""
     parts = [_CLI_HEAD, _table(_HEADS_DEFAULTS, _differing_defaults())]
     for group in GROUPS:
         flags = [flag for flag in FLAGS if flag.group == group]
@@ -182,7 +184,7 @@ def cli_page() -> str:
 
 
 def environment_page() -> str:
-    """The text of `docs/environment.md`."""
+    """Return the text of `docs/environment.md`."""
     parts = [_ENVIRONMENT_HEAD]
     for side, title in _SIDES:
         rows = [(f"`{one.name}`", one.meaning) for one in env.VARIABLES if one.side == side]
@@ -198,7 +200,7 @@ def environment_page() -> str:
 
 
 def states_page() -> str:
-    """The text of `docs/states.md`."""
+    """Return the text of `docs/states.md`."""
     rows = (
         (phase.value, event.__name__, _docstring(handler))
         for (phase, event), handler in script.TRANSITIONS.items()
@@ -208,11 +210,11 @@ def states_page() -> str:
         (event.__name__, _docstring(handler)) for event, handler in in_process.HANDLERS.items()
     )
     residents = _table(("event", "what the node does"), handlers)
-    return f"{_GENERATED}\n{_STATES_HEAD}\n{group}\n{_CREW_HEAD}\n{residents}"
+    return f"{_GENERATED}\n{_STATES_HEAD}\n{group}\n{_RESIDENT_HEAD}\n{residents}"
 
 
 def _docstring(handler: Callable[..., object]) -> str:
-    """On one line, for a cell of a table."""
+    """Return the docstring on one line, for a table cell."""
     return " ".join((handler.__doc__ or "").split())
 
 
@@ -221,7 +223,7 @@ PAGES = {"cli.md": cli_page, "environment.md": environment_page, "states.md": st
 
 def _differing_defaults() -> Iterator[tuple[str, ...]]:
     for flag in FLAGS:
-        defaults = [defaults.default(flag) for defaults in FLAVOURS]
+        defaults = [defaults.default(flag) for defaults in JOB_COMMANDS]
         if len(set(defaults)) > 1:
             yield (f"`{flag.name}`", *(f"`{default}`" for default in defaults))
 

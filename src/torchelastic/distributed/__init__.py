@@ -1,7 +1,7 @@
 """Command line: the entry points of torchrun, Bagua and torchelastic 0.2: `run`, `launch`.
 
-And the collectives of 0.1, for `State.sync`: `import torchelastic.distributed as edist`. They are
-loaded when first used: the entry points are to start without torch.
+Also the collectives of 0.1, for `State.sync`: `import torchelastic.distributed as edist`. They are
+loaded on first use, so that the entry points start without torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`python -m torchelastic.distributed.launch`: the defaults of torchelastic 0.2.
 
-As in 0.2, and with `--use-env`, workers learn their local rank from LOCAL_RANK only. A script
-written for `torch.distributed.launch` that wants `--local-rank=N` gets it with `--no-use-env`.
+As in 0.2 and with `--use-env`, workers get their local rank only in LOCAL_RANK. With
+`--no-use-env`, scripts also get `--local-rank=N`, as with `torch.distributed.launch`.
 """
 
 from __future__ import annotations

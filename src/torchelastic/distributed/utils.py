@@ -1,4 +1,4 @@
-"""A module name of 0.1's."""
+"""Import path of release 0.1."""
 
 from torchelastic.compat.release01.collectives import get_rank
 

@@ -1,4 +1,4 @@
-"""Cases by table: all that are wrong are shown at once, each with what was found instead."""
+"""Table tests that show all wrong cases at once, each with the actual result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Cases = Iterable[Sequence[object]]
 
 
 def wrong(call: Callable, cases: Cases) -> list[tuple]:
-    """The cases whose last item is not what `call` makes of the items before it."""
+    """Return the cases whose last item differs from what `call` returns for the others."""
     return [
         (*given, expected, found)
         for *given, expected in cases
@@ -20,7 +20,7 @@ def wrong(call: Callable, cases: Cases) -> list[tuple]:
 
 
 def not_refused(call: Callable, cases: Cases) -> list[tuple]:
-    """The cases that are not refused in one line with the words of their last item."""
+    """Return the cases that are not rejected with a one-line error matching their last item."""
     return [
         (*given, words, found)
         for *given, words in cases

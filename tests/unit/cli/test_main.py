@@ -1,4 +1,4 @@
-"""The commands from outside: exit codes, one line on stderr, what reaches the agent."""
+"""The commands from outside: exit codes, one line on stderr, the jobs passed to the agent."""
 
 import contextlib
 import signal
@@ -16,7 +16,7 @@ from torchelastic.events import job_registry
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """The jobs handed to the agent, which is not started."""
+    """The jobs passed to the agent, which is not started."""
     found = []
 
     def run_job(config, entry):
@@ -64,7 +64,7 @@ def test_a_node_that_comes_too_late_starts_nothing(started, capsys):
     for other in (
         [*command[:-1], "8"],  # another job
         ["run", "--nnodes=1", *command[2:]],  # of one node: there is nothing to come late for
-        [*command[:3], "train.py", "7"],  # with an id that nobody chose
+        [*command[:3], "train.py", "7"],  # without --rdzv-id
     ):
         assert cli.main(other) == 7, other
 
@@ -131,7 +131,7 @@ def test_version(capsys):
 
 
 XYZ = (
-    "There is no command 'xyz': write run, status, top, dashboard, events, logs, stacks, trace, "
+    "Unknown command 'xyz': write run, status, top, dashboard, events, logs, stacks, trace, "
     "doctor or rendezvous."
 )
 
@@ -139,11 +139,11 @@ XYZ = (
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        ("train.py", "There is no command 'train.py': write torchelastic run train.py."),
+        ("train.py", "Unknown command 'train.py': write torchelastic run train.py."),
         ("xyz", XYZ),
-        ("runn", "There is no command 'runn': did you mean run?"),
-        ("rnu", "There is no command 'rnu': did you mean run?"),
-        ("rendevous", "There is no command 'rendevous': did you mean rendezvous?"),
+        ("runn", "Unknown command 'runn': did you mean run?"),
+        ("rnu", "Unknown command 'rnu': did you mean run?"),
+        ("rendevous", "Unknown command 'rendevous': did you mean rendezvous?"),
     ],
 )
 def test_an_unknown_command_is_refused(capsys, command, sentence):

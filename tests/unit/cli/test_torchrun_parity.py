@@ -37,7 +37,7 @@ NEWEST = {"log_line_prefix_template", "print_completion"}
 
 
 def as_ours(dest, value):
-    """torch's value, read by our flag where torch leaves it a text."""
+    """Return torch's value, converted by our flag if torch leaves it as text."""
     if isinstance(value, str):
         return BY_DEST[dest].convert(value)
     return tuple(value) if isinstance(value, list) else value
@@ -89,7 +89,6 @@ def test_command_lines_mean_the_same(line):
 
 
 def test_the_same_flags_have_variables(monkeypatch):
-    """torch reads PET_<DEST> where the action says so; ours are read for the same flags."""
     for action in ACTIONS:
         if action.dest == "print_completion":
             continue

@@ -1,4 +1,4 @@
-"""`torchelastic dashboard`: a page in the browser that shows a job."""
+"""`torchelastic dashboard`: show a job in the browser."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from torchelastic.cli.options import values
 from torchelastic.errors import EXIT_OK, ConfigError, TorchElasticError
 
 _DESCRIPTION = """\
-Show a job in the browser, while it runs or when it has ended. Ends with Ctrl-C.
+Serve a web page that shows a running or ended job. Stop it with Ctrl-C.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """The `dashboard` command; returns the exit code."""
+    """Run the `dashboard` command; return the exit code."""
     parser = terminal.parser_for_a_job("dashboard", _DESCRIPTION)
     parser.add_argument(
         "--address",
         metavar="[HOST:]PORT",
         default="auto",
-        help="where to listen; on this machine only without HOST (default: 29480, or a free port)",
+        help="where to listen; loopback only without HOST (default: 29480, or a free port)",
     )
     parser.add_argument(
         "--token-file",
         metavar="FILE",
-        help="what browsers have to show; made up where other machines can reach the page",
+        help="file with the token that browsers must send (default: generated unless HOST is "
+        "loopback)",
     )
     args = parser.parse_args(argv)
     try:
@@ -44,7 +45,7 @@ def _address(given: str) -> str:
 
 
 def _serve(wanted: str | None, job: str | None, address: str, token_file: str | None) -> int:
-    # Imported here: `--help` is quick.
+    # Imported here: `--help` must be fast.
     import asyncio
 
     from torchelastic.dashboard import start
@@ -54,17 +55,17 @@ def _serve(wanted: str | None, job: str | None, address: str, token_file: str | 
 
     token = start.load_token(token_file, "--token-file")
     pictures = Pictures(choose(wanted, job))
-    pictures.look()  # what is wrong with it is said here, not in the browser
+    pictures.look()  # report errors here, not in the browser
     linux.give_way()
     try:
         return asyncio.run(start.serve(pictures, address, token, _show))
     except OSError as error:
         raise ConfigError(
-            f"The page cannot be at {address} ({error.strerror or error}): give another --address."
+            f"Cannot listen at {address} ({error.strerror or error}): use another --address."
         ) from None
     finally:
         pictures.close()
 
 
 def _show(url: str) -> None:
-    terminal.show(f"{url}  (Ctrl-C to end)")
+    terminal.show(f"{url}  (Ctrl-C to stop)")

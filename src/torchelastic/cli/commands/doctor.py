@@ -1,4 +1,4 @@
-"""`torchelastic doctor`: what can be seen to go wrong before a long run begins."""
+"""`torchelastic doctor`: find problems before a long run starts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchelastic import env
+from torchelastic.agent.output.terminal_text import one_line
 from torchelastic.cli.commands import terminal
 from torchelastic.cli.options import checks
 from torchelastic.cli.options.command_defaults import DOCTOR
@@ -22,6 +23,7 @@ from torchelastic.cli.options.help import terminal_width
 from torchelastic.cli.options.launch_config import entry_of, launch_config
 from torchelastic.cli.options.parser import ARGUMENT, VARIABLE, Parsed, parse, set_variables
 from torchelastic.config import Entry, LaunchConfig
+from torchelastic.doctor.finding import Finding, Verdict, has_fault, not_checked, summary
 from torchelastic.errors import (
     EXIT_FAILED,
     EXIT_OK,
@@ -32,18 +34,19 @@ from torchelastic.errors import (
 
 if TYPE_CHECKING:
     from torchelastic.doctor.checkup import Subject
-    from torchelastic.doctor.finding import Finding
     from torchelastic.doctor.gpu_jobs import Taken
 
 _ROOT = Path("/")
+#: Column widths; a few names of checks are slightly longer.
+_VERDICT_WIDTH = max(len(verdict.value) for verdict in Verdict)
+_CHECK_WIDTH = 15
 _EXIT_CODES = """\
-Each check is ok, a warning, a fault, or was not made. The exit code is 0 when there is no fault, 1
-when there is one, and 2 when the words are not understood, or --gpu is asked for where there is no
-GPU."""
+Each check is ok, a warning, a fault, or was not made. The exit code is 0 without a fault, 1 with
+one, and 2 if the arguments are wrong or --gpu is given on a machine without a GPU."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """The `doctor` command; returns the exit code."""
+    """Run the `doctor` command; return the exit code."""
     environ = env.snapshot()
     try:
         parsed = parse(argv, DOCTOR, environ)
@@ -52,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     if parsed["help"]:
         print(_help(terminal_width()), end="")
         return EXIT_OK
-    # What the agent would log is in the findings.
+    # Not on the console: the findings include what the agent would log.
     logging.getLogger("torchelastic").addHandler(logging.NullHandler())
     try:
         return _examine(parsed, environ)
@@ -64,9 +67,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _examine(parsed: Parsed, environ: Mapping[str, str]) -> int:
-    # Imported here: help and mistakes are answered at once.
+    # Imported here: help and usage errors must be fast.
     from torchelastic.doctor.checkup import examine
-    from torchelastic.doctor.finding import has_fault
 
     subject = launch_of(parsed, environ)
     tell = _tell_json if parsed["json"] else _tell
@@ -78,7 +80,7 @@ def _examine(parsed: Parsed, environ: Mapping[str, str]) -> int:
 
 
 def launch_of(parsed: Parsed, environ: Mapping[str, str]) -> Subject:
-    """The launch that is planned, with all that `run` would refuse about it."""
+    """Return the planned launch, with every error that `run` would report."""
     from torchelastic.doctor.checkup import Subject
 
     refusals: list[str] = []
@@ -119,31 +121,29 @@ def launch_of(parsed: Parsed, environ: Mapping[str, str]) -> Subject:
 
 
 def _is_silent(parsed: Parsed) -> bool:
-    """Whether nothing was said of a launch."""
+    """Return True if the arguments do not describe a launch."""
     own = {flag.dest for flag in DOCTOR.own_flags}
     return not parsed.command and not any(parsed.given(dest) for dest in set(parsed.values) - own)
 
 
 @contextlib.contextmanager
 def _log_dir(path: str | None) -> Iterator[None]:
-    """Have the log directory, if it can be had, while it is looked at; leave none behind."""
+    """Create the log directory for the checks if possible, and remove it afterwards."""
     there = Path(path).absolute() if path and path != os.devnull else None
     missing = [] if there is None else [p for p in (there, *there.parents) if not p.exists()]
     if missing:
-        with contextlib.suppress(OSError):  # `prepare_log_dir` says why
+        with contextlib.suppress(OSError):  # `prepare_log_dir` reports it
             os.makedirs(missing[0], exist_ok=True)
     try:
         yield
     finally:
         for made in missing:
-            with contextlib.suppress(OSError):  # never made, or somebody else uses it by now
+            with contextlib.suppress(OSError):  # not created, or in use by now
                 os.rmdir(made)
 
 
 def _tell(subject: Subject, examine: Callable[[], list[Finding]], on_gpus: bool) -> list[Finding]:
-    """Print findings for people, those of the GPUs as they come: they take minutes."""
-    from torchelastic.cli.commands.doctor_text import lines, title
-    from torchelastic.doctor.finding import summary
+    """Print findings as text; those of the GPUs one by one, because they take minutes."""
     from torchelastic.doctor.gpu_jobs import overall
 
     terminal.show(f"{title(subject)}\n")
@@ -157,16 +157,15 @@ def _tell(subject: Subject, examine: Callable[[], list[Finding]], on_gpus: bool)
     said = f"{overall(found)} " if taken else ""
     terminal.show(f"\n{said}{summary(findings + found)}")
     if file := _report(subject, findings, taken):
-        terminal.show(f"The report is in {file}: please attach it to an issue, good or bad.")
+        terminal.show(f"Report written to {file}. Please attach it to an issue, good or bad.")
     return findings + found
 
 
 def _tell_json(
     subject: Subject, examine: Callable[[], list[Finding]], on_gpus: bool
 ) -> list[Finding]:
-    """Print findings for a program."""
+    """Print findings as JSON."""
     from torchelastic import __version__
-    from torchelastic.doctor.finding import has_fault
 
     examined, taken = examine(), list(_on_gpus(subject, on_gpus))
     findings = [*examined, *(one.finding for one in taken)]
@@ -182,7 +181,7 @@ def _tell_json(
 
 
 def _report(subject: Subject, findings: Sequence[Finding], taken: Sequence[Taken]) -> str:
-    """Where it was written; empty if there was nothing to report."""
+    """Write the report; return its path, or an empty text if there is nothing to report."""
     from torchelastic import __version__
     from torchelastic.doctor import gpu_report
 
@@ -193,10 +192,9 @@ def _report(subject: Subject, findings: Sequence[Finding], taken: Sequence[Taken
 
 def _on_gpus(subject: Subject, asked: bool) -> Iterator[Taken]:
     from torchelastic.doctor import gpu_jobs
-    from torchelastic.doctor.finding import not_checked
 
     if asked and not subject.gpus:
-        none = "There is no GPU on this machine: none of its paths was taken."
+        none = "This machine has no GPU: the GPU jobs were not run."
         yield gpu_jobs.Taken(not_checked("gpu", none))
     elif asked:
         for way in gpu_jobs.PATHS:
@@ -205,7 +203,9 @@ def _on_gpus(subject: Subject, asked: bool) -> Iterator[Taken]:
 
 def _help(width: int) -> str:
     flags = "\n".join(
-        f"  {flag.name:8}{textwrap.fill(flag.help, width, subsequent_indent=' ' * 10)}"
+        textwrap.fill(
+            flag.help, width, initial_indent=f"  {flag.name:8}", subsequent_indent=" " * 10
+        )
         for flag in DOCTOR.own_flags
     )
     return "\n\n".join(
@@ -216,4 +216,45 @@ def _help(width: int) -> str:
             "Example: torchelastic doctor --nnodes 2 --rdzv-endpoint node1:29400 train.py",
             textwrap.fill(_EXIT_CODES, width) + "\n",
         ]
+    )
+
+
+def title(subject: Subject) -> str:
+    """Describe what is checked, in one line."""
+    config = subject.config
+    if subject.alone and subject.refusals:
+        return "Checking this machine only: the launch is not valid."
+    if subject.alone:
+        return "Checking this machine. Add a script and its flags to check that launch as well."
+    nodes = f"{config.min_nodes} to {config.max_nodes} nodes"
+    if config.min_nodes == config.max_nodes:
+        nodes = "1 node" if config.max_nodes == 1 else f"{config.max_nodes} nodes"
+    what = "a launch" if subject.entry is None else subject.entry.name
+    where = f", rendezvous at {config.rdzv_endpoint}" if config.rdzv_endpoint else ""
+    return one_line(
+        f"Checking {what} on {nodes} with --nproc-per-node {config.nproc_per_node}{where}."
+    )
+
+
+def lines(findings: Sequence[Finding], width: int) -> list[str]:
+    """Format each finding as a paragraph, with its advice on a separate line."""
+    return [line for finding in findings for line in _lines(finding, width)]
+
+
+def _lines(finding: Finding, width: int) -> list[str]:
+    head = f"  {finding.verdict.value:{_VERDICT_WIDTH}}  {finding.check:{_CHECK_WIDTH}}  "
+    margin = " " * len(head)
+    found = _wrap(one_line(finding.found), width, head, margin)
+    advice = _wrap(one_line(finding.advice), width, f"{margin}-> ", f"{margin}   ")
+    return found + (advice if finding.advice else [])
+
+
+def _wrap(text: str, width: int, first: str, then: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=then,
+        break_long_words=False,
+        break_on_hyphens=False,
     )

@@ -1,4 +1,4 @@
-"""`torchelastic events`: what happened in a job, line by line."""
+"""`torchelastic events`: print the events of a job."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from torchelastic.cli.commands import terminal
 from torchelastic.errors import EXIT_OK, TorchElasticError
 
 _DESCRIPTION = """\
-Show what happened in a job, in the order of time, from the logs of all its agents that are here.
+Print the events of a job in order of time, from all event logs of its agents on this machine.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """The `events` command; returns the exit code."""
+    """Run the `events` command; return the exit code."""
     parser = terminal.parser_for_a_job("events", _DESCRIPTION)
-    parser.add_argument("--follow", "-f", action="store_true", help="go on until the job has ended")
-    parser.add_argument("--json", action="store_true", help="for programs: the lines themselves")
-    parser.add_argument("--all", action="store_true", help="how far workers are, too")
-    args = parser.parse_args(argv)
-    from torchelastic.cli.commands import (
-        events_text,  # the events are slow to import: not for --help
+    parser.add_argument(
+        "--follow", "-f", action="store_true", help="print new events until the job ends"
     )
+    parser.add_argument("--json", action="store_true", help="print the JSON lines of the log")
+    parser.add_argument("--all", action="store_true", help="include the progress of workers")
+    args = parser.parse_args(argv)
+    # Imported here: the events are slow to import, and `--help` must be fast.
+    from torchelastic.cli.commands import events_text
 
     try:
         return events_text.show_events(

@@ -1,4 +1,4 @@
-"""What `torchelastic events` prints."""
+"""The output of `torchelastic events`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torchelastic.events.analysis.find_job import Story, choose
 from torchelastic.events.analysis.follow import LOOK, Follower
 from torchelastic.events.record import Record
 
-#: Shown with `--all` only: there are too many of them.
+#: Shown with `--all` only, because there are many of them.
 _NOISE = ("progress",)
 _WIDEST_NAME = 20
 
 
 class Printer:
-    """Records as lines; knows the agents' names from what it has printed."""
+    """Prints records as lines; learns the agents' names from them."""
 
     def __init__(self, *, as_data: bool, everything: bool) -> None:
         self._as_data = as_data
@@ -58,12 +58,12 @@ class Printer:
 def show_events(
     wanted: str | None, job: str | None, *, follow: bool, as_data: bool, everything: bool
 ) -> int:
-    """Print a job's events and, with `follow`, those that are still to come."""
+    """Print a job's events and, with `follow`, new ones until the job ends."""
     story = choose(wanted, job)
     printer = Printer(as_data=as_data, everything=everything)
     follower = Follower()
     try:
-        # Where the files end is noted first: what is written meanwhile comes twice, and is known.
+        # Note the ends of the files first: records written meanwhile are read twice and skipped.
         if follow:
             follower.skip(story.files())
         told = story.records()
@@ -79,7 +79,7 @@ def show_events(
 
 def _follow(story: Story, printer: Printer, follower: Follower, told: list[Record]) -> None:
     known = {record.key for record in told}
-    #: By agent: whether it has said its last word.
+    #: By agent: True if it has logged the end of the job.
     ended = {record.node: isinstance(record.event, events.JobEnded) for record in told}
     while True:
         more = story.alive if story.where is None else not all(ended.values())

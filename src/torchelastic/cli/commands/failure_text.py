@@ -1,4 +1,4 @@
-"""The last failure of a job in the terminal: what came first, and what fell because of it."""
+"""Text about the last failure of a job: the first failure, and those that it caused."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torchelastic.events import words
 from torchelastic.events.analysis.last_failure import FailureView
 from torchelastic.events.failure import Failure
 
-#: Failures that fell because of the first one, and ranks, that are shown.
+#: Maximum number of consequent failures to show.
 _SHOWN = 8
-#: How the thread that counts is called by us, by faulthandler and by py-spy, in small letters.
+#: Names of the main thread in our stacks, faulthandler's and py-spy's, in lower case.
 _MAIN = ("main thread", "current thread", "mainthread")
 
 
 def in_full(failure: FailureView, width: int) -> list[str]:
-    """All that is known, in lines of this width; a traceback and a log keep their own."""
+    """Describe the failure fully, wrapped to `width`; traceback and log lines are not wrapped."""
     cause = failure.cause
     lines = _wrapped(failure.sentence, width)
     for label, text in _facts(failure).items():
@@ -25,14 +25,14 @@ def in_full(failure: FailureView, width: int) -> list[str]:
             lines += _wrapped(f"{label}: {text}", width)
     lines += [plain(line) for line in cause.traceback.rstrip().splitlines()]
     if cause.log_lines:
-        lines += ["the last lines it wrote:", *(f"  {one_line(line)}" for line in cause.log_lines)]
+        lines += ["last lines of its output:", *(f"  {one_line(line)}" for line in cause.log_lines)]
     for heading, others in _others(failure).items():
         lines += [f"{heading}:", *_sentences(others, width)]
     return lines
 
 
 def in_brief(failure: FailureView) -> list[str]:
-    """What fits where there is little room: each line by itself."""
+    """Describe the failure in a few unwrapped lines."""
     lines = [failure.sentence]
     lines += [f"{label}: {text}" for label, text in _facts(failure).items()]
     if said := _innermost(failure.cause.traceback) or "\n".join(failure.cause.log_lines):
@@ -44,7 +44,7 @@ def in_brief(failure: FailureView) -> list[str]:
 
 
 def _innermost(traceback: str) -> str:
-    """What a traceback comes to: its last line; of a stack that was dumped, the frame on top."""
+    """Return the last line of a traceback, or the top frame of a dumped stack."""
     lines = traceback.rstrip().splitlines()
     marks = ("most recent call first", '"MainThread"')
     threads = [at for at, line in enumerate(lines) if any(mark in line for mark in marks)]
@@ -62,11 +62,11 @@ def _facts(failure: FailureView) -> dict[str, str]:
 
 
 def _others(failure: FailureView) -> dict[str, list[Failure]]:
-    """What failed besides the first one, under what is said of it."""
+    """Return the failures besides the first one, by heading."""
     others = failure.consequences
     sorted_ = {
-        "failed by themselves, too": [one for one in others if one.by_itself],
-        "fell because of it": [one for one in others if not one.by_itself],
+        "also failed, independently": [one for one in others if one.by_itself],
+        "failed because of it": [one for one in others if not one.by_itself],
     }
     return {heading: found for heading, found in sorted_.items() if found}
 

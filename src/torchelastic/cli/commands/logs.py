@@ -1,4 +1,4 @@
-"""`torchelastic logs`: what a job's workers wrote, by rank."""
+"""`torchelastic logs`: print the output of a job's workers, by rank."""
 
 from __future__ import annotations
 
@@ -8,20 +8,29 @@ from torchelastic.cli.commands import terminal
 from torchelastic.errors import EXIT_OK, TorchElasticError
 
 _DESCRIPTION = """\
-Show what a job's workers wrote, from the files that --redirects and --tee make of it.
+Print the output of a job's workers, from its log files on this machine.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """The `logs` command; returns the exit code."""
+    """Run the `logs` command; return the exit code."""
     parser = terminal.parser_for_a_job("logs", _DESCRIPTION)
-    parser.add_argument("--rank", metavar="RANKS", help="as in 0,2-3 (default: all)")
-    parser.add_argument("--generation", type=int, metavar="N", help="(default: the last one)")
-    parser.add_argument("--follow", "-f", action="store_true", help="go on until the job has ended")
-    parser.add_argument("--lines", "-n", type=int, metavar="N", help="the last N of each file")
-    parser.add_argument("--raw", action="store_true", help="every byte, without prefixes")
+    parser.add_argument(
+        "--rank", metavar="RANKS", help="show only these ranks, such as 0,2-3 (default: all)"
+    )
+    parser.add_argument(
+        "--generation", type=int, metavar="N", help="show this generation (default: the last one)"
+    )
+    parser.add_argument(
+        "--follow", "-f", action="store_true", help="print new output until the job ends"
+    )
+    parser.add_argument(
+        "--lines", "-n", type=int, metavar="N", help="show the last N lines of each file"
+    )
+    parser.add_argument("--raw", action="store_true", help="print unchanged bytes, no prefixes")
     args = parser.parse_args(argv)
-    from torchelastic.cli.commands import logs_text  # the events are slow to import: not for --help
+    # Imported here: the events are slow to import, and `--help` must be fast.
+    from torchelastic.cli.commands import logs_text
 
     try:
         return logs_text.show_logs(

@@ -1,6 +1,6 @@
-"""What `torchelastic logs` prints.
+"""The output of `torchelastic logs`.
 
-A worker writes to the files of the generation it was started in, in whatever generation it is now:
+A worker always writes to the files of the generation it was started in, also in later generations:
 resident workers outlive theirs. So the files of rank r in generation g are those of its local rank
 on its node, in the last directory `attempt_<k>` with k <= g that has any.
 """
@@ -28,7 +28,7 @@ _STREAMS = ("stdout", "stderr")
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What is to be shown. None: all."""
+    """The output to show. None: all."""
 
     ranks: frozenset[int] | None = None
     generation: int | None = None
@@ -56,14 +56,14 @@ def parse_ranks(text: str | None) -> frozenset[int] | None:
     for part in text.split(","):
         found = re.fullmatch(r"\s*(\d{1,7})(?:\s*-\s*(\d{1,7}))?\s*", part, re.ASCII)
         if found is None:
-            raise ConfigError(f"--rank {text} is no list of ranks: write it as in 0,2-3.")
+            raise ConfigError(f"--rank {text} is not a list of ranks: write it as in 0,2-3.")
         first, last = int(found[1]), int(found[2] or found[1])
         ranks |= set(range(first, last + 1))
     return frozenset(ranks)
 
 
 def run_dirs(story: Story) -> dict[str, Path]:
-    """By agent id: the directory of its workers' logs, of agents whose files are here."""
+    """Return the directory of the workers' logs by agent id, for agents with files here."""
     if story.entry is not None:
         agents = story.entry.agents
         return {agent.node: agent.logs or agent.events.parent for agent in agents}
@@ -77,7 +77,7 @@ def run_dirs(story: Story) -> dict[str, Path]:
 
 
 def files_for(places: Iterable[Place], generation: int, dirs: dict[str, Path]) -> list[LogFile]:
-    """The files of these workers that are there."""
+    """Return the existing log files of these workers."""
     found = []
     for place in places:
         attempt = _attempt(dirs.get(place.agent), generation, place.local_rank)
@@ -100,7 +100,7 @@ def _attempt(run_dir: Path | None, generation: int, local_rank: int) -> Path | N
 
 
 class LogView:
-    """The logs of a job, as far as they have been shown."""
+    """Prints the logs of a job and remembers how much it has printed."""
 
     def __init__(self, story: Story, wanted: Wanted) -> None:
         self._story = story
@@ -115,7 +115,7 @@ class LogView:
             self._places.feed(record)
 
     def look(self) -> bool:
-        """Find out which files there are now; returns whether more may be written to them."""
+        """Find new files; return True if more may be written to them."""
         self._story = self._story.again()
         alive = self._story.alive
         for _, line in self._events.new_lines(self._story.files()):
@@ -134,11 +134,11 @@ class LogView:
         return self._wanted.ranks is None or rank in self._wanted.ranks
 
     def check(self) -> None:
-        """Raise `ConfigError` where there is nothing to show; say what is not here otherwise."""
+        """Raise `ConfigError` if there is nothing to show; warn about ranks without logs here."""
         known = {place.rank for place in self._places.known() if self._is_wanted(place.rank)}
         if self._files:
             if elsewhere := sorted(known - {file.rank for file in self._files.values()}):
-                told = f"no logs are here of ranks {words.listed(elsewhere)}"
+                told = f"no logs on this machine for ranks {words.listed(elsewhere)}"
                 print(f"torchelastic logs: {told}", file=sys.stderr)
             return
         known = {place.rank for place in self._places.known()}
@@ -147,17 +147,17 @@ class LogView:
                 raise ConfigError("The job has no workers yet.")
             have = f"ranks 0 to {max(known)}" if max(known) else "rank 0 only"
             raise ConfigError(
-                f"No such rank: generation {self._places.generation} has {have}. --generation N "
-                "shows an earlier one."
+                f"No such rank: generation {self._places.generation} has {have}. Use --generation "
+                "N for an earlier one."
             )
         raise ConfigError(
-            "There are no logs of these workers here. Their output went to a terminal (--tee 3 "
-            "writes it to files as well), or they ran on another node, or the job has succeeded "
-            "and its temporary files are gone (--log-dir DIR keeps them)."
+            "No logs of these workers on this machine. Either their output went to a terminal "
+            "(--tee 3 also writes it to files), or they ran on another node, or the job succeeded "
+            "and its temporary files were removed (--log-dir DIR keeps them)."
         )
 
     def show_all(self) -> None:
-        """What the files hold, rank by rank."""
+        """Print the files, rank by rank."""
         for path in list(self._files):
             lines: deque[bytes] = deque(maxlen=self._wanted.lines)
             while portion := self._logs.new_lines([path]):
@@ -168,13 +168,13 @@ class LogView:
             self._show((path, line) for line in lines)
 
     def show_new(self) -> bool:
-        """What has been written since; returns whether there was anything."""
+        """Print what has been written since; return True if there was anything."""
         new = self._logs.new_lines(list(self._files))
         self._show(new)
         return bool(new)
 
     def finish(self) -> None:
-        """Show last lines without an end."""
+        """Print last lines that have no line break."""
         self._show(self._logs.unfinished())
 
     def close(self) -> None:
@@ -188,14 +188,14 @@ class LogView:
                 sys.stdout.buffer.write(line + b"\n")
                 continue
             file = self._files[path]
-            # A carriage return ends a line: so a progress bar does not write over its prefix.
+            # A carriage return ends a line, so that a progress bar does not overwrite its prefix.
             for part in line.decode("utf-8", "replace").rstrip("\r").split("\r"):
                 terminal.show(f"{file.prefix() if many else ''}{part}", flush=False)
         sys.stdout.flush()
 
 
 def show_logs(wanted: str | None, job: str | None, what: Wanted, *, follow: bool) -> int:
-    """Print the logs of a job's workers and, with `follow`, what is still to come."""
+    """Print the logs of a job's workers and, with `follow`, new output until the job ends."""
     shown = LogView(choose(wanted, job), what)
     try:
         more = shown.look()

@@ -1,4 +1,4 @@
-"""`torchelastic rendezvous serve`: the place where nodes meet, as a process of its own."""
+"""`torchelastic rendezvous serve`: host the rendezvous in its own process."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torchelastic.config import DEFAULT_PORT, LaunchConfig
 from torchelastic.errors import EXIT_OK, EXIT_RENDEZVOUS_LOST, EXIT_USAGE, ConfigError
 
 _DESCRIPTION = """\
-Serve the rendezvous of jobs on a machine that trains nothing: a login node, or a sidecar. Give its
-address to the agents as --rdzv-endpoint, and start it before them.
+Host the rendezvous of jobs on a machine that does not train, such as a login node, or in a sidecar.
+Start it before the agents, and give them its address as --rdzv-endpoint.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """The `rendezvous` command; returns the exit code."""
+    """Run the `rendezvous` command; return the exit code."""
     args = _parser().parse_args(argv)
     try:
         config = LaunchConfig(
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(config: LaunchConfig, endpoint: str, state_file: str | None) -> int:
-    # Imported here: help and mistakes are answered without an event loop.
+    # Imported here: help and usage errors need no event loop.
     from torchelastic.errors import RendezvousLost
     from torchelastic.rendezvous.embedded import server_process
 
@@ -48,33 +48,35 @@ def _serve(config: LaunchConfig, endpoint: str, state_file: str | None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="torchelastic rendezvous", description="The place where the nodes of jobs meet."
+        prog="torchelastic rendezvous", description="Host the rendezvous of jobs."
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     serve = commands.add_parser(
-        "serve", help="serve it as a process of its own", description=_DESCRIPTION
+        "serve", help="host the rendezvous in its own process", description=_DESCRIPTION
     )
     serve.add_argument(
         "--endpoint",
         default=f"0.0.0.0:{DEFAULT_PORT}",
         metavar="HOST[:PORT]",
-        help="where to listen: a name or address of loopback for that alone, any other for every "
-        "address of this machine; port 0 takes a free one (default: %(default)s)",
+        help="where to listen: a loopback name or address listens on loopback only, any other on "
+        "all addresses of this machine; port 0 picks a free port (default: %(default)s)",
     )
     serve.add_argument(
         "--rdzv-id",
         metavar="ID",
-        help="the only job that is served (default: any, each apart from the others)",
+        help="serve only this job (default: any job, each separate from the others)",
     )
     serve.add_argument(
         "--state-file",
         metavar="FILE",
-        help="file that has what must not be forgotten: started again with it, jobs go on",
+        help="file that keeps the state: after a restart with it, jobs continue",
     )
     serve.add_argument(
         "--rdzv-secret-file", metavar="FILE", help="file with the secret of the jobs"
     )
-    serve.add_argument("--rdzv-tls-cert", metavar="FILE", help="TLS: certificate of this server")
-    serve.add_argument("--rdzv-tls-key", metavar="FILE", help="TLS: its key")
-    serve.add_argument("--rdzv-tls-ca", metavar="FILE", help="TLS: authority of all certificates")
+    serve.add_argument("--rdzv-tls-cert", metavar="FILE", help="certificate of this server (PEM)")
+    serve.add_argument("--rdzv-tls-key", metavar="FILE", help="private key of that certificate")
+    serve.add_argument(
+        "--rdzv-tls-ca", metavar="FILE", help="CA certificate that signed all certificates"
+    )
     return parser

@@ -16,7 +16,7 @@ from torchelastic.events import job_registry
 
 
 def main(argv: Sequence[str], defaults: CommandDefaults = RUN) -> int:
-    """Run a job from a command line; returns the exit code."""
+    """Run a job from a command line; return the exit code."""
     environ = env.snapshot()
     try:
         parsed = parse(argv, defaults, environ)
@@ -25,7 +25,7 @@ def main(argv: Sequence[str], defaults: CommandDefaults = RUN) -> int:
         if parsed["print_completion"]:
             return show_completion(parsed["print_completion"])
         config, entry = job(parsed, defaults, environ)
-        # An id that nobody has chosen is every job's at that endpoint.
+        # Without --rdzv-id, all jobs at that endpoint have the same id.
         named = config.max_nodes > 1 and parsed.given("rdzv_id")
         late = job_registry.too_late(config.run_id, [entry.target, *entry.args]) if named else ""
     except ConfigError as error:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str], defaults: CommandDefaults = RUN) -> int:
     if late:
         print(f"{defaults.prog}: {late}", file=sys.stderr)
         return EXIT_OK
-    # Imported here: help and mistakes are answered without loading the agent.
+    # Imported here: help and usage errors do not need the agent.
     from torchelastic.agent.main import run_job
 
     return run_job(config, entry)
@@ -43,7 +43,7 @@ def main(argv: Sequence[str], defaults: CommandDefaults = RUN) -> int:
 def job(
     parsed: Parsed, defaults: CommandDefaults, environ: Mapping[str, str]
 ) -> tuple[LaunchConfig, Entry]:
-    """The job that was asked for, after every check that can be made before it starts."""
+    """Return the job, after every check that is possible before it starts."""
     checks.check_platform()
     entry = entry_of(parsed, defaults.prog)
     config = launch_config(parsed, environ)

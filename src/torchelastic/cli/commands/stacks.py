@@ -1,4 +1,4 @@
-"""`torchelastic stacks`: what every rank of a running job is doing now."""
+"""`torchelastic stacks`: print the current stack of each rank of a running job."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from torchelastic.cli.commands import terminal
 from torchelastic.errors import EXIT_FAILED, EXIT_OK, TorchElasticError
 
 _DESCRIPTION = """\
-Show what the ranks of a running job are doing: step, last collective and stack of each, equal ones
-together. An agent of this machine asks all the others; training goes on.
+Show the step, last collective and current stack of each rank of a running job. Ranks with the same
+stack are shown together. An agent on this machine asks all others; training continues.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """The `stacks` command; returns the exit code."""
+    """Run the `stacks` command; return the exit code."""
     parser = terminal.parser_for_a_job("stacks", _DESCRIPTION)
-    parser.add_argument("--rank", type=int, metavar="N", help="this rank only")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--rank", type=int, metavar="N", help="show only this rank")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
-    from torchelastic.cli.commands import stacks_text  # slow to import: not for --help
+    # Imported here: it is slow to import, and `--help` must be fast.
+    from torchelastic.cli.commands import stacks_text
 
     try:
         found = stacks_text.ask(args.job, args.id)

@@ -1,4 +1,4 @@
-"""What ranks are doing, as it is shown on a terminal."""
+"""The stacks of ranks as text."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torchelastic.events.job_registry import AgentEntry
 
 
 def ask(wanted: str | None, job: str | None) -> Found:
-    """What all ranks of a job do, from the first of its agents here that answers."""
+    """Ask the first agent of a job here that answers for the stacks of all ranks."""
     agents = _agents(choose(wanted, job))
     if not agents:
         raise ConfigError(
-            "No agent of that job runs on this machine: ask on a machine where one does."
+            "No agent of that job runs on this machine: run this on one of its nodes."
         )
     problems = []
     for agent in agents:
@@ -29,11 +29,11 @@ def ask(wanted: str | None, job: str | None) -> Found:
             return query_socket.ask(job_registry.directory_for(agent.job, agent.node))
         except OSError as error:
             problems.append(f"the agent with pid {agent.pid} does not answer ({error})")
-    raise ConfigError(f"The job cannot be asked: {'; '.join(problems)}.")
+    raise ConfigError(f"Cannot get the stacks of the job: {'; '.join(problems)}.")
 
 
 def _agents(story: Story) -> list[AgentEntry]:
-    """The live agents of this machine that write the story."""
+    """Return the live agents of this machine that write this job's events."""
     if story.entry is not None:
         return [agent for agent in story.entry.agents if agent.alive]
     files = {path.resolve() for path in story.files()}
@@ -42,7 +42,7 @@ def _agents(story: Story) -> list[AgentEntry]:
 
 
 def only(found: Found, rank: int) -> Found:
-    """Of this rank; `ConfigError` if those that were seen are others."""
+    """Keep only this rank; raise `ConfigError` if only others were seen."""
     chosen = tuple(doing for doing in found.doings if doing.rank == rank)
     if not chosen and found.doings:
         raise ConfigError(_not_there(found, rank))
@@ -53,14 +53,14 @@ def _not_there(found: Found, rank: int) -> str:
     seen = hangs.listed(doing.rank for doing in found.doings)
     if found.unheard:
         silent = ", ".join(found.unheard)
-        return f"Rank {rank} is not among those that were seen, {seen}; not reached: {silent}."
-    return f"There is no rank {rank}: the world has {seen}."
+        return f"Rank {rank} not found. Found: {seen}; not reached: {silent}."
+    return f"Rank {rank} does not exist: the world has {seen}."
 
 
 def text(found: Found) -> str:
-    """Ranks with the same stack together, the larger groups first."""
+    """Describe all ranks, grouped by stack, the larger groups first."""
     if not found.doings:
-        return _with_unheard("no rank to show: no worker is in a world at the moment", found)
+        return _with_unheard("no ranks to show: no worker is in a world right now", found)
     groups: dict[str, list[Doing]] = {}
     for doing in found.doings:
         groups.setdefault(doing.stack, []).append(doing)
@@ -83,7 +83,7 @@ def _block(stack: str, who: Sequence[Doing]) -> str:
 
 
 def _where(who: Sequence[Doing]) -> list[str]:
-    """On which node, at which step and in which collective; equal ones together."""
+    """Describe node, step and collective; ranks with equal ones together."""
     alike: dict[str, list[int]] = {}
     for doing in who:
         alike.setdefault(_words(doing), []).append(doing.rank)
@@ -97,14 +97,14 @@ def _words(doing: Doing) -> str:
     told += [f"step {doing.step}"] if doing.step is not None else []
     told += ["frozen"] if doing.frozen else []
     if doing.in_collective is not None:
-        told.append(f"waits in {doing.in_collective}")
+        told.append(f"waiting in {doing.in_collective}")
     elif doing.last is not None:
         told.append(f"last collective {doing.last}")
     return ", ".join(told)
 
 
 def as_json(found: Found) -> str:
-    """For programs: of all ranks what a `hang` event has, and the stack itself."""
+    """Return JSON: for each rank the fields of a `hang` event, and the stack."""
     shown = {
         "generation": found.generation,
         "ranks": [{**hangs.row(doing), "stack": doing.stack} for doing in found.doings],

@@ -1,5 +1,4 @@
-"""What `torchelastic status` prints: the jobs of this machine, or the one at a place, as their
-event logs tell."""
+"""The output of `torchelastic status`: the jobs of this machine, or one job, from event logs."""
 
 from __future__ import annotations
 
@@ -22,19 +21,19 @@ from torchelastic.events.job_registry import JobEntry
 from torchelastic.events.record import Record
 
 _WIDTH = 100
-#: Nodes of one job that the overview names.
+#: Maximum number of nodes per job in the overview and in the details.
 _NODES_SHOWN = 8
 _NODES_IN_DETAILS = 100
-#: Ended jobs that the overview names.
+#: Maximum number of ended jobs in the overview.
 _RECENT_SHOWN = 10
-#: Lines of history, recoveries, and stragglers, that the details show.
+#: Maximum number of lines of history, of recoveries and of stragglers in the details.
 _HISTORY_SHOWN = 15
 _RECOVERIES_SHOWN = 5
 _STRAGGLERS_SHOWN = 8
 
 
 def answer(wanted: str | None, job: str | None = None, *, as_data: bool) -> str:
-    """The text, or the JSON, about one job or all; raises `ConfigError` for an unknown one."""
+    """Return the text or JSON about one job or all; raise `ConfigError` for an unknown one."""
     name = wanted or job
     if (story := at_a_place(wanted, job)) is not None:
         records = story.records(thin=True)
@@ -53,12 +52,12 @@ def answer(wanted: str | None, job: str | None = None, *, as_data: bool) -> str:
 
 
 def _as_logged(entry: JobEntry, *, steps: bool) -> JobView:
-    """What the logs on this machine say about a job."""
+    """Return the state of a job from its logs on this machine."""
     return picture(entry, log.read_files(files_of(entry), steps=steps, thin=True))
 
 
 def picture(entry: JobEntry, records: Iterable[Record]) -> JobView:
-    """What these records say about a job, and what its processes do that are here."""
+    """Return the state of a job from these records and from its processes on this machine."""
     fold = JobFold()
     for record in records:
         fold.feed(record)
@@ -68,27 +67,27 @@ def picture(entry: JobEntry, records: Iterable[Record]) -> JobView:
     return dataclasses.replace(seen, job=entry.job)
 
 
-# --- for programs --------------------------------------------------------------------------------
+# --- as JSON --------------------------------------------------------------------------------
 
 
 def as_json(entry: JobEntry, seen: JobView) -> dict[str, Any]:
-    """Everything that is known, as plain data."""
+    """Return everything that is known, as plain data."""
     data = seen.to_json()
     data["alive"] = entry.alive
     data["agents"] = [agent.to_json() | {"alive": agent.alive} for agent in entry.agents]
     return data
 
 
-# --- for people ----------------------------------------------------------------------------------
+# --- as text ----------------------------------------------------------------------------------
 
 
 def overview(found: Sequence[tuple[JobEntry, JobView]], now: float) -> str:
-    """Live jobs in full, recent ones in a line each."""
+    """Describe live jobs in full and recent ones in a line each."""
     live = [pair for pair in found if pair[0].alive]
     recent = [pair for pair in found if not pair[0].alive]
     parts = ["\n".join(_summary(entry, seen, now)) for entry, seen in live]
     if not live:
-        parts = ["No job runs on this machine."]
+        parts = ["No job is running on this machine."]
     if recent:
         parts.append("\n".join(_recent(recent, now)))
     elif not live:
@@ -97,13 +96,13 @@ def overview(found: Sequence[tuple[JobEntry, JobView]], now: float) -> str:
 
 
 def details(entry: JobEntry, seen: JobView, now: float) -> str:
-    """One job: who, where, what happened so far, and what went wrong."""
+    """Describe one job: its nodes, files, history and failures."""
     last = entry.agents[-1]
     lines = _headline(entry, seen, now)
     lines += _facts(
         {
             "command": one_line(" ".join(last.command)),
-            "meets at": one_line(last.endpoint),
+            "rendezvous": one_line(last.endpoint),
             "nodes wanted": _wanted(seen),
             "last event": _ago(now - max(agent.last_seen for agent in entry.agents)),
             "events": "\n".join(dict.fromkeys(one_line(str(one.events)) for one in entry.agents)),
@@ -148,10 +147,9 @@ def _headline(entry: JobEntry, seen: JobView, now: float) -> list[str]:
 
 
 def _end_unheard(entry: JobEntry, seen: JobView) -> str:
-    """Of a job whose last word is in no log: without any log nobody knows that it was killed; nor
-    where its agents are elsewhere."""
+    """Describe how a job ended whose logs do not say it. "killed" needs a log and local agents."""
     if not entry.registered:
-        return f"{seen.phase} when last heard of,"
+        return f"last seen {seen.phase}"
     return "killed" if seen.started is not None else "gone"
 
 
@@ -165,7 +163,7 @@ def _world_line(seen: JobView) -> list[str]:
 
 
 def _pace_line(seen: JobView, now: float | None) -> list[str]:
-    """`step 1200, 12.5 steps/s, goodput 93.1%`; without a step `goodput unknown`."""
+    """Return `step 1200, 12.5 steps/s, goodput 93.1%`; without a step `goodput unknown`."""
     if seen.generation is None:
         return []
     told = [pace] if (pace := words.pace(seen, now)) else []
@@ -175,34 +173,36 @@ def _pace_line(seen: JobView, now: float | None) -> list[str]:
 
 
 def _progress_lines(seen: JobView, now: float | None) -> list[str]:
-    """What the script reports, samples, and what is in storage."""
+    """Describe what the script reports, the samples, and the last checkpoint."""
     samples = f"{seen.samples:,} samples" if seen.samples is not None else ""
     told = (words.reported(seen), samples, words.checkpoint(seen, now))
     return _wrapped("; ".join(filter(None, told)), "  ", "    ")
 
 
 def _goodput(seen: JobView) -> list[str]:
-    """The whole of it, nodes and stragglers."""
+    """Describe the goodput with nodes and stragglers."""
     assert seen.goodput is not None
     lines = _wrapped(words.goodput(seen.goodput), "  ", "    ")
     active, available = seen.goodput.active_nodes, seen.goodput.available_nodes
-    if active is not None and available is not None and (seen.max_nodes or 1) > 1:
-        text = f"of {seen.max_nodes} nodes, {active:.1%} were in a world and {available:.1%} there"
-        lines += _wrapped(f"{text}, over the whole time", "  ", "    ")
+    most = seen.max_nodes or 1
+    if active is not None and available is not None and most > 1:
+        trained, present = active * most, available * most
+        text = f"on average {trained:.1f} of {most} nodes trained, {present:.1f} were available"
+        lines += _wrapped(text, "  ", "    ")
     return [*lines, *_stragglers(seen)]
 
 
 def _stragglers(seen: JobView) -> list[str]:
-    """Those that cost most, and what all of them have, those of earlier worlds included."""
+    """Describe the costliest stragglers, and the cost of all, earlier worlds included."""
     lines = []
     costly = sorted(seen.stragglers, key=lambda slow: -slow.cost)
     for slow in costly[:_STRAGGLERS_SHOWN]:
         lines += _wrapped(one_line(slow.text), "  ", "    ")
     if len(costly) > _STRAGGLERS_SHOWN:
-        lines.append(f"  and {len(costly) - _STRAGGLERS_SHOWN} more that are slow")
+        lines.append(f"  and {len(costly) - _STRAGGLERS_SHOWN} more stragglers")
     if seen.straggler_seconds:
         lost = words.seconds(seen.straggler_seconds)
-        lines.append(f"  waiting for slow workers has cost the job {lost} in all")
+        lines.append(f"  waiting for stragglers has cost {lost} in total")
     return lines
 
 
@@ -224,7 +224,7 @@ def _recoveries(recoveries: Sequence[Recovery], *, over: bool) -> list[str]:
 def _causes(seen: JobView) -> list[str]:
     if seen.failure is None:
         return []
-    # A job that was told to leave, or ran out of nodes, may have recovered from its last failure.
+    # A job that was interrupted, or ran out of nodes, may have recovered from its last failure.
     title = "first failure" if seen.exitcode == EXIT_FAILED else "last failure"
     lines = failure_text.in_full(seen.failure, _WIDTH - 4)
     return ["", f"  {title}", *(f"    {line}" for line in lines)]
@@ -252,7 +252,7 @@ def _node(node: NodeView, width: int, pid: int | None) -> str:
 
 
 def _recent(recent: Sequence[tuple[JobEntry, JobView]], now: float) -> list[str]:
-    """A table of the jobs that are no more."""
+    """Return a table of the ended jobs."""
     rows = [_recent_row(entry, seen, now) for entry, seen in recent[:_RECENT_SHOWN]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["Recent:"]
@@ -294,7 +294,7 @@ def _history(changes: Sequence[Change]) -> list[str]:
     before = ""
     for change in changes:
         head = f"    {_clock_time(change.wall)}  "
-        # What begins was caused by what ended: do not say the same thing twice.
+        # A begin repeats the cause of the end before it: show it once.
         told = dataclasses.replace(change, why=change.why.removeprefix(f"{before}; "))
         lines += _wrapped(_sentence(told), head, " " * len(head))
         before = change.why
@@ -330,7 +330,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def _clock_time(wall: float, now: Callable[[], float] = time.time) -> str:
-    """The time, with the date if it is not today's."""
+    """Return the time, with the date unless it is today."""
     then, today = time.localtime(wall), time.localtime(now())
     same_day = then[:3] == today[:3]
     return time.strftime("%H:%M:%S" if same_day else "%Y-%m-%d %H:%M:%S", then)

@@ -1,4 +1,4 @@
-"""What commands about a job have in common: how they speak, and what they are asked."""
+"""Shared parts of the commands about a job: output, error messages and the JOB argument."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchelastic.errors import EXIT_USAGE
 
 
 def show(text: str, *, stream: TextIO | None = None, flush: bool = True) -> None:
-    """Print lines that may hold users' texts, also where the terminal lacks some characters."""
+    """Print text that may contain user text; escape characters that the terminal cannot show."""
     stream = sys.stdout if stream is None else stream
     encoding = getattr(stream, "encoding", None) or "utf-8"
     safe = plain(text).encode(encoding, errors="backslashreplace").decode(encoding)
@@ -22,26 +22,28 @@ def show(text: str, *, stream: TextIO | None = None, flush: bool = True) -> None
 
 
 def parser_for_a_job(
-    command: str, description: str, default: str = "the job that runs"
+    command: str, description: str, default: str = "the running job, or else the last one"
 ) -> argparse.ArgumentParser:
-    """A command's, with the job that it is about as `job` and `id`."""
+    """Return a command's parser, with the arguments `job` and `id` that select a job."""
     parser = argparse.ArgumentParser(prog=f"torchelastic {command}", description=description)
     parser.add_argument(
         "job",
         nargs="?",
         metavar="JOB",
-        help=f"a job id or how one begins, or the --log-dir of a run (default: {default})",
+        help=f"a job id, the beginning of one, or the --log-dir of a run (default: {default})",
     )
-    parser.add_argument("--job", dest="id", metavar="ID", help="which job of a directory is meant")
+    parser.add_argument(
+        "--job", dest="id", metavar="ID", help="which job, if JOB is a directory of several"
+    )
     return parser
 
 
 def refuse(command: str, error: Exception) -> int:
-    """Say what is wrong; returns the exit code."""
+    """Print the error; return the exit code."""
     show(f"torchelastic {command}: {one_line(str(error))}", stream=sys.stderr)
     return EXIT_USAGE
 
 
 def nobody_reads() -> None:
-    """After a `BrokenPipeError` (`| head`): let the interpreter's last flush not raise another."""
+    """Discard further output after a `BrokenPipeError` (`| head`), so that no flush raises."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

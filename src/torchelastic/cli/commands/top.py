@@ -1,4 +1,4 @@
-"""`torchelastic top`: a job as it goes, on the whole screen."""
+"""`torchelastic top`: watch a job in the terminal."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torchelastic.cli.commands import terminal
 from torchelastic.errors import EXIT_OK, ConfigError, TorchElasticError
 
 _DESCRIPTION = """\
-Watch a job: its nodes and ranks, how far and how fast they are, what happened last, and what
-failures have cost. Ends with the job, or with Ctrl-C.
+Watch a job: its nodes and ranks, their step and speed, the latest events, and the cost of failures.
+Ends with the job, or with Ctrl-C.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """The `top` command; returns the exit code."""
+    """Run the `top` command; return the exit code."""
     parser = terminal.parser_for_a_job("top", _DESCRIPTION)
-    parser.add_argument("--once", action="store_true", help="show it once, and end")
+    parser.add_argument("--once", action="store_true", help="print once and exit")
     args = parser.parse_args(argv)
     try:
         _check_rich()
@@ -33,6 +33,6 @@ def main(argv: Sequence[str]) -> int:
 def _check_rich() -> None:
     if find_spec("rich") is None:
         raise ConfigError(
-            "This needs the package rich: pip install 'torchelastic[top]'. `torchelastic status "
-            "JOB` shows much of it, once."
+            "The package rich is not installed: run pip install 'torchelastic[top]'. Without it, "
+            "`torchelastic status JOB` prints most of the same, once."
         )

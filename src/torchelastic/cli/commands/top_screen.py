@@ -1,7 +1,6 @@
-"""What `torchelastic top` shows. Needs rich.
+"""The screen of `torchelastic top`. Needs rich.
 
-Every text is a `Text`: rich takes what is in square brackets for its markup elsewhere, and a node's
-name is not to be taken for anything.
+Every text is a `Text`: rich would read square brackets in a plain string as markup.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from torchelastic.events.analysis.last_failure import FailureView
 from torchelastic.events.analysis.live_view import LivePicture
 from torchelastic.events.analysis.view import JobView
 
-#: Seconds between two pictures.
+#: Seconds between two updates.
 _REFRESH = 0.5
-#: Rows of each table, and characters of the bar, that are shown.
+#: Maximum number of rows of each table, and the width of the bar.
 _NODES, _RANKS, _RECOVERIES, _EVENTS = 8, 16, 5, 8
 _BAR = 60
 _WIDEST = 40
@@ -47,7 +46,7 @@ _STATES = {"running": "green", "lost": "red", "died": "red", "leaving": "yellow"
 
 
 def watch(wanted: str | None, job: str | None, *, once: bool) -> int:
-    """Show a job until it has ended."""
+    """Show a job until it ends."""
     picture = LivePicture(choose(wanted, job))
     console = Console()
     try:
@@ -66,7 +65,7 @@ def watch(wanted: str | None, job: str | None, *, once: bool) -> int:
 
 
 def screen(seen: JobView, now: float) -> RenderableType:
-    """The whole picture."""
+    """Return the whole screen."""
     parts: list[RenderableType] = [_head(seen, now), *_achieved(seen, now)]
     if seen.goodput is not None and seen.goodput.total:
         parts += [_bar(seen.goodput), _legend(seen.goodput)]
@@ -96,7 +95,7 @@ def _head(seen: JobView, now: float) -> Text:
 
 
 def _achieved(seen: JobView, now: float) -> list[Text]:
-    """What the script reports, samples, and what is in storage."""
+    """Show what the script reports, the samples, and the last checkpoint."""
     samples = f"{seen.samples:,} samples" if seen.samples is not None else ""
     stored = words.checkpoint(seen, now if seen.ended is None else None)
     told = "  ".join(filter(None, (words.reported(seen), samples, stored)))
@@ -104,7 +103,7 @@ def _achieved(seen: JobView, now: float) -> list[Text]:
 
 
 def _bar(goodput: Goodput) -> Text:
-    """The job's time, each part as long as its share of it."""
+    """Draw the job's time as a bar, each part as wide as its share."""
     bar, total, drawn, passed = Text(), sum(goodput.micros.values()), 0, 0
     for part, micros in goodput.micros.items():
         passed += micros
@@ -123,7 +122,7 @@ def _legend(goodput: Goodput) -> Text:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[Text]]) -> Table:
-    """Only the last column gives way where the screen is narrow: no other may be wrapped."""
+    """Make a table in which only the last column wraps on a narrow screen."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for place, head in enumerate(heads):
         widest = max([len(head), *(row[place].cell_len for row in rows)])
@@ -151,7 +150,7 @@ def _nodes(seen: JobView) -> Table:
 
 
 def _ranks(seen: JobView) -> Table:
-    """The slowest first where there are too many."""
+    """Show the ranks; the slowest first if there are too many."""
     slow = {straggler.rank: straggler for straggler in seen.stragglers}
     ranks = list(seen.ranks)
     if len(ranks) > _RANKS:
@@ -184,7 +183,7 @@ def _recoveries(seen: JobView) -> Table:
         cost = words.cost(recovery, over=seen.phase in ("ended", "died"))
         rows.append([_text(_time(recovery.wall)), kind, _text(cost)])
         rows.append([_text(""), _text(""), _text(words.cause(recovery), "bright_black")])
-    return _table(("when", "recovery", "cost, and why"), rows)
+    return _table(("when", "recovery", "cost and cause"), rows)
 
 
 def _history(seen: JobView) -> Table:

@@ -1,4 +1,4 @@
-"""`torchelastic trace`: a job as a file that Perfetto and Chrome's tracing page open."""
+"""`torchelastic trace`: export a job as a trace for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -13,26 +13,34 @@ from torchelastic.cli.commands import terminal
 from torchelastic.errors import EXIT_FAILED, EXIT_OK, TorchElasticError
 
 _DESCRIPTION = """\
-Write a job's story as a trace: one track per rank, the generations, steps and recoveries.
-Open it at ui.perfetto.dev, or at chrome://tracing.
+Export a job as a trace: one track per rank, with generations, steps and recoveries. Open the file
+at ui.perfetto.dev or chrome://tracing.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """The `trace` command; returns the exit code."""
+    """Run the `trace` command; return the exit code."""
     parser = argparse.ArgumentParser(prog="torchelastic trace", description=_DESCRIPTION)
     parser.add_argument(
         "job",
         nargs="?",
         metavar="LOG_DIR_OR_JOB",
-        help="the --log-dir of a run, or a job id (default: the job that runs, or the last one)",
+        help="the --log-dir of a run, or a job id (default: the running job, or else the last one)",
     )
-    parser.add_argument("--job", dest="id", metavar="ID", help="which job of a directory is meant")
-    parser.add_argument("-o", "--output", default="trace.json", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--job", dest="id", metavar="ID", help="which job, if the directory has several"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        default="trace.json",
+        type=Path,
+        metavar="FILE",
+        help="file to write (default: %(default)s)",
+    )
     args = parser.parse_args(argv)
-    from torchelastic.events.analysis.find_job import (
-        choose,  # the events are slow to import: not for --help
-    )
+    # Imported here: the events are slow to import, and `--help` must be fast.
+    from torchelastic.events.analysis.find_job import choose
     from torchelastic.events.analysis.trace_export import trace
 
     try:
@@ -41,14 +49,14 @@ def main(argv: Sequence[str]) -> int:
     except TorchElasticError as error:
         return terminal.refuse("trace", error)
     except OSError as error:
-        print(f"torchelastic trace: {args.output} cannot be written: {error}", file=sys.stderr)
+        print(f"torchelastic trace: cannot write {args.output}: {error}", file=sys.stderr)
         return EXIT_FAILED
-    print(f"{count} entries written to {args.output}: open it at ui.perfetto.dev")
+    print(f"Wrote {count} entries to {args.output}. Open it at ui.perfetto.dev.")
     return EXIT_OK
 
 
 def write(path: Path, entries: Iterable[dict[str, Any]]) -> int:
-    """One entry a line; returns how many."""
+    """Write one entry per line; return how many."""
     count = 0
     with path.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[')

@@ -1,1 +1,1 @@
-"""Command line: the flags, how they are parsed, checked and explained."""
+"""Command line: the flags, their parser, checks and help."""

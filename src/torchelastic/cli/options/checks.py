@@ -1,4 +1,4 @@
-"""What can be seen to be wrong before anything is started: files, modules, directories."""
+"""Checks of files, modules and directories before anything is started."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torchelastic.errors import ConfigError
 
 def check_platform() -> None:
     if sys.platform != "linux":
-        raise ConfigError(f"torchelastic runs on Linux only, and this is {sys.platform}.")
+        raise ConfigError(f"torchelastic runs on Linux only; this machine is {sys.platform}.")
 
 
 def check_entry(entry: Entry, environ: Mapping[str, str]) -> None:
-    """Refuse what no worker could run."""
+    """Raise ConfigError if no worker could run `entry`."""
     if "${" in entry.target:
-        return  # only a worker knows what this will be
+        return  # each worker replaces it with its own value
     if entry.kind == "script":
         _check_script(entry.target)
     elif entry.kind == "program":
@@ -28,66 +28,66 @@ def check_entry(entry: Entry, environ: Mapping[str, str]) -> None:
 
 
 def check_preload(names: tuple[str, ...], entry: Entry) -> None:
-    """Refuse modules that cannot be found; they may lie beside the script."""
+    """Raise ConfigError for a module that is neither importable nor beside the script."""
     beside = [os.path.dirname(os.path.abspath(entry.target))] if entry.kind == "script" else []
     for name in names:
         if not _module_exists(name, [*beside, os.getcwd()]):
             raise ConfigError(
-                f"--preload: there is no module '{name}' here: install it or correct the name."
+                f"--preload: module '{name}' not found: install it or correct the name."
             )
 
 
 def prepare_log_dir(path: str | None) -> None:
-    """Make the log directory, if need be, and refuse one that cannot be used."""
+    """Create the log directory if needed; raise ConfigError if it cannot be used."""
     if path is None or path == os.devnull:
         return
     try:
         os.makedirs(path, exist_ok=True)
     except FileExistsError:
-        raise ConfigError(f"--log-dir {path} is not a directory: name another one.") from None
+        raise ConfigError(f"--log-dir {path} is not a directory: use another one.") from None
     except OSError as error:
         raise ConfigError(
-            f"--log-dir {path} cannot be made ({error.strerror}): name another one."
+            f"--log-dir {path} cannot be created ({error.strerror}): use another one."
         ) from None
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise ConfigError(
-            f"--log-dir {path} cannot be read and written: change its permissions or name another "
+            f"--log-dir {path} is not readable and writable: change its permissions or use another "
             "one."
         )
 
 
 def _check_script(path: str) -> None:
     if not os.path.exists(path):
-        raise ConfigError(f"There is no script '{path}' in {os.getcwd()}: correct the path.")
+        raise ConfigError(f"Script '{path}' not found in {os.getcwd()}: correct the path.")
     if os.path.isdir(path) and not os.path.exists(os.path.join(path, "__main__.py")):
         raise ConfigError(f"'{path}' is a directory without __main__.py: name a script.")
     if not os.access(path, os.R_OK):
-        raise ConfigError(f"The script '{path}' cannot be read: change its permissions.")
+        raise ConfigError(f"Script '{path}' is not readable: change its permissions.")
 
 
 def _check_program(name: str, environ: Mapping[str, str]) -> None:
-    # Imported here: it brings compression modules along.
+    # Imported here: it imports compression modules.
     import shutil
 
     if shutil.which(name, path=environ.get("PATH")) is None:
         raise ConfigError(
-            f"There is no program '{name}' to run: correct the name, make the file executable, or "
-            "leave --no-python out if it is a Python script."
+            f"Program '{name}' not found: correct the name, make the file executable, or remove "
+            "--no-python if it is a Python script."
         )
 
 
 def _check_module(name: str) -> None:
     if name.endswith(".py"):
-        raise ConfigError(f"'{name}' is a file, no module: leave -m out.")
+        raise ConfigError(f"'{name}' is a file, not a module: remove -m.")
     if not _module_exists(name, [os.getcwd()]):
         raise ConfigError(
-            f"There is no module '{name}' here: install it, correct the name, or start where "
-            f"`python -m {name}` works."
+            f"Module '{name}' not found: install it, correct the name, or start in a directory "
+            f"where `python -m {name}` works."
         )
 
 
 def _module_exists(name: str, first: list[str]) -> bool:
-    """Whether the outermost package of a module can be found, without importing anything."""
+    """Look for the outermost package of a module, without importing anything."""
     import importlib.machinery
     import importlib.util
 
@@ -96,5 +96,5 @@ def _module_exists(name: str, first: list[str]) -> bool:
         if importlib.machinery.PathFinder.find_spec(top, first) is not None:
             return True
         return importlib.util.find_spec(top) is not None
-    except ValueError:  # an empty name, or a module that hides where it comes from
+    except ValueError:  # an empty name, or a loaded module without a spec
         return False

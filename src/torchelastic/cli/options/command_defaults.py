@@ -1,4 +1,4 @@
-"""The commands that take a job: all have the same flags, each has defaults of its own."""
+"""The commands that take the flags of a job. Each has its own defaults."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torchelastic.cli.options.flag import Flag
 
 @dataclass(frozen=True)
 class CommandDefaults:
-    """One of the commands: the same flags with defaults of its own."""
+    """The defaults of one command."""
 
     prog: str
     about: str
     defaults: Mapping[str, str] = field(default_factory=dict)
-    #: Those that only this command has.
+    #: Flags that only this command has.
     own_flags: tuple[Flag, ...] = ()
 
     def default(self, flag: Flag) -> str:
-        """The default of a flag, as text."""
+        """Return the default of a flag, as text."""
         return self.defaults.get(flag.dest, flag.default)
 
 
@@ -37,7 +37,7 @@ DISTRIBUTED_RUN = CommandDefaults(
 DISTRIBUTED_LAUNCH = CommandDefaults(
     "python -m torchelastic.distributed.launch",
     "The same as `torchelastic run`, with the defaults of torchelastic 0.2: several nodes meet "
-    "at an etcd server unless another rendezvous is named.",
+    "at an etcd server unless another rendezvous is given.",
     {
         "nproc_per_node": "auto",
         "rdzv_backend": "etcd",
@@ -45,20 +45,20 @@ DISTRIBUTED_LAUNCH = CommandDefaults(
         "monitor_interval": "5",
     },
 )
-#: Runs nothing: what it is asked about is what `run` would do with the same words.
+#: Takes the same arguments as `run` and checks what `run` would do with them.
 DOCTOR = CommandDefaults(
     "torchelastic doctor",
-    "Check this machine, and the launch that the flags describe, before a long run.",
+    "Check this machine, and a launch with these flags, before a long run.",
     own_flags=(
         Flag(
             name="--gpu",
             group="",
             pet=False,
-            help="Also run small jobs on the GPUs of this machine (a forked worker that uses CUDA, "
-            "an all-reduce of NCCL, its abort, torchelastic.train with a killed and with a hung "
-            "rank, a snapshot), and write a report to attach to an issue.",
+            help="Also run small jobs on this machine's GPUs (CUDA in a forked worker, an NCCL "
+            "all-reduce, its abort, torchelastic.train with a killed and a hung rank, a snapshot) "
+            "and write a report to attach to an issue.",
         ),
-        Flag(name="--json", group="", pet=False, help="Print the findings for a program to read."),
+        Flag(name="--json", group="", pet=False, help="Print the findings as JSON."),
     ),
 )
-FLAVOURS = (RUN, DISTRIBUTED_RUN, DISTRIBUTED_LAUNCH)
+JOB_COMMANDS = (RUN, DISTRIBUTED_RUN, DISTRIBUTED_LAUNCH)

@@ -1,4 +1,4 @@
-"""Flags for command lines that were written for torchrun, torch.distributed.launch and Bagua."""
+"""Flags for command lines written for torchrun, torch.distributed.launch and Bagua."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TORCHS_FLAGS = (
         default_words="none",
         torchrun=True,
         pet=False,
-        help="Print a completion script for bash, zsh or tcsh, and exit; needs no other package.",
+        help="Print a completion script for bash, zsh or tcsh and exit. Needs no other package.",
     ),
     Flag(
         name="--monitor-interval",
@@ -24,7 +24,7 @@ _TORCHS_FLAGS = (
         convert=values.seconds,
         default="0.1",
         torchrun=True,
-        help="Understood, not needed: workers are watched, not polled.",
+        help="Accepted, but not needed: workers are watched, not polled.",
     ),
     Flag(
         name="--logs-specs",
@@ -35,13 +35,13 @@ _TORCHS_FLAGS = (
         default_words="default",
         torchrun=True,
         pet=False,
-        help="torchrun's log plug-in; only `default` is available.",
+        help="torchrun's log plug-in; only `default` is supported.",
     ),
     Flag(
         name="--use-env",
         group=COMPATIBILITY,
         pet=False,
-        help="Tell workers their local rank by LOCAL_RANK only, which is the default here.",
+        help="Pass the local rank to workers only as LOCAL_RANK, which is the default here.",
     ),
     Flag(
         name="--no-use-env",
@@ -62,7 +62,7 @@ def _bagua(name: str, metavar: str = "") -> Flag:
         default="",
         pet=False,
         ignored=True,
-        help="Bagua's; named in the log and ignored.",
+        help="A flag of Bagua; logged and ignored.",
     )
 
 

@@ -1,4 +1,4 @@
-"""`--print-completion`: scripts that teach a shell the commands and the flags there are."""
+"""`--print-completion`: shell completion scripts for the commands and flags."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "tcsh": _TCSH}
 
 
 def script(shell: str) -> str:
-    """The completion script for a shell."""
+    """Return the completion script for a shell."""
     names = [flag.name for flag in (*FLAGS, HELP) if not flag.ignored]
     values = {
         "COMMANDS": " ".join(_COMMANDS),

@@ -1,4 +1,4 @@
-"""How many devices this machine has, without importing torch (which would take seconds)."""
+"""Count this machine's devices without importing torch, which would take seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchelastic.errors import ConfigError
 
 
 def workers_for(asked: int | str, environ: Mapping[str, str], root: Path = Path("/")) -> int:
-    """The number of workers that `--nproc-per-node` asks for; `root` is where /dev and /sys are."""
+    """Return the number of workers for `--nproc-per-node`; /dev and /sys are under `root`."""
     if isinstance(asked, int):
         return asked
     if asked == "cpu":
@@ -21,19 +21,19 @@ def workers_for(asked: int | str, environ: Mapping[str, str], root: Path = Path(
     found = gpus(environ, root) if asked == "gpu" else xpus(root)
     if not found:
         raise ConfigError(
-            f"--nproc-per-node {asked} finds no {asked.upper()} on this machine: write a number "
-            "of workers, or cpu."
+            f"--nproc-per-node {asked}: this machine has no {asked.upper()}. Write a number of "
+            "workers, or cpu."
         )
     return found
 
 
 def cpus() -> int:
-    """CPUs this process may run on, as torchrun counts them."""
+    """Count the CPUs this process may run on, as torchrun does."""
     return len(os.sched_getaffinity(0))
 
 
 def gpus(environ: Mapping[str, str], root: Path) -> int:
-    """CUDA or ROCm devices that workers will see."""
+    """Count the CUDA or ROCm devices that workers will see."""
     present = _nvidia(root)
     if present:
         return _visible(present, environ.get("CUDA_VISIBLE_DEVICES"))
@@ -42,14 +42,14 @@ def gpus(environ: Mapping[str, str], root: Path) -> int:
 
 
 def xpus(root: Path) -> int:
-    """Intel graphics devices."""
+    """Count the Intel graphics devices."""
     vendors = root.glob("sys/class/drm/renderD*/device/vendor")
     return sum(vendor.read_text().strip() == "0x8086" for vendor in vendors)
 
 
 def _nvidia(root: Path) -> int:
     known_to_driver = sum(1 for _ in root.glob("proc/driver/nvidia/gpus/*"))
-    # Containers often hide the driver's directory but have the devices, fewer of them at times.
+    # Containers often hide the driver's directory, and may have only some of the devices.
     devices = sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in root.glob("dev/nvidia*"))
     return devices or known_to_driver
 
@@ -60,10 +60,9 @@ def _amd(root: Path) -> int:
 
 
 def _visible(present: int, listed: str | None) -> int:
-    """How many of `present` devices a *_VISIBLE_DEVICES variable leaves.
+    """Count the devices that a *_VISIBLE_DEVICES variable leaves of `present` ones.
 
-    As the driver reads it: the list ends at the first entry that is no device, and an empty list
-    hides all of them.
+    As in the driver, the list ends at the first invalid entry, and an empty list hides all devices.
     """
     if listed is None or not present:
         return present

@@ -1,4 +1,4 @@
-"""What a flag is. `flags` is the table of them."""
+"""The `Flag` record. `flags` is the table of them."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ GROUPS = (SHAPE, RENDEZVOUS, ELASTICITY, WORKERS, LOGS, COMPATIBILITY)
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """One flag. Every name is also understood with underscores for its inner dashes."""
+    """One flag. Its name may also be written with underscores for its inner dashes."""
 
     name: str
     group: str
     help: str
-    #: What stands for the value in the help; empty for a switch, which takes none.
+    #: Placeholder for the value in the help; empty for a switch, which takes none.
     metavar: str = ""
     convert: Callable[[str], Any] = parse_truth
-    #: The value of a flag that is written without one; empty: it needs one. The next word is its
-    #: value only where that looks like one: it may as well be the script.
+    #: Value of the flag if it is given without one; empty: a value is required. The next word is
+    #: taken as the value only if it matches `looks`: it could also be the script.
     alone: str = ""
     looks: re.Pattern[str] = re.compile("")
-    #: As text, read by `convert` like any other value.
+    #: As text; `convert` reads it like any other value.
     default: str = "0"
-    #: The default in words, where its text would say nothing.
+    #: Description of the default for the help, if its text is not clear.
     default_words: str = ""
     short: str = ""
-    #: Whether torchrun has it: its abbreviations then go before those of the others.
+    #: A flag of torchrun: its abbreviations win over those of other flags.
     torchrun: bool = False
-    #: Whether `PET_<NAME>` gives a default.
+    #: `PET_<NAME>` sets the default.
     pet: bool = True
-    #: A variable read when neither the flag nor its PET_ variable is there.
+    #: Variable that is read if neither the flag nor its PET_ variable is set.
     also_read: str = ""
-    #: Given again, it adds to what was given before.
+    #: A repeated flag adds to its earlier values.
     repeated: bool = False
-    #: Understood for the sake of old command lines; it does nothing here.
+    #: Accepted for old command lines; has no effect.
     ignored: bool = False
 
     @property
@@ -58,12 +58,12 @@ class Flag:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The variables that set it, the stronger first."""
+        """The variables that set it, strongest first."""
         own = (f"PET_{self.dest.upper()}",) if self.pet else ()
         return (*own, self.also_read) if self.also_read else own
 
 
-#: Belongs to every command, to no group.
+#: Every command has it; it belongs to no group.
 HELP = Flag(
     name="--help", short="-h", group="", pet=False, torchrun=True, help="Show this text and exit."
 )

@@ -23,7 +23,7 @@ _SHAPE_FLAGS = (
         metavar="[MIN:]NODESxPROCS",
         convert=values.optional(parse_shape),
         default="",
-        help="Nodes and workers per node in one word: 2x8, or 1:4x8 for one to four nodes.",
+        help="Number of nodes and workers per node: 2x8, or 1:4x8 for one to four nodes.",
     ),
     Flag(
         name="--nnodes",
@@ -32,7 +32,7 @@ _SHAPE_FLAGS = (
         convert=parse_nnodes,
         default="1:1",
         torchrun=True,
-        help="Number of nodes, or the range the job may run with.",
+        help="Number of nodes, or the MIN:MAX range that the job can run with.",
     ),
     Flag(
         name="--nproc-per-node",
@@ -41,8 +41,8 @@ _SHAPE_FLAGS = (
         convert=values.workers,
         default="1",
         torchrun=True,
-        help="Workers on this node: a number, gpu, xpu or cpu for one per device, or auto "
-        "(one per GPU, per CPU where there is no GPU). Nodes may differ.",
+        help="Workers on this node: a number; gpu, xpu or cpu for one per device; or auto (one "
+        "per GPU, or one per CPU if there is no GPU). Nodes may differ.",
     ),
     Flag(
         name="--role",
@@ -65,8 +65,8 @@ _RENDEZVOUS_FLAGS = (
         default_words="private, one node only",
         torchrun=True,
         help="Where the nodes meet: one node of the job and a free port on it, the same on every "
-        "node, or several with commas; with etcd, its servers. The port defaults to 29400 "
-        "(static: 29500, etcd: 2379); port 0 means private.",
+        "node, or a comma-separated list of nodes. With etcd, its servers. The port defaults to "
+        "29400 (static: 29500, etcd: 2379); port 0 means private.",
     ),
     Flag(
         name="--rdzv-id",
@@ -74,9 +74,9 @@ _RENDEZVOUS_FLAGS = (
         metavar="ID",
         convert=values.text,
         default="none",
-        default_words="made up; job-PORT with several nodes",
+        default_words="generated; job-PORT with several nodes",
         torchrun=True,
-        help="Id of the job, the same on every node.",
+        help="Job id, the same on every node.",
     ),
     Flag(
         name="--rdzv-backend",
@@ -85,10 +85,10 @@ _RENDEZVOUS_FLAGS = (
         convert=values.text,
         default="c10d",
         torchrun=True,
-        help="c10d: hosted by an agent, nothing to install. static: the same, with the order of "
-        "the nodes given by --node-rank; taken unasked when that flag is given, or --master-addr "
-        "or --master-port without --rdzv-endpoint. etcd (also etcd-v2, etcd-v3): at an etcd "
-        "server, 3.4 or later.",
+        help="c10d: hosted by one of the agents, nothing to install. static: the same, but "
+        "--node-rank sets the order of the nodes; selected automatically if --node-rank is given, "
+        "or --master-addr or --master-port without --rdzv-endpoint. etcd (also etcd-v2, etcd-v3): "
+        "an etcd server, version 3.4 or later.",
     ),
     Flag(
         name="--rdzv-conf",
@@ -97,10 +97,11 @@ _RENDEZVOUS_FLAGS = (
         convert=values.key_values,
         default="",
         torchrun=True,
-        help="torchrun's settings: last_call_timeout is --settle, keep_alive_interval times "
-        "keep_alive_max_attempt is --lease, join_timeout (or timeout) is --wait-for-nodes; the "
-        "flag wins. is_host says whether this node hosts; secret_file, tls_cert, tls_key and "
-        "tls_ca are --rdzv-secret-file and so on. Other keys are named in the log and ignored.",
+        help="torchrun's settings: last_call_timeout sets --settle, keep_alive_interval times "
+        "keep_alive_max_attempt sets --lease, join_timeout (or timeout) sets --wait-for-nodes; "
+        "the flag wins. is_host (1 or 0) sets whether this node hosts the rendezvous. "
+        "secret_file, tls_cert, tls_key and tls_ca set the --rdzv flags of the same name. With "
+        "etcd: protocol, cacert, cert, key and the etcd_ keys. Other keys are logged and ignored.",
     ),
     Flag(
         name="--rdzv-secret-file",
@@ -109,8 +110,8 @@ _RENDEZVOUS_FLAGS = (
         convert=values.optional_text,
         default="",
         default_words="TORCHELASTIC_SECRET, if set",
-        help="File with the secret of the job, the same on every node: whoever does not have it is "
-        "kept out. Make one with `openssl rand -hex 32`.",
+        help="File with the job's secret, the same on every node. Connections without the secret "
+        "are rejected. Create one with `openssl rand -hex 32`.",
     ),
     Flag(
         name="--rdzv-tls-cert",
@@ -119,8 +120,8 @@ _RENDEZVOUS_FLAGS = (
         convert=values.optional_text,
         default="",
         default_words="no TLS",
-        help="Certificate of this node (PEM): the nodes speak TLS with each other and ask each "
-        "other for certificates. For TLS to etcd see --rdzv-conf.",
+        help="Certificate of this node (PEM). With it, the nodes use mutual TLS. For TLS to etcd, "
+        "use --rdzv-conf.",
     ),
     Flag(
         name="--rdzv-tls-key",
@@ -129,7 +130,7 @@ _RENDEZVOUS_FLAGS = (
         convert=values.optional_text,
         default="",
         default_words="no TLS",
-        help="Key of that certificate (PEM, not encrypted).",
+        help="Private key of that certificate (PEM, not encrypted).",
     ),
     Flag(
         name="--rdzv-tls-ca",
@@ -138,13 +139,13 @@ _RENDEZVOUS_FLAGS = (
         convert=values.optional_text,
         default="",
         default_words="no TLS",
-        help="Certificate of the authority (PEM) that the nodes' certificates are of.",
+        help="CA certificate (PEM) that signed the nodes' certificates.",
     ),
     Flag(
         name="--standalone",
         group=RENDEZVOUS,
         torchrun=True,
-        help="One node and a private rendezvous, whatever the other flags say.",
+        help="Run on one node with a private rendezvous, whatever the other flags say.",
     ),
     Flag(
         name="--node-rank",
@@ -152,7 +153,7 @@ _RENDEZVOUS_FLAGS = (
         metavar="N",
         convert=values.whole,
         torchrun=True,
-        help="Place of this node in a static rendezvous.",
+        help="Rank of this node in a static rendezvous.",
     ),
     Flag(
         name="--master-addr",
@@ -179,9 +180,9 @@ _RENDEZVOUS_FLAGS = (
         metavar="HOST",
         convert=values.optional_text,
         default="",
-        default_words="found out",
+        default_words="detected",
         torchrun=True,
-        help="Address under which the other nodes reach this one.",
+        help="Address at which the other nodes reach this one.",
     ),
 )
 
@@ -193,12 +194,12 @@ _ELASTICITY_FLAGS = (
         convert=values.whole,
         default="100",
         torchrun=True,
-        help="Restarts the whole job may spend; refilled by progress.",
+        help="Restarts that the whole job may use; progress refills this budget.",
     ),
     Flag(
         name="--count-resizes",
         group=ELASTICITY,
-        help="Let nodes that come and go spend restarts too.",
+        help="Count nodes that join and leave as restarts, too.",
     ),
     Flag(
         name="--settle",
@@ -206,7 +207,8 @@ _ELASTICITY_FLAGS = (
         metavar="SECONDS",
         convert=values.seconds,
         default="1",
-        help="Between MIN and MAX nodes, begin after this long without a newcomer.",
+        help="With at least MIN but fewer than MAX nodes, start once no node has joined for this "
+        "long.",
     ),
     Flag(
         name="--lease",
@@ -214,7 +216,8 @@ _ELASTICITY_FLAGS = (
         metavar="SECONDS",
         convert=values.positive_seconds,
         default="3",
-        help="A node silent for this long has failed; one that dies is noticed at once.",
+        help="Treat a node as failed when it is silent for this long. An agent that dies is "
+        "noticed at once.",
     ),
     Flag(
         name="--quorum",
@@ -222,15 +225,15 @@ _ELASTICITY_FLAGS = (
         metavar="RULE",
         convert=values.quorum,
         default="majority",
-        help="Who may go on without nodes that cannot be reached, where no etcd decides: majority "
-        "(of the nodes that trained last; of two, the host of the rendezvous), or none (whoever "
-        "is with the host: a network cut in two can then have two jobs).",
+        help="Which nodes may continue when others are unreachable and no etcd decides: majority "
+        "(of the nodes that trained last; of two, the rendezvous host), or none (all nodes that "
+        "reach the host; a network partition can then split the job into two).",
     ),
     Flag(
         name="--two-node-takeover",
         group=ELASTICITY,
-        help="Of two nodes, let the other one go on when the host of the rendezvous refuses "
-        "connections: trusts that it is dead then, which a firewall can fake.",
+        help="With two nodes, let the other node continue when the rendezvous host refuses "
+        "connections. This assumes that the host is dead, which a firewall can fake.",
     ),
     Flag(
         name="--witness",
@@ -238,9 +241,9 @@ _ELASTICITY_FLAGS = (
         metavar="URL",
         convert=str,
         default="",
-        help="A directory on storage that all nodes share, or an object store with conditional "
-        "writes (s3://…), that decides who goes on when half of the nodes are lost: so either of "
-        "two nodes may die.",
+        help="Directory on storage that all nodes share, or an object store with conditional "
+        "writes (s3://…), that decides which nodes continue when half of them are lost. With it, "
+        "either of two nodes can die.",
     ),
     Flag(
         name="--wait-for-nodes",
@@ -248,7 +251,7 @@ _ELASTICITY_FLAGS = (
         metavar="SECONDS",
         convert=values.seconds,
         default="3600",
-        help="How long to wait below MIN nodes before giving up; 0 waits for ever.",
+        help="How long to wait with fewer than MIN nodes before giving up; 0 waits forever.",
     ),
     Flag(
         name="--snapshot-replicas",
@@ -256,8 +259,8 @@ _ELASTICITY_FLAGS = (
         metavar="N",
         convert=values.whole,
         default="1",
-        help="Other nodes that hold a copy of what only this node's workers have committed to "
-        "memory; 0: none, and a lost node's snapshots are lost.",
+        help="How many other nodes keep a copy of this node's snapshots. With 0, a lost node's "
+        "snapshots are lost.",
     ),
     Flag(
         name="--snapshot-bandwidth",
@@ -265,8 +268,8 @@ _ELASTICITY_FLAGS = (
         metavar="RATE",
         convert=values.rate,
         default="500M",
-        help="Bytes per second that copying snapshots to other nodes may take, as in 200M or 2G; "
-        "0: any. Bringing them back is never held up.",
+        help="Limit for copying snapshots to other nodes, in bytes per second, such as 200M or "
+        "2G; 0 means no limit. Restoring a snapshot is never limited.",
     ),
     Flag(
         name="--progress-timeout",
@@ -274,9 +277,9 @@ _ELASTICITY_FLAGS = (
         metavar="SECONDS",
         convert=values.progress_timeout,
         default="auto",
-        help="A worker whose step takes longer hangs, and is replaced, inside torchelastic.train "
-        "and in scripts that commit: a time, off, or auto (ten times its longest step, ten minutes "
-        "at least; in scripts for frozen workers only).",
+        help="Replace a worker whose step takes longer than this, in torchelastic.train and in "
+        "scripts that commit: a time, off, or auto (ten times its longest step, at least ten "
+        "minutes; in scripts, only for frozen workers).",
     ),
     Flag(
         name="--straggler-threshold",
@@ -284,13 +287,13 @@ _ELASTICITY_FLAGS = (
         metavar="FACTOR",
         convert=values.factor,
         default="1.5",
-        help="A worker whose own part of a step takes so many times as long as is usual among all "
-        "of them is named, with what it costs the others; 0: none is looked for.",
+        help="Report a worker whose own part of a step takes this many times as long as is usual "
+        "among all workers, with the time it costs them; 0 turns this off.",
     ),
     Flag(
         name="--replace-stragglers",
         group=ELASTICITY,
-        help="A node with such a worker gives its place to a spare node, if there is one.",
+        help="Replace a node that has a straggler with a spare node, if there is one.",
     ),
     Flag(
         name="--grow",
@@ -298,9 +301,9 @@ _ELASTICITY_FLAGS = (
         metavar="WHEN",
         convert=Grow.parse,
         default="any",
-        help="When newcomers may come in, which restarts workers that are not inside "
-        "torchelastic.train: any (at any time), "
-        "every:SECONDS (at most so often), after-checkpoint:PATH (after PATH has changed).",
+        help="When new nodes may join: any (at any time), every:SECONDS (at most once in that "
+        "time), after-checkpoint:PATH (after PATH has changed). Joining restarts workers that are "
+        "not inside torchelastic.train.",
     ),
     Flag(
         name="--world-sizes",
@@ -308,8 +311,8 @@ _ELASTICITY_FLAGS = (
         metavar="LIST",
         convert=WorldSizes.parse,
         default="multiple:1",
-        help="How many workers may train together (WORLD_SIZE), as in 8,16,32 or multiple:8. The "
-        "largest allowed world runs; the nodes left over are spares.",
+        help="Allowed numbers of workers (WORLD_SIZE), such as 8,16,32 or multiple:8. The job "
+        "runs with the largest allowed number; the remaining nodes are spares.",
     ),
     Flag(
         name="--preflight",
@@ -317,8 +320,8 @@ _ELASTICITY_FLAGS = (
         metavar="COMMAND",
         convert=values.text,
         default="",
-        help="Run this in a shell on each node before it takes part, a GPU check for example. "
-        "While it fails, or takes longer than 5 minutes, the job goes on without the node.",
+        help="Shell command to run on each node before it joins, such as a GPU check. While it "
+        "fails, or takes longer than 5 minutes, the job continues without the node.",
     ),
 )
 
@@ -328,13 +331,13 @@ _WORKER_FLAGS = (
         short="-m",
         group=WORKERS,
         torchrun=True,
-        help="SCRIPT is a module, to be run as by `python -m`.",
+        help="SCRIPT is a module; run it like `python -m`.",
     ),
     Flag(
         name="--no-python",
         group=WORKERS,
         torchrun=True,
-        help="SCRIPT is a program, to be run without Python.",
+        help="SCRIPT is a program; run it without Python.",
     ),
     Flag(
         name="--run-path",
@@ -349,12 +352,12 @@ _WORKER_FLAGS = (
         convert=values.modules,
         default="",
         repeated=True,
-        help="Modules to import once per node, before workers are forked. May be repeated.",
+        help="Modules to import once per node, before workers are forked. Can be repeated.",
     ),
     Flag(
         name="--no-zygote",
         group=WORKERS,
-        help="Start every worker as a new Python instead of forking a warm one.",
+        help="Start each worker as a new Python process instead of forking a warm one.",
     ),
     Flag(
         name="--start-method",
@@ -363,14 +366,14 @@ _WORKER_FLAGS = (
         convert=values.one_of("spawn", "fork", "forkserver"),
         default="spawn",
         torchrun=True,
-        help="How a Python function becomes a worker: spawn, fork or forkserver. Scripts do not "
-        "need it.",
+        help="How to start a Python function as a worker: spawn, fork or forkserver. Scripts do "
+        "not use this.",
     ),
     Flag(
         name="--virtual-local-rank",
         group=WORKERS,
         torchrun=True,
-        help="Every worker sees LOCAL_RANK=0 and its own GPU as the only one.",
+        help="Give every worker LOCAL_RANK=0 and show it only its own GPU.",
     ),
     Flag(
         name="--numa-binding",
@@ -390,7 +393,8 @@ _WORKER_FLAGS = (
         convert=values.signals,
         default=",".join(DEFAULT_SIGNALS),
         torchrun=True,
-        help="Signals that make this node leave, handing them to its workers first.",
+        help="Signals that make this node leave the job. The agent first passes them to its "
+        "workers.",
     ),
     Flag(
         name="--shutdown-timeout",
@@ -400,7 +404,7 @@ _WORKER_FLAGS = (
         default="30",
         torchrun=True,
         also_read="TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
-        help="Time a worker has between SIGTERM and SIGKILL.",
+        help="Time between SIGTERM and SIGKILL when a worker is stopped.",
     ),
 )
 
@@ -411,9 +415,10 @@ _LOG_FLAGS = (
         metavar="DIR",
         convert=values.optional_text,
         default="",
-        default_words="a temporary one",
+        default_words="a temporary directory",
         torchrun=True,
-        help="Where log files go, in a directory per job, generation and rank. /dev/null: none.",
+        help="Directory for log files, with subdirectories per job, generation and rank. "
+        "/dev/null: no log files.",
     ),
     Flag(
         name="--redirects",
@@ -422,8 +427,8 @@ _LOG_FLAGS = (
         metavar="STREAMS",
         convert=Std.from_str,
         torchrun=True,
-        help="Write output to files instead of the console: 0 nothing, 1 stdout, 2 stderr, "
-        "3 both; or by local rank, as in 0:1,1:3.",
+        help="Write output to files instead of the console: 0 none, 1 stdout, 2 stderr, 3 both; "
+        "or per local rank, such as 0:1,1:3.",
     ),
     Flag(
         name="--tee",
@@ -432,7 +437,7 @@ _LOG_FLAGS = (
         metavar="STREAMS",
         convert=Std.from_str,
         torchrun=True,
-        help="Write output to files as well as the console.",
+        help="Write output to files and to the console; takes the same values as --redirects.",
     ),
     Flag(
         name="--log-line-prefix-template",
@@ -443,14 +448,15 @@ _LOG_FLAGS = (
         default_words="[${role_name}${local_rank}]:",
         torchrun=True,
         also_read="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
-        help="Prefix of every line that --tee shows on the console; ${role_name}, ${local_rank}, "
+        help="Prefix of every line that --tee writes to the console; ${role_name}, ${local_rank}, "
         "${rank} and ${hostname} are replaced.",
     ),
     Flag(
         name="--no-log-copy",
         group=LOGS,
-        help="Without --redirects and --tee, keep no copy of the output in files. One is kept, of "
-        "64 to 128 MiB at most for each stream, where the output does not go to a terminal.",
+        help="Keep no copy of the output in files. By default, without --redirects and --tee, "
+        "output that does not go to a terminal is also copied to files, at most 64 to 128 MiB per "
+        "stream.",
     ),
     Flag(
         name="--local-ranks-filter",
@@ -460,7 +466,7 @@ _LOG_FLAGS = (
         default="",
         default_words="all",
         torchrun=True,
-        help="Local ranks whose output the console shows, as in 0,1.",
+        help="Show only the output of these local ranks on the console, such as 0,1.",
     ),
     Flag(
         name="--duplicate-stdout-filters",
@@ -470,8 +476,8 @@ _LOG_FLAGS = (
         default="",
         default_words="none",
         torchrun=True,
-        help="Copy lines of teed stdout that contain one of these words to one file per node "
-        "(`,,` stands for a comma).",
+        help="Also copy lines of teed stdout that contain one of these comma-separated words to "
+        "one file per node (write `,,` for a comma).",
     ),
     Flag(
         name="--duplicate-stderr-filters",
@@ -490,8 +496,8 @@ _LOG_FLAGS = (
         convert=values.text,
         default="null",
         torchrun=True,
-        help="Where events go besides the event log: null, console, a registered name, or "
-        "PACKAGE.MODULE:NAME of a handler of your own.",
+        help="Where to send events in addition to the event log: null, console, a registered "
+        "name, or PACKAGE.MODULE:NAME of your own handler.",
     ),
     Flag(
         name="--metrics-address",
@@ -500,7 +506,7 @@ _LOG_FLAGS = (
         convert=values.listening,
         default="",
         default_words="none",
-        help="Tell Prometheus how the job does at this address; on this machine only without HOST.",
+        help="Serve Prometheus metrics at [HOST:]PORT (loopback only if HOST is omitted).",
     ),
     Flag(
         name="--metrics-token-file",
@@ -509,7 +515,7 @@ _LOG_FLAGS = (
         convert=values.optional_text,
         default="",
         default_words="none",
-        help="File with the bearer token that a scraper has to show; needed with any HOST but "
+        help="File with the bearer token that scrapers must send; required unless HOST is "
         "loopback.",
     ),
     Flag(
@@ -521,8 +527,8 @@ _LOG_FLAGS = (
         default_words="none",
         alone=PAGE_ANYWHERE,
         looks=values.PAGE,
-        help="Show the job on a page in the browser; on this machine only without HOST, at port "
-        "29480 or a free one without PORT (also: auto).",
+        help="Serve a web page that shows the job (loopback only if HOST is omitted; port 29480, "
+        "or a free one, if PORT is omitted or auto).",
     ),
     Flag(
         name="--dashboard-token-file",
@@ -530,8 +536,8 @@ _LOG_FLAGS = (
         metavar="FILE",
         convert=values.optional_text,
         default="",
-        default_words="made up for any HOST but loopback",
-        help="File with the token that a browser has to show to see the page.",
+        default_words="generated unless HOST is loopback",
+        help="File with the token that a browser must send to open the page.",
     ),
 )
 

@@ -16,19 +16,19 @@ Examples:
   {prog} --nproc-per-node 4 train.py --lr 0.1
       One node, four workers.
   {prog} -j 1:4x8 --rdzv-endpoint node1:29400 train.py
-      The same command on up to four nodes, eight workers each; the job runs with
-      whichever of them are there. node1 is one of them.
+      The same command on up to four nodes, with eight workers each; the job runs
+      with the nodes that are available. node1 is one of them.
   {prog} -j 1x8 --log-dir logs --tee 3 -m my.trainer
       A module instead of a script; output to the console and to files.
 """
 _CLOSING = """\
-Names may be written with dashes or underscores and abbreviated. A variable PET_<NAME>
-(PET_NNODES for --nnodes) gives a flag's default. Everything after SCRIPT belongs to the script;
-${local_rank} in it becomes the worker's local rank."""
+Names may use dashes or underscores and may be abbreviated. The variable PET_<NAME>
+(PET_NNODES for --nnodes) sets a flag's default. Everything after SCRIPT is passed to the script;
+${local_rank} in it is replaced with the worker's local rank."""
 
 
 def help_text(defaults: CommandDefaults, width: int = 80) -> str:
-    """The whole help, not wider than `width`."""
+    """Return the whole help, wrapped to `width`."""
     parts = [
         f"usage: {defaults.prog} [flags] SCRIPT [arguments]",
         textwrap.fill(_about(defaults), width),
@@ -40,7 +40,7 @@ def help_text(defaults: CommandDefaults, width: int = 80) -> str:
 
 
 def terminal_width() -> int:
-    """Columns to write in: the terminal's, within what reads well."""
+    """Return the terminal's width, limited to 80 to 100 columns."""
     try:
         columns = os.get_terminal_size().columns
     except OSError:  # a pipe or a file
@@ -49,7 +49,7 @@ def terminal_width() -> int:
 
 
 def default_words(flag: Flag, defaults: CommandDefaults) -> str:
-    """The default as the user may write or understand it; empty where there is nothing to say."""
+    """Return the default for the help; empty if there is none to show."""
     if flag.is_switch:
         return ""
     text = defaults.default(flag)
@@ -74,7 +74,7 @@ def _group(group: str, defaults: CommandDefaults, width: int) -> str:
             lines += _entry(flag, defaults, width)
     ignored = [flag.name for flag in flags if flag.ignored]
     if ignored:
-        text = f"Of Bagua, understood and ignored: {', '.join(ignored)}."
+        text = f"Flags of Bagua, accepted and ignored: {', '.join(ignored)}."
         lines += textwrap.wrap(
             text, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
         )
@@ -84,7 +84,7 @@ def _group(group: str, defaults: CommandDefaults, width: int) -> str:
 def _entry(flag: Flag, defaults: CommandDefaults, width: int) -> Iterator[str]:
     head = f"  {spellings(flag)}"
     default = default_words(flag, defaults)
-    # No line begins with the bare value of a default.
+    # Keep "(default:" and its value on one line.
     text = f"{flag.help} (default:\0{default})" if default else flag.help
     lines = [
         line.replace("\0", " ")

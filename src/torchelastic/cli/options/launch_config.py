@@ -1,4 +1,4 @@
-"""From parsed flags to the job: `LaunchConfig` and `Entry`."""
+"""Build the job from parsed flags: `LaunchConfig` and `Entry`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _SAME_NAME = (
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """How many nodes, and what each of them runs."""
+    """The number of nodes, and of workers on each."""
 
     min_nodes: int
     max_nodes: int
@@ -64,25 +64,25 @@ class Shape:
 def launch_config(
     parsed: Parsed, environ: Mapping[str, str], root: Path = Path("/")
 ) -> LaunchConfig:
-    """The job the flags describe; `root` is where devices are looked for."""
+    """Return the job that the flags describe; devices are counted under `root`."""
     shape = shape_of(parsed)
-    meeting = rules.arrange(parsed, shape.max_nodes)
+    rendezvous = rules.arrange(parsed, shape.max_nodes)
     patience = rules.patience(parsed)
     config = LaunchConfig(
         min_nodes=shape.min_nodes,
         max_nodes=shape.max_nodes,
         nproc_per_node=workers_for(shape.workers, environ, root),
         run_id=parsed["rdzv_id"] if parsed.given("rdzv_id") else "",
-        rdzv_backend=meeting.backend,
-        rdzv_endpoint=meeting.endpoint,
+        rdzv_backend=rendezvous.backend,
+        rdzv_endpoint=rendezvous.endpoint,
         rdzv_configs=parsed["rdzv_conf"],
-        node_rank=meeting.node_rank,
+        node_rank=rendezvous.node_rank,
         settle=patience.settle,
         lease=patience.lease,
         wait_for_nodes=patience.wait_for_nodes,
         zygote=not parsed["no_zygote"],
         log_copy=not parsed["no_log_copy"],
-        notes=(*rules.notes(parsed, meeting, shape.max_nodes), *_ignored(parsed)),
+        notes=(*rules.notes(parsed, rendezvous, shape.max_nodes), *_ignored(parsed)),
         **rules.files(parsed),
         **{name: parsed[name] for name in _SAME_NAME},
     )
@@ -93,14 +93,14 @@ def launch_config(
 
 
 def shape_of(parsed: Parsed) -> Shape:
-    """The shape, from `-j` or from the long flags, whichever is meant more strongly."""
+    """Return the shape from `-j` or the long flags; a flag wins over a variable."""
     (min_nodes, max_nodes), workers = parsed["nnodes"], parsed["nproc_per_node"]
     short = parsed.strength["shape"]
     for dest in ("nnodes", "nproc_per_node"):
         long = parsed.strength[dest]
         if short and short == long:
             raise ConfigError(
-                f"-j and --{dest.replace('_', '-')} say the same thing: leave one of them out."
+                f"-j and --{dest.replace('_', '-')} set the same thing: remove one of them."
             )
     if short > parsed.strength["nnodes"]:
         min_nodes, max_nodes, _ = parsed["shape"]
@@ -109,24 +109,24 @@ def shape_of(parsed: Parsed) -> Shape:
     if parsed["standalone"]:
         if min_nodes > 1:
             raise ConfigError(
-                f"--standalone is for one node, not for {min_nodes}: leave it out and give every "
-                "node the same --rdzv-endpoint HOST:PORT."
+                f"--standalone is for one node, but the job needs {min_nodes}: remove it and give "
+                "every node the same --rdzv-endpoint HOST:PORT."
             )
         max_nodes = 1
     return Shape(min_nodes, max_nodes, workers)
 
 
 def entry_of(parsed: Parsed, prog: str) -> Entry:
-    """What the workers are to run."""
+    """Return what the workers run."""
     if not parsed.command:
-        raise ConfigError(f"There is nothing to run: name a script, as in {prog} train.py.")
+        raise ConfigError(f"No script given: name one, as in {prog} train.py.")
     target, *args = parsed.command
     if parsed["no_use_env"]:
         args.insert(0, "--local-rank=${local_rank}")
     if parsed["run_path"]:
         return Entry("script", target, tuple(args))
     if parsed["module"] and parsed["no_python"]:
-        raise ConfigError("--module and --no-python exclude each other: leave one of them out.")
+        raise ConfigError("--module and --no-python exclude each other: remove one of them.")
     if parsed["module"]:
         return Entry("module", target, tuple(args))
     if parsed["no_python"]:
@@ -138,4 +138,4 @@ def _ignored(parsed: Parsed) -> tuple[str, ...]:
     names = [flag.name for flag in FLAGS if flag.ignored and parsed.given(flag.dest)]
     if not names:
         return ()
-    return (f"These flags have no meaning here and are ignored: {', '.join(names)}.",)
+    return (f"Ignored flags: {', '.join(names)}.",)

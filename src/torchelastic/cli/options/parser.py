@@ -1,7 +1,7 @@
-"""From argv and the environment to typed values, by the table in `flags`.
+"""Parse argv and the environment into typed values, using the table in `flags`.
 
-Why not argparse: it takes `--nproc` for ambiguous between `--nproc-per-node` and its own spelling
-with underscores (before Python 3.12.3), and cannot tell a default from a value that was given.
+Why not argparse: before Python 3.12.3 it treats `--nproc` as ambiguous between `--nproc-per-node`
+and the same flag with underscores, and it cannot tell a default from a value that was given.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torchelastic.errors import ConfigError
 _COMMON = (*FLAGS, HELP)
 _BY_SHORT = {flag.short: flag for flag in _COMMON if flag.short}
 
-#: How strongly a value is meant.
+#: Where a value comes from; the larger wins.
 DEFAULT, VARIABLE, ARGUMENT = range(3)
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """What the user said, by the flags' `dest`, and what is to be run."""
+    """The values of all flags by their `dest`, and the command to run."""
 
     values: Mapping[str, Any]
     #: DEFAULT, VARIABLE or ARGUMENT.
@@ -37,12 +37,12 @@ class Parsed:
         return self.values[dest]
 
     def given(self, dest: str) -> bool:
-        """Whether the user said it, by a flag or a variable."""
+        """Return True if the user set it, by a flag or a variable."""
         return self.strength[dest] > DEFAULT
 
 
 def parse(argv: Sequence[str], defaults: CommandDefaults, environ: Mapping[str, str]) -> Parsed:
-    """Read a command line. A flag wins over its variable, a variable over the default."""
+    """Parse a command line. A flag wins over its variable, a variable over the default."""
     words = deque(argv)
     known = (*_COMMON, *defaults.own_flags)
     values = {flag.dest: flag.convert(defaults.default(flag)) for flag in known}
@@ -60,7 +60,7 @@ def parse(argv: Sequence[str], defaults: CommandDefaults, environ: Mapping[str, 
 
 
 def set_variables(environ: Mapping[str, str]) -> Iterator[tuple[Flag, str]]:
-    """Each flag with the strongest of its variables; an empty one counts as unset."""
+    """Yield each flag with the strongest of its variables; an empty variable counts as unset."""
     for flag in _COMMON:
         variable = next((name for name in flag.variables if environ.get(name)), None)
         if variable is not None:
@@ -75,7 +75,7 @@ def _convert(flag: Flag, source: str, text: str) -> Any:
 
 
 def _read_flags(words: deque[str], known: Sequence[Flag]) -> Iterator[tuple[Flag, str, str]]:
-    """Take flags, their spelling and their value off `words`, up to the first word that is none."""
+    """Pop flags off `words` until the first word that is no flag; yield flag, spelling, value."""
     while words and words[0].startswith("-") and words[0] != "-":
         if words[0] == "--":
             return
@@ -89,9 +89,9 @@ def _read_flags(words: deque[str], known: Sequence[Flag]) -> Iterator[tuple[Flag
 
 
 def _command(words: Sequence[str]) -> tuple[str, ...]:
-    """The script and its arguments, without a `--` before or right after the script.
+    """Return the script and its arguments, without a `--` before or right after the script.
 
-    argparse drops either, so a script under torchrun does not see it.
+    argparse drops both, so scripts do not see it under torchrun either.
     """
     command = list(words)
     for place in (0, 1):
@@ -104,7 +104,7 @@ def _command(words: Sequence[str]) -> tuple[str, ...]:
 def _read_short(
     word: str, words: deque[str], known: Sequence[Flag]
 ) -> Iterator[tuple[Flag, str, str]]:
-    """`-m`, `-r 3`, `-r3`, `-r=3`, or several in one word, as in `-mr3`."""
+    """Read `-m`, `-r 3`, `-r3`, `-r=3`, or several flags in one word, such as `-mr3`."""
     letters = word[1:]
     while letters:
         short, letters = f"-{letters[0]}", letters[1:]
@@ -118,10 +118,10 @@ def _read_short(
 
 
 def _value(flag: Flag, spelling: str, attached: str | None, words: deque[str]) -> str:
-    """The flag's value: attached to it, or the next word."""
+    """Return the flag's value: attached to it, or the next word."""
     if flag.is_switch:
         if attached is not None:
-            raise ConfigError(f"{spelling} takes no value: write it alone.")
+            raise ConfigError(f"{spelling} takes no value: remove the value.")
         return "1"
     if attached is not None:
         return attached
@@ -133,15 +133,15 @@ def _value(flag: Flag, spelling: str, attached: str | None, words: deque[str]) -
 
 
 def _looks_like_flag(word: str) -> bool:
-    """`-1` does not: a number gets to the flag's own check, whose sentence says more."""
+    """Return False for `-1`: the flag's own check reports a negative number better."""
     return word.startswith("-") and word != "-" and not word[1:].replace(".", "", 1).isdigit()
 
 
 def _find(spelling: str, known: Sequence[Flag]) -> Flag:
-    """The flag meant by a long name: dashes or underscores, in full or abbreviated.
+    """Find a flag by its long name: with dashes or underscores, in full or abbreviated.
 
-    torchrun's flags go first, so that an abbreviation its users know does not become ambiguous
-    by a flag it has not.
+    torchrun's flags win, so that flags torchrun does not have never make an abbreviation that
+    works with torchrun ambiguous.
     """
     name = spelling.replace("_", "-")
     candidates = [flag for flag in known if flag.name.startswith(name)]
@@ -153,18 +153,18 @@ def _find(spelling: str, known: Sequence[Flag]) -> Flag:
         raise ConfigError(_unknown(spelling, known))
     if len(candidates) > 1:
         names = ", ".join(flag.name for flag in candidates)
-        raise ConfigError(f"{spelling} may mean {names}: write more of it.")
+        raise ConfigError(f"{spelling} is ambiguous: it matches {names}. Use the full name.")
     return candidates[0]
 
 
 def _unknown(spelling: str, known: Sequence[Flag]) -> str:
-    # Imported here: only a mistake pays for it.
+    # Imported here: only needed for an error.
     import difflib
 
     name = spelling.replace("_", "-")
-    # Beginnings too: `--nprocs` is nearer to `--nproc-` than to `--nnodes`.
+    # Also compare prefixes: `--nprocs` is closer to `--nproc-` than to `--nnodes`.
     meant = {flag.name[: len(name)]: flag.name for flag in known}
     meant |= {flag.name: flag.name for flag in known}
     near = difflib.get_close_matches(name, meant, n=1)
-    hint = f"did you mean {meant[near[0]]}?" if near else "--help lists the flags there are."
-    return f"There is no flag {spelling}: {hint}"
+    hint = f"did you mean {meant[near[0]]}?" if near else "--help lists all flags."
+    return f"Unknown flag {spelling}: {hint}"

@@ -1,4 +1,4 @@
-"""How the nodes of a job find each other: the rules behind the rendezvous flags, all pure."""
+"""The rules behind the rendezvous flags: where and how the nodes of a job meet. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchelastic.rendezvous.backend_parameters import (
 
 @dataclass(frozen=True)
 class RendezvousBackend:
-    """Where the nodes meet; without an endpoint nobody else can."""
+    """The chosen rendezvous; without an endpoint it is private to this node."""
 
     backend: str
     endpoint: str = ""
@@ -27,7 +27,7 @@ class RendezvousBackend:
 
 @dataclass(frozen=True)
 class Patience:
-    """The times of the rendezvous, in seconds."""
+    """The timeouts of the rendezvous, in seconds."""
 
     settle: float
     lease: float
@@ -35,9 +35,9 @@ class Patience:
 
 
 def arrange(parsed: Parsed, max_nodes: int) -> RendezvousBackend:
-    """Decide on the rendezvous."""
+    """Choose the rendezvous."""
     if parsed["standalone"]:
-        # 0.2's way: etcd, where it is asked for, is started beside the job.
+        # As in 0.2: etcd, if requested, is started beside the job.
         at_etcd = parsed.given("rdzv_backend") and parsed["rdzv_backend"] in ETCD_BACKENDS
         return (
             RendezvousBackend(choose_backend(parsed), OWN_ETCD)
@@ -50,20 +50,20 @@ def arrange(parsed: Parsed, max_nodes: int) -> RendezvousBackend:
     node_rank, port = parsed["node_rank"], parsed["master_port"]
     if node_rank >= max_nodes:
         raise ConfigError(
-            f"--node-rank {node_rank} does not fit a job of {max_nodes} node(s): give --nnodes the "
-            "number of nodes, and every node another rank from 0 on."
+            f"--node-rank {node_rank} is too large for a job of {max_nodes} node(s): set --nnodes "
+            "to the number of nodes, and give each node a different rank, starting at 0."
         )
     if parsed["rdzv_endpoint"]:
         return RendezvousBackend(backend, parsed["rdzv_endpoint"], node_rank)
     if port is None and max_nodes == 1:
-        # torchrun's rule: nobody has to find this node, so it need not have a fixed port.
+        # As torchrun does: no other node connects to this one, so it needs no fixed port.
         return RendezvousBackend("c10d")
     endpoint = format_endpoint(parsed["master_addr"], DEFAULT_STATIC_PORT if port is None else port)
     return RendezvousBackend(backend, endpoint, node_rank)
 
 
 def choose_backend(parsed: Parsed) -> str:
-    """The rendezvous asked for; where none was, the one that the other flags imply."""
+    """Return the requested rendezvous, or else the one that the other flags imply."""
     backend: str = parsed["rdzv_backend"]
     if not parsed.given("rdzv_backend"):
         if parsed.given("node_rank"):
@@ -76,7 +76,7 @@ def choose_backend(parsed: Parsed) -> str:
 
 
 def patience(parsed: Parsed) -> Patience:
-    """The times: by their own flags, else by torchrun's keys, else the defaults."""
+    """Return the timeouts: from their flags, else from torchrun's keys, else the defaults."""
     by_keys = fields_from_conf(parsed["rdzv_conf"])
 
     def chosen(dest: str) -> float:
@@ -87,26 +87,23 @@ def patience(parsed: Parsed) -> Patience:
 
 
 def files(parsed: Parsed) -> dict[str, Any]:
-    """The fields for the secret and the certificates: by their flags, else by their keys."""
+    """Return the fields for the secret and the certificates: from their flags or their keys."""
     by_keys = fields_from_conf(parsed["rdzv_conf"])
     names = [f"rdzv_{key}" for key in FILE_KEYS]
     return {name: parsed[name] or by_keys.get(name) for name in names}
 
 
-def notes(parsed: Parsed, meeting: RendezvousBackend, max_nodes: int) -> tuple[str, ...]:
-    """What was said about the rendezvous and is not heeded."""
+def notes(parsed: Parsed, rendezvous: RendezvousBackend, max_nodes: int) -> tuple[str, ...]:
+    """Return a sentence for each rendezvous flag or key that is ignored."""
     said = []
-    without_meaning = keys_without_meaning(parsed["rdzv_conf"], meeting.backend)
+    without_meaning = keys_without_meaning(parsed["rdzv_conf"], rendezvous.backend)
     if without_meaning:
-        said.append(
-            f"These keys of --rdzv-conf have no meaning here and are ignored: "
-            f"{', '.join(without_meaning)}."
-        )
+        said.append(f"Ignored keys of --rdzv-conf: {', '.join(without_meaning)}.")
     unused = [
         f"--{dest.replace('_', '-')}"
         for dest in ("node_rank", "master_addr", "master_port")
         if parsed.given(dest)
     ]
-    if unused and meeting.backend != "static" and max_nodes > 1:
-        said.append(f"Only a static rendezvous uses {', '.join(unused)}: ignored.")
+    if unused and rendezvous.backend != "static" and max_nodes > 1:
+        said.append(f"Ignored {', '.join(unused)}: only a static rendezvous uses them.")
     return tuple(said)

@@ -1,7 +1,7 @@
-"""What the text of a flag or a variable means: one small function per kind of value.
+"""Converters for the values of flags and variables: one small function per kind of value.
 
-Each raises `ConfigError` with a sentence that begins with the text; the parser puts the flag's or
-the variable's name before it.
+Each raises `ConfigError` with a sentence that begins with the text; the parser adds the name of the
+flag or variable in front.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 #: Values of `--nproc-per-node` that stand for a number of devices.
 DEVICE_WORDS = ("auto", "cpu", "gpu", "xpu")
 _THOUSANDS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9}
-#: What looks like `[HOST:]PORT`, right or wrong, or is the word for any, and like no script.
+#: Matches `[HOST:]PORT`, valid or not, and the word for any port, but no script.
 PAGE = re.compile(rf"([^\s/]+:)?[0-9]+|{PAGE_ANYWHERE}")
 _CANNOT_BE_HANDLED = ("SIGKILL", "SIGSTOP")
 
@@ -36,56 +36,58 @@ def optional_text(given: str) -> str | None:
 def whole(given: str) -> int:
     if re.fullmatch(r"[0-9]+", given):
         return int(given)
-    raise ConfigError(f"'{given}' is no number: write a whole number, 0 or more.")
+    raise ConfigError(f"'{given}' is not a valid number: write a whole number, 0 or more.")
 
 
 def seconds(given: str) -> float:
     value = _number(given)
     if value is None or value < 0:
-        raise ConfigError(f"'{given}' is no time: write a number of seconds, 0 or more.")
+        raise ConfigError(f"'{given}' is not a valid time: write a number of seconds, 0 or more.")
     return value
 
 
 def positive_seconds(given: str) -> float:
     value = _number(given)
     if value is None or value <= 0:
-        raise ConfigError(f"'{given}' is no time: write a number of seconds above 0.")
+        raise ConfigError(f"'{given}' is not a valid time: write a number of seconds above 0.")
     return value
 
 
 def progress_timeout(given: str) -> float | None:
-    """None: learned; 0: none."""
+    """Return the limit in seconds; None: learned; 0: no limit."""
     if given in ("auto", "off"):
         return None if given == "auto" else 0.0
     value = _number(given)
     if value is None or value <= 0:
-        raise ConfigError(f"'{given}' is no limit: write a number of seconds, auto or off.")
+        raise ConfigError(f"'{given}' is not a valid time: write seconds above 0, auto or off.")
     return value
 
 
 def factor(given: str) -> float:
-    """0: none."""
+    """Return the factor; 0: off."""
     value = _number(given)
     if value is None or 0 < value <= 1 or value < 0:
-        raise ConfigError(f"'{given}' is no factor: write a number above 1, as in 1.5, or 0.")
+        raise ConfigError(f"'{given}' is not a valid factor: write a number above 1, or 0.")
     return value
 
 
 def rate(given: str) -> float:
-    """Bytes per second, in thousands, as networks count.
+    """Return bytes per second; K, M and G are powers of 1000.
 
     >>> rate("200M"), rate("0")
     (200000000.0, 0.0)
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kKMG]?)", given)
     if not match:
-        raise ConfigError(f"'{given}' is no rate: write bytes per second as in 200M or 2G, or 0.")
+        raise ConfigError(
+            f"'{given}' is not a valid rate: write bytes per second, such as 200M or 2G, or 0."
+        )
     return float(match[1]) * _THOUSANDS[match[2].upper()]
 
 
 def quorum(given: str) -> str:
     if given not in ("majority", "none"):
-        raise ConfigError(f"'{given}' is no rule for who may go on: write majority or none.")
+        raise ConfigError(f"'{given}' is not a valid quorum: write majority or none.")
     return given
 
 
@@ -102,29 +104,29 @@ def port(given: str) -> int | None:
         return None
     if re.fullmatch(r"[0-9]+", given) and int(given) <= 65535:
         return int(given)
-    raise ConfigError(f"'{given}' is no port: write a number from 1 to 65535.")
+    raise ConfigError(f"'{given}' is not a valid port: write a number from 1 to 65535.")
 
 
 def workers(given: str) -> int | str:
-    """A number of workers, or the word for a kind of device to be counted."""
+    """Return a number of workers, or the kind of device to count."""
     if given in DEVICE_WORDS:
         return given
     if re.fullmatch(r"[0-9]+", given) and int(given) > 0:
         return int(given)
     raise ConfigError(
-        f"'{given}' is no number of workers: write a number from 1 on, or auto, cpu, gpu or xpu."
+        f"'{given}' is not a valid number of workers: write 1 or more, auto, cpu, gpu or xpu."
     )
 
 
 def endpoint(given: str) -> str:
-    """Checked, but kept as given: the default port depends on the rendezvous."""
+    """Check the endpoint and return it as given: the default port depends on the rendezvous."""
     if given:
         parse_endpoints(given)
     return given
 
 
 def listening(given: str) -> str:
-    """Where to listen: a port is one of this machine alone.
+    """Return the address to listen at; a port alone means loopback.
 
     >>> listening("9400"), listening("node1:9400"), listening("")
     ('127.0.0.1:9400', 'node1:9400', '')
@@ -140,20 +142,22 @@ def listening(given: str) -> str:
 
 
 def page(given: str) -> str:
-    """Where the page of a job is to be: somewhere, or as in `listening`."""
+    """Return the dashboard's address: `auto`, or as in `listening`."""
     return given if given == PAGE_ANYWHERE else listening(given)
 
 
 def host(given: str) -> str:
-    """A host name or an address, IPv6 with or without brackets."""
+    """Return a host name or an address; IPv6 may have brackets."""
     bare = given.strip().removeprefix("[").removesuffix("]")
     if not re.fullmatch(r"[^:\s\[\]]+|[0-9a-fA-F]*:[0-9a-fA-F.]*:[0-9a-fA-F:.]*(%\w+)?", bare):
-        raise ConfigError(f"'{given}' is no host: write a name or an address, without a port.")
+        raise ConfigError(
+            f"'{given}' is not a valid host: write a name or an address, without a port."
+        )
     return bare
 
 
 def key_values(given: str) -> dict[str, str]:
-    """`key=value,key=value`, whole or each value in quotes that no shell has taken away.
+    """Parse `key=value,key=value`; all of it or each part may be quoted.
 
     >>> key_values("'timeout=5,is_host=\"1\"'")
     {'timeout': '5', 'is_host': '1'}
@@ -162,7 +166,7 @@ def key_values(given: str) -> dict[str, str]:
     for item in filter(None, _unquoted(given).split(",")):
         key, _, value = (_unquoted(part) for part in _unquoted(item).partition("="))
         if not key or not value:
-            raise ConfigError(f"'{given}' is not in the form KEY=VALUE,KEY=VALUE.")
+            raise ConfigError(f"'{given}' is not valid: write KEY=VALUE,KEY=VALUE.")
         found[key] = value
     return found
 
@@ -172,7 +176,7 @@ def _unquoted(given: str) -> str:
 
 
 def words(given: str) -> tuple[str, ...]:
-    """`a,b` as (a, b); a doubled comma stands for a comma."""
+    """Split `a,b` into (a, b); a doubled comma stands for a comma."""
     if not given:
         return ()
     placeholder = "\0"
@@ -184,7 +188,9 @@ def modules(given: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in given.split(",") if name.strip())
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
-            raise ConfigError(f"'{name}' is no module name: write names as in numpy,my.package.")
+            raise ConfigError(
+                f"'{name}' is not a valid module name: write names such as numpy,my.package."
+            )
     return names
 
 
@@ -193,7 +199,7 @@ def local_ranks(given: str) -> frozenset[int] | None:
         return None
     if re.fullmatch(r"\s*[0-9]+\s*(,\s*[0-9]+\s*)*", given):
         return frozenset(int(rank) for rank in given.split(","))
-    raise ConfigError(f"'{given}' is no list of local ranks: write numbers as in 0,1,2.")
+    raise ConfigError(f"'{given}' is not a list of local ranks: write numbers such as 0,1,2.")
 
 
 def signals(given: str) -> tuple[str, ...]:
@@ -201,24 +207,25 @@ def signals(given: str) -> tuple[str, ...]:
     for name in names:
         if name not in signal.Signals.__members__ or name in _CANNOT_BE_HANDLED:
             raise ConfigError(
-                f"'{name}' is no signal that can be handled: write names as in SIGTERM,SIGUSR1."
+                f"'{name}' is not a signal that can be handled: write names such as "
+                "SIGTERM,SIGUSR1."
             )
     return names
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
-    """A converter that takes one of these words."""
+    """Return a converter that accepts one of these words."""
 
     def choose(given: str) -> str:
         if given in choices:
             return given
         *others, last = choices
         listed = f"{', '.join(others)} or {last}" if others else last
-        raise ConfigError(f"'{given}' is not known: write {listed}.")
+        raise ConfigError(f"'{given}' is not a valid choice: write {listed}.")
 
     return choose
 
 
 def optional(convert: Callable[[str], T]) -> Callable[[str], T | None]:
-    """`convert`, with None for no text."""
+    """Return `convert`, extended to give None for an empty text."""
     return lambda given: convert(given) if given else None

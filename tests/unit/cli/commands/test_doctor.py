@@ -1,10 +1,10 @@
-"""From a command line to what is examined, and from findings to text. No check is made here."""
+"""`doctor`: from a command line to the subject, and from findings to text. Runs no check."""
 
 import pytest
 
 from torchelastic import cli
 from torchelastic.cli.commands import doctor
-from torchelastic.cli.commands.doctor_text import lines, title
+from torchelastic.cli.commands.doctor import lines, title
 from torchelastic.cli.options.command_defaults import DOCTOR, RUN
 from torchelastic.cli.options.parser import parse
 from torchelastic.config import Entry, LaunchConfig
@@ -39,27 +39,30 @@ def test_its_own_flags_go_before_the_script_and_those_after_are_the_scripts():
     assert (parsed["gpu"], parsed["json"], parsed.command) == (True, True, ("train.py", "--gpu"))
     parsed = parse(["train.py", "--json"], DOCTOR, {})
     assert not parsed["json"]
-    with pytest.raises(ConfigError, match="no flag --gpu"):
+    with pytest.raises(ConfigError, match="Unknown flag --gpu"):
         parse(["--gpu", "train.py"], RUN, {})
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["missing.py"], "There is no script 'missing.py'"),
-        (["--nproc-per-node", "xpu", "train.py"], "finds no XPU"),
-        (["--nnodes", "2", "train.py"], "needs a place to meet"),
-        (["--preload", "nothing_of_that_name", "train.py"], "no module 'nothing_of_that_name'"),
-        (["--log-dir", "train.py/logs", "train.py"], "--log-dir train.py/logs cannot be made"),
+        (["missing.py"], "Script 'missing.py' not found"),
+        (["--nproc-per-node", "xpu", "train.py"], "this machine has no XPU"),
+        (["--nnodes", "2", "train.py"], "needs --rdzv-endpoint"),
+        (
+            ["--preload", "nothing_of_that_name", "train.py"],
+            "module 'nothing_of_that_name' not found",
+        ),
+        (["--log-dir", "train.py/logs", "train.py"], "--log-dir train.py/logs cannot be created"),
     ],
 )
-def test_what_run_refuses_is_told_in_its_words(argv, words):
+def test_errors_of_run_are_findings_with_the_same_text(argv, words):
     (refusal,) = launch_of(*argv).refusals
     assert words in refusal
     assert cli.main(["run", *argv]) == 2
 
 
-def test_everything_that_run_would_refuse_is_told_at_once(capsys):
+def test_all_errors_of_run_are_reported_at_once(capsys):
     assert len(launch_of("--nnodes", "2", "--preload", "nothing_here", "missing.py").refusals) == 3
     assert cli.main(["doctor", "--nnodes", "3:1"]) == 2
     assert capsys.readouterr().err.startswith("torchelastic doctor: --nnodes '3:1'")
@@ -84,7 +87,7 @@ def test_help_is_short_and_names_the_exit_codes(capsys):
     assert cli.main(["doctor", "--help"]) == 0
     text = capsys.readouterr().out
     assert "--gpu" in text
-    assert "exit code is 0 when there is no fault" in " ".join(text.split())
+    assert "exit code is 0 without a fault" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 100
 
 
@@ -109,7 +112,7 @@ def test_findings_are_aligned_wrapped_and_say_what_to_do():
     assert " " * column + "-> Do this." in text
 
 
-def test_no_text_of_a_users_moves_the_cursor_or_begins_a_line():
+def test_user_text_cannot_move_the_cursor_or_begin_a_line():
     (line,) = lines([fault("script", "a\x1b[2Jb\nc")], 80)
     assert line.endswith("a\\x1b[2Jb c")
     subject = Subject(LaunchConfig(), Entry("script", "a\x1b]0;x\ntrain.py"), {})
@@ -120,14 +123,17 @@ def test_no_text_of_a_users_moves_the_cursor_or_begins_a_line():
 @pytest.mark.parametrize(
     ("subject", "words"),
     [
-        (Subject(LaunchConfig(), None, {}, alone=True), "This machine; name a script"),
-        (Subject(LaunchConfig(), None, {}, alone=True, refusals=["No."]), "no launch that could"),
-        (Subject(LaunchConfig(), None, {}), "A launch on 1 node with --nproc-per-node 1."),
+        (Subject(LaunchConfig(), None, {}, alone=True), "Checking this machine. Add a script"),
+        (
+            Subject(LaunchConfig(), None, {}, alone=True, refusals=["No."]),
+            "the launch is not valid",
+        ),
+        (Subject(LaunchConfig(), None, {}), "Checking a launch on 1 node with --nproc-per-node 1."),
         (
             Subject(LaunchConfig(1, 2, 4, rdzv_endpoint="a:1"), Entry("script", "t.py"), {}),
-            "t.py on 1 to 2 nodes with --nproc-per-node 4, meeting at a:1.",
+            "t.py on 1 to 2 nodes with --nproc-per-node 4, rendezvous at a:1.",
         ),
     ],
 )
-def test_the_first_line_says_what_is_examined(subject, words):
+def test_the_first_line_names_the_subject(subject, words):
     assert words in title(subject)

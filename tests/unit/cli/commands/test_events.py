@@ -37,7 +37,7 @@ def test_events_are_lines_with_time_node_and_generation(show):
     ]
 
 
-def test_how_far_workers_are_is_shown_when_asked_for_and_programs_get_the_lines(show):
+def test_progress_is_shown_with_all_and_json_prints_the_lines(show):
     agent = trained("job")
     agent.log.close()
     assert not any("at step" in line and "ranks" in line for line in show("job"))
@@ -47,7 +47,7 @@ def test_how_far_workers_are_is_shown_when_asked_for_and_programs_get_the_lines(
     assert told == written
 
 
-def test_the_job_that_runs_is_meant_or_else_the_last_one(show, capsys):
+def test_the_default_is_the_running_job_or_else_the_last_one(show, capsys):
     assert command.main([]) == EXIT_USAGE
     assert "This machine knows no job: name the --log-dir of one." in capsys.readouterr().err
     Agent("old").end(0, "done")
@@ -59,7 +59,7 @@ def test_the_job_that_runs_is_meant_or_else_the_last_one(show, capsys):
     assert "Several jobs run here: name one of " in capsys.readouterr().err
 
 
-def test_a_directory_may_be_meant(show, capsys):
+def test_a_job_may_be_given_as_a_directory(show, capsys):
     agent = Agent("job")
     agent.end(0, "done")
     place = str(agent.log.path.parent)
@@ -71,7 +71,7 @@ def test_a_directory_may_be_meant(show, capsys):
     assert "no directory or file /nope" in capsys.readouterr().err
 
 
-def test_no_text_of_a_users_reaches_the_terminal_as_more_than_text(show):
+def test_user_text_cannot_control_the_terminal(show):
     agent = Agent("job", f"n{HOSTILE}").tell(events.Note(HOSTILE))
     agent.tell(events.WorkerFailed({"message": HOSTILE, "rank": HOSTILE}), 0)
     agent.end(1, HOSTILE)
@@ -104,15 +104,15 @@ def test_following_goes_on_until_the_job_has_ended(monkeypatch):
 # --- trace ---------------------------------------------------------------------------------------
 
 
-def test_a_trace_is_written_or_it_is_told_why_not(tmp_path, capsys):
+def test_a_trace_is_written_or_an_error_says_why_not(tmp_path, capsys):
     trained("job").end(0, "done")
     path = tmp_path / "trace.json"
     assert trace.main(["job", "-o", str(path)]) == EXIT_OK
-    assert "open it at ui.perfetto.dev" in capsys.readouterr().out
+    assert "Open it at ui.perfetto.dev" in capsys.readouterr().out
     entries = json.loads(path.read_text())["traceEvents"]
     assert {"generation 0", "generation 1", "step 3"} <= {entry["name"] for entry in entries}
     assert trace.main(["job", "-o", str(tmp_path / "no" / "trace.json")]) == EXIT_FAILED
-    assert "cannot be written" in capsys.readouterr().err
+    assert "cannot write" in capsys.readouterr().err
     assert trace.main(["nope"]) == EXIT_USAGE
 
 

@@ -34,10 +34,10 @@ def test_in_full():
         "rank 2 on b (local rank 0, pid 42) at step 7: killed by SIGKILL: out of memory",
         "hint: out of memory: the kernel killed it (limit 2.0 GiB; its log names the process)",
         "last collective: all_reduce #14",
-        "the last lines it wrote:",
+        "last lines of its output:",
         "  loading",
         "  step 7",
-        "fell because of it:",
+        "failed because of it:",
         "  rank 0 on a (local rank 0, pid 42) at step 7: lost a peer: rank 2",
     ]
 
@@ -47,7 +47,7 @@ def test_what_is_not_known_is_left_out():
     assert in_full(seen(told), 96)[1:] == ["T", "  x", "E: boom"]
 
 
-def test_a_hang_is_told_but_not_twice_where_all_of_the_sentence_is_shown():
+def test_a_hang_is_shown_once():
     hang = {"text": "rank 2 is missing from all_reduce #14", "missing": [2], "ranks": []}
     assert f"hang: {hang['text']}" in in_full(seen(hang=hang), 96)
     hung = replace(CAUSE, message=f"the worker hangs: {hang['text']}")
@@ -55,7 +55,7 @@ def test_a_hang_is_told_but_not_twice_where_all_of_the_sentence_is_shown():
     assert f"hang: {hang['text']}" in in_brief(seen(hung, hang=hang))
 
 
-def test_of_a_stack_that_was_dumped_the_frame_on_top_is_shown_where_there_is_little_room():
+def test_the_brief_form_shows_the_top_frame_of_a_dumped_stack():
     main = (
         'main thread, most recent call first:\n  File "t.py", line 9 in step\n  File "t.py", line 3'
     )
@@ -78,21 +78,21 @@ def test_in_brief():
         "hint: out of memory: the kernel killed it (limit 2.0 GiB; its log names the process)",
         "last collective: all_reduce #14",
         "step 7",
-        "fell because of it: rank 0, node-c",
+        "failed because of it: rank 0, node-c",
     ]
 
 
 def test_the_same_failure_elsewhere_is_a_cause_too():
     same = replace(CAUSE, rank=1, by_itself=True)
     assert in_brief(seen(CAUSE, same, FELL))[-2:] == [
-        "failed by themselves, too: rank 1",
-        "fell because of it: rank 0",
+        "also failed, independently: rank 1",
+        "failed because of it: rank 0",
     ]
-    assert "failed by themselves, too:" in in_full(seen(CAUSE, same), 96)
-    assert "fell because of it:" not in in_full(seen(CAUSE, same), 96)
+    assert "also failed, independently:" in in_full(seen(CAUSE, same), 96)
+    assert "failed because of it:" not in in_full(seen(CAUSE, same), 96)
 
 
-def test_no_text_of_a_worker_does_more_in_a_terminal_than_be_read():
+def test_text_of_a_worker_cannot_control_the_terminal():
     texts = {name: HOSTILE for name in ("node", "message", "traceback", "hint", "collective")}
     hostile = replace(CAUSE, log_lines=(HOSTILE,), **texts)
     view = seen(hostile, hostile, hang={"text": HOSTILE})

@@ -26,7 +26,7 @@ def write(agent: Agent, attempt: int, local_rank: int, text: str, stream: str = 
 
 @pytest.fixture
 def agent() -> Agent:
-    """Two workers, with what they wrote."""
+    """Two workers and their output."""
     agent = Agent("job").world(0, "node-a").tell(events.WorkersStarted([0, 1], [8, 9], 0.1), 0)
     write(agent, 0, 0, "zero\n")
     write(agent, 0, 1, "one\ntwo\n")
@@ -43,7 +43,7 @@ def show(capsys):
     return run
 
 
-def test_what_workers_wrote_by_rank_where_one_rank_needs_no_prefix(agent, show):
+def test_output_by_rank_without_a_prefix_for_a_single_rank(agent, show):
     assert show("job") == ["rank 0: zero", "rank 1: one", "rank 1: two", "rank 1 stderr: warning"]
     assert show("job", "--rank", "1") == ["one", "two", "warning"]
     assert show("job", "--rank", "1", "--lines", "1") == ["two", "warning"]
@@ -57,7 +57,7 @@ def test_a_generation_has_its_own_logs(agent, show):
 
 
 def test_a_resident_worker_writes_to_the_logs_of_its_first_generation(agent, show):
-    """Rank 1 was replaced: the replacement has the next generation's logs."""
+    """Rank 1 was replaced: the replacement writes to the next generation's logs."""
     write(agent, 1, 1, "replaced\n")
     agent.world(5, "node-b", "node-a").tell(events.Progress([2, 3], [7, 7], [1.0, 1.0]), 5)
     assert show("job", "--rank", "2") == ["zero"]
@@ -69,21 +69,21 @@ def test_ranks_of_other_machines_are_named(agent, show, capsys):
     other = Agent("job", "node-b").tell(events.WorkersStarted([2, 3], [1, 2], 0.1), 0)
     assert logs.main(["job"]) == EXIT_OK
     told = capsys.readouterr()
-    assert told.err == "torchelastic logs: no logs are here of ranks 2, 3\n"
+    assert told.err == "torchelastic logs: no logs on this machine for ranks 2, 3\n"
     assert "zero" in told.out
     other.log.close()
 
 
-def test_what_is_not_there_is_told_in_a_sentence(agent, capsys):
+def test_missing_logs_are_explained_in_a_sentence(agent, capsys):
     Agent("without").world(0, "node-a").tell(events.WorkersStarted([0, 1], [8, 9], 0.1), 0)
     assert logs.main(["without"]) == EXIT_USAGE
-    assert "Their output went to a terminal (--tee 3" in capsys.readouterr().err
+    assert "their output went to a terminal (--tee 3" in capsys.readouterr().err
     assert logs.main(["job", "--rank", "7"]) == EXIT_USAGE
     told = capsys.readouterr().err
-    assert "No such rank: generation 0 has ranks 0 to 1. --generation N shows an earlier" in told
+    assert "No such rank: generation 0 has ranks 0 to 1. Use --generation N for an earlier" in told
 
 
-def test_lines_cannot_do_more_than_be_read(agent, show):
+def test_lines_cannot_control_the_terminal(agent, show):
     write(agent, 0, 0, f"{HOSTILE}\n10%\r20%\r30%\r\nno end")
     lines = show("job", "--rank", "0")
     assert harmless("".join(lines))
@@ -120,7 +120,7 @@ def test_lists_of_ranks():
     cases = [("0", {0}), ("0,2-4", {0, 2, 3, 4}), (" 1 , 3 - 3", {1, 3}), (None, None)]
     assert wrong(parse_ranks, cases) == []
     refused = ["", "a", "1-", "-1", "1,,2", "99999999"]
-    assert not_refused(parse_ranks, [(text, "no list of ranks") for text in refused]) == []
+    assert not_refused(parse_ranks, [(text, "not a list of ranks") for text in refused]) == []
 
 
 def test_logs_may_lie_apart_from_the_events(show, tmp_path):

@@ -1,4 +1,4 @@
-"""What ranks are doing, on a terminal and for programs."""
+"""The stacks of ranks as text and as JSON."""
 
 import json
 from dataclasses import replace
@@ -28,8 +28,8 @@ FOUND = Found(
 def test_equal_stacks_are_shown_once():
     assert text(FOUND) == (
         "ranks 0, 2, the same stack\n"
-        "  rank 0: node a, step 4, waits in all_reduce #17\n"
-        "  rank 2: node b, step 4, waits in all_reduce #17\n"
+        "  rank 0: node a, step 4, waiting in all_reduce #17\n"
+        "  rank 2: node b, step 4, waiting in all_reduce #17\n"
         "    main thread:\n"
         "      waits\n"
         "\n"
@@ -53,18 +53,18 @@ def test_one_rank():
 @pytest.mark.parametrize(
     ("unheard", "said"),
     [
-        ((), "There is no rank 99: the world has ranks 0-3."),
-        (("c",), "Rank 99 is not among those that were seen, ranks 0-3; not reached: c."),
+        ((), "Rank 99 does not exist: the world has ranks 0-3."),
+        (("c",), "Rank 99 not found. Found: ranks 0-3; not reached: c."),
     ],
 )
-def test_a_rank_that_is_not_there_is_said_not_to_be(unheard, said, monkeypatch, capsys):
+def test_a_missing_rank_is_an_error(unheard, said, monkeypatch, capsys):
     found = replace(FOUND, unheard=unheard)
     monkeypatch.setattr(stacks_text, "ask", lambda job, given: found)
     assert main(["stacks", "--rank", "99"]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_programs_get_all_ranks_and_their_whole_stacks():
+def test_json_has_all_ranks_and_their_whole_stacks():
     assert RANKS < 1100
     assert STACK < 8100
     many = [Doing(rank=rank, node="a", stack=f"{rank}".zfill(8100)) for rank in range(1100)]
@@ -89,10 +89,10 @@ def test_programs_get_all_ranks_and_their_whole_stacks():
 def test_the_command(found, code, monkeypatch, capsys):
     monkeypatch.setattr(stacks_text, "ask", lambda job, given: found)
     assert main(["stacks"]) == code
-    assert ("ranks 0, 2" if code == 0 else "no rank to show") in capsys.readouterr().out
+    assert ("ranks 0, 2" if code == 0 else "no ranks to show") in capsys.readouterr().out
 
 
-def test_users_texts_do_nothing_to_the_terminal(monkeypatch, capsys):
+def test_user_text_in_stacks_cannot_control_the_terminal(monkeypatch, capsys):
     hostile = Found(0, (Doing(rank=0, node="\x1b[2J", stack="\x1b]0;x\x07"),), ("\x1b[1m",))
     monkeypatch.setattr(stacks_text, "ask", lambda job, given: hostile)
     main(["stacks"])

@@ -32,14 +32,14 @@ HOSTILE = "\x1b[2J\x1b]0;owned\x07\r\nroot:x:0\u202e\x9b31m"
 
 
 def harmless(text: str) -> bool:
-    """Whether nothing of `HOSTILE` does more in a terminal than be read, or begins a line."""
+    """Return True if nothing of `HOSTILE` controls the terminal or begins a line."""
     controls = set(text) & {"\x1b", "\x07", "\r", "\u202e", "\x9b"}
     return not controls and not any(line.startswith("root:") for line in text.splitlines())
 
 
 @pytest.fixture(autouse=True)
 def at_one_moment(monkeypatch):
-    """However long a busy machine takes: what a test writes and reads is of the same second."""
+    """A fixed time, so that a busy machine does not change what a test reads."""
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now)
 
@@ -94,7 +94,7 @@ def show(capsys):
 
 
 def test_no_jobs(show):
-    assert show().startswith("No job runs on this machine.\n")
+    assert show().startswith("No job is running on this machine.\n")
     assert json.loads(show("--json")) == []
 
 
@@ -140,7 +140,7 @@ def test_recent_jobs_are_a_table(show):
     Agent("failed").world(0, "node-a").end(1, CAUSE.sentence(), CAUSE)
     Agent("killed", pid=2**22 + 1).world(3, "node-a").log.close()
     lines = show().splitlines()
-    assert lines[:3] == ["No job runs on this machine.", "", "Recent:"]
+    assert lines[:3] == ["No job is running on this machine.", "", "Recent:"]
     rows = {line.split()[0]: line for line in lines[3:]}
     assert rows["done"] == "  done    just now  exit 0  after 0 s  every worker succeeded"
     assert rows["killed"] == "  killed  just now  killed  after 0 s  in generation 3"
@@ -156,7 +156,7 @@ def test_a_job_whose_log_is_gone_is_not_said_to_have_been_killed(show):
     assert show("done").splitlines()[0].endswith("  gone just now")
 
 
-def test_of_many_recoveries_it_is_said_how_many_there_were(show):
+def test_many_recoveries_are_counted(show):
     agent = Agent("job").world(0, "node-a")
     for generation in range(6):
         agent.tell(events.GenerationOver("failure", CAUSE.sentence()), generation)
@@ -169,14 +169,14 @@ def test_of_many_recoveries_it_is_said_how_many_there_were(show):
     assert "generation 6, failure: the job ended\n" in text
 
 
-def test_details_tell_what_happened_without_saying_anything_twice(show):
+def test_details_show_each_event_once(show):
     agent = Agent("imagenet").world(0, "node-a", "node-b")
     agent.tell(events.GenerationOver("failure", CAUSE.sentence()), 0)
     agent.world(1, "node-a", "node-b", reason=f"{CAUSE.sentence()}; 1 of 3 restarts used")
     agent.end(1, "the same failure came back", CAUSE)
     text = show("image")
     assert "command       train.py --lr 0.1\n" in text
-    assert "meets at      node-a:29400\n" in text
+    assert "rendezvous    node-a:29400\n" in text
     assert "nodes wanted  1 to 4\n" in text
     assert "generation 0 is over: rank 9 on node-b" in text
     assert "generation 1 began: 1 of 3 restarts used\n" in text
@@ -212,7 +212,7 @@ def test_what_cannot_be_shown_is_named_in_a_sentence(capsys, tmp_path):
 
 
 def moved(agent: Agent, place: Path) -> Path:
-    """A log as it lies in a directory from elsewhere: no agent here has written there."""
+    """Write a log as copied from another machine: no agent here wrote it."""
     run = place / "logs" / "run-a"
     run.mkdir(parents=True)
     shutil.copy(agent.log.path, run)
@@ -221,7 +221,7 @@ def moved(agent: Agent, place: Path) -> Path:
 
 
 @pytest.mark.parametrize("inside", ["", "run-a", "run-a/events.jsonl"])
-def test_a_directory_from_elsewhere_is_a_job_as_well(show, tmp_path, inside):
+def test_a_directory_from_another_machine_is_a_job(show, tmp_path, inside):
     agent = trained("job")
     agent.end(1, CAUSE.sentence(), CAUSE)
     where = moved(agent, tmp_path) / inside
@@ -229,7 +229,7 @@ def test_a_directory_from_elsewhere_is_a_job_as_well(show, tmp_path, inside):
     assert lines[0].startswith("job  ")
     assert re.search(r"  ended .*, exit code 1$", lines[0])
     assert "  command       train.py" in lines
-    assert "  meets at      node-a:29400" in lines
+    assert "  rendezvous    node-a:29400" in lines
     assert "  recoveries" in lines
     assert "  recoveries\n" in show(str(where), "--job", "job")
     (data,) = json.loads(show(str(where), "--json"))
@@ -237,11 +237,11 @@ def test_a_directory_from_elsewhere_is_a_job_as_well(show, tmp_path, inside):
     assert [(one["name"], one["exitcode"]) for one in data["agents"]] == [("node-a", 1)]
 
 
-def test_whether_a_job_from_elsewhere_still_runs_nobody_knows(show, tmp_path):
+def test_a_job_from_another_machine_may_still_run(show, tmp_path):
     agent = Agent("job").world(0, "node-a")
     agent.log.close()
     first = show(str(moved(agent, tmp_path))).splitlines()[0]
-    assert re.search("  running when last heard of, .*(now|ago)$", first)
+    assert re.search("  last seen running .*(now|ago)$", first)
 
 
 def test_a_directory_of_a_job_that_runs_here_is_that_job(show):
@@ -260,7 +260,7 @@ def test_big_jobs_fit(show):
 
 
 def trained(job: str) -> Agent:
-    """Ten steps, a killed worker, and the way back, a second for each event."""
+    """Ten steps, a killed worker and its recovery, one second per event."""
     agent = Agent(job).world(0, "node-a").tell(events.Training(0, 0, 0), 0)
     for step in range(1, 11):
         agent.tell(events.Progress([0, 1], [step] * 2, [agent.clock.now() + 1] * 2), 0)
@@ -283,7 +283,7 @@ def test_a_job_that_trains_shows_its_step_its_rate_where_the_time_went_and_its_r
     for told in (
         "\n  goodput ",
         "training 13 s",
-        "  of 4 nodes, ",
+        " of 4 nodes trained, ",
         "\n  recoveries\n",
         "generation 0, failure: 4.0 s: detect 1.0 s",
         "\n  last failure\n",
@@ -302,7 +302,7 @@ def achieved(job: str) -> Agent:
     return agent.tell(events.CheckpointStored(0, 4, at=now + 2, seconds=0.5, size=100), 0)
 
 
-def test_what_a_job_has_achieved_is_told(show):
+def test_progress_of_a_job_is_shown(show):
     achieved("job").log.close()
     told = "  loss[red] 2.5; 6,400 samples; checkpoint of step 4, 0 s and 1 step old\n"
     assert told in show()
@@ -338,12 +338,12 @@ def test_details_name_the_stragglers_that_cost_most(show):
     lines = [line.strip() for line in show("job").splitlines()]
     first = lines.index("rank 11 is slow")
     assert lines[first + 8 : first + 10] == [
-        "and 4 more that are slow",
-        "waiting for slow workers has cost the job 11 s in all",
+        "and 4 more stragglers",
+        "waiting for stragglers has cost 11 s in total",
     ]
 
 
-def test_no_name_or_message_reaches_the_terminal_as_more_than_text(show):
+def test_names_and_messages_cannot_control_the_terminal(show):
     agent = Agent(f"job{HOSTILE}", f"node{HOSTILE}").world(0, f"node{HOSTILE}", reason=HOSTILE)
     cause = Failure(
         **CAUSE.to_json() | {"message": HOSTILE, "node": HOSTILE, "traceback": f"T\n{HOSTILE}"}

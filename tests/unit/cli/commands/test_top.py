@@ -13,7 +13,7 @@ at_one_moment = status.at_one_moment  # a fixture of these tests, too
 
 @pytest.fixture
 def screen(monkeypatch, capsys):
-    """What is shown of the job, so many columns wide."""
+    """Return the screen of the job at this width."""
 
     def show(agent: Agent, columns: int = 160) -> str:
         agent.log.close()

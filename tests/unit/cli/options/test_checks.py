@@ -1,4 +1,4 @@
-"""What is refused before anything starts: files, modules, programs, directories, platforms."""
+"""Checks before anything starts: files, modules, programs, directories, platforms."""
 
 import sys
 
@@ -12,7 +12,7 @@ from torchelastic.errors import ConfigError
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A directory to work in, with something of each kind."""
+    """A working directory with one file of each kind."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("raise AssertionError('a check must not run this')")
     for name in ("package/__init__.py", "runnable/__main__.py", "inner/beside.py", "inner/main.py"):
@@ -42,12 +42,12 @@ def test_what_can_run_passes_and_what_cannot_is_refused(here):
     assert wrong(check, [(*case, None) for case in fine]) == []
     check("module", "gone", PYTHON_EXEC="/opt/python")  # another Python's modules are not judged
     refused = [
-        ("script", "gone.py", "There is no script 'gone.py' in "),
+        ("script", "gone.py", "Script 'gone.py' not found in "),
         ("script", "package", "'package' is a directory without __main__.py"),
-        ("module", "gone.away", "There is no module 'gone.away' here"),
-        ("module", "train.py", "'train.py' is a file, no module: leave -m out."),
-        ("module", "", "There is no module ''"),
-        ("program", "gone", "There is no program 'gone' to run"),
+        ("module", "gone.away", "Module 'gone.away' not found"),
+        ("module", "train.py", "'train.py' is a file, not a module: remove -m."),
+        ("module", "", "Module '' not found"),
+        ("program", "gone", "Program 'gone' not found"),
         ("program", "./train.py", "make the file executable"),
     ]
     assert not_refused(check, refused) == []
@@ -55,7 +55,7 @@ def test_what_can_run_passes_and_what_cannot_is_refused(here):
 
 def test_preloaded_modules_may_lie_beside_the_script(here):
     checks.check_preload(("beside", "json", "package"), Entry("script", "inner/main.py"))
-    with pytest.raises(ConfigError, match="--preload: there is no module 'beside' here"):
+    with pytest.raises(ConfigError, match="--preload: module 'beside' not found"):
         checks.check_preload(("beside",), Entry("script", "train.py"))
 
 
@@ -65,8 +65,11 @@ def test_a_log_directory_is_made_or_refused(here):
     assert (here / "a" / "b").is_dir()
     refused = [
         ("train.py", "--log-dir train.py is not a directory"),
-        ("train.py/logs", "--log-dir train.py/logs cannot be made .Not a directory.: name another"),
-        ("/proc/logs", "--log-dir /proc/logs cannot be made"),
+        (
+            "train.py/logs",
+            "--log-dir train.py/logs cannot be created .Not a directory.: use another",
+        ),
+        ("/proc/logs", "--log-dir /proc/logs cannot be created"),
     ]
     assert not_refused(checks.prepare_log_dir, refused) == []
 
@@ -74,11 +77,11 @@ def test_a_log_directory_is_made_or_refused(here):
 def test_a_log_directory_without_permissions_is_refused(monkeypatch, here):
     # The superuser may write anywhere: let the system call say what it says to others.
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    with pytest.raises(ConfigError, match="cannot be read and written: change its permissions"):
+    with pytest.raises(ConfigError, match="is not readable and writable: change its permissions"):
         checks.prepare_log_dir("inner")
 
 
 def test_other_platforms_are_refused(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(ConfigError, match="runs on Linux only, and this is darwin"):
+    with pytest.raises(ConfigError, match="runs on Linux only; this machine is darwin"):
         checks.check_platform()

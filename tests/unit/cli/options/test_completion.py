@@ -1,4 +1,4 @@
-"""What `--print-completion` prints, read by the shells themselves."""
+"""The scripts of `--print-completion`, run by the real shells."""
 
 import shutil
 import subprocess
@@ -41,4 +41,4 @@ def test_the_flag_prints_the_script_and_needs_no_job(capsys):
     assert cli.main(["run", "--print-completion", "zsh"]) == 0
     assert capsys.readouterr().out == script("zsh")
     assert cli.main(["run", "--print-completion", "fish"]) == 2
-    assert "'fish' is not known: write bash, zsh or tcsh." in capsys.readouterr().err
+    assert "'fish' is not a valid choice: write bash, zsh or tcsh." in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Counting devices in a made-up /dev, /proc and /sys."""
+"""Counting devices in a fake /dev, /proc and /sys."""
 
 import os
 
@@ -60,7 +60,7 @@ def test_workers(tmp_path):
     ]
     assert wrong(workers_for, cases) == []
     refused = [
-        (asked, {}, tmp_path, f"--nproc-per-node {asked} finds no {asked.upper()} on")
+        (asked, {}, tmp_path, f"--nproc-per-node {asked}: this machine has no {asked.upper()}")
         for asked in ("gpu", "xpu")
     ]
     assert not_refused(workers_for, refused) == []

@@ -1,10 +1,10 @@
-"""The help and the pages made from the same table."""
+"""The help and the reference pages, generated from the same table."""
 
 from pathlib import Path
 
 import pytest
 
-from torchelastic.cli.options.command_defaults import DISTRIBUTED_LAUNCH, FLAVOURS, RUN
+from torchelastic.cli.options.command_defaults import DISTRIBUTED_LAUNCH, JOB_COMMANDS, RUN
 from torchelastic.cli.options.flag import GROUPS
 from torchelastic.cli.options.flags import FLAGS
 from torchelastic.cli.options.help import help_text
@@ -13,7 +13,7 @@ from torchelastic.cli.reference import PAGES
 DOCS = Path(__file__).parents[4] / "docs"
 
 
-@pytest.mark.parametrize("defaults", FLAVOURS, ids=lambda defaults: defaults.prog)
+@pytest.mark.parametrize("defaults", JOB_COMMANDS, ids=lambda defaults: defaults.prog)
 def test_help_names_every_flag_and_fits(defaults):
     for width in (80, 100):
         text = help_text(defaults, width)

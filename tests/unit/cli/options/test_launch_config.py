@@ -81,10 +81,10 @@ def test_shapes():
     ]
     assert wrong(shape, cases) == []
     contradictions = [
-        ("-j 2x8 --nnodes 2", {}, "-j and --nnodes say the same thing"),
-        ("-j 2x8 --nproc 8", {}, "-j and --nproc-per-node say the same thing"),
-        ("", {"PET_SHAPE": "2x8", "PET_NNODES": "2"}, "-j and --nnodes say the same thing"),
-        ("--standalone --nnodes 2", {}, "--standalone is for one node, not for 2"),
+        ("-j 2x8 --nnodes 2", {}, "-j and --nnodes set the same thing"),
+        ("-j 2x8 --nproc 8", {}, "-j and --nproc-per-node set the same thing"),
+        ("", {"PET_SHAPE": "2x8", "PET_NNODES": "2"}, "-j and --nnodes set the same thing"),
+        ("--standalone --nnodes 2", {}, "--standalone is for one node, but the job needs 2"),
     ]
     assert not_refused(shape, contradictions) == []
 
@@ -106,7 +106,7 @@ def test_entries():
     ]
     assert wrong(entry, cases) == []
     refused = [
-        ("", "There is nothing to run: name a script, as in torchelastic run train.py."),
+        ("", "No script given: name one, as in torchelastic run train.py."),
         ("-m --no-python a", "--module and --no-python exclude each other"),
     ]
     assert not_refused(entry, refused) == []
@@ -120,5 +120,5 @@ def test_flags_of_bagua_are_named_once_and_ignored():
         "--bagua-net_switch_on"
     )
     (note,) = config_of(line, defaults=DISTRIBUTED_RUN).notes
-    assert note.startswith("These flags have no meaning here and are ignored: ")
+    assert note.startswith("Ignored flags: ")
     assert all(flag.name in note for flag in FLAGS if flag.ignored)

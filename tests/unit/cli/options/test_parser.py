@@ -1,10 +1,10 @@
-"""How flags are recognised, by table."""
+"""Parsing of flags, by table."""
 
 from tests.unit.cli.tables import not_refused, wrong
 from torchelastic.cli.options.command_defaults import (
     DISTRIBUTED_LAUNCH,
     DISTRIBUTED_RUN,
-    FLAVOURS,
+    JOB_COMMANDS,
     RUN,
 )
 from torchelastic.cli.options.flag import GROUPS
@@ -14,7 +14,7 @@ from torchelastic.config import Std
 
 
 def given(argv, environ=None):
-    """What was said, without the defaults."""
+    """Return the values that were given, without the defaults."""
     parsed = parse(argv, RUN, environ or {})
     return {dest: parsed[dest] for dest in parsed.values if parsed.given(dest)}
 
@@ -89,32 +89,32 @@ def test_flags_end_where_the_script_begins():
 
 
 MISTAKES = [
-    ("--nprocs 2", "no flag --nprocs: did you mean --nproc-per-node?"),
+    ("--nprocs 2", "Unknown flag --nprocs: did you mean --nproc-per-node?"),
     ("--max-restart-count 2", "did you mean --max-restarts?"),
-    ("--rdzv_bakend=c10d", "no flag --rdzv_bakend: did you mean --rdzv-backend?"),
-    ("--zzzz", "no flag --zzzz: --help lists the flags"),
-    ("-z", "no flag -z"),
-    ("-mz", "no flag -mz"),
-    ("--n 2", "--n may mean --nnodes, --nproc-per-node"),
-    ("--rdzv 2", "--rdzv may mean .*: write more of it"),
+    ("--rdzv_bakend=c10d", "Unknown flag --rdzv_bakend: did you mean --rdzv-backend?"),
+    ("--zzzz", "Unknown flag --zzzz: --help lists all flags"),
+    ("-z", "Unknown flag -z"),
+    ("-mz", "Unknown flag -mz"),
+    ("--n 2", "--n is ambiguous: it matches --nnodes, --nproc-per-node"),
+    ("--rdzv 2", "--rdzv is ambiguous: .* Use the full name"),
     ("--nnodes", "--nnodes needs a value"),
     ("--rdzv-id --nnodes 2", "--rdzv-id needs a value: write --rdzv-id=ID"),
     ("-r", "-r needs a value"),
     ("--standalone=1", "--standalone takes no value"),
     ("-m=1", "-m takes no value"),
-    ("--nnodes 4:1", "--nnodes '4:1' is no range of nodes: write N or MIN:MAX"),
-    ("--nnodes -1", "--nnodes '-1' is no range"),
-    ("--nproc 0", "--nproc-per-node '0' is no number of workers"),
-    ("-j 2", "-j '2' is no shape"),
-    ("--start-method thread", "--start-method 'thread' is not known: write spawn, fork"),
+    ("--nnodes 4:1", "--nnodes '4:1' is not a valid range of nodes: write N or MIN:MAX"),
+    ("--nnodes -1", "--nnodes '-1' is not a valid range"),
+    ("--nproc 0", "--nproc-per-node '0' is not a valid number of workers"),
+    ("-j 2", "-j '2' is not a valid shape"),
+    ("--start-method thread", "--start-method 'thread' is not a valid choice: write spawn, fork"),
     ("--numa-binding x", "write node, socket, exclusive or core-complex"),
-    ("--logs-specs mine", "--logs-specs 'mine' is not known: write default"),
-    ("--tee 5", "--tee '5' does not name output streams"),
-    ("--grow now", "--grow 'now' does not say when to grow"),
-    ("--world-sizes 0", "--world-sizes '0' does not say"),
+    ("--logs-specs mine", "--logs-specs 'mine' is not a valid choice: write default"),
+    ("--tee 5", "--tee '5' is not a valid set of streams"),
+    ("--grow now", "--grow 'now' is not valid: write any"),
+    ("--world-sizes 0", "--world-sizes '0' is not a valid set"),
     ("--dashboard 99999 train.py", "--dashboard .*99999"),
     ("--dashboard=node1 train.py", "--dashboard 'node1' has no port"),
-    ("--dash 8080", "--dash may mean --dashboard, --dashboard-token-file"),
+    ("--dash 8080", "--dash is ambiguous: it matches --dashboard, --dashboard-token-file"),
 ]
 
 
@@ -133,7 +133,7 @@ EXAMPLES = dict(pair.split() for pair in _PAIRS.split(","))
 
 
 def example(flag):
-    """A command line that has nothing but the flag, and its variable's value."""
+    """A command line with only this flag, and the value of its variable."""
     if flag.is_switch:
         return [flag.name], "1"
     text = EXAMPLES.get(flag.dest, "77")
@@ -167,9 +167,13 @@ def test_variables_empty_off_and_of_torchs():
 
 def test_a_bad_variable_is_named():
     cases = [
-        ("PET_NNODES", "4:1", "PET_NNODES '4:1' is no range of nodes"),
+        ("PET_NNODES", "4:1", "PET_NNODES '4:1' is not a valid range of nodes"),
         ("PET_STANDALONE", "perhaps", "PET_STANDALONE 'perhaps' is neither yes nor no: write 1"),
-        ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "long", "ELASTIC_SHUTDOWN_TIMEOUT 'long' is no time"),
+        (
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+            "long",
+            "ELASTIC_SHUTDOWN_TIMEOUT 'long' is not a valid time",
+        ),
     ]
     assert not_refused(lambda name, text: parse(["t.py"], RUN, {name: text}), cases) == []
 
@@ -191,4 +195,4 @@ def test_the_table_is_sound():
     assert len(set(shorts)) == len(shorts)
     assert {flag.group for flag in FLAGS} == set(GROUPS)
     dests = {flag.dest for flag in FLAGS}
-    assert all(set(defaults.defaults) <= dests for defaults in FLAVOURS)
+    assert all(set(defaults.defaults) <= dests for defaults in JOB_COMMANDS)
