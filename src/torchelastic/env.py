@@ -1,6 +1,6 @@
 """Every environment variable torchelastic reads or writes, declared once; the only reader of them.
 
-`docs/environment.md` is generated from `VARIABLES`.
+`docs/reference/environment.md` is generated from `VARIABLES`.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ apart that use the same port one after the other. At an etcd server several node
 | `keep_alive_interval` times `keep_alive_max_attempt` | `--lease`; one not given counts 5 or 3 |
 | `join_timeout`, else `timeout` | `--wait-for-nodes` |
 | `is_host` | whether this node hosts the rendezvous, instead of finding out |
-| `etcd_…`, `protocol`, `cacert`, `cert`, `key` | for etcd: [rendezvous](rendezvous.md#at-etcd) |
+| `etcd_…`, `protocol`, `cacert`, `cert`, `key` | [for etcd](../concepts/rendezvous.md#at-etcd) |
 
 Other keys are named once in the log and ignored; so are Bagua's flags.
 
@@ -172,7 +172,7 @@ _HEADS_FLAGS = ("flag", "default", "variable", "meaning")
 
 
 def cli_page() -> str:
-    """The text of `docs/cli.md`."""
+    """The text of `docs/reference/cli.md`."""
     parts = [_CLI_HEAD, _table(_HEADS_DEFAULTS, _differing_defaults())]
     for group in GROUPS:
         flags = [flag for flag in FLAGS if flag.group == group]
@@ -182,7 +182,7 @@ def cli_page() -> str:
 
 
 def environment_page() -> str:
-    """The text of `docs/environment.md`."""
+    """The text of `docs/reference/environment.md`."""
     parts = [_ENVIRONMENT_HEAD]
     for side, title in _SIDES:
         rows = [(f"`{one.name}`", one.meaning) for one in env.VARIABLES if one.side == side]
@@ -198,7 +198,7 @@ def environment_page() -> str:
 
 
 def states_page() -> str:
-    """The text of `docs/states.md`."""
+    """The text of `docs/concepts/states.md`."""
     rows = (
         (phase.value, event.__name__, _docstring(handler))
         for (phase, event), handler in script.TRANSITIONS.items()
@@ -216,7 +216,11 @@ def _docstring(handler: Callable[..., object]) -> str:
     return " ".join((handler.__doc__ or "").split())
 
 
-PAGES = {"cli.md": cli_page, "environment.md": environment_page, "states.md": states_page}
+PAGES = {
+    "reference/cli.md": cli_page,
+    "reference/environment.md": environment_page,
+    "concepts/states.md": states_page,
+}
 
 
 def _differing_defaults() -> Iterator[tuple[str, ...]]:

@@ -1,0 +1,29 @@
+"""The documentation site: `scripts/docs` builds it, without network; warnings are errors."""
+
+import torchelastic
+
+project = "torchelastic"
+copyright = "the torchelastic authors"
+version = release = torchelastic.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 4
+highlight_language = "none"
+
+templates_path = ["_templates"]
+html_title = "torchelastic"
+html_show_sourcelink = False
+html_theme = "pytorch_sphinx_theme2"
+html_theme_options = {
+    "logo": {"text": "torchelastic"},
+    "navbar_end": ["theme-switcher"],
+    "navbar_persistent": ["search-button"],
+    "article_header_end": [],
+    "article_footer_items": [],
+    "secondary_sidebar_items": ["page-toc"],
+    "use_edit_page_button": False,
+    "llm_disabled": True,
+}
