@@ -1,5 +1,7 @@
 """The documentation site: `scripts/docs` builds it, without network; warnings are errors."""
 
+import re
+
 import torchelastic
 
 project = "torchelastic"
@@ -27,3 +29,17 @@ html_theme_options = {
     "use_edit_page_button": False,
     "llm_disabled": True,
 }
+
+
+def _as_rst(app, what, name, obj, options, lines):  # noqa: ANN001, ANN202
+    """Our docstrings are plain text: code in single backticks, or indented after a blank line."""
+    if what == "module":
+        lines.clear()  # its overview of the source
+    for at in reversed(range(2, len(lines))):
+        if lines[at][:4] == "    " and not lines[at - 1] and lines[at - 2][:1].strip():
+            lines[at:at] = ["::", ""]
+    lines[:] = [re.sub(r"(?<![`\w:])`([^`]+)`(?!`)", r"``\1``", line) for line in lines]
+
+
+def setup(app):  # noqa: ANN001, ANN201
+    app.connect("autodoc-process-docstring", _as_rst)
