@@ -21,6 +21,7 @@ html_show_sourcelink = False
 html_theme = "pytorch_sphinx_theme2"
 html_theme_options = {
     "logo": {"text": "torchelastic"},
+    "header_links_before_dropdown": 8,
     "navbar_end": ["theme-switcher"],
     "navbar_persistent": ["search-button"],
     "article_header_end": [],

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import torchelastic
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 #: A path in backticks that begins with a folder of ours.
@@ -36,3 +38,9 @@ def test_links_out_of_the_site_hold():
         if not (file.parent / target).exists()
     ]
     assert dead == []
+
+
+def test_there_is_one_version():
+    for file in ("pyproject.toml", "CITATION.cff"):
+        (version,) = re.findall(r"^version\W+([\w.]+)", (ROOT / file).read_text(), re.MULTILINE)
+        assert version == torchelastic.__version__, file
