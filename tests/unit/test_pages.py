@@ -1,9 +1,15 @@
-"""The files and modules that pages name exist."""
+"""The files, modules and commands that pages name exist."""
 
 import re
+import shlex
 from pathlib import Path
 
+import pytest
+
 import torchelastic
+from torchelastic.cli.options.command_defaults import RUN
+from torchelastic.cli.options.parser import parse
+from torchelastic.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -44,3 +50,22 @@ def test_there_is_one_version():
     for file in ("pyproject.toml", "CITATION.cff"):
         (version,) = re.findall(r"^version\W+([\w.]+)", (ROOT / file).read_text(), re.MULTILINE)
         assert version == torchelastic.__version__, file
+
+
+def test_commands_on_pages_are_accepted():
+    """Those of `torchelastic run`: every flag exists, and the values are valid."""
+    commands = [
+        (page.relative_to(ROOT), command)
+        for page in [*PAGES, ROOT / "README.md"]
+        for block in re.findall(r"```(?:bash|console)\n(.*?)```", page.read_text(), re.DOTALL)
+        for command in re.findall(
+            r"^(?:\$ )?torchelastic run (.*)$", block.replace("\\\n", " "), re.MULTILINE
+        )
+        if "…" not in command
+    ]
+    assert len(commands) > 10
+    for page, command in commands:
+        try:
+            parse(shlex.split(command, comments=True), RUN, {})
+        except ConfigError as refused:
+            pytest.fail(f"{page}: {command}: {refused}")
