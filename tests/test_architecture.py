@@ -273,7 +273,7 @@ def test_the_errors_are_drawn_where_they_are():
 
 
 def test_the_page_of_states_has_every_phase_of_a_world():
-    page = (ROOT / "docs" / "states.md").read_text()
+    page = (ROOT / "docs/concepts/states.md").read_text()
     phases = get_args(get_type_hints(World)["phase"])
     assert [phase for phase in phases if f"| {phase} |" not in page] == []
 

@@ -1,6 +1,6 @@
 """Every environment variable that torchelastic reads or writes, and the only code that reads them.
 
-`docs/environment.md` is generated from `VARIABLES`.
+`docs/reference/environment.md` is generated from `VARIABLES`.
 """
 
 from __future__ import annotations

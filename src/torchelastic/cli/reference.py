@@ -139,7 +139,7 @@ etcd, jobs of several nodes must set one.
 | `keep_alive_interval` times `keep_alive_max_attempt` | `--lease`; they default to 5 and 3 |
 | `join_timeout`, else `timeout` | `--wait-for-nodes` |
 | `is_host` | if this node hosts the rendezvous, instead of detecting it |
-| `etcd_…`, `protocol`, `cacert`, `cert`, `key` | for etcd: [rendezvous](rendezvous.md#at-etcd) |
+| `etcd_…`, `protocol`, `cacert`, `cert`, `key` | for etcd: [rendezvous](../concepts/rendezvous.md#at-etcd) |
 
 Other keys are logged once and ignored; so are Bagua's flags.
 
@@ -174,7 +174,7 @@ _HEADS_FLAGS = ("flag", "default", "variable", "meaning")
 
 
 def cli_page() -> str:
-    """Return the text of `docs/cli.md`."""
+    """Return the text of `docs/reference/cli.md`."""
     parts = [_CLI_HEAD, _table(_HEADS_DEFAULTS, _differing_defaults())]
     for group in GROUPS:
         flags = [flag for flag in FLAGS if flag.group == group]
@@ -184,7 +184,7 @@ def cli_page() -> str:
 
 
 def environment_page() -> str:
-    """Return the text of `docs/environment.md`."""
+    """Return the text of `docs/reference/environment.md`."""
     parts = [_ENVIRONMENT_HEAD]
     for side, title in _SIDES:
         rows = [(f"`{one.name}`", one.meaning) for one in env.VARIABLES if one.side == side]
@@ -200,7 +200,7 @@ def environment_page() -> str:
 
 
 def states_page() -> str:
-    """Return the text of `docs/states.md`."""
+    """Return the text of `docs/concepts/states.md`."""
     rows = (
         (phase.value, event.__name__, _docstring(handler))
         for (phase, event), handler in script.TRANSITIONS.items()
@@ -218,7 +218,11 @@ def _docstring(handler: Callable[..., object]) -> str:
     return " ".join((handler.__doc__ or "").split())
 
 
-PAGES = {"cli.md": cli_page, "environment.md": environment_page, "states.md": states_page}
+PAGES = {
+    "reference/cli.md": cli_page,
+    "reference/environment.md": environment_page,
+    "concepts/states.md": states_page,
+}
 
 
 def _differing_defaults() -> Iterator[tuple[str, ...]]:

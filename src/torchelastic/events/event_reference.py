@@ -1,4 +1,7 @@
-"""Makes `docs/events.md`: `python -m torchelastic.events.event_reference > docs/events.md`."""
+"""Makes the page of events.
+
+`python -m torchelastic.events.event_reference > docs/reference/events.md`
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,17 @@ from torchelastic.events.types import EVENTS, Event
 _HEAD = """\
 # Events
 
-<!-- Made by `python -m torchelastic.events.event_reference > docs/events.md` from types.py. -->
+<!-- Made from events/types.py; do not edit:
+`python -m torchelastic.events.event_reference > docs/reference/events.md` -->
 
 Every agent writes what happens, and why, to a file `events.jsonl`: one JSON object per line, each
 written at once. With `--log-dir` the file lies in the run directory, otherwise beside the agent's
-entry under `$XDG_RUNTIME_DIR/torchelastic` (see [logs.md](logs.md)); `torchelastic status` names it
-and reads it. `--event-log-handler console` shows the same lines on stderr. At {size} MiB the file
-becomes `events.jsonl.1`; of an older one all but `progress` and `checkpoint-stored` is kept at the
-beginning of that, up to a quarter of the size. That is done beside the job; until the disk has
-done it there is an `events.jsonl.0` as well. Beside its own log the leader of the job keeps
-`job.jsonl`, the events of all agents as far as they have reached it.
+entry under `$XDG_RUNTIME_DIR/torchelastic` (see [logs](../guides/logs.md));
+`torchelastic status` names it and reads it. `--event-log-handler console` shows the same lines on
+stderr. At {size} MiB the file becomes `events.jsonl.1`; of an older one all but `progress` and
+`checkpoint-stored` is kept at the beginning of that, up to a quarter of the size. That is done
+beside the job; until the disk has done it there is an `events.jsonl.0` as well. Beside its own log
+the leader of the job keeps `job.jsonl`, the events of all agents as far as they have reached it.
 
 ```sh
 jq -r 'select(.type == "generation-over") | "\\(.generation): \\(.reason)"' events.jsonl

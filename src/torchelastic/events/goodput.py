@@ -1,4 +1,4 @@
-"""A module name that docs/goodput.md has given users."""
+"""A module name that docs/guides/goodput.md has given users."""
 
 from torchelastic.events.analysis.goodput import Goodput, goodput
 

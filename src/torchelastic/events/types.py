@@ -1,6 +1,7 @@
 """What can happen in a job, one type each. A `type` name is part of the file format: it stays.
 
-`docs/events.md` is made from this file: the docstrings, the fields and the comments above them.
+`docs/reference/events.md` is made from this file: the docstrings, the fields and the comments above
+them.
 """
 
 from __future__ import annotations

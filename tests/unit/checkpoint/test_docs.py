@@ -1,4 +1,4 @@
-"""The examples of docs/checkpoint.md run."""
+"""The examples of docs/guides/checkpoint.md run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchelastic.checkpoint import (
     set_checkpoint_manager,
 )
 
-PAGE = Path(__file__).parents[3] / "docs" / "checkpoint.md"
+PAGE = Path(__file__).parents[3] / "docs/guides/checkpoint.md"
 
 
 def test_examples_run(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The examples of docs/batch-policy.md, data.md and ledger.md run, and print what they say."""
+"""The examples of batch-policy.md, data.md and ledger.md run, and print what they say."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from torchelastic.data import checker
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[3] / "docs/guides"
 
 
 def blocks(page, kind):

@@ -6,7 +6,7 @@ from pathlib import Path
 from torchelastic.events import event_reference
 from torchelastic.events.types import EVENTS
 
-PAGE = Path(__file__).parents[3] / "docs" / "events.md"
+PAGE = Path(__file__).parents[3] / "docs/reference/events.md"
 
 
 def test_the_page_is_current():

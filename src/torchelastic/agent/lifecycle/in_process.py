@@ -585,7 +585,7 @@ def _report(state: InProcessState, **changes: Any) -> Report:
     return Report({"resident": True, "standing": standing, "starting": starting, **changes})
 
 
-#: What a serving node does at each event; `docs/states.md` is written from it.
+#: What a serving node does at each event; `docs/concepts/states.md` is written from it.
 HANDLERS: dict[type, Callable[[InProcessState, Any], Step]] = {
     WorldSeen: _world,
     Said: _said,

@@ -475,7 +475,7 @@ def _end(state: ScriptState, exitcode: int, reason: str) -> ScriptState:
     return replace(state, phase=Phase.ENDED, exitcode=exitcode, reason=reason)
 
 
-#: What happens in each phase at each event; `docs/states.md` is written from it.
+#: What happens in each phase at each event; `docs/concepts/states.md` is written from it.
 TRANSITIONS: dict[tuple[Phase, type], Callable[[ScriptState, Any], Step]] = {
     (Phase.IDLE, WorldSeen): _world_while_idle,
     (Phase.IDLE, WorkerFailed): _ignore,

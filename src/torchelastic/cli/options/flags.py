@@ -1,4 +1,7 @@
-"""Every flag, declared once: parser, help, `docs/cli.md` and the PET_* variables come from here."""
+"""Every flag, declared once.
+
+The parser, the help, `docs/reference/cli.md` and the PET_* variables come from here.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """How much of a job's time went into training, and where the rest went. Pure.
 
-The definitions are those of ml-goodput-measurement as far as they fit; docs/goodput.md says where
+The definitions are those of ml-goodput-measurement as far as they fit; guides/goodput.md says where
 they do not. Time is counted in whole microseconds, so that the parts add up to the total exactly:
 a cursor moves along the job's time, and whatever it passes goes to one part or another.
 

@@ -1,0 +1,71 @@
+"""The files, modules and commands that pages name exist."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import torchelastic
+from torchelastic.cli.options.command_defaults import RUN
+from torchelastic.cli.options.parser import parse
+from torchelastic.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+#: A path in backticks that begins with a folder of ours.
+TREES = "|".join(
+    sorted(p.name for p in (ROOT / "src/torchelastic").iterdir() if (p / "__init__.py").exists())
+)
+
+
+def test_the_modules_that_pages_name_exist():
+    missing = [
+        f"{page.relative_to(ROOT)}: {name}"
+        for page in PAGES
+        for name in re.findall(rf"`((?:{TREES})/[\w/]+\.py)`", page.read_text())
+        if not (ROOT / "src/torchelastic" / name).exists()
+    ]
+    assert missing == []
+
+
+def test_links_out_of_the_site_hold():
+    """Sphinx checks those between pages; these are to files, and from the files beside the code."""
+    files = [
+        *PAGES,
+        *ROOT.glob("*.md"),
+        ROOT / "benchmarks/README.md",
+        *(ROOT / "src").rglob("*.md"),
+    ]
+    dead = [
+        f"{file.relative_to(ROOT)}: {target}"
+        for file in files
+        for target in re.findall(r"\]\(([^)\s#:]+)[)#]", file.read_text())
+        if not (file.parent / target).exists()
+    ]
+    assert dead == []
+
+
+def test_there_is_one_version():
+    for file in ("pyproject.toml", "CITATION.cff"):
+        (version,) = re.findall(r"^version\W+([\w.]+)", (ROOT / file).read_text(), re.MULTILINE)
+        assert version == torchelastic.__version__, file
+
+
+def test_commands_on_pages_are_accepted():
+    """Those of `torchelastic run`: every flag exists, and the values are valid."""
+    commands = [
+        (page.relative_to(ROOT), command)
+        for page in [*PAGES, ROOT / "README.md"]
+        for block in re.findall(r"```(?:bash|console)\n(.*?)```", page.read_text(), re.DOTALL)
+        for command in re.findall(
+            r"^(?:\$ )?torchelastic run (.*)$", block.replace("\\\n", " "), re.MULTILINE
+        )
+        if "…" not in command
+    ]
+    assert len(commands) > 10
+    for page, command in commands:
+        try:
+            parse(shlex.split(command, comments=True), RUN, {})
+        except ConfigError as refused:
+            pytest.fail(f"{page}: {command}: {refused}")
