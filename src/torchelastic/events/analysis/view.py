@@ -268,14 +268,14 @@ class JobFold:
                 self._tell(record, f"{other} was lost", why)
             case events.NodeLeaving(name=other, reason=why):
                 self._set(other, state="leaving")
-                self._tell(record, f"{other} leaves", why)
+                self._tell(record, f"{other} is leaving", why)
             case events.Leaving():
                 self._set(name, state="leaving")
             case events.LeaseLost(reason=why):
                 self._set(name, state="rejoining")
-                self._tell(record, f"{name} was given up by the others", why)
+                self._tell(record, f"{name} lost its lease", why)
             case events.SignalReceived(signal=signal, action=action):
-                self._tell(record, f"{name} got {signal}", action)
+                self._tell(record, f"{name} received {signal}", action)
             case events.CheckpointStored() as stored:
                 self._checkpoint_stored(record, stored)
             case events.JobEnded() as ended:
@@ -292,7 +292,7 @@ class JobFold:
             case events.GenerationOver(kind=kind, reason=why):
                 self._change(phase="restarting")
                 self._world_over(record, kind, why)
-                self._tell(record, f"generation {generation} is over", why)
+                self._tell(record, f"generation {generation} ended", why)
             case events.WorkersStopped() if (
                 view.phase == "running" and generation == view.generation
             ):

@@ -30,9 +30,9 @@ def test_events_are_lines_with_time_node_and_generation(show):
     Agent("job").world(0, "node-a").end(0, "done")
     lines = show("job")
     assert [line.split("  ", 1)[1] for line in lines] == [
-        "node-a        the agent starts (pid " + str(os.getpid()) + "): train.py",
-        "node-a        hosts the job at node-a:29400",
-        "node-a  g0    a world of 2 workers on 1 node (node-a): the job starts",
+        "node-a        agent started (pid " + str(os.getpid()) + "): train.py",
+        "node-a        hosts the rendezvous at node-a:29400",
+        "node-a  g0    world formed with 2 workers on 1 node (node-a): the job starts",
         "node-a        ended with exit code 0: done",
     ]
 

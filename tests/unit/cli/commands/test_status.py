@@ -178,7 +178,7 @@ def test_details_tell_what_happened_without_saying_anything_twice(show):
     assert "command       train.py --lr 0.1\n" in text
     assert "meets at      node-a:29400\n" in text
     assert "nodes wanted  1 to 4\n" in text
-    assert "generation 0 is over: rank 9 on node-b" in text
+    assert "generation 0 ended: rank 9 on node-b" in text
     assert "generation 1 began: 1 of 3 restarts used\n" in text
     assert "node-a ended with exit code 1: the same failure came back\n" in text
     assert "first failure\n    rank 9 on node-b (local rank 1, pid 4242) at step 7:" in text

@@ -46,7 +46,7 @@ def test_lines_that_come_late_are_put_in_order():
     seen = live.look()
     assert seen.phase == "running"
     assert [change.what for change in seen.history][-2:] == [
-        "generation 0 is over",
+        "generation 0 ended",
         "generation 2 began",
     ]
     live.close()
