@@ -135,7 +135,7 @@ class Server:
         """Once: it may be so twice a second from now on."""
         if not self._complained:
             self._complained = True
-            logger.exception("A picture of the job could not be made.")
+            logger.exception("The dashboard cannot read the state of the job; it keeps trying.")
 
     async def _tell_the_end(self) -> None:
         picture = await self._look()
@@ -176,7 +176,7 @@ class Server:
         except (OSError, asyncio.TimeoutError) as error:
             logger.debug("a reader is gone: %r", error)
         except Exception:  # told here: nobody waits for this task
-            logger.exception("A reader could not be answered.")
+            logger.exception("The dashboard could not answer a request.")
 
     async def _answer(self, request: http.Request | None, talk: Talk) -> None:
         found = responses.answer(request, self._door, self._files)

@@ -49,7 +49,7 @@ def test_a_picture_has_the_view_and_the_last_events(agent):
     assert told["view"]["generation"] == 0
     assert told["log"][-1]["type"] == "world-formed"
     assert told["log"][-1]["node"] == "node-a"
-    assert told["log"][-1]["text"].startswith("a world of ")
+    assert told["log"][-1]["text"].startswith("world formed with ")
     pictures.close()
 
 

@@ -277,7 +277,7 @@ async def test_a_picture_that_cannot_be_made_is_told_once_and_the_next_is_shown(
         it.source.broken = False
         async with it.tab() as tab:
             assert await step_of(tab) == 0
-    assert caplog.text.count("could not be made") == 1
+    assert caplog.text.count("cannot read the state of the job") == 1
 
 
 @in_a_loop
