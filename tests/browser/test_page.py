@@ -132,7 +132,7 @@ def test_every_text_can_be_read_in_dark_and_light(show, tab, scheme):
     assert (sum(map(int, ground[4:-1].split(","))) > 384) == (scheme == "light")
     assert tab.page.evaluate(FAINT) == []
     shown.show(told(pictures.failed(), live=False))
-    tab.wait_for("#connection", "over")
+    tab.wait_for("#connection", "ended")
     assert tab.page.evaluate(FAINT) == []
 
 
@@ -271,7 +271,7 @@ def test_a_server_that_hangs_counts_as_lost(browser):
 def test_a_picture_that_cannot_be_read_is_said(show, tab):
     _, shown = show()
     shown.show_torn()
-    tab.wait_for("#connection", "cannot be read")
+    tab.wait_for("#connection", "Unreadable data")
     shown.show(told(training(step=21_000)))
     tab.wait_for(".answers", "step 21,000")
     assert tab.text("#connection").strip() == "Live"

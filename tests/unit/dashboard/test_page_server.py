@@ -164,7 +164,7 @@ async def test_nobody_looks_and_nothing_is_made():
     async with Running() as it:
         async with it.tab() as tab:
             await step_of(tab)
-        await until(lambda: not it.server._talks)
+        await until(lambda: not it.server._viewers)
         await it.server._looking.acquire()  # the last look is over
         asked = it.source.asked
         it.server._looking.release()
@@ -184,8 +184,8 @@ async def test_who_never_reads_keeps_nobody_waiting_and_skips_what_it_missed():
             for step in range(6):
                 source.step = step
                 assert await step_of(tab) == step
-        talks = it.server._talks.values()
-        await until(lambda: any(talk.streams and talk.shown == 0 for talk in talks))
+        viewers = it.server._viewers.values()
+        await until(lambda: any(viewer.streams and viewer.shown == 0 for viewer in viewers))
         steps = await asyncio.to_thread(read_steps, deaf, 5)
         assert len(steps) <= 2, "it was sent the first and the last, and none between"
         deaf.close()
@@ -216,8 +216,8 @@ async def test_who_takes_nothing_for_long_is_shown_out(monkeypatch):
     monkeypatch.setattr(page_server, "PATIENCE", 0.2)
     async with Running(Source(padding="x" * (2 << 20))) as it:
         deaf = never_reads(it.port)
-        await until(lambda: it.server._talks)
-        await until(lambda: not it.server._talks)
+        await until(lambda: it.server._viewers)
+        await until(lambda: not it.server._viewers)
         deaf.close()
 
 
@@ -236,7 +236,7 @@ async def test_there_is_room_for_so_many_streams_and_the_page_loads_all_the_same
     async with Running() as it, contextlib.AsyncExitStack() as stack:
         tabs = [await stack.enter_async_context(it.tab()) for _ in range(3)]
         silent = [await asyncio.open_connection("127.0.0.1", it.port) for _ in range(2)]
-        await until(lambda: len(it.server._talks) == 5)
+        await until(lambda: len(it.server._viewers) == 5)
         full = await it.ask("/events")
         assert b" 503 " in full
         assert b"close some tabs" in full
@@ -263,7 +263,7 @@ async def test_of_many_who_come_at_once_the_newest_stay(monkeypatch):
                 each.setblocking(False)
             for gone in silent[:6]:
                 assert await asyncio.wait_for(loop.sock_recv(gone, 1), 60) == b""
-            await until(lambda: len(it.server._talks) == 3)
+            await until(lambda: len(it.server._viewers) == 3)
             assert b" 200 " in await it.ask("/")
 
 
@@ -298,7 +298,7 @@ async def test_who_does_not_read_does_not_hold_up_the_end(monkeypatch):
     monkeypatch.setattr(page_server, "LAST", 0.05)
     async with Running(Source(padding="x" * (2 << 20))) as it:
         deaf = never_reads(it.port)
-        await until(lambda: any(talk.streams for talk in it.server._talks.values()))
+        await until(lambda: any(viewer.streams for viewer in it.server._viewers.values()))
         await it.server.last_words()
         deaf.close()
 

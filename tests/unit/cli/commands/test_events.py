@@ -49,14 +49,14 @@ def test_how_far_workers_are_is_shown_when_asked_for_and_programs_get_the_lines(
 
 def test_the_job_that_runs_is_meant_or_else_the_last_one(show, capsys):
     assert command.main([]) == EXIT_USAGE
-    assert "This machine knows no job: name the --log-dir of one." in capsys.readouterr().err
+    assert "No job on this machine: pass the --log-dir of one." in capsys.readouterr().err
     Agent("old").end(0, "done")
     assert "done" in show()[-1]
     Agent("live").tell(events.Note("alive")).log.close()
     assert "alive" in show()[-1]
     Agent("other").log.close()
     assert command.main([]) == EXIT_USAGE
-    assert "Several jobs run here: name one of " in capsys.readouterr().err
+    assert "Several jobs are running: choose one of " in capsys.readouterr().err
 
 
 def test_a_directory_may_be_meant(show, capsys):
@@ -68,7 +68,7 @@ def test_a_directory_may_be_meant(show, capsys):
     assert command.main([place, "--job", "another"]) == EXIT_USAGE
     assert "has no events of job 'another'" in capsys.readouterr().err
     assert command.main(["/nope", "--job", "x"]) == EXIT_USAGE
-    assert "no directory or file /nope" in capsys.readouterr().err
+    assert "No such file or directory: /nope" in capsys.readouterr().err
 
 
 def test_no_text_of_a_users_reaches_the_terminal_as_more_than_text(show):
