@@ -12,7 +12,7 @@ import logging
 import sys
 
 from torchelastic.dashboard import start
-from torchelastic.dashboard.job_state import Pictures
+from torchelastic.dashboard.job_state import StateReader
 from torchelastic.errors import EXIT_FAILED, TorchElasticError
 from torchelastic.events.analysis.find_job import choose
 
@@ -22,8 +22,8 @@ def main() -> int:
     logging.basicConfig(format="[torchelastic dashboard] %(message)s", level=logging.WARNING)
     try:
         token = start.load_token(next(iter(files), None), "--dashboard-token-file")
-        pictures = Pictures(choose(job), node)
-        return asyncio.run(start.serve(pictures, address, token, _print_url, until=0))
+        reader = StateReader(choose(job), node)
+        return asyncio.run(start.serve(reader, address, token, _print_url, until=0))
     except (TorchElasticError, OSError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         _print({"error": reason})

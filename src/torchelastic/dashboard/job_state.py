@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchelastic.events import words
-from torchelastic.events.analysis.find_job import Story
-from torchelastic.events.analysis.live_view import LivePicture
+from torchelastic.events.analysis.find_job import JobLogs
+from torchelastic.events.analysis.live_view import LiveView
 from torchelastic.events.analysis.view import JobView
 from torchelastic.events.record import Record
 
@@ -32,7 +32,7 @@ _AGAIN = 5.0
 
 
 @dataclass(frozen=True)
-class Picture:
+class JobState:
     """One state of the job: as JSON, and as an event of a stream, plain and packed."""
 
     number: int
@@ -42,36 +42,36 @@ class Picture:
     packed: bytes
 
     @classmethod
-    def of(cls, number: int, data: Any, *, live: bool) -> Picture:
+    def of(cls, number: int, data: Any, *, live: bool) -> JobState:
         body = encoded(data)
         frame = b"event: picture\nid: %d\ndata: %s\n\n" % (number, body)
         return cls(number, live, body, frame, packed(frame))
 
 
-class Pictures:
+class StateReader:
     """Reads a job's logs as they grow. Used by one thread at a time; `close` it."""
 
     def __init__(
-        self, story: Story, node: str | None = None, clock: Callable[[], float] = time.time
+        self, logs: JobLogs, node: str | None = None, clock: Callable[[], float] = time.time
     ) -> None:
-        self._story, self._node, self._clock = story, node, clock
-        self._live: LivePicture | None = None
+        self._logs, self._node, self._clock = logs, node, clock
+        self._live: LiveView | None = None
         self._made = float("-inf")
-        self.latest: Picture | None = None
+        self.latest: JobState | None = None
 
-    def look(self) -> Picture:
+    def look(self) -> JobState:
         """Return the current state; the same object if nothing changed."""
         if self._live is None:
-            self._live = LivePicture(self._story)
+            self._live = LiveView(self._logs)
         now = self._clock()
         news = self._live.read()
         alive = self._live.alive
         old = self.latest
         if old is None or news or alive != old.live or (alive and now - self._made > _AGAIN):
             seen = self._live.view(now)
-            data = picture(seen, self._live.latest(), now, live=alive, agent=self._node)
+            data = state_of(seen, self._live.latest(), now, live=alive, agent=self._node)
             number = 1 if old is None else old.number + 1
-            self.latest, self._made = Picture.of(number, data, live=alive), now
+            self.latest, self._made = JobState.of(number, data, live=alive), now
         assert self.latest is not None
         return self.latest
 
@@ -81,7 +81,7 @@ class Pictures:
             self._live = None
 
 
-def picture(
+def state_of(
     seen: JobView,
     latest: Sequence[tuple[str, Record]],
     now: float,

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from torchelastic.dashboard import responses, static_files
 from torchelastic.dashboard.access import Door
-from torchelastic.dashboard.job_state import PACKED_HEAD, STILL_HERE, Picture, packed
+from torchelastic.dashboard.job_state import PACKED_HEAD, STILL_HERE, JobState, packed
 from torchelastic.dashboard.responses import Reply, Wanted
 from torchelastic.transport import http, http_socket
 
@@ -43,7 +43,7 @@ _PACKED_STILL_HERE = packed(STILL_HERE)
 class Source(Protocol):
     """The source of job states; used by one thread at a time."""
 
-    def look(self) -> Picture: ...
+    def look(self) -> JobState: ...
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Server:
         self._tasks: set[asyncio.Task[None]] = set()
         #: Connected viewers, the oldest first.
         self._viewers: dict[asyncio.Task[None], Viewer] = {}
-        self._latest: Picture | None = None
+        self._latest: JobState | None = None
         self._looking = asyncio.Lock()
         self._made = float("-inf")
         self._took = 0.0
@@ -113,20 +113,20 @@ class Server:
     def _pause(self) -> float:
         return min(max(PERIOD, self._took * (1 / SHARE - 1)), LONGEST)
 
-    async def _look(self, *, age: float = 0.0) -> Picture | None:
+    async def _look(self, *, age: float = 0.0) -> JobState | None:
         """Make a state, unless the last is at most `age` seconds old; the last one on failure."""
         loop = asyncio.get_running_loop()
         async with self._looking:
             if self._latest is not None and loop.time() - self._made < age:
                 return self._latest
             try:
-                self._took, picture = await asyncio.to_thread(_timed, self._source.look)
+                self._took, state = await asyncio.to_thread(_timed, self._source.look)
             except Exception:  # the next attempt may succeed
                 self._complain()
                 return self._latest
             self._made = loop.time()
-            if self._latest is None or picture.number != self._latest.number:
-                self._latest = picture
+            if self._latest is None or state.number != self._latest.number:
+                self._latest = state
                 self._news.set()
                 self._news = asyncio.Event()
             return self._latest
@@ -138,8 +138,8 @@ class Server:
             logger.exception("The dashboard cannot read the state of the job; it keeps trying.")
 
     async def _tell_the_end(self) -> None:
-        picture = await self._look()
-        while picture and any(viewer.shown < picture.number for viewer in self._streams()):
+        state = await self._look()
+        while state and any(viewer.shown < state.number for viewer in self._streams()):
             await asyncio.sleep(0.01)
 
     # --- viewers ---------------------------------------------------------------------------------
@@ -191,8 +191,8 @@ class Server:
 
     async def _show(self, wanted: Wanted, request: http.Request, viewer: Viewer) -> Reply | None:
         """Return the current state, or None after serving a stream to its end."""
-        if wanted == "picture":
-            return responses.picture(await self._look(age=self._pause()))
+        if wanted == "state":
+            return responses.state(await self._look(age=self._pause()))
         if request.method == "HEAD":
             return responses.STREAM
         if len(self._streams()) >= MOST_STREAMS:
@@ -208,7 +208,7 @@ class Server:
         viewer.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, HELD)
         # Viewers send nothing more: any data, or the end of the connection, ends the stream.
         gone = asyncio.ensure_future(loop.sock_recv(viewer.connection, 1))
-        sending = asyncio.ensure_future(self._send_pictures(viewer, packs=packs))
+        sending = asyncio.ensure_future(self._send_states(viewer, packs=packs))
         try:
             await asyncio.wait({gone, sending}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
@@ -218,14 +218,14 @@ class Server:
             sending.cancel()
             await asyncio.gather(gone, sending, return_exceptions=True)
 
-    async def _send_pictures(self, viewer: Viewer, *, packs: bool) -> None:
+    async def _send_states(self, viewer: Viewer, *, packs: bool) -> None:
         connection = viewer.connection
         await _send(connection, responses.stream_head(packed=packs) + PACKED_HEAD * packs)
         while True:
-            news, picture = self._news, self._latest
-            if picture is not None and picture.number > viewer.shown:
-                await _send(connection, picture.packed if packs else picture.frame)
-                viewer.shown = picture.number
+            news, state = self._news, self._latest
+            if state is not None and state.number > viewer.shown:
+                await _send(connection, state.packed if packs else state.frame)
+                viewer.shown = state.number
                 continue
             try:
                 await asyncio.wait_for(news.wait(), KEEP_ALIVE)
@@ -233,11 +233,11 @@ class Server:
                 await _send(connection, _PACKED_STILL_HERE if packs else STILL_HERE)
 
 
-def _timed(look: Callable[[], Picture]) -> tuple[float, Picture]:
+def _timed(look: Callable[[], JobState]) -> tuple[float, JobState]:
     """Return the processor time for a state, and the state; waiting on a busy machine is free."""
     began = time.thread_time()
-    picture = look()
-    return time.thread_time() - began, picture
+    state = look()
+    return time.thread_time() - began, state
 
 
 async def _send(connection: socket.socket, data: bytes) -> None:

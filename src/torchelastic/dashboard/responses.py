@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchelastic.dashboard.access import Door
-from torchelastic.dashboard.job_state import Picture
+from torchelastic.dashboard.job_state import JobState
 from torchelastic.dashboard.static_files import File
 from torchelastic.transport import http
 from torchelastic.transport.http import Request
@@ -62,8 +62,8 @@ class Reply:
 STREAM = Reply(200, b"", "text/event-stream")
 
 #: Requests for the state of the job: once, or as a stream.
-Wanted = Literal["picture", "pictures"]
-_WANTED: dict[str, Wanted] = {"/picture.json": "picture", "/events": "pictures"}
+Wanted = Literal["state", "stream"]
+_WANTED: dict[str, Wanted] = {"/picture.json": "state", "/events": "stream"}
 
 
 def answer(request: Request | None, door: Door, files: Mapping[str, File]) -> Reply | Wanted:
@@ -92,7 +92,7 @@ def refusal(status: int) -> Reply:
     return Reply(status, f"{_HELP[status]}\n".encode(), fields=_MORE.get(status))
 
 
-def picture(made: Picture | None) -> Reply:
+def state(made: JobState | None) -> Reply:
     """Return the current state of the job, if it could be read."""
     if made is None:
         return Reply(503, b"Cannot read the logs of this job: see the log of the dashboard.\n")

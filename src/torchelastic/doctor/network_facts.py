@@ -22,7 +22,7 @@ def own_name() -> Name:
     return Name(
         name=name,
         addresses=addresses,
-        told=[address for address in addresses or () if can_be_told(address)],
+        reachable=[address for address in addresses or () if can_be_told(address)],
         seconds=seconds,
         outward=None if outward == _HERE else outward,
     )

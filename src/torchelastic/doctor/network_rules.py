@@ -22,7 +22,7 @@ class Name:
     #: Addresses that the name resolves to; None: it does not resolve.
     addresses: Sequence[str] | None
     #: Those that other machines can use, too.
-    told: Sequence[str]
+    reachable: Sequence[str]
     seconds: float
     #: The address of this machine towards other machines; None: none.
     outward: str | None
@@ -47,8 +47,8 @@ def name(known: Name, config: LaunchConfig) -> Finding:
         )
     if alone:
         return ok("name", f"'{known.name}' {_means(known)}; a single node needs no more.")
-    if known.told:
-        return ok("name", f"'{known.name}' is {known.told[0]}; other nodes use {outward}.")
+    if known.reachable:
+        return ok("name", f"'{known.name}' is {known.reachable[0]}; other nodes use {outward}.")
     return ok("name", f"'{known.name}' {_means(known)}; other nodes use {outward} instead.")
 
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 
-class AppendedFile:
+class AppendFile:
     """A file opened at the first write. Used by one thread at a time."""
 
     def __init__(self, path: Path) -> None:

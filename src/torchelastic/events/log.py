@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torchelastic.clock import Clock
 from torchelastic.errors import ConfigError
-from torchelastic.events.append_file import AppendedFile
+from torchelastic.events.append_file import AppendFile
 from torchelastic.events.merge import last_run, merged
 from torchelastic.events.record import Record
 from torchelastic.events.rotation import Rotation, length, opened
@@ -33,7 +33,7 @@ PATIENCE = 10.0
 
 EVENTS_FILE = "events.jsonl"
 #: The leader's log of all agents.
-GATHERED_FILE = "job.jsonl"
+COLLECTED_FILE = "job.jsonl"
 #: Up to this many bytes of logs, every step is read for a view; of longer logs, only these last
 #: bytes and a sample.
 MUCH, _LATEST = 16 * 1024 * 1024, 256 * 1024
@@ -67,7 +67,7 @@ class EventLog:
         self._sink = sink
         self._listeners: list[Listener] = []
         self._max_bytes = max_bytes
-        self._file = AppendedFile(path)
+        self._file = AppendFile(path)
         self._rotation = Rotation(path, max_bytes // 4)
 
     def listen(self, listener: Listener) -> None:
@@ -200,5 +200,5 @@ def find_logs(where: Path) -> list[Path]:
     """Return the event logs at a path: the file itself, or those of its run directories."""
     if not where.is_dir():
         return [where]
-    names = (GATHERED_FILE, EVENTS_FILE)
+    names = (COLLECTED_FILE, EVENTS_FILE)
     return [path for name in names for deep in ("", "*/") for path in where.glob(deep + name)]

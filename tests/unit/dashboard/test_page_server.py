@@ -12,7 +12,7 @@ import pytest
 
 from torchelastic.dashboard import page_server, start
 from torchelastic.dashboard.access import Door
-from torchelastic.dashboard.job_state import Picture
+from torchelastic.dashboard.job_state import JobState
 from torchelastic.dashboard.page_server import Server
 
 TOKEN = b"0123456789abcdef"
@@ -36,7 +36,7 @@ class Source:
         self.asked = 0
         self.padding = padding
         self.broken = False
-        self.made = Picture.of(1, {"step": 0, "padding": padding}, live=True)
+        self.made = JobState.of(1, {"step": 0, "padding": padding}, live=True)
 
     def look(self):
         self.asked += 1
@@ -44,7 +44,7 @@ class Source:
             raise ValueError("broken")
         if (told := json.loads(self.made.body))["step"] != self.step:
             told["step"] = self.step
-            self.made = Picture.of(self.made.number + 1, told, live=self.live)
+            self.made = JobState.of(self.made.number + 1, told, live=self.live)
         return self.made
 
 

@@ -3,7 +3,7 @@
 from tests.unit.cli.tables import wrong
 from torchelastic.dashboard import responses, static_files
 from torchelastic.dashboard.access import Door
-from torchelastic.dashboard.job_state import Picture
+from torchelastic.dashboard.job_state import JobState
 from torchelastic.dashboard.responses import FIELDS, Reply, answer
 from torchelastic.transport import http
 from torchelastic.transport.http import Request
@@ -35,8 +35,8 @@ CASES = [
     (asked("/", "HEAD"), 200),
     (asked("/", query="x=1"), 200),
     (asked("/static/page.js"), 200),
-    (asked("/picture.json"), "picture"),
-    (asked("/events"), "pictures"),
+    (asked("/picture.json"), "state"),
+    (asked("/events"), "stream"),
     (asked("/index.html"), 404),
     (asked("/static/"), 404),
     (asked("/static/../page.js"), 404),
@@ -54,7 +54,7 @@ CASES = [
     (Request("GET", "/"), 403),
     (asked("/", **{"sec-fetch-site": "cross-site"}), 200),
     (asked("/events", **{"sec-fetch-site": "cross-site"}), 403),
-    (asked("/picture.json", **{"sec-fetch-site": "same-origin"}), "picture"),
+    (asked("/picture.json", **{"sec-fetch-site": "same-origin"}), "state"),
 ]
 
 
@@ -78,7 +78,7 @@ def test_the_token_becomes_a_cookie_and_leaves_the_address():
     assert TOKEN not in welcome.to_bytes()
     cookie = door.cookie().partition(";")[0]
     assert status(asked("/", cookie=cookie), door) == 200
-    assert status(asked("/events", cookie=cookie), door) == "pictures"
+    assert status(asked("/events", cookie=cookie), door) == "stream"
     query = door.query()[1:]  # is not taken in another address
     for request in (asked("/picture.json", query=query), asked("/", "POST", query=query)):
         assert status(request, door) == 404
@@ -135,6 +135,6 @@ def test_what_is_packed():
 
 
 def test_a_picture_that_could_not_be_made_is_told():
-    assert responses.picture(None).status == 503
-    made = responses.picture(Picture.of(1, {"a": 1}, live=True))
+    assert responses.state(None).status == 503
+    made = responses.state(JobState.of(1, {"a": 1}, live=True))
     assert (made.status, made.body, made.content_type) == (200, b'{"a":1}', "application/json")

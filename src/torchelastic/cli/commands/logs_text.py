@@ -18,9 +18,9 @@ from pathlib import Path
 from torchelastic.cli.commands import terminal
 from torchelastic.errors import EXIT_OK, ConfigError
 from torchelastic.events import log, words
-from torchelastic.events.analysis.find_job import Story, choose
+from torchelastic.events.analysis.find_job import JobLogs, choose
 from torchelastic.events.analysis.follow import LOOK, Follower
-from torchelastic.events.analysis.rank_places import Place, Places
+from torchelastic.events.analysis.rank_locations import RankLocation, RankLocations
 from torchelastic.events.record import Record
 
 _STREAMS = ("stdout", "stderr")
@@ -62,7 +62,7 @@ def parse_ranks(text: str | None) -> frozenset[int] | None:
     return frozenset(ranks)
 
 
-def run_dirs(story: Story) -> dict[str, Path]:
+def run_dirs(story: JobLogs) -> dict[str, Path]:
     """By agent id: the directory of its workers' logs, of agents whose files are here."""
     if story.entry is not None:
         agents = story.entry.agents
@@ -76,7 +76,9 @@ def run_dirs(story: Story) -> dict[str, Path]:
     return found
 
 
-def files_for(places: Iterable[Place], generation: int, dirs: dict[str, Path]) -> list[LogFile]:
+def files_for(
+    places: Iterable[RankLocation], generation: int, dirs: dict[str, Path]
+) -> list[LogFile]:
     """The files of these workers that are there."""
     found = []
     for place in places:
@@ -102,10 +104,10 @@ def _attempt(run_dir: Path | None, generation: int, local_rank: int) -> Path | N
 class LogView:
     """The logs of a job, as far as they have been shown."""
 
-    def __init__(self, story: Story, wanted: Wanted) -> None:
+    def __init__(self, story: JobLogs, wanted: Wanted) -> None:
         self._story = story
         self._wanted = wanted
-        self._places = Places(wanted.generation)
+        self._places = RankLocations(wanted.generation)
         self._dirs: dict[str, Path] = {}
         self._events = Follower()
         self._logs = Follower()

@@ -14,7 +14,7 @@ from torchelastic.events.types import AgentStarted, Event, JobEnded, Joined
 
 
 @dataclass(frozen=True)
-class Story:
+class JobLogs:
     """A job's logs: those that its agents on this machine registered, or those at a path."""
 
     entry: JobEntry | None = None
@@ -30,12 +30,12 @@ class Story:
         agents = [agent for entry in job_registry.list_jobs() for agent in entry.agents]
         return any(agent.alive and agent.events.resolve() in files for agent in agents)
 
-    def again(self) -> Story:
+    def again(self) -> JobLogs:
         """Return the same job with its current agents."""
         if self.entry is None:
             return self
         found = [entry for entry in job_registry.list_jobs() if entry.job == self.entry.job]
-        return Story(entry=found[0]) if found else self
+        return JobLogs(entry=found[0]) if found else self
 
     def files(self) -> list[Path]:
         """Return the event logs that exist."""
@@ -53,14 +53,14 @@ class Story:
 def files_of(entry: JobEntry) -> list[Path]:
     """Return the logs of a job's agents on this machine, leaders' logs of all agents included."""
     own = [agent.events for agent in entry.agents]
-    collected = [path.with_name(log.GATHERED_FILE) for path in own]
+    collected = [path.with_name(log.COLLECTED_FILE) for path in own]
     return [path for path in collected if path.exists()] + own
 
 
-def entry_for(story: Story, records: Sequence[Record]) -> JobEntry:
+def entry_for(logs: JobLogs, records: Sequence[Record]) -> JobEntry:
     """Return the entry of the job at a path: as registered on this machine or, for a job from
     elsewhere, made from its events."""
-    directories = {path.resolve().parent for path in story.files()}
+    directories = {path.resolve().parent for path in logs.files()}
     nodes = {record.node for record in records}
     here = [
         agent
@@ -70,8 +70,8 @@ def entry_for(story: Story, records: Sequence[Record]) -> JobEntry:
     ]
     if here:
         return JobEntry(here[0].job, job_registry.latest_run(here))
-    assert story.where is not None, "a registered job has an entry"
-    return JobEntry(records[0].job, _agents_in(records, story.where), registered=False)
+    assert logs.where is not None, "a registered job has an entry"
+    return JobEntry(records[0].job, _agents_in(records, logs.where), registered=False)
 
 
 def _agents_in(records: Sequence[Record], where: Path) -> tuple[AgentEntry, ...]:
@@ -104,23 +104,23 @@ def _updated(agent: AgentEntry, event: Event | None) -> AgentEntry:
     return agent
 
 
-def choose(wanted: str | None, job: str | None = None) -> Story:
+def choose(wanted: str | None, job: str | None = None) -> JobLogs:
     """Find one job: by its id or a prefix of it, by a directory or file, or the running one."""
-    if (story := at_a_place(wanted, job)) is not None:
-        return story
+    if (logs := at_path(wanted, job)) is not None:
+        return logs
     name, entries = wanted or job, job_registry.list_jobs()
-    return Story(entry=_only(entries if name is None else matching(name, entries)))
+    return JobLogs(entry=_only(entries if name is None else matching(name, entries)))
 
 
-def at_a_place(wanted: str | None, job: str | None = None) -> Story | None:
+def at_path(wanted: str | None, job: str | None = None) -> JobLogs | None:
     """Return the job in a directory or file, if `wanted` is a path and not a job id."""
     if wanted is not None and job is not None:
-        return Story(where=_place(wanted), job=job)
+        return JobLogs(where=_place(wanted), job=job)
     name = wanted if wanted is not None else job
     if not name or not Path(name).exists():
         return None
     is_job = any(entry.job == name for entry in job_registry.list_jobs())
-    return None if is_job else Story(where=Path(name))
+    return None if is_job else JobLogs(where=Path(name))
 
 
 def matching(name: str, entries: Sequence[JobEntry]) -> list[JobEntry]:

@@ -89,16 +89,16 @@ class Failures:
         match record.event:
             case events.Hang() as hang:
                 self._hang = generation, hangs.part(hang)
-            case events.WorkerFailed(failure=told):
-                self._seen(record, Failure.from_json({"generation": generation, **told}))
-            case events.GenerationOver(cause=told) if told is not None:
-                self._judged(record, told)
+            case events.WorkerFailed(failure=data):
+                self._seen(record, Failure.from_json({"generation": generation, **data}))
+            case events.GenerationOver(cause=data) if data is not None:
+                self._judged(record, data)
             case events.RestartDecided(kind=kind) if kind and kind not in FAILURES:
                 self._acquitted()
-            case events.RestartDecided(cause=told, consequences=others) if told is not None:
-                self._judged(record, told, others, finally_=True)
-            case events.JobEnded(cause=told) if told is not None:
-                self._judged(record, told, finally_=True)
+            case events.RestartDecided(cause=data, consequences=others) if data is not None:
+                self._judged(record, data, others, finally_=True)
+            case events.JobEnded(cause=data) if data is not None:
+                self._judged(record, data, finally_=True)
 
     def view(self) -> FailureView | None:
         """The last one, if there was any."""
@@ -118,12 +118,12 @@ class Failures:
     def _judged(
         self,
         record: Record,
-        told: events.Json,
+        data: events.Json,
         others: Sequence[events.Json] = (),
         *,
         finally_: bool = False,
     ) -> None:
-        cause = Failure.from_json(told)
+        cause = Failure.from_json(data)
         case = self._case(record, cause.generation)
         if case is not None:
             case.cause, case.closed = cause, case.closed or finally_

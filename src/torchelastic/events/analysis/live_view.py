@@ -8,7 +8,7 @@ from collections import deque
 
 from torchelastic.events import types as events
 from torchelastic.events.analysis import view
-from torchelastic.events.analysis.find_job import Story
+from torchelastic.events.analysis.find_job import JobLogs
 from torchelastic.events.analysis.follow import Follower
 from torchelastic.events.analysis.view import JobFold, JobView
 from torchelastic.events.record import Record
@@ -43,11 +43,11 @@ class _Heard:
         return True
 
 
-class LivePicture:
+class LiveView:
     """Reads only new lines at each look. `close` it."""
 
-    def __init__(self, story: Story) -> None:
-        self._story = story
+    def __init__(self, logs: JobLogs) -> None:
+        self._logs = logs
         self._follower = Follower()
         self._begin()
 
@@ -57,9 +57,9 @@ class LivePicture:
         self._follower.close()
         self._follower = Follower()
         # Skip to the ends first: lines written meanwhile come twice, and are recognized.
-        self._follower.skip(self._story.files())
-        records = self._story.records(thin=True)
-        self._job = records[0].job if records else self._story.job
+        self._follower.skip(self._logs.files())
+        records = self._logs.records(thin=True)
+        self._job = records[0].job if records else self._logs.job
         self._heard = _Heard()
         for record in sorted(records, key=lambda record: record.mono):
             self._heard.note(record)
@@ -77,7 +77,7 @@ class LivePicture:
 
     @property
     def alive(self) -> bool:
-        return self._story.alive
+        return self._logs.alive
 
     def close(self) -> None:
         self._follower.close()
@@ -89,7 +89,7 @@ class LivePicture:
 
     def read(self) -> bool:
         """Read what is new; return True if there is anything."""
-        self._story = self._story.again()
+        self._logs = self._logs.again()
         news = self._news()
         self._late |= any(record.time < self._folded - _LATE for record in news)
         if self._late and time.monotonic() - self._begun > _READ_AGAIN:
@@ -103,9 +103,9 @@ class LivePicture:
         fold = copy.deepcopy(self._fold)
         for record in self._recent:
             fold.feed(record)
-        alive = self._story.alive
+        alive = self._logs.alive
         seen = fold.view(now=(time.time() if now is None else now) if alive else None)
-        entry = self._story.entry
+        entry = self._logs.entry
         dead = {agent.node for agent in entry.agents if not agent.alive} if entry else set()
         return view.without(seen, dead)
 
@@ -116,7 +116,7 @@ class LivePicture:
 
     def _news(self) -> list[Record]:
         found: list[Record] = []
-        for _, line in self._follower.new_lines(self._story.files()):
+        for _, line in self._follower.new_lines(self._logs.files()):
             record = Record.parse(line)
             if record is None or self._job not in (None, record.job):
                 continue

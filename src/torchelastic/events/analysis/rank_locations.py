@@ -9,7 +9,7 @@ from torchelastic.events.record import Record
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class RankLocation:
     """The agent and local rank of a worker in a generation."""
 
     rank: int
@@ -19,7 +19,7 @@ class Place:
 
 
 @dataclass
-class Places:
+class RankLocations:
     """The places of one generation: the wanted one, or the last."""
 
     wanted: int | None = None
@@ -40,10 +40,10 @@ class Places:
                 self._ranks.clear()
             self._ranks.setdefault(record.node, set()).update(ranks)
 
-    def known(self) -> list[Place]:
+    def known(self) -> list[RankLocation]:
         """Return places by rank, of nodes whose ranks are all known: local ranks follow ranks."""
         return sorted(
-            Place(rank, agent, local_rank)
+            RankLocation(rank, agent, local_rank)
             for agent, ranks in self._ranks.items()
             if len(ranks) == self._workers.get(agent, len(ranks))
             for local_rank, rank in enumerate(sorted(ranks))
