@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torchelastic.dashboard.access import Door
+from torchelastic.dashboard.access import AccessControl
 from torchelastic.dashboard.job_state import JobState, packed
 from torchelastic.dashboard.page_server import Server
 
@@ -79,7 +79,7 @@ class Served:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
     async def _open(self) -> Server:
-        server = Server(self._shown, Door(None))
+        server = Server(self._shown, AccessControl(None))
         _, self._port = await server.open("127.0.0.1", self._port)
         return server
 

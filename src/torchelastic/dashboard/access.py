@@ -16,13 +16,13 @@ from urllib.parse import parse_qs, quote
 
 from torchelastic.transport.http import Request, bears, is_loopback, same
 
-Verdict = Literal["in", "has token", "no token", "wrong host"]
+Access = Literal["in", "has token", "no token", "wrong host"]
 
 #: Hashed with the token to make the cookie.
 _COOKIE = b"torchelastic dashboard"
 
 
-class Door:
+class AccessControl:
     """Admits clients with the token; without a token, clients on this machine."""
 
     def __init__(self, token: bytes | None) -> None:
@@ -33,7 +33,7 @@ class Door:
             mark = hmac.new(token, _COOKIE, hashlib.sha256).hexdigest()
             self._name, self._mark = f"torchelastic-{mark[:8]}", mark[8:]
 
-    def judge(self, request: Request) -> Verdict:
+    def judge(self, request: Request) -> Access:
         """Return `in` if the request is admitted, or else why not."""
         if self._token is None:
             return "in" if is_loopback(request.get("host")) else "wrong host"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torchelastic.dashboard import responses, static_files
-from torchelastic.dashboard.access import Door
+from torchelastic.dashboard.access import AccessControl
 from torchelastic.dashboard.job_state import PACKED_HEAD, STILL_HERE, JobState, packed
 from torchelastic.dashboard.responses import Reply, Wanted
 from torchelastic.transport import http, http_socket
@@ -60,8 +60,8 @@ class Viewer:
 class Server:
     """Serves the page and the state of a job at one address."""
 
-    def __init__(self, source: Source, door: Door) -> None:
-        self._source, self._door = source, door
+    def __init__(self, source: Source, access: AccessControl) -> None:
+        self._source, self._access = source, access
         self._files = static_files.load()
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -180,7 +180,7 @@ class Server:
             logger.exception("The dashboard could not answer a request.")
 
     async def _answer(self, request: http.Request | None, viewer: Viewer) -> None:
-        found = responses.answer(request, self._door, self._files)
+        found = responses.answer(request, self._access, self._files)
         reply = found if isinstance(found, Reply) else None
         if request is not None and not isinstance(found, Reply):
             reply = await self._show(found, request, viewer)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from torchelastic.dashboard.access import Door
+from torchelastic.dashboard.access import AccessControl
 from torchelastic.dashboard.job_state import JobState
 from torchelastic.dashboard.static_files import File
 from torchelastic.transport import http
@@ -66,19 +66,21 @@ Wanted = Literal["state", "stream"]
 _WANTED: dict[str, Wanted] = {"/picture.json": "state", "/events": "stream"}
 
 
-def answer(request: Request | None, door: Door, files: Mapping[str, File]) -> Reply | Wanted:
+def answer(
+    request: Request | None, access: AccessControl, files: Mapping[str, File]
+) -> Reply | Wanted:
     """Return the response to a request. A refused client learns nothing, not even what exists."""
     if request is None:
         return refusal(400)
     if request.get("sec-fetch-site") == "cross-site" and request.path != "/":
         return refusal(403)  # a script of another site would at least use up a connection
-    match door.judge(request):
+    match access.judge(request):
         case "wrong host":
             return refusal(403)
         case "no token":
             return refusal(401)
         case "has token":
-            return _welcome(request, door)
+            return _welcome(request, access)
     if request.method not in ("GET", "HEAD"):
         return refusal(405)
     if request.path in files:
@@ -111,7 +113,7 @@ def takes_gzip(request: Request) -> bool:
     return "gzip" in names
 
 
-def _welcome(request: Request, door: Door) -> Reply:
+def _welcome(request: Request, access: AccessControl) -> Reply:
     """Move the token from the address into a cookie.
 
     Not with a redirect: a browser that followed a link from another site would not send a strict
@@ -120,5 +122,5 @@ def _welcome(request: Request, door: Door) -> Reply:
     """
     if request.method not in ("GET", "HEAD") or request.path != "/":
         return refusal(404)
-    fields = {"Set-Cookie": door.cookie(), "Refresh": "0; url=/"}
+    fields = {"Set-Cookie": access.cookie(), "Refresh": "0; url=/"}
     return Reply(200, b"One moment.\n", fields=fields)

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 
 from torchelastic.config import PAGE_ANYWHERE, format_endpoint, parse_endpoint
-from torchelastic.dashboard.access import Door
+from torchelastic.dashboard.access import AccessControl
 from torchelastic.dashboard.page_server import Server, Source
 from torchelastic.errors import EXIT_OK
 from torchelastic.transport.addresses import loopback_addresses
@@ -36,11 +36,11 @@ async def serve(
     host = HOST if address == PAGE_ANYWHERE else parse_endpoint(address)[0]
     if token is None and not loopback_addresses(host):
         token = secrets.token_urlsafe(24).encode()
-    door = Door(token)
-    server = Server(source, door)
+    access = AccessControl(token)
+    server = Server(source, access)
     try:
         where = await _open(server, address)
-        say(f"http://{_name(*where)}/{door.query()}")
+        say(f"http://{_name(*where)}/{access.query()}")
         await _end(until)
         await server.last_words()
     finally:

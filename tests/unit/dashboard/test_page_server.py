@@ -11,7 +11,7 @@ import zlib
 import pytest
 
 from torchelastic.dashboard import page_server, start
-from torchelastic.dashboard.access import Door
+from torchelastic.dashboard.access import AccessControl
 from torchelastic.dashboard.job_state import JobState
 from torchelastic.dashboard.page_server import Server
 
@@ -51,7 +51,7 @@ class Source:
 class Running:
     def __init__(self, source=None):
         self.source = source or Source()
-        self.server = Server(self.source, Door(None))
+        self.server = Server(self.source, AccessControl(None))
 
     async def __aenter__(self):
         _, self.port = await self.server.open("127.0.0.1", 0)
@@ -310,7 +310,7 @@ async def test_big_pictures_are_made_more_rarely(monkeypatch, took, pause):
     slept, sleep = [], asyncio.sleep
     monkeypatch.setattr(page_server, "PERIOD", 0.5)
     monkeypatch.setattr(page_server, "SHARE", 0.1)
-    made = Server(Source(), Door(None))
+    made = Server(Source(), AccessControl(None))
     made._took = took
     monkeypatch.setattr(made, "_look", lambda: sleep(0))
 

@@ -2,7 +2,7 @@
 
 from tests.unit.cli.tables import wrong
 from torchelastic.dashboard import responses, static_files
-from torchelastic.dashboard.access import Door
+from torchelastic.dashboard.access import AccessControl
 from torchelastic.dashboard.job_state import JobState
 from torchelastic.dashboard.responses import FIELDS, Reply, answer
 from torchelastic.transport import http
@@ -21,7 +21,7 @@ def asked(path="/", method="GET", query="", **fields):
 
 
 def got(request, door=None):
-    return answer(request, door or Door(None), FILES)
+    return answer(request, door or AccessControl(None), FILES)
 
 
 def status(request, door=None):
@@ -63,7 +63,7 @@ def test_what_there_is():
 
 
 def test_who_has_no_token_learns_nothing():
-    door, bearer = Door(TOKEN), {"authorization": "Bearer 0123456789abcdef"}
+    door, bearer = AccessControl(TOKEN), {"authorization": "Bearer 0123456789abcdef"}
     for path in ("/", "/static/page.js", "/events", "/picture.json", "/no/such/thing"):
         assert got(asked(path), door) == responses.refusal(401), path
         assert got(asked(path, "POST"), door) == responses.refusal(401), path
@@ -71,7 +71,7 @@ def test_who_has_no_token_learns_nothing():
 
 
 def test_the_token_becomes_a_cookie_and_leaves_the_address():
-    door = Door(TOKEN)
+    door = AccessControl(TOKEN)
     welcome = got(asked("/", query=door.query()[1:]), door)
     assert welcome.status == 200
     assert welcome.fields == {"Set-Cookie": door.cookie(), "Refresh": "0; url=/"}
@@ -115,7 +115,7 @@ def test_nothing_of_a_request_comes_back():
     ):
         raw = text.encode()
         head = b"GET /" + raw + b"?token=" + raw + b" HTTP/1.1\r\nHost: " + raw
-        for door in (Door(None), Door(TOKEN)):
+        for door in (AccessControl(None), AccessControl(TOKEN)):
             sent = got(http.parse(head), door)
             assert sent.status in (400, 401, 403), text
             assert sent.to_bytes() == responses.refusal(sent.status).to_bytes(), text
