@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torchelastic.dashboard.access import Door
-from torchelastic.dashboard.job_state import Picture, packed
+from torchelastic.dashboard.access import AccessControl
+from torchelastic.dashboard.job_state import JobState, packed
 from torchelastic.dashboard.page_server import Server
 
 #: Seconds, as the real pictures have it.
@@ -25,20 +25,20 @@ class Shown:
         self.silent = False
         self._data = picture
         self._made = time.monotonic()
-        self._latest = Picture.of(1, picture, live=picture["live"])
+        self._latest = JobState.of(1, picture, live=picture["live"])
 
     def show(self, picture: dict[str, Any]) -> None:
         self._data, self._made = picture, time.monotonic()
         number = self._latest.number + 1
-        self._latest = Picture.of(number, picture, live=picture["live"])
+        self._latest = JobState.of(number, picture, live=picture["live"])
 
     def show_torn(self) -> None:
         """Half of a picture."""
         number = self._latest.number + 1
         frame = b'event: picture\nid: %d\ndata: {"now": 1\n\n' % number
-        self._latest = Picture(number, True, b"", frame, packed(frame))
+        self._latest = JobState(number, True, b"", frame, packed(frame))
 
-    def look(self) -> Picture:
+    def look(self) -> JobState:
         """Of a job that goes on there is a new one every few seconds."""
         if self._latest.live and not self.silent and time.monotonic() - self._made > AGAIN:
             self.show(self._data)
@@ -79,7 +79,7 @@ class Served:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
     async def _open(self) -> Server:
-        server = Server(self._shown, Door(None))
+        server = Server(self._shown, AccessControl(None))
         _, self._port = await server.open("127.0.0.1", self._port)
         return server
 

@@ -24,7 +24,7 @@ def test_a_kill_and_its_recovery_are_shown_live(tab, tmp_path):
         node = made.start(script=[str(TRAINER), *arguments])
         tab.go(poll_for(lambda: address(node.stderr), what="the page's address", timeout=100))
         tab.wait_for(".answers", "Training")
-        tab.wait_for("#failure", "Nothing has failed so far.")
+        tab.wait_for("#failure", "No failure so far.")
         begun = poll_for(lambda: made.lines(event="step"), what="steps", timeout=100)
         victim = begun[-1]
         os.kill(victim["pid"], signal.SIGKILL)

@@ -45,7 +45,7 @@ def test_numbers_and_texts_are_for_people(modules):
 
 PHASES = {
     "Training": {},
-    "Standing still": {"stepped": NOW - 100},
+    "Not progressing": {"stepped": NOW - 100},
     "Starting": {"phase": "starting"},
     "Waiting for nodes": {"phase": "waiting"},
     "Recovering": {"phase": "restarting"},
@@ -92,9 +92,9 @@ def test_a_script_without_a_step_runs_and_is_not_called_good(modules):
 
 def test_what_was_done_again_is_said_where_it_is_known(modules):
     found = training().to_json()["goodput"]
-    assert modules("goodput", "again", found) == "besides those in flight, 4 steps done again"
+    assert modules("goodput", "again", found) == "4 steps redone, plus those in flight"
     unknown = modules("goodput", "again", found | {"redone_known": False})
-    assert unknown == "what was done again, besides steps in flight, is not known"
+    assert unknown == "redone steps unknown, other than those in flight"
 
 
 def worlds(*members: str) -> list[dict[str, object]]:

@@ -218,7 +218,7 @@ def test_what_is_wrong_is_refused_before_anything_starts(tmp_path):
     command = [sys.executable, "-m", "torchelastic", "dashboard", str(tmp_path / "nowhere")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode == 2
-    assert "This machine knows no job" in ended.stderr
+    assert "on this machine: `torchelastic status` lists" in ended.stderr
 
 
 def test_a_node_that_does_not_lead_shows_its_own_view_and_who_leads(tmp_path, monkeypatch):

@@ -171,4 +171,4 @@ def test_a_plain_script_can_be_asked_and_goes_on(tmp_path):
 def test_nobody_answers_for_a_job_that_is_not_there():
     asked = stacks("no-such-job")
     assert asked.returncode == 2
-    assert "knows no job 'no-such-job'" in asked.stderr
+    assert "No job 'no-such-job' on this machine" in asked.stderr

@@ -394,6 +394,6 @@ def test_a_node_that_comes_after_the_end_begins_nothing(tmp_path):
         late = it.start()
         assert late.wait() == 0
         assert f"Job 'job{it.port}' finished " in late.stderr
-        assert "this node comes too late" in late.stderr
+        assert "this node is too late" in late.stderr
         assert late.events() == []
     assert len(it.lines(event="finish")) == 1

@@ -133,7 +133,12 @@ def check_status(told: dict) -> None:
 
 
 def check_events(text: str) -> None:
-    for said in ("a world of 2 workers", "killed by SIGKILL", "trains from step", "exit code 0"):
+    for said in (
+        "world formed with 2 workers",
+        "killed by SIGKILL",
+        "trains from step",
+        "exit code 0",
+    ):
         assert said in text
 
 

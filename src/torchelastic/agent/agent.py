@@ -51,7 +51,7 @@ from torchelastic.config import Entry, LaunchConfig
 from torchelastic.errors import EXIT_FAILED, RendezvousLost
 from torchelastic.events import job_registry
 from torchelastic.events.handlers import sink_for
-from torchelastic.events.log import GATHERED_FILE, EventLog
+from torchelastic.events.log import COLLECTED_FILE, EventLog
 from torchelastic.rendezvous.embedded.voter_file import claim
 from torchelastic.rendezvous.membership.member_session import MemberSession
 from torchelastic.rendezvous.world import Base, World
@@ -243,7 +243,7 @@ class Agent:
         )
         if self._metrics is not None:
             self._metrics.follow(self._events)
-        collected = CollectedLog(path.with_name(GATHERED_FILE))
+        collected = CollectedLog(path.with_name(COLLECTED_FILE))
         self._collector = LogCollector(collected, self._clock)
         self._shipper = LogShipper(
             self._events,
@@ -337,7 +337,7 @@ class Agent:
         with observing("Writing the last events"):
             await self._collector.close()
         await self._reporter.sum_up(
-            self._events.path.with_name(GATHERED_FILE), leads=self._shipper.leads
+            self._events.path.with_name(COLLECTED_FILE), leads=self._shipper.leads
         )
         await self._factory.close()
         with observing("Closing the logs"):

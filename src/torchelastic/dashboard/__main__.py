@@ -1,7 +1,7 @@
-"""`python -m torchelastic.dashboard JOB NODE ADDRESS [TOKEN_FILE]`: the page of an agent's.
+"""`python -m torchelastic.dashboard JOB NODE ADDRESS [TOKEN_FILE]`: the dashboard of an agent.
 
-Its first line on standard output, a JSON object, says where the page is, or why it is not. It ends
-when its standard input does.
+Its first line on stdout is a JSON object with the URL of the page, or the error. It ends when its
+stdin is closed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import sys
 
 from torchelastic.dashboard import start
-from torchelastic.dashboard.job_state import Pictures
+from torchelastic.dashboard.job_state import StateReader
 from torchelastic.errors import EXIT_FAILED, TorchElasticError
 from torchelastic.events.analysis.find_job import choose
 
@@ -22,20 +22,20 @@ def main() -> int:
     logging.basicConfig(format="[torchelastic dashboard] %(message)s", level=logging.WARNING)
     try:
         token = start.load_token(next(iter(files), None), "--dashboard-token-file")
-        pictures = Pictures(choose(job), node)
-        return asyncio.run(start.serve(pictures, address, token, _found, until=0))
+        reader = StateReader(choose(job), node)
+        return asyncio.run(start.serve(reader, address, token, _print_url, until=0))
     except (TorchElasticError, OSError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        _tell({"error": reason})
+        _print({"error": reason})
         return EXIT_FAILED
 
 
-def _found(url: str) -> None:
-    _tell({"url": url})
+def _print_url(url: str) -> None:
+    _print({"url": url})
 
 
-def _tell(said: dict[str, str]) -> None:
-    print(json.dumps(said), flush=True)
+def _print(result: dict[str, str]) -> None:
+    print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""The job as it stands, as bytes that are the same for everybody who looks.
+"""The state of the job, encoded once for all viewers.
 
     {"now", "live", "node", "leader", "whole", "view": JobView.to_json(),
      "log": [{"wall", "node", "type", "text"}, …]}
 
-`node` is the node whose page this is, `leader` who leads as far as it is known here, and `whole`
-whether every node of the world has been heard: only the leader's node has what all nodes told.
+`node` is the node of this dashboard, `leader` the leader if known, and `whole` is true if the logs
+here have events of every node of the world: only the leader's node has them all.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchelastic.events import words
-from torchelastic.events.analysis.find_job import Story
-from torchelastic.events.analysis.live_view import LivePicture
+from torchelastic.events.analysis.find_job import JobLogs
+from torchelastic.events.analysis.live_view import LiveView
 from torchelastic.events.analysis.view import JobView
 from torchelastic.events.record import Record
 
-#: Said now and then where there is nothing to say: whoever is in between forgets who is silent.
+#: Sent on an idle stream: proxies drop silent connections.
 STILL_HERE = b": still here\n\n"
-#: Before packed frames: the beginning of a gzip file.
+#: Sent before packed frames: the head of a gzip file.
 PACKED_HEAD = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
-#: Of a job that goes on a picture is made though nothing has happened: its time passes.
+#: Seconds after which the state of a running job is made again without new events: time passes.
 _AGAIN = 5.0
 
 
 @dataclass(frozen=True)
-class Picture:
-    """One picture, as JSON, and as an event of a stream, plain and packed."""
+class JobState:
+    """One state of the job: as JSON, and as an event of a stream, plain and packed."""
 
     number: int
     live: bool
@@ -42,36 +42,36 @@ class Picture:
     packed: bytes
 
     @classmethod
-    def of(cls, number: int, data: Any, *, live: bool) -> Picture:
+    def of(cls, number: int, data: Any, *, live: bool) -> JobState:
         body = encoded(data)
         frame = b"event: picture\nid: %d\ndata: %s\n\n" % (number, body)
         return cls(number, live, body, frame, packed(frame))
 
 
-class Pictures:
+class StateReader:
     """Reads a job's logs as they grow. Used by one thread at a time; `close` it."""
 
     def __init__(
-        self, story: Story, node: str | None = None, clock: Callable[[], float] = time.time
+        self, logs: JobLogs, node: str | None = None, clock: Callable[[], float] = time.time
     ) -> None:
-        self._story, self._node, self._clock = story, node, clock
-        self._live: LivePicture | None = None
+        self._logs, self._node, self._clock = logs, node, clock
+        self._live: LiveView | None = None
         self._made = float("-inf")
-        self.latest: Picture | None = None
+        self.latest: JobState | None = None
 
-    def look(self) -> Picture:
-        """The picture: the same as before where nothing has changed."""
+    def look(self) -> JobState:
+        """Return the current state; the same object if nothing changed."""
         if self._live is None:
-            self._live = LivePicture(self._story)
+            self._live = LiveView(self._logs)
         now = self._clock()
         news = self._live.read()
         alive = self._live.alive
         old = self.latest
         if old is None or news or alive != old.live or (alive and now - self._made > _AGAIN):
             seen = self._live.view(now)
-            told = picture(seen, self._live.latest(), now, live=alive, agent=self._node)
+            data = state_of(seen, self._live.latest(), now, live=alive, agent=self._node)
             number = 1 if old is None else old.number + 1
-            self.latest, self._made = Picture.of(number, told, live=alive), now
+            self.latest, self._made = JobState.of(number, data, live=alive), now
         assert self.latest is not None
         return self.latest
 
@@ -81,7 +81,7 @@ class Pictures:
             self._live = None
 
 
-def picture(
+def state_of(
     seen: JobView,
     latest: Sequence[tuple[str, Record]],
     now: float,
@@ -89,7 +89,7 @@ def picture(
     live: bool,
     agent: str | None,
 ) -> dict[str, Any]:
-    """All that is shown; `latest` are the last events with the names of their nodes."""
+    """Return all that the page shows; `latest` are the last events with their nodes' names."""
     nodes = list(seen.nodes.values())
     return {
         "now": now,
@@ -111,7 +111,7 @@ def picture(
 
 
 def _is_whole(seen: JobView) -> bool:
-    """Whether every node of the last world has been heard: a world names some of thousands."""
+    """Return True if there are events of every node of the last world, named or not."""
     if not seen.worlds:
         return True
     last = seen.worlds[-1]
@@ -120,7 +120,7 @@ def _is_whole(seen: JobView) -> bool:
 
 
 def encoded(data: Any) -> bytes:
-    """As JSON that browsers take: a log may have numbers that JSON has not."""
+    """Encode as JSON for browsers: NaN and infinity, which a log may hold, become null."""
     try:
         return _dumped(data)
     except ValueError:
@@ -128,9 +128,9 @@ def encoded(data: Any) -> bytes:
 
 
 def packed(frame: bytes) -> bytes:
-    """A part of a gzip stream that needs nothing of what came before it.
+    """Return a part of a gzip stream that can be unpacked without the parts before it.
 
-    So it is packed once for all: whoever skips pictures unpacks the next one all the same.
+    So it is packed once for all viewers, even those that skip states.
     """
     packer = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS)
     return packer.compress(frame) + packer.flush(zlib.Z_FULL_FLUSH)

@@ -1,7 +1,7 @@
-"""The page's server. It only reads, and whoever looks does not matter to it for long.
+"""The HTTP server of the page.
 
-A picture is made in a thread, once for all, and only while somebody looks. Each reader is sent the
-latest one when it is done with the last: who is slow skips pictures, and none is kept for it.
+The state of the job is made in a thread, once for all viewers, and only while there are any. Each
+viewer gets the latest state when it has received the last: a slow viewer skips states.
 """
 
 from __future__ import annotations
@@ -16,68 +16,68 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torchelastic.dashboard import responses, static_files
-from torchelastic.dashboard.access import Door
-from torchelastic.dashboard.job_state import PACKED_HEAD, STILL_HERE, Picture, packed
+from torchelastic.dashboard.access import AccessControl
+from torchelastic.dashboard.job_state import PACKED_HEAD, STILL_HERE, JobState, packed
 from torchelastic.dashboard.responses import Reply, Wanted
 from torchelastic.transport import http, http_socket
 
 logger = logging.getLogger(__name__)
 
-#: Connections at a time, and those among them that get one picture after the other.
+#: Connections at a time, and streams among them.
 MOST, MOST_STREAMS = 256, 200
-#: That the kernel keeps for us.
+#: Connections that wait to be accepted.
 BACKLOG = 128
-#: Seconds between two pictures, at least and at most; in between, as long as it takes for pictures
-#: to use no more than this share of a processor.
+#: Seconds between two states, at least and at most; in between, so long that making them uses at
+#: most this share of a processor.
 PERIOD, LONGEST, SHARE = 0.5, 5.0, 0.1
-#: Seconds for a request, for an answer, and after which a silent stream is told that it goes on.
+#: Seconds for a request or a response, and between keep-alives of a stream.
 PATIENCE, KEEP_ALIVE = 10.0, 15.0
-#: Seconds for the last picture, when the job has ended.
+#: Seconds to send the last state when the job has ended.
 LAST = 2.5
-#: Bytes the kernel holds for one reader: readers that never read must not cost much.
+#: Send buffer of one viewer: those that never read must not cost much.
 HELD = 64 * 1024
 
 _PACKED_STILL_HERE = packed(STILL_HERE)
 
 
 class Source(Protocol):
-    """Where pictures come from; asked by one thread at a time."""
+    """The source of job states; used by one thread at a time."""
 
-    def look(self) -> Picture: ...
+    def look(self) -> JobState: ...
 
 
 @dataclass
-class Talk:
-    """A connection: whether it gets one picture after the other, and the last it was sent."""
+class Viewer:
+    """A connection: whether it is a stream, and the last state it was sent."""
 
     connection: socket.socket
     streams: bool = False
     shown: int = 0
-    #: It has been told to go, and is still there until it gets its turn.
+    #: Its task is cancelled, but has not ended yet.
     leaving: bool = False
 
 
 class Server:
-    """Serves a job's pictures at one address."""
+    """Serves the page and the state of a job at one address."""
 
-    def __init__(self, source: Source, door: Door) -> None:
-        self._source, self._door = source, door
+    def __init__(self, source: Source, access: AccessControl) -> None:
+        self._source, self._access = source, access
         self._files = static_files.load()
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        #: Who is connected, the oldest first.
-        self._talks: dict[asyncio.Task[None], Talk] = {}
-        self._latest: Picture | None = None
+        #: Connected viewers, the oldest first.
+        self._viewers: dict[asyncio.Task[None], Viewer] = {}
+        self._latest: JobState | None = None
         self._looking = asyncio.Lock()
         self._made = float("-inf")
         self._took = 0.0
         self._complained = False
-        #: Somebody looks; and, made anew each time: there is a newer picture.
+        #: Set while there are streams; and, replaced each time: set by a newer state.
         self._watched = asyncio.Event()
         self._news = asyncio.Event()
 
     async def open(self, address: str, port: int) -> tuple[str, int]:
-        """Listen there; returns where that is. Raises `OSError` where it cannot be."""
+        """Listen and return the address. Raises `OSError` if it cannot listen."""
         self._listener = await http_socket.listen(address, port, BACKLOG)
         for work in (self._accept(self._listener), self._keep_looking()):
             self._tasks.add(asyncio.create_task(work))
@@ -85,24 +85,24 @@ class Server:
         return str(host), int(number)
 
     async def last_words(self) -> None:
-        """Show those who look how the job ended; who does not read is not waited for long."""
+        """Send all streams the final state; slow viewers are not waited for long."""
         if not self._streams():
             return
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._tell_the_end(), LAST)
 
     async def close(self) -> None:
-        ending = [*self._tasks, *self._talks]
+        ending = [*self._tasks, *self._viewers]
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
         if self._listener is not None:
             self._listener.close()
 
-    # --- pictures --------------------------------------------------------------------------------
+    # --- states ----------------------------------------------------------------------------------
 
-    def _streams(self) -> list[Talk]:
-        return [talk for talk in self._talks.values() if talk.streams]
+    def _streams(self) -> list[Viewer]:
+        return [viewer for viewer in self._viewers.values() if viewer.streams]
 
     async def _keep_looking(self) -> None:
         while True:
@@ -113,101 +113,102 @@ class Server:
     def _pause(self) -> float:
         return min(max(PERIOD, self._took * (1 / SHARE - 1)), LONGEST)
 
-    async def _look(self, *, age: float = 0.0) -> Picture | None:
-        """Make a picture, unless there is one of this age; the last there was where it fails."""
+    async def _look(self, *, age: float = 0.0) -> JobState | None:
+        """Make a state, unless the last is at most `age` seconds old; the last one on failure."""
         loop = asyncio.get_running_loop()
         async with self._looking:
             if self._latest is not None and loop.time() - self._made < age:
                 return self._latest
             try:
-                self._took, picture = await asyncio.to_thread(_timed, self._source.look)
-            except Exception:  # of one picture: the next may be right, and who looks waits for it
+                self._took, state = await asyncio.to_thread(_timed, self._source.look)
+            except Exception:  # the next attempt may succeed
                 self._complain()
                 return self._latest
             self._made = loop.time()
-            if self._latest is None or picture.number != self._latest.number:
-                self._latest = picture
+            if self._latest is None or state.number != self._latest.number:
+                self._latest = state
                 self._news.set()
                 self._news = asyncio.Event()
             return self._latest
 
     def _complain(self) -> None:
-        """Once: it may be so twice a second from now on."""
+        """Log once: it may fail twice a second from now on."""
         if not self._complained:
             self._complained = True
-            logger.exception("A picture of the job could not be made.")
+            logger.exception("The dashboard cannot read the state of the job; it keeps trying.")
 
     async def _tell_the_end(self) -> None:
-        picture = await self._look()
-        while picture and any(talk.shown < picture.number for talk in self._streams()):
+        state = await self._look()
+        while state and any(viewer.shown < state.number for viewer in self._streams()):
             await asyncio.sleep(0.01)
 
-    # --- who looks -------------------------------------------------------------------------------
+    # --- viewers ---------------------------------------------------------------------------------
 
     async def _accept(self, listener: socket.socket) -> None:
         async for connection in http_socket.accepted(listener):
             self._make_room()
-            talk = Talk(connection)
-            task = asyncio.create_task(self._talk(talk), name="reader")
-            self._talks[task] = talk
+            viewer = Viewer(connection)
+            task = asyncio.create_task(self._serve(viewer), name="reader")
+            self._viewers[task] = viewer
             task.add_done_callback(self._ended)
 
     def _make_room(self) -> None:
-        """There are fewer streams than places: somebody is there who has not been answered yet.
+        """Cancel the oldest request if there are too many connections.
 
-        Many may come before anybody who is told to go gets its turn, and is gone.
+        There is one, since streams are limited to fewer. Many connections may come before a
+        cancelled one has ended.
         """
-        staying = [(task, talk) for task, talk in self._talks.items() if not talk.leaving]
+        staying = [(task, viewer) for task, viewer in self._viewers.items() if not viewer.leaving]
         if len(staying) >= MOST:
-            task, talk = next(one for one in staying if not one[1].streams)
-            talk.leaving = True
+            task, viewer = next(one for one in staying if not one[1].streams)
+            viewer.leaving = True
             task.cancel()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._talks.pop(task).connection.close()  # here: it may be told to go before it begins
+        self._viewers.pop(task).connection.close()  # here: a task may be cancelled before it starts
         if not self._streams():
             self._watched.clear()
 
-    async def _talk(self, talk: Talk) -> None:
+    async def _serve(self, viewer: Viewer) -> None:
         try:
-            head = await asyncio.wait_for(http_socket.receive_head(talk.connection), PATIENCE)
+            head = await asyncio.wait_for(http_socket.receive_head(viewer.connection), PATIENCE)
             if head is not None:
-                await self._answer(http.parse(head), talk)
+                await self._answer(http.parse(head), viewer)
         except (OSError, asyncio.TimeoutError) as error:
-            logger.debug("a reader is gone: %r", error)
-        except Exception:  # told here: nobody waits for this task
-            logger.exception("A reader could not be answered.")
+            logger.debug("a viewer disconnected: %r", error)
+        except Exception:  # logged here: nothing waits for this task
+            logger.exception("The dashboard could not answer a request.")
 
-    async def _answer(self, request: http.Request | None, talk: Talk) -> None:
-        found = responses.answer(request, self._door, self._files)
+    async def _answer(self, request: http.Request | None, viewer: Viewer) -> None:
+        found = responses.answer(request, self._access, self._files)
         reply = found if isinstance(found, Reply) else None
         if request is not None and not isinstance(found, Reply):
-            reply = await self._show(found, request, talk)
+            reply = await self._show(found, request, viewer)
         if reply is not None:
             head_only = request is not None and request.method == "HEAD"
-            await _send(talk.connection, reply.to_bytes(body=not head_only))
-            talk.connection.shutdown(socket.SHUT_WR)
+            await _send(viewer.connection, reply.to_bytes(body=not head_only))
+            viewer.connection.shutdown(socket.SHUT_WR)
 
-    async def _show(self, wanted: Wanted, request: http.Request, talk: Talk) -> Reply | None:
-        """The answer to who wants pictures; None after it has had them, one after the other."""
-        if wanted == "picture":
-            return responses.picture(await self._look(age=self._pause()))
+    async def _show(self, wanted: Wanted, request: http.Request, viewer: Viewer) -> Reply | None:
+        """Return the current state, or None after serving a stream to its end."""
+        if wanted == "state":
+            return responses.state(await self._look(age=self._pause()))
         if request.method == "HEAD":
             return responses.STREAM
         if len(self._streams()) >= MOST_STREAMS:
             return responses.refusal(503)
-        talk.streams = True
+        viewer.streams = True
         self._watched.set()
-        await self._stream(talk, packs=responses.takes_gzip(request))
+        await self._stream(viewer, packs=responses.takes_gzip(request))
         return None
 
-    async def _stream(self, talk: Talk, *, packs: bool) -> None:
-        """Pictures until the reader is gone, or takes nothing any more."""
+    async def _stream(self, viewer: Viewer, *, packs: bool) -> None:
+        """Send states until the viewer disconnects or stops reading."""
         loop = asyncio.get_running_loop()
-        talk.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, HELD)
-        # Readers say nothing more: what comes is the end, or noise that ends it as well.
-        gone = asyncio.ensure_future(loop.sock_recv(talk.connection, 1))
-        sending = asyncio.ensure_future(self._send_pictures(talk, packs=packs))
+        viewer.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, HELD)
+        # Viewers send nothing more: any data, or the end of the connection, ends the stream.
+        gone = asyncio.ensure_future(loop.sock_recv(viewer.connection, 1))
+        sending = asyncio.ensure_future(self._send_states(viewer, packs=packs))
         try:
             await asyncio.wait({gone, sending}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
@@ -217,14 +218,14 @@ class Server:
             sending.cancel()
             await asyncio.gather(gone, sending, return_exceptions=True)
 
-    async def _send_pictures(self, talk: Talk, *, packs: bool) -> None:
-        connection = talk.connection
+    async def _send_states(self, viewer: Viewer, *, packs: bool) -> None:
+        connection = viewer.connection
         await _send(connection, responses.stream_head(packed=packs) + PACKED_HEAD * packs)
         while True:
-            news, picture = self._news, self._latest
-            if picture is not None and picture.number > talk.shown:
-                await _send(connection, picture.packed if packs else picture.frame)
-                talk.shown = picture.number
+            news, state = self._news, self._latest
+            if state is not None and state.number > viewer.shown:
+                await _send(connection, state.packed if packs else state.frame)
+                viewer.shown = state.number
                 continue
             try:
                 await asyncio.wait_for(news.wait(), KEEP_ALIVE)
@@ -232,11 +233,11 @@ class Server:
                 await _send(connection, _PACKED_STILL_HERE if packs else STILL_HERE)
 
 
-def _timed(look: Callable[[], Picture]) -> tuple[float, Picture]:
-    """A picture, and the processor's time for it: on a busy machine, waiting is no work."""
+def _timed(look: Callable[[], JobState]) -> tuple[float, JobState]:
+    """Return the processor time for a state, and the state; waiting on a busy machine is free."""
     began = time.thread_time()
-    picture = look()
-    return time.thread_time() - began, picture
+    state = look()
+    return time.thread_time() - began, state
 
 
 async def _send(connection: socket.socket, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What a request gets. Pure: nothing of a user's text is in what is made here."""
+"""The response to each request. Pure. Responses made here never contain users' text."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from torchelastic.dashboard.access import Door
-from torchelastic.dashboard.job_state import Picture
+from torchelastic.dashboard.access import AccessControl
+from torchelastic.dashboard.job_state import JobState
 from torchelastic.dashboard.static_files import File
 from torchelastic.transport import http
 from torchelastic.transport.http import Request
 
-#: With every answer: the page may load what lies beside it, and nothing else may load the page.
+#: Headers of every response: the page may load only its own files, and cannot be framed.
 FIELDS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -27,12 +27,12 @@ FIELDS = {
 }
 
 _HELP = {
-    400: "This is no request.",
-    401: "Open the address with the token that `torchelastic` printed when it started.",
-    403: "This page is for browsers of this machine: call it localhost, or give it a token.",
-    404: "There is nothing here.",
-    405: "This page can only be read.",
-    503: "Too many look at this job already: close some tabs.",
+    400: "Invalid request.",
+    401: "Token required: open the address that `torchelastic` printed when it started.",
+    403: "Only browsers on this machine may open this page: use localhost, or set a token.",
+    404: "Not found.",
+    405: "This page is read-only.",
+    503: "Too many viewers of this job: close some tabs.",
 }
 _MORE = {
     401: {"WWW-Authenticate": "Bearer"},
@@ -43,7 +43,7 @@ _MORE = {
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer that is known at once."""
+    """A complete response."""
 
     status: int
     body: bytes
@@ -51,34 +51,36 @@ class Reply:
     fields: Mapping[str, str] | None = None
 
     def to_bytes(self, *, body: bool = True) -> bytes:
-        """As it is sent; without `body` for who asks for the head only."""
+        """Encode the response; without `body` for a HEAD request."""
         whole = http.response(
             self.status, self.body, self.content_type, {**FIELDS, **(self.fields or {})}
         )
         return whole if body else whole[: whole.index(b"\r\n\r\n") + 4]
 
 
-#: To who asks for the head of a stream only.
+#: The response to a HEAD request for the stream.
 STREAM = Reply(200, b"", "text/event-stream")
 
-#: What is not known at once: the picture as it is now, and all that follow.
-Wanted = Literal["picture", "pictures"]
-_WANTED: dict[str, Wanted] = {"/picture.json": "picture", "/events": "pictures"}
+#: Requests for the state of the job: once, or as a stream.
+Wanted = Literal["state", "stream"]
+_WANTED: dict[str, Wanted] = {"/picture.json": "state", "/events": "stream"}
 
 
-def answer(request: Request | None, door: Door, files: Mapping[str, File]) -> Reply | Wanted:
-    """What a request gets. Who is not let in learns nothing, not even what there is."""
+def answer(
+    request: Request | None, access: AccessControl, files: Mapping[str, File]
+) -> Reply | Wanted:
+    """Return the response to a request. A refused client learns nothing, not even what exists."""
     if request is None:
         return refusal(400)
     if request.get("sec-fetch-site") == "cross-site" and request.path != "/":
-        return refusal(403)  # another site's script would take up a place, if nothing more
-    match door.judge(request):
+        return refusal(403)  # a script of another site would at least use up a connection
+    match access.judge(request):
         case "wrong host":
             return refusal(403)
         case "no token":
             return refusal(401)
         case "has token":
-            return _welcome(request, door)
+            return _welcome(request, access)
     if request.method not in ("GET", "HEAD"):
         return refusal(405)
     if request.path in files:
@@ -88,37 +90,37 @@ def answer(request: Request | None, door: Door, files: Mapping[str, File]) -> Re
 
 
 def refusal(status: int) -> Reply:
-    """An answer to who does not get it: what to do instead."""
+    """Return a refusal that says what to do instead."""
     return Reply(status, f"{_HELP[status]}\n".encode(), fields=_MORE.get(status))
 
 
-def picture(made: Picture | None) -> Reply:
-    """The picture as it is now, if one could be made."""
+def state(made: JobState | None) -> Reply:
+    """Return the current state of the job, if it could be read."""
     if made is None:
-        return Reply(503, b"The logs of this job cannot be read: the page's own log says why.\n")
+        return Reply(503, b"Cannot read the logs of this job: see the log of the dashboard.\n")
     return Reply(200, made.body, "application/json")
 
 
 def stream_head(*, packed: bool) -> bytes:
-    """The beginning of the pictures that follow."""
+    """Return the head of the stream response."""
     fields = {"Content-Type": STREAM.content_type, **FIELDS}
     return http.head(200, fields | ({"Content-Encoding": "gzip"} if packed else {}))
 
 
 def takes_gzip(request: Request) -> bool:
-    """Whether who asks unpacks what is packed."""
+    """Return True if the client accepts gzip."""
     names = (part.partition(";")[0].strip() for part in request.get("accept-encoding").split(","))
     return "gzip" in names
 
 
-def _welcome(request: Request, door: Door) -> Reply:
-    """The token becomes a cookie, and leaves the address.
+def _welcome(request: Request, access: AccessControl) -> Reply:
+    """Move the token from the address into a cookie.
 
-    Not by a redirection: a browser that came by a link on another site would not send a strict
-    cookie with the request that follows it. `Refresh` is a step of the page's own, and leaves no
-    entry in the history either.
+    Not with a redirect: a browser that followed a link from another site would not send a strict
+    cookie with the redirected request. `Refresh` is a navigation by the page itself, and leaves no
+    history entry either.
     """
     if request.method not in ("GET", "HEAD") or request.path != "/":
         return refusal(404)
-    fields = {"Set-Cookie": door.cookie(), "Refresh": "0; url=/"}
+    fields = {"Set-Cookie": access.cookie(), "Refresh": "0; url=/"}
     return Reply(200, b"One moment.\n", fields=fields)

@@ -1,4 +1,4 @@
-"""From an address and a token to a page that is there."""
+"""Start the page at an address, with a token if needed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import socket
 from collections.abc import Callable
 
 from torchelastic.config import PAGE_ANYWHERE, format_endpoint, parse_endpoint
-from torchelastic.dashboard.access import Door
+from torchelastic.dashboard.access import AccessControl
 from torchelastic.dashboard.page_server import Server, Source
 from torchelastic.errors import EXIT_OK
 from torchelastic.transport.addresses import loopback_addresses
 from torchelastic.transport.credentials import read_secret
 
-#: Where the page is unless said otherwise: here, or at a free port if that is taken.
+#: The default address of the page; if the port is taken, a free one.
 HOST, PORT = "127.0.0.1", 29480
 
 
@@ -28,19 +28,19 @@ async def serve(
     *,
     until: int | None = None,
 ) -> int:
-    """Serve the page, `say` its address, and end when asked to; returns the exit code.
+    """Serve the page, `say` its address, and return the exit code.
 
-    Asked to: by SIGINT or SIGTERM, or when nobody holds the other end of the descriptor `until`.
-    Raises `OSError` if it cannot listen.
+    Ends on SIGINT or SIGTERM, or when the other end of the descriptor `until` is closed. Raises
+    `OSError` if it cannot listen.
     """
     host = HOST if address == PAGE_ANYWHERE else parse_endpoint(address)[0]
     if token is None and not loopback_addresses(host):
         token = secrets.token_urlsafe(24).encode()
-    door = Door(token)
-    server = Server(source, door)
+    access = AccessControl(token)
+    server = Server(source, access)
     try:
         where = await _open(server, address)
-        say(f"http://{_name(*where)}/{door.query()}")
+        say(f"http://{_name(*where)}/{access.query()}")
         await _end(until)
         await server.last_words()
     finally:
@@ -49,7 +49,7 @@ async def serve(
 
 
 def load_token(path: str | None, flag: str) -> bytes | None:
-    """What is to be shown; None where no file is named."""
+    """Read the token; None without a file."""
     return read_secret(path, flag).reveal() if path is not None else None
 
 
@@ -66,7 +66,7 @@ async def _open(server: Server, address: str) -> tuple[str, int]:
 
 
 def _name(host: str, port: int) -> str:
-    """How a browser calls it; from elsewhere, if it listens at every address."""
+    """Return the address for browsers: the host name if it listens on all interfaces."""
     everywhere = host in ("0.0.0.0", "::")
     return format_endpoint(socket.gethostname() if everywhere else host, port)
 

@@ -1,11 +1,11 @@
-"""The page's own files, read once: no request ever names a path."""
+"""The files of the page, read once: no request can name a path."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import resources
 
-#: Of what may lie in `static/`; the rest is not served.
+#: Content types by suffix; files with others are not served.
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -17,14 +17,14 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class File:
-    """A file as it is sent."""
+    """A file as sent."""
 
     content_type: str
     body: bytes
 
 
 def load() -> dict[str, File]:
-    """All of them, by the paths at which they are asked for."""
+    """Return all files by request path."""
     found: dict[str, File] = {}
     for entry in resources.files("torchelastic.dashboard").joinpath("static").iterdir():
         content_type = _TYPES.get(f".{entry.name.rpartition('.')[2]}")

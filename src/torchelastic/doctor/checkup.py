@@ -1,4 +1,4 @@
-"""All checks of one launch, side by side where they wait, each with a time limit."""
+"""All checks of one launch; those that wait run in parallel, each with a time limit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torchelastic.doctor import (
 )
 from torchelastic.doctor.finding import Finding, fault, not_checked, ok, warning
 
-#: Seconds for a check that asks others.
+#: Seconds for a check that waits for something.
 LIMIT = 20.0
 
 Check = Callable[[], Sequence[Finding]]
@@ -36,29 +36,29 @@ Check = Callable[[], Sequence[Finding]]
 
 @dataclass(frozen=True)
 class Subject:
-    """What is examined: a launch, or the machine alone."""
+    """The subject of the checks: a launch, or the machine alone."""
 
-    #: As by default, where there is no launch.
+    #: The defaults, without a launch.
     config: LaunchConfig
-    #: What workers would run; None: not said.
+    #: What workers would run; None: not given.
     entry: Entry | None
     environ: Mapping[str, str]
     #: GPUs that workers would see.
     gpus: int = 0
     #: Why `run` would not start, a sentence each.
     refusals: Sequence[str] = ()
-    #: Variables that set a flag; whose flag is given as well; that any flag has.
+    #: Variables that set a flag; those overridden by a flag; all that belong to a flag.
     used: Sequence[str] = ()
     overridden: Sequence[str] = ()
     known: Sequence[str] = ()
-    #: Nothing was said of a launch, or nothing that `run` could make one of.
+    #: No launch was given, or none that `run` would accept.
     alone: bool = False
 
 
 def examine(subject: Subject) -> list[Finding]:
-    """Every finding, in the order in which they are told.
+    """Run all checks and return their findings in the order to show them.
 
-    To be called while this process has one thread.
+    Call it while this process has one thread.
     """
     watch = machine_facts.ClockWatch()
     here = machine_facts.gather()
@@ -76,22 +76,22 @@ def examine(subject: Subject) -> list[Finding]:
         *_launch(subject),
         *_on_machine(here, subject),
         *asked,
-        # Last: it compares the clocks over all that time.
+        # Last: it compares the clocks over the whole time.
         machine_rules.clock(watch.read(), subject.config),
     ]
 
 
 def side_by_side(checks: Mapping[str, tuple[Check, float]]) -> list[Finding]:
-    """The findings of checks that wait, in the order of the checks.
+    """Run checks in parallel and return their findings in the order of the checks.
 
-    One that does not end in time is left to itself, in a thread that ends with the process.
+    A check that times out keeps running in a daemon thread, which ends with the process.
     """
     found: dict[str, Sequence[Finding]] = {}
 
     def perform(name: str, check: Check) -> None:
         try:
             found[name] = check()
-        except Exception as error:  # told: what a check does not foresee must not hide the others
+        except Exception as error:  # an unexpected error must not hide the other checks
             found[name] = [not_checked(name, f"The check failed: {type(error).__name__}: {error}.")]
 
     began = time.monotonic()
@@ -104,13 +104,13 @@ def side_by_side(checks: Mapping[str, tuple[Check, float]]) -> list[Finding]:
     findings: list[Finding] = []
     for name, (_, limit) in checks.items():
         threads[name].join(max(began + limit - time.monotonic(), 0.0))
-        late = [not_checked(name, f"The check did not end within {limit:g} s.")]
+        late = [not_checked(name, f"The check timed out after {limit:g} s.")]
         findings += found.get(name, late)
     return findings
 
 
 def _launch(subject: Subject) -> list[Finding]:
-    """What can be said of the command line and the variables alone."""
+    """Check the command line and the environment variables."""
     config = subject.config
     found = [fault("launch", sentence) for sentence in subject.refusals]
     if subject.alone:
@@ -126,19 +126,19 @@ def _launch(subject: Subject) -> list[Finding]:
 
 
 def _beside(entry: Entry) -> list[Finding]:
-    """Modules that the script would import in place of others."""
+    """Find modules next to the script that hide others."""
     if entry.kind == "program":
         return []
     script = entry.kind == "script" and not os.path.isdir(entry.target)
     directory = os.path.dirname(os.path.abspath(entry.target)) if script else os.getcwd()
     found = variables.shadows(_modules_in(directory), directory)
     if script and os.path.isfile(entry.target) and not found:
-        return [ok("script", f"{entry.target} is there, and nothing beside it hides a module.")]
+        return [ok("script", f"{entry.target} exists, and no file next to it hides a module.")]
     return found
 
 
 def _modules_in(directory: str) -> list[str]:
-    """The names under which something in a directory can be imported."""
+    """Return the names of the modules and packages in a directory."""
     try:
         entries = os.listdir(directory)
     except OSError:
@@ -156,9 +156,9 @@ def _grow(config: LaunchConfig) -> list[Finding]:
     return [
         warning(
             "launch",
-            f"--grow {config.grow} waits for something in {where}, which is not there: newcomers "
-            "would never come in.",
-            "Correct the path, or make the directory.",
+            f"--grow {config.grow} waits for a file in {where}, which does not exist: new nodes "
+            "would never join.",
+            "Correct the path, or create the directory.",
         )
     ]
 
@@ -186,10 +186,10 @@ def _ports(here: machine_rules.Machine, subject: Subject) -> list[Finding]:
 
 
 def _directories(config: LaunchConfig) -> list[Finding]:
-    """Those that are known to be written to; where a script has its checkpoints, only it knows."""
+    """Check the directories known to be written to; the script may write to others."""
     found = []
     logs = config.log_dir or tempfile.gettempdir()
-    # Where it is none, a refusal of `run` says so.
+    # If it is not a directory, `run` refuses it, which is another finding.
     if logs != os.devnull and os.path.isdir(logs):
         found.append(machine_rules.directory(machine_facts.space_in(logs), "log"))
     checkpoints = _checkpoints(config)
@@ -199,7 +199,7 @@ def _directories(config: LaunchConfig) -> list[Finding]:
 
 
 def _checkpoints(config: LaunchConfig) -> str | None:
-    """The directory that `--grow after-checkpoint:PATH` waits for something in."""
+    """Return the directory that `--grow after-checkpoint:PATH` watches."""
     if config.grow.when != "after-checkpoint":
         return None
     return os.path.dirname(os.path.abspath(config.grow.path))
@@ -223,7 +223,7 @@ def _backend(subject: Subject) -> list[Finding]:
 
 
 def _torch(subject: Subject) -> list[Finding]:
-    """In the environment that the agent gives to workers."""
+    """Check torch in the environment that the agent gives to workers."""
     env = node_env(subject.environ, subject.config)
     if subject.config.max_nodes > 1:
         address = subject.config.local_addr or network_facts.own_name().outward

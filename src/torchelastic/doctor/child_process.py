@@ -1,4 +1,4 @@
-"""A process of ours with a time limit: it is gone when it is waited for no longer."""
+"""Run a program with a time limit, and make sure that it is gone afterwards."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 from torchelastic.system import die_with_owner
 
-#: Seconds it has to end by itself when its time is up.
+#: Seconds between SIGTERM and SIGKILL when the time is up.
 ENDING = 10.0
-#: Bytes of its output that are read.
+#: Bytes of its output that are read, at most.
 _MOST = 1 << 20
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How it ended: None if it had to be ended."""
+    """The exit code, None if it timed out, and the output."""
 
     exitcode: int | None
     output: str
@@ -30,18 +30,18 @@ class Ended:
     def last_words(self) -> str:
         """The last line it wrote to standard error."""
         lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "no output"
 
 
 def run(
     command: Sequence[str], env: Mapping[str, str], limit: float, cwd: str | None = None
 ) -> Ended:
     """Run a program to its end, or for `limit` seconds; it dies with this thread."""
-    leashed = [sys.executable, "-I", "-S", die_with_owner.__file__, str(os.getpid()), *command]
+    guarded = [sys.executable, "-I", "-S", die_with_owner.__file__, str(os.getpid()), *command]
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        # Files, not pipes: what it starts may outlive it for a moment and hold a pipe open.
+        # Files, not pipes: its children may outlive it for a moment and hold a pipe open.
         process = subprocess.Popen(
-            leashed, env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=errors
+            guarded, env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=errors
         )
         exitcode = _wait(process, limit)
         texts = []

@@ -1,4 +1,4 @@
-"""The etcd where the nodes are to meet: each server, its version, and a lease for a moment."""
+"""The check of etcd: each server, its version, and a short lease."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ CHECK = "etcd"
 OLDEST = (3, 4)
 #: Seconds for a server to answer.
 PATIENCE = 3.0
-#: Seconds that what a node asks of etcd may take without holding it up.
+#: A warning if a node's first requests take longer than this many seconds.
 SLOW = 0.5
-#: Seconds of the lease that is tried.
+#: Seconds of the trial lease.
 _LEASE = 5.0
 _STATUS = "/v3/maintenance/status"
 
 
 @dataclass(frozen=True)
 class Server:
-    """What one server answered."""
+    """The answer of one server."""
 
     place: str
     version: str = ""
@@ -46,7 +46,7 @@ class Server:
 
 
 def check(config: LaunchConfig) -> list[Finding]:
-    """Ask every server, then do what a node does, under the name of a job that nobody has."""
+    """Ask every server, then act as a node of a job with a random name."""
     if config.rdzv_endpoint == OWN_ETCD:
         return [_own_program()]
     try:
@@ -57,11 +57,11 @@ def check(config: LaunchConfig) -> list[Finding]:
 
 
 def _own_program() -> Finding:
-    # Imported here: it is for jobs that start an etcd of their own.
+    # Imported here: only jobs that start their own etcd need it.
     from torchelastic.rendezvous.etcd.local_server import find_etcd
 
     try:
-        return ok(CHECK, f"{find_etcd()} is started for this job.")
+        return ok(CHECK, f"The job will start its own etcd: {find_etcd()}.")
     except ConfigError as error:
         return fault(CHECK, str(error))
 
@@ -76,13 +76,13 @@ async def _examine(config: LaunchConfig, settings: EtcdSettings) -> list[Finding
 
 
 def servers_found(servers: list[Server]) -> list[Finding]:
-    """The verdict on what they answered. Pure."""
+    """Judge the answers of the servers. Pure."""
     answering = [server for server in servers if server.version]
     if not answering:
-        # Each says why; the first sentence is enough where all say the same.
+        # One finding is enough for servers with the same error.
         return [fault(CHECK, text) for text in dict.fromkeys(s.trouble for s in servers)]
     found = [
-        warning(CHECK, server.trouble, "The others are asked instead; see why this one is away.")
+        warning(CHECK, server.trouble, "Find out why it is down; the job uses the other servers.")
         for server in servers
         if server.trouble
     ]
@@ -91,8 +91,8 @@ def servers_found(servers: list[Server]) -> list[Finding]:
             found.append(
                 fault(
                     CHECK,
-                    f"etcd at {server.place} is {server.version}, and 3.4 is needed.",
-                    "Update it.",
+                    f"etcd at {server.place} has version {server.version}; 3.4 is required.",
+                    "Upgrade etcd.",
                 )
             )
     return found
@@ -115,7 +115,7 @@ async def _ask(place: tuple[str, int], settings: EtcdSettings) -> Server:
 
 
 async def _try_lease(places: tuple[tuple[str, int], ...], settings: EtcdSettings) -> Finding:
-    """Be a node for a moment; nothing is left."""
+    """Act as a node for a moment, and clean up."""
     job = f"doctor-{secrets.token_hex(4)}"
     began = time.monotonic()
     try:
@@ -137,19 +137,19 @@ async def _try_lease(places: tuple[tuple[str, int], ...], settings: EtcdSettings
 
 
 def lease_found(places: str, kept: bool, took: float) -> Finding:
-    """The verdict on the lease. Pure."""
+    """Judge the trial lease. Pure."""
     if not kept:
-        return fault(CHECK, f"etcd at {places} does not keep leases.", "See its log.")
+        return fault(CHECK, f"etcd at {places} does not keep leases.", "Check its log.")
     if took > SLOW:
         return warning(
             CHECK,
-            f"etcd at {places} took {took:.1f} s for a few small requests.",
-            "Give it a faster disk, or run it nearer.",
+            f"etcd at {places} is slow: {took:.1f} s for a few small requests.",
+            "Give it a faster disk, or run it closer to the nodes.",
         )
-    return ok(CHECK, f"etcd at {places} grants and keeps leases, in {took:.2f} s.")
+    return ok(CHECK, f"etcd at {places} grants and renews leases ({took:.2f} s).")
 
 
 def _number(version: str) -> tuple[int, ...]:
-    """`3.4.23` as (3, 4, 23); one that is not known counts as new enough."""
+    """Parse `3.4.23` as (3, 4); an unknown version counts as new enough."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return tuple(map(int, found.groups())) if found else OLDEST

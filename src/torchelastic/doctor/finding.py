@@ -1,4 +1,4 @@
-"""What a check found. Pure."""
+"""The findings of checks. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 class Verdict(str, enum.Enum):
-    """How good or bad it is; only a fault lets the whole examination fail."""
+    """The severity of a finding; only a fault makes `doctor` fail."""
 
     OK = "ok"
     WARNING = "warning"
@@ -19,13 +19,13 @@ class Verdict(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the examination."""
+    """One line of the report."""
 
     check: str
     verdict: Verdict
-    #: One sentence.
+    #: The fact, in one sentence.
     found: str
-    #: What to do, another one; empty where nothing is to be done or `found` says it already.
+    #: What to do, in one sentence; empty if there is nothing to do or `found` says it.
     advice: str = ""
 
     def to_json(self) -> dict[str, str]:
@@ -58,7 +58,7 @@ def has_fault(findings: Sequence[Finding]) -> bool:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """The last line: how many of each, the worst first.
+    """Return the last line: the number of findings of each verdict, the worst first.
 
     >>> summary([ok("a", ""), ok("b", ""), fault("c", "")])
     '1 fault, 2 ok.'

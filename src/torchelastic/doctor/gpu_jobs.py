@@ -1,7 +1,7 @@
 """`doctor --gpu`: real jobs on the GPUs of this machine, one for each path that CUDA could break.
 
-Each is `torchelastic run` of `path_program`, with a time limit: agent, zygote, rendezvous, stores
-and snapshots are those of every other job.
+Each job is `torchelastic run` of `gpu_program`, with a time limit: agent, zygote, rendezvous,
+stores and snapshots are the same as in any other job.
 """
 
 from __future__ import annotations
@@ -18,59 +18,59 @@ from typing import Any
 from torchelastic.doctor import child_process, gpu_program
 from torchelastic.doctor.finding import Finding, Verdict, fault, not_checked, ok
 
-#: Seconds for a path: the first use of CUDA and NCCL takes its time on a machine with many GPUs.
+#: Seconds for a path: the first use of CUDA and NCCL is slow on a machine with many GPUs.
 LIMIT = 180.0
-#: Characters of each file of a job that a report has at most.
+#: Characters of each log file of a job in the report, at most.
 _LOGGED = 20_000
 
 
 @dataclass(frozen=True)
 class Way:
-    """One path, and the job that takes it."""
+    """One path, and the job that tests it."""
 
     name: str
     what: str
-    #: Workers that it needs, and that it has at most.
+    #: Fewest and most workers.
     least: int = 1
     most: int = 1
-    #: The job's restarts: for a path on which a worker is killed.
+    #: `--max-restarts` of the job: for a path on which a worker is killed.
     restarts: int = 0
     flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Taken:
-    """How it went, with all that a report needs of it."""
+    """The result of a path, with what the report shows of it."""
 
     finding: Finding
     seconds: float = 0.0
-    #: What the worker raised, and the last lines of what the job wrote, by file.
+    #: What the worker raised, and the end of each log file of the job.
     traceback: str = ""
     logs: Mapping[str, str] = field(default_factory=dict)
 
 
 PATHS = (
-    Way("zygote", "CUDA in a worker that was forked"),
+    Way("zygote", "CUDA in a forked worker"),
     Way("collective", "an all-reduce", most=8),
-    Way("abort", "the abort of a group with a silent peer", least=2, most=8),
+    Way("abort", "aborting a group with a silent peer", least=2, most=8),
     Way("train", "in-process recovery", least=2, most=8, restarts=3),
     Way(
         "hang",
-        "the name of a rank that hangs",
+        "detection of a hung rank",
         least=2,
         most=8,
         restarts=3,
         flags=("--progress-timeout", "5"),
     ),
-    Way("snapshot", "a state that comes back from memory", restarts=1),
+    Way("snapshot", "restoring state from memory", restarts=1),
 )
 
 
 def take(
     way: Way, device: str, devices: int, environ: Mapping[str, str], backend: str = ""
 ) -> Taken:
-    """Run the job of one path on so many devices; with the device's usual back end if none is
-    given."""
+    """Run the job of one path on `devices` devices, with the default back end of the device unless
+    one is given."""
     check = f"{device} {way.name}"
     if devices < way.least:
         return Taken(not_checked(check, f"{_capital(way.what)} needs {way.least} devices."))
@@ -78,7 +78,7 @@ def take(
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="torchelastic-doctor-") as directory:
         command = _command(way, device, workers, directory, backend)
-        # There: with `-m`, what lies in the working directory would be imported first.
+        # In an empty directory: with `-m`, Python imports from the working directory first.
         ended = child_process.run(command, _undisturbed(environ), LIMIT, cwd=directory)
         seconds = time.monotonic() - began
         noted = _read(Path(directory), way.name, workers)
@@ -92,19 +92,19 @@ def take(
 
 
 def overall(findings: Sequence[Finding]) -> str:
-    """The verdict on all paths, in one sentence. Pure."""
+    """Return the verdict on all paths in one sentence. Pure."""
     broken = [finding.check for finding in findings if finding.verdict is Verdict.FAULT]
     taken = sum(finding.verdict is not Verdict.NOT_CHECKED for finding in findings)
     if broken:
-        return f"{len(broken)} of {taken} paths on the GPUs do not work: {', '.join(broken)}."
+        return f"{len(broken)} of {taken} GPU paths do not work: {', '.join(broken)}."
     if not taken:
-        return "No path on the GPUs was taken."
-    return f"All {taken} paths that were taken on the GPUs work."
+        return "No GPU path was tested."
+    return f"All {taken} tested GPU paths work."
 
 
 @dataclass(frozen=True)
 class Noted:
-    """What the workers wrote down: empty where they did not."""
+    """The notes of the workers; empty where they wrote none."""
 
     doing: str = ""
     found: str = ""
@@ -112,18 +112,18 @@ class Noted:
 
 
 def judge(check: str, what: str, exitcode: int | None, noted: Noted, seconds: float) -> Finding:
-    """The verdict on one path. Pure."""
+    """Judge one path. Pure."""
     if noted.broken:
         return fault(check, f"{_capital(what)} does not work: {noted.broken}.", _ADVICE)
     if exitcode == 0 and noted.found:
         return ok(check, f"{_capital(noted.found)} ({seconds:.1f} s in all).")
-    place = f" while {noted.doing}" if noted.doing else " before it began"
+    place = f" while {noted.doing}" if noted.doing else " before it started"
     if exitcode is None:
-        return fault(check, f"{_capital(what)} hangs: not done in {LIMIT:g} s{place}.", _ADVICE)
-    return fault(check, f"{_capital(what)} failed{place}, with exit code {exitcode}.", _ADVICE)
+        return fault(check, f"{_capital(what)} hung: timed out in {LIMIT:g} s{place}.", _ADVICE)
+    return fault(check, f"{_capital(what)} failed{place} with exit code {exitcode}.", _ADVICE)
 
 
-_ADVICE = "Do not rely on it on this machine; please open an issue with the report."
+_ADVICE = "Do not rely on it on this machine; please open an issue and attach the report."
 
 
 def _command(way: Way, device: str, workers: int, directory: str, backend: str) -> list[str]:
@@ -138,8 +138,8 @@ def _command(way: Way, device: str, workers: int, directory: str, backend: str) 
 
 
 def _undisturbed(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without the variables that give `run` its flags, or faults to inject: they are meant for the
-    launch that is planned."""
+    """Remove the variables that set flags of `run` or inject faults: they are meant for the launch
+    that is planned."""
     return {
         name: value
         for name, value in environ.items()
@@ -154,18 +154,18 @@ def _read(directory: Path, name: str, workers: int) -> Noted:
     if found and name == "hang" and not why:
         found, why = named(_hangs(directory), workers - 1)
     if len({file.read_text() for file in directory.glob(f"{name}.*.bits")}) > 1:
-        why = "the ranks end with different bits"
+        why = "the ranks ended with different bits"
     return Noted(doing=noted.get("doing", ""), found=found, broken=why)
 
 
 def named(hangs: Sequence[Mapping[str, Any]], sleeper: int) -> tuple[str, str]:
-    """What was found of a hang of this rank, and what is wrong with that. Pure."""
+    """Return what was found of the hang of this rank, and what is wrong with it. Pure."""
     if not hangs:
-        return "", "the hang was not noticed"
-    told = hangs[0]
-    if list(told["missing"]) != [sleeper]:
-        return "", f"rank {sleeper} slept, and it was told that {told['text']}"
-    return f"the hang was found, and told: {told['text']}", ""
+        return "", "the hang was not detected"
+    hang = hangs[0]
+    if list(hang["missing"]) != [sleeper]:
+        return "", f"rank {sleeper} slept, but the reported hang was: {hang['text']}"
+    return f"the hang was detected: {hang['text']}", ""
 
 
 def _hangs(directory: Path) -> list[dict[str, Any]]:
@@ -175,7 +175,7 @@ def _hangs(directory: Path) -> list[dict[str, Any]]:
 
 
 def _logs(directory: Path) -> dict[str, str]:
-    """The end of each file of the job, by its name there."""
+    """Return the end of each log file of the job, by its path in the directory."""
     return {
         str(file.relative_to(directory)): file.read_text(errors="replace")[-_LOGGED:]
         for file in sorted(directory.rglob("*"))

@@ -1,8 +1,8 @@
-"""What the workers of `doctor --gpu` run: `path_program PATH --device D --notes DIRECTORY`.
+"""The workers' program of `doctor --gpu`: `gpu_program PATH --device D --notes DIRECTORY`.
 
-Rank 0 notes in `DIRECTORY/PATH.json` what it is doing and, at the end, what it found. The device
-is a parameter, and so is the back end: on `cpu`, with gloo, the same lines run. A back end that is
-not torch's own is given as `MODULE:NAME`, and made known by the module's function `register`.
+Rank 0 writes to `DIRECTORY/PATH.json` what it is doing and, at the end, what it found. Device and
+back end are parameters, so the same code runs on `cpu` with gloo. A back end from outside torch is
+given as `MODULE:NAME`, and registered by the module's function `register`.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from torchelastic import env
 if TYPE_CHECKING:
     import torch
 
-#: The zygote has imported it; a plain process that begins here has not.
+#: The zygote imports it; a plain process that starts here has not.
 IS_WARM = "torch._dynamo" in sys.modules
 
 #: Seconds for the ranks to meet.
 MEETING = timedelta(seconds=60)
-#: All-reduces before one peer falls silent, and elements of each.
+#: All-reduces before one peer goes silent, and elements of each.
 ROUNDS, ELEMENTS = 20, 1 << 20
-#: Seconds that the others wait for the silent one before they are freed.
+#: Seconds that the others wait for the silent peer before the abort.
 SILENCE = 0.5
 #: Steps of the training that is killed.
 STEPS = 20
 
 
 class Notes:
-    """Where rank 0 writes; the others are silent."""
+    """The notes file, written by rank 0 only."""
 
     def __init__(self, directory: Path, path: str) -> None:
         self._file = directory / f"{path}.json"
@@ -66,7 +66,7 @@ class Broken(Exception):
 
 @dataclass(frozen=True)
 class Given:
-    """What a path is taken with."""
+    """The arguments of a path."""
 
     device: torch.device
     backend: str
@@ -75,14 +75,14 @@ class Given:
 
 
 def warm(given: Given) -> None:
-    """The first use of a device in a process that was forked."""
+    """Use a device for the first time in a forked process."""
     import torch
 
     device, notes = given.device, given.notes
     if not IS_WARM:
-        raise Broken("the worker was not forked from the zygote, see the agent's log")
+        raise Broken("the worker was not forked from the zygote; see the agent's log")
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raise Broken("the zygote has touched CUDA before the fork")
+        raise Broken("the zygote initialized CUDA before the fork")
     notes.doing("using the device after the fork")
     began = time.monotonic()
     numbers = torch.arange(1024, dtype=torch.float32).reshape(32, 32)
@@ -93,7 +93,7 @@ def warm(given: Given) -> None:
 
 
 def collective(given: Given) -> None:
-    """An all-reduce, as every script does it."""
+    """Run an all-reduce as any script does."""
     import torch.distributed as dist
 
     device, notes = given.device, given.notes
@@ -104,11 +104,11 @@ def collective(given: Given) -> None:
     check_sum(device, dist.get_rank(), dist.get_world_size())
     size = dist.get_world_size()
     dist.destroy_process_group()
-    notes.found(f"{size} rank(s) on {device.type} add up with {given.backend}")
+    notes.found(f"all-reduce of {size} rank(s) on {device.type} works with {given.backend}")
 
 
 def abort(given: Given) -> None:
-    """One rank falls silent; the others are freed, and all meet again."""
+    """Abort a collective in which one rank is silent, and build the next group."""
     from torchelastic.torch_private import TCPStore
     from torchelastic.training.group.group import Group
 
@@ -139,27 +139,27 @@ def abort(given: Given) -> None:
         store.wait([f"freed/{other}" for other in range(size - 1)], MEETING)
         group.abort("the others were freed")
     else:
-        notes.doing("waiting for a silent peer, and to be freed by the abort")
+        notes.doing("waiting for the abort to interrupt a collective with a silent peer")
         freed = _be_freed(group, device)
         store.set(f"freed/{rank}", "1")
     if not group.leave():
-        raise Broken("something may still write into tensors after the abort")
+        raise Broken("a collective may still write to tensors after the abort")
     group = build(1)
     check_sum(device, rank, size)
     group.settle()
     group.leave()
-    notes.found(f"freed from a silent peer after {1000 * freed:.0f} ms, and the next group adds up")
+    notes.found(f"the abort took {1000 * freed:.0f} ms with a silent peer; the next group works")
 
 
 def _be_freed(group: Any, device: torch.device) -> float:
-    """Seconds from the abort until this thread, which waits for a peer, goes on."""
+    """Return the seconds from the abort until this thread, which waits for a peer, continues."""
     from torchelastic.training.group.group import GenerationOver
 
     aborted: list[float] = []
 
     def end() -> None:
         aborted.append(time.monotonic())
-        group.abort("the doctor wants to see whether it frees")
+        group.abort("torchelastic doctor tests the abort")
 
     timer = threading.Timer(SILENCE, end)
     timer.start()
@@ -172,16 +172,16 @@ def _be_freed(group: Any, device: torch.device) -> float:
     now = time.monotonic()
     timer.join()
     if now < aborted[0]:
-        raise Broken("a collective ended without one of its ranks")
+        raise Broken("a collective completed without one of its ranks")
     if not isinstance(error, GenerationOver):
-        raise Broken(f"the abort was told as {error!r}")
+        raise Broken(f"the abort raised {error!r}")
     return now - aborted[0]
 
 
 def train(given: Given) -> None:
-    """A rank is killed in a step: the others go on in their processes, with one more beside them.
+    """Kill a rank in a step: the others continue in their processes with a replacement.
 
-    The doctor compares what all of them end with.
+    The doctor compares the final states of all ranks.
     """
     lost: list[float] = []
     gained: list[float] = []
@@ -190,7 +190,7 @@ def train(given: Given) -> None:
         if here.generation == 0 and state.step == STEPS // 2:
             if here.rank == here.size - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            given.notes.doing("in a step with a rank that was killed")
+            given.notes.doing("in a step with a killed rank")
             lost.append(time.monotonic())
         elif lost and not gained and here.generation > 0 and state.step > STEPS // 2:
             gained.append(time.monotonic())
@@ -199,28 +199,28 @@ def train(given: Given) -> None:
     (given.directory / f"train.{os.getpid()}.bits").write_text(digest_of(state))
     if lost and not gained:
         raise Broken("no step was taken after the kill")
-    if lost:  # else this is the rank that came new
+    if lost:  # else this is the replacement
         given.notes.found(
-            f"{STEPS} steps with {given.backend}, a killed rank replaced "
-            f"{gained[0] - lost[0]:.2f} s after the kill, and the others in their processes"
+            f"{STEPS} steps with {given.backend}; a killed rank was replaced in "
+            f"{gained[0] - lost[0]:.2f} s while the other processes kept running"
         )
 
 
 def hang(given: Given) -> None:
-    """A rank sleeps in a step while the others wait: the agent names it, and replaces it."""
+    """Let a rank sleep in a step while the others wait: the agent names and replaces it."""
 
     def at_step(state: Any, here: Any) -> None:
         if here.generation == 0 and state.step == STEPS // 2:
             if here.rank == here.size - 1:
                 time.sleep(MEETING.total_seconds() * 10)
-            given.notes.doing("waiting for a rank that sleeps")
+            given.notes.doing("waiting for a sleeping rank")
 
     _train(given, at_step)
     given.notes.found(f"all {STEPS} steps were done")
 
 
 def _train(given: Given, at_step: Callable[[Any, Any], None]) -> Any:
-    """Some steps of `torchelastic.train`; the state at their end."""
+    """Run some steps of `torchelastic.train`; return the final state."""
     import torch
 
     import torchelastic
@@ -250,7 +250,7 @@ def _train(given: Given, at_step: Callable[[Any, Any], None]) -> Any:
 
 
 def snapshot(given: Given) -> None:
-    """Train, be killed, and have the same bits again from the agent's memory."""
+    """Train, be killed, and restore the same bits from the agent's memory."""
     import torch
 
     import torchelastic
@@ -278,20 +278,20 @@ def snapshot(given: Given) -> None:
         known[number] = digest_of(kept)
         digests.write_text(json.dumps(known))
         kept.commit()
-    notes.doing("being killed, and started again")
+    notes.doing("being killed and restarted")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _compare(step: int, known: dict[str, str], digest: str, notes: Notes) -> None:
     if step == 0:
-        raise Broken("after the restart nothing was found in the agent's memory")
+        raise Broken("no snapshot was found in the agent's memory after the restart")
     if known[str(step)] != digest:
-        raise Broken(f"step {step} came back with other bits")
-    notes.found(f"step {step} of {STEPS} came back from memory after a kill, with the same bits")
+        raise Broken(f"step {step} was restored with different bits")
+    notes.found(f"step {step} of {STEPS} was restored from memory after a kill, bit for bit")
 
 
 def digest_of(state: Any) -> str:
-    """Of all parameters, buffers and optimizer state, bit by bit."""
+    """Hash all parameters, buffers and optimizer state, bit by bit."""
     import torch
 
     hashed = hashlib.sha256()
@@ -305,13 +305,13 @@ def digest_of(state: Any) -> str:
 
 
 def all_reduce(device: torch.device, value: float) -> float:
-    """The sum over all ranks, waited for."""
+    """Return the sum over all ranks."""
     import torch
     import torch.distributed as dist
 
     tensor = torch.full((ELEMENTS,), value, device=device)
     dist.all_reduce(tensor)
-    return float(tensor[-1].item())  # the way to the host waits for the stream
+    return float(tensor[-1].item())  # copying to the host waits for the stream
 
 
 def check_sum(device: torch.device, rank: int, size: int) -> None:
@@ -321,7 +321,7 @@ def check_sum(device: torch.device, rank: int, size: int) -> None:
 
 
 def use(device: torch.device) -> None:
-    """Make it the current one, as scripts do; it touches CUDA."""
+    """Make it the current device, as scripts do; this initializes CUDA."""
     if device.type == "cuda":
         import torch
 
@@ -329,7 +329,7 @@ def use(device: torch.device) -> None:
 
 
 def backend_of(device: torch.device, given: str) -> str:
-    """The one that was given, made known to torch; else the usual one for such a device."""
+    """Register and return the given back end, or else the default one for the device."""
     module, _, name = given.rpartition(":")
     if module:
         importlib.import_module(module).register()
@@ -361,12 +361,12 @@ def main() -> None:
     try:
         backend = backend_of(device, args.backend)
         PATHS[args.path](Given(device, backend, notes, args.notes))
-    except Exception as error:  # whatever it is, it is the answer to what was asked
+    except Exception as error:  # any error is a result of the check
         _fail(args.notes / f"{args.path}.broken", error)
 
 
 def _fail(file: Path, error: Exception) -> NoReturn:
-    """The first rank that fails says why; what the others see follows from it."""
+    """Exit; the first rank to fail writes why, and the failures of the others follow from it."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     with contextlib.suppress(FileExistsError), file.open("x") as place:
         place.write(lines[0].rstrip("."))

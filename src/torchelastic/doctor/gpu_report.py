@@ -13,9 +13,9 @@ from torchelastic.doctor import child_process
 from torchelastic.doctor.finding import Finding
 from torchelastic.doctor.gpu_jobs import Taken, overall
 
-#: Variables whose values are told: how torch and NCCL are set up, nothing of users or keys.
-_TOLD = ("NCCL_", "TORCH_", "CUDA_", "GLOO_", "PYTORCH_", "NVIDIA_VISIBLE_DEVICES", "OMP_")
-#: Seconds for what `nvidia-smi` says.
+#: Variables in the report: settings of torch and NCCL, nothing about users or keys.
+_REPORTED = ("NCCL_", "TORCH_", "CUDA_", "GLOO_", "PYTORCH_", "NVIDIA_VISIBLE_DEVICES", "OMP_")
+#: Seconds for `nvidia-smi`.
 _LIMIT = 30.0
 _ASKED = (
     ("--query-gpu=index,name,driver_version,memory.total", "--format=csv"),
@@ -26,7 +26,7 @@ _ASKED = (
 def write(
     version: str, environ: Mapping[str, str], findings: Sequence[Finding], taken: Sequence[Taken]
 ) -> Path:
-    """Write the report into the working directory, or where it can be written; return its path."""
+    """Write the report to the working or else the temporary directory; return its path."""
     name = time.strftime("torchelastic-doctor-%Y%m%d-%H%M%S.txt")
     content = text(version, platform.platform(), environ, gpus(environ), findings, taken)
     file = Path.cwd() / name
@@ -39,7 +39,7 @@ def write(
 
 
 def gpus(environ: Mapping[str, str]) -> str:
-    """What `nvidia-smi` says of the GPUs and how they are connected."""
+    """Return the GPUs and their topology according to `nvidia-smi`."""
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if program is None:
         return "nvidia-smi is not installed."
@@ -55,9 +55,9 @@ def text(
     findings: Sequence[Finding],
     taken: Sequence[Taken],
 ) -> str:
-    """The whole report. Pure."""
+    """Return the whole report. Pure."""
     settings = [
-        f"{name}={value}" for name, value in sorted(environ.items()) if name.startswith(_TOLD)
+        f"{name}={value}" for name, value in sorted(environ.items()) if name.startswith(_REPORTED)
     ]
     parts = [
         f"torchelastic {version} on {system}",
@@ -66,7 +66,8 @@ def text(
         f"## GPUs\n\n{devices}",
         "## This machine\n\n"
         + "\n".join(f"{one.verdict.value:11}  {one.check}: {one.found}" for one in findings),
-        "## Variables\n\n" + ("\n".join(settings) or "None of torch's, NCCL's or CUDA's is set."),
+        "## Variables\n\n"
+        + ("\n".join(settings) or "No variables of torch, NCCL or CUDA are set."),
         *(_details(one) for one in taken if one.traceback or one.logs),
     ]
     return "\n\n".join(parts) + "\n"
@@ -79,5 +80,5 @@ def _line(one: Taken) -> str:
 
 def _details(one: Taken) -> str:
     logs = [f"--- {name}\n{content.rstrip()}" for name, content in one.logs.items() if content]
-    raised = one.traceback.rstrip() or "No worker has raised anything."
+    raised = one.traceback.rstrip() or "No worker raised an exception."
     return "\n\n".join([f"## {one.finding.check}\n\n{raised}", *logs])

@@ -1,6 +1,6 @@
-"""Asks this machine for what `machine` judges.
+"""Read the facts of this machine that `machine_rules` judges.
 
-To be called while this process has one thread: some calls can only be tried in a fork of it.
+Call it while this process has one thread: some system calls can only be tried in a fork.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torchelastic.system import linux, memory_limit
 from torchelastic.system.cgroup import Cgroup
 
 SHARED_MEMORY = "/dev/shm"
-#: What `adjtimex` returns while nobody keeps the clock right.
+#: The result of `adjtimex` while the clock is not synchronized.
 _TIME_ERROR = 5
-#: Bytes that are written to see whether they can be.
+#: Bytes written to test a directory.
 _SAMPLE = 1 << 20
 
 
 def gather() -> Machine:
-    """Everything but what depends on the launch."""
+    """Return everything that does not depend on the launch."""
     return Machine(
         kernel=".".join(os.uname().release.split(".")[:2]),
         features={
@@ -48,7 +48,7 @@ def gather() -> Machine:
 
 
 def space_in(path: str) -> Space:
-    """A directory, and whether something can be written there; nothing is left."""
+    """Return the free space of a directory, or why it is not writable; leaves no file behind."""
     try:
         stat = os.statvfs(path)
         with tempfile.TemporaryFile(dir=path) as file:
@@ -56,13 +56,13 @@ def space_in(path: str) -> Space:
             file.flush()
     except OSError as error:
         return Space(path, trouble=error.strerror or str(error))
-    # A file system without inodes, as btrfs, says 0 of 0.
+    # A file system without inodes, such as btrfs, reports 0 of 0.
     inodes = stat.f_favail if stat.f_files else None
     return Space(path, stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize, inodes)
 
 
 class ClockWatch:
-    """Compares the clocks from when it is made until it is asked."""
+    """Compares the clocks from its creation until `read`."""
 
     def __init__(self) -> None:
         self._apart = time.time() - time.monotonic()
@@ -74,8 +74,8 @@ class ClockWatch:
 
 
 def _synchronised() -> bool | None:
-    """Whether something keeps the wall clock right, as the kernel knows."""
-    buffer = ctypes.create_string_buffer(512)  # struct timex, whose first word asks for nothing
+    """Return whether the wall clock is synchronized, according to the kernel."""
+    buffer = ctypes.create_string_buffer(512)  # struct timex; its first word 0 changes nothing
     try:
         state = ctypes.CDLL(None, use_errno=True).adjtimex(buffer)
     except AttributeError:
@@ -100,7 +100,7 @@ def _works(attempt: Callable[[], object]) -> bool:
 
 
 def _works_in_child(attempt: Callable[[], object]) -> bool:
-    """The same, where a success would change this process."""
+    """Like `_works`, for calls that would change this process."""
     pid = os.fork()
     if pid == 0:
         os._exit(0 if _works(attempt) else 1)
@@ -115,7 +115,7 @@ def _has_cgroup() -> bool:
 def _limits() -> Limits:
     return Limits(
         files=_soft(resource.RLIMIT_NOFILE),
-        # The superuser has no limit, whatever the number says.
+        # The limit does not apply to root.
         processes=_soft(resource.RLIMIT_NPROC) if os.geteuid() else None,
         locked_memory=_soft(resource.RLIMIT_MEMLOCK) if os.geteuid() else None,
         core=_soft(resource.RLIMIT_CORE),

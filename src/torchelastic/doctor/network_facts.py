@@ -1,4 +1,4 @@
-"""Asks the name service and the kernel for what `network` judges."""
+"""Read the names, addresses and interfaces that `network_rules` judges."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HERE = "127.0.0.1"
 
 
 def own_name() -> Name:
-    """May wait for the name service."""
+    """Return this machine's name and addresses; may wait for the name service."""
     name = socket.gethostname()
     began = time.monotonic()
     addresses = _addresses(name)
@@ -22,7 +22,7 @@ def own_name() -> Name:
     return Name(
         name=name,
         addresses=addresses,
-        told=[address for address in addresses or () if can_be_told(address)],
+        reachable=[address for address in addresses or () if can_be_told(address)],
         seconds=seconds,
         outward=None if outward == _HERE else outward,
     )
@@ -33,7 +33,7 @@ def interface_names() -> list[str]:
 
 
 def interface_for_gloo(address: str | None) -> str | None:
-    """What the agent puts into GLOO_SOCKET_IFNAME for a node with this address."""
+    """Return the value of GLOO_SOCKET_IFNAME that the agent sets on a node with this address."""
     return None if address is None else interface_of(address)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torchelastic.config import LaunchConfig
 from torchelastic.doctor.finding import Finding, fault, ok, warning
 
-#: Seconds that a name may take to be found: workers ask for names on the way into every world.
+#: Seconds that a name lookup may take: workers look up names on the way into every world.
 SLOW = 1.0
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 LOOPBACK = "lo"
@@ -16,52 +16,52 @@ LOOPBACK = "lo"
 
 @dataclass(frozen=True)
 class Name:
-    """This machine's name, and what it means here."""
+    """This machine's name and addresses."""
 
     name: str
-    #: None: nothing.
+    #: Addresses that the name resolves to; None: it does not resolve.
     addresses: Sequence[str] | None
-    #: Those of them that mean this machine to others as well.
-    told: Sequence[str]
+    #: Those that other machines can use, too.
+    reachable: Sequence[str]
     seconds: float
-    #: What this machine has towards other machines; None: nothing.
+    #: The address of this machine towards other machines; None: none.
     outward: str | None
 
 
 def name(known: Name, config: LaunchConfig) -> Finding:
-    """The agent tells the others an address, not the name; so the name itself need not be good."""
+    """Judge the name. The agent announces an address, so the name need not resolve elsewhere."""
     alone = config.max_nodes == 1
     outward = config.local_addr or known.outward
     if outward is None and not alone:
         return fault(
             "name",
-            "This machine has no address that other machines could reach.",
-            "Connect it to the network of the other nodes, or say --local-addr.",
+            "This machine has no address that other machines can reach.",
+            "Connect it to the network of the other nodes, or set --local-addr.",
         )
     if known.seconds > SLOW:
         return warning(
             "name",
-            f"Asking what '{known.name}' means took {known.seconds:.1f} s, and workers ask for "
+            f"Name lookup is slow: '{known.name}' took {known.seconds:.1f} s, and workers look up "
             "names in every generation.",
-            "Put this machine into /etc/hosts, or correct the name servers in /etc/resolv.conf.",
+            "Add this machine to /etc/hosts, or fix the name servers in /etc/resolv.conf.",
         )
     if alone:
-        return ok("name", f"'{known.name}' {_means(known)}; one node needs no more.")
-    if known.told:
-        return ok("name", f"'{known.name}' is {known.told[0]}; the others reach it at {outward}.")
-    return ok("name", f"'{known.name}' {_means(known)}; the others are told {outward} instead.")
+        return ok("name", f"'{known.name}' {_means(known)}; a single node needs no more.")
+    if known.reachable:
+        return ok("name", f"'{known.name}' is {known.reachable[0]}; other nodes use {outward}.")
+    return ok("name", f"'{known.name}' {_means(known)}; other nodes use {outward} instead.")
 
 
 def _means(known: Name) -> str:
     if known.addresses is None:
-        return "means nothing here"
-    return f"is {', '.join(known.addresses)} here"
+        return "does not resolve here"
+    return f"resolves to {', '.join(known.addresses)} here"
 
 
 def interfaces(
     environ: Mapping[str, str], there: Sequence[str], config: LaunchConfig, *, gpus: bool
 ) -> list[Finding]:
-    """What the variables name, against the interfaces that are `there`."""
+    """Compare the interfaces that the variables name with those that are `there`."""
     found = []
     if environ.get(GLOO):
         found.append(_gloo(environ[GLOO], there, config))
@@ -76,8 +76,8 @@ def _gloo(value: str, there: Sequence[str], config: LaunchConfig) -> Finding:
     if unknown:
         return fault(
             "interfaces",
-            f"{GLOO}={value} names no interface of this machine, and gloo refuses to start.",
-            f"Unset it, or take one of {', '.join(there)}.",
+            f"{GLOO}={value} is not an interface of this machine: gloo will fail to start.",
+            f"Unset it, or use one of {', '.join(there)}.",
         )
     return _unless_loopback(GLOO, value, set(wanted) == {LOOPBACK}, config)
 
@@ -88,8 +88,8 @@ def _nccl(value: str, there: Sequence[str], config: LaunchConfig, gpus: bool) ->
         say = fault if gpus else warning
         return say(
             "interfaces",
-            f"{NCCL}={value} fits no interface of this machine.",
-            f"Unset it, or name one of {', '.join(there)}.",
+            f"{NCCL}={value} matches no interface of this machine.",
+            f"Unset it, or use one of {', '.join(there)}.",
         )
     return _unless_loopback(NCCL, value, set(matching) == {LOOPBACK}, config)
 
@@ -98,14 +98,14 @@ def _unless_loopback(variable: str, value: str, loopback: bool, config: LaunchCo
     if loopback and config.max_nodes > 1:
         return fault(
             "interfaces",
-            f"{variable}={value} is the loopback interface: no other node can be reached by it.",
-            "Unset it, or name the interface of the nodes' network.",
+            f"{variable}={value} is the loopback interface: it cannot reach other nodes.",
+            "Unset it, or use the interface of the nodes' network.",
         )
-    return ok("interfaces", f"{variable}={value} is there.")
+    return ok("interfaces", f"{variable}={value} exists.")
 
 
 def nccl_matches(value: str, there: Sequence[str]) -> list[str]:
-    """The interfaces that NCCL's notation leaves: beginnings, exact with `=`, all others with `^`.
+    """Return the interfaces that match NCCL's notation: prefixes, `=` exact, `^` all others.
 
     >>> nccl_matches("^lo,docker", ["lo", "docker0", "eth0"])
     ['eth0']

@@ -1,4 +1,4 @@
-"""What the agent opens besides the rendezvous: metrics, the page, a handler of events."""
+"""The check of what the agent opens besides the rendezvous: metrics, dashboard, event handler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHECK = "endpoints"
 
 
 def check(config: LaunchConfig) -> list[Finding]:
-    """What the agent would refuse, and addresses at which it could not listen."""
+    """Find what the agent would refuse, and addresses at which it cannot listen."""
     found = _refused(lambda: MetricsServer.wanted(config))
     found += _refused(lambda: DashboardProcess.wanted(config))
     found += _refused(lambda: _try_handler(config.event_log_handler))
@@ -45,7 +45,7 @@ def _try_handler(name: str) -> None:
 
 
 def _address(flag: str, address: str) -> list[Finding]:
-    """A job goes on without either: a warning at most."""
+    """Warn at most: a job runs without either."""
     if not address or address == PAGE_ANYWHERE:
         return []
     host, port = parse_endpoint(address)
@@ -55,9 +55,9 @@ def _address(flag: str, address: str) -> list[Finding]:
         return [
             warning(
                 CHECK,
-                f"Nobody can listen at {flag} {address} ({error.strerror}): the job would go on "
-                "without it.",
-                "Take another port, or an address of this machine.",
+                f"Cannot listen at {flag} {address} ({error.strerror}): the job would run without "
+                "it.",
+                "Use another port, or an address of this machine.",
             )
         ]
     return [ok(CHECK, f"{flag} {address} is free.")]

@@ -1,7 +1,7 @@
-"""The place where the nodes are to meet: bound, where it is this machine's, or called.
+"""The check of the rendezvous endpoint: bind it if it is on this machine, or else connect to it.
 
-Nothing that runs there is disturbed: we say hello as a node does, and go. What a job there says of
-us, that another job was meant or another secret, it says in its log as well, once.
+A running job is not disturbed: the check says hello as a node does, and disconnects. If the job
+refuses it, for another job id or secret, the job also logs that once.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torchelastic.transport.auth import Credentials
 from torchelastic.transport.connect import Endpoint, NoAnswer, is_refused_everywhere, knock
 
 CHECK = "rendezvous"
-#: Seconds for a place to answer.
+#: Seconds for an endpoint to answer.
 PATIENCE = 3.0
 
 
 def secret(config: LaunchConfig) -> list[Finding]:
-    """What is unwise about the job's secret and certificates, or wrong with them."""
+    """Check the job's secret and certificates."""
     try:
         shown = credentials.load_quietly(config)
     except ConfigError as error:
@@ -34,18 +34,18 @@ def secret(config: LaunchConfig) -> list[Finding]:
         return [warning("secret", doubt) for doubt in doubts]
     if not config.rdzv_endpoint:
         return []
-    how = "a secret" if shown.secret is not None else "no secret, and needs none"
+    how = "a secret" if shown.secret is not None else "no secret and needs none"
     return [ok("secret", f"The job has {how}{' and TLS' if shown.client_tls else ''}.")]
 
 
 def check(config: LaunchConfig) -> list[Finding]:
-    """Every endpoint of the embedded rendezvous; may wait for the name service."""
+    """Check every endpoint of the embedded rendezvous; may wait for the name service."""
     if not config.rdzv_endpoint:
-        return [ok(CHECK, "One node meets nobody: the rendezvous is private.")]
+        return [ok(CHECK, "The job has one node; its rendezvous is private.")]
     try:
         shown = credentials.load_quietly(config)
     except ConfigError:
-        shown = Credentials()  # the fault is told by `secret`
+        shown = Credentials()  # `secret` reports the fault
     places = [
         Endpoint(host, port, config.run_id, shown)
         for host, port in parse_endpoints(config.rdzv_endpoint)
@@ -54,7 +54,7 @@ def check(config: LaunchConfig) -> list[Finding]:
 
 
 def hosts(config: LaunchConfig) -> bool:
-    """Whether one of the endpoints is this machine's; may wait for the name service."""
+    """Return True if an endpoint is on this machine; may wait for the name service."""
     if not config.rdzv_endpoint:
         return False
     return any(
@@ -74,7 +74,7 @@ def _look(place: Endpoint, config: LaunchConfig) -> Finding:
         return _call(place, ours=True)
     for listener in sockets:
         listener.close()
-    return ok(CHECK, f"{place} is this machine, and the port is free: this node hosts.")
+    return ok(CHECK, f"{place} is this machine and the port is free: this node will host.")
 
 
 def _call(place: Endpoint, *, ours: bool) -> Finding:
@@ -88,7 +88,7 @@ def _call(place: Endpoint, *, ours: bool) -> Finding:
     except (OSError, asyncio.TimeoutError, NoAnswer) as error:
         return _unanswered(place, error, ours)
     took = 1000 * (time.monotonic() - began)
-    return ok(CHECK, f"Job '{place.job}' answers at {place} after {took:.0f} ms and lets us in.")
+    return ok(CHECK, f"Job '{place.job}' at {place} accepted this node after {took:.0f} ms.")
 
 
 async def _greet(place: Endpoint) -> None:
@@ -101,32 +101,32 @@ def _unanswered(place: Endpoint, error: Exception, ours: bool) -> Finding:
     if isinstance(error, socket.gaierror):
         return fault(
             CHECK,
-            f"Nobody here knows the name '{place.host}'.",
-            "Correct --rdzv-endpoint; if the name comes with the cluster, look again then.",
+            f"The name '{place.host}' does not resolve.",
+            "Correct --rdzv-endpoint; if the cluster creates the name later, check again then.",
         )
     if isinstance(error, NoAnswer):
         return fault(
             CHECK,
-            f"Something at {place} takes connections and does not answer as a rendezvous.",
-            "Choose another port in --rdzv-endpoint, or end what listens there.",
+            f"{place} accepts connections but does not answer as a rendezvous.",
+            "Choose another port in --rdzv-endpoint, or stop the program that listens there.",
         )
     if ours:
-        # It can be connected to, or bound: where it is neither, something odd has the port.
+        # Neither bound nor connected to: another kind of socket has the port.
         return fault(
             CHECK,
-            f"The port of {place} is in use on this machine by what cannot be called.",
+            f"The port of {place} is in use on this machine, but does not accept connections.",
             "Choose another port in --rdzv-endpoint.",
         )
     if isinstance(error, OSError) and is_refused_everywhere(error):
         return not_checked(
             CHECK,
-            f"{place} is another machine, which can be reached; nobody listens there yet.",
-            "Look again when the agent of that node runs.",
+            f"{place} is another machine and can be reached, but nothing listens there yet.",
+            "Check again when the agent of that node runs.",
         )
     silent = isinstance(error, asyncio.TimeoutError)
     reason = "no answer" if silent else getattr(error, "strerror", None) or str(error)
     return warning(
         CHECK,
         f"{place} cannot be reached ({reason}).",
-        "See whether the machine is up, and whether a firewall lets all ports through.",
+        "Check that the machine is up and that no firewall blocks its ports.",
     )

@@ -1,6 +1,6 @@
-"""Times and numbers of a launch that contradict each other: a table of rules. Pure.
+"""Launch settings that contradict each other, as a table of rules. Pure.
 
-What a script says itself, such as the time-outs of its process groups, cannot be seen from here.
+Settings inside the script, such as the timeouts of its process groups, are not visible here.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torchelastic.config import ETCD_BACKENDS, OWN_ETCD, LaunchConfig, parse_end
 from torchelastic.doctor.finding import Finding, ok, warning
 from torchelastic.rendezvous.etcd.settings import EtcdSettings
 
-#: Seconds: a busy machine stands still for longer than less.
+#: Seconds: a busy machine may not respond for this long.
 SHORTEST_LEASE = 1.0
-#: Seconds that a scheduler takes at least to start a node anew.
+#: Seconds that a scheduler needs at least to replace a node.
 NODE_COMES_BACK = 60.0
-#: Seconds between SIGTERM and SIGKILL of Kubernetes and of Slurm, unless they are told otherwise.
+#: Default seconds between SIGTERM and SIGKILL in Kubernetes and Slurm.
 CLUSTER_GRACE = 30.0
 #: Seconds after which agents end without etcd: `etcd_store.RECONNECT_TIMEOUT`, which is not pure.
 ETCD_RECONNECT = 60.0
@@ -24,7 +24,7 @@ ETCD_RECONNECT = 60.0
 
 @dataclass(frozen=True)
 class Rule:
-    """A contradiction: when it is there, what it does and what to do."""
+    """A contradiction: its condition, its effect, and what to do."""
 
     check: str
     holds: Callable[[LaunchConfig, Mapping[str, str]], bool]
@@ -62,37 +62,37 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "times",
         lambda config, _: config.max_nodes > 1 and config.lease < SHORTEST_LEASE,
-        "With --lease {config.lease:g} a node that is merely busy counts as failed.",
-        "Leave it at 3, or write 1 at least: a node that dies is noticed at once anyway.",
+        "--lease {config.lease:g} is too short: a busy node would count as failed.",
+        "Use the default 3, or at least 1; a node that dies is noticed at once anyway.",
     ),
     Rule(
         "times",
         lambda config, _: (
             config.max_nodes > 1 and 0 < (config.progress_timeout or 0) <= config.lease
         ),
-        "--progress-timeout {config.progress_timeout:g} is over before --lease {config.lease:g}: "
-        "when one node falls silent, the workers of the others count as hanging first and are "
-        "killed.",
+        "--progress-timeout {config.progress_timeout:g} is not longer than --lease "
+        "{config.lease:g}: when a node goes silent, the workers of the other nodes would be killed "
+        "as hung.",
         "Make --progress-timeout several times --lease.",
     ),
     Rule(
         "times",
         lambda config, _: 0 < config.wait_for_nodes < NODE_COMES_BACK and config.max_nodes > 1,
-        "With --wait-for-nodes {config.wait_for_nodes:g} the job ends when a node that it needs "
-        "is away for longer, and few come back so soon.",
-        "Leave it at 3600, or give as long as your scheduler takes to replace a node.",
+        "--wait-for-nodes {config.wait_for_nodes:g} is short: the job ends if a required node is "
+        "away for longer, and few nodes come back so soon.",
+        "Use the default 3600, or the time your scheduler takes to replace a node.",
     ),
     Rule(
         "times",
         lambda config, _: _outage(config) > ETCD_RECONNECT,
         "etcd_outage is longer than the 60 s after which agents end without etcd.",
-        "Write etcd_outage=60 or less.",
+        "Set etcd_outage=60 or less.",
     ),
     Rule(
         "times",
         lambda config, environ: _cluster(environ) and config.shutdown_timeout > CLUSTER_GRACE,
-        "Workers are given {config.shutdown_timeout:g} s after SIGTERM, and Kubernetes and Slurm "
-        "kill after 30 s unless they are told otherwise.",
+        "Workers have {config.shutdown_timeout:g} s after SIGTERM, but Kubernetes and Slurm kill "
+        "after 30 s by default.",
         "Raise terminationGracePeriodSeconds (Slurm: KillWait) above --shutdown-timeout.",
     ),
     Rule(
@@ -100,7 +100,7 @@ RULES: tuple[Rule, ...] = (
         lambda config, _: _allows_no_world(config),
         "With {config.nproc_per_node} worker(s) on each of {config.min_nodes} to "
         "{config.max_nodes} node(s), --world-sizes {config.world_sizes} allows no world.",
-        "Change one of the three, unless the other nodes have more or fewer workers.",
+        "Change one of the three, unless other nodes have more or fewer workers.",
     ),
     Rule(
         "shape",
@@ -111,22 +111,21 @@ RULES: tuple[Rule, ...] = (
             and not config.two_node_takeover
             and not config.witness
         ),
-        "Of two nodes only the host of the rendezvous can go on alone: if it is lost, the job "
-        "waits.",
-        "Give --witness a directory that both nodes share, such as where checkpoints are; or use "
-        "etcd or a third node.",
+        "With two nodes only the rendezvous host can continue alone: if it is lost, the job waits.",
+        "Set --witness to a directory that both nodes share, for example where checkpoints are; "
+        "or use etcd or a third node.",
     ),
     Rule(
         "shape",
         lambda config, _: _endpoints(config) == 2,
-        "Of two endpoints both must be there when the job begins, as a majority is needed.",
-        "Give one of them, or three.",
+        "With two endpoints both must be up when the job starts, because a majority is needed.",
+        "Use one endpoint, or three.",
     ),
     Rule(
         "shape",
         lambda config, _: config.snapshot_replicas > max(config.max_nodes - 1, 1),
-        "--snapshot-replicas {config.snapshot_replicas} asks for copies on more nodes than the "
-        "job can have besides this one.",
+        "--snapshot-replicas {config.snapshot_replicas} needs more other nodes than the job can "
+        "have.",
         "Lower it, or raise --nnodes.",
     ),
     Rule(
@@ -134,15 +133,15 @@ RULES: tuple[Rule, ...] = (
         lambda config, environ: (
             config.max_nodes == 1 and int(_digits(environ.get("SLURM_JOB_NUM_NODES"))) > 1
         ),
-        "Slurm has given this job {environ[SLURM_JOB_NUM_NODES]} nodes, and --nnodes says 1: each "
-        "would train alone.",
-        "Say --nnodes and --rdzv-endpoint.",
+        "Slurm allocated {environ[SLURM_JOB_NUM_NODES]} nodes, but --nnodes is 1: each node would "
+        "train alone.",
+        "Set --nnodes and --rdzv-endpoint.",
     ),
 )
 
 
 def contradictions(config: LaunchConfig, environ: Mapping[str, str]) -> list[Finding]:
-    """One warning for each rule that holds."""
+    """Return a warning for each rule that holds."""
     found = [
         warning(rule.check, rule.found.format(config=config, environ=environ), rule.advice)
         for rule in RULES
@@ -150,7 +149,7 @@ def contradictions(config: LaunchConfig, environ: Mapping[str, str]) -> list[Fin
     ]
     if any(finding.check == "times" for finding in found):
         return found
-    return [ok("times", "No time-out of the launch contradicts another."), *found]
+    return [ok("times", "The timeouts of the launch fit together."), *found]
 
 
 def _digits(text: str | None) -> str:

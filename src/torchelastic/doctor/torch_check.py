@@ -1,4 +1,4 @@
-"""The verdict on torch, as workers will find it."""
+"""The check of the torch that workers import."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torchelastic.doctor import child_process, torch_probe
 from torchelastic.doctor.finding import Finding, fault, not_checked, ok, warning
 
 CHECK = "torch"
-#: Seconds: from a cold network file system torch takes long to be imported.
+#: Seconds: importing torch from a cold network file system is slow.
 LIMIT = 90.0
 
 
 @dataclass(frozen=True)
 class Torch:
-    """What the probe tells; see `torch_probe`."""
+    """The result of `torch_probe`."""
 
     python: str
     torch: str
@@ -33,18 +33,18 @@ class Torch:
 
 def check(python: str, env: Mapping[str, str], *, gpus: int) -> list[Finding]:
     """Ask the Python that workers run with, in their environment."""
-    # By its path: what is beside the script must not be taken for our package, nor ours for it.
+    # By path and with -P: a module next to the probe must not hide another one.
     ended = child_process.run([python, "-P", torch_probe.__file__], env, LIMIT)
     if ended.exitcode == 2:  # Python 3.10 has no -P
         ended = child_process.run([python, torch_probe.__file__], env, LIMIT)
     if ended.exitcode is None:
-        return [not_checked(CHECK, f"torch was not imported within {LIMIT:g} s.", "Try again.")]
+        return [not_checked(CHECK, f"Importing torch timed out after {LIMIT:g} s.", "Try again.")]
     if ended.exitcode != 0:
         return [
             fault(
                 CHECK,
                 f"{python} cannot import torch ({ended.last_words}).",
-                "Install torch there, or name the Python that has it in PYTHON_EXEC.",
+                "Install torch there, or set PYTHON_EXEC to a Python that has it.",
             )
         ]
     found = Torch(**json.loads(ended.output.splitlines()[-1]))
@@ -52,19 +52,19 @@ def check(python: str, env: Mapping[str, str], *, gpus: int) -> list[Finding]:
 
 
 def judge(found: Torch, *, paths: str, gpus: int) -> list[Finding]:
-    """The verdicts. Pure."""
+    """Judge the torch that was found. Pure."""
     return [_version(found, paths), _gloo(found), *_nccl(found, gpus)]
 
 
 def _version(found: Torch, paths: str) -> Finding:
     if reason := torch_versions.too_old(found.torch):
-        return fault(CHECK, reason, "Install a newer one.")
+        return fault(CHECK, reason, "Install a newer version.")
     shadow = next((path for path in paths.split(os.pathsep) if _is_in(found.place, path)), None)
     if shadow is not None:
         return warning(
             CHECK,
-            f"torch {found.torch} comes from {shadow} of PYTHONPATH.",
-            "Unset PYTHONPATH unless you mean that one.",
+            f"torch {found.torch} is imported from {shadow}, because of PYTHONPATH.",
+            "Unset PYTHONPATH unless you want that one.",
         )
     if reason := torch_versions.too_new(found.torch):
         return warning(CHECK, reason, "")
@@ -80,10 +80,10 @@ def _gloo(found: Torch) -> Finding:
     if found.gloo:
         return fault(
             "gloo",
-            f"gloo makes no group here ({found.gloo}).",
-            "See GLOO_SOCKET_IFNAME and /etc/hosts.",
+            f"gloo cannot create a process group ({found.gloo}).",
+            "Check GLOO_SOCKET_IFNAME and /etc/hosts.",
         )
-    return ok("gloo", "gloo makes a group.")
+    return ok("gloo", "gloo can create a process group.")
 
 
 def _nccl(found: Torch, gpus: int) -> list[Finding]:
@@ -93,11 +93,11 @@ def _nccl(found: Torch, gpus: int) -> list[Finding]:
         return [
             fault(
                 "nccl",
-                f"There are GPUs, and torch {found.torch} is built without NCCL.",
+                f"This machine has GPUs, but torch {found.torch} is built without NCCL.",
                 "Install a torch that is built for these GPUs.",
             )
         ]
-    return [ok("nccl", f"NCCL {found.nccl} with {found.built_for}; --gpu tries it.")]
+    return [ok("nccl", f"NCCL {found.nccl} with {found.built_for}; --gpu tests it.")]
 
 
 def _is_in(place: str, directory: str) -> bool:

@@ -1,6 +1,6 @@
-"""What torch a worker would have, as JSON: run in a process of its own, in a worker's environment.
+"""Print the torch that a worker would import, as JSON; run with a worker's environment.
 
-It tries gloo as well: a group of one already looks for the interface and the name of this machine.
+It tries gloo as well: even a group of one looks up the interface and the name of this machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def look() -> dict[str, Any]:
-    """Everything that can be known without touching a GPU."""
+    """Return everything that can be found out without touching a GPU."""
     began = time.monotonic()
     import torch
     import torch.distributed as dist
@@ -36,12 +36,12 @@ def look() -> dict[str, Any]:
 
 
 def _built_for(cuda: str | None, rocm: str | None) -> str:
-    """Empty: for CPUs only."""
+    """Return `CUDA 13.0` or the like; empty: CPU only."""
     return f"CUDA {cuda}" if cuda else f"ROCm {rocm}" if rocm else ""
 
 
 def try_gloo() -> str:
-    """Why a group of one cannot be made; empty if it can."""
+    """Return why a group of one cannot be created; empty if it can."""
     import torch
     import torch.distributed as dist
 
@@ -61,7 +61,7 @@ def try_gloo() -> str:
 
 
 def in_words(text: str) -> str:
-    """The first line of an error, without where in gloo's source it was raised.
+    """Return the first line of an error, without the location in gloo's source.
 
     >>> in_words("[enforce fail at /g/device.cc:84] ifa != nullptr. Unable to find eth7")
     'Unable to find eth7'

@@ -1,4 +1,4 @@
-"""Variables that were set and forgotten, contradict the launch or do harm. Pure."""
+"""Environment variables that are left over, contradict the launch or do harm. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Collection, Mapping, Sequence
 from torchelastic.config import LaunchConfig
 from torchelastic.doctor.finding import Finding, fault, ok, warning
 
-#: Set for workers by the agent; whoever sets them before means another launcher.
+#: The agent sets these for workers; if set before, they are meant for another launcher.
 _OTHER_LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "NODE_RANK")
-#: With 0, a collective of NCCL that fails or times out is told to nobody.
+#: With 0, NCCL does not report a collective that fails or times out.
 _NCCL_ERRORS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 _FAULTS = "TORCHELASTIC_FAULTS"
-#: What a script must not hide from its workers.
+#: Packages that files next to the script must not hide.
 _OURS = ("torch", "torchelastic")
 
 
@@ -24,8 +24,8 @@ def variables(
     overridden: Sequence[str],
     known: Collection[str],
 ) -> list[Finding]:
-    """`used` are the variables that set a flag, `overridden` those whose flag was given as well,
-    `known` all that a flag has."""
+    """Check the variables: `used` set a flag, `overridden` lost to a flag on the command line,
+    `known` belong to any flag."""
     found = [
         *_forgotten(environ, overridden, known),
         *_other_launcher(environ, config),
@@ -34,8 +34,8 @@ def variables(
     if found:
         return found
     if used:
-        return [ok("variables", f"Flags have values from {', '.join(used)}.")]
-    return [ok("variables", "None contradicts the launch.")]
+        return [ok("variables", f"Flags are set by {', '.join(used)}.")]
+    return [ok("variables", "No variable contradicts the launch.")]
 
 
 def _forgotten(
@@ -55,7 +55,7 @@ def _forgotten(
         found.append(
             warning(
                 "variables",
-                f"The command line contradicts {', '.join(overridden)}, and wins.",
+                f"The command line overrides {', '.join(overridden)}.",
                 "Unset it, or leave the flag out.",
             )
         )
@@ -63,16 +63,16 @@ def _forgotten(
 
 
 def _other_launcher(environ: Mapping[str, str], config: LaunchConfig) -> list[Finding]:
-    """With a place to meet, scripts commonly set these to write that place down."""
+    """Find variables of another launcher. With an endpoint, scripts commonly use them to set it."""
     there = [name for name in _OTHER_LAUNCHERS if environ.get(name)]
     if not there or config.rdzv_endpoint:
         return []
     return [
         warning(
             "variables",
-            f"Nobody reads {', '.join(there)}: this job has one node, and its workers get values "
-            "of their own.",
-            "If there are to be more nodes, say --nnodes and --rdzv-endpoint.",
+            f"{', '.join(there)} will be ignored: this job has one node, and the agent sets "
+            "these for its workers.",
+            "For more nodes, set --nnodes and --rdzv-endpoint.",
         )
     ]
 
@@ -92,8 +92,8 @@ def _harm(environ: Mapping[str, str]) -> list[Finding]:
         found.append(
             warning(
                 "variables",
-                f"{silent[0]}=0: a collective of NCCL that times out hangs its worker, and "
-                "nobody is told.",
+                f"{silent[0]}=0: a worker hangs without an error when an NCCL collective times "
+                "out.",
                 "Unset it.",
             )
         )
@@ -101,7 +101,7 @@ def _harm(environ: Mapping[str, str]) -> list[Finding]:
 
 
 def shadows(beside: Collection[str], directory: str) -> list[Finding]:
-    """What the modules and packages `beside` the script hide from it."""
+    """Find modules that those `beside` the script hide."""
     ours = sorted(name for name in beside if name in _OURS)
     standard = sorted(name for name in beside if name in sys.stdlib_module_names)
     found = []
@@ -117,8 +117,8 @@ def shadows(beside: Collection[str], directory: str) -> list[Finding]:
         found.append(
             warning(
                 "script",
-                f"{', '.join(standard)} in {directory} has the name of a module of Python's, and "
-                "is imported instead of it.",
+                f"{', '.join(standard)} in {directory} hides the standard library module of that "
+                "name.",
                 "Rename it.",
             )
         )

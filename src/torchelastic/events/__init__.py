@@ -1,9 +1,9 @@
 """Any process: the event log, written by every agent and read by everything else.
 
-types (what can happen) -> record (a line) -> log (files) -> merge (one log out of several)
+types (event types) -> record (a line) -> log (files) -> merge (several logs into one)
     -> analysis/ (view, goodput, recoveries, hangs, ...) -> words (events as sentences)
 
-The names here are 0.2's, for a script's own events (`api`).
+The names here are the 0.2 API (`api`), with which a script records events.
 """
 
 # The module is loaded first: loaded later, it would take its name from 0.2's function.

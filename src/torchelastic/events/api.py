@@ -1,8 +1,8 @@
-"""Events of a user's own, sent where a handler takes them; by default nowhere. The names are 0.2's.
+"""The 0.2 API for custom events. A handler receives them; by default they are discarded.
 
 0.2.1 has `Event(name, type, metadata)`, 0.2.2 and torch have `Event(name, source, timestamp,
-metadata)`: both are understood, and `type` and `source` are one field. What torchelastic itself
-does is in its event log.
+metadata)`: both work, and `type` and `source` are the same field. torchelastic's own events are in
+its event log.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Metadata = Mapping[str, EventMetadataValue]
 
 
 class EventSource(str, Enum):
-    """Who an event comes from."""
+    """The source of an event."""
 
     AGENT = "AGENT"
     WORKER = "WORKER"
@@ -39,11 +39,11 @@ class EventSource(str, Enum):
 
 @dataclass(init=False)
 class Event:
-    """Something that happened."""
+    """A custom event."""
 
     name: str
     source: EventSource | str
-    #: Milliseconds since 1970; 0: not said.
+    #: Milliseconds since 1970; 0: not set.
     timestamp: int = 0
     metadata: dict[str, EventMetadataValue] = field(default_factory=dict)
 
@@ -63,7 +63,7 @@ class Event:
 
     @property
     def type(self) -> str:
-        """0.2.1's name of the source."""
+        """The source, under its name in 0.2.1."""
         return self.source.value if isinstance(self.source, EventSource) else self.source
 
     def __str__(self) -> str:
@@ -82,21 +82,21 @@ class Event:
 
 
 class EventHandler(ABC):
-    """Takes events somewhere."""
+    """Receives events."""
 
     @abstractmethod
     def record(self, event: Event) -> None: ...
 
 
 class ConsoleEventHandler(EventHandler):
-    """One line on stdout for each event."""
+    """Prints one line on stdout per event."""
 
     def record(self, event: Event) -> None:
         print(f"[{time.time()}] {event.serialize()}", flush=True)
 
 
 class NullEventHandler(EventHandler):
-    """Takes events nowhere."""
+    """Discards events."""
 
     def record(self, event: Event) -> None:
         return None
@@ -107,7 +107,7 @@ _handlers: dict[str, EventHandler] = {"console": ConsoleEventHandler(), "null": 
 
 
 def configure(handler: EventHandler, event_type: str | None = None) -> None:
-    """The handler of one type of events, or of all that have none of their own."""
+    """Set the handler of one event type, or the default handler."""
     global _default
     if event_type is None:
         _default = handler
@@ -116,9 +116,9 @@ def configure(handler: EventHandler, event_type: str | None = None) -> None:
 
 
 def record(event: Event | str, destination: str = "", metadata: Metadata | None = None) -> None:
-    """Send an event to a destination: `null`, `console`, or one that was configured.
+    """Send an event to a destination: `null`, `console`, or a configured one.
 
-    In 0.2.1's way: the name of an event, its type, its metadata.
+    Also accepts the arguments of 0.2.1: event name, event type, metadata.
     """
     if isinstance(event, Event):
         _handlers.get(destination, _default).record(event)

@@ -1,4 +1,4 @@
-"""A file that whole lines are appended to, whatever becomes of the disk and of the file."""
+"""Append whole lines to a file, even if the disk fills up or the file is removed."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import os
 from pathlib import Path
 
 
-class AppendedFile:
-    """Opened at the first write. Used by one thread at a time."""
+class AppendFile:
+    """A file opened at the first write. Used by one thread at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        #: Bytes in the file, as far as is known.
+        #: Known bytes in the file.
         self.size = 0
         self._fd: int | None = None
         self._torn = False
 
     def append(self, lines: bytes) -> None:
-        """One `write`: a reader sees whole lines, whoever else appends to the file.
+        """Append with one `write`: readers see whole lines, even with several writers.
 
-        Raises `OSError` when they are not in the file, or not all of them.
+        Raises `OSError` if not all of them were written.
         """
         fd = self._open()
-        # The rest of a line that a full disk cut short must not be glued to the next one.
+        # A line that a full disk cut short must not run into the next one.
         data = b"\n" + lines if self._torn else lines
         written = os.write(fd, data)
         self.size += written
@@ -37,7 +37,7 @@ class AppendedFile:
 
     def _open(self) -> int:
         if self._fd is not None and not self._is_in_place(self._fd):
-            self.close()  # somebody has removed it, or moved it away: nobody would find the rest
+            self.close()  # it was removed or moved away: nobody would find further lines
         if self._fd is None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             self._fd = os.open(self.path, flags, 0o644)

@@ -1,7 +1,4 @@
-"""Makes the page of events.
-
-`python -m torchelastic.events.event_reference > docs/reference/events.md`
-"""
+"""Print `docs/reference/events.md`: `python -m torchelastic.events.event_reference`."""
 
 from __future__ import annotations
 
@@ -15,17 +12,18 @@ from torchelastic.events.types import EVENTS, Event
 _HEAD = """\
 # Events
 
-<!-- Made from events/types.py; do not edit:
-`python -m torchelastic.events.event_reference > docs/reference/events.md` -->
+<!-- Generated from types.py by `python -m torchelastic.events.event_reference`. -->
 
 Every agent writes what happens, and why, to a file `events.jsonl`: one JSON object per line, each
-written at once. With `--log-dir` the file lies in the run directory, otherwise beside the agent's
-entry under `$XDG_RUNTIME_DIR/torchelastic` (see [logs](../guides/logs.md));
-`torchelastic status` names it and reads it. `--event-log-handler console` shows the same lines on
-stderr. At {size} MiB the file becomes `events.jsonl.1`; of an older one all but `progress` and
-`checkpoint-stored` is kept at the beginning of that, up to a quarter of the size. That is done
-beside the job; until the disk has done it there is an `events.jsonl.0` as well. Beside its own log
-the leader of the job keeps `job.jsonl`, the events of all agents as far as they have reached it.
+written immediately. With `--log-dir` the file is in the run directory, otherwise next to the
+agent's entry under `$XDG_RUNTIME_DIR/torchelastic` (see [logs](../guides/logs.md)).
+`torchelastic status` prints its path. `--event-log-handler console` prints the same lines on stderr.
+
+At {size} MiB the file is rotated to `events.jsonl.1`. That file begins with the events of the
+previous `events.jsonl.1`, without `progress` and `checkpoint-stored`, up to a quarter of the size.
+Rotation runs in the background; `events.jsonl.0` exists while it does.
+
+The leader of the job also writes `job.jsonl`: the events of all agents that have reached it.
 
 ```sh
 jq -r 'select(.type == "generation-over") | "\\(.generation): \\(.reason)"' events.jsonl
@@ -36,23 +34,23 @@ Every line has:
 | field | type | meaning |
 |---|---|---|
 | `v` | int | version of this format: 1 |
-| `type` | str | what happened, see below |
+| `type` | str | the event type, see below |
 | `job` | str | the job id |
-| `node` | str | id of the agent that writes |
-| `wall` | float | wall clock, seconds since 1970: for people |
-| `mono` | float | monotonic clock of the machine: orders the events of all its agents |
-| `generation` | int or null | the generation meant, where one is |
-| `heard` | float | in `job.jsonl`: when that was by the leader's `mono`, as it estimates |
+| `node` | str | id of the agent that wrote the line |
+| `wall` | float | wall clock, seconds since 1970; for people |
+| `mono` | float | monotonic clock of the machine; orders the events of all its agents |
+| `generation` | int or null | the generation that the event belongs to, if any |
+| `heard` | float | only in `job.jsonl`: estimated time of the event on the leader's `mono` |
 
-Readers skip types and fields they do not know, and lines they cannot parse: the last line of a
-machine that lost its power may be half a line.
+Skip types and fields that you do not know, and lines that you cannot parse: after a power failure
+the last line may be incomplete.
 
 ## Types
 """
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     sections = [_section(name, cls) for name, cls in EVENTS.items()]
     return "\n".join([_HEAD.format(size=log.MAX_BYTES // 2**20), *sections])
 
@@ -64,12 +62,12 @@ def _section(name: str, cls: type[Event]) -> str:
 
 
 def _fields(cls: type[Event]) -> list[tuple[str, str, str]]:
-    """Name, type and the `#:` comment above it, as they stand in the source."""
+    """Return name, type and the `#:` comment above it, for each field in the source."""
     found = []
     comment = ""
     for line in inspect.getsource(cls).splitlines():
-        if said := re.fullmatch(r"    #: (.*)", line):
-            comment = said[1]
+        if text := re.fullmatch(r"    #: (.*)", line):
+            comment = f"{comment} {text[1]}".strip()
         elif (field := re.fullmatch(r"    (\w+): (.+?)(?: = .*)?", line)) and field[1] != "type":
             found.append((field[1], _plain(field[2]), comment))
             comment = ""
@@ -77,7 +75,7 @@ def _fields(cls: type[Event]) -> list[tuple[str, str, str]]:
 
 
 def _plain(annotation: str) -> str:
-    """A Python annotation in words for readers of JSON."""
+    """Return a Python annotation in the words of JSON."""
     literal = re.fullmatch(r"Literal\[(.*)\]", annotation)
     if literal:
         return " or ".join(f"`{choice}`" for choice in re.findall(r'"(.*?)"', literal[1]))

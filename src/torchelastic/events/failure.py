@@ -9,23 +9,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: What of a worker's last lines travels with its failure, which every node is told of.
+#: Bounds of the last log lines in a failure, which is sent to every node.
 MOST_LINES, MOST_LOG, MOST_LINE = 20, 4000, 500
-#: Characters of a hint, and of the words for a collective.
+#: Characters of a hint, and of a collective's description.
 MOST_HINT = 500
-#: Exceptions of a program that cannot run, or asks for what we do not support, wherever it starts.
+#: Exceptions of a program that cannot run anywhere, or that asks for something unsupported.
 INCURABLE = frozenset(
     {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"}
     | {"ConfigError", "ProcessesError", "ProgramMissing"}
 )
-#: What colours text, and moves the cursor of a terminal.
+#: Terminal escape sequences.
 _ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\))")
 _EXCEPTION = re.compile(r"([\w.]+)(?::|$)")
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL` for 9; `signal 77` where the platform has no name for it."""
+    """Return `SIGKILL` for 9; `signal 77` if the platform has no name for it."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -34,58 +34,58 @@ def signal_name(number: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """One worker that ended otherwise than by success; or, without a rank, a node that is gone."""
+    """The failure of a worker or, without a rank, of a node."""
 
     generation: int
     node: str
-    #: -1: of a node, or of a worker that has no rank yet.
+    #: -1: a node, or a worker that has no rank yet.
     rank: int
     local_rank: int
     pid: int
     #: As `subprocess` has it: the exit code, or minus the signal's number.
     exitcode: int
-    #: `RuntimeError: boom` when the worker told; otherwise what its exit says.
+    #: `RuntimeError: boom` if the worker reported it; otherwise how it exited.
     message: str
     traceback: str = ""
     #: `train.py:37 in step`: the innermost frame of the user's code in that traceback.
     place: str = ""
     role: str = "default"
     step: int | None = None
-    #: It ended after its agent had begun to stop it: whatever it says, it is not the cause.
+    #: It ended after its agent began to stop it, so it is not the cause.
     stopped: bool = False
-    #: The worker lives on: it has rolled back and waits for the next world.
+    #: The process is still running: it rolled back and waits for the next world.
     alive: bool = False
-    #: Trying again cannot help: the job ends.
+    #: A restart cannot help: the job ends.
     fatal: bool = False
     error_file: str = ""
     #: Wall clock of the failing node, for people and for `error.json`; never compared.
     wall_time: float = 0.0
-    #: What the agent has found out beyond what the worker said: `out of memory: …`.
+    #: What the agent found out in addition: `out of memory: …`.
     hint: str = ""
-    #: The last lines it wrote, where they went through the agent's hands or to its files.
+    #: The last lines it wrote, if its output went through the agent or to its files.
     log_lines: tuple[str, ...] = ()
-    #: The last collective it entered, in words; empty where that is not known.
+    #: The last collective it entered, as text; empty: unknown.
     collective: str = ""
-    #: How many collectives it had entered in its generation; -1: not known.
+    #: How many collectives it had entered in its generation; -1: unknown.
     entered: int = -1
     #: It was waiting for others in a collective when it failed.
     waited: bool = False
-    #: Not the first failure, but no consequence of it either: `root_cause.pick` says so.
+    #: Neither the first failure nor a consequence of it, according to `root_cause.pick`.
     by_itself: bool = False
 
     @property
     def told(self) -> bool:
-        """Whether the worker itself said what went wrong."""
+        """True if the worker itself reported its error."""
         return bool(self.traceback)
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether that is what the agent has found."""
+        """True if the agent found an out-of-memory kill."""
         return self.hint.startswith("out of memory")
 
     @property
     def is_node(self) -> bool:
-        """Whether it is a whole node that failed."""
+        """True if a whole node failed."""
         return self.rank < 0 and self.local_rank < 0
 
     def exit_words(self) -> str:
@@ -95,7 +95,7 @@ class Failure:
         return f"exit code {self.exitcode}"
 
     def sentence(self) -> str:
-        """`rank 3 on node-b (local rank 1, pid 42) at step 17: RuntimeError: boom`, in one line."""
+        """Return `rank 3 on node-b (local rank 1, pid 42) at step 17: RuntimeError: boom`."""
         step = f" at step {self.step}" if self.step is not None else ""
         first_line = self.message.strip().partition("\n")[0]
         if self.is_node:
@@ -107,18 +107,17 @@ class Failure:
 
     @property
     def kind(self) -> str:
-        """The type of the exception; of a failure without one, its message without the numbers,
-        which differ from one time to the next."""
+        """The exception type, or else the message without its numbers, which vary."""
         named = _EXCEPTION.match(self.message) if self.told else None
         return named[1] if named else _NUMBER.sub("#", self.message)
 
     @property
     def incurable(self) -> bool:
-        """Whether a restart of the same program would end in the same way."""
+        """True if a restart of the same program would fail in the same way."""
         return self.told and self.kind in INCURABLE
 
     def signature(self) -> tuple[int, str, str]:
-        """Equal for two failures of the same kind at the same place, whoever the worker was."""
+        """Return a key that is equal for failures of the same kind in the same line of code."""
         return (self.exitcode, self.kind, self.place)
 
     def to_json(self) -> dict[str, Any]:
@@ -126,17 +125,19 @@ class Failure:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Failure:
-        """As `to_json` made it, here or in another version. What makes no sense is left out: no
-        leader shall fall over a failure. What is too long is cut: it is sent on to every node.
+        """Parse the output of `to_json`, of this or another version.
+
+        Invalid values are dropped, so that they cannot crash the leader. Long values are cut: a
+        failure is sent to every node.
         """
         sensible = {
             key: value for key, value in data.items() if key in _CHECKS and _CHECKS[key](value)
         }
-        return cls(**_NOT_TOLD | sensible | _cut(sensible))
+        return cls(**_UNKNOWN | sensible | _cut(sensible))
 
 
 def node_failure(node: str, generation: int, message: str) -> Failure:
-    """A node is gone without a word, its agent and all its workers with it."""
+    """Return the failure of a node that is gone with its agent and all its workers."""
     return Failure(
         generation=generation,
         node=node,
@@ -148,32 +149,33 @@ def node_failure(node: str, generation: int, message: str) -> Failure:
     )
 
 
-#: How one line begins, in brackets, that stands for a traceback which was printed before.
+#: The note in parentheses that replaces a traceback printed before begins like this.
 SAME = "the same traceback as in generation"
 
 
 def last_lines(text: str, besides: str = "") -> tuple[str, ...]:
-    """The last lines of a text, as many as may travel with a failure, without those of a traceback
-    that is told besides: Python writes that as well, and torch with the rank before each line.
+    """Return the last lines of a text, bounded, without those of the traceback `besides`.
+
+    Python prints that traceback as well, and torch with the rank before each line.
 
     >>> last_lines("one\\ntwo\\n[rank1]:   boom", "  boom")
     ('one', 'two')
     >>> last_lines("one\\nKeyError: 1 (the same traceback as in generation 3, 2 times now)")
     ('one',)
     """
-    told = tuple({line.rstrip() for line in besides.splitlines() if line.strip()})
+    known = tuple({line.rstrip() for line in besides.splitlines() if line.strip()})
     lines = [_shown(line) for line in text.splitlines() if f" ({SAME} " not in line]
-    return _bounded([line for line in lines if line and not line.endswith(told)])
+    return _bounded([line for line in lines if line and not line.endswith(known)])
 
 
 def _shown(line: str) -> str:
-    """Without colours and what else a terminal would act upon."""
+    """Remove escape sequences and other unprintable characters."""
     bare = _ESCAPES.sub("", line.expandtabs()).rstrip()[:MOST_LINE]
     return "".join(one if one.isprintable() else "�" for one in bare)
 
 
 def _bounded(lines: Sequence[str]) -> tuple[str, ...]:
-    """The last ones that are not too many, nor too long together."""
+    """Return the last lines within the bounds on number and total length."""
     kept: list[str] = []
     room = MOST_LOG
     for line in reversed(lines[-MOST_LINES:]):
@@ -185,7 +187,7 @@ def _bounded(lines: Sequence[str]) -> tuple[str, ...]:
 
 
 def _cut(data: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given of the texts that have a bound, within it."""
+    """Return the bounded texts of a failure, cut."""
     made: dict[str, Any] = {
         name: data[name][:MOST_HINT] for name in ("hint", "collective", "place") if name in data
     }
@@ -199,7 +201,7 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_time(value: Any) -> bool:
-    """One that a calendar has: neither infinite nor of the year 10,000."""
+    """Accept only times that a calendar can show: finite and before the year 10,000."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and 0 <= value < 2.5e11
 
@@ -212,7 +214,7 @@ def _is_lines(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(line, str) for line in value)
 
 
-#: What a value read from JSON must be, by the type its field is declared to have.
+#: Checks of values read from JSON, by the declared type of the field.
 _BY_TYPE: dict[str, Callable[[Any], bool]] = {
     "int": _is_int,
     "int | None": lambda value: value is None or _is_int(value),
@@ -222,13 +224,13 @@ _BY_TYPE: dict[str, Callable[[Any], bool]] = {
     "tuple[str, ...]": _is_lines,
 }
 _CHECKS = {field.name: _BY_TYPE[str(field.type)] for field in dataclasses.fields(Failure)}
-#: What is shown where nothing was told.
-_NOT_TOLD: dict[str, Any] = {
+#: Values of fields that are missing.
+_UNKNOWN: dict[str, Any] = {
     "generation": -1,
     "node": "?",
     "rank": -1,
     "local_rank": -1,
     "pid": 0,
     "exitcode": 1,
-    "message": "not told",
+    "message": "unknown error",
 }

@@ -1,12 +1,12 @@
-"""Where events go besides their file: `--event-log-handler NAME`.
+"""Event handlers, which receive events besides the log file: `--event-log-handler NAME`.
 
-    null, console            ours, and torch's
+    null, console            built in, as in torch
     a registered name        an entry point of the group `torchelastic.event_handlers`
-    package.module:name      whatever has that name there
+    package.module:name      an object in a module
 
-A handler is a `logging.Handler`, as in torch, a class of them that is made without arguments, or a
-function that takes an event as a line of JSON. It runs in a thread of its own: a slow one delays
-nobody, one that is stuck costs the events it does not take.
+A handler is a `logging.Handler`, as in torch, such a class without arguments, or a function that
+takes an event as a line of JSON. It runs in its own thread: a slow handler delays nothing, and a
+stuck handler only loses events.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 #: The group of entry points under which packages register handlers.
 GROUP = "torchelastic.event_handlers"
-#: Events that may wait for a handler, and how long it has for them in the end, in seconds.
+#: Events that may wait for a handler, and seconds that it gets for the rest at the end.
 WAITING, LAST = 10_000, 2.0
 
 Handler = Callable[[str], None]
 
 
 class ByLogging:
-    """A `logging.Handler` as ours: each event is the message of a log record, as in torch."""
+    """Adapter for a `logging.Handler`: each event is the message of a log record, as in torch."""
 
     def __init__(self, name: str, handler: logging.Handler) -> None:
         self._name = f"torchelastic-events-{name}"
@@ -47,10 +47,10 @@ class ByLogging:
 
 
 class Sink:
-    """Hands lines on to a handler, in a thread. Never waits, never raises."""
+    """Passes lines to a handler in a thread. Never blocks, never raises."""
 
     def __init__(self, name: str, handler: Handler, *, waiting: int = WAITING) -> None:
-        #: Lines that the handler was too slow for, or has failed to take.
+        #: Lines lost because the handler was too slow or failed.
         self.lost = 0
         self._name = name
         self._handler = handler
@@ -62,17 +62,17 @@ class Sink:
         try:
             self._lines.put_nowait(line)
         except queue.Full:
-            self._lose("takes none: it is stuck, or too slow")
+            self._lose("is stuck or too slow")
 
     def close(self, patience: float = LAST) -> None:
-        """Let the handler take what is left, for so many seconds at most."""
+        """Let the handler take what is left, for at most `patience` seconds."""
         try:
             self._lines.put(None, timeout=patience)
         except queue.Full:
-            return  # it is stuck, which was told
+            return  # it is stuck, which was logged
         self._thread.join(patience)
         if self._thread.is_alive() or not self._lines.empty():
-            self._lose("has not taken the last ones: it is stuck, too slow, or has ended")
+            self._lose("did not take the last events: it is stuck, too slow, or has ended")
 
     def _run(self) -> None:
         while (line := self._lines.get()) is not None:
@@ -83,8 +83,8 @@ class Sink:
     def _try(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # somebody else's code: it must not end the agent
-            self._lose(f"has failed: {error!r}")
+        except Exception as error:  # foreign code must not end the agent
+            self._lose(f"failed: {error!r}")
 
     def _lose(self, why: str) -> None:
         self.lost += 1
@@ -93,8 +93,8 @@ class Sink:
 
 
 def sink_for(name: str) -> Sink | None:
-    """The sink for a handler's name; None: nowhere. Raises `ConfigError` where there is none."""
-    if name in ("null", "dynamic_rendezvous"):  # torch's second name for nowhere
+    """Return the sink for a handler's name; None: no handler. Raises `ConfigError` if unknown."""
+    if name in ("null", "dynamic_rendezvous"):  # the latter is torch's other name for null
         return None
     return Sink(name, _to_stderr if name == "console" else _as_handler(name, _find(name)))
 
@@ -104,7 +104,7 @@ def _to_stderr(line: str) -> None:
 
 
 def _find(name: str) -> Any:
-    """What is registered under a name, or has it as `package.module:name`."""
+    """Load what is registered under a name, or is at `package.module:name`."""
     # Imported here: most jobs need none of it.
     from importlib.metadata import EntryPoint, entry_points
 
@@ -116,15 +116,15 @@ def _find(name: str) -> Any:
     else:
         known = ", ".join(["null", "console", *sorted(found)])
         raise ConfigError(
-            f"--event-log-handler does not know '{name}': write one of {known}, or "
-            "PACKAGE.MODULE:NAME for a handler of your own."
+            f"--event-log-handler does not know '{name}': use one of {known}, or "
+            "PACKAGE.MODULE:NAME for a custom handler."
         )
     try:
         return entry.load()
     except Exception as error:  # an import runs anything
         raise ConfigError(
-            f"--event-log-handler {name} cannot be imported ({error!r}): correct the name, or have "
-            "the module's directory in PYTHONPATH."
+            f"--event-log-handler {name} cannot be imported ({error!r}): correct the name, or add "
+            "the module's directory to PYTHONPATH."
         ) from error
 
 
@@ -137,6 +137,6 @@ def _as_handler(name: str, found: Any) -> Handler:
         handler: Handler = found
         return handler
     raise ConfigError(
-        f"--event-log-handler {name} is {found!r}, which takes no events: name a logging.Handler "
-        "or a function that takes one line."
+        f"--event-log-handler {name} is {found!r}, which cannot handle events: use a "
+        "logging.Handler or a function that takes one line."
     )

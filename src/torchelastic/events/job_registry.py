@@ -1,9 +1,9 @@
-"""The jobs of this machine: every agent writes down where it is, `torchelastic status` reads it.
+"""The registry of this machine's jobs: every agent writes an entry, `torchelastic status` reads it.
 
     $XDG_RUNTIME_DIR/torchelastic/<job>-<hash>/<node>/agent.json
-    <temporary directory>/torchelastic-<uid>/...                    where there is no such directory
+    <temporary directory>/torchelastic-<uid>/...                    without XDG_RUNTIME_DIR
 
-An agent's `events.jsonl` lies beside its `agent.json` unless `--log-dir` names a place for it.
+An agent's `events.jsonl` is next to its `agent.json`, unless `--log-dir` is given.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from torchelastic.events.log import EVENTS_FILE
 
 log = logging.getLogger(__name__)
 
-#: Jobs that have ended are listed until so many newer ones are there.
+#: Ended jobs are listed until there are this many newer ones.
 KEEP_JOBS = 20
-#: The same for agents that have ended within one job id.
+#: Ended agents of one job id are listed until there are this many newer ones.
 KEEP_AGENTS = 20
-#: For so many seconds after its end a job is not begun again by a node that comes too late for it.
+#: A node that starts within this many seconds after the job finished does not start it again.
 LATE = 600.0
 
 _AGENT_FILE = "agent.json"
@@ -41,13 +41,13 @@ _AGENT_FILE = "agent.json"
 
 @dataclass(frozen=True, kw_only=True)
 class AgentEntry:
-    """What an agent of this machine says of itself."""
+    """The registry entry of an agent on this machine."""
 
     job: str
     node: str
     name: str
     pid: int
-    #: Ticks from boot to the start of that process: a later process with its number has others.
+    #: Ticks from boot to the start of the process: another process with the same pid differs.
     pid_started: int
     endpoint: str
     command: tuple[str, ...]
@@ -56,21 +56,20 @@ class AgentEntry:
     started: float
     ended: float | None = None
     exitcode: int | None = None
-    #: Where the logs of its workers lie, as far as there are any.
+    #: The directory of its workers' logs, if any.
     logs: Path | None = None
-    #: It saw the job finish: every worker of every node succeeded. By then so many steps were done;
-    #: -1: not known.
+    #: It saw the job finish: every worker of every node succeeded, at this step; -1: unknown.
     finished: bool = False
     step: int = -1
 
     @property
     def alive(self) -> bool:
-        """Whether that very process runs."""
+        """True if that process is running."""
         return self.ended is None and _start_ticks(self.pid) == self.pid_started
 
     @property
     def last_seen(self) -> float:
-        """Wall clock of its end or, if it could not say so, of its last event."""
+        """Wall clock of its end or, if it was killed, of its last event."""
         if self.ended is not None:
             return self.ended
         try:
@@ -84,7 +83,7 @@ class AgentEntry:
 
     @classmethod
     def read(cls, path: Path) -> AgentEntry | None:
-        """None where there is none, or one that another version wrote."""
+        """Read an entry; None if there is none, or one of an incompatible version."""
         try:
             data = json.loads(path.read_bytes())
             data["events"] = Path(data["events"])
@@ -97,11 +96,11 @@ class AgentEntry:
 
 @dataclass(frozen=True)
 class JobEntry:
-    """A job, as the agents of this machine know it: those of its last run, oldest first."""
+    """A job with the agents of its last run on this machine, oldest first."""
 
     job: str
     agents: tuple[AgentEntry, ...]
-    #: False: it is told by events that lie here, from elsewhere; whether it runs nobody knows.
+    #: False: read from event logs of another machine; whether the job runs is unknown.
     registered: bool = True
 
     @property
@@ -122,29 +121,30 @@ class Registration:
         self._write()
 
     def note_finished(self, step: int) -> None:
-        """The job is finished, by so many steps; -1: not known. The agent is about to end."""
+        """Record that the job finished at this step (-1: unknown); the agent is about to end."""
         self._entry = replace(self._entry, finished=True, step=step)
         self._write()
 
     def close(self, exitcode: int | None = None) -> None:
-        """Say that the agent has ended; the entry stays, among the recent jobs."""
+        """Record that the agent ended; the entry stays among the recent jobs."""
         self._entry = replace(self._entry, ended=time.time(), exitcode=exitcode)
         self._write()
 
     def _write(self) -> None:
-        """Whole or not at all: `status` may read at any moment. A full disk must not end a job."""
+        """Write atomically: `status` may read at any time. A full disk must not end a job."""
         written = self.directory / f"{_AGENT_FILE}.new"
         try:
             written.write_text(json.dumps(self._entry.to_json()))
             written.replace(self.directory / _AGENT_FILE)
         except OSError as error:
-            log.warning("`torchelastic status` will not know this job (%s).", error)
+            log.warning("`torchelastic status` will not list this job (%s).", error)
 
 
 def registry() -> Path:
-    """The directory of all jobs of this user; it need not exist yet.
+    """Return the directory of all jobs of this user; it may not exist yet.
 
-    `XDG_RUNTIME_DIR` is often left over from another user (sudo, su): it counts only if it is ours.
+    `XDG_RUNTIME_DIR` is often left over from another user (sudo, su): it counts only if this user
+    owns it.
     """
     runtime = env.get("XDG_RUNTIME_DIR")
     if runtime:
@@ -152,12 +152,12 @@ def registry() -> Path:
             if os.stat(runtime).st_uid == os.geteuid():
                 return Path(runtime) / "torchelastic"
         except OSError:
-            pass  # set, but not there: as good as unset
+            pass  # set, but does not exist: as if unset
     return Path(tempfile.gettempdir()) / f"torchelastic-{os.geteuid()}"
 
 
 def directory_for(job: str, node: str) -> Path:
-    """Make the registry directory of one agent."""
+    """Create the registry directory of one agent."""
     base = registry()
     try:
         base.mkdir(mode=0o700, exist_ok=True)
@@ -166,8 +166,8 @@ def directory_for(job: str, node: str) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"{base} cannot be used to list the jobs of this machine ({error.strerror}): set "
-            "XDG_RUNTIME_DIR or TMPDIR to a directory this user may write to."
+            f"Cannot register the job in {base} ({error.strerror}): set XDG_RUNTIME_DIR or TMPDIR "
+            "to a directory that this user may write to."
         ) from error
     return directory
 
@@ -183,7 +183,7 @@ def register(
     events: Path,
     logs: Path | None = None,
 ) -> Registration:
-    """List this agent among the jobs of this machine, and forget the oldest ended ones."""
+    """Register this agent among the jobs of this machine, and remove the oldest ended ones."""
     entry = AgentEntry(
         job=job,
         node=node,
@@ -203,7 +203,7 @@ def register(
 
 
 def list_jobs() -> list[JobEntry]:
-    """Live jobs, then recent ones, each newest first."""
+    """Return live jobs, then recent ones, each newest first."""
     base = registry()
     if not base.exists():
         return []
@@ -217,7 +217,7 @@ def list_jobs() -> list[JobEntry]:
 
 
 def agents_of(job: str) -> list[AgentEntry]:
-    """The agents of this machine that a job id has, or had."""
+    """Return the agents on this machine that have or had this job id."""
     base = registry()
     if not base.exists():
         return []
@@ -226,7 +226,7 @@ def agents_of(job: str) -> list[AgentEntry]:
 
 
 def latest_run(agents: Iterable[AgentEntry]) -> tuple[AgentEntry, ...]:
-    """The agents of a job id's last run: a run begins when all earlier agents have ended."""
+    """Return the agents of the last run; a run starts after all earlier agents ended."""
     run: list[AgentEntry] = []
     for agent in sorted(agents, key=lambda agent: agent.started):
         if all(not other.alive and other.last_seen < agent.started for other in run):
@@ -238,11 +238,11 @@ def latest_run(agents: Iterable[AgentEntry]) -> tuple[AgentEntry, ...]:
 def finished_before(
     agents: Iterable[AgentEntry], command: Sequence[str], now: float
 ) -> AgentEntry | None:
-    """Of the agents of a job id: the one that saw the job finish for which a node that starts now,
-    with this command, comes too late. None: it may begin.
+    """Return the agent that saw the job finish, if a node that starts now with this command is too
+    late for it. None: the node may start.
 
-    A job that failed, or that a signal ended, may be started again, and so may one with another
-    command: that is another job.
+    A job that failed or was ended by a signal may be started again, and so may one with another
+    command, which is another job.
     """
     run = latest_run(agents)
     if any(agent.alive and not agent.finished for agent in run):
@@ -260,31 +260,31 @@ def finished_before(
 
 
 def too_late(job: str, command: Sequence[str]) -> str:
-    """Why a node of this job need not start, in a sentence; empty: it may."""
+    """Return why a node of this job need not start; empty: it may."""
     now = time.time()
     seen = finished_before(agents_of(job), command, now)
     if seen is None:
         return ""
     step = f" at step {seen.step}," if seen.step >= 0 else ""
     return (
-        f"Job '{job}' finished{step} {now - seen.last_seen:.0f} s ago: this node comes too late. "
+        f"Job '{job}' finished{step} {now - seen.last_seen:.0f} s ago: this node is too late. "
         "To run the same command again, choose another --rdzv-id."
     )
 
 
 def events_path(config: LaunchConfig, run_dir: Path, registry_dir: Path) -> Path:
-    """Where an agent writes its events: with its logs if the user said where those go."""
+    """Return the path of an agent's events: with its logs if the user chose a directory."""
     wanted = config.log_dir is not None and config.log_dir != os.devnull
     return (run_dir if wanted else registry_dir) / EVENTS_FILE
 
 
 def _refuse_foreign(base: Path) -> None:
-    """Anybody may make a name in the temporary directory: do not trust what is not ours alone."""
+    """Refuse a registry that others own: anybody may create a name in the temporary directory."""
     found = base.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise ConfigError(
-            f"{base} is not a directory of this user: remove it, or set XDG_RUNTIME_DIR to a "
-            "directory of your own."
+            f"{base} is not a directory owned by this user: remove it, or set XDG_RUNTIME_DIR to "
+            "a directory that you own."
         )
     if stat.S_IMODE(found.st_mode) & 0o077:
         base.chmod(0o700)
@@ -303,7 +303,7 @@ def _prune(base: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    # Another agent may be removing the same one: what is gone is gone.
+    # Another agent may be removing the same directory.
     shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -320,7 +320,7 @@ def _last_seen(directory: Path, agents: Sequence[AgentEntry]) -> float:
     if agents:
         return max(agent.last_seen for agent in agents)
     try:
-        return directory.stat().st_mtime  # an agent is just being registered there, or never was
+        return directory.stat().st_mtime  # an agent is just being registered, or never was
     except OSError:
         return 0.0
 
@@ -333,7 +333,7 @@ def _subdirectories(directory: Path) -> list[Path]:
 
 
 def _job_name(job: str) -> str:
-    """A directory name that people can read and that no two jobs share."""
+    """Return a readable directory name that is unique to the job."""
     digest = hashlib.sha256(job.encode(errors="surrogateescape")).hexdigest()[:8]
     return f"{_plain(job)}-{digest}"
 
@@ -347,11 +347,11 @@ def _plain(text: str) -> str:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When the process started, in ticks since boot; None if it is gone or only a zombie."""
+    """Return the start of the process in ticks since boot; None if it is gone or a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
-    # The name of the program, in parentheses, may itself hold spaces and parentheses.
+    # The program name, in parentheses, may itself contain spaces and parentheses.
     state, *fields = text.rpartition(b")")[2].split()
     return None if state in (b"Z", b"X") else int(fields[18])

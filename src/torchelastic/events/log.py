@@ -1,9 +1,9 @@
-"""The event logs as files, one JSON object per line, each written at once.
+"""The event log files: one JSON object per line, each written immediately.
 
-    events.jsonl    what one agent saw and did
-    job.jsonl       beside the leader's own: what all agents did, as far as it reached the leader
+    events.jsonl    the events of one agent
+    job.jsonl       on the leader, in addition: the events of all agents that have reached it
 
-`record` says what a line is; `merge` what several files say together.
+`record` defines a line; `merge` combines several files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torchelastic.clock import Clock
 from torchelastic.errors import ConfigError
-from torchelastic.events.append_file import AppendedFile
+from torchelastic.events.append_file import AppendFile
 from torchelastic.events.merge import last_run, merged
 from torchelastic.events.record import Record
 from torchelastic.events.rotation import Rotation, length, opened
@@ -26,17 +26,18 @@ from torchelastic.events.types import Event, Note
 
 log = logging.getLogger(__name__)
 
-#: A log that grows beyond this becomes `events.jsonl.1`, with what matters of an older one.
+#: A log that grows beyond this is rotated to `events.jsonl.1`.
 MAX_BYTES = 16 * 1024 * 1024
-#: Seconds for the disk to rotate a log, when the agent ends.
+#: Seconds to finish a rotation when the agent ends.
 PATIENCE = 10.0
 
 EVENTS_FILE = "events.jsonl"
-#: The leader's, beside its own.
-GATHERED_FILE = "job.jsonl"
-#: Bytes of logs of which every step is read for a picture; of longer ones the latest only.
+#: The leader's log of all agents.
+COLLECTED_FILE = "job.jsonl"
+#: Up to this many bytes of logs, every step is read for a view; of longer logs, only these last
+#: bytes and a sample.
 MUCH, _LATEST = 16 * 1024 * 1024, 256 * 1024
-#: How a line with steps begins.
+#: The beginning of a line with steps.
 _PROGRESS = b'{"v":1,"type":"progress"'
 
 Sink = Callable[[str], None]
@@ -66,15 +67,15 @@ class EventLog:
         self._sink = sink
         self._listeners: list[Listener] = []
         self._max_bytes = max_bytes
-        self._file = AppendedFile(path)
+        self._file = AppendFile(path)
         self._rotation = Rotation(path, max_bytes // 4)
 
     def listen(self, listener: Listener) -> None:
-        """Hand every record on, before it is written. The listener must not wait."""
+        """Pass every record to the listener before it is written. The listener must not block."""
         self._listeners.append(listener)
 
     def emit(self, event: Event, *, generation: int | None = None) -> None:
-        """Write one line of this agent's."""
+        """Write an event of this agent."""
         self.append(
             Record(
                 type=event.type,
@@ -88,7 +89,7 @@ class EventLog:
         )
 
     def append(self, record: Record) -> None:
-        """Write one line, whoever's it is."""
+        """Write a record of any agent."""
         for listener in tuple(self._listeners):
             self._hand_on(listener, record)
         try:
@@ -96,7 +97,7 @@ class EventLog:
             if self._sink is not None:
                 self._sink(text)
             self._append(text.encode() + b"\n")
-        except Exception as error:  # also a mistake of ours in what is written
+        except Exception as error:  # also a bug of ours in what is written
             self._lose(error)
         else:
             self._note_what_is_missing()
@@ -104,21 +105,21 @@ class EventLog:
     def _lose(self, error: Exception) -> None:
         self.dropped += 1
         self._missing += 1
-        if self.dropped == 1:  # a disk that is full for a week is told of once
+        if self.dropped == 1:  # a disk that is full for a week is logged once
             log.warning("Events are lost: %s cannot be written (%s).", self.path, error)
 
     def _note_what_is_missing(self) -> None:
-        """There is room again: whoever reads the log must not take it for the whole story."""
+        """Note the gap once there is room again: readers must not take the log for complete."""
         if self._missing:
             lost, self._missing = self._missing, 0
-            self.emit(Note(text=f"{lost} of the events before this could not be written"))
+            self.emit(Note(text=f"events lost before this, not written: {lost}"))
 
     def _hand_on(self, listener: Listener, record: Record) -> None:
         try:
             listener(record)
-        except Exception:  # a mistake of one who only listens must not end the job
+        except Exception:  # a bug in a listener must not end the job
             self._listeners.remove(listener)
-            log.exception("Somebody who listens to events has failed, and hears no more.")
+            log.exception("A listener for events failed; it gets no more events.")
 
     def close(self) -> None:
         self._file.close()
@@ -132,10 +133,10 @@ class EventLog:
 
 
 def read(path: Path, *, steps: bool = True, every: int = 1) -> Iterator[Record]:
-    """The records of a log as they were written, those rotated away first. Junk is skipped.
+    """Yield the records of a log in order, rotated parts first. Invalid lines are skipped.
 
-    Without `steps` so is progress, which is most of a long log; with `every` one line in so many is
-    read of it, and all of the latest.
+    Without `steps`, `progress` is skipped, which is most of a long log; with `every`, only about
+    one `progress` line in `every` is read, and all of the latest.
     """
     with opened(path) as files:
         for lines in files:
@@ -149,22 +150,22 @@ def read(path: Path, *, steps: bool = True, every: int = 1) -> Iterator[Record]:
 
 
 def _length(file: os.stat_result) -> float:
-    """How much there is to read: what is written meanwhile is not part of it, and a device, which
-    a log may be a link to, might never end."""
+    """Return how much to read: not what is written meanwhile, and nothing of a device, which the
+    log may be a link to."""
     return float("inf") if stat.S_ISFIFO(file.st_mode) else file.st_size
 
 
 def _is_read(line: bytes, steps: bool, every: int, left: float) -> bool:
-    """Chosen by its content: lines of many nodes take turns, and a count would pick one of them."""
+    """Sample by content: the lines of many nodes alternate, and counting would pick one node."""
     return steps and (every == 1 or left < _LATEST or zlib.crc32(line) % every == 0)
 
 
 def read_job(where: Path, *, job: str | None = None, thin: bool = False) -> Iterator[Record]:
-    """The story of a job in a file or under a directory, in the order of `Record.time`.
+    """Yield the events of a job in a file or directory, in the order of `Record.time`.
 
     `where` is a log file, a run directory, or a log directory with the run directories of several
-    nodes; raises `ConfigError` when it holds no events, or those of several jobs and none is named.
-    With `thin` as in `read_files`.
+    nodes. Raises `ConfigError` if it holds no events, or those of several jobs and none is named.
+    `thin` as in `read_files`.
     """
     files = find_logs(where)
     every = _one_in(files) if thin else 1
@@ -172,18 +173,18 @@ def read_job(where: Path, *, job: str | None = None, thin: bool = False) -> Iter
     jobs = sorted({record.job for found in records for record in found[:1]})
     if job is None and len(jobs) > 1:
         listed = ", ".join(repr(name) for name in jobs)
-        raise ConfigError(f"{where} has the events of several jobs: name one of {listed}.")
+        raise ConfigError(f"{where} has events of several jobs: choose one of {listed}.")
     wanted = [found for found in records if found and job in (None, found[0].job)]
     if not wanted:
         of = f" of job '{job}'" if job is not None else ""
-        raise ConfigError(f"{where} has no events{of}: give the --log-dir of a run.")
+        raise ConfigError(f"{where} has no events{of}: use the --log-dir of a run.")
     yield from merged(last_run(wanted))
 
 
 def read_files(files: Iterable[Path], *, steps: bool = True, thin: bool = False) -> list[Record]:
-    """The story that these logs of one run of one job tell together.
+    """Return the merged events of these logs of one run of one job.
 
-    With `thin`, for a picture: of logs so long that it would take minutes, not every step.
+    With `thin`, for a view: not every step of logs that would take minutes to read.
     """
     files = list(files)
     every = _one_in(files) if thin else 1
@@ -191,13 +192,13 @@ def read_files(files: Iterable[Path], *, steps: bool = True, thin: bool = False)
 
 
 def _one_in(files: Iterable[Path]) -> int:
-    """One line in so many, of those with steps, is read of logs as long as these."""
+    """Return N, if one in N lines with steps is to be read of logs as long as these."""
     return 1 + sum(map(length, files)) // MUCH
 
 
 def find_logs(where: Path) -> list[Path]:
-    """The event logs at a place: the file itself, or those of the run directories there."""
+    """Return the event logs at a path: the file itself, or those of its run directories."""
     if not where.is_dir():
         return [where]
-    names = (GATHERED_FILE, EVENTS_FILE)
+    names = (COLLECTED_FILE, EVENTS_FILE)
     return [path for name in names for deep in ("", "*/") for path in where.glob(deep + name)]

@@ -1,9 +1,9 @@
-"""One story out of several logs of a job. Pure.
+"""Merge several logs of a job into one. Pure.
 
-A gathered log has all agents' records on one clock, its leader's. It may not be alone: the lead
-changes hands, and an agent's last lines may not have reached a leader that was being killed. So
-all logs are laid on the clock of the first: by records that two of them share and, where there
-are none, by the machines' wall clocks: for people, good enough.
+The leader's log has the records of all agents on its clock. There may be several: the leader
+changes, and an agent's last lines may not have reached a leader that was being killed. So all logs
+are shifted to the clock of the first, by records that two logs share or, without any, by the
+machines' wall clocks, which is exact enough for people.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from statistics import median
 
 from torchelastic.events.record import Record
 
-#: Machines whose clocks differ by less, counted from when they were booted, are taken for one.
+#: Logs whose boot times differ by less than this are taken to be of one machine.
 _SAME_MACHINE = 1.0
-#: Shared records that are looked at to find out how two clocks differ.
+#: Shared records that are compared to find how two clocks differ.
 _ENOUGH = 201
 
 Log = Sequence[Record]
@@ -24,21 +24,21 @@ Key = tuple[str, float, str]
 
 
 def merged(logs: Iterable[Log]) -> list[Record]:
-    """Every record once, in the order of its time on one clock."""
-    told: dict[Key, Record] = {}
-    story: list[Record] = []
-    for records in _gathered_first(log for log in logs if log):
-        shifts = _shifts(records, told)
-        new = [one for one in records if one.key not in told]
+    """Return every record once, in the order of time on one clock."""
+    known: dict[Key, Record] = {}
+    records: list[Record] = []
+    for log in _collected_first(log for log in logs if log):
+        shifts = _shifts(log, known)
+        new = [one for one in log if one.key not in known]
         added = [_shifted(record, shifts[record.node]) for record in new]
-        told.update((record.key, record) for record in added)
-        story += added
-    # Sorting is stable: what one agent wrote within a microsecond stays in the order it was told.
-    return sorted(story, key=lambda record: record.time)
+        known.update((record.key, record) for record in added)
+        records += added
+    # Sorting is stable: what one agent wrote within a microsecond stays in its order.
+    return sorted(records, key=lambda record: record.time)
 
 
 def last_run(logs: Iterable[Log]) -> list[Log]:
-    """The logs of a job's last run: a run begins when all earlier logs had ended."""
+    """Return the logs of a job's last run; a run starts after all earlier logs ended."""
     run: list[Log] = []
     for records in sorted((log for log in logs if log), key=lambda log: log[0].wall):
         if all(other[-1].wall < records[0].wall for other in run):
@@ -47,8 +47,8 @@ def last_run(logs: Iterable[Log]) -> list[Log]:
     return run
 
 
-def _gathered_first(logs: Iterable[Log]) -> list[Log]:
-    """Gathered logs before agents' own, each kind in the order in which they began."""
+def _collected_first(logs: Iterable[Log]) -> list[Log]:
+    """Sort leaders' logs before agents' own, each kind by start."""
 
     def rank(log: Log) -> tuple[bool, float, str]:
         own = all(record.heard is None for record in log)
@@ -57,28 +57,28 @@ def _gathered_first(logs: Iterable[Log]) -> list[Log]:
     return sorted(logs, key=rank)
 
 
-def _shifts(records: Log, told: dict[Key, Record]) -> dict[str, float]:
-    """By node: what to add to the times of its records here to be on the clock of those told.
+def _shifts(records: Log, known: dict[Key, Record]) -> dict[str, float]:
+    """Return the shift of each node's times onto the clock of the known records.
 
-    All records of a gathered log are on one clock already: one shift is right for all of them.
+    All records of a leader's log are on one clock already: they share one shift.
     """
     nodes = dict.fromkeys(record.node for record in records)
-    if not told:
+    if not known:
         return dict.fromkeys(nodes, 0.0)
     if any(record.heard is not None for record in records):
-        return dict.fromkeys(nodes, _shift(records, told))
-    return {node: _shift([one for one in records if one.node == node], told) for node in nodes}
+        return dict.fromkeys(nodes, _shift(records, known))
+    return {node: _shift([one for one in records if one.node == node], known) for node in nodes}
 
 
-def _shift(records: Log, told: dict[Key, Record]) -> float:
-    shared = [(record, told[record.key]) for record in records if record.key in told]
+def _shift(records: Log, known: dict[Key, Record]) -> float:
+    shared = [(record, known[record.key]) for record in records if record.key in known]
     if shared:
         return median(other.time - record.time for record, other in shared[:_ENOUGH])
-    own = [other for other in told.values() if other.node == records[0].node]
+    own = [other for other in known.values() if other.node == records[0].node]
     if own and records[0].heard is None:
         return median(other.time - other.mono for other in own[:_ENOUGH])
     here = median(record.wall - record.time for record in records[:_ENOUGH])
-    there = median(record.wall - record.time for record in islice(told.values(), _ENOUGH))
+    there = median(record.wall - record.time for record in islice(known.values(), _ENOUGH))
     return 0.0 if abs(here - there) < _SAME_MACHINE else here - there
 
 

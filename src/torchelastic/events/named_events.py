@@ -1,6 +1,6 @@
-"""Events of a user's own, by name, sent where a handler takes them; by default nowhere.
+"""The 0.1 API for custom events. A handler receives them; by default they are discarded.
 
-The names are 0.1's. What torchelastic itself does is in its event log (`torchelastic.events`).
+torchelastic's own events are in its event log (`torchelastic.events`).
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from abc import ABC, abstractmethod
 
 
 class EventLogHandler(ABC):
-    """Takes events somewhere."""
+    """Receives events."""
 
     @abstractmethod
     def log_event(self, event_name: str, message: str) -> None: ...
 
 
 class ConsoleEventLogHandler(EventLogHandler):
-    """One line on stdout for each event."""
+    """Prints one line on stdout per event."""
 
     def log_event(self, event_name: str, message: str) -> None:
         print(f"[{time.time()}][{event_name}]: {message}", flush=True)
 
 
 class NullEventLogHandler(EventLogHandler):
-    """Takes events nowhere."""
+    """Discards events."""
 
     def log_event(self, event_name: str, message: str) -> None:
         return None
@@ -35,7 +35,7 @@ _handlers: dict[str, EventLogHandler] = {}
 
 
 def configure(handler: EventLogHandler, group: str | None = None) -> None:
-    """The handler of one group, or of all that have none of their own."""
+    """Set the handler of one group, or the default handler."""
     global _default
     if group is None:
         _default = handler

@@ -1,10 +1,10 @@
-"""One line of an event log, as data.
+"""One line of an event log.
 
     {"v":1,"type":"world-formed","job":"j","node":"8f2c","wall":1.7e9,"mono":12.5,"generation":0,…}
 
 `node` is the id of the agent that wrote it. `mono` orders the lines of all agents of one machine
-since it was booted; `wall` is for people. `generation` is null where an event belongs to none.
-In the leader's gathered log a line has `heard`, too: when that was by the leader's `mono`.
+since boot; `wall` is for people. `generation` is null if an event belongs to none. A line of the
+leader's log of all agents also has `heard`: the estimated time on the leader's `mono`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 from torchelastic.events.types import SCHEMA, Event, from_fields
 
-#: What every line has, before the fields of its event.
+#: Fields of every line, before those of its event.
 ENVELOPE = ("v", "type", "job", "node", "wall", "mono", "generation")
-#: What a line of a gathered log has beyond that.
+#: An additional field in the leader's log of all agents.
 HEARD = "heard"
 
-#: What reading a line that is none may raise.
+#: Exceptions from parsing an invalid line.
 _JUNK = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
@@ -39,12 +39,12 @@ class Record:
     #: None when this version does not know the type.
     event: Event | None
     fields: dict[str, Any] = field(default_factory=dict)
-    #: When it happened by the monotonic clock of the leader that gathered it, as it estimates.
+    #: Estimated time on the monotonic clock of the leader that collected it.
     heard: float | None = None
 
     @property
     def time(self) -> float:
-        """What orders the records of a job; meaningful only beside others of the same reader."""
+        """The time that orders the records of a job; comparable only within one merged log."""
         return self.mono if self.heard is None else self.heard
 
     @property
@@ -53,22 +53,22 @@ class Record:
         return (self.node, self.mono, self.type)
 
     def heard_at(self, time: float) -> Record:
-        """The record with the leader's time of it."""
+        """Return the record with a time on the leader's clock."""
         return replace(self, heard=round(time, 6))
 
     def line(self) -> str:
-        """As it is written, without the end of line."""
+        """Return the line as written, without the newline."""
         head = (SCHEMA, self.type, self.job, self.node, self.wall, self.mono, self.generation)
         data = dict(zip(ENVELOPE, head, strict=True))
         if self.heard is not None:
             data[HEARD] = self.heard
-        # What was read is written as it came, with fields of a later version.
+        # A parsed record is written as it was read, with fields of a later version.
         own = self.event.fields() if self.event is not None and not self.fields else self.fields
         return json.dumps(data | own, separators=(",", ":"))
 
     @classmethod
     def parse(cls, line: bytes | str) -> Record | None:
-        """None for what is no event: half a line, junk, a later version of the format."""
+        """Parse a line; None for an incomplete or invalid line or a later format version."""
         try:
             data = json.loads(line)
             if data.pop("v") != SCHEMA:

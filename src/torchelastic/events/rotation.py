@@ -1,10 +1,8 @@
-"""What becomes of a log that is full: it becomes the older part, of which what matters lasts.
+"""Rotation of a full log. The previous older part is condensed into the new one: only the progress
+of workers, second by second, is dropped.
 
-Of what was the older part before, all that matters is kept at the beginning of the new one. What
-goes is how far workers had got, second by second.
-
-    events.jsonl      is written
-    events.jsonl.0    is full, and was set aside: only while it is being put behind what is older
+    events.jsonl      the current part
+    events.jsonl.0    a full part, only while it is being moved into the older part
     events.jsonl.1    the older part
 """
 
@@ -22,17 +20,17 @@ from typing import BinaryIO
 
 log = logging.getLogger(__name__)
 
-#: How lines begin that are the first to go.
+#: The beginnings of lines that are dropped first.
 _PASSING = (b'{"v":1,"type":"progress"', b'{"v":1,"type":"checkpoint-stored"')
-#: Bytes by whose sameness two parts are known to end with the same lines: a line has its time.
+#: Two parts whose last bytes are equal end with the same lines, since lines have times.
 _END = 4096
 
 
-# --- who reads -----------------------------------------------------------------------------------
+# --- readers -------------------------------------------------------------------------------------
 
 
 def _parts(path: Path) -> tuple[Path, Path, Path]:
-    """Where the parts of a log are, those that it has, the oldest first."""
+    """Return the paths of all parts a log may have, the oldest first."""
     return _older(path), _aside(path), path
 
 
@@ -46,11 +44,11 @@ def _aside(path: Path) -> Path:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[list[BinaryIO]]:
-    """The parts of a log, the oldest first, whatever moves meanwhile: no line is missed, and none
-    is in two of them."""
+    """Open the parts of a log, the oldest first. Even during a rotation, no line is missed or in
+    two parts."""
     with contextlib.ExitStack() as stack:
         files: list[BinaryIO] = []
-        # The newest first, against the way that lines take: what moves on is found in the next.
+        # Newest first, against the direction in which lines move: a moved line is in the next part.
         for part in reversed(_parts(path)):
             with contextlib.suppress(FileNotFoundError):
                 file = stack.enter_context(part.open("rb"))
@@ -61,13 +59,13 @@ def opened(path: Path) -> Iterator[list[BinaryIO]]:
 
 
 def length(path: Path) -> int:
-    """The bytes of all parts of a log."""
+    """Return the bytes of all parts of a log."""
     with opened(path) as files:
         return sum(map(_size, files))
 
 
 def _is_end_of(newer: BinaryIO, older: BinaryIO) -> bool:
-    """Whether a part ends with all that another one has."""
+    """Return True if the older part ends with all of the newer one."""
     size, whole = _size(newer), _size(older)
     if not 0 < size <= whole:
         return False
@@ -77,18 +75,18 @@ def _is_end_of(newer: BinaryIO, older: BinaryIO) -> bool:
 
 
 def _size(file: BinaryIO) -> int:
-    """0 for what is no file."""
+    """Return the size; 0 if it is not a regular file."""
     facts = os.fstat(file.fileno())
     return facts.st_size if stat.S_ISREG(facts.st_mode) else 0
 
 
-# --- who writes ----------------------------------------------------------------------------------
+# --- the writer ----------------------------------------------------------------------------------
 
 
 class Rotation:
-    """Rotates a log behind the back of who writes it: a disk may take long to copy some megabytes.
+    """Rotates a log in the background, since copying some megabytes may take a disk long.
 
-    Until that is done a log that is full again grows on.
+    Until that is done, a log that is full again keeps growing.
     """
 
     def __init__(self, path: Path, kept_bytes: int) -> None:
@@ -100,20 +98,20 @@ class Rotation:
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self) -> None:
-        """Have a new log written from now on; nobody may have this one open for writing."""
+        """Start a new log; the current one must not be open for writing."""
         _set_aside(self._path)
         if not _aside(self._path).exists():
             return
         thread = threading.Thread(target=self._work, name="torchelastic-rotation", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # there are too many: the log waits for a better time
-            log.debug("%s is not put behind what is older yet: %s", _aside(self._path), error)
+        except RuntimeError as error:  # too many threads: the next rotation tries again
+            log.debug("%s is not merged into the older log yet: %s", _aside(self._path), error)
         else:
             self._thread = thread
 
     def wait(self, patience: float) -> None:
-        """Give it so many seconds to be done. What is not done then is done the next time."""
+        """Wait at most `patience` seconds. A rotation that is not done then is done next time."""
         if self._thread is not None:
             self._thread.join(patience)
 
@@ -121,37 +119,36 @@ class Rotation:
         try:
             _condense(self._path, self._kept_bytes)
         except OSError as error:
-            log.warning("%s cannot be made the older part (%s).", _aside(self._path), error)
+            log.warning("%s cannot be rotated (%s).", _aside(self._path), error)
 
 
 def rotate(path: Path, kept_bytes: int) -> None:
-    """Make the log at `path` the older part, with so many bytes of what was older still."""
+    """Make the log at `path` the older part, keeping `kept_bytes` of the previous older part."""
     _condense(path, kept_bytes)
     _set_aside(path)
     _condense(path, kept_bytes)
 
 
 def _set_aside(path: Path) -> None:
-    """Make room for a new log, unless one that was set aside before is still there: of an agent
-    that was killed then."""
+    """Move the full log aside, unless one moved before is still there: its agent was killed."""
     if path.is_file() and not _aside(path).exists():  # never a device: it may be /dev/null
         os.replace(path, _aside(path))
 
 
 def _condense(path: Path, kept_bytes: int) -> None:
-    """Make what was set aside the older part, with so many bytes of what was older still."""
+    """Make the log set aside the older part, keeping `kept_bytes` of the previous one."""
     full, older = _aside(path), _older(path)
     if not full.exists():
         return
     try:
         _put_behind(older, full, kept_bytes)
     except OSError as error:
-        log.warning("%s is given up for want of room (%s).", older, error)
+        log.warning("%s is dropped: the disk is full or failing (%s).", older, error)
         os.replace(full, older)
 
 
 def lasting(lines: Iterable[bytes], most: int) -> Iterator[bytes]:
-    """The lines worth keeping when there is no room for all, the first ones up to so many bytes."""
+    """Yield the lines worth keeping, the first ones up to `most` bytes."""
     for line in lines:
         if not line.startswith(_PASSING) and line.endswith(b"\n"):
             most -= len(line)
@@ -161,7 +158,7 @@ def lasting(lines: Iterable[bytes], most: int) -> Iterator[bytes]:
 
 
 def _put_behind(older: Path, full: Path, kept_bytes: int) -> None:
-    """Put what lasts of the older part before the full one, and have both as the older part."""
+    """Write the lasting lines of the older part and the full part as the new older part."""
     if not older.exists():
         os.replace(full, older)
         return
@@ -176,4 +173,4 @@ def _put_behind(older: Path, full: Path, kept_bytes: int) -> None:
     except OSError:
         made.unlink(missing_ok=True)
         raise
-    full.unlink()  # a reader that comes before this finds lines twice, and knows: see `opened`
+    full.unlink()  # a reader that comes before this sees lines twice: `opened` handles it

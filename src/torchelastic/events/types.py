@@ -1,7 +1,6 @@
-"""What can happen in a job, one type each. A `type` name is part of the file format: it stays.
+"""The event types of a job's log. Type and field names are part of the file format: never rename.
 
-`docs/reference/events.md` is made from this file: the docstrings, the fields and the comments above
-them.
+`docs/reference/events.md` is generated from the docstrings, the fields and the comments above them.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Event:
     type: ClassVar[str]
 
     def fields(self) -> dict[str, Any]:
-        """The event's own part of its line."""
+        """The fields of this event type, without those that every line has."""
         return {name: getattr(self, name) for name in _field_names(type(self))}
 
 
@@ -36,13 +35,13 @@ class Event:
 
 @dataclass(frozen=True)
 class AgentStarted(Event):
-    """An agent begins."""
+    """An agent started."""
 
     type: ClassVar[str] = "agent-started"
     pid: int
-    #: Where the nodes of the job are to meet; empty: on this machine.
+    #: Rendezvous endpoint; empty for a job on this machine only.
     endpoint: str
-    #: What the workers run.
+    #: Command that the workers run.
     command: Sequence[str]
     min_nodes: int
     max_nodes: int
@@ -52,16 +51,16 @@ class AgentStarted(Event):
 
 @dataclass(frozen=True)
 class ZygoteReady(Event):
-    """Workers can be forked warm from now on."""
+    """The zygote is ready: from now on, workers are forked from it with their imports done."""
 
     type: ClassVar[str] = "zygote-ready"
-    #: From its start.
+    #: Time the zygote took to start.
     seconds: float
 
 
 @dataclass(frozen=True)
 class ZygoteUnavailable(Event):
-    """Workers are started as plain processes."""
+    """There is no zygote: workers are started as plain processes."""
 
     type: ClassVar[str] = "zygote-unavailable"
     reason: str
@@ -69,20 +68,20 @@ class ZygoteUnavailable(Event):
 
 @dataclass(frozen=True)
 class Joined(Event):
-    """This node has met the others."""
+    """This node joined the job's rendezvous."""
 
     type: ClassVar[str] = "joined"
-    #: The node's name for people.
+    #: Display name of the node.
     name: str
-    #: Address of the store they meet at.
+    #: Address of the rendezvous store.
     endpoint: str
-    #: Whether this agent hosts that store.
+    #: True if this agent hosts that store.
     hosting: bool
 
 
 @dataclass(frozen=True)
 class LeaseLost(Event):
-    """The store has given this node up; it stops its workers and joins anew."""
+    """The store dropped this node; it stops its workers and joins again."""
 
     type: ClassVar[str] = "lease-lost"
     reason: str
@@ -90,18 +89,18 @@ class LeaseLost(Event):
 
 @dataclass(frozen=True)
 class SignalReceived(Event):
-    """Somebody sent the agent a signal."""
+    """The agent received a signal."""
 
     type: ClassVar[str] = "signal-received"
-    #: As in `SIGTERM`.
+    #: Name of the signal, such as `SIGTERM`.
     signal: str
-    #: What the agent does about it.
+    #: What the agent does in response.
     action: str
 
 
 @dataclass(frozen=True)
 class Leaving(Event):
-    """This node announces its departure."""
+    """This node announced that it leaves the job."""
 
     type: ClassVar[str] = "leaving"
     reason: str
@@ -109,7 +108,7 @@ class Leaving(Event):
 
 @dataclass(frozen=True)
 class Note(Event):
-    """Something worth knowing that changes nothing."""
+    """A message for people; it does not change the state of the job."""
 
     type: ClassVar[str] = "note"
     text: str
@@ -117,38 +116,38 @@ class Note(Event):
 
 @dataclass(frozen=True)
 class JobEnded(Event):
-    """The last line of an agent: how the job ended for this node."""
+    """The job ended for this node. The last event of an agent."""
 
     type: ClassVar[str] = "job-ended"
-    #: What the agent exits with.
+    #: Exit code of the agent.
     exitcode: int
     reason: str
     #: The first failure of the job, as in `worker-failed`; null after success.
     cause: Json | None = None
 
 
-# --- what the leader sees and decides ------------------------------------------------------------
+# --- the leader ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class BecameLeader(Event):
-    """This agent decides for the job from now on."""
+    """This agent is now the leader of the job."""
 
     type: ClassVar[str] = "became-leader"
 
 
 @dataclass(frozen=True)
 class LeaderFound(Event):
-    """This agent tells its events to another node, which leads, from now on."""
+    """Another node is the leader; this agent now sends its events to it."""
 
     type: ClassVar[str] = "leader-found"
-    #: Of that node.
+    #: Name of the leader's node.
     name: str
 
 
 @dataclass(frozen=True)
 class NodeJoined(Event):
-    """The leader sees a new member."""
+    """The leader sees a new member node."""
 
     type: ClassVar[str] = "node-joined"
     name: str
@@ -156,7 +155,7 @@ class NodeJoined(Event):
 
 @dataclass(frozen=True)
 class NodeLost(Event):
-    """A member is gone without having said so."""
+    """A member node is gone without notice: it failed or cannot be reached."""
 
     type: ClassVar[str] = "node-lost"
     name: str
@@ -165,7 +164,7 @@ class NodeLost(Event):
 
 @dataclass(frozen=True)
 class NodeLeaving(Event):
-    """A member has announced its departure."""
+    """A member node announced that it leaves."""
 
     type: ClassVar[str] = "node-leaving"
     name: str
@@ -174,16 +173,16 @@ class NodeLeaving(Event):
 
 @dataclass(frozen=True)
 class RestartDecided(Event):
-    """Whether the job goes on after a generation, and why."""
+    """The leader's decision after a generation: restart the workers, or end the job."""
 
     type: ClassVar[str] = "restart-decided"
     restart: bool
     reason: str
-    #: What ended the generation, as in `generation-over`, now that all have spoken.
+    #: What ended the generation, as in `generation-over`, now that all nodes have reported.
     kind: str = ""
-    #: The first failure, as in `worker-failed` (of a node: rank -1); null where nothing failed.
+    #: The first failure, as in `worker-failed` (rank -1 for a node); null if nothing failed.
     cause: Json | None = None
-    #: What fell because of it; the first ones.
+    #: Failures that followed from it; only the first of them.
     consequences: Sequence[Json] = ()
 
 
@@ -192,58 +191,59 @@ class RestartDecided(Event):
 
 @dataclass(frozen=True)
 class WorldFormed(Event):
-    """A generation begins."""
+    """A generation begins with a new world."""
 
     type: ClassVar[str] = "world-formed"
-    #: Names, in the order of their ranks: of all its nodes, or of those this agent knows.
+    #: Names of the world's nodes in rank order: all of them, or those this agent knows.
     nodes: Sequence[str]
     #: Workers in the world.
     size: int
-    #: Address of the store made for this generation alone.
+    #: Address of the store that serves this generation only.
     store: str
     reason: str
     restarts_used: int
-    #: Names of the nodes that wait to step in; the first of them.
+    #: Names of the spare nodes; only the first of them.
     spares: Sequence[str] = ()
-    #: How many nodes it has; 0: as many as are named.
+    #: Number of nodes in the world; 0: as many as `nodes` lists.
     count: int = 0
-    #: Names of the nodes that are held out because they kept failing, and why.
+    #: Nodes held out because they kept failing: name and reason.
     held: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class GenerationOver(Event):
-    """A generation ends: its workers are being stopped."""
+    """A generation ended; its workers are being stopped."""
 
     type: ClassVar[str] = "generation-over"
     #: What ended it.
     kind: Literal["failure", "error", "node-failure", "resize", "leave", "finished", "stop"]
     reason: str
-    #: The first failure as far as it is known, as in `restart-decided`.
+    #: The first failure known so far, as in `restart-decided`.
     cause: Json | None = None
 
 
 @dataclass(frozen=True)
 class WorldChanging(Event):
-    """Resident workers are asked for their step: the generation ends when all have run it."""
+    """The world is about to change: the generation ends once all resident workers have finished
+    the same step."""
 
     type: ClassVar[str] = "world-changing"
-    #: Who joins or leaves.
+    #: Which nodes join or leave.
     reason: str
 
 
 @dataclass(frozen=True)
 class Waiting(Event):
-    """There is no world: too few nodes are there, or those that are get ready."""
+    """There is no world yet: nodes are missing, or are still getting ready."""
 
     type: ClassVar[str] = "waiting"
-    #: Nodes that are needed.
+    #: Number of nodes needed.
     need: int
-    #: Names of former members that are not there.
+    #: Names of former members that are missing.
     missing: Sequence[str]
-    #: How many are there, and how long the job goes on waiting.
+    #: How many nodes are present, and how much longer the job waits.
     reason: str
-    #: Enough nodes are there: nobody is waited for, they warm up or start their workers.
+    #: True if enough nodes are present and only have to warm up or start their workers.
     enough: bool = False
 
 
@@ -252,19 +252,19 @@ class Waiting(Event):
 
 @dataclass(frozen=True)
 class WorkersStarted(Event):
-    """All workers of this node run."""
+    """All workers of this node are running."""
 
     type: ClassVar[str] = "workers-started"
     #: Global ranks, in the order of `pids`.
     ranks: Sequence[int]
     pids: Sequence[int]
-    #: From the first start to the last.
+    #: Time from the first start to the last.
     seconds: float
 
 
 @dataclass(frozen=True)
 class StandbyStarted(Event):
-    """A worker starts that will enter a later world: a replacement, or a newcomer's."""
+    """A worker started ahead of the next world: a replacement, or a worker of a new node."""
 
     type: ClassVar[str] = "standby-started"
     local_rank: int
@@ -274,133 +274,135 @@ class StandbyStarted(Event):
 
 @dataclass(frozen=True)
 class Training(Event):
-    """A resident worker trains in its world: the group stands, its state is the freshest."""
+    """A resident worker trains in the new world: its process group and state are ready."""
 
     type: ClassVar[str] = "training"
     rank: int
     #: Steps committed so far.
     step: int
-    #: Bytes of state it had to fetch from others.
+    #: Bytes of state fetched from other workers.
     received: int
-    #: Seconds from entering the world until the group stood.
+    #: Seconds from entering the world until the process group was built.
     built: float = 0.0
-    #: Seconds of exchanging and transferring state.
+    #: Seconds spent comparing and transferring state.
     fetched: float = 0.0
 
 
 @dataclass(frozen=True)
 class Progress(Event):
-    """How far the workers of this node are: about every second while that changes, and at the end
-    of a generation."""
+    """The steps that this node's workers have reached: written about once a second while they
+    change, and at the end of a generation."""
 
     type: ClassVar[str] = "progress"
     #: Global ranks, in the order of `steps` and `at`.
     ranks: Sequence[int]
-    #: The last step each has entered; -1: none yet.
+    #: The last step each rank entered; -1: none yet.
     steps: Sequence[int]
-    #: When it was entered, by the same clock as `mono`.
+    #: When it entered that step, on the same clock as `mono`.
     at: Sequence[float]
-    #: Seconds of its workers in this generation: `data`, `checkpoint`, `snapshot`, `restore`.
+    #: Seconds lost in this generation, by kind: `data`, `checkpoint`, `snapshot`, `restore`.
     stalls: Mapping[str, float] = field(default_factory=dict)
-    #: Seconds of each worker's steps in this generation, without what it waited for others.
+    #: Seconds each rank spent in steps of this generation, not counting waits for other ranks.
     own: Sequence[float] = ()
-    #: What the script reported last, by name: the lowest rank's; null: not a finite number.
+    #: Last values reported by the script, by name, from the lowest rank; null: not finite.
     metrics: Mapping[str, float | None] = field(default_factory=dict)
-    #: Samples that all workers of the job together have trained with; -1: nobody counts.
+    #: Samples that all workers of the job have trained with so far; -1: not counted.
     samples: int = -1
-    #: Of a script that tells no steps, whose optimizer's are counted: how many of these were taken
-    #: before this generation, by the optimizer's own state; 0: not known; -1: they are those of one
-    #: optimizer after another, and begin anew with each generation. Null: the script tells them.
+    #: Null if the script reports its steps. Otherwise optimizer steps are counted, and this is how
+    #: many the optimizer had taken before this generation; 0: unknown; -1: several optimizers were
+    #: counted one after another, and the count starts again with each generation.
     before: int | None = None
 
 
 @dataclass(frozen=True)
 class CheckpointStored(Event):
-    """A checkpoint is in storage: the last one, where they come quicker than this is told."""
+    """A checkpoint is in storage. When checkpoints are frequent, only the latest is reported."""
 
     type: ClassVar[str] = "checkpoint-stored"
-    #: Who told of it.
+    #: Rank that reported it.
     rank: int
-    #: Steps that it has.
+    #: Step of the checkpoint.
     step: int
-    #: When that was, by the same clock as `mono`.
+    #: When it was stored, on the same clock as `mono`.
     at: float
-    #: How long it took to write, beside the training.
+    #: Time it took to write, in the background of training.
     seconds: float
-    #: In bytes.
+    #: Size in bytes.
     size: int
 
 
 @dataclass(frozen=True)
 class Straggler(Event):
-    """A worker is slower than the others, which wait for it; said again when it costs much more,
-    and once more when that, or its generation, is over. By the leader."""
+    """A worker is slower than the others, which wait for it. The leader writes this again when the
+    cost grows a lot, and once more when the worker has recovered or its generation has ended."""
 
     type: ClassVar[str] = "straggler"
     rank: int
-    #: Of its own, without waiting for others.
+    #: Its time per step, not counting waits for other ranks.
     seconds_per_step: float
     #: The median of all ranks.
     usual: float
-    #: Seconds of this generation that the others have waited for it.
+    #: Seconds that the others waited for it in this generation.
     cost: float
-    #: For people.
+    #: The finding as a sentence.
     text: str
-    #: The name of its node, and the last step that was looked at.
+    #: Name of its node.
     name: str = ""
+    #: The last step that was measured.
     step: int = -1
-    #: Seconds of this generation that all have waited for any such worker.
+    #: Seconds that were lost to all stragglers in this generation.
     lost: float = 0.0
     #: It keeps up again.
     over: bool = False
-    #: It was said before, and costs much more now.
+    #: It was reported before, and costs much more now.
     again: bool = False
 
 
 @dataclass(frozen=True)
 class Hang(Event):
-    """Workers stand still: what every rank of the world was doing, before any of them is ended."""
+    """Workers are hung. Written before any of them is killed, with what every rank was doing."""
 
     type: ClassVar[str] = "hang"
-    #: Who is missing from what the others wait in, for people.
+    #: Which ranks are missing from the collective that the others wait in, as a sentence.
     text: str
-    #: The ranks that the others wait for, as far as that is known.
+    #: The ranks that the others wait for, if known.
     missing: Sequence[int]
-    #: What each does: as in `torchelastic stacks --json`, `stack` being a place in `stacks`.
+    #: What each rank was doing, as in `torchelastic stacks --json`; `stack` is an index into
+    #: `stacks`.
     ranks: Sequence[Json]
-    #: What their threads were doing: equal ones are here once.
+    #: Stacks of their threads; equal stacks are stored once.
     stacks: Sequence[str] = ()
-    #: Names of nodes that have not told in time what theirs are doing.
+    #: Names of nodes that did not answer in time.
     unheard: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class WorkerKilled(Event):
-    """The agent kills a worker that hangs."""
+    """The agent killed a hung worker."""
 
     type: ClassVar[str] = "worker-killed"
     rank: int
     local_rank: int
     reason: str
-    #: What its threads were doing, where that could be read.
+    #: Stacks of its threads, if they could be read.
     stack: str = ""
 
 
 @dataclass(frozen=True)
 class WorkerExited(Event):
-    """A worker has ended, well or not."""
+    """A worker process ended, with success or not."""
 
     type: ClassVar[str] = "worker-exited"
     rank: int
     local_rank: int
     worker_pid: int
-    #: Minus the number of the signal that ended it.
+    #: Exit code; negative: minus the number of the signal that killed it.
     exitcode: int
 
 
 @dataclass(frozen=True)
 class WorkerFailed(Event):
-    """A worker has ended otherwise than by success and was not asked to."""
+    """A worker failed: it ended without success, and not because its agent stopped it."""
 
     type: ClassVar[str] = "worker-failed"
     #: Generation, node, rank, exit code, message, traceback, step and more.
@@ -409,10 +411,10 @@ class WorkerFailed(Event):
 
 @dataclass(frozen=True)
 class WorkersStopped(Event):
-    """No worker is left on this node, nor anything a worker started."""
+    """All workers of this node, and all processes they started, are gone."""
 
     type: ClassVar[str] = "workers-stopped"
-    #: From the order to stop.
+    #: Time since the order to stop.
     seconds: float
 
 
@@ -454,7 +456,7 @@ EVENTS: dict[str, type[Event]] = {
 
 
 def from_fields(name: str, data: Json) -> Event | None:
-    """The event a line tells of; None for one this version does not know or that makes no sense."""
+    """Return the event of a line; None if its type is unknown or its fields do not fit."""
     cls = EVENTS.get(name)
     if cls is None:
         return None
@@ -478,7 +480,7 @@ _CHECKS: dict[type[Event], dict[str, Check]] = {}
 
 
 def _checks(cls: type[Event]) -> dict[str, Check]:
-    """Field name -> whether a value fits it. Kept: to work it out costs more than to read lines."""
+    """Return a check per field name. Cached: building them costs more than reading lines."""
     if cls not in _CHECKS:
         resolved = typing.get_type_hints(cls)
         _CHECKS[cls] = {name: _check_of(resolved[name]) for name in _field_names(cls)}
@@ -486,7 +488,7 @@ def _checks(cls: type[Event]) -> dict[str, Check]:
 
 
 def _check_of(hint: Any) -> Check:
-    """Whether a value read from JSON is what a field is declared to hold."""
+    """Return the check that a value read from JSON fits a field's declared type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return lambda value: value in args
@@ -519,5 +521,5 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """JSON has no others than finite ones; Python's reader takes them."""
+    """Reject NaN and infinity: JSON has neither, but Python's reader accepts them."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

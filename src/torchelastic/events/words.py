@@ -1,4 +1,4 @@
-"""An event in one sentence, and durations and goodput as people read them. Pure."""
+"""Events as sentences; durations, sizes and goodput as people read them. Pure."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torchelastic.events.analysis.view import JobView
 from torchelastic.events.failure import Failure, signal_name
 from torchelastic.events.record import Record
 
-#: Names and ranks that a sentence lists.
+#: At most this many names or ranks are listed in a sentence.
 _LISTED = 8
-#: Longer texts are cut where they have to fit in a line.
+#: Texts that must fit in a line are cut to this many characters.
 _LINE = 200
-#: A step has taken too long after so many seconds, and so many times what steps take.
+#: A step takes too long after this many seconds, and this many times the usual step time.
 _LONG, _TOO_LONG = 10.0, 5.0
 
 
 def sentence(record: Record) -> str:
-    """What happened. The texts in it are users': show it through what strips control characters."""
+    """Return the event as a sentence. It contains users' text: strip control characters."""
     event = record.event
     words = _WORDS.get(type(event)) if event is not None else None
     if words is not None:
@@ -32,7 +32,7 @@ def sentence(record: Record) -> str:
 
 
 def first_line(text: str) -> str:
-    """The first line, cut where it gets too long."""
+    """Return the first line, cut to the length of a line."""
     first = text.strip().partition("\n")[0]
     return first if len(first) <= _LINE else first[: _LINE - 1] + "…"
 
@@ -50,9 +50,9 @@ def counted(number: int, noun: str) -> str:
 
 
 def seconds(duration: float) -> str:
-    """`12 ms`, `3.1 s`, `34 s`, `1 min 37 s`: as exact as it is of use.
+    """Return `12 ms`, `3.1 s`, `34 s`, `1 min 37 s`: as exact as is useful.
 
-    Rounded, unlike `span`: parts that are shown beside their sum have to add up.
+    Rounded, unlike `span`: parts shown next to their sum have to add up.
 
     >>> seconds(0.0123), seconds(3.14159), seconds(13.9), seconds(97), seconds(8000)
     ('12 ms', '3.1 s', '14 s', '1 min 37 s', '2 h 13 min')
@@ -89,21 +89,21 @@ def size(count: int) -> str:
 
 
 def rate(steps_per_second: float) -> str:
-    """`12.5 steps/s`, or `34 s/step` where that says more."""
+    """`12.5 steps/s`, or `34 s/step` for slow steps."""
     if steps_per_second >= 0.9995:
         return f"{steps_per_second:.3g} steps/s"
     return f"{1 / steps_per_second:.3g} s/step" if steps_per_second > 0 else "0 steps/s"
 
 
 def pace(seen: JobView, now: float | None) -> str:
-    """`step 1200, 12.5 steps/s`; with `now`, how long it has been in a step that takes too long."""
+    """`step 1200, 12.5 steps/s`; with `now`, `step 1200, no new step for 4 min` if it is stuck."""
     if seen.step is None:
         return ""
-    told = f"step {seen.step}"
+    step = f"step {seen.step}"
     lasts = now - seen.stepped if now is not None and seen.stepped is not None else 0.0
     if lasts > max(_LONG, _TOO_LONG / seen.rate if seen.rate else 0.0):
-        return f"{told}, for {span(lasts)} now"
-    return f"{told}, {rate(seen.rate)}" if seen.rate is not None else told
+        return f"{step}, no new step for {span(lasts)}"
+    return f"{step}, {rate(seen.rate)}" if seen.rate is not None else step
 
 
 def standing(seen: JobView, now: float) -> str:
@@ -118,16 +118,16 @@ def standing(seen: JobView, now: float) -> str:
 
 def _over(seen: JobView, now: float) -> str:
     ended = seen.phase == "ended"
-    heard = [node.last_seen for node in seen.nodes.values() if node.last_seen is not None]
-    at = seen.ended if ended else max(heard, default=None)
-    told = "ended" if ended else "killed"
+    last_seen = [node.last_seen for node in seen.nodes.values() if node.last_seen is not None]
+    at = seen.ended if ended else max(last_seen, default=None)
+    text = "ended" if ended else "killed"
     if at is not None and seen.started is not None:
-        told += f" {span(now - at)} ago after {span(at - seen.started)}"
-    return f"{told}, exit code {seen.exitcode}" if ended else told
+        text += f" {span(now - at)} ago after {span(at - seen.started)}"
+    return f"{text}, exit code {seen.exitcode}" if ended else text
 
 
 def workers(seen: JobView) -> str:
-    """`4 workers on 2 nodes`: of the world, or of the last one."""
+    """`4 workers on 2 nodes`, for the current or last world."""
     count = len(seen.members()) + seen.unnamed
     if not count and seen.worlds:
         count = seen.worlds[-1].count
@@ -136,18 +136,18 @@ def workers(seen: JobView) -> str:
 
 
 def reported(seen: JobView) -> str:
-    """`loss 2.31, accuracy 0.874`: what the script reports, as it stands."""
+    """`loss 2.31, accuracy 0.874`: the latest values that the script reported."""
     values = {name: _number(value) for name, value in seen.reported.items()}
     return ", ".join(f"{first_line(name)} {value}" for name, value in values.items())
 
 
 def _number(value: float | None) -> str:
-    """Six digits tell two steps apart."""
+    """Six digits are enough to tell two steps apart."""
     return "not a number" if value is None else f"{value:.6g}"
 
 
 def checkpoint(seen: JobView, now: float | None) -> str:
-    """`checkpoint of step 1200, 3 min and 45 steps old`; without `now`, of a job that is over."""
+    """`checkpoint of step 1200, 3 min and 45 steps old`; pass no `now` if the job has ended."""
     stored = seen.checkpoint
     if stored is None:
         return ""
@@ -160,17 +160,17 @@ def checkpoint(seen: JobView, now: float | None) -> str:
 
 def goodput(found: Goodput) -> str:
     """`goodput 87.2% of 12 min, with 1 disruption: training 10 min; start-up 40 s, …`; without a
-    step `goodput unknown, since no step was seen in 12 min: …`."""
+    step `goodput unknown (no step seen in 12 min): …`."""
     if not found.total:
         return "goodput: no time has passed yet"
     rest = sorted(found.parts.items(), key=lambda item: -item[1])
-    told = [f"{PARTS[part]} {seconds(spent)}" for part, spent in rest if spent >= 0.001]
+    losses = [f"{PARTS[part]} {seconds(spent)}" for part, spent in rest if spent >= 0.001]
     times = f", with {counted(found.disruptions, 'disruption')}" if found.disruptions else ""
     if found.ratio is None:
-        head = f"goodput unknown, since no step was seen in {seconds(found.total)}{times}"
-        return ": ".join(filter(None, [head, ", ".join(told)]))
-    parts = f"; {', '.join(told)}" if told else ""
-    again = "" if found.redone_known else "; what else was done again is not known"
+        head = f"goodput unknown (no step seen in {seconds(found.total)}){times}"
+        return ": ".join(filter(None, [head, ", ".join(losses)]))
+    parts = f"; {', '.join(losses)}" if losses else ""
+    again = "" if found.redone_known else "; other redone steps unknown"
     head = f"goodput {found.ratio:.1%} of {seconds(found.total)}{times}"
     return f"{head}: training {seconds(found.productive)}{parts}{again}"
 
@@ -185,8 +185,8 @@ def goodput_in_brief(found: Goodput) -> str:
 def cost(recovery: Recovery, *, over: bool = False) -> str:
     """`1.9 s: detect 100 ms, agree 200 ms, rebuild 750 ms, transfer 250 ms, redo 600 ms`.
 
-    `over`: the job is, so that what has not been recovered from never will be. `without redo`: a
-    script that tells no steps does some of them again, and nobody knows how many.
+    `over`: the job has ended, so an unfinished recovery will never finish. `without redo`: the
+    script does not report its steps, so the number of redone steps is unknown.
     """
     if over and not recovery.done:
         return "the job ended"
@@ -198,20 +198,20 @@ def cost(recovery: Recovery, *, over: bool = False) -> str:
         "transfer": recovery.transfer,
         "redo": recovery.redo,
     }
-    told = [f"{name} {seconds(spent)}" for name, spent in parts.items() if spent]
+    spent_on = [f"{name} {seconds(spent)}" for name, spent in parts.items() if spent]
     whole = seconds(recovery.cost)
     if not recovery.done:
         whole += " so far"
     elif recovery.redo is None:
         whole += " without redo"
-    return f"{whole}: {', '.join(told)}" if told else whole
+    return f"{whole}: {', '.join(spent_on)}" if spent_on else whole
 
 
 def cause(recovery: Recovery) -> str:
-    """What a recovery was from: the failure, if there was one, else why the world changed."""
+    """Return the cause of a recovery: the failure, or else why the world changed."""
     if recovery.failure is not None:
         return first_line(Failure.from_json(recovery.failure).sentence())
-    return first_line(recovery.why) or "not known"
+    return first_line(recovery.why) or "unknown"
 
 
 # --- the sentences -------------------------------------------------------------------------------
@@ -229,13 +229,13 @@ def _formed(event: events.WorldFormed) -> str:
     nodes = event.count or len(event.nodes)
     who = f"{counted(event.size, 'worker')} on {counted(nodes, 'node')} ({listed(event.nodes)})"
     spares = f", spare: {listed(event.spares)}" if event.spares else ""
-    return _because(f"a world of {who}{spares}", event.reason)
+    return _because(f"world formed with {who}{spares}", event.reason)
 
 
 def _exited(event: events.WorkerExited) -> str:
     code = event.exitcode
-    how = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
-    return f"rank {event.rank} (pid {event.worker_pid}) has ended: {how}"
+    how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+    return f"rank {event.rank} (pid {event.worker_pid}) {how}"
 
 
 def _failed(event: events.WorkerFailed) -> str:
@@ -249,7 +249,7 @@ def _progress(event: events.Progress) -> str:
     steps = [step for step in event.steps if step >= 0]
     values = "".join(f", {name} {_number(value)}" for name, value in event.metrics.items())
     if not steps:
-        return f"{_ranks(event.ranks)} in no step yet{values}"
+        return f"{_ranks(event.ranks)} before the first step{values}"
     low, high = min(steps), max(steps)
     return f"{_ranks(event.ranks)} at step {high if low == high else f'{low} to {high}'}{values}"
 
@@ -260,42 +260,41 @@ def _training(event: events.Training) -> str:
     return f"rank {event.rank} trains from step {event.step}{built if event.built else ''}"
 
 
-#: Of every type.
 _WORDS: dict[type[events.Event], Callable[[Any], str]] = {
-    events.AgentStarted: lambda e: f"the agent starts (pid {e.pid}): {' '.join(e.command)}",
-    events.ZygoteReady: lambda e: f"workers can be forked warm, after {seconds(e.seconds)}",
+    events.AgentStarted: lambda e: f"agent started (pid {e.pid}): {' '.join(e.command)}",
+    events.ZygoteReady: lambda e: f"zygote ready in {seconds(e.seconds)}: workers fork from it",
     events.ZygoteUnavailable: lambda e: f"workers start as plain processes: {e.reason}",
-    events.Joined: lambda e: f"{'hosts' if e.hosting else 'joined'} the job at {e.endpoint}",
-    events.LeaseLost: lambda e: _because("given up by the others", e.reason),
-    events.SignalReceived: lambda e: f"got {e.signal}: {e.action}",
-    events.Leaving: lambda e: _because("leaves", e.reason),
+    events.Joined: lambda e: f"{'hosts' if e.hosting else 'joined'} the rendezvous at {e.endpoint}",
+    events.LeaseLost: lambda e: _because("lost its lease", e.reason),
+    events.SignalReceived: lambda e: f"received {e.signal}: {e.action}",
+    events.Leaving: lambda e: _because("is leaving", e.reason),
     events.Note: lambda e: e.text,
     events.JobEnded: lambda e: _because(f"ended with exit code {e.exitcode}", e.reason),
-    events.BecameLeader: lambda _: "leads the job",
-    events.LeaderFound: lambda e: f"{e.name} leads the job",
+    events.BecameLeader: lambda _: "became the leader",
+    events.LeaderFound: lambda e: f"{e.name} is the leader",
     events.NodeJoined: lambda e: f"{e.name} joined",
     events.NodeLost: lambda e: _because(f"{e.name} was lost", e.reason),
-    events.NodeLeaving: lambda e: _because(f"{e.name} leaves", e.reason),
+    events.NodeLeaving: lambda e: _because(f"{e.name} is leaving", e.reason),
     events.RestartDecided: lambda e: _because(
-        "the job goes on" if e.restart else "the job is not restarted", e.reason
+        "the job continues" if e.restart else "the job is not restarted", e.reason
     ),
     events.WorldFormed: _formed,
-    events.GenerationOver: lambda e: _because(f"the generation is over ({e.kind})", e.reason),
+    events.GenerationOver: lambda e: _because(f"generation ended ({e.kind})", e.reason),
     events.WorldChanging: lambda e: _because("the generation ends at the next step", e.reason),
     events.Waiting: lambda e: _because("no world yet", e.reason),
     events.WorkersStarted: lambda e: f"{_ranks(e.ranks)} started in {seconds(e.seconds)}",
     events.StandbyStarted: lambda e: (
-        f"worker {e.local_rank} starts (pid {e.worker_pid}), to enter a later world"
+        f"standby worker {e.local_rank} started (pid {e.worker_pid}) for a later world"
     ),
     events.Training: _training,
     events.Progress: _progress,
     events.CheckpointStored: lambda e: (
-        f"checkpoint of step {e.step} in storage: {size(e.size)} in {seconds(e.seconds)}"
+        f"stored the checkpoint of step {e.step}: {size(e.size)} in {seconds(e.seconds)}"
     ),
     events.Straggler: lambda e: e.text,
     events.Hang: lambda e: e.text,
-    events.WorkerKilled: lambda e: _because(f"rank {e.rank} is killed", e.reason),
+    events.WorkerKilled: lambda e: _because(f"killed rank {e.rank}", e.reason),
     events.WorkerExited: _exited,
     events.WorkerFailed: _failed,
-    events.WorkersStopped: lambda e: f"the workers are gone, after {seconds(e.seconds)}",
+    events.WorkersStopped: lambda e: f"workers stopped in {seconds(e.seconds)}",
 }

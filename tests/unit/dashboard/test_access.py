@@ -1,7 +1,7 @@
 """Who may look at the page."""
 
 from tests.unit.cli.tables import wrong
-from torchelastic.dashboard.access import Door
+from torchelastic.dashboard.access import AccessControl
 from torchelastic.transport.http import Request
 
 TOKEN = b"0123456789abcdef"
@@ -12,7 +12,7 @@ def asked(query="", **fields):
 
 
 def test_without_a_token_whoever_calls_this_machine_by_its_name_is_let_in():
-    door = Door(None)
+    door = AccessControl(None)
     assert door.judge(asked(host="localhost:29480")) == "in"
     assert door.judge(asked(host="evil.example")) == "wrong host"
     assert door.judge(asked()) == "wrong host"
@@ -38,11 +38,11 @@ CASES = [
 
 
 def test_with_a_token_whoever_shows_it_is_let_in_by_any_name():
-    assert wrong(Door(TOKEN).judge, CASES) == []
+    assert wrong(AccessControl(TOKEN).judge, CASES) == []
 
 
 def test_the_cookie_lets_in_and_does_not_tell_the_token():
-    door = Door(TOKEN)
+    door = AccessControl(TOKEN)
     pair, *marks = door.cookie().split("; ")
     assert TOKEN.decode() not in pair
     assert set(marks) == {"Path=/", "HttpOnly", "SameSite=Strict"}
@@ -50,15 +50,15 @@ def test_the_cookie_lets_in_and_does_not_tell_the_token():
     assert door.judge(asked(cookie=f"a=b; {pair}; c=d")) == "in"
     assert door.judge(asked(cookie=pair[:-1])) == "no token"
     assert door.judge(asked(cookie=pair.partition("=")[0] + "=")) == "no token"
-    other = Door(TOKEN[::-1]).cookie()  # of another job
+    other = AccessControl(TOKEN[::-1]).cookie()  # of another job
     assert other.partition("=")[0] != pair.partition("=")[0]
     assert door.judge(asked(cookie=other)) == "no token"
 
 
 def test_an_address_can_show_any_token():
     for token in (TOKEN, b"/?&=#%+ \xff\n0123456789", "é".encode() * 8):
-        query = Door(token).query()
+        query = AccessControl(token).query()
         assert query.startswith("?token=")
         assert query.isascii()
         assert not set(query[7:]) & set("/?&=# \n")
-        assert Door(token).judge(asked(query[1:])) == "has token"
+        assert AccessControl(token).judge(asked(query[1:])) == "has token"

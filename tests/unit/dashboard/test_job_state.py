@@ -12,14 +12,14 @@ from tests.unit.cli.commands.test_status import Agent
 from torchelastic.dashboard.job_state import (
     PACKED_HEAD,
     STILL_HERE,
-    Picture,
-    Pictures,
+    JobState,
+    StateReader,
     encoded,
     packed,
-    picture,
+    state_of,
 )
 from torchelastic.events import types as events
-from torchelastic.events.analysis.find_job import Story, choose
+from torchelastic.events.analysis.find_job import JobLogs, choose
 from torchelastic.events.analysis.view import JobView, NodeView, WorldView
 
 HOSTILE = "<script>alert(1)</script>\r\n\r\nevent: x\ndata: \u2028\x1b[2J\ud800 ]]>"
@@ -36,40 +36,40 @@ def agent():
     return Agent("job").world(0, "node-a")
 
 
-def read(pictures):
-    made = pictures.look()
+def read(reader):
+    made = reader.look()
     return made.number, json.loads(made.body)
 
 
 def test_a_picture_has_the_view_and_the_last_events(agent):
-    pictures = Pictures(choose("job"), node="id-node-a", clock=lambda: 2e9)
-    number, told = read(pictures)
+    reader = StateReader(choose("job"), node="id-node-a", clock=lambda: 2e9)
+    number, told = read(reader)
     assert number == 1
     assert (told["now"], told["live"], told["node"], told["whole"]) == (2e9, True, "node-a", True)
     assert told["view"]["generation"] == 0
     assert told["log"][-1]["type"] == "world-formed"
     assert told["log"][-1]["node"] == "node-a"
-    assert told["log"][-1]["text"].startswith("a world of ")
-    pictures.close()
+    assert told["log"][-1]["text"].startswith("world formed with ")
+    reader.close()
 
 
 def test_it_is_made_anew_only_when_something_has_changed(agent):
     now = 2e9
-    pictures = Pictures(choose("job"), clock=lambda: now)
-    first = pictures.look()
-    assert pictures.look() is first
+    reader = StateReader(choose("job"), clock=lambda: now)
+    first = reader.look()
+    assert reader.look() is first
     agent.tell(events.Note("news"))
-    second = pictures.look()
+    second = reader.look()
     assert second.number == 2
     assert json.loads(second.body)["log"][-1]["text"] == "news"
     now += 6  # its time passes, though nothing happens
-    assert pictures.look().number == 3
+    assert reader.look().number == 3
     agent.end(0, "done")
-    ended = pictures.look()
+    ended = reader.look()
     assert (ended.number, ended.live) == (4, False)
     now += 600
-    assert pictures.look() is ended
-    pictures.close()
+    assert reader.look() is ended
+    reader.close()
 
 
 def test_the_log_has_the_last_fifty_events_and_no_steps(agent):
@@ -77,21 +77,21 @@ def test_the_log_has_the_last_fifty_events_and_no_steps(agent):
         agent.tell(events.Note(f"note {number}"))
         agent.tell(events.Progress([0], [number], [agent.clock.now()]), 0)
         agent.clock.advance(1)
-    pictures = Pictures(choose("job"))
+    reader = StateReader(choose("job"))
     for _ in range(2):
-        texts = [line["text"] for line in read(pictures)[1]["log"]]
+        texts = [line["text"] for line in read(reader)[1]["log"]]
         assert texts == [f"note {number}" for number in range(30, 80)]
         agent.tell(events.Progress([0], [100], [agent.clock.now()]), 0)
-    pictures.close()
+    reader.close()
 
 
 def test_a_directory_of_a_job_that_has_ended_is_enough(agent):
     agent.end(3, "boom")
-    story = Story(where=agent.log.path)
-    pictures = Pictures(story)
-    _, told = read(pictures)
+    story = JobLogs(where=agent.log.path)
+    reader = StateReader(story)
+    _, told = read(reader)
     assert (told["live"], told["node"], told["view"]["exitcode"]) == (False, None, 3)
-    pictures.close()
+    reader.close()
 
 
 def view(*nodes, count=None):
@@ -116,7 +116,7 @@ def test_whose_view_it_is():
         (view(me, joined, count=2), None, True),
     ]
     for seen, leads, whole in cases:
-        told = picture(seen, [], 0.0, live=True, agent="1")
+        told = state_of(seen, [], 0.0, live=True, agent="1")
         assert (told["leader"], told["whole"]) == (leads, whole), seen
         assert told["node"] == ("a" if seen.nodes else None), seen
 
@@ -124,15 +124,15 @@ def test_whose_view_it_is():
 def test_hostile_text_is_data_in_one_line(agent):
     agent.tell(events.Note(HOSTILE))
     agent.world(1, HOSTILE, reason=HOSTILE)
-    pictures = Pictures(choose("job"))
-    made = pictures.look()
+    reader = StateReader(choose("job"))
+    made = reader.look()
     assert made.body.isascii()
     assert b"\n" not in made.body
     assert b"\r" not in made.body
     assert made.frame.count(b"\n\n") == 1
     assert made.frame.startswith(b"event: picture\nid: 1\ndata: {")
     assert json.loads(made.body)["view"]["nodes"][0]["name"] == HOSTILE
-    pictures.close()
+    reader.close()
 
 
 def test_numbers_that_json_has_not_are_null():
@@ -142,7 +142,7 @@ def test_numbers_that_json_has_not_are_null():
 
 def test_packed_pictures_need_none_of_those_before():
     """A reader that skips some unpacks the others."""
-    frames = [Picture.of(n, {"text": "the same again " * 50}, live=True) for n in range(5)]
+    frames = [JobState.of(n, {"text": "the same again " * 50}, live=True) for n in range(5)]
     for chosen in (frames, frames[::2], frames[3:]):
         stream = PACKED_HEAD + b"".join(one.packed for one in chosen) + packed(STILL_HERE)
         unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
@@ -152,8 +152,8 @@ def test_packed_pictures_need_none_of_those_before():
 
 def test_a_log_that_cannot_be_read_comes_back(agent):
     """Rotated away, or a disk that is gone for a moment: the picture stays as it was."""
-    pictures = Pictures(choose("job"))
-    first = pictures.look()
+    reader = StateReader(choose("job"))
+    first = reader.look()
     os.rename(agent.log.path, f"{agent.log.path}.gone")
-    assert pictures.look().body == first.body
-    pictures.close()
+    assert reader.look().body == first.body
+    reader.close()

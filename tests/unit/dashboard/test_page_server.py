@@ -11,8 +11,8 @@ import zlib
 import pytest
 
 from torchelastic.dashboard import page_server, start
-from torchelastic.dashboard.access import Door
-from torchelastic.dashboard.job_state import Picture
+from torchelastic.dashboard.access import AccessControl
+from torchelastic.dashboard.job_state import JobState
 from torchelastic.dashboard.page_server import Server
 
 TOKEN = b"0123456789abcdef"
@@ -36,7 +36,7 @@ class Source:
         self.asked = 0
         self.padding = padding
         self.broken = False
-        self.made = Picture.of(1, {"step": 0, "padding": padding}, live=True)
+        self.made = JobState.of(1, {"step": 0, "padding": padding}, live=True)
 
     def look(self):
         self.asked += 1
@@ -44,14 +44,14 @@ class Source:
             raise ValueError("broken")
         if (told := json.loads(self.made.body))["step"] != self.step:
             told["step"] = self.step
-            self.made = Picture.of(self.made.number + 1, told, live=self.live)
+            self.made = JobState.of(self.made.number + 1, told, live=self.live)
         return self.made
 
 
 class Running:
     def __init__(self, source=None):
         self.source = source or Source()
-        self.server = Server(self.source, Door(None))
+        self.server = Server(self.source, AccessControl(None))
 
     async def __aenter__(self):
         _, self.port = await self.server.open("127.0.0.1", 0)
@@ -164,7 +164,7 @@ async def test_nobody_looks_and_nothing_is_made():
     async with Running() as it:
         async with it.tab() as tab:
             await step_of(tab)
-        await until(lambda: not it.server._talks)
+        await until(lambda: not it.server._viewers)
         await it.server._looking.acquire()  # the last look is over
         asked = it.source.asked
         it.server._looking.release()
@@ -184,8 +184,8 @@ async def test_who_never_reads_keeps_nobody_waiting_and_skips_what_it_missed():
             for step in range(6):
                 source.step = step
                 assert await step_of(tab) == step
-        talks = it.server._talks.values()
-        await until(lambda: any(talk.streams and talk.shown == 0 for talk in talks))
+        viewers = it.server._viewers.values()
+        await until(lambda: any(viewer.streams and viewer.shown == 0 for viewer in viewers))
         steps = await asyncio.to_thread(read_steps, deaf, 5)
         assert len(steps) <= 2, "it was sent the first and the last, and none between"
         deaf.close()
@@ -216,8 +216,8 @@ async def test_who_takes_nothing_for_long_is_shown_out(monkeypatch):
     monkeypatch.setattr(page_server, "PATIENCE", 0.2)
     async with Running(Source(padding="x" * (2 << 20))) as it:
         deaf = never_reads(it.port)
-        await until(lambda: it.server._talks)
-        await until(lambda: not it.server._talks)
+        await until(lambda: it.server._viewers)
+        await until(lambda: not it.server._viewers)
         deaf.close()
 
 
@@ -236,7 +236,7 @@ async def test_there_is_room_for_so_many_streams_and_the_page_loads_all_the_same
     async with Running() as it, contextlib.AsyncExitStack() as stack:
         tabs = [await stack.enter_async_context(it.tab()) for _ in range(3)]
         silent = [await asyncio.open_connection("127.0.0.1", it.port) for _ in range(2)]
-        await until(lambda: len(it.server._talks) == 5)
+        await until(lambda: len(it.server._viewers) == 5)
         full = await it.ask("/events")
         assert b" 503 " in full
         assert b"close some tabs" in full
@@ -263,7 +263,7 @@ async def test_of_many_who_come_at_once_the_newest_stay(monkeypatch):
                 each.setblocking(False)
             for gone in silent[:6]:
                 assert await asyncio.wait_for(loop.sock_recv(gone, 1), 60) == b""
-            await until(lambda: len(it.server._talks) == 3)
+            await until(lambda: len(it.server._viewers) == 3)
             assert b" 200 " in await it.ask("/")
 
 
@@ -277,7 +277,7 @@ async def test_a_picture_that_cannot_be_made_is_told_once_and_the_next_is_shown(
         it.source.broken = False
         async with it.tab() as tab:
             assert await step_of(tab) == 0
-    assert caplog.text.count("could not be made") == 1
+    assert caplog.text.count("cannot read the state of the job") == 1
 
 
 @in_a_loop
@@ -298,7 +298,7 @@ async def test_who_does_not_read_does_not_hold_up_the_end(monkeypatch):
     monkeypatch.setattr(page_server, "LAST", 0.05)
     async with Running(Source(padding="x" * (2 << 20))) as it:
         deaf = never_reads(it.port)
-        await until(lambda: any(talk.streams for talk in it.server._talks.values()))
+        await until(lambda: any(viewer.streams for viewer in it.server._viewers.values()))
         await it.server.last_words()
         deaf.close()
 
@@ -310,7 +310,7 @@ async def test_big_pictures_are_made_more_rarely(monkeypatch, took, pause):
     slept, sleep = [], asyncio.sleep
     monkeypatch.setattr(page_server, "PERIOD", 0.5)
     monkeypatch.setattr(page_server, "SHARE", 0.1)
-    made = Server(Source(), Door(None))
+    made = Server(Source(), AccessControl(None))
     made._took = took
     monkeypatch.setattr(made, "_look", lambda: sleep(0))
 

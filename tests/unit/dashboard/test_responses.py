@@ -2,8 +2,8 @@
 
 from tests.unit.cli.tables import wrong
 from torchelastic.dashboard import responses, static_files
-from torchelastic.dashboard.access import Door
-from torchelastic.dashboard.job_state import Picture
+from torchelastic.dashboard.access import AccessControl
+from torchelastic.dashboard.job_state import JobState
 from torchelastic.dashboard.responses import FIELDS, Reply, answer
 from torchelastic.transport import http
 from torchelastic.transport.http import Request
@@ -21,7 +21,7 @@ def asked(path="/", method="GET", query="", **fields):
 
 
 def got(request, door=None):
-    return answer(request, door or Door(None), FILES)
+    return answer(request, door or AccessControl(None), FILES)
 
 
 def status(request, door=None):
@@ -35,8 +35,8 @@ CASES = [
     (asked("/", "HEAD"), 200),
     (asked("/", query="x=1"), 200),
     (asked("/static/page.js"), 200),
-    (asked("/picture.json"), "picture"),
-    (asked("/events"), "pictures"),
+    (asked("/picture.json"), "state"),
+    (asked("/events"), "stream"),
     (asked("/index.html"), 404),
     (asked("/static/"), 404),
     (asked("/static/../page.js"), 404),
@@ -54,7 +54,7 @@ CASES = [
     (Request("GET", "/"), 403),
     (asked("/", **{"sec-fetch-site": "cross-site"}), 200),
     (asked("/events", **{"sec-fetch-site": "cross-site"}), 403),
-    (asked("/picture.json", **{"sec-fetch-site": "same-origin"}), "picture"),
+    (asked("/picture.json", **{"sec-fetch-site": "same-origin"}), "state"),
 ]
 
 
@@ -63,7 +63,7 @@ def test_what_there_is():
 
 
 def test_who_has_no_token_learns_nothing():
-    door, bearer = Door(TOKEN), {"authorization": "Bearer 0123456789abcdef"}
+    door, bearer = AccessControl(TOKEN), {"authorization": "Bearer 0123456789abcdef"}
     for path in ("/", "/static/page.js", "/events", "/picture.json", "/no/such/thing"):
         assert got(asked(path), door) == responses.refusal(401), path
         assert got(asked(path, "POST"), door) == responses.refusal(401), path
@@ -71,14 +71,14 @@ def test_who_has_no_token_learns_nothing():
 
 
 def test_the_token_becomes_a_cookie_and_leaves_the_address():
-    door = Door(TOKEN)
+    door = AccessControl(TOKEN)
     welcome = got(asked("/", query=door.query()[1:]), door)
     assert welcome.status == 200
     assert welcome.fields == {"Set-Cookie": door.cookie(), "Refresh": "0; url=/"}
     assert TOKEN not in welcome.to_bytes()
     cookie = door.cookie().partition(";")[0]
     assert status(asked("/", cookie=cookie), door) == 200
-    assert status(asked("/events", cookie=cookie), door) == "pictures"
+    assert status(asked("/events", cookie=cookie), door) == "stream"
     query = door.query()[1:]  # is not taken in another address
     for request in (asked("/picture.json", query=query), asked("/", "POST", query=query)):
         assert status(request, door) == 404
@@ -115,7 +115,7 @@ def test_nothing_of_a_request_comes_back():
     ):
         raw = text.encode()
         head = b"GET /" + raw + b"?token=" + raw + b" HTTP/1.1\r\nHost: " + raw
-        for door in (Door(None), Door(TOKEN)):
+        for door in (AccessControl(None), AccessControl(TOKEN)):
             sent = got(http.parse(head), door)
             assert sent.status in (400, 401, 403), text
             assert sent.to_bytes() == responses.refusal(sent.status).to_bytes(), text
@@ -135,6 +135,6 @@ def test_what_is_packed():
 
 
 def test_a_picture_that_could_not_be_made_is_told():
-    assert responses.picture(None).status == 503
-    made = responses.picture(Picture.of(1, {"a": 1}, live=True))
+    assert responses.state(None).status == 503
+    made = responses.state(JobState.of(1, {"a": 1}, live=True))
     assert (made.status, made.body, made.content_type) == (200, b'{"a":1}', "application/json")

@@ -13,8 +13,8 @@ from torchelastic.doctor.gpu_report import text
         (1, Noted(broken="other bits"), Verdict.FAULT, "A thing does not work: other bits."),
         # One rank says it is broken while another one has noted that it is done.
         (0, Noted(found="it works", broken="not here"), Verdict.FAULT, "not here"),
-        (None, Noted(doing="waiting"), Verdict.FAULT, "hangs: not done in 180 s while waiting"),
-        (1, Noted(), Verdict.FAULT, "failed before it began, with exit code 1"),
+        (None, Noted(doing="waiting"), Verdict.FAULT, "hung: timed out in 180 s while waiting"),
+        (1, Noted(), Verdict.FAULT, "failed before it started with exit code 1"),
         (0, Noted(doing="restoring"), Verdict.FAULT, "failed while restoring"),
     ],
 )
@@ -38,17 +38,21 @@ def test_every_path_has_its_program():
 
 def test_the_verdict_on_all_paths():
     fine = [ok("a", ""), not_checked("b", "")]
-    assert overall(fine) == "All 1 paths that were taken on the GPUs work."
-    assert overall(fine[1:]) == "No path on the GPUs was taken."
-    assert overall([ok("a", ""), fault("b", "")]) == "1 of 2 paths on the GPUs do not work: b."
+    assert overall(fine) == "All 1 tested GPU paths work."
+    assert overall(fine[1:]) == "No GPU path was tested."
+    assert overall([ok("a", ""), fault("b", "")]) == "1 of 2 GPU paths do not work: b."
 
 
 @pytest.mark.parametrize(
     ("hangs", "found", "wrong"),
     [
-        ([{"missing": [1], "text": "rank 1 is missing"}], "told: rank 1 is missing", ""),
-        ([{"missing": [0], "text": "rank 0 is missing"}], "", "rank 1 slept, and it was told that"),
-        ([], "", "the hang was not noticed"),
+        ([{"missing": [1], "text": "rank 1 is missing"}], "detected: rank 1 is missing", ""),
+        (
+            [{"missing": [0], "text": "rank 0 is missing"}],
+            "",
+            "rank 1 slept, but the reported hang was",
+        ),
+        ([], "", "the hang was not detected"),
     ],
 )
 def test_a_hang_is_found_only_if_the_sleeper_is_named(hangs, found, wrong):
@@ -74,7 +78,7 @@ def test_the_report_has_what_an_issue_needs_and_no_secrets():
     )
     for words in (
         "torchelastic 1.0 on Linux",
-        "1 of 2 paths on the GPUs do not work: cuda abort.",
+        "1 of 2 GPU paths do not work: cuda abort.",
         "ok           cuda zygote (2.0 s): It works.",
         "fault        cuda abort (180.0 s): It hangs.",
         "0, A100",

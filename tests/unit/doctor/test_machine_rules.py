@@ -54,7 +54,7 @@ def test_the_tightest_limit_of_memory_decides():
     few = machine_rules.memory(replace(GOOD, memory=tight), ONE)
     many = machine_rules.memory(replace(GOOD, memory=tight), MANY)
     assert (few.verdict, many.verdict) == (OK, WARNING)
-    assert "of the 4.0 GiB of its cgroup" in many.found
+    assert "of 4.0 GiB available (its cgroup)" in many.found
     assert machine_rules.memory(replace(GOOD, memory=[]), MANY).verdict is OK
 
 

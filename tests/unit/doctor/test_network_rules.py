@@ -14,10 +14,10 @@ TOLD = LaunchConfig(2, 2, rdzv_endpoint="node1:29400", local_addr="node2.cluster
 NAMES = [
     (Name("a", ["10.0.0.1"], ["10.0.0.1"], 0.0, "10.0.0.1"), TWO, OK, "'a' is 10.0.0.1"),
     # What Debian writes into /etc/hosts does no harm: another address is told.
-    (Name("a", ["127.0.1.1"], [], 0.0, "10.0.0.1"), TWO, OK, "told 10.0.0.1 instead"),
-    (Name("a", None, [], 0.0, "10.0.0.1"), TWO, OK, "means nothing here"),
+    (Name("a", ["127.0.1.1"], [], 0.0, "10.0.0.1"), TWO, OK, "other nodes use 10.0.0.1 instead"),
+    (Name("a", None, [], 0.0, "10.0.0.1"), TWO, OK, "does not resolve here"),
     (Name("a", ["127.0.1.1"], [], 0.0, None), TWO, FAULT, "no address"),
-    (Name("a", ["127.0.1.1"], [], 0.0, None), ONE, OK, "one node needs no more"),
+    (Name("a", ["127.0.1.1"], [], 0.0, None), ONE, OK, "a single node needs no more"),
     (Name("a", ["10.0.0.1"], ["10.0.0.1"], 5.0, "10.0.0.1"), ONE, WARNING, "took 5.0 s"),
     (Name("a", ["127.0.1.1"], [], 0.0, None), TOLD, OK, "node2.cluster"),
 ]

@@ -49,16 +49,16 @@ def test_a_launch_without_contradiction():
 
 CONTRADICTIONS = [
     (launch(lease=0.5), {}, "--lease 0.5"),
-    (launch(progress_timeout=3.0), {}, "--progress-timeout 3 is over before --lease 3"),
+    (launch(progress_timeout=3.0), {}, "--progress-timeout 3 is not longer than --lease 3"),
     (launch(wait_for_nodes=30), {}, "--wait-for-nodes 30"),
     (launch(**AT_ETCD, rdzv_configs={"etcd_outage": "90"}), {}, "etcd_outage"),
-    (launch(shutdown_timeout=120), KUBERNETES, "given 120 s"),
-    (launch(shutdown_timeout=31), {"SLURM_JOB_ID": "1"}, "given 31 s"),
+    (launch(shutdown_timeout=120), KUBERNETES, "have 120 s"),
+    (launch(shutdown_timeout=31), {"SLURM_JOB_ID": "1"}, "have 31 s"),
     (launch(workers=3, world_sizes=WorldSizes.parse("8")), {}, "--world-sizes 8 allows no"),
-    (launch(1, 2), {}, "only the host"),
-    (launch(rdzv_endpoint="a,b"), {}, "both must be there"),
+    (launch(1, 2), {}, "only the rendezvous host"),
+    (launch(rdzv_endpoint="a,b"), {}, "both must be up"),
     (launch(snapshot_replicas=4), {}, "--snapshot-replicas 4"),
-    (LaunchConfig(), {"SLURM_JOB_NUM_NODES": "4"}, "given this job 4 nodes"),
+    (LaunchConfig(), {"SLURM_JOB_NUM_NODES": "4"}, "allocated 4 nodes"),
 ]
 
 

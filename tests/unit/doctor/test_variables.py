@@ -16,7 +16,7 @@ def judged(environ, config=ONE, used=(), overridden=()):
 
 def test_variables_that_are_used_are_named():
     ((verdict, found),) = judged({"PET_NNODES": "2"}, TWO, used=["PET_NNODES"])
-    assert (verdict, found) == (Verdict.OK, "Flags have values from PET_NNODES.")
+    assert (verdict, found) == (Verdict.OK, "Flags are set by PET_NNODES.")
     assert judged({"HOME": "/"})[0][0] is Verdict.OK
 
 
@@ -24,10 +24,10 @@ def test_variables_that_are_used_are_named():
     ("environ", "config", "words"),
     [
         ({"PET_NNODE": "2"}, TWO, "No flag reads PET_NNODE"),
-        ({"MASTER_ADDR": "a", "WORLD_SIZE": "8"}, ONE, "Nobody reads MASTER_ADDR, WORLD_SIZE"),
+        ({"MASTER_ADDR": "a", "WORLD_SIZE": "8"}, ONE, "MASTER_ADDR, WORLD_SIZE will be ignored"),
         ({"TORCHELASTIC_FAULTS": "kill@place=step.end"}, ONE, "fail on purpose"),
-        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, ONE, "hangs its worker"),
-        ({"NCCL_ASYNC_ERROR_HANDLING": "0"}, ONE, "hangs its worker"),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, ONE, "a worker hangs without an error"),
+        ({"NCCL_ASYNC_ERROR_HANDLING": "0"}, ONE, "a worker hangs without an error"),
         # Scripts write the place to meet down so, and pass it on.
         ({"MASTER_ADDR": "node1", "MASTER_PORT": "29400"}, TWO, None),
         ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, ONE, None),
@@ -42,4 +42,4 @@ def test_what_was_forgotten_or_does_harm_is_a_warning(environ, config, words):
 
 def test_a_variable_that_the_command_line_contradicts():
     ((verdict, found),) = judged({"PET_NNODES": "3"}, TWO, overridden=["PET_NNODES"])
-    assert (verdict, "and wins" in found) == (Verdict.WARNING, True)
+    assert (verdict, "overrides PET_NNODES" in found) == (Verdict.WARNING, True)

@@ -62,7 +62,7 @@ def test_what_makes_no_sense_is_left_out():
             read = Failure.from_json(FAILURE.to_json() | {name: value})
             assert read.node == "node-b"
             assert getattr(read, name) != value, name
-    assert Failure.from_json({}).sentence() == "? failed: not told"
+    assert Failure.from_json({}).sentence() == "? failed: unknown error"
 
 
 def test_what_travels_is_bounded_whoever_sends_it():

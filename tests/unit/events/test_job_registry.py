@@ -163,9 +163,11 @@ def test_the_registry_is_private(runtime_dir):
 
 def test_a_symbolic_link_is_refused(runtime_dir, tmp_path_factory):
     (runtime_dir / "torchelastic").symlink_to(tmp_path_factory.mktemp("elsewhere"))
-    with pytest.raises(ConfigError, match="is not a directory of this user: remove it, or set"):
+    with pytest.raises(
+        ConfigError, match="is not a directory owned by this user: remove it, or set"
+    ):
         register("job")
-    with pytest.raises(ConfigError, match="is not a directory of this user"):
+    with pytest.raises(ConfigError, match="is not a directory owned by this user"):
         job_registry.list_jobs()
 
 
@@ -174,7 +176,7 @@ def test_a_directory_of_somebody_else_is_refused(monkeypatch):
     base.mkdir()
     monkeypatch.setattr(job_registry, "registry", lambda: base)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(ConfigError, match="is not a directory of this user"):
+    with pytest.raises(ConfigError, match="is not a directory owned by this user"):
         job_registry.directory_for("job", "node")
 
 
@@ -195,7 +197,7 @@ def test_without_a_runtime_directory_it_is_the_temporary_one(monkeypatch, tmp_pa
 def test_a_registry_that_cannot_be_made_is_named_in_a_sentence(runtime_dir):
     base = job_registry.directory_for("job", "node").parent
     (base / "other").touch()
-    with pytest.raises(ConfigError, match="cannot be used to list the jobs of this machine"):
+    with pytest.raises(ConfigError, match="Cannot register the job in"):
         job_registry.directory_for("job", "other")
 
 
@@ -203,7 +205,7 @@ def test_a_full_disk_does_not_end_a_job(caplog):
     registration = register("job")
     (registration.directory / "agent.json.new").symlink_to("/dev/full")
     registration.close(0)
-    assert "will not know this job" in caplog.text
+    assert "will not list this job" in caplog.text
 
 
 def test_where_events_go():
@@ -253,7 +255,7 @@ def test_who_comes_too_late_is_told_so():
     registration.note_finished(1200)
     registration.close(0)
     assert re.fullmatch(
-        r"Job 'job' finished at step 1200, \d s ago: this node comes too late. To run the same "
+        r"Job 'job' finished at step 1200, \d s ago: this node is too late. To run the same "
         r"command again, choose another --rdzv-id.",
         job_registry.too_late("job", command),
     )

@@ -96,7 +96,7 @@ def test_which_job_of_a_place_is_meant_or_a_sentence(tmp_path):
     with pytest.raises(ConfigError, match="has no events of job 'two'"):
         list(read_job(tmp_path, job="two"))
     write(tmp_path / "y" / "events.jsonl", "two", "b", "y")
-    with pytest.raises(ConfigError, match="several jobs: name one of 'one', 'two'"):
+    with pytest.raises(ConfigError, match="several jobs: choose one of 'one', 'two'"):
         list(read_job(tmp_path))
     assert texts(read_job(tmp_path, job="two")) == ["y"]
 

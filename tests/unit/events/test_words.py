@@ -18,27 +18,27 @@ def said(event: events.Event | None, **fields) -> str:
 
 def test_an_event_is_a_sentence():
     cases = [
-        (events.AgentStarted(7, "", ["t.py", "-v"], 1, 2, 1), "the agent starts (pid 7): t.py -v"),
-        (events.Joined("a", "a:1", True), "hosts the job at a:1"),
+        (events.AgentStarted(7, "", ["t.py", "-v"], 1, 2, 1), "agent started (pid 7): t.py -v"),
+        (events.Joined("a", "a:1", True), "hosts the rendezvous at a:1"),
         (events.NodeLost("b", "its lease ended"), "b was lost: its lease ended"),
         (events.NodeLost("b", ""), "b was lost"),
         (
             events.WorldFormed(["a", "b"], 4, "", "it begins", 0, ["c"]),
-            "a world of 4 workers on 2 nodes (a, b), spare: c: it begins",
+            "world formed with 4 workers on 2 nodes (a, b), spare: c: it begins",
         ),
         (
             events.WorldFormed(["a"] * 9, 9000, "", "", 0, [], 900),
-            "a world of 9000 workers on 900 nodes (a, a, a, a, a, a, a, a and 1 more)",
+            "world formed with 9000 workers on 900 nodes (a, a, a, a, a, a, a, a and 1 more)",
         ),
         (
             events.GenerationOver("failure", "boom\nat line 3"),
-            "the generation is over (failure): boom",
+            "generation ended (failure): boom",
         ),
-        (events.WorkerExited(3, 1, 42, -9), "rank 3 (pid 42) has ended: killed by SIGKILL"),
-        (events.WorkerExited(3, 1, 42, 2), "rank 3 (pid 42) has ended: exit code 2"),
+        (events.WorkerExited(3, 1, 42, -9), "rank 3 (pid 42) was killed by SIGKILL"),
+        (events.WorkerExited(3, 1, 42, 2), "rank 3 (pid 42) exited with code 2"),
         (events.WorkerFailed(failure().to_json()), "rank 2 failed at step 7: killed by SIGKILL"),
         (events.WorkerFailed({}), "rank None failed"),
-        (events.Progress([0, 1], [-1, -1], [0, 0]), "ranks 0, 1 in no step yet"),
+        (events.Progress([0, 1], [-1, -1], [0, 0]), "ranks 0, 1 before the first step"),
         (events.Progress([0, 1], [4, 4], [0, 0]), "ranks 0, 1 at step 4"),
         (events.Progress([0, 1], [4, 5], [0, 0]), "ranks 0, 1 at step 4 to 5"),
         (events.Progress([3], [4], [0]), "rank 3 at step 4"),
@@ -48,7 +48,7 @@ def test_an_event_is_a_sentence():
         ),
         (
             events.CheckpointStored(0, 40, at=1.0, seconds=0.25, size=5_000_000),
-            "checkpoint of step 40 in storage: 5.0 MB in 250 ms",
+            "stored the checkpoint of step 40: 5.0 MB in 250 ms",
         ),
         (events.Training(2, 8, 0), "rank 2 trains from step 8"),
         (
@@ -133,10 +133,10 @@ def test_how_far_a_job_is_and_whether_it_stands_still():
         (JobView(step=3), 0.0, "step 3"),
         (JobView(step=3, rate=2.0, stepped=100.0), 101.0, "step 3, 2 steps/s"),
         (JobView(step=3, rate=2.0, stepped=100.0), 109.0, "step 3, 2 steps/s"),
-        (JobView(step=3, rate=2.0, stepped=100.0), 400.0, "step 3, for 5 min now"),
+        (JobView(step=3, rate=2.0, stepped=100.0), 400.0, "step 3, no new step for 5 min"),
         (JobView(step=3, rate=2.0, stepped=100.0), None, "step 3, 2 steps/s"),
         (JobView(step=3, rate=0.01, stepped=100.0), 400.0, "step 3, 100 s/step"),
-        (JobView(step=3, rate=0.01, stepped=100.0), 1400.0, "step 3, for 21 min now"),
+        (JobView(step=3, rate=0.01, stepped=100.0), 1400.0, "step 3, no new step for 21 min"),
     ]
     assert wrong(words.pace, cases) == []
 
@@ -210,7 +210,7 @@ def test_goodput_in_a_line():
 def test_goodput_without_a_step_is_unknown():
     story = Story().world(0, 0).workers_start(0, 0).over(10, 0, "finished").end(10)
     assert words.goodput(goodput(story.records)) == (
-        "goodput unknown, since no step was seen in 10 s: running, steps unknown 10 s"
+        "goodput unknown (no step seen in 10 s): running, steps unknown 10 s"
     )
     assert words.goodput_in_brief(goodput(story.records)) == "goodput unknown"
     assert words.goodput_in_brief(goodput(undisturbed().records)) == "goodput 62.5%"
@@ -244,4 +244,4 @@ def test_the_cause_of_a_recovery_is_the_failure_and_not_why_the_next_world_was_f
     assert words.cause(change) == why
     fell = dataclasses.replace(change, failure=failure().to_json())
     assert words.cause(fell) == "rank 2 on b (local rank 0, pid 42) at step 7: killed by SIGKILL"
-    assert words.cause(dataclasses.replace(change, why="")) == "not known"
+    assert words.cause(dataclasses.replace(change, why="")) == "unknown"

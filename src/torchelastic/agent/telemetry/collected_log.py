@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from torchelastic.events.append_file import AppendedFile
+from torchelastic.events.append_file import AppendFile
 from torchelastic.events.rotation import rotate
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class CollectedLog:
         #: Writes that did not go through.
         self.dropped = 0
         self._max_bytes, self._kept_bytes = max_bytes, kept_bytes
-        self._file = AppendedFile(path)
+        self._file = AppendFile(path)
 
     def write(self, lines: bytes) -> None:
         """Append whole lines."""

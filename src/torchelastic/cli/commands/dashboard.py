@@ -49,12 +49,12 @@ def _serve(wanted: str | None, job: str | None, address: str, token_file: str | 
     import asyncio
 
     from torchelastic.dashboard import start
-    from torchelastic.dashboard.job_state import Pictures
+    from torchelastic.dashboard.job_state import StateReader
     from torchelastic.events.analysis.find_job import choose
     from torchelastic.system import linux
 
     token = start.load_token(token_file, "--token-file")
-    pictures = Pictures(choose(wanted, job))
+    pictures = StateReader(choose(wanted, job))
     pictures.look()  # report errors here, not in the browser
     linux.give_way()
     try:

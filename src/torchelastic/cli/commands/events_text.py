@@ -11,7 +11,7 @@ from torchelastic.cli.commands import terminal
 from torchelastic.errors import EXIT_OK
 from torchelastic.events import types as events
 from torchelastic.events import words
-from torchelastic.events.analysis.find_job import Story, choose
+from torchelastic.events.analysis.find_job import JobLogs, choose
 from torchelastic.events.analysis.follow import LOOK, Follower
 from torchelastic.events.record import Record
 
@@ -77,7 +77,7 @@ def show_events(
     return EXIT_OK
 
 
-def _follow(story: Story, printer: Printer, follower: Follower, told: list[Record]) -> None:
+def _follow(story: JobLogs, printer: Printer, follower: Follower, told: list[Record]) -> None:
     known = {record.key for record in told}
     #: By agent: True if it has logged the end of the job.
     ended = {record.node: isinstance(record.event, events.JobEnded) for record in told}

@@ -18,9 +18,9 @@ from pathlib import Path
 from torchelastic.cli.commands import terminal
 from torchelastic.errors import EXIT_OK, ConfigError
 from torchelastic.events import log, words
-from torchelastic.events.analysis.find_job import Story, choose
+from torchelastic.events.analysis.find_job import JobLogs, choose
 from torchelastic.events.analysis.follow import LOOK, Follower
-from torchelastic.events.analysis.rank_places import Place, Places
+from torchelastic.events.analysis.rank_locations import RankLocation, RankLocations
 from torchelastic.events.record import Record
 
 _STREAMS = ("stdout", "stderr")
@@ -62,7 +62,7 @@ def parse_ranks(text: str | None) -> frozenset[int] | None:
     return frozenset(ranks)
 
 
-def run_dirs(story: Story) -> dict[str, Path]:
+def run_dirs(story: JobLogs) -> dict[str, Path]:
     """Return the directory of the workers' logs by agent id, for agents with files here."""
     if story.entry is not None:
         agents = story.entry.agents
@@ -76,7 +76,9 @@ def run_dirs(story: Story) -> dict[str, Path]:
     return found
 
 
-def files_for(places: Iterable[Place], generation: int, dirs: dict[str, Path]) -> list[LogFile]:
+def files_for(
+    places: Iterable[RankLocation], generation: int, dirs: dict[str, Path]
+) -> list[LogFile]:
     """Return the existing log files of these workers."""
     found = []
     for place in places:
@@ -102,10 +104,10 @@ def _attempt(run_dir: Path | None, generation: int, local_rank: int) -> Path | N
 class LogView:
     """Prints the logs of a job and remembers how much it has printed."""
 
-    def __init__(self, story: Story, wanted: Wanted) -> None:
+    def __init__(self, story: JobLogs, wanted: Wanted) -> None:
         self._story = story
         self._wanted = wanted
-        self._places = Places(wanted.generation)
+        self._places = RankLocations(wanted.generation)
         self._dirs: dict[str, Path] = {}
         self._events = Follower()
         self._logs = Follower()

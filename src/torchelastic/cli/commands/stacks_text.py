@@ -11,7 +11,7 @@ from torchelastic.agent.watch.inspector import Found
 from torchelastic.errors import ConfigError
 from torchelastic.events import job_registry
 from torchelastic.events.analysis import hangs
-from torchelastic.events.analysis.find_job import Story, choose
+from torchelastic.events.analysis.find_job import JobLogs, choose
 from torchelastic.events.analysis.hangs import Doing
 from torchelastic.events.job_registry import AgentEntry
 
@@ -32,7 +32,7 @@ def ask(wanted: str | None, job: str | None) -> Found:
     raise ConfigError(f"Cannot get the stacks of the job: {'; '.join(problems)}.")
 
 
-def _agents(story: Story) -> list[AgentEntry]:
+def _agents(story: JobLogs) -> list[AgentEntry]:
     """Return the live agents of this machine that write this job's events."""
     if story.entry is not None:
         return [agent for agent in story.entry.agents if agent.alive]

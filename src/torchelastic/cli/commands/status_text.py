@@ -14,7 +14,7 @@ from torchelastic.cli.commands import failure_text
 from torchelastic.errors import EXIT_FAILED
 from torchelastic.events import job_registry, log, words
 from torchelastic.events.analysis import view
-from torchelastic.events.analysis.find_job import at_a_place, entry_for, files_of, matching
+from torchelastic.events.analysis.find_job import at_path, entry_for, files_of, matching
 from torchelastic.events.analysis.recoveries import Recovery
 from torchelastic.events.analysis.view import Change, JobFold, JobView, NodeView
 from torchelastic.events.job_registry import JobEntry
@@ -35,7 +35,7 @@ _STRAGGLERS_SHOWN = 8
 def answer(wanted: str | None, job: str | None = None, *, as_data: bool) -> str:
     """Return the text or JSON about one job or all; raise `ConfigError` for an unknown one."""
     name = wanted or job
-    if (story := at_a_place(wanted, job)) is not None:
+    if (story := at_path(wanted, job)) is not None:
         records = story.records(thin=True)
         entry = entry_for(story, records)
         found = [(entry, picture(entry, records))]

@@ -20,7 +20,7 @@ from torchelastic.events import words
 from torchelastic.events.analysis.find_job import choose
 from torchelastic.events.analysis.goodput import PARTS, Goodput, Part
 from torchelastic.events.analysis.last_failure import FailureView
-from torchelastic.events.analysis.live_view import LivePicture
+from torchelastic.events.analysis.live_view import LiveView
 from torchelastic.events.analysis.view import JobView
 
 #: Seconds between two updates.
@@ -47,7 +47,7 @@ _STATES = {"running": "green", "lost": "red", "died": "red", "leaving": "yellow"
 
 def watch(wanted: str | None, job: str | None, *, once: bool) -> int:
     """Show a job until it ends."""
-    picture = LivePicture(choose(wanted, job))
+    picture = LiveView(choose(wanted, job))
     console = Console()
     try:
         if once or not console.is_terminal:

@@ -1,4 +1,4 @@
-// Lines over time: the step rate, and each metric the script reports. Pure.
+// Line charts over time: the step rate, and each metric that the script reports. Pure.
 
 import { h } from "./tree.js";
 import { number, oneLine, rate } from "./words.js";
@@ -8,8 +8,8 @@ const PAD = 6;
 const VISIBLE = 1.5;
 
 /**
- * What is drawn below the lanes: { name, points: [[wall, step, value]], text, zero, last }.
- * A world's step rate ends at nothing: the job's last one says more.
+ * The charts below the lanes: { name, points: [[wall, step, value]], text, zero, last }.
+ * The step rate of a world ends at 0, so the job's last rate is shown instead.
  */
 export function seriesOf(view) {
   const all = [{ name: "step rate", points: view.rates, text: rate, zero: true, last: view.rate }];
@@ -41,13 +41,13 @@ export function bounds(points, zero) {
   return high > low ? [low, high] : [low - Math.abs(low || 1) / 2, high + Math.abs(high || 1) / 2];
 }
 
-/** Times between two worlds that are wide enough to be seen: lines do not cross them. */
+/** Times between two worlds that are wide enough to see: lines break there. */
 export function gaps(worlds, x) {
   const ends = worlds.map((world) => world.ended);
   return ends.filter((end, place) => end && x(worlds[place + 1]?.began ?? end) - x(end) >= VISIBLE);
 }
 
-/** A line through the points; it breaks where a gap is in between, and at what is no number. */
+/** A line through the points; it breaks at gaps, and at values that are not numbers. */
 export function linePath(points, breaks, x, y) {
   let path = "";
   let last = null;
@@ -85,10 +85,10 @@ export function chart(series, frame, top) {
 }
 
 function alternative(series, low, high, last) {
-  return `${series.name}: ${last} at last, between ${number(low)} and ${number(high)}`;
+  return `${series.name}: last ${last}, between ${number(low)} and ${number(high)}`;
 }
 
-/** A text left of what is drawn: as many characters as there is room for, whatever they are. */
+/** A text left of the drawing, cut to the room there is. */
 export function gutter(frame, y, height, text, kind, title = text) {
   const room = Math.floor((frame.left - 8) / 6.7);
   const cut = text.length > room ? `${text.slice(0, room - 1)}…` : text;
@@ -96,7 +96,7 @@ export function gutter(frame, y, height, text, kind, title = text) {
     h("text", { class: kind, x: 0, y: "50%", dy: "0.35em" }, cut, h("title", null, title)));
 }
 
-/** Some of the points of all series, as rows of a table: the moments of the first series. */
+/** Some points of all series as rows of a table, at the times of the first series. */
 export function rows(all, most = 20) {
   const base = all[0]?.points ?? [];
   const every = Math.max(1, Math.ceil(base.length / most));
@@ -105,7 +105,7 @@ export function rows(all, most = 20) {
   return picked.map(([wall, step]) => [wall, step, ...values(wall)]);
 }
 
-/** The last value up to a moment. */
+/** The last value up to a time. */
 export function valueAt(points, wall) {
   const before = points.findLast(([at]) => at <= wall);
   return before ? before[2] : null;

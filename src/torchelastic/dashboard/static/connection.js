@@ -1,16 +1,17 @@
-// Pictures of the job as the server sends them, and whether they come.
+// The stream of job states from the server, and the state of that connection.
 
-// Seconds: between attempts, and without a word after which the connection counts as lost.
+// Seconds between attempts, and of silence after which the connection counts as lost.
 const RETRY = 1;
 const LONGEST_RETRY = 10;
 const SILENCE = 20;
 
 /**
- * Calls `onPicture` for each, and `onState` with "connecting", "open", "lost" or "unreadable".
+ * Calls `onPicture` for each job state, and `onState` with "connecting", "open", "lost" or
+ * "unreadable".
  *
- * The browser tries again by itself, but not after an answer other than 200, nor when the other
- * side is silent; and every tab with an open stream takes one of its few connections to a server,
- * so a hidden one lets go of it.
+ * The browser reconnects by itself, but not after an answer other than 200, nor when the server is
+ * silent. Every open stream takes one of the browser's few connections to a server, so a hidden tab
+ * closes its stream.
  */
 export class Connection {
   constructor(url, onPicture, onState) {
@@ -19,7 +20,7 @@ export class Connection {
     this.onState = onState;
     this.retry = RETRY;
     this.heard = performance.now();
-    /** Of a job that goes on a picture comes every few seconds. */
+    /** A running job sends its state every few seconds. */
     this.live = false;
     this.source = null;
     this.timer = null;

@@ -1,4 +1,4 @@
-// The root cause of the last failure: what it was, where it came from, what came of it. Pure.
+// The last failure: its root cause, evidence and consequences. Pure.
 
 import { hasFailed, isWorker } from "./picture.js";
 import { h } from "./tree.js";
@@ -21,7 +21,7 @@ export function failure(picture, state) {
     "section",
     { key: "failure", id: "failure", "aria-labelledby": "failure-title" },
     h("h2", { id: "failure-title" }, title, h("span", { class: "aside" }, when)),
-    found ? body(found, state) : h("p", { class: "quiet" }, "Nothing has failed so far."),
+    found ? body(found, state) : h("p", { class: "quiet" }, "No failure so far."),
   );
 }
 
@@ -41,8 +41,8 @@ function body(found, state) {
 
 /** Exit code or signal in words. */
 export function exitWords(cause) {
-  if (cause.alive) return "an error; its process lived on";
-  if (cause.exitcode === null || cause.exitcode === undefined) return "not known";
+  if (cause.alive) return "error; the process kept running";
+  if (cause.exitcode === null || cause.exitcode === undefined) return "unknown";
   if (cause.exitcode >= 0) return `exit code ${cause.exitcode}`;
   return `killed by ${SIGNALS[-cause.exitcode] ?? `signal ${-cause.exitcode}`}`;
 }
@@ -64,7 +64,7 @@ function facts(found, cause) {
   return h("dl", { class: "facts-list" }, known.filter(([, value]) => value).map(fact));
 }
 
-/** A long text behind its title; `open` is how it begins, the reader may shut it. */
+/** A long text that folds under its title; `open` is the initial state. */
 function text(key, title, given, open = false) {
   return h("details", { key, open }, h("summary", { class: "user" }, title), code(title, given));
 }
@@ -100,34 +100,33 @@ function stack(one) {
   const where = [
     `on ${oneLine(one.node, 60)}`,
     Number.isFinite(one.step) ? `step ${count(one.step)}` : "",
-    one.collective ? `${one.waiting ? "waits" : "last"} in ${oneLine(one.collective, 120)}` : "",
+    one.collective ? `${one.waiting ? "waits in" : "last in"} ${oneLine(one.collective, 120)}` : "",
   ];
   const title = [
     h("b", null, `Rank ${one.rank}`),
     ` ${where.filter(Boolean).join(", ")} `,
     one.missing ? h("span", { class: "tag bad" }, "missing") : null,
   ];
-  return text(`stack ${one.rank}`, title, one.stack || "no stack could be read");
+  return text(`stack ${one.rank}`, title, one.stack || "the stack could not be read");
 }
 
-// --- what came of it -----------------------------------------------------------------------------
+// --- consequences --------------------------------------------------------------------------------
 
 function others(all, state) {
   const alone = all.filter((one) => one.by_itself);
   const after = all.filter((one) => !one.by_itself);
   return [
-    alone.length ? listed("causes", "Failed by themselves, too", alone, state) : null,
-    after.length ? listed("consequences", "What came of it", after, state) : null,
+    alone.length ? listed("causes", "Independent failures", alone, state) : null,
+    after.length ? listed("consequences", "Consequences", after, state) : null,
   ];
 }
 
 function listed(key, title, all, state) {
   const shown = all.slice(0, SHOWN + (state.more.get(key) ?? 0));
-  const many = all.length === 1 ? "one more failure" : `${count(all.length)} more failures`;
   return h(
     "div",
     { key },
-    h("h3", null, `${title}: ${many}`),
+    h("h3", null, `${title}: ${count(all.length)}`),
     shown.map((one, place) => other(key, one, place)),
     more(key, all, shown),
   );

@@ -4,7 +4,7 @@ import { PARTS, ratioOf } from "./picture.js";
 import { h } from "./tree.js";
 import { counted, percent, seconds } from "./words.js";
 
-/** Shorter parts are not named, and a label needs so much of the bar's width. */
+/** Parts shorter than this (in seconds) are left out; a label needs this share of the bar. */
 const LEAST = 0.001;
 const ROOM = 0.14;
 
@@ -44,8 +44,8 @@ function bar(found) {
       share < ROOM ? null : h("text", { class: part, x: "8", y: "50%", dy: "0.35em" }, name),
     );
   });
-  const told = parts(found).map(([, name, value]) => `${name} ${seconds(value)}`);
-  const label = `Of ${seconds(found.total)}: ${told.join(", ")}`;
+  const texts = parts(found).map(([, name, value]) => `${name} ${seconds(value)}`);
+  const label = `Total ${seconds(found.total)}: ${texts.join(", ")}`;
   const size = { width: "100%", height: "28" };
   return h("svg", { class: "bar tall", ...size, role: "img", "aria-label": label }, drawn);
 }
@@ -68,28 +68,28 @@ function legend(found) {
   return h("ul", { class: "legend", "aria-label": "Parts of the job's time" }, all);
 }
 
-/** How many steps failures have cost, besides time. */
+/** How many steps were redone because of failures. */
 export function again(found) {
-  if (!found.redone_known) return "what was done again, besides steps in flight, is not known";
+  if (!found.redone_known) return "redone steps unknown, other than those in flight";
   return found.redone_steps
-    ? `besides those in flight, ${counted(found.redone_steps, "step")} done again`
-    : "only steps in flight were done again";
+    ? `${counted(found.redone_steps, "step")} redone, plus those in flight`
+    : "only steps in flight were redone";
 }
 
 function notes(found, view) {
-  const told = [];
+  const all = [];
   if (!found.steps_known) {
-    told.push("No step was seen: how much of the time went into training is not known.");
+    all.push("No step was seen, so the time spent on training is unknown.");
   }
   if (found.disruptions) {
     const ended = `${counted(found.disruptions, "generation")} ended by a failure`;
-    told.push(found.steps_known ? `${ended}; ${again(found)}.` : `${ended}.`);
+    all.push(found.steps_known ? `${ended}; ${again(found)}.` : `${ended}.`);
   }
   if (found.active_nodes !== null && (view.max_nodes ?? 1) > 1) {
-    const [active, there] = [percent(found.active_nodes), percent(found.available_nodes)];
-    told.push(
-      `Of ${view.max_nodes} nodes, ${active} were in a world and ${there} there, on average.`,
-    );
+    const most = view.max_nodes;
+    const mean = (share) => `${(share * most).toFixed(1)} of ${most} nodes`;
+    const [active, there] = [mean(found.active_nodes), mean(found.available_nodes)];
+    all.push(`On average ${active} trained and ${there} were available.`);
   }
-  return told.map((text) => h("p", { class: "quiet" }, text));
+  return all.map((text) => h("p", { class: "quiet" }, text));
 }

@@ -1,11 +1,11 @@
-// The four answers at the top: is it training, what did the last failure cost, who failed first and
-// why, how much of the time went into training. Pure.
+// The four answers at the top: is the job training, what did the last failure cost, what failed
+// first and why, and how much of the time went into training. Pure.
 
 import { PARTS, STOPPED, isWorker, partsOf, ratioOf } from "./picture.js";
 import { h } from "./tree.js";
 import { ago, clock, count, counted, oneLine, rate, seconds, span } from "./words.js";
 
-// A step has taken too long after so many seconds, and so many times what steps take.
+// A step takes too long after this many seconds, and this many times the usual step time.
 const LONG = 10;
 const TOO_LONG = 5;
 
@@ -17,8 +17,8 @@ export function phase(view, now) {
 }
 
 const BUSY = {
-  starting: () => ["Starting", "busy", "the first world has not been formed"],
-  waiting: (view) => ["Waiting for nodes", "warn", lastWhy(view) || "too few nodes are there"],
+  starting: () => ["Starting", "busy", "the first world is not formed yet"],
+  waiting: (view) => ["Waiting for nodes", "warn", lastWhy(view) || "not enough nodes"],
   restarting: (view) =>
     view.worlds.at(-1)?.end_kind === "finished"
       ? ["Finishing", "busy", lastWhy(view)]
@@ -30,7 +30,7 @@ function lastWhy(view) {
 }
 
 const ENDS = {
-  died: () => ["Killed", "bad", "its agents are gone without a last word"],
+  died: () => ["Killed", "bad", "its agents are gone without reporting an end"],
   ended: (view) => {
     const why = lastWhy(view);
     if (view.exitcode === 0) return ["Finished", "still", why];
@@ -42,17 +42,17 @@ const ENDS = {
 function running(view, now) {
   if (view.step === null) {
     return view.goodput?.steps_known === false
-      ? ["Running", "busy", "no step was seen: whether it trains is not known"]
-      : ["Starting", "busy", "the workers have not entered a step"];
+      ? ["Running", "busy", "no step seen: it is unknown whether the job trains"]
+      : ["Starting", "busy", "no worker has entered a step yet"];
   }
   const since = now - (view.stepped ?? now);
   if (since > Math.max(LONG, TOO_LONG / (view.rate || 1))) {
-    return ["Standing still", "warn", `no step for ${span(since)}`];
+    return ["Not progressing", "warn", `no new step for ${span(since)}`];
   }
   return ["Training", "good", ""];
 }
 
-/** Name of the job, and where it runs. */
+/** The name of the job, and the nodes it runs on. */
 export function names(picture) {
   const { view } = picture;
   const job = oneLine(view.job, 120) || "a job";
@@ -60,7 +60,7 @@ export function names(picture) {
     view.generation === null ? null : `generation ${view.generation}`,
     view.size ? `${counted(view.size, "worker")} on ${counted(members(view), "node")}` : null,
     wanted(view),
-    view.samples ? `${counted(view.samples, "sample")} trained with` : null,
+    view.samples ? `trained on ${counted(view.samples, "sample")}` : null,
     view.restarts_used ? `${counted(view.restarts_used, "restart")} used` : null,
     partial(picture),
   ];
@@ -68,12 +68,12 @@ export function names(picture) {
   return [h("h1", { class: "user" }, job), h("p", { class: "facts user" }, line)];
 }
 
-/** Only the leader's node has heard all the others. */
+/** Only the leader's node has the events of all nodes. */
 function partial({ node, leader, whole }) {
   if (whole || !node) return null;
-  const seen = `as ${oneLine(node, 60)} sees it`;
+  const seen = `as seen by ${oneLine(node, 60)}`;
   if (!leader || leader === node) return seen;
-  return `${seen}; the whole is to be seen on ${oneLine(leader, 60)}`;
+  return `${seen}; open the dashboard on ${oneLine(leader, 60)}, the leader, to see all nodes`;
 }
 
 function members(view) {
@@ -82,7 +82,7 @@ function members(view) {
 
 function wanted(view) {
   if (view.min_nodes === null || view.min_nodes === view.max_nodes) return null;
-  return `${count(view.min_nodes)} to ${count(view.max_nodes)} nodes wanted`;
+  return `${count(view.min_nodes)} to ${count(view.max_nodes)} nodes allowed`;
 }
 
 /** The four answers. */
@@ -120,13 +120,13 @@ function training(view, now, live) {
   return answer("training", "Is it training?", word, tone, ...small);
 }
 
-/** How much is safe, whatever happens. */
+/** The latest checkpoint in storage. */
 function stored({ checkpoint }, now) {
   if (!checkpoint) return null;
   return `checkpoint of step ${count(checkpoint.step)}, ${ago(checkpoint.wall, now)}`;
 }
 
-/** Since when the job is what it is. */
+/** How long the job has been in its current state. */
 function since(view, now) {
   if (view.ended !== null && view.started !== null) {
     const after = span(view.ended - view.started);
@@ -145,20 +145,20 @@ function lastCost(view, now) {
   const last = view.recoveries.findLast((one) => one.is_failure);
   if (!last) return answer("cost", question, "Nothing", "", "no failure so far");
   const [most] = partsOf(last).toSorted((one, other) => other[1] - one[1]);
-  const unknown = last.done && last.redo === null ? "; what it does again is not known" : "";
+  const unknown = last.done && last.redo === null ? "; redone steps unknown" : "";
   const text = most ? `most of it: ${most[0]} ${seconds(most[1])}${unknown}` : null;
   const when = h("a", { href: "#recoveries" }, `${clock(last.wall, now)}, ${ago(last.wall, now)}`);
   if (!last.done && view.ended !== null) {
-    return answer("cost", question, "The job", "", "it did not go on after it", when);
+    return answer("cost", question, "The job", "", "the job ended with this failure", when);
   }
   const cost = last.done ? seconds(last.cost) : `${seconds(last.cost)} so far`;
   return answer("cost", question, cost, "", text, when);
 }
 
 function firstFailure(view, now) {
-  const question = "Who failed first, and why?";
+  const question = "What failed first, and why?";
   const { failure } = view;
-  if (!failure) return answer("who", question, "Nobody", "", "no failure so far");
+  if (!failure) return answer("who", question, "Nothing", "", "no failure so far");
   const { cause } = failure;
   const why = oneLine(cause.message, 160);
   return answer(
@@ -172,17 +172,17 @@ function firstFailure(view, now) {
   );
 }
 
-/** A worker, or the node that was lost with all of its own. */
+/** A worker, or a node that was lost with all its workers. */
 function culprit(cause) {
   const node = oneLine(cause.node, 40);
-  return isWorker(cause) ? `Rank ${cause.rank} on ${node}` : `All of ${node}`;
+  return isWorker(cause) ? `Rank ${cause.rank} on ${node}` : `Node ${node}`;
 }
 
 function goodput(view) {
   const found = view.goodput;
-  const question = "How much went into training?";
+  const question = "How much time went into training?";
   if (!found || found.total === 0) return answer("goodput", question, "–", "");
-  if (found.ratio === null) return answer("goodput", question, "Unknown", "", "no step was seen");
+  if (found.ratio === null) return answer("goodput", question, "Unknown", "", "no step seen");
   const losses = Object.entries(found.parts).toSorted((one, other) => other[1] - one[1]);
   const [part, most] = losses[0] ?? ["", 0];
   const spent = `${seconds(found.productive)} of ${seconds(found.total)}`;

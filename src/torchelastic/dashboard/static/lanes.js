@@ -1,6 +1,6 @@
-// Which node was in which world: lanes, and where they are drawn. Pure.
+// Lanes: which node was in which world, and their layout. Pure.
 
-/** More nodes than this, and those that were in the same worlds share a lane. */
+/** With more nodes than this, nodes that were in the same worlds share a lane. */
 const APART = 10;
 /** More lanes are not drawn. */
 const MOST = 60;
@@ -39,7 +39,7 @@ function grouped(inWorlds) {
     if (lanes.has(key)) lanes.get(key).names.push(name);
     else lanes.set(key, { names: [name], worlds: places });
   }
-  // The big groups first: what is left are those who came and went.
+  // Big groups first; the rest are nodes that came and went.
   return [...lanes.values()].toSorted((one, other) => other.names.length - one.names.length);
 }
 
@@ -48,7 +48,7 @@ function rest(lanes) {
   return { names: lanes.flatMap((lane) => lane.names), worlds, mixed: true };
 }
 
-/** What a lane is called. */
+/** The label of a lane. */
 export function laneName(lane) {
   if (lane.names.length === 0) return `${lane.beyond} more nodes`;
   if (lane.names.length <= 2) return lane.names.join(", ");
@@ -65,7 +65,7 @@ export function scale([from, until], left, right) {
   return (wall) => Math.min(right, Math.max(left, left + (wall - from) * factor));
 }
 
-/** A lane's worlds as one path: of the even generations, or of the odd ones. */
+/** A lane's worlds as one path: the even generations, or the odd ones. */
 export function lanePath(lane, worlds, odd, { x, domain: [first, last] }, y, height) {
   const boxes = [];
   for (const place of lane.worlds) {
@@ -78,7 +78,7 @@ export function lanePath(lane, worlds, odd, { x, domain: [first, last] }, y, hei
   return boxes.join("");
 }
 
-/** Recoveries that are drawn at one place are one mark: [{ x, all }], a failure counts more. */
+/** Recoveries close to each other share a mark: [{ x, all }]. */
 export function marks(recoveries, x, [from, until]) {
   const found = [];
   for (const one of recoveries) {
@@ -98,7 +98,7 @@ const STEPS = [
   WEEK,
 ];
 
-/** Moments for the axis: round ones by the local clock, no more than fit. */
+/** Times for the axis: round ones on the local clock, no more than fit. */
 export function ticks([from, until], width, room = 84) {
   const least = ((until - from) * room) / Math.max(width, 1);
   const step = STEPS.find((one) => one >= least) ?? Math.ceil(least / WEEK) * WEEK;

@@ -7,15 +7,15 @@ const HEADS = ["time", "node", "event", "what happened"];
 
 export function log(picture) {
   const title = "Last events";
-  const told = picture.log.length > 0;
+  const isEmpty = picture.log.length === 0;
   const region = { class: "scroll events", tabindex: "0", role: "region", "aria-label": title };
   return h(
     "section",
     { key: "log", id: "log", "aria-labelledby": "log-title" },
     h("h2", { id: "log-title" }, title),
-    told
-      ? h("div", region, table(picture))
-      : h("p", { class: "quiet" }, "Nothing has been told yet."),
+    isEmpty
+      ? h("p", { class: "quiet" }, "No events yet.")
+      : h("div", region, table(picture)),
   );
 }
 
@@ -30,7 +30,7 @@ function table({ log: all, now }) {
   );
 }
 
-/** Rows keep their elements when others come: the same event may be told twice in one moment. */
+/** Rows keep their elements when others come: the same event may occur twice at one moment. */
 function keyed(all) {
   const seen = new Map();
   return all.map((event) => {

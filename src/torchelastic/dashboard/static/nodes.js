@@ -1,11 +1,11 @@
-// Nodes, each with its ranks on demand: thousands of ranks cost nothing while they are shut. Pure.
+// Nodes, each with its ranks on demand: thousands of ranks cost nothing while closed. Pure.
 
 import { h } from "./tree.js";
 import { ago, count, counted, number, oneLine, ranges, rate, seconds } from "./words.js";
 
 /** Nodes that are shown at first. */
 const SHOWN = 24;
-/** States of a node, and how they are to be taken. */
+/** The tone of each node state. */
 const TONES = {
   running: "good",
   joined: "busy",
@@ -50,13 +50,13 @@ export function summaries(view) {
 
 function summary(view, all) {
   const running = all.filter((node) => node.state === "running").length + view.unnamed;
-  const told = [];
-  told.push(view.ended === null ? `${count(running)} in the world` : counted(all.length, "node"));
-  if (view.ranks.length) told.push(counted(view.ranks.length, "rank"));
+  const texts = [];
+  texts.push(view.ended === null ? `${count(running)} in the world` : counted(all.length, "node"));
+  if (view.ranks.length) texts.push(counted(view.ranks.length, "rank"));
   if (view.straggler_seconds >= 1) {
-    told.push(`stragglers have cost ${seconds(view.straggler_seconds)}`);
+    texts.push(`stragglers cost ${seconds(view.straggler_seconds)}`);
   }
-  return told.join(", ");
+  return texts.join(", ");
 }
 
 function straggler(slow) {
@@ -72,7 +72,7 @@ function more(left) {
 }
 
 function unnamed(many) {
-  const text = `and ${counted(many, "node")} more, not known by name here`;
+  const text = `and ${counted(many, "more node")} whose names are not known here`;
   return h("p", { key: "unnamed", class: "quiet" }, text);
 }
 
@@ -104,19 +104,19 @@ function row(node, now, state) {
 }
 
 function tags(node, now) {
-  const told = [];
+  const all = [];
   const here = !["ended", ...AWAY].includes(node.state);
   const { slow, exitcode } = node;
-  if (node.leader && here) told.push(["leader", "calm"]);
-  if (node.hosting && here) told.push(["hosts the rendezvous", "calm"]);
-  if (slow.length === 1) told.push([`straggler: rank ${slow[0]}`, "warn"]);
-  if (slow.length > 1) told.push([counted(slow.length, "straggler"), "warn"]);
-  if (node.held) told.push([oneLine(node.held, 120), "warn"]);
-  if (Number.isFinite(exitcode)) told.push([`exit code ${exitcode}`, "calm"]);
+  if (node.leader && here) all.push(["leader", "calm"]);
+  if (node.hosting && here) all.push(["hosts the rendezvous", "calm"]);
+  if (slow.length === 1) all.push([`straggler: rank ${slow[0]}`, "warn"]);
+  if (slow.length > 1) all.push([counted(slow.length, "straggler"), "warn"]);
+  if (node.held) all.push([oneLine(node.held, 120), "warn"]);
+  if (Number.isFinite(exitcode)) all.push([`exit code ${exitcode}`, "calm"]);
   if (AWAY.includes(node.state) && node.last_seen) {
-    told.push([`last heard ${ago(node.last_seen, now)}`, "bad"]);
+    all.push([`last seen ${ago(node.last_seen, now)}`, "bad"]);
   }
-  return told.map(([text, tone]) => h("span", { class: `tag ${tone}` }, text));
+  return all.map(([text, tone]) => h("span", { class: `tag ${tone}` }, text));
 }
 
 /** `120`, or from the slowest to the furthest: `118–120`. */
@@ -161,6 +161,6 @@ function rankRow(rank) {
 function slowness(slow) {
   const times = number(slow.seconds_per_step / slow.usual);
   const [own, usual] = [seconds(slow.seconds_per_step), seconds(slow.usual)];
-  const text = ` ${own} a step, others ${usual}: ${times} times as long`;
+  const text = ` ${own} per step, others ${usual}: ${times} times as long`;
   return [h("span", { class: "tag warn" }, "straggler"), text];
 }

@@ -1,4 +1,4 @@
-// The page: takes pictures of the job, describes them, and makes the document what they say.
+// The page: receives the state of the job, and redraws the document from it.
 
 import { Connection } from "./connection.js";
 import { failure } from "./failure.js";
@@ -16,7 +16,7 @@ import { clock, count, oneLine } from "./words.js";
 const MORE = 24;
 
 const main = document.getElementById("main");
-/** What the reader has chosen, and what was heard last. */
+/** The reader's choices, and the latest state of the job. */
 const state = {
   range: "all",
   cursor: null,
@@ -25,12 +25,12 @@ const state = {
   width: 0,
   connection: "connecting",
   picture: null,
-  /** When it came. */
+  /** When that state arrived. */
   at: 0,
 };
 let drawing = false;
 
-/** The sections, in the order they are read; a failure that ended the job comes first. */
+/** The sections in reading order; a failure that ended the job comes first. */
 function sections(picture) {
   const cause = failure(picture, state);
   const first = hasFailed(picture.view);
@@ -45,19 +45,19 @@ function sections(picture) {
   ];
 }
 
-/** What the line at the top says of the connection: its tone and its words. */
+/** The connection line at the top: its tone and its text. */
 function connectionWords(picture) {
   const { connection } = state;
   const when = picture ? clock(picture.now, picture.now) : "";
-  if (connection === "unreadable") return ["bad", "A picture came that cannot be read: reload"];
-  if (picture && !picture.live) return ["still", `The job is over; as of ${when}`];
+  if (connection === "unreadable") return ["bad", "Unreadable data: reload the page"];
+  if (picture && !picture.live) return ["still", `The job has ended; as of ${when}`];
   if (connection === "connecting") return ["busy", "Connecting"];
   if (connection === "open") return ["good", "Live"];
-  const known = picture ? ` This is how it was at ${when}.` : "";
-  return ["bad", `Connection lost: trying again.${known}`];
+  const known = picture ? ` Showing the state at ${when}.` : "";
+  return ["bad", `Connection lost; reconnecting.${known}`];
 }
 
-/** The last picture, with the time that has passed since; while nobody tells, it stands still. */
+/** The latest state, with its time advanced while connected. */
 function current() {
   const { picture } = state;
   if (!picture) return null;
@@ -86,7 +86,7 @@ function title({ view, now }) {
   return `${phase(view, now).word}${step} · ${oneLine(view.job, 60)}`;
 }
 
-/** Once for all that changes before the next frame; not at all while nobody looks. */
+/** Redraw once per animation frame, and not at all while the page is hidden. */
 function redraw() {
   if (drawing || document.hidden) return;
   drawing = true;
@@ -108,7 +108,7 @@ main.addEventListener("click", (event) => {
   }
 });
 
-// What is inside is described when it is opened: a `toggle` does not bubble.
+// The contents are drawn when opened. Captured: a `toggle` does not bubble.
 main.addEventListener("toggle", (event) => {
   const key = event.target.dataset.open;
   if (!key) return;
@@ -117,7 +117,7 @@ main.addEventListener("toggle", (event) => {
   redraw();
 }, true);
 
-/** Where over the drawing of the worlds the reader points, from 0 to 1; null: nowhere. */
+/** Move the cursor over the timeline, from 0 to 1; null: no cursor. */
 function point(place) {
   state.cursor = place === null || place < 0 || place > 1 ? null : place;
   redraw();

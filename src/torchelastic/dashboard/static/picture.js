@@ -1,8 +1,8 @@
-// What several sections read from the picture. Pure.
+// Helpers for the state of the job that several sections share. Pure.
 
 import { percent } from "./words.js";
 
-/** Parts of goodput, in the words people read, in the order they are drawn. */
+/** Labels of the parts of goodput, in drawing order. */
 export const PARTS = {
   productive: "training",
   startup: "start-up",
@@ -16,42 +16,42 @@ export const PARTS = {
   unknown: "running, steps unknown",
 };
 
-/** Of goodput: its share of the time, in words. */
+/** Goodput as a percentage, or `unknown`. */
 export function ratioOf(found) {
   return found.ratio === null ? "unknown" : percent(found.ratio);
 }
 
-/** Parts of a recovery, in the order they come, and what they are. */
+/** Parts of a recovery in the order they happen, with tooltips. */
 export const RECOVERY_PARTS = {
   detect: "from the failure to the end of the generation",
-  wait: "too few nodes",
-  agree: "to the next world",
+  wait: "waiting for enough nodes",
+  agree: "until the next world was formed",
   rebuild: "from the next world to training",
-  transfer: "state that was exchanged and fetched",
-  redo: "steps that were lost, done again",
+  transfer: "comparing and fetching state",
+  redo: "redoing lost steps",
 };
 
 /** Exit codes of a job that was asked to end: by SIGINT, by SIGTERM. */
 export const STOPPED = [130, 143];
 
-/** [part, seconds] of what a recovery has cost so far, in the order they come. */
+/** [part, seconds] of the cost of a recovery so far, in the order they happen. */
 export function partsOf(recovery) {
   const known = Object.keys(RECOVERY_PARTS).map((part) => [part, recovery[part] ?? 0]);
   return known.filter(([, value]) => value > 0);
 }
 
-/** Whether a failure is a worker's; a node that was lost has no rank. */
+/** True for the failure of a worker; a lost node has no rank. */
 export function isWorker(cause) {
   return cause.rank >= 0;
 }
 
-/** Whether a failure has ended the job. */
+/** True if a failure ended the job. */
 export function hasFailed(view) {
   const badly = view.phase === "ended" && ![0, ...STOPPED].includes(view.exitcode);
   return (badly || view.phase === "died") && view.failure !== null;
 }
 
-/** From when to when the page draws. */
+/** The span of time that the page draws. */
 export function extent(view, now) {
   const until = view.ended ?? now;
   const from = view.started ?? view.worlds[0]?.began ?? until - 1;

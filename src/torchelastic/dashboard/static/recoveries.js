@@ -1,4 +1,4 @@
-// Recoveries, the newest first: what each cost, and where that went. Pure.
+// Recoveries, newest first: the cost of each, by part. Pure.
 
 import { RECOVERY_PARTS, isWorker, partsOf } from "./picture.js";
 import { h } from "./tree.js";
@@ -8,10 +8,10 @@ const SHOWN = 10;
 const KINDS = {
   failure: "Failure",
   error: "Failure",
-  "node-failure": "A node was lost",
-  resize: "The world was resized",
+  "node-failure": "Node lost",
+  resize: "Resize",
   leave: "Nodes left",
-  unknown: "The world changed",
+  unknown: "World changed",
 };
 
 export function recoveries(picture, state) {
@@ -23,7 +23,7 @@ export function recoveries(picture, state) {
     { key: "recoveries", id: "recoveries", "aria-labelledby": "recoveries-title" },
     h("h2", { id: "recoveries-title" }, "Recoveries", aside),
     all.length === 0
-      ? h("p", { class: "quiet" }, "The world has not changed so far: nothing was lost.")
+      ? h("p", { class: "quiet" }, "No change of the world so far.")
       : [legend(), table(shown, picture), more(all.length - shown.length)],
   );
 }
@@ -50,7 +50,7 @@ function more(left) {
   return h("button", { type: "button", "data-more": "recoveries" }, text);
 }
 
-// On a narrow screen rows are laid out as blocks; the roles keep them a table for who listens.
+// On a narrow screen rows are laid out as blocks; the roles keep them a table for screen readers.
 
 function table(shown, picture) {
   const longest = Math.max(...shown.map((one) => one.cost), 1e-9);
@@ -76,7 +76,7 @@ export function why(one) {
 
 function row(one, longest, { view, now }) {
   const over = view.ended !== null;
-  const cost = one.done ? seconds(one.cost) : over ? "the job ended" : "not over yet";
+  const cost = one.done ? seconds(one.cost) : over ? "the job ended" : "in progress";
   return h(
     "tr",
     { key: `${one.generation}`, role: "row" },
@@ -109,7 +109,7 @@ function cell(one, part, over) {
   return h("td", { role: "cell", class: kind, "data-label": part }, text);
 }
 
-/** The parts one after the other; the longest recovery is as wide as there is room. */
+/** The parts as a bar; the longest recovery fills the width. */
 function bar(one, longest) {
   let x = 0;
   const drawn = partsOf(one).map(([part, value]) => {

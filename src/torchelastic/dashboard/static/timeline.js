@@ -1,4 +1,4 @@
-// The job over time: who was in which world, recoveries, and lines below on the same clock. Pure.
+// The job over time: the nodes of each world, recoveries, and charts on the same axis. Pure.
 
 import { chart, gaps, gutter, rows, seriesOf, valueAt } from "./charts.js";
 import { laneHeight, laneName, lanePath, lanesOf, marks, scale, ticks } from "./lanes.js";
@@ -48,7 +48,7 @@ function summary(view) {
   return `generation ${world.generation}: ${size}`;
 }
 
-/** Only those shorter than the job. */
+/** Buttons for the ranges that are shorter than the job. */
 function ranges([from, until], chosen) {
   const fitting = RANGES.filter(([length]) => length === "all" || length < until - from);
   if (fitting.length < 2) return null;
@@ -75,7 +75,7 @@ function drawn(view, now, shown, state) {
   return [drawing(view, shown, state.width, cursor), below, tables(view, now)];
 }
 
-/** What was at the moment that is pointed at. */
+/** The world and values at the cursor. */
 function readout(view, wall, now) {
   const world = view.worlds.findLast((one) => one.began <= wall);
   const within = world && (world.ended === null || wall <= world.ended);
@@ -178,7 +178,7 @@ function axis(frame, bottom) {
   );
 }
 
-/** A column for each world that says what it was when pointed at. */
+/** An invisible column per world with a tooltip. */
 function hovers(view, frame, bottom) {
   const now = frame.domain[1];
   const column = (world) => {
@@ -202,7 +202,7 @@ function worldText(world, now) {
   const lines = [
     `generation ${world.generation}: ${size}`,
     `${clock(world.began, now)} for ${seconds((world.ended ?? now) - world.began)}`,
-    `began: ${oneLine(world.why, 200)}`,
+    `started: ${oneLine(world.why, 200)}`,
   ];
   if (world.ended !== null) lines.push(`ended: ${oneLine(world.end_why, 200)}`);
   return lines.join("\n");
@@ -212,14 +212,14 @@ function recoveryMarks(view, frame, bottom) {
   const found = marks(view.recoveries, frame.x, frame.domain);
   const mark = ({ x, all }) => {
     const kind = all.some((one) => one.is_failure) ? "failure" : "change";
-    const told = all.map((one) => `${seconds(one.cost)}: ${oneLine(one.why, 160)}`);
+    const texts = all.map((one) => `${seconds(one.cost)}: ${oneLine(one.why, 160)}`);
     return h(
       "g",
       { key: String(all[0].generation), class: kind },
       found.length > MOST_HAIRS ? null : hair("hair", x, HEAD - 6, bottom),
       h("path", { class: "head", d: `M${x.toFixed(1)} ${HEAD - 4}${SHAPES[kind]}` }),
       all.length > 1 ? h("text", { x: x + 7, y: HEAD - 6 }, count(all.length)) : null,
-      h("title", null, told.join("\n")),
+      h("title", null, texts.join("\n")),
     );
   };
   return h("g", { key: "marks", "aria-hidden": "true" }, found.map(mark));
@@ -238,15 +238,15 @@ function legend() {
   return h(
     "ul",
     { key: "legend", class: "legend inline below" },
-    h("li", null, swatch("even"), swatch("odd"), "in a world, by turns of the generations"),
-    h("li", null, shape("failure"), "a failure"),
-    h("li", null, shape("change"), "another change"),
+    h("li", null, swatch("even"), swatch("odd"), "in a world (shades alternate by generation)"),
+    h("li", null, shape("failure"), "failure"),
+    h("li", null, shape("change"), "other change"),
   );
 }
 
 function tables(view, now) {
   const series = seriesOf(view);
-  const worldHeads = ["generation", "from", "for", "nodes", "workers", "why it began and ended"];
+  const worldHeads = ["generation", "from", "for", "nodes", "workers", "why it started and ended"];
   const lineHeads = ["time", "step", ...series.map((one) => one.name)];
   const worlds = view.worlds.map((world) => [String(world.generation), worldRow(world, now)]);
   const lines = rows(series).map(([wall, step, ...values]) => [
@@ -254,20 +254,20 @@ function tables(view, now) {
     [clock(wall, now), step === null ? "–" : count(step), ...values],
   ]);
   return [
-    details("worlds-table", "Worlds as a table", worldHeads, worlds.toReversed()),
-    lines.length ? details("lines-table", "Lines as a table", lineHeads, lines.toReversed()) : null,
+    details("worlds-table", "Worlds as table", worldHeads, worlds.toReversed()),
+    lines.length ? details("lines-table", "Charts as table", lineHeads, lines.toReversed()) : null,
   ];
 }
 
 function worldRow(world, now) {
-  const why = oneLine(world.end_why, 300) || "not known";
+  const why = oneLine(world.end_why, 300) || "unknown";
   return [
     world.generation,
     clock(world.began, now),
     span((world.ended ?? now) - world.began),
     count(world.count),
     count(world.size),
-    `began: ${oneLine(world.why, 300)}; ${world.ended === null ? "goes on" : `ended: ${why}`}`,
+    `started: ${oneLine(world.why, 300)}; ${world.ended === null ? "running" : `ended: ${why}`}`,
   ];
 }
 

@@ -5,7 +5,7 @@
 // selected stays so. Text is only ever put into text nodes: there is no markup to inject into.
 
 const SVG = "http://www.w3.org/2000/svg";
-/** What an element was last made to be. */
+/** The description that an element was last made from. */
 const made = new WeakMap();
 
 /** An element: `h("p", { class: "quiet" }, "text", h("b", null, "more"))`. */

@@ -1,11 +1,11 @@
-// Numbers, times and users' texts as people read them. Pure.
+// Numbers, times and users' texts as the page shows them. Pure.
 
 const MINUTE = 60;
 const HOUR = 3600;
 const DAY = 86400;
 
-// Control characters but the end of a line and the tab; marks that turn the direction of writing or
-// cannot be seen; halves of characters.
+// Control characters except newline and tab; marks that are invisible or change the direction of
+// writing; lone surrogates.
 const UNPRINTABLE = new RegExp(
   "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u00ad\\u061c\\u180e\\u200b-\\u200f" +
     "\\u2028-\\u202e\\u2060-\\u2069\\ufeff\\ufff9-\\ufffb]|\\p{Cs}",
@@ -14,10 +14,10 @@ const UNPRINTABLE = new RegExp(
 // More marks than this on one character would be drawn over the lines above and below.
 const PILE = /(\p{M}{3})\p{M}+/gu;
 
-// Of texts longer than this it is said how long they are.
+// Longer texts that are cut also show their length.
 const ODD = 2000;
 
-/** A user's text with everything written out that would be obeyed instead of seen. */
+/** A user's text with control and invisible characters escaped. */
 export function plain(text, most = 20000) {
   const given = String(text ?? "");
   const cut = given.slice(0, most).replace(UNPRINTABLE, written).replace(PILE, "$1…");
@@ -25,7 +25,7 @@ export function plain(text, most = 20000) {
   return given.length <= ODD ? `${cut}…` : `${cut}… (${count(given.length)} characters)`;
 }
 
-/** The same in one line: what comes after the first is left out. */
+/** The first line of `plain`. */
 export function oneLine(text, most = 400) {
   const first = String(text ?? "").trim().split("\n", 1)[0];
   return plain(first, most).replaceAll("\t", " ");
@@ -46,14 +46,14 @@ export function counted(number, noun) {
   return `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 }
 
-/** `12 ms`, `0.18 s`, `3.1 s`, `34 s`, `3 min 20 s`: as exact as it is of use. */
+/** `12 ms`, `0.18 s`, `3.1 s`, `34 s`, `3 min 20 s`: as exact as is useful. */
 export function seconds(duration) {
   if (duration === null || duration === undefined) return "–";
   const given = Math.max(0, duration);
   if (given < 0.0995) return `${Math.round(given * 1000)} ms`;
   if (given < 0.995) return `${given.toFixed(2)} s`;
   if (given < 9.95) return `${given.toFixed(1)} s`;
-  return span(Math.round(given)); // parts that stand beside their sum have to add up
+  return span(Math.round(given)); // parts shown next to their sum have to add up
 }
 
 /** Two units at most: `3 s`, `4 min 10 s`, `2 h 5 min`, `3 d 4 h`. */
@@ -108,7 +108,7 @@ export function rate(perSecond) {
   return `${number(perSecond)} steps/s`;
 }
 
-/** Three digits that count: `0.00123`, `12.3`, `1,230`, `1.2e-7`. */
+/** Three significant digits: `0.00123`, `12.3`, `1,230`, `1.2e-7`. */
 export function number(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);

@@ -1,1 +1,1 @@
-"""Any process: what the event log of a job says about it."""
+"""Any process: the state and history of a job, computed from its event logs."""

@@ -1,4 +1,4 @@
-"""Which job is meant, and where its story lies: the registry of this machine, or a directory."""
+"""Find a job and its event logs, in the registry of this machine or in a directory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torchelastic.events.types import AgentStarted, Event, JobEnded, Joined
 
 
 @dataclass(frozen=True)
-class Story:
-    """A job's logs: those its agents on this machine have registered, or those at a place."""
+class JobLogs:
+    """A job's logs: those that its agents on this machine registered, or those at a path."""
 
     entry: JobEntry | None = None
     where: Path | None = None
@@ -23,59 +23,59 @@ class Story:
 
     @property
     def alive(self) -> bool:
-        """Whether an agent of this machine still writes more of it."""
+        """True if an agent on this machine is still writing to them."""
         if self.entry is not None:
             return self.entry.alive
         files = {path.resolve() for path in self.files()}
         agents = [agent for entry in job_registry.list_jobs() for agent in entry.agents]
         return any(agent.alive and agent.events.resolve() in files for agent in agents)
 
-    def again(self) -> Story:
-        """The same job as it is now: agents come and go."""
+    def again(self) -> JobLogs:
+        """Return the same job with its current agents."""
         if self.entry is None:
             return self
         found = [entry for entry in job_registry.list_jobs() if entry.job == self.entry.job]
-        return Story(entry=found[0]) if found else self
+        return JobLogs(entry=found[0]) if found else self
 
     def files(self) -> list[Path]:
-        """The event logs there are."""
+        """Return the event logs that exist."""
         if self.where is not None:
             return log.find_logs(self.where)
         return files_of(self.entry) if self.entry is not None else []
 
     def records(self, *, thin: bool = False) -> list[Record]:
-        """All that is told so far, in the order of time; `thin`: fewer steps of a long story."""
+        """Return all records so far, in the order of time; `thin`: fewer steps of long logs."""
         if self.where is not None:
             return list(log.read_job(self.where, job=self.job, thin=thin))
         return log.read_files(self.files(), thin=thin)
 
 
 def files_of(entry: JobEntry) -> list[Path]:
-    """The logs of a job's agents on this machine, and what any of them has gathered."""
+    """Return the logs of a job's agents on this machine, leaders' logs of all agents included."""
     own = [agent.events for agent in entry.agents]
-    collected = [path.with_name(log.GATHERED_FILE) for path in own]
+    collected = [path.with_name(log.COLLECTED_FILE) for path in own]
     return [path for path in collected if path.exists()] + own
 
 
-def entry_for(story: Story, records: Sequence[Record]) -> JobEntry:
-    """The job at a place: as its agents here have registered it or, of one from elsewhere, as its
-    events tell."""
-    places = {path.resolve().parent for path in story.files()}
+def entry_for(logs: JobLogs, records: Sequence[Record]) -> JobEntry:
+    """Return the entry of the job at a path: as registered on this machine or, for a job from
+    elsewhere, made from its events."""
+    directories = {path.resolve().parent for path in logs.files()}
     nodes = {record.node for record in records}
     here = [
         agent
         for entry in job_registry.list_jobs()
         for agent in entry.agents
-        if agent.node in nodes and agent.events.resolve().parent in places
+        if agent.node in nodes and agent.events.resolve().parent in directories
     ]
     if here:
         return JobEntry(here[0].job, job_registry.latest_run(here))
-    assert story.where is not None, "a registered job has an entry"
-    return JobEntry(records[0].job, _agents_in(records, story.where), registered=False)
+    assert logs.where is not None, "a registered job has an entry"
+    return JobEntry(records[0].job, _agents_in(records, logs.where), registered=False)
 
 
 def _agents_in(records: Sequence[Record], where: Path) -> tuple[AgentEntry, ...]:
-    """Those that were heard, the oldest first. They count as ended with their last word."""
+    """Return the agents with records, the oldest first. They count as ended at their last one."""
     found: dict[str, AgentEntry] = {}
     for record in records:
         known = found.get(record.node) or AgentEntry(
@@ -89,11 +89,11 @@ def _agents_in(records: Sequence[Record], where: Path) -> tuple[AgentEntry, ...]
             events=where,
             started=record.wall,
         )
-        found[record.node] = replace(_as_told(known, record.event), ended=record.wall)
+        found[record.node] = replace(_updated(known, record.event), ended=record.wall)
     return tuple(found.values())
 
 
-def _as_told(agent: AgentEntry, event: Event | None) -> AgentEntry:
+def _updated(agent: AgentEntry, event: Event | None) -> AgentEntry:
     match event:
         case AgentStarted(pid=pid, endpoint=endpoint, command=command):
             return replace(agent, pid=pid, endpoint=endpoint, command=tuple(command))
@@ -104,49 +104,49 @@ def _as_told(agent: AgentEntry, event: Event | None) -> AgentEntry:
     return agent
 
 
-def choose(wanted: str | None, job: str | None = None) -> Story:
-    """The one job meant: a job id or how one begins, a directory or file, or the one that runs."""
-    if (story := at_a_place(wanted, job)) is not None:
-        return story
+def choose(wanted: str | None, job: str | None = None) -> JobLogs:
+    """Find one job: by its id or a prefix of it, by a directory or file, or the running one."""
+    if (logs := at_path(wanted, job)) is not None:
+        return logs
     name, entries = wanted or job, job_registry.list_jobs()
-    return Story(entry=_only(entries if name is None else matching(name, entries)))
+    return JobLogs(entry=_only(entries if name is None else matching(name, entries)))
 
 
-def at_a_place(wanted: str | None, job: str | None = None) -> Story | None:
-    """The one in a directory or file, if that is meant: the id of a job goes before its name."""
+def at_path(wanted: str | None, job: str | None = None) -> JobLogs | None:
+    """Return the job in a directory or file, if `wanted` is a path and not a job id."""
     if wanted is not None and job is not None:
-        return Story(where=_place(wanted), job=job)
+        return JobLogs(where=_place(wanted), job=job)
     name = wanted if wanted is not None else job
     if not name or not Path(name).exists():
         return None
     is_job = any(entry.job == name for entry in job_registry.list_jobs())
-    return None if is_job else Story(where=Path(name))
+    return None if is_job else JobLogs(where=Path(name))
 
 
 def matching(name: str, entries: Sequence[JobEntry]) -> list[JobEntry]:
-    """Those with this id or, if there is none, with ids that begin so."""
+    """Return the jobs with this id or, if there is none, with this prefix."""
     exact = [entry for entry in entries if entry.job == name]
     found = exact or [entry for entry in entries if entry.job.startswith(name)]
     if not found:
         raise ConfigError(
-            f"This machine knows no job '{name}': `torchelastic status` lists those it knows."
+            f"No job '{name}' on this machine: `torchelastic status` lists the known jobs."
         )
     return found
 
 
 def _only(entries: Sequence[JobEntry]) -> JobEntry:
-    """The one that is alive, or the last that was."""
+    """Return the running job, or the last one that ran."""
     if not entries:
-        raise ConfigError("This machine knows no job: name the --log-dir of one.")
+        raise ConfigError("No job on this machine: pass the --log-dir of one.")
     alive = [entry for entry in entries if entry.alive]
     if len(alive) > 1:
         names = ", ".join(entry.job for entry in alive)
-        raise ConfigError(f"Several jobs run here: name one of {names}.")
+        raise ConfigError(f"Several jobs are running: choose one of {names}.")
     return alive[0] if alive else entries[0]
 
 
 def _place(text: str) -> Path:
     place = Path(text)
     if not place.exists():
-        raise ConfigError(f"There is no directory or file {text} to look for a job in.")
+        raise ConfigError(f"No such file or directory: {text}.")
     return place

@@ -1,4 +1,4 @@
-"""Files that grow, are rotated, appear and go, read line by line as that happens."""
+"""Follow files line by line while they grow, are rotated, appear and disappear."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-#: Seconds between two looks.
+#: Seconds between two reads.
 LOOK = 0.2
-#: More is not read of one file at a time.
+#: Bytes read from one file at a time.
 _PORTION = 4 << 20
 
 
@@ -26,7 +26,7 @@ class _Open:
         return whole
 
     def is_still(self, path: Path) -> bool:
-        """Whether the path still names this very file."""
+        """Return True if the path still names this file."""
         try:
             there, here = path.stat(), os.fstat(self.file.fileno())
         except OSError:
@@ -35,23 +35,23 @@ class _Open:
 
 
 class Follower:
-    """The lines that were not there before. `close` it."""
+    """Reads new lines. `close` it."""
 
     def __init__(self) -> None:
         self._open: dict[Path, _Open] = {}
 
     def skip(self, paths: Iterable[Path]) -> None:
-        """What these files hold by now is known."""
+        """Skip the current contents of these files."""
         for path in paths:
             if (opened := self._opened(path)) is not None:
                 opened.file.seek(0, os.SEEK_END)
 
     def new_lines(self, paths: Iterable[Path]) -> list[tuple[Path, bytes]]:
-        """Whole lines without their ends, file by file."""
+        """Return new whole lines without newline, file by file."""
         return [(path, line) for path in paths for line in self._lines(path)]
 
     def unfinished(self) -> list[tuple[Path, bytes]]:
-        """Last lines that have no end, and will not get one."""
+        """Return last lines without a newline."""
         return [(path, opened.rest) for path, opened in self._open.items() if opened.rest]
 
     def close(self) -> None:
@@ -74,5 +74,5 @@ class Follower:
             try:
                 self._open[path] = _Open(path.open("rb"))
             except OSError:
-                return None  # not there yet, or no more
+                return None  # it does not exist yet, or no longer
         return self._open[path]

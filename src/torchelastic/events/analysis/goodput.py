@@ -1,8 +1,8 @@
-"""How much of a job's time went into training, and where the rest went. Pure.
+"""Goodput: how much of a job's time went into training, and where the rest went. Pure.
 
-The definitions are those of ml-goodput-measurement as far as they fit; guides/goodput.md says where
-they do not. Time is counted in whole microseconds, so that the parts add up to the total exactly:
-a cursor moves along the job's time, and whatever it passes goes to one part or another.
+The definitions follow ml-goodput-measurement; docs/guides/goodput.md lists the differences. Time is
+counted in whole microseconds, so that the parts add up to the total exactly: a cursor moves along
+the job's time, and everything it passes goes to one of the parts.
 
     starting ──> entering ──> training ──> over ──> entering ──> …      a world each
         └──> waiting ──┘         └───────────────────> waiting ──> forming, ended
@@ -34,7 +34,7 @@ Part = Literal[
 _Phase = Literal["starting", "waiting", "forming", "entering", "training", "over", "ended"]
 _Pieces = Iterator[tuple[Part, int]]
 
-#: Each part, in the words people read.
+#: Labels of the parts.
 PARTS: dict[Part, str] = {
     "productive": "training",
     "startup": "start-up",
@@ -47,13 +47,13 @@ PARTS: dict[Part, str] = {
     "other": "other",
     "unknown": "running, steps unknown",
 }
-#: Where time without a world belongs.
+#: The part that time without a world belongs to, by phase.
 _WITHOUT: dict[_Phase, Part] = {
     "starting": "startup",
     "waiting": "waiting",
     "forming": "rendezvous",
 }
-#: Where a kind of stall that workers report belongs.
+#: The part that a stall belongs to, by the kind that workers report.
 _STALLS: dict[str, Part] = {
     "data": "data",
     "checkpoint": "checkpoint",
@@ -66,19 +66,19 @@ DISRUPTIONS = ("failure", "error", "node-failure")
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Where a job's time went."""
+    """The goodput of a job, by parts."""
 
-    #: Whole microseconds, every part: their sum is the total.
+    #: Whole microseconds of every part: their sum is the total.
     micros: Mapping[Part, int]
-    #: Generations that a failure has ended.
+    #: Generations that a failure ended.
     disruptions: int = 0
-    #: Steps that were run to their end and had to be run again, as far as that is known.
+    #: Known steps that were finished and had to be run again.
     redone_steps: int = 0
-    #: False where a script was restarted and nobody knows from which step it went on.
+    #: False if a script was restarted at an unknown step.
     redone_known: bool = True
-    #: False where nobody has seen a step: whether workers that ran have trained is not known.
+    #: False if no step was seen: whether the workers trained is unknown.
     steps_known: bool = True
-    #: Mean share of the nodes the job may have that were in a world, and that were there.
+    #: Mean share of the maximum number of nodes that were in a world, and that were available.
     active_nodes: float | None = None
     available_nodes: float | None = None
 
@@ -94,8 +94,7 @@ class Goodput:
 
     @property
     def ratio(self) -> float | None:
-        """Productive time by total time; None where no step is known, and before any time has
-        passed."""
+        """Productive time by total time; None if no step is known or no time has passed."""
         return self.productive / self.total if self.total and self.steps_known else None
 
     @property
@@ -119,7 +118,7 @@ class Goodput:
 
 
 def goodput(records: Iterable[Record]) -> Goodput:
-    """Of a whole story, in the order of time, up to its last record."""
+    """Return the goodput of a job from its records, in the order of time, up to the last one."""
     fold = GoodputFold()
     for record in records:
         fold.feed(record)
@@ -128,25 +127,25 @@ def goodput(records: Iterable[Record]) -> Goodput:
 
 @dataclass
 class _World:
-    """The generation that is under way, and what is known of its steps."""
+    """The current generation and its steps."""
 
     generation: int = -1
-    #: Its workers are new processes, which have a script to load.
+    #: Its workers are new processes that have to load their script.
     fresh: bool = True
     running_since: int | None = None
     trained_at: int | None = None
-    #: Steps that were committed when it began.
+    #: Steps that were committed when it started.
     base: int | None = None
     built: int = 0
     fetched: int = 0
-    #: Its steps are counted from outside (`Progress.before`), and what is added to them so that
-    #: they go on where those of the generation before ended.
+    #: Its steps are optimizer steps (`Progress.before`); `shift` is added to them, so that they
+    #: continue where those of the generation before ended.
     from_outside: bool = False
     shift: int = 0
     base_known: bool = True
     #: When its first step was entered; None: not yet.
     begun: int | None = None
-    #: What of the time before was start-up.
+    #: How much of the time before was start-up.
     startup: int = 0
     #: The first point with a step of it done, and the last one: step, time.
     first: tuple[int, int] | None = None
@@ -159,11 +158,11 @@ class _World:
     failed: bool = False
     #: A worker of it was killed because it hung.
     hung: bool = False
-    #: It is among the disruptions.
-    mourned: bool = False
+    #: It is counted among the disruptions.
+    is_counted: bool = False
     #: By node: microseconds of stalls per worker so far, by part.
     stalls: dict[str, dict[Part, int]] = field(default_factory=dict)
-    #: What of them the cursor has passed.
+    #: The part of them that the cursor has passed.
     counted: dict[Part, int] = field(default_factory=dict)
 
     @property
@@ -171,7 +170,7 @@ class _World:
         return self.kind in DISRUPTIONS if self.kind is not None else self.failed
 
     def stalled(self) -> dict[Part, int]:
-        """Stalls so far: those of the node where there are most, since the others wait for it."""
+        """Return the stalls so far: those of the node with the most, since the others wait."""
         most: dict[Part, int] = {}
         for parts in self.stalls.values():
             for part, micros in parts.items():
@@ -180,13 +179,13 @@ class _World:
 
 
 class GoodputFold:
-    """Takes a job's records one by one, in the order of time, and can be asked in between."""
+    """Computes goodput from a job's records, one by one in the order of time."""
 
     def __init__(self) -> None:
         self._micros: dict[Part, int] = dict.fromkeys(PARTS, 0)
         self._phase: _Phase = "starting"
         self._begun = False
-        #: Up to where time has been given to a part, and up to where records have told.
+        #: Up to where time is assigned to a part, and the time of the last record.
         self._cursor = 0
         self._now = 0
         self._world = _World()
@@ -198,9 +197,9 @@ class GoodputFold:
         self._redone_steps = 0
         self._steps_known = False
         self._redone_known = True
-        #: Whether an optimizer's own number means the same in all generations.
+        #: The optimizer's step number means the same in all generations.
         self._same_numbers = True
-        #: Whether steps are counted from outside.
+        #: Steps are optimizer steps.
         self._counts = False
 
     def feed(self, record: Record) -> None:
@@ -216,7 +215,7 @@ class GoodputFold:
         self._take(record)
 
     def at(self, now: float | None = None) -> Goodput:
-        """The goodput up to the last record or, of a job that goes on, to `now` by its clock."""
+        """Return the goodput up to the last record or, for a running job, up to `now`."""
         until = self._now
         if now is not None and self._phase != "ended" and self._begun:
             until = max(until, _micros(now))
@@ -235,25 +234,25 @@ class GoodputFold:
 
     @property
     def steps_known(self) -> bool:
-        """Whether anybody has told its steps."""
+        """True if some worker reported its steps."""
         return self._steps_known
 
     @property
     def redone_known(self) -> bool:
-        """Whether it is known from which step the present generation has gone on."""
+        """True if the step at which the current generation continued is known."""
         world = self._world
         return world.base_known and (world.begun is not None or not self._counts)
 
     @property
     def redone(self) -> float:
-        """Seconds of steps that were run and had to be run again, as far as that has shown."""
+        """Known seconds of steps that had to be run again."""
         return self._micros["redone"] / 1e6
 
     @property
     def due(self) -> float | None:
-        """When the step in flight should be done, by the steps before it; None: nobody knows.
+        """When the step in flight should be done, judging by earlier steps; None: unknown.
 
-        Where there were none, and one hung in it, all that it took was hanging.
+        Without earlier steps, all the time of a hung step counts as hanging.
         """
         world = self._world
         if world.usual is not None:
@@ -267,7 +266,7 @@ class GoodputFold:
         generation = record.generation if record.generation is not None else -1
         match record.event:
             case events.AgentStarted() if self._phase == "ended":
-                # Nobody was there meanwhile.
+                # No agent was running meanwhile.
                 self._spend([("waiting", self._now - self._cursor)])
                 self._phase = "starting"
             case events.Joined(name=name):
@@ -317,22 +316,22 @@ class GoodputFold:
         self._phase = "entering"
 
     def _end_world(self, kind: str | None) -> None:
-        """A generation is over. What its last lines say may still come, until the next begins."""
+        """End a generation. Its last records may still arrive until the next one starts."""
         world = self._world
         if self._phase in ("entering", "training"):
             world.over_at, world.kind = self._now, kind
             self._phase = "over"
         elif self._phase == "over" and world.kind is None:
             world.kind = kind
-        if self._phase == "over" and world.disrupted and not world.mourned:
-            world.mourned = True
+        if self._phase == "over" and world.disrupted and not world.is_counted:
+            world.is_counted = True
             self._disruptions += 1
 
     def _waits(self, enough: bool) -> None:
-        """For nodes; or, with enough of them, until they are ready."""
+        """Wait for nodes or, with enough of them, until they are ready."""
         self._end_world(None)
         if enough and self._phase != "waiting":
-            return  # as it was: the start of the job, or the way to the next world
+            return  # unchanged: the job is starting, or forming the next world
         self._settle()
         without: _Phase = "forming" if self._world.generation >= 0 else "starting"
         self._phase = without if enough else "waiting"
@@ -360,7 +359,7 @@ class GoodputFold:
             self._count(progress.before, step)
         step += world.shift
         latest = self._now if world.over_at is None else world.over_at
-        # On the clock of the record's own time, which need not be its machine's.
+        # On the clock of `record.time`, which may not be that of its machine.
         time = min(max(_micros(at + record.time - record.mono), self._cursor), latest)
         if world.begun is None:
             self._begin(step, time)
@@ -368,16 +367,15 @@ class GoodputFold:
             self._stepped(step, time)
 
     def _know_steps(self) -> None:
-        """Somebody has told a step: workers that ran before, and told none, did not train."""
+        """Note that steps are reported: workers that ran before without any did not train."""
         if not self._steps_known:
             self._steps_known = True
             self._micros["startup"] += self._micros["unknown"]
             self._micros["unknown"] = 0
 
     def _count(self, before: int, step: int) -> None:
-        """Steps are counted from outside; this one was taken. Where the optimizer does not say how
-        many came before, they are taken to follow those of the generation before: how many of these
-        are done again is not known then."""
+        """Take an optimizer step. If the optimizer does not know how many came before, steps are
+        assumed to continue those of the generation before; redone steps are then unknown."""
         world = self._world
         if before < 0:
             self._same_numbers = False
@@ -390,7 +388,7 @@ class GoodputFold:
             world.base_known = self._same_numbers = self._redone_known = False
 
     def _begin(self, step: int, time: int) -> None:
-        """The first step of a generation: what older ones did beyond it is done again."""
+        """Take the first step of a generation: later steps of older ones are redone."""
         world = self._world
         world.begun = time if world.trained_at is None else min(world.trained_at, time)
         world.base = base = step if world.base is None else world.base
@@ -411,7 +409,7 @@ class GoodputFold:
         lost = self._micros["productive"] - kept
         self._micros["productive"] -= lost
         self._micros["redone"] += lost
-        # The last one entered was not done.
+        # The last step entered was not finished.
         self._redone_steps += self._steps.last - base
         self._steps.roll_back(base)
 
@@ -428,14 +426,14 @@ class GoodputFold:
         world.last = (step, time)
 
     def _warm_up(self, usual: float) -> None:
-        """What the first steps of a generation took beyond the usual belongs to its start."""
+        """Count the time of the first steps beyond the usual as start-up."""
         world = self._world
         if world.warmed_up or world.first is None or world.begun is None or world.base is None:
             return
         world.warmed_up = True
         step, time = world.first
         excess = round(time - world.begun - (step - world.base) * usual)
-        # Where steps are counted from outside, the first are done when they are seen.
+        # Optimizer steps are done when they are seen.
         least = -world.startup if world.from_outside else 0
         most = self._micros["productive"] - (self._steps.at(world.base) or 0)
         excess = max(least, min(excess, most))
@@ -443,26 +441,26 @@ class GoodputFold:
         self._micros["startup"] += excess
         self._steps.less(excess)
 
-    # --- where time goes -------------------------------------------------------------------------
+    # --- assigning time to parts -----------------------------------------------------------------
 
     def _spend(self, pieces: Iterable[tuple[Part, int]]) -> None:
-        """Move the cursor: what it passes goes to these parts."""
-        for part, span in list(pieces):  # how much is counted from where the cursor is now
+        """Move the cursor over pieces of time, each assigned to its part."""
+        for part, span in list(pieces):  # a list first: the pieces depend on the cursor
             self._micros[part] += span
             self._cursor += span
 
     def _settle(self, *, last: bool = False) -> None:
-        """Give away all time up to now: what is under way has ended."""
+        """Assign all time up to now: the current phase has ended."""
         world = self._world
         if self._phase == "over" and world.begun is None and world.base is not None:
-            # Steps nobody told of: all of them are lost if the next world has the same base.
+            # Unreported steps: all of them are lost if the next world has the same base.
             self._steps.add(world.base, self._micros["productive"])
         self._spend(self._open(self._now, last=last))
         if self._phase == "over" and world.begun is not None and not world.disrupted:
             self._steps.add(world.last[0] + 1, self._micros["productive"])
 
     def _open(self, until: int, *, last: bool = False) -> _Pieces:
-        """How the time from the cursor on is to be given away, as far as that is known now."""
+        """Yield the parts of the time from the cursor on, as known now."""
         world = self._world
         if self._phase == "entering":
             yield from self._entering(until)
@@ -477,7 +475,7 @@ class GoodputFold:
             yield _WITHOUT[self._phase], until - self._cursor
 
     def _entering(self, until: int) -> _Pieces:
-        """A world without a step that is known of, so far or to its end."""
+        """Yield the time of a world without a known step."""
         world = self._world
         if world.trained_at is not None:
             yield from self._arriving(world.trained_at)
@@ -489,7 +487,7 @@ class GoodputFold:
             yield from self._arriving(until)
 
     def _arriving(self, until: int) -> _Pieces:
-        """From the world to its first step."""
+        """Yield the time from the world to its first step."""
         world, share = self._world, _Share(until - self._cursor)
         yield share.give("restore", max(world.fetched, world.stalled().get("restore", 0)))
         yield share.give("rendezvous", world.built)
@@ -501,7 +499,7 @@ class GoodputFold:
         yield share.give("productive", share.left)
 
     def _last_step(self, until: int) -> _Pieces:
-        """The step in flight: lost after a failure. What it took beyond the usual was hanging."""
+        """Yield the time of the step in flight: lost after a failure; beyond the usual, hanging."""
         world, share = self._world, _Share(until - self._cursor)
         yield from self._stalls(share)
         if world.disrupted:
@@ -518,7 +516,7 @@ class GoodputFold:
 
 
 class _Share:
-    """A span of time that is given away part by part."""
+    """A span of time that is assigned part by part."""
 
     def __init__(self, span: int) -> None:
         self.left = max(0, span)
@@ -534,7 +532,7 @@ def _micros(seconds: float) -> int:
 
 
 def _per_worker(progress: events.Progress) -> dict[Part, int]:
-    """Stalls of a node's workers are told as a sum; they have them side by side."""
+    """Return stalls per worker: a node reports their sum, but they happen in parallel."""
     workers = max(1, len(progress.ranks))
     parts: dict[Part, int] = {}
     for kind, seconds in progress.stalls.items():

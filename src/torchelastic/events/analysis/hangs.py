@@ -1,13 +1,13 @@
-"""Who is missing from the collective that the others wait in. Pure: what ranks do in, words out.
+"""Hang diagnosis: which ranks are missing from the collective that the others wait in. Pure.
 
 A worker in `torchelastic.train` shows which collectives it has launched, by number and group, and
-which of them it waits for. Of any other the stack tells in which collective it is, without number.
+which of them it waits for. For any other worker, its stack shows the collective but no number.
 
-    numbers known     who has not launched what another waits for is missing from it
-    stacks only       who is in no collective, while others are, is missing from theirs
-    other names       the ranks do different things: a bug of the script
-    nobody missing    all wait for each other: the network, or a peer that is gone
-    no stack          what a rank does is not known: it neither waits nor is missing
+    numbers known     a rank that has not launched what another waits for is missing from it
+    stacks only       a rank outside any collective, while others are in one, is missing from it
+    other names       the ranks call different collectives: a bug in the script
+    none missing      all wait for each other: the network, or a peer that is gone
+    no stack          the rank is unknown: it counts as neither waiting nor missing
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torchelastic.events import types as events
 
 #: The group that all ranks are in, as torch counts groups.
 WORLD = "0"
-#: What is between two ranks: others rightly do something else meanwhile.
+#: Operations between two ranks: the other ranks need not take part.
 _BETWEEN_TWO = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
-#: Characters of one rank's stack, and of all stacks of an event: a line must stay below the
-#: megabyte that is told to the leader.
+#: Characters of one rank's stack, and of all stacks of an event: lines of more than a megabyte are
+#: not sent to the leader.
 STACK, STACKS = 8_000, 400_000
 #: Ranks that an event lists: those missing come first.
 RANKS = 1024
-_LEFT_OUT = "left out: there are too many different stacks"
+_LEFT_OUT = "omitted: too many different stacks"
 
 
 class Collective(NamedTuple):
-    """An operation of a group, by its number there; 0 where that is not known."""
+    """An operation of a group, by its number in that group; 0: unknown."""
 
     name: str
     number: int = 0
@@ -47,43 +47,43 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Doing:
-    """What one rank does."""
+    """The activity of one rank."""
 
     rank: int
     node: str
     step: int | None = None
-    #: What its training thread waits for.
+    #: The collective that its training thread waits for.
     waits: Collective | None = None
-    #: The last one it has launched in each group that it is in; empty: nobody counts them.
+    #: The last one it has launched in each of its groups; empty: they are not counted.
     launched: tuple[Collective, ...] = ()
-    #: Stopped by a signal or a debugger: whatever it was in, it keeps the others waiting.
+    #: Stopped by a signal or a debugger: wherever it was, it keeps the others waiting.
     frozen: bool = False
     stack: str = ""
 
     @property
     def in_collective(self) -> Collective | None:
-        """What it waits in, as it says or as its stack shows."""
+        """The collective it waits in, as reported or as its stack shows."""
         if self.frozen:
             return None
         return self.waits if self.waits or self.launched else collective_in(self.stack)
 
     @property
     def is_known(self) -> bool:
-        """Whether anything tells what it does: who shows nothing may wait like all others."""
+        """True if something shows its activity; a rank that shows nothing may wait like others."""
         return self.frozen or bool(self.waits or self.launched) or bool(_frames(self.stack))
 
     @property
     def last(self) -> Collective | None:
-        """What it waits in, or else has launched last."""
+        """The collective it waits in, or else the last it launched."""
         return self.in_collective or (self.launched[0] if self.launched else None)
 
     def as_last(self) -> dict[str, Any]:
-        """What a failing worker shows of its collectives, as fields of its failure."""
+        """Return the collectives of a failing worker as fields of its failure."""
         if self.last is None:
             return {}
         of_all = [one.number for one in self.launched if one.group == WORLD]
         return {
-            "collective": f"{self.last}, in which it waited" if self.waits else str(self.last),
+            "collective": f"{self.last}, waiting for others" if self.waits else str(self.last),
             "entered": of_all[0] if of_all else -1,
             "waited": self.waits is not None,
         }
@@ -93,7 +93,7 @@ class Doing:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Doing:
-        """Raises `ValueError` for what is none."""
+        """Raises `ValueError` for invalid data."""
         try:
             return cls(
                 rank=int(data["rank"]),
@@ -105,7 +105,7 @@ class Doing:
                 stack=str(data["stack"]),
             )
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(f"What a rank does cannot be read: {error!r}.") from None
+            raise ValueError(f"Invalid activity of a rank: {error!r}.") from None
 
 
 def _collective(data: Sequence[Any]) -> Collective:
@@ -114,18 +114,18 @@ def _collective(data: Sequence[Any]) -> Collective:
 
 
 class Judgement(NamedTuple):
-    """What is wrong, for people, and who is missing."""
+    """The diagnosis as a sentence, and the missing ranks."""
 
     text: str
     missing: tuple[int, ...] = ()
-    #: Whether a rank waits for others.
+    #: Some rank waits for others.
     waited: bool = False
-    #: Whether what all ranks do was known.
+    #: The activity of every rank was known.
     sure: bool = True
 
 
 def judge(doings: Iterable[Doing], unheard: Sequence[str] = ()) -> Judgement:
-    """Who keeps the others waiting, among ranks of one world that stand still."""
+    """Find the ranks of a hung world that keep the others waiting."""
     ranks = sorted(doings, key=lambda one: one.rank)
     waiting = {one.rank: at for one in ranks if (at := one.in_collective) is not None}
     gaps = _gaps([one.rank for one in ranks if not one.is_known], unheard)
@@ -134,10 +134,10 @@ def judge(doings: Iterable[Doing], unheard: Sequence[str] = ()) -> Judgement:
 
 
 def _gaps(unknown: Sequence[int], unheard: Sequence[str]) -> list[str]:
-    """What is not known."""
+    """Return what could not be found out."""
     gaps = []
     if unknown:
-        gaps.append(f"what {listed(unknown)} {_verbs(unknown, 'does', 'do')} could not be seen")
+        gaps.append(f"{listed(unknown)} could not be inspected")
     if unheard:
         more = f" and {len(unheard) - 8} more" if len(unheard) > 8 else ""
         gaps.append(f"{', '.join(unheard[:8])}{more} did not answer")
@@ -147,7 +147,7 @@ def _gaps(unknown: Sequence[int], unheard: Sequence[str]) -> list[str]:
 def _judge(ranks: Sequence[Doing], waiting: Mapping[int, Collective], *, is_all: bool) -> Judgement:
     idle = [one for one in ranks if one.rank not in waiting and one.is_known]
     if not waiting:
-        return Judgement(f"no rank waits for another{f': {_each(idle)}' if idle else ''}")
+        return Judgement(f"no rank waits in a collective{f': {_each(idle)}' if idle else ''}")
     if differing := _mismatch(ranks, waiting):
         return differing
     waited = sorted(set(waiting.values()), key=lambda at: (at.group, at.number, at.name))
@@ -159,12 +159,12 @@ def _judge(ranks: Sequence[Doing], waiting: Mapping[int, Collective], *, is_all:
         if missing := [one for one in elsewhere if _is_missing(one, at)]:
             return _missing(missing, at, waiting)
     if idle:
-        text = f"{_who_waits(waiting)}, though none is missing there; {_each(idle)}"
+        text = f"{_who_waits(waiting)}; no rank is missing from it; {_each(idle)}"
         return Judgement(text, tuple(one.rank for one in idle))
     if not is_all:
         return Judgement(_who_waits(waiting))
     return Judgement(
-        f"{_who_waits(waiting)}, and none is missing: look at the network between the nodes"
+        f"{_who_waits(waiting)}; no rank is missing: check the network between the nodes"
     )
 
 
@@ -182,12 +182,12 @@ def _is_missing(one: Doing, at: Collective) -> bool:
         return True
     launched = [last for last in one.launched if last.group == at.group]
     if not launched:
-        return at.group == WORLD  # who has never launched anything in another is not in it
+        return at.group == WORLD  # a rank that launched nothing in another group is not in it
     return launched[0].number < at.number
 
 
 def _mismatch(ranks: Sequence[Doing], waiting: Mapping[int, Collective]) -> Judgement | None:
-    """Ranks that do different things where all have to do the same."""
+    """Find ranks that call different collectives where all must call the same one."""
     names: dict[tuple[str, int], dict[str, list[int]]] = {}
     for one in ranks:
         for at in {*one.launched, *([one.in_collective] if one.in_collective else [])}:
@@ -198,13 +198,13 @@ def _mismatch(ranks: Sequence[Doing], waiting: Mapping[int, Collective]) -> Judg
     for (group, number), by_name in sorted(names.items()):
         inside = any((at.group, at.number) == (group, number) for at in waiting.values())
         if len(by_name) > 1 and inside:
-            told = "; ".join(
+            calls = "; ".join(
                 f"{listed(who)} in {Collective(name, number, group)}"
                 for name, who in sorted(by_name.items(), key=lambda item: item[1])
             )
             return Judgement(
-                f"the ranks call different collectives ({told}): a bug of the script, in which all "
-                "ranks have to call the same ones in the same order"
+                f"the ranks call different collectives ({calls}): a bug in the script; all ranks "
+                "must call the same collectives in the same order"
             )
     return None
 
@@ -213,17 +213,15 @@ def _who_waits(waiting: Mapping[int, Collective]) -> str:
     by_collective: dict[Collective, list[int]] = {}
     for rank, at in sorted(waiting.items()):
         by_collective.setdefault(at, []).append(rank)
-    told = [
+    waits = [
         f"{listed(who)} {_verbs(who, 'waits', 'wait')} in {at}" for at, who in by_collective.items()
     ]
-    return ", ".join(told[:4]) + (f" and {len(told) - 4} more" if len(told) > 4 else "")
+    return ", ".join(waits[:4]) + (f" and {len(waits) - 4} more" if len(waits) > 4 else "")
 
 
 def _each(ranks: Sequence[Doing]) -> str:
-    does = _verbs(ranks, "does", "do")
-    if all(one.frozen for one in ranks):
-        return f"{_named(ranks)} {does} nothing"
-    return f"{_named(ranks)} {does} something of {_verbs(ranks, 'its', 'their')} own"
+    state = "stopped" if all(one.frozen for one in ranks) else "outside any collective"
+    return f"{_named(ranks)} {_verbs(ranks, 'is', 'are')} {state}"
 
 
 def _verbs(ranks: Sequence[object], one: str, several: str) -> str:
@@ -234,8 +232,8 @@ def _named(ranks: Sequence[Doing]) -> str:
     """`rank 3 (frozen)`, `ranks 3-5`."""
     well = [one.rank for one in ranks if not one.frozen]
     frozen = [one.rank for one in ranks if one.frozen]
-    told = [listed(well)] if well else []
-    return " and ".join([*told, f"{listed(frozen)} (frozen)"] if frozen else told)
+    parts = [listed(well)] if well else []
+    return " and ".join([*parts, f"{listed(frozen)} (frozen)"] if frozen else parts)
 
 
 def listed(ranks: Iterable[int]) -> str:
@@ -250,20 +248,20 @@ def listed(ranks: Iterable[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    told = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
     single = len(runs) == 1 and len(runs[0]) == 1
-    return f"{'rank' if single else 'ranks'} {', '.join(told)}" if runs else "no rank"
+    return f"{'rank' if single else 'ranks'} {', '.join(texts)}" if runs else "no rank"
 
 
-# --- what stacks tell ----------------------------------------------------------------------------
+# --- stacks --------------------------------------------------------------------------------------
 
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>\S+)')
-#: The head of a thread's frames: one of all, or the only one that is shown.
+#: The line above a thread's frames: one of several threads, or the only one shown.
 _BLOCK = re.compile(r"^(?:(?:Current thread|Thread) 0x[0-9a-f]+|Stack \(most).*\n", re.MULTILINE)
 _C10D = "torch/distributed/distributed_c10d.py"
-#: Around every collective there.
+#: Its frames surround every collective of torch.distributed.
 _LOGGER = "torch/distributed/c10d_logger.py"
-#: Where a collective is waited for in C++, launched by what the script does not call itself.
+#: Where C++ waits for a collective that the script did not call itself.
 _UNSEEN = {
     "torch/autograd/graph.py": "backward",
     "torch/nn/parallel/distributed.py": "the forward of DDP",
@@ -271,10 +269,10 @@ _UNSEEN = {
 
 
 def tidy(dump: str, limit: int = STACK) -> str:
-    """What `faulthandler` writes, such that equal stacks of two processes are equal texts.
+    """Normalize a `faulthandler` dump, so that equal stacks of two processes are equal texts.
 
-    The main thread, which is written last, comes first; the thread that answers the agent is left
-    out. Of too much, the frames furthest from what is being done are cut.
+    The main thread, which `faulthandler` writes last, comes first; the thread that answers the
+    agent is left out. Text beyond `limit`, the outermost frames, is cut.
     """
     parts = _BLOCK.split(dump)[1:]
     if not parts:
@@ -290,20 +288,19 @@ def _answers_the_agent(block: str) -> bool:
 
 
 def _frames(stack: str) -> list[tuple[str, str]]:
-    """File and function of a main thread's frames; none where the stack is no such, or just words
-    on why there is none."""
+    """Return file and function of the main thread's frames; none if the text holds no stack."""
     main = stack.partition("another thread:")[0]
     return [(found["file"], found["name"]) for found in _FRAME.finditer(main)]
 
 
 def where(stack: str) -> str:
-    """`load (data.py, line 12)`: the frame on top of a main thread's; empty where none is shown."""
+    """Return the main thread's innermost frame as `load (data.py, line 12)`; empty without one."""
     found = _FRAME.search(stack.partition("another thread:")[0])
     return f"{found['name']} ({basename(found['file'])}, line {found['line']})" if found else ""
 
 
 def collective_in(stack: str) -> Collective | None:
-    """The collective of torch.distributed that a main thread is in, as far as its frames tell."""
+    """Return the torch.distributed collective that the main thread is in, by its frames."""
     frames = _frames(stack)
     inside = takewhile(lambda frame: frame[0].endswith((_C10D, _LOGGER)), frames)
     called = [name for file, name in inside if file.endswith(_C10D)]
@@ -319,7 +316,7 @@ def collective_in(stack: str) -> Collective | None:
 
 
 def event_of(doings: Iterable[Doing], unheard: Sequence[str] = ()) -> events.Hang:
-    """The event that tells of it, of bounded size."""
+    """Return the `hang` event, of bounded size."""
     ranks = sorted(doings, key=lambda one: one.rank)
     found = judge(ranks, unheard)
     missing = set(found.missing)
@@ -346,7 +343,7 @@ def event_of(doings: Iterable[Doing], unheard: Sequence[str] = ()) -> events.Han
 
 
 def row(one: Doing) -> dict[str, Any]:
-    """What is shown of a rank, beside its stack."""
+    """Return what is shown of a rank besides its stack."""
     return {
         "rank": one.rank,
         "node": one.node,
@@ -357,7 +354,7 @@ def row(one: Doing) -> dict[str, Any]:
 
 
 def part(event: events.Hang) -> dict[str, Any]:
-    """What a view of the job shows of it: the stacks with their ranks."""
+    """Return what a view of the job shows of a hang: the stacks with their ranks."""
 
     def stack_of(each: events.Json) -> str:
         place = each.get("stack")

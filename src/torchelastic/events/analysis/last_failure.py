@@ -1,7 +1,7 @@
-"""The last failure of a job: what came first, and what fell because of it. Pure.
+"""The last failure of a job: the first cause and its consequences. Pure.
 
-Who failed first is judged by the leader, who has heard everybody; its verdict is in its events, and
-in what every agent says at the end. Until it has spoken, the first failure that was seen stands.
+The leader, which has the reports of all nodes, decides what failed first. Its verdict is in its
+events and in the last event of every agent. Until then, the first failure seen counts.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ FAILURES = ("failure", "error", "node-failure")
 class FailureView:
     """A failure of the job, from which it may have recovered."""
 
-    #: The generation that ended by it.
+    #: The generation that it ended.
     generation: int
-    #: Wall clock of the first word of it.
+    #: Wall clock of its first report.
     wall: float
-    #: What failed and how, in a line.
+    #: What failed and how, in one line.
     sentence: str
     cause: Failure
     #: In the order in which they became known.
     consequences: tuple[Failure, ...] = ()
-    #: Where the ranks were and who was missing, if the failure is a hang.
+    #: If the failure is a hang: where the ranks were, and which were missing.
     hang: Mapping[str, Any] | None = None
 
 
 @dataclass
 class _Case:
-    """What was seen of one failure of the job."""
+    """The reports of one failure of the job."""
 
     generation: int
     wall: float
     seen: list[Failure] = field(default_factory=list)
-    #: What the leader says of it, first when it ends the generation, then when all have spoken.
+    #: The leader's verdict: when it ends the generation, and again when all nodes have reported.
     cause: Failure | None = None
     consequences: tuple[Failure, ...] = ()
-    #: All have spoken.
+    #: All nodes have reported.
     closed: bool = False
 
     def view(self) -> FailureView:
         cause = self.cause or self.seen[0]
-        told = [*self.consequences, *self.seen]
+        known = [*self.consequences, *self.seen]
         others = [
             one
-            for place, one in enumerate(told)
-            if not any(_same(one, other) for other in (cause, *told[:place]))
+            for place, one in enumerate(known)
+            if not any(_same(one, other) for other in (cause, *known[:place]))
         ]
         return FailureView(
             generation=self.generation,
@@ -68,9 +68,9 @@ class _Case:
         )
 
     def _in_full(self, failure: Failure) -> Failure:
-        """As its own agent told it: what the leader sends to every node is cut short."""
-        told = next((one for one in self.seen if _same(one, failure)), failure)
-        return replace(told, by_itself=failure.by_itself)
+        """Return the failure as reported by its own agent: the leader's copy is cut."""
+        full = next((one for one in self.seen if _same(one, failure)), failure)
+        return replace(full, by_itself=failure.by_itself)
 
 
 class Failures:
@@ -78,9 +78,9 @@ class Failures:
 
     def __init__(self) -> None:
         self._last: _Case | None = None
-        #: The one before it, for the case that there was no failure after all.
+        #: The one before, in case the last turns out not to be a failure.
         self._before: _Case | None = None
-        #: The last hang, and its generation: it is told before a worker is killed for it.
+        #: The last hang, and its generation: it is reported before a worker is killed for it.
         self._hang: tuple[int, Mapping[str, Any] | None] = (-1, None)
 
     def feed(self, record: Record) -> None:
@@ -89,16 +89,16 @@ class Failures:
         match record.event:
             case events.Hang() as hang:
                 self._hang = generation, hangs.part(hang)
-            case events.WorkerFailed(failure=told):
-                self._seen(record, Failure.from_json({"generation": generation, **told}))
-            case events.GenerationOver(cause=told) if told is not None:
-                self._judged(record, told)
+            case events.WorkerFailed(failure=data):
+                self._seen(record, Failure.from_json({"generation": generation, **data}))
+            case events.GenerationOver(cause=data) if data is not None:
+                self._judged(record, data)
             case events.RestartDecided(kind=kind) if kind and kind not in FAILURES:
                 self._acquitted()
-            case events.RestartDecided(cause=told, consequences=others) if told is not None:
-                self._judged(record, told, others, finally_=True)
-            case events.JobEnded(cause=told) if told is not None:
-                self._judged(record, told, finally_=True)
+            case events.RestartDecided(cause=data, consequences=others) if data is not None:
+                self._judged(record, data, others, finally_=True)
+            case events.JobEnded(cause=data) if data is not None:
+                self._judged(record, data, finally_=True)
 
     def view(self) -> FailureView | None:
         """The last one, if there was any."""
@@ -110,7 +110,7 @@ class Failures:
 
     def _seen(self, record: Record, failure: Failure) -> None:
         if failure.stopped:
-            return  # by its own agent: it tells of nothing that went wrong
+            return  # stopped by its own agent
         case = self._case(record, failure.generation)
         if case is not None and len(case.seen) <= KEPT:
             case.seen.append(failure)
@@ -118,24 +118,24 @@ class Failures:
     def _judged(
         self,
         record: Record,
-        told: events.Json,
+        data: events.Json,
         others: Sequence[events.Json] = (),
         *,
         finally_: bool = False,
     ) -> None:
-        cause = Failure.from_json(told)
+        cause = Failure.from_json(data)
         case = self._case(record, cause.generation)
         if case is not None:
             case.cause, case.closed = cause, case.closed or finally_
             case.consequences = tuple(map(Failure.from_json, others)) or case.consequences
 
     def _acquitted(self) -> None:
-        """Nothing failed: who told of a broken connection did so because somebody left."""
+        """Drop the case: nothing failed, connections broke because a node left."""
         if self._last is not None and not self._last.closed:
             self._last = self._before
 
     def _case(self, record: Record, generation: int) -> _Case | None:
-        """That of a generation; None for one older than the last, which nobody asks for."""
+        """Return the case of a generation; None if it is older than the last."""
         if self._last is None or self._last.generation < generation:
             self._before = self._last
             self._last = _Case(generation, record.wall)
@@ -143,6 +143,6 @@ class Failures:
 
 
 def _same(one: Failure, other: Failure) -> bool:
-    """Whether both tell of the same end of the same worker, or node."""
+    """Return True if both are reports of the same failure."""
     theirs = (other.generation, other.node, other.rank, other.local_rank, other.pid)
     return (one.generation, one.node, one.rank, one.local_rank, one.pid) == theirs

@@ -1,4 +1,4 @@
-"""The picture of a job that goes on, kept current from its logs as they grow."""
+"""The view of a running job, kept up to date from its growing logs."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from collections import deque
 
 from torchelastic.events import types as events
 from torchelastic.events.analysis import view
-from torchelastic.events.analysis.find_job import Story
+from torchelastic.events.analysis.find_job import JobLogs
 from torchelastic.events.analysis.follow import Follower
 from torchelastic.events.analysis.view import JobFold, JobView
 from torchelastic.events.record import Record
 
 #: Lines of several agents arrive out of order; records this many seconds old are in order.
 _SETTLED = 5.0
-#: The last events that are kept as they are.
+#: The number of last events to show.
 _LATEST = 50
-#: Not among them: there are too many of these.
+#: Event types that are too frequent to show.
 _NOISE = ("progress",)
 
 
-#: Lines that are older than what is folded, by so many seconds, are told anew, of nodes that this
-#: place had not heard: another node leads now. Then all is read again, but not all the time.
+#: New lines this many seconds older than what is folded are from nodes whose events were missing
+#: here: the leader has changed. Then all logs are read again, but only this often, in seconds.
 _LATE, _READ_AGAIN = 30.0, 10.0
 
 
 class _Heard:
-    """Up to where each agent has been heard, whatever the file: lines come in their order."""
+    """The last record seen of each agent, in any file: an agent's lines come in order."""
 
     def __init__(self) -> None:
         #: By agent: the time of the last line, and the types of those with that time.
         self._upto: dict[str, tuple[float, frozenset[str]]] = {}
 
     def note(self, record: Record) -> bool:
-        """Whether this one is new."""
+        """Note a record; return True if it is new."""
         mono, types = self._upto.get(record.node, (float("-inf"), frozenset()))
         if record.mono < mono or (record.mono == mono and record.type in types):
             return False
@@ -43,53 +43,53 @@ class _Heard:
         return True
 
 
-class LivePicture:
-    """Ask it again and again: each time it reads what is new, no more. `close` it."""
+class LiveView:
+    """Reads only new lines at each look. `close` it."""
 
-    def __init__(self, story: Story) -> None:
-        self._story = story
+    def __init__(self, logs: JobLogs) -> None:
+        self._logs = logs
         self._follower = Follower()
         self._begin()
 
     def _begin(self) -> None:
-        """Read all that is told so far."""
+        """Read all logs from the start."""
         self._begun = time.monotonic()
         self._follower.close()
         self._follower = Follower()
-        # Where the files end is noted first: what is written meanwhile comes twice, and is known.
-        self._follower.skip(self._story.files())
-        records = self._story.records(thin=True)
-        self._job = records[0].job if records else self._story.job
+        # Skip to the ends first: lines written meanwhile come twice, and are recognized.
+        self._follower.skip(self._logs.files())
+        records = self._logs.records(thin=True)
+        self._job = records[0].job if records else self._logs.job
         self._heard = _Heard()
         for record in sorted(records, key=lambda record: record.mono):
             self._heard.note(record)
-        #: What will not be preceded any more is folded; the rest waits, to be put in order.
+        #: Records old enough to be in order are folded; the rest waits to be sorted.
         self._fold = JobFold()
         self._folded = float("-inf")
         self._recent: list[Record] = []
         self._settled: deque[Record] = deque(maxlen=_LATEST)
         #: The names of nodes by the ids of their agents.
         self._names: dict[str, str] = {}
-        #: By node: from its clock to that of the story.
+        #: By node: from its clock to that of the merged log.
         self._shifts = {record.node: record.time - record.mono for record in records}
         self._late = False
         self._take(records)
 
     @property
     def alive(self) -> bool:
-        return self._story.alive
+        return self._logs.alive
 
     def close(self) -> None:
         self._follower.close()
 
     def look(self, now: float | None = None) -> JobView:
-        """The picture, with what has been written since the last look."""
+        """Read what is new, and return the view."""
         self.read()
         return self.view(now)
 
     def read(self) -> bool:
-        """Take in what has been written; whether that is anything."""
-        self._story = self._story.again()
+        """Read what is new; return True if there is anything."""
+        self._logs = self._logs.again()
         news = self._news()
         self._late |= any(record.time < self._folded - _LATE for record in news)
         if self._late and time.monotonic() - self._begun > _READ_AGAIN:
@@ -99,24 +99,24 @@ class LivePicture:
         return bool(news)
 
     def view(self, now: float | None = None) -> JobView:
-        """The picture, with what has been read."""
+        """Return the view of what has been read."""
         fold = copy.deepcopy(self._fold)
         for record in self._recent:
             fold.feed(record)
-        alive = self._story.alive
+        alive = self._logs.alive
         seen = fold.view(now=(time.time() if now is None else now) if alive else None)
-        entry = self._story.entry
+        entry = self._logs.entry
         dead = {agent.node for agent in entry.agents if not agent.alive} if entry else set()
         return view.without(seen, dead)
 
     def latest(self) -> list[tuple[str, Record]]:
-        """The last events that were read, the oldest first, with the names of their nodes."""
+        """Return the last events, the oldest first, with the names of their nodes."""
         records = [*self._settled, *(one for one in self._recent if one.type not in _NOISE)]
         return [(self._names.get(one.node, one.node), one) for one in records[-_LATEST:]]
 
     def _news(self) -> list[Record]:
         found: list[Record] = []
-        for _, line in self._follower.new_lines(self._story.files()):
+        for _, line in self._follower.new_lines(self._logs.files()):
             record = Record.parse(line)
             if record is None or self._job not in (None, record.job):
                 continue
@@ -125,7 +125,7 @@ class LivePicture:
         return found
 
     def _on_one_clock(self, record: Record) -> Record:
-        """An agent's own line comes before the leader's copy of it; later ones are duplicates."""
+        """Shift a record to the common clock."""
         if record.heard is not None and record.node not in self._shifts:
             self._shifts[record.node] = record.heard - record.mono
         shift = self._shifts.get(record.node, 0.0)

@@ -1,4 +1,4 @@
-"""How many of the nodes that a job may have it had, and used, over its time. Pure."""
+"""The nodes that a job had and used over time, relative to its maximum. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torchelastic.events.record import Record
 
 
 class NodeTime:
-    """Integrals over time of the nodes in a world, and of those that were there."""
+    """Integrals over time of the nodes in a world, and of those available."""
 
     def __init__(self) -> None:
         self._most = 0
         self._generation = -1
         self._present: set[str] = set()
-        #: Nodes of the world that this log knows by number only.
+        #: Nodes of the world whose names this log does not have.
         self._unnamed = 0
         self._active = 0
         self._since = 0
@@ -42,11 +42,11 @@ class NodeTime:
                 self._active = 0
 
     def active(self, now: int) -> float | None:
-        """The mean share of `max` nodes that were in a world; None: nothing is known yet."""
+        """Return the mean share of `max` nodes that were in a world; None: unknown yet."""
         return self._share(self._until(now)[0], now)
 
     def available(self, now: int) -> float | None:
-        """The same of nodes that were there, in a world or not."""
+        """Return the mean share of `max` nodes that were available, in a world or not."""
         return self._share(self._until(now)[1], now)
 
     def _share(self, micros: int, now: int) -> float | None:
@@ -63,7 +63,7 @@ class NodeTime:
 
     def _formed(self, generation: int, formed: events.WorldFormed) -> None:
         if generation <= self._generation:
-            return  # every agent tells of it
+            return  # every agent reports it
         self._generation = generation
         self._active = formed.count or len(formed.nodes)
         self._unnamed = self._active - len(formed.nodes)

@@ -1,4 +1,4 @@
-"""How far each worker of the world is, and how fast. Pure."""
+"""The step and rate of each worker of the world. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import median
 from torchelastic.events import types as events
 from torchelastic.events.record import Record
 
-#: A rate is that of the last seconds: no less than these, no more than twice as many.
+#: A rate covers the last seconds: at least this many, at most twice as many.
 WINDOW = 5.0
 
 
@@ -20,15 +20,15 @@ class RankView:
     rank: int
     #: The name of its node.
     node: str
-    #: The last step it has entered; None where that is not known.
+    #: The last step it entered; None: unknown.
     step: int | None = None
     #: Steps per second, lately.
     rate: float | None = None
-    #: Seconds of its own per step, without waiting for others, lately.
+    #: Recent seconds per step without waiting for others.
     own: float | None = None
 
 
-#: Of one worker: a step it has entered, when, and its own seconds until then, if they are known.
+#: A step that a worker entered, when, and its seconds without waiting until then, if known.
 _Point = tuple[int, float, float | None]
 
 
@@ -63,16 +63,16 @@ class _Pace:
 
 
 class Ranks:
-    """The workers of the last generation that was told of."""
+    """The workers of the last generation."""
 
     def __init__(self) -> None:
         self._generation = -1
         self._paces: dict[int, _Pace] = {}
-        #: Wall clock of the last step that was entered, by the clock of whoever entered it.
+        #: Wall clock of the last step entered, on the clock of the worker's machine.
         self.stepped: float | None = None
         self.stragglers: dict[int, events.Straggler] = {}
-        #: Seconds that all have waited for stragglers: in this generation; in the one before it, of
-        #: which the last word may come late; and in those before that.
+        #: Seconds lost to stragglers: in this generation; in the one before, whose last report may
+        #: come late; and in those before that.
         self._lost = self._lost_lately = self._lost_before = 0.0
         self._previous = -1
 
@@ -105,14 +105,14 @@ class Ranks:
             case events.Training(rank=rank, step=step):
                 self._entered(record, rank, step, record.mono, 0.0)
             case events.Progress(ranks=ranks, steps=steps, at=times, own=own):
-                told = zip_longest(zip(ranks, steps, times, strict=False), own[: len(ranks)])
-                for (rank, step, at), spent in told:
+                points = zip_longest(zip(ranks, steps, times, strict=False), own[: len(ranks)])
+                for (rank, step, at), spent in points:
                     self._entered(record, rank, step, at, spent)
             case events.Straggler() as slow:
                 self._is_slow(slow)
 
     def _is_slow(self, slow: events.Straggler) -> None:
-        """A rank that keeps up again is forgotten; what it has cost is not."""
+        """Update the stragglers; the cost of one that keeps up again still counts."""
         self._lost = max(self._lost, slow.lost)
         if slow.over:
             self.stragglers.pop(slow.rank, None)
@@ -130,10 +130,10 @@ class Ranks:
     def _pace(self, rank: int, record: Record) -> _Pace:
         return self._paces.setdefault(rank, _Pace(record.node))
 
-    # --- what is known ---------------------------------------------------------------------------
+    # --- results ---------------------------------------------------------------------------------
 
     def views(self, names: dict[str, str]) -> tuple[RankView, ...]:
-        """By rank; `names` has the nodes' names by the ids of their agents."""
+        """Return the views by rank; `names` maps agent ids to node names."""
         return tuple(
             RankView(
                 rank=rank,
@@ -147,11 +147,11 @@ class Ranks:
 
     @property
     def step(self) -> int | None:
-        """The furthest step a worker has entered."""
+        """The furthest step that a worker entered."""
         return max((pace.last[0] for pace in self._paces.values() if pace.last), default=None)
 
     @property
     def rate(self) -> float | None:
-        """Steps per second of the world: they go in step, so the median is all of theirs."""
+        """Steps per second of the world: the median, since ranks go in step."""
         rates = [rate for pace in self._paces.values() if (rate := pace.rate()) is not None]
         return median(rates) if rates else None

@@ -1,4 +1,4 @@
-"""What each change of the world cost, from its cause to where training was before. Pure.
+"""Recoveries: the cost of each change of the world, until training is as far as before. Pure.
 
 cause ──detect──> generation over ──(wait)──agree──> next world ──rebuild, transfer──> training
                                                                           ──redo──> as far again
@@ -15,33 +15,33 @@ from torchelastic.events import types as events
 from torchelastic.events.analysis.goodput import DISRUPTIONS, GoodputFold
 from torchelastic.events.record import Record
 
-#: The last ones that are kept.
+#: Recoveries kept, the last ones.
 KEPT = 50
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """From one world to the next. Seconds; None where it is not there yet, or cannot be known."""
+    """From one world to the next, in seconds; None: not there yet, or unknown."""
 
     #: The generation that ended.
     generation: int
     #: Wall clock of its end.
     wall: float
-    #: What ended it, as in `restart-decided`, until then as in `generation-over`; `unknown` where
-    #: the leader was not heard.
+    #: What ended it, as in `restart-decided`, until then as in `generation-over`; `unknown` without
+    #: events of the leader.
     kind: str
     why: str
-    #: The first failure that was seen, as in `worker-failed`.
+    #: The first failure seen, as in `worker-failed`.
     failure: Mapping[str, Any] | None = None
-    #: From the failure, as far as that is known, to the end of the generation.
+    #: From the failure, if known, to the end of the generation.
     detect: float = 0.0
-    #: Below the minimum of nodes.
+    #: With fewer than the minimum number of nodes.
     wait: float = 0.0
     agree: float | None = None
     #: From the next world to training, without the transfer.
     rebuild: float | None = None
     transfer: float | None = None
-    #: Spent on steps that were lost: so long it takes to be as far again.
+    #: Time spent on lost steps, which have to be run again.
     redo: float | None = None
 
     @property
@@ -50,13 +50,13 @@ class Recovery:
 
     @property
     def cost(self) -> float:
-        """All of it, as far as it is known."""
+        """The sum of the known parts."""
         parts = (self.detect, self.wait, self.agree, self.rebuild, self.transfer, self.redo)
         return sum(part for part in parts if part is not None)
 
     @property
     def done(self) -> bool:
-        """Whether training goes on."""
+        """True if training continues."""
         return self.rebuild is not None
 
     def to_json(self) -> dict[str, Any]:
@@ -68,7 +68,8 @@ class Recovery:
 
 
 class Recoveries:
-    """Takes a job's records one by one. Each before `goodput` does, whose view of steps it uses."""
+    """Computes recoveries from a job's records. Feed it each record before `goodput`, whose steps
+    it uses."""
 
     def __init__(self, goodput: GoodputFold) -> None:
         self._goodput = goodput
@@ -77,15 +78,15 @@ class Recoveries:
         self._now: Recovery | None = None
         self._saw = _Seen()
         self._over = 0.0
-        #: Since when too few nodes are there, and seconds that were too few before.
+        #: Since when there are too few nodes, and seconds with too few before that.
         self._waits: float | None = None
         self._waited = 0.0
         self._formed = 0.0
-        #: Whether training itself was seen to begin, not only processes.
+        #: Training was seen to start, not only processes.
         self._trained = False
-        #: The last generation of whose end the leader has named the first failure.
+        #: The last generation whose first failure the leader has named.
         self._verdict = -1
-        #: Seconds of redone steps before the present recovery.
+        #: Seconds of redone steps before the current recovery.
         self._redone = 0.0
 
     def feed(self, record: Record) -> None:
@@ -106,13 +107,13 @@ class Recoveries:
             self._take_of_world(record)
 
     def views(self) -> tuple[Recovery, ...]:
-        """All that are known, the oldest first."""
+        """Return the recoveries, the oldest first."""
         self._finish()
         return tuple(self._known)
 
     @property
     def _ended(self) -> bool:
-        """Whether the last world is over, and no next one has been formed."""
+        """True if the last world has ended and the next is not formed."""
         return self._now is not None and self._now.agree is None
 
     def _take_of_world(self, record: Record) -> None:
@@ -121,12 +122,12 @@ class Recoveries:
                 message = str(failure.get("message", ""))
                 self._saw.failure(record, message, failure, guessed=self._saw.hung)
             case events.WorkerFailed(failure=failure):
-                # Peers often tell of a broken connection before the worker is done dying.
-                self._saw.told.append(failure)
+                # Peers often report a broken connection before the worker has died.
+                self._saw.failures.append(failure)
             case events.WorldChanging(reason=why):
                 self._saw.change = why
-            case events.GenerationOver(kind=kind, reason=why, cause=told) if not self._ended:
-                self._end(record, kind, why, told)
+            case events.GenerationOver(kind=kind, reason=why, cause=cause) if not self._ended:
+                self._end(record, kind, why, cause)
             case events.Training(fetched=fetched):
                 self._trained = True
                 self._runs(record.time, fetched)
@@ -136,7 +137,7 @@ class Recoveries:
                 self._stepped(record, progress)
 
     def _end(
-        self, record: Record, kind: str, why: str, told: Mapping[str, Any] | None = None
+        self, record: Record, kind: str, why: str, cause: Mapping[str, Any] | None = None
     ) -> None:
         self._finish()
         self._now = None
@@ -149,19 +150,19 @@ class Recoveries:
             wall=record.wall,
             kind=kind,
             why=why,
-            failure=told or self._saw.cause(why),
+            failure=cause or self._saw.cause(why),
         )
         self._known.append(self._now)
 
     def _judged(self, decided: events.RestartDecided) -> None:
-        """The leader's last word, now that all have spoken: who is heard first may have fallen
-        because of a node that is gone, or of one that left."""
-        kind, told = decided.kind, decided.cause
-        if self._now is None or (told is None and (not kind or kind in DISRUPTIONS)):
+        """Take the leader's verdict after all nodes reported: the first failure seen may be a
+        consequence of a node that was lost or left."""
+        kind, cause = decided.kind, decided.cause
+        if self._now is None or (cause is None and (not kind or kind in DISRUPTIONS)):
             return
-        of_it = self._ended if told is None else told.get("generation") == self._now.generation
+        of_it = self._ended if cause is None else cause.get("generation") == self._now.generation
         if of_it:
-            self._set(kind=kind or self._now.kind, failure=told)
+            self._set(kind=kind or self._now.kind, failure=cause)
             self._verdict = self._now.generation
 
     def _world(self, record: Record, formed: events.WorldFormed) -> None:
@@ -185,21 +186,21 @@ class Recoveries:
         self._saw, self._trained = _Seen(), False
 
     def _wait(self, time: float, enough: bool) -> None:
-        """Too few nodes are left, or there are enough again."""
+        """Start waiting with too few nodes, or stop with enough."""
         if not enough and self._waits is None:
             self._waits = time
         elif enough and self._waits is not None:
             self._waited, self._waits = self._waited + time - self._waits, None
 
     def _runs(self, time: float, fetched: float) -> None:
-        """Training goes on in the next world; said by every worker, the last one counts."""
+        """Note that training continues in the next world; the last worker counts."""
         if self._now is None or self._now.generation == self._generation:
             return
         transfer = max(self._now.transfer or 0.0, fetched)
         self._set(rebuild=max(0.0, time - self._formed - transfer), transfer=transfer)
 
     def _stepped(self, record: Record, progress: events.Progress) -> None:
-        """A script that tells its steps: it has started when it enters the first one."""
+        """Note the first step of a script that reports its steps: training has started."""
         entered = [pair for pair in zip(progress.steps, progress.at, strict=False) if pair[0] >= 0]
         if entered:
             self._trained = True
@@ -208,10 +209,10 @@ class Recoveries:
             self._runs(max(at, self._formed), progress.stalls.get("restore", 0.0) / workers)
 
     def _finish(self) -> None:
-        """How much was lost is known when training goes on, and better as it does.
+        """Update `redo`, which becomes more exact as training continues.
 
-        Of a script whose steps nobody knows, or not from which one it went on, it never is: it
-        would be wrong to say that nothing was.
+        It stays None if steps, or the step at which the script continued, are unknown: 0 would be
+        wrong.
         """
         if self._now is not None and self._now.done and self._goodput.steps_known:
             known = self._goodput.redone_known
@@ -224,43 +225,43 @@ class Recoveries:
 
 @dataclass
 class _Seen:
-    """What was seen of the end of a generation, before its leader said so."""
+    """Evidence of the end of a generation, before the leader reports it."""
 
     at: float | None = None
     why: str = ""
-    #: Nobody saw the moment it happened: a node went silent, a worker hung.
+    #: The time of the failure is unknown: a node went silent, or a worker hung.
     guessed: bool = False
-    told: list[Mapping[str, Any]] = field(default_factory=list)
-    #: Who joins or leaves, where that is what ends it.
+    failures: list[Mapping[str, Any]] = field(default_factory=list)
+    #: Which nodes join or leave, if that ends the generation.
     change: str = ""
-    #: An agent has killed a worker because it hung. Often a peer of it is the first to tell.
+    #: An agent killed a hung worker. Often a peer is the first to report a failure.
     hung: bool = False
 
     def failure(
         self,
         record: Record,
         why: str,
-        told: Mapping[str, Any] | None = None,
+        failure: Mapping[str, Any] | None = None,
         *,
         guessed: bool = False,
     ) -> None:
-        """The first one counts."""
-        if told is not None:
-            self.told.append(told)
+        """Take a failure; the time of the first one counts."""
+        if failure is not None:
+            self.failures.append(failure)
         if self.at is None:
             self.at, self.why, self.guessed = record.time, why, guessed
 
     def cause(self, reason: str) -> Mapping[str, Any] | None:
-        """The failure that the leader names in its reason; the first one if it names none."""
-        for failure in self.told:
+        """Return the failure that the leader names in its reason, or else the first one."""
+        for failure in self.failures:
             if reason.startswith(f"rank {failure.get('rank')} on {failure.get('node')} ("):
                 return failure
-        return self.told[0] if self.told else None
+        return self.failures[0] if self.failures else None
 
     def unnoticed(self, over: float, due: float | None) -> float:
-        """Seconds from the failure to the end of the generation.
+        """Return the seconds from the failure to the end of the generation.
 
-        One that nobody saw came, at the latest, when the step in flight should have been done.
+        A failure at an unknown time happened, at the latest, when the step in flight was due.
         """
         if self.at is None:
             return 0.0

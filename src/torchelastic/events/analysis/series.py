@@ -1,8 +1,8 @@
-"""Numbers over a whole job: its step rate, and the metrics that its script reports. Pure.
+"""Curves over a whole job: its step rate, and the metrics that its script reports. Pure.
 
-However long a job is, a curve has few points. They lie in spans of equally many samples, and of
-each span the least and the greatest are kept: a spike of the loss is seen after a week, too. Where
-workers rolled back the step goes down, as it did.
+A curve has a bounded number of points, however long the job is. Samples are grouped in spans of
+equal count, and each span keeps its minimum and maximum, so a spike of the loss stays visible after
+a week. Where workers rolled back, the step goes down.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torchelastic.events import types as events
 from torchelastic.events.analysis.ranks import Ranks
 from torchelastic.events.record import Record
 
-#: Wall clock, step (None: nobody tells steps), value.
+#: Wall clock, step (None: not reported), value.
 Point = tuple[float, int | None, float]
 
 #: Points of a curve at most, and names of metrics.
@@ -61,7 +61,7 @@ _Sample = tuple[int, Point]
 
 
 class _Span:
-    """Samples that follow each other: the least and the greatest of them."""
+    """The minimum and maximum of consecutive samples."""
 
     def __init__(self, first: _Sample) -> None:
         self.count = 1
@@ -86,21 +86,21 @@ class _Span:
 class Curves:
     """The curves of a job.
 
-    Of all nodes that tell of a metric, the one with the lowest ranks is believed: what rank 0 says
-    where it says something. Likewise for when a rate was what it was, so that one clock tells.
+    A metric is taken from the reporting node with the lowest rank, which is rank 0 if it reports
+    it. So is the time of a rate, so that all times are on one clock.
     """
 
     def __init__(self) -> None:
         self._rates = Series()
         self._metrics: dict[str, Series] = {}
         self._generation = -1
-        #: Whether the generation is over: nobody trains.
+        #: The generation has ended: no worker trains.
         self._over = False
-        #: By what they tell, the lowest rank of the nodes that tell it in this generation.
-        self._tellers: dict[str | None, int] = {}
+        #: The lowest rank that reported each metric in this generation; None: the rate.
+        self._reporters: dict[str | None, int] = {}
         #: The last value of each metric; None: not a finite number.
         self.reported: dict[str, float | None] = {}
-        #: Samples trained so far; None: nobody counts.
+        #: Samples trained so far; None: not counted.
         self.samples: int | None = None
 
     def feed(self, record: Record, ranks: Ranks) -> None:
@@ -110,7 +110,7 @@ class Curves:
             case events.WorldFormed() if generation > self._generation:
                 self._stop(record)
                 self._generation, self._over = generation, False
-                self._tellers.clear()
+                self._reporters.clear()
             case events.GenerationOver() if generation == self._generation:
                 self._stop(record)
             case events.JobEnded():
@@ -119,7 +119,7 @@ class Curves:
                 self._progress(record, progress, ranks)
 
     def _stop(self, record: Record) -> None:
-        """Nobody trains from now on."""
+        """Note that training has stopped."""
         self._over = True
         last = self._rates.last
         if last is not None and last[2] > 0.0:
@@ -127,13 +127,13 @@ class Curves:
 
     def _progress(self, record: Record, progress: events.Progress, ranks: Ranks) -> None:
         lowest = min(progress.ranks, default=-1)
-        if not self._over and self._is_teller(None, lowest) and ranks.step is not None:
+        if not self._over and self._is_reporter(None, lowest) and ranks.step is not None:
             self._rates.add((record.wall, ranks.step, ranks.rate or 0.0))
-        if progress.samples >= 0 and self._is_teller(None, lowest):
+        if progress.samples >= 0 and self._is_reporter(None, lowest):
             self.samples = progress.samples
         step = max(progress.steps, default=-1)
         for name, value in progress.metrics.items():
-            if self._is_teller(name, lowest) and self._has_room(name):
+            if self._is_reporter(name, lowest) and self._has_room(name):
                 self._report(name, (record.wall, step if step >= 0 else None, value))
 
     def _report(self, name: str, point: tuple[float, int | None, float | None]) -> None:
@@ -143,18 +143,18 @@ class Curves:
         if value is not None:
             series.add((wall, step, value))
 
-    def _is_teller(self, what: str | None, lowest: int) -> bool:
-        self._tellers[what] = min(lowest, self._tellers.get(what, lowest))
-        return lowest == self._tellers[what]
+    def _is_reporter(self, what: str | None, lowest: int) -> bool:
+        self._reporters[what] = min(lowest, self._reporters.get(what, lowest))
+        return lowest == self._reporters[what]
 
     def _has_room(self, name: str) -> bool:
         return name in self._metrics or len(self._metrics) < NAMES
 
-    # --- what is known ---------------------------------------------------------------------------
+    # --- results ---------------------------------------------------------------------------------
 
     @property
     def rates(self) -> tuple[Point, ...]:
-        """Steps per second; 0 where nobody trained."""
+        """Steps per second; 0 while no worker trained."""
         return self._rates.points()
 
     @property

@@ -1,11 +1,11 @@
-"""How much productive time the steps of a job took, to know what a roll-back throws away. Pure."""
+"""Productive time by step, to know how much a roll-back loses. Pure."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 
-#: Points that are kept. Of older ones every other is dropped when there are more: a roll-back far
-#: into the past is then known less exactly.
+#: Points kept. Beyond that, every other older one is dropped: the cost of a roll-back far into the
+#: past is then less exact.
 _MOST = 4096
 
 
@@ -22,7 +22,7 @@ class StepTime:
         return self._steps[-1] if self._steps else -1
 
     def add(self, step: int, micros: int) -> None:
-        """A step was entered; one that was entered before must be rolled back to first."""
+        """Add a step that was entered; roll back first if it was entered before."""
         if self._steps and step <= self._steps[-1]:
             return
         self._steps.append(step)
@@ -31,12 +31,12 @@ class StepTime:
             del self._steps[1 : _MOST // 2 : 2], self._micros[1 : _MOST // 2 : 2]
 
     def less(self, micros: int) -> None:
-        """So much of the time before the last point turns out not to have been productive."""
+        """Remove time before the last point that turned out not to be productive."""
         if self._micros:
             self._micros[-1] -= micros
 
     def at(self, step: int) -> int | None:
-        """The productive microseconds when a step was entered; None: it never was."""
+        """Return the productive microseconds when a step was entered; None: it never was."""
         place = bisect_left(self._steps, step)
         if place == len(self._steps):
             return None

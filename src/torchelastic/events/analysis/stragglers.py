@@ -1,19 +1,19 @@
-"""Who is slow, and what that costs the others. Pure: what workers have done in, findings out.
+"""Straggler detection: which ranks are slow, and what that costs the others. Pure.
 
-All ranks of a synchronous job take equally long for a step: who is quick waits for who is slow.
-What tells them apart is their own time, without the waiting (`Progress.own`). It is compared in
-rounds: a round is over when every rank has shown at least one more step, so all are compared over
-about the same steps, and a world of thousands costs one look at each of them in a round.
+All ranks of a synchronous job take equally long for a step, because fast ranks wait for slow ones.
+Their own time, without waiting (`Progress.own`), tells them apart. It is compared in rounds: a
+round ends when every rank has shown at least one more step, so that all are compared over about
+the same steps, and a world of thousands of ranks costs one look at each rank per round.
 
-    a round         own seconds per step of each rank, against the usual one: the median; of two
-                    ranks, or where half of all are slow, the lower of the two in the middle
-    slow            more than `threshold` times the usual, by so much that it matters, and no slower
-                    than the others from step to step: who is does not keep them waiting
+    a round         own seconds per step of each rank, against the usual: the median; with two
+                    ranks, or if half of them are slow, the lower of the two middle values
+    slow            more than `threshold` times the usual, by enough to matter, and in step with
+                    the others: they do not wait for a rank that is not
     a straggler     slow for some rounds in a row, with some steps in them
     over            not slow for as long
-    summed up       what it has cost in all, when its generation is over
+    summed up       its total cost, when its generation has ended
 
-A single long step, for an evaluation or a checkpoint on one rank, makes nobody a straggler.
+A single long step, such as an evaluation or a checkpoint on one rank, makes no straggler.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ from typing import NamedTuple
 from torchelastic.events import words
 from torchelastic.events.types import Progress, Straggler
 
-#: So many steps after the first one that is shown do not count: libraries warm up in them.
+#: The first steps do not count: libraries warm up in them.
 WARM_UP = 3
-#: It takes so many rounds in a row, and so many steps in them, to be called slow, or not any more.
+#: Rounds in a row, and steps in them, before a rank is called slow, or no longer slow.
 ROUNDS, STEPS = 3, 5
-#: Less than so many seconds, and less than this share of a step, matters to nobody.
+#: An excess below this many seconds, or below this share of a step, does not matter.
 LEAST, SHARE = 0.002, 0.05
-#: Ranks go in step as long as none takes more than so many times as long as is usual: others do not
-#: wait for one that does.
+#: A rank is in step with the others if a step takes it at most this many times the usual time: the
+#: others do not wait for one that takes longer.
 IN_STEP = 1.25
-#: Said again when a step, or all of them together, cost so many times what was said.
+#: Report again when the excess per step, or the total cost, has grown by this factor.
 WORSE, DOUBLED = 1.5, 2.0
-#: A round is also over when a rank has spoken so often, and more than half of all have: one node
-#: that cannot tell must not hide another one.
+#: A round also ends when a rank has reported this often, and more than half of all ranks have: one
+#: node that cannot report must not hide another straggler.
 PATIENCE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A rank that is slow, or is not any more."""
+    """A rank that is slow, or no longer slow."""
 
     rank: int
     #: The id of its node's agent.
     node: str
     step: int
-    #: Own seconds per step lately: its own, and the usual ones.
+    #: Recent seconds per step without waiting: of this rank, and the median.
     pace: float
     usual: float
-    #: Seconds of this generation that others have waited for it, and for any such rank.
+    #: Seconds that others waited in this generation: for this rank, and for any straggler.
     cost: float
     lost: float
     over: bool = False
-    #: It was found before.
+    #: It was reported before.
     again: bool = False
-    #: The last that is said of it in its generation, which is over.
+    #: The last finding of this rank in its generation, which has ended.
     last: bool = False
 
     @property
@@ -69,7 +69,7 @@ class Finding:
         return self.pace - self.usual
 
     def event(self, name: str) -> Straggler:
-        """As it is told; `name` is that of the node."""
+        """Return the event; `name` is the name of the node."""
         return Straggler(
             rank=self.rank,
             seconds_per_step=round(self.pace, 6),
@@ -88,14 +88,14 @@ class Finding:
         if self.over:
             return f"{where} keeps up again; {waited}"
         own, usual = words.seconds(self.pace), words.seconds(self.usual)
-        paces = f"{own} of its own per step, where {usual} is usual"
+        paces = f"{own} per step without waiting, median {usual}"
         if self.last:
-            return f"{where} was slow to the end: {paces}; {waited}"
+            return f"{where} stayed slow until the generation ended: {paces}; {waited}"
         return f"{where} is slow: {paces}; {waited} so far"
 
 
 class _Point(NamedTuple):
-    """A rank has entered a step: when, and how much of its own time it has spent until then."""
+    """A rank entered a step: when, and how much time without waiting it had spent until then."""
 
     step: int
     at: float
@@ -107,19 +107,19 @@ class _Window(NamedTuple):
 
     steps: int
     own: float
-    #: What it would have been at the usual pace.
+    #: The time it would have taken at the usual pace.
     usual: float
 
 
 @dataclass
 class _Rank:
-    """What is known of a rank in this generation."""
+    """One rank in this generation."""
 
     node: str
-    #: Where the round has begun, and the latest.
+    #: Where the round began, and the latest point.
     begin: _Point
     last: _Point
-    #: How often it has spoken in this round.
+    #: How often it has reported in this round.
     spoken: int = 0
     #: The last rounds, and for how many rounds and steps it has been as it is now.
     recent: deque[_Window] = field(default_factory=lambda: deque(maxlen=ROUNDS))
@@ -127,8 +127,8 @@ class _Rank:
     rounds: int = 0
     steps: int = 0
     cost: float = 0.0
-    #: What was said of it, while it is a straggler.
-    told: Finding | None = None
+    #: The last finding, while it is a straggler.
+    reported: Finding | None = None
 
     @property
     def has_moved(self) -> bool:
@@ -140,8 +140,11 @@ class _Rank:
         return self.rounds >= ROUNDS and self.steps >= STEPS
 
     def end_round(self, usual: float, in_step: float, threshold: float) -> float:
-        """Seconds it has cost in the round that is over, of which are known now: usual seconds of
-        its own for a step, and the most that ranks in step take for one with all waiting."""
+        """Close the round and return the seconds that this rank cost in it.
+
+        `usual`: median seconds per step without waiting. `in_step`: the most that a rank in step
+        with the others takes for a step, waiting included.
+        """
         steps, seconds = self.last.step - self.begin.step, self.last.at - self.begin.at
         own = max(0.0, self.last.own - self.begin.own)
         window = _Window(steps, own, usual * steps)
@@ -160,7 +163,7 @@ class _Rank:
         self.recent.append(window)
         if slow:
             self.cost += window.own - window.usual
-        elif self.told is None:
+        elif self.reported is None:
             self.cost = 0.0  # that was no straggler
 
     def finding(self, rank: int, lost: float) -> Finding:
@@ -174,20 +177,20 @@ class _Rank:
             cost=self.cost,
             lost=lost,
             over=not self.slow,
-            again=self.slow and self.told is not None,
+            again=self.slow and self.reported is not None,
         )
 
 
 class Stragglers:
-    """Of one generation after the other."""
+    """The stragglers of the current generation."""
 
     def __init__(self, threshold: float) -> None:
-        """`threshold`: slow is who takes so many times as long as usual."""
+        """`threshold`: a rank is slow if it takes this many times the usual time."""
         self._threshold = threshold
         self.turn_to(-1, 0)
 
     def turn_to(self, generation: int, size: int) -> None:
-        """A world begins, with so many workers."""
+        """Start again with a new world of `size` workers."""
         self._generation, self._size = generation, size
         self._first: float = math.inf
         self._ranks: dict[int, _Rank] = {}
@@ -201,11 +204,15 @@ class Stragglers:
 
     @property
     def named(self) -> Mapping[int, Finding]:
-        """By rank: what was said last of those who are stragglers now."""
-        return {number: rank.told for number, rank in self._ranks.items() if rank.told is not None}
+        """The last finding of each current straggler, by rank."""
+        return {
+            number: rank.reported
+            for number, rank in self._ranks.items()
+            if rank.reported is not None
+        }
 
     def feed(self, generation: int, node: str, progress: Progress) -> list[Finding]:
-        """What a node says of its workers; what follows from it."""
+        """Take a node's progress; return the findings that follow."""
         if generation != self._generation:
             return []
         spoken = 0
@@ -218,18 +225,18 @@ class Stragglers:
         return []
 
     def sum_up(self) -> list[Finding]:
-        """The generation is over: what those who are stragglers have cost by now, where it is more
-        than was said; once, however often that is asked."""
+        """Return the total cost of each straggler when the generation has ended, if it is more than
+        was reported. Later calls return nothing."""
         found = []
         for number, rank in self._ranks.items():
-            if rank.told is not None and rank.cost > rank.told.cost:
+            if rank.reported is not None and rank.cost > rank.reported.cost:
                 finding = rank.finding(number, self._lost)
-                rank.told = replace(finding, over=False, again=True, last=True)
-                found.append(rank.told)
+                rank.reported = replace(finding, over=False, again=True, last=True)
+                found.append(rank.reported)
         return found
 
     def _take(self, number: int, node: str, point: _Point) -> int:
-        """How often this rank has spoken in this round."""
+        """Take a point; return how often this rank has reported in this round."""
         if point.step < 0:
             return 0
         self._first = min(self._first, point.step)
@@ -256,8 +263,8 @@ class Stragglers:
         return [finding for number, rank in moved.items() if (finding := self._judge(number, rank))]
 
     def _count(self, costs: Mapping[int, float]) -> None:
-        """What all have lost is what the slowest has cost; of a new one, from its beginning."""
-        before = [number for number in costs if self._ranks[number].told is not None]
+        """Add up the lost time: the cost of the slowest; for a new straggler, since it began."""
+        before = [number for number in costs if self._ranks[number].reported is not None]
         new = [number for number in costs if self._is_new(self._ranks[number])]
         if before:
             self._lost += max(costs[number] for number in (*before, *new))
@@ -266,16 +273,16 @@ class Stragglers:
 
     @staticmethod
     def _is_new(rank: _Rank) -> bool:
-        return rank.told is None and rank.slow and rank.is_settled
+        return rank.reported is None and rank.slow and rank.is_settled
 
     def _judge(self, number: int, rank: _Rank) -> Finding | None:
-        """What is to be said of a rank after a round, if anything."""
-        if not rank.is_settled or (rank.told is None and not rank.slow):
+        """Return what there is to report of a rank after a round, if anything."""
+        if not rank.is_settled or (rank.reported is None and not rank.slow):
             return None
         found = rank.finding(number, self._lost)
-        if rank.told is not None and rank.slow and not _is_news(rank.told, found):
+        if rank.reported is not None and rank.slow and not _is_news(rank.reported, found):
             return None
-        rank.told = found if rank.slow else None
+        rank.reported = found if rank.slow else None
         if not rank.slow:
             rank.cost = 0.0
         return found
@@ -286,9 +293,9 @@ def _pace(rank: _Rank) -> float:
 
 
 def _whole_pace(rank: _Rank) -> float:
-    """With the waiting."""
+    """Waiting included."""
     return (rank.last.at - rank.begin.at) / (rank.last.step - rank.begin.step)
 
 
-def _is_news(told: Finding, now: Finding) -> bool:
-    return now.excess > WORSE * told.excess or now.cost >= DOUBLED * told.cost
+def _is_news(before: Finding, now: Finding) -> bool:
+    return now.excess > WORSE * before.excess or now.cost >= DOUBLED * before.cost

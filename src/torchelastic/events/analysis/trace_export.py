@@ -1,10 +1,10 @@
-"""A job as a trace in Chrome's JSON format, which Perfetto opens. Pure.
+"""Export a job as a trace in Chrome's JSON format, for Perfetto. Pure.
 
     the job           a track of generations, one of recoveries with their parts
     a node each       a track per rank: its steps, its failures
 
-A step is drawn from when it was entered to when the next one was; where steps were looked at more
-rarely than they came, several are one bar.
+A step is drawn from when it was entered until the next one was; if steps were faster than they were
+sampled, several share a bar.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torchelastic.events.words import first_line, sentence
 
 Entry = dict[str, Any]
 
-#: The job's own tracks; nodes come after it.
+#: The tracks of the job; those of nodes follow.
 _JOB = 1
 _GENERATIONS, _RECOVERIES = 1, 2
 
-#: What is drawn as a moment on the track of the node that tells of it.
+#: Events drawn as moments on the track of the node that wrote them.
 _MOMENTS = (
     events.NodeLost,
     events.NodeJoined,
@@ -41,7 +41,7 @@ _MOMENTS = (
 
 
 def trace(records: Iterable[Record]) -> Iterator[Entry]:
-    """The entries of a trace, of records in the order of time."""
+    """Yield the entries of a trace from records in the order of time."""
     made = _Trace()
     for record in records:
         yield from made.feed(record)
@@ -50,7 +50,7 @@ def trace(records: Iterable[Record]) -> Iterator[Entry]:
 
 @dataclass
 class _Track:
-    """A rank on a node: the last step it has entered, and when."""
+    """A rank on a node: the last step it entered, and when."""
 
     node: int
     rank: int
@@ -66,10 +66,10 @@ class _Trace:
     nodes: dict[str, int] = field(default_factory=dict)
     named: set[str] = field(default_factory=set)
     tracks: dict[tuple[int, int], _Track] = field(default_factory=dict)
-    #: The world under way: its generation, when it began, what is told of it.
+    #: The current world: its generation, its start, and its arguments.
     world: tuple[int, float, Entry] | None = None
     fold: JobFold = field(default_factory=JobFold)
-    #: When the generations ended, by generation: where a recovery is drawn.
+    #: The end of each generation: where a recovery is drawn.
     ends: dict[int, float] = field(default_factory=dict)
 
     def feed(self, record: Record) -> Iterator[Entry]:
@@ -84,16 +84,16 @@ class _Trace:
         yield from self._take(record)
 
     def rest(self) -> Iterator[Entry]:
-        """What was under way when the story ended, and what is known at its end only."""
+        """Yield what was unfinished at the last record, and what is known only then."""
         for node, number in self.nodes.items():
-            if node not in self.named:  # it never had another name than its agent's id
+            if node not in self.named:  # it was never named; use the id of its agent
                 yield from _named("process", number, 0, f"node {node}")
         yield from self._end_world(self.now, "")
         for track in self.tracks.values():
             yield from self._step(track, track.step + 1, self.now)
         known = self.fold.view().recoveries
         for recovery, following in zip_longest(known, known[1:]):
-            # Bars of one track must not overlap: a failure may come before the last one is over.
+            # Bars of one track must not overlap, but a failure may come during a recovery.
             limit = self._cause(following) if following is not None else inf
             yield from self._recovery(recovery, limit)
 
@@ -106,7 +106,7 @@ class _Trace:
             yield from _named("process", number, 0, f"node {record.event.name}")
 
     def _track(self, record: Record, rank: int) -> Iterator[Entry]:
-        """Begin the track of a rank, if it is new, or of another generation."""
+        """Start the track of a rank, if it is new or of another generation."""
         key = (self.nodes[record.node], rank)
         generation = record.generation if record.generation is not None else -1
         track = self.tracks.get(key)
@@ -172,7 +172,7 @@ class _Trace:
             track.step, track.at = step, at
 
     def _step(self, track: _Track, until: int, at: float) -> Iterator[Entry]:
-        """The bar of what a rank has done since the step it entered last."""
+        """Yield the bar of the steps since the one that a rank entered last."""
         at = min(at, self.ends.get(track.generation, at))
         if track.step < 0 or at <= track.at:
             return
@@ -182,7 +182,7 @@ class _Trace:
         yield self._bar(name, track.at, at, track.node, _tid(track.rank), args)
 
     def _cause(self, recovery: Recovery) -> float:
-        """When what ended a generation happened."""
+        """Return the time of the cause of a recovery."""
         return self.ends.get(recovery.generation, self.now) - recovery.detect
 
     def _recovery(self, recovery: Recovery, limit: float) -> Iterator[Entry]:
@@ -221,7 +221,7 @@ class _Trace:
 
 
 def _tid(rank: int) -> int:
-    """Track 0 is the node's own."""
+    """Return the track of a rank; track 0 is the node's."""
     return rank + 1
 
 
@@ -230,7 +230,7 @@ def _entry(phase: str, name: str, pid: int, tid: int, **more: Any) -> Entry:
 
 
 def _named(kind: Literal["process", "thread"], pid: int, tid: int, name: str) -> Iterator[Entry]:
-    """Name a group of tracks, or a track, and put it where its number says."""
+    """Name a track or a group of tracks, sorted by its number."""
     order = pid if kind == "process" else tid
     for what, args in (("name", {"name": name}), ("sort_index", {"sort_index": order})):
         yield {"ph": "M", "name": f"{kind}_{what}", "pid": pid, "tid": tid, "args": args}

@@ -1,8 +1,8 @@
-"""What the event logs of a job say about it. Pure: records in, a picture out.
+"""The view of a job, folded from its event records. Pure.
 
-One picture for everybody who shows a job: `torchelastic status` and its JSON, `top`, the page.
-It is as good as its sources: an agent sees its own node and every world; who joins and who is lost
-between two worlds is seen by the leader, whose gathered log has what all agents saw.
+`torchelastic status`, its JSON, `top` and the dashboard all show this view. It is as complete as
+its logs: an agent knows its own node and every world; only the leader's log has the events of all
+agents, and sees nodes join and get lost between two worlds.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ class NodeView:
 
     name: str
     state: NodeState
-    #: The id of its agent, if that has been heard.
+    #: The id of its agent, if there are events of it.
     agent: str | None = None
-    #: Wall clock of its agent's last event, if that has been heard.
+    #: Wall clock of its agent's last event.
     last_seen: float | None = None
     leader: bool = False
-    #: Whether its agent hosts the store that the nodes meet at.
+    #: Its agent hosts the rendezvous.
     hosting: bool = False
     exitcode: int | None = None
-    #: Why it is a spare, if it is held out; of a job that is not over.
+    #: Why it is held out, if it is; empty once the job has ended.
     held: str = ""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Something that happened, and why."""
+    """A change of the job, and why."""
 
     wall: float
     what: str
@@ -62,10 +62,10 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class WorldView:
-    """A world: who was in it, from when to when, and why it began and ended."""
+    """A world: its nodes, its time, and why it started and ended."""
 
     generation: int
-    #: Names, in the order of their ranks; `count` has how many nodes it is.
+    #: Names in rank order; `count` is the number of all nodes.
     nodes: tuple[str, ...]
     count: int
     size: int
@@ -78,9 +78,9 @@ class WorldView:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredView:
-    """The last checkpoint that is in storage."""
+    """The last checkpoint in storage."""
 
-    #: Wall clock of when it was.
+    #: Wall clock of when it was stored.
     wall: float
     step: int
     #: How long it took to write, and its bytes.
@@ -90,14 +90,14 @@ class StoredView:
 
 @dataclass(frozen=True, kw_only=True)
 class JobView:
-    """A job as it stands."""
+    """The state of a job."""
 
     job: str = ""
     phase: JobPhase = "starting"
     generation: int | None = None
     #: Workers in the world.
     size: int = 0
-    #: Nodes of the world beyond those known by name: an agent is told of some of thousands.
+    #: Nodes of the world whose names are unknown: an agent knows only some of thousands.
     unnamed: int = 0
     restarts_used: int = 0
     min_nodes: int | None = None
@@ -105,32 +105,32 @@ class JobView:
     #: Present nodes, and those lost since the world was formed, by name; world order first.
     nodes: Mapping[str, NodeView] = field(default_factory=dict)
     started: float | None = None
-    #: When the last agent that was heard ended.
+    #: When the last known agent ended.
     ended: float | None = None
     exitcode: int | None = None
-    #: The last failure, also if the job went on after it.
+    #: The last failure, even if the job recovered from it.
     failure: FailureView | None = None
     history: tuple[Change, ...] = ()
-    #: The furthest step a worker has entered, and steps per second; None where nobody tells.
+    #: The furthest step a worker entered, and steps per second; None: unknown.
     step: int | None = None
     rate: float | None = None
-    #: Wall clock of the last step that was entered.
+    #: Wall clock of when the last step was entered.
     stepped: float | None = None
     ranks: tuple[RankView, ...] = ()
-    #: Workers that others wait for now; and seconds that all have waited for any, ever.
+    #: Current stragglers; and the seconds lost to all stragglers so far.
     stragglers: tuple[events.Straggler, ...] = ()
     straggler_seconds: float = 0.0
     #: The oldest first.
     worlds: tuple[WorldView, ...] = ()
     recoveries: tuple[Recovery, ...] = ()
     goodput: Goodput | None = None
-    #: Steps per second over the whole job: few points, however long it is.
+    #: Steps per second over the whole job, in a bounded number of points.
     rates: tuple[Point, ...] = ()
-    #: What the script has reported, by name, likewise.
+    #: The metrics that the script reported, by name, likewise.
     metrics: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)
-    #: The last value of each of them; None: not a finite number.
+    #: The last value of each metric; None: not finite.
     reported: Mapping[str, float | None] = field(default_factory=dict)
-    #: Samples that all workers together have trained with; None where nobody counts.
+    #: Samples that all workers have trained with; None: not counted.
     samples: int | None = None
     checkpoint: StoredView | None = None
 
@@ -140,16 +140,16 @@ class JobView:
 
     @property
     def last_recovery(self) -> Recovery | None:
-        """From the last failure."""
+        """The last recovery from a failure."""
         return next((one for one in reversed(self.recoveries) if one.is_failure), None)
 
     def members(self) -> list[NodeView]:
-        """The nodes of the world."""
+        """Return the known nodes of the world."""
         return [node for node in self.nodes.values() if node.state == "running"]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything that is known, as plain data."""
-        # Thousands of points that are plain already need not be copied one by one.
+        """Return everything as plain data."""
+        # Thousands of points are plain already and need not be copied one by one.
         data = asdict(replace(self, goodput=None, rates=(), metrics={}))
         data["rates"] = list(self.rates)
         data["metrics"] = {name: list(points) for name, points in self.metrics.items()}
@@ -160,7 +160,7 @@ class JobView:
 
 
 def fold(records: Iterable[Record]) -> JobView:
-    """The picture after these records, which are in the order of time."""
+    """Return the view after these records, which are in the order of time."""
     folded = JobFold()
     for record in records:
         folded.feed(record)
@@ -168,7 +168,7 @@ def fold(records: Iterable[Record]) -> JobView:
 
 
 def without(view: JobView, dead: Collection[str]) -> JobView:
-    """The picture when the agents with these ids turn out to be gone without a last word."""
+    """Return the view, given that the agents with these ids were killed."""
     nodes = {
         name: _with_state(node, "died") if node.agent in dead and node.state != "ended" else node
         for name, node in view.nodes.items()
@@ -184,23 +184,23 @@ def _with_state(node: NodeView, state: NodeState) -> NodeView:
 
 
 def _let_in(nodes: Mapping[str, NodeView]) -> dict[str, NodeView]:
-    """The nodes of a job that is over: there is nothing left to be held out of."""
+    """Clear `held`: in a job that has ended, no node is held out."""
     return {name: replace(node, held="") if node.held else node for name, node in nodes.items()}
 
 
 class JobFold:
-    """Takes a job's records one by one, in the order of time, and can be asked in between.
+    """Folds a job's records, one by one in the order of time, into a view.
 
-    A record costs the same however long the story is, and however many nodes the job has; only a
-    world, and a picture, cost in proportion to its nodes.
+    The cost of a record depends neither on the length of the log nor on the number of nodes; only a
+    new world and a view cost in proportion to the nodes.
     """
 
     def __init__(self) -> None:
         self._view = JobView()
         self._nodes: dict[str, NodeView] = {}
-        #: The names of nodes by the ids of their agents.
+        #: Node names by agent id.
         self._names: dict[str, str] = {}
-        #: The ids of agents that were heard and are not known to be gone.
+        #: Ids of agents that have events and are not known to be gone.
         self._agents: set[str] = set()
         self._history: deque[Change] = deque(maxlen=HISTORY)
         self._worlds: deque[WorldView] = deque(maxlen=WORLDS)
@@ -223,7 +223,7 @@ class JobFold:
         self._take(record, self._names[record.node])
 
     def view(self, now: float | None = None) -> JobView:
-        """The picture; of a job that goes on, with its goodput up to `now` by the wall clock."""
+        """Return the view; for a running job, with goodput up to `now` (wall clock)."""
         passed = now - self._last.wall if now is not None and self._last is not None else 0.0
         until = self._last.time + max(0.0, passed) if self._last is not None else None
         recoveries = self._recoveries.views()
@@ -268,14 +268,14 @@ class JobFold:
                 self._tell(record, f"{other} was lost", why)
             case events.NodeLeaving(name=other, reason=why):
                 self._set(other, state="leaving")
-                self._tell(record, f"{other} leaves", why)
+                self._tell(record, f"{other} is leaving", why)
             case events.Leaving():
                 self._set(name, state="leaving")
             case events.LeaseLost(reason=why):
                 self._set(name, state="rejoining")
-                self._tell(record, f"{name} was given up by the others", why)
+                self._tell(record, f"{name} lost its lease", why)
             case events.SignalReceived(signal=signal, action=action):
-                self._tell(record, f"{name} got {signal}", action)
+                self._tell(record, f"{name} received {signal}", action)
             case events.CheckpointStored() as stored:
                 self._checkpoint_stored(record, stored)
             case events.JobEnded() as ended:
@@ -292,7 +292,7 @@ class JobFold:
             case events.GenerationOver(kind=kind, reason=why):
                 self._change(phase="restarting")
                 self._world_over(record, kind, why)
-                self._tell(record, f"generation {generation} is over", why)
+                self._tell(record, f"generation {generation} ended", why)
             case events.WorkersStopped() if (
                 view.phase == "running" and generation == view.generation
             ):
@@ -325,7 +325,7 @@ class JobFold:
         )
 
     def _joined(self, record: Record, name: str, hosting: bool) -> None:
-        """An agent has its name from now on; before, it went by its id."""
+        """Name a node, which had its agent's id as its name before."""
         node = self._nodes.pop(self._names[record.node])
         self._names[record.node] = name
         self._nodes[name] = replace(node, name=name, hosting=hosting, state="joined")
@@ -336,7 +336,7 @@ class JobFold:
                 self._nodes[key] = replace(node, leader=key == name)
 
     def _arrived(self, name: str) -> None:
-        """The leader sees a member; its own agent, or a world, may have told already."""
+        """Add a member that the leader sees, unless it is known already."""
         present = self._nodes.get(name)
         if present is None or present.state in ("lost", "starting", "rejoining"):
             self._set(name, state="joined")
@@ -344,7 +344,7 @@ class JobFold:
     def _world_formed(self, record: Record, formed: events.WorldFormed) -> None:
         generation = record.generation or 0
         if self._view.generation is not None and generation <= self._view.generation:
-            return  # every agent tells of it
+            return  # every agent reports it
         self._place(formed)
         self._change(
             phase="running",
@@ -367,17 +367,17 @@ class JobFold:
         self._tell(record, f"generation {generation} began", formed.reason)
 
     def _place(self, formed: events.WorldFormed) -> None:
-        """Those of the world come first; who has not been heard and is not in it is gone."""
-        places: dict[str, NodeState] = dict.fromkeys(formed.nodes, "running")
-        places |= dict.fromkeys(formed.spares, "spare")
+        """Update the nodes: the world's come first; others without events are gone."""
+        states: dict[str, NodeState] = dict.fromkeys(formed.nodes, "running")
+        states |= dict.fromkeys(formed.spares, "spare")
         nodes: dict[str, NodeView] = {}
-        for name, state in places.items():
+        for name, state in states.items():
             known = self._nodes.get(name) or NodeView(name=name, state=state)
             nodes[name] = replace(known, state=state, held=formed.held.get(name, ""))
         for name, node in self._nodes.items():
             heard = node.agent is not None and node.state != "lost"
             if name not in nodes and (heard or node.state == "joined"):
-                # Still here, but not in this world: it may come into the next one.
+                # Still here, but not in this world: it may join the next one.
                 nodes[name] = _with_state(node, "joined") if node.state in _PLACED else node
         self._nodes = nodes
 
@@ -387,7 +387,7 @@ class JobFold:
             self._worlds[-1] = replace(last, ended=record.wall, end_kind=kind, end_why=why)
 
     def _waits(self, record: Record, why: str, enough: bool) -> None:
-        """It is said again every minute; the history keeps the last time only."""
+        """Note that the job waits. Repeated every minute; the history keeps only the last."""
         if self._history and self._history[-1].what == _NO_WORLD:
             self._history.pop()
         forming: JobPhase = "starting" if self._view.generation is None else "restarting"
@@ -428,9 +428,9 @@ class JobFold:
 def _as_judged(
     worlds: Iterable[WorldView], recoveries: Iterable[Recovery]
 ) -> tuple[WorldView, ...]:
-    """What ended each, as the leader's last word on it says."""
+    """Return the worlds with what ended each according to the leader's final verdict."""
     kinds = {one.generation: one.kind for one in recoveries}
-    told = [(world, kinds.get(world.generation, "")) for world in worlds]
+    pairs = [(world, kinds.get(world.generation, "")) for world in worlds]
     return tuple(
-        replace(world, end_kind=kind) if kind and world.end_kind else world for world, kind in told
+        replace(world, end_kind=kind) if kind and world.end_kind else world for world, kind in pairs
     )

@@ -13,7 +13,7 @@ from torchelastic.agent.telemetry.reporter import Reporter
 from torchelastic.clock import FakeClock
 from torchelastic.config import LaunchConfig
 from torchelastic.events import types as events
-from torchelastic.events.log import GATHERED_FILE, EventLog, read_files
+from torchelastic.events.log import COLLECTED_FILE, EventLog, read_files
 from torchelastic.rendezvous import held_out
 from torchelastic.rendezvous.restart_policy import RestartLedger
 from torchelastic.rendezvous.world import World
@@ -55,7 +55,7 @@ def gather(tmp_path) -> None:
     """The story of both nodes, of ten seconds."""
     story = Story().world(1, 0).trains(2, 0, 0).steps(8, 0, 6).over(9, 0, "finished").end(10)
     lines = "".join(record.heard_at(record.mono).line() + "\n" for record in story.records)
-    (tmp_path / GATHERED_FILE).write_text(lines)
+    (tmp_path / COLLECTED_FILE).write_text(lines)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_the_goodput_is_said_by_the_node_that_has_the_whole_story(
     reporter = narrator_of(tmp_path, nodes=nodes)
     if collected:
         gather(tmp_path)
-    asyncio.run(reporter.sum_up(tmp_path / GATHERED_FILE, leads=leads))
+    asyncio.run(reporter.sum_up(tmp_path / COLLECTED_FILE, leads=leads))
     assert len(said) == bool(expected)
     for words in expected:
         assert words in said[0]
@@ -83,7 +83,7 @@ def test_the_goodput_is_said_by_the_node_that_has_the_whole_story(
 
 def test_a_job_without_a_world_has_no_goodput(tmp_path, said):
     reporter = narrator_of(tmp_path, generation=-1)
-    asyncio.run(reporter.sum_up(tmp_path / GATHERED_FILE, leads=True))
+    asyncio.run(reporter.sum_up(tmp_path / COLLECTED_FILE, leads=True))
     assert said == []
 
 

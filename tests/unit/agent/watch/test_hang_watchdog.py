@@ -232,7 +232,7 @@ def test_who_waits_for_others_is_innocent_and_it_is_told_once_that_all_wait():
     workers = Workers(since=long_ago(), answers=Pong(waiting=True))
     watch(workers, until=lambda: workers.told and workers.asked >= 5)
     [event] = workers.told
-    assert event.text.startswith("ranks 0, 1 wait in all_reduce #17, and none is missing")
+    assert event.text.startswith("ranks 0, 1 wait in all_reduce #17; no rank is missing")
     assert workers.killed == []
 
 

@@ -337,7 +337,7 @@ def test_the_last_collective_of_a_worker(in_world, worker, told):
     ends(in_world, 1, local_rank=1)  # it shows nothing
     assert [(one.collective, one.entered, one.waited) for one in told] == [
         ("all_reduce #14", 14, False),
-        ("all_reduce #14, in which it waited", 14, True),
+        ("all_reduce #14, waiting for others", 14, True),
         ("", -1, False),
         ("", -1, False),
     ]

@@ -30,9 +30,9 @@ def test_events_are_lines_with_time_node_and_generation(show):
     Agent("job").world(0, "node-a").end(0, "done")
     lines = show("job")
     assert [line.split("  ", 1)[1] for line in lines] == [
-        "node-a        the agent starts (pid " + str(os.getpid()) + "): train.py",
-        "node-a        hosts the job at node-a:29400",
-        "node-a  g0    a world of 2 workers on 1 node (node-a): the job starts",
+        "node-a        agent started (pid " + str(os.getpid()) + "): train.py",
+        "node-a        hosts the rendezvous at node-a:29400",
+        "node-a  g0    world formed with 2 workers on 1 node (node-a): the job starts",
         "node-a        ended with exit code 0: done",
     ]
 
@@ -49,14 +49,14 @@ def test_progress_is_shown_with_all_and_json_prints_the_lines(show):
 
 def test_the_default_is_the_running_job_or_else_the_last_one(show, capsys):
     assert command.main([]) == EXIT_USAGE
-    assert "This machine knows no job: name the --log-dir of one." in capsys.readouterr().err
+    assert "No job on this machine: pass the --log-dir of one." in capsys.readouterr().err
     Agent("old").end(0, "done")
     assert "done" in show()[-1]
     Agent("live").tell(events.Note("alive")).log.close()
     assert "alive" in show()[-1]
     Agent("other").log.close()
     assert command.main([]) == EXIT_USAGE
-    assert "Several jobs run here: name one of " in capsys.readouterr().err
+    assert "Several jobs are running: choose one of " in capsys.readouterr().err
 
 
 def test_a_job_may_be_given_as_a_directory(show, capsys):
@@ -68,7 +68,7 @@ def test_a_job_may_be_given_as_a_directory(show, capsys):
     assert command.main([place, "--job", "another"]) == EXIT_USAGE
     assert "has no events of job 'another'" in capsys.readouterr().err
     assert command.main(["/nope", "--job", "x"]) == EXIT_USAGE
-    assert "no directory or file /nope" in capsys.readouterr().err
+    assert "No such file or directory: /nope" in capsys.readouterr().err
 
 
 def test_user_text_cannot_control_the_terminal(show):

@@ -178,7 +178,7 @@ def test_details_show_each_event_once(show):
     assert "command       train.py --lr 0.1\n" in text
     assert "rendezvous    node-a:29400\n" in text
     assert "nodes wanted  1 to 4\n" in text
-    assert "generation 0 is over: rank 9 on node-b" in text
+    assert "generation 0 ended: rank 9 on node-b" in text
     assert "generation 1 began: 1 of 3 restarts used\n" in text
     assert "node-a ended with exit code 1: the same failure came back\n" in text
     assert "first failure\n    rank 9 on node-b (local rank 1, pid 4242) at step 7:" in text
@@ -201,14 +201,14 @@ def test_what_cannot_be_shown_is_named_in_a_sentence(capsys, tmp_path):
         return capsys.readouterr().err
 
     assert said("nope") == (
-        "torchelastic status: This machine knows no job 'nope': `torchelastic status` lists those "
-        "it knows.\n"
+        "torchelastic status: No job 'nope' on this machine: `torchelastic status` lists the known "
+        "jobs.\n"
     )
     (tmp_path / "empty").mkdir()
-    assert "has no events: give the --log-dir of a run.\n" in said(str(tmp_path / "empty"))
-    assert "There is no directory or file" in said(str(tmp_path / "none"), "--job", "x")
+    assert "has no events: use the --log-dir of a run.\n" in said(str(tmp_path / "empty"))
+    assert "No such file or directory" in said(str(tmp_path / "none"), "--job", "x")
     (tmp_path / "torchelastic").symlink_to("/")
-    assert "is not a directory of this user" in said()
+    assert "is not a directory owned by this user" in said()
 
 
 def moved(agent: Agent, place: Path) -> Path:
@@ -360,4 +360,4 @@ def test_names_and_messages_cannot_control_the_terminal(show):
 def test_a_failure_of_another_version_does_no_harm(show):
     agent = Agent("job").world(0, "node-a").tell(events.WorkerFailed({"message": 3}), 0)
     agent.tell(events.GenerationOver("failure", "boom"), 0).log.close()
-    assert "cause: ? failed: not told" in show()
+    assert "cause: ? failed: unknown error" in show()

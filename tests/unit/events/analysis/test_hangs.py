@@ -65,7 +65,7 @@ CASES = {
     "it waits for what came before": (
         [waiting(0), waiting(1, BEFORE)],
         # Rank 0 is done with 16: what rank 1 waits for was sent, and has not come.
-        "rank 0 waits in all_reduce #17, rank 1 waits in all_reduce #16, and none is missing",
+        "rank 0 waits in all_reduce #17, rank 1 waits in all_reduce #16; no rank is missing",
         (),
     ),
     "of a group, members only": (
@@ -84,14 +84,14 @@ CASES = {
     ),
     "all wait": (
         [waiting(0), waiting(1)],
-        "ranks 0, 1 wait in all_reduce #17, and none is missing: look at the network between the "
+        "ranks 0, 1 wait in all_reduce #17; no rank is missing: check the network between the "
         "nodes",
         (),
     ),
     "different collectives": (
         [waiting(0), waiting(1, Collective("broadcast", 17))],
         "the ranks call different collectives (rank 0 in all_reduce #17; rank 1 in broadcast #17)"
-        ": a bug of the script",
+        ": a bug in the script",
         (),
     ),
     "different, and one has gone on by itself": (
@@ -101,13 +101,13 @@ CASES = {
     ),
     "nobody waits": (
         [working(0), working(1)],
-        "no rank waits for another: ranks 0, 1 do something of their own",
+        "no rank waits in a collective: ranks 0, 1 are outside any collective",
         (),
     ),
     "launched, and went on": (
         [waiting(0), working(1, REDUCE)],
-        "rank 0 waits in all_reduce #17, though none is missing there; rank 1 does something of "
-        "its own",
+        "rank 0 waits in all_reduce #17; no rank is missing from it; rank 1 is outside any "
+        "collective",
         (1,),
     ),
     "by their stacks": (
@@ -122,7 +122,7 @@ CASES = {
     ),
     "between two": (
         [shown(0, "recv"), shown(1, "barrier")],
-        "rank 0 waits in recv, rank 1 waits in barrier, and none is missing",
+        "rank 0 waits in recv, rank 1 waits in barrier; no rank is missing",
         (),
     ),
     "in a backward": (
@@ -130,29 +130,32 @@ CASES = {
         "rank 1 is missing from backward, in which rank 0 waits",
         (1,),
     ),
-    "nobody is known": ([], "no rank waits for another", ()),
+    "nobody is known": ([], "no rank waits in a collective", ()),
     "one shows nothing": (
         [shown(0, "all_reduce"), by_itself(1), unread(2)],
-        "rank 1 is missing from all_reduce, in which rank 0 waits; what rank 2 does could not be "
-        "seen",
+        "rank 1 is missing from all_reduce, in which rank 0 waits; rank 2 could not be inspected",
         (1,),
     ),
     "all others wait": (
         [shown(0, "all_reduce"), unread(1), unread(2)],
-        "rank 0 waits in all_reduce; what ranks 1, 2 do could not be seen",
+        "rank 0 waits in all_reduce; ranks 1, 2 could not be inspected",
         (),
     ),
     "by what another program writes": (
         [shown(0, "all_reduce"), unread(1, 'Thread 7 (idle): "MainThread"\n  f (train.py:7)')],
-        "rank 0 waits in all_reduce; what rank 1 does could not be seen",
+        "rank 0 waits in all_reduce; rank 1 could not be inspected",
         (),
     ),
     "different ones, but not of all": (
         [shown(0, "all_reduce"), shown(1, "broadcast"), unread(2)],
-        "rank 0 waits in all_reduce, rank 1 waits in broadcast; what rank 2 does could not be seen",
+        "rank 0 waits in all_reduce, rank 1 waits in broadcast; rank 2 could not be inspected",
         (),
     ),
-    "nothing is seen": ([unread(0)], "no rank waits for another; what rank 0 does could not", ()),
+    "nothing is seen": (
+        [unread(0)],
+        "no rank waits in a collective; rank 0 could not be inspected",
+        (),
+    ),
     "its number tells enough": (
         [waiting(0), working(1, stack=NOTHING)],
         "rank 1 is missing from all_reduce #17, in which rank 0 waits",

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from tests.unit.cli.commands.test_status import Agent, trained
 from torchelastic.events import types as events
-from torchelastic.events.analysis.find_job import Story, choose
-from torchelastic.events.analysis.live_view import LivePicture
+from torchelastic.events.analysis.find_job import JobLogs, choose
+from torchelastic.events.analysis.live_view import LiveView
 from torchelastic.events.analysis.view import fold
 from torchelastic.events.log import EventLog, read, read_files
 
@@ -19,7 +19,7 @@ def collected(agent: Agent, records=()) -> EventLog:
 
 def test_the_picture_is_that_of_all_records_at_any_time():
     agent = Agent("job")
-    live = LivePicture(choose("job"))
+    live = LiveView(choose("job"))
     assert live.look().phase == "starting"
     agent.world(0, "node-a").tell(events.Training(0, 0, 0), 0)
     for step in range(1, 30):
@@ -36,7 +36,7 @@ def test_the_picture_is_that_of_all_records_at_any_time():
 
 def test_lines_that_come_late_are_put_in_order():
     agent = Agent("job").world(0, "node-a", "node-b")
-    live = LivePicture(choose("job"))
+    live = LiveView(choose("job"))
     agent.world(2, "node-a", reason="later")
     live.look()
     agent.clock.advance(-0.5)
@@ -46,7 +46,7 @@ def test_lines_that_come_late_are_put_in_order():
     seen = live.look()
     assert seen.phase == "running"
     assert [change.what for change in seen.history][-2:] == [
-        "generation 0 is over",
+        "generation 0 ended",
         "generation 2 began",
     ]
     live.close()
@@ -54,7 +54,7 @@ def test_lines_that_come_late_are_put_in_order():
 
 def test_a_line_and_its_gathered_copy_are_one():
     agent = trained("job")
-    live = LivePicture(choose("job"))
+    live = LiveView(choose("job"))
     before = live.look(now=0.0)
     collected(agent, read(agent.log.path)).close()
     assert live.look(now=0.0) == before
@@ -70,7 +70,7 @@ def test_the_story_of_nodes_that_were_not_heard_before_is_put_in_its_place(monke
     other.emit(events.Progress([2, 3], [5, 5], [agent.clock.now()] * 2), generation=0)
     for _ in range(100):
         agent.tell(events.Note("time passes"))
-    live = LivePicture(choose("job"))
+    live = LiveView(choose("job"))
     assert live.look().nodes["node-b"].agent is None
     told = collected(agent, [*read(agent.log.path), *read(other.path)])
     told.close()
@@ -85,7 +85,7 @@ def test_the_story_of_nodes_that_were_not_heard_before_is_put_in_its_place(monke
 
 def test_the_lines_of_another_job_in_the_directory_are_not_taken(tmp_path):
     agent = Agent("job").world(0, "node-a")
-    live = LivePicture(Story(where=agent.log.path.parent))
+    live = LiveView(JobLogs(where=agent.log.path.parent))
     stranger = EventLog(agent.log.path, job="other", node="z", clock=agent.clock)
     stranger.emit(events.Note("of another job"))
     stranger.close()
@@ -97,7 +97,7 @@ def test_the_lines_of_another_job_in_the_directory_are_not_taken(tmp_path):
 
 def test_what_has_been_heard_takes_no_more_room_the_longer_the_story_is():
     agent = Agent("job").world(0, "node-a")
-    live = LivePicture(choose("job"))
+    live = LiveView(choose("job"))
     for step in range(50):
         agent.tell(events.Progress([0], [step], [agent.clock.now()]), 0)
         live.read()

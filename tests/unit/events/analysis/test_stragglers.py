@@ -96,7 +96,7 @@ def test_it_is_named_after_three_rounds_with_what_the_others_have_waited():
     assert found.cost == found.lost == pytest.approx(30 * 0.2)
     event = found.event("b")
     assert event.text == (
-        "rank 1 on b is slow: 300 ms of its own per step, where 100 ms is usual; "
+        "rank 1 on b is slow: 300 ms per step without waiting, median 100 ms; "
         "the others have waited 6.0 s for it so far"
     )
     assert (event.rank, event.name, event.over) == (1, "b", False)
@@ -160,8 +160,8 @@ def test_what_it_has_cost_in_all_is_told_once_when_its_generation_is_over():
     (last,) = job.watch.sum_up()
     assert (last.cost, last.lost, last.again, last.over) == (45.0, 45.0, True, False)
     assert last.event("b").text == (
-        "rank 1 on b was slow to the end: 750 ms of its own per step, where 250 ms is usual; "
-        "the others have waited 45 s for it"
+        "rank 1 on b stayed slow until the generation ended: 750 ms per step without waiting, "
+        "median 250 ms; the others have waited 45 s for it"
     )
     assert job.watch.sum_up() == [], "nothing is new"
 

@@ -169,8 +169,8 @@ def test_a_lost_lease_and_a_signal_are_told():
     story.tell(events.SignalReceived("SIGTERM", "leaving the job")).tell(events.Leaving("SIGTERM"))
     assert story.states() == {"a": "leaving"}
     assert [change.what for change in story.view().history[-2:]] == [
-        "a was given up by the others",
-        "a got SIGTERM",
+        "a lost its lease",
+        "a received SIGTERM",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Which worker had which rank: its agent, and its local rank there. Pure."""
+"""The agent and local rank of each rank. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torchelastic.events.record import Record
 
 
 @dataclass(frozen=True, order=True)
-class Place:
-    """A worker's place in a generation."""
+class RankLocation:
+    """The agent and local rank of a worker in a generation."""
 
     rank: int
     #: The id of its agent.
@@ -19,8 +19,8 @@ class Place:
 
 
 @dataclass
-class Places:
-    """Those of one generation: a given one, or the last that is told of."""
+class RankLocations:
+    """The places of one generation: the wanted one, or the last."""
 
     wanted: int | None = None
     generation: int = -1
@@ -40,10 +40,10 @@ class Places:
                 self._ranks.clear()
             self._ranks.setdefault(record.node, set()).update(ranks)
 
-    def known(self) -> list[Place]:
-        """By rank; of nodes whose workers have all been told of, since ranks go by local ranks."""
+    def known(self) -> list[RankLocation]:
+        """Return places by rank, of nodes whose ranks are all known: local ranks follow ranks."""
         return sorted(
-            Place(rank, agent, local_rank)
+            RankLocation(rank, agent, local_rank)
             for agent, ranks in self._ranks.items()
             if len(ranks) == self._workers.get(agent, len(ranks))
             for local_rank, rank in enumerate(sorted(ranks))
