@@ -32,7 +32,7 @@ def test_a_job_goes_on_though_everything_that_watches_it_fails(tmp_path):
         [sentence] = re.findall(rf"(?m)^\[torchelastic\] {name} failed: .*$", said)
         assert "ValueError: blind (blind.py, line " in sentence
         assert sentence.endswith("It restarts in 1 s. Training is not affected.")
-    assert said.count("Narrator.world_seen failed; the job is not affected") == 1
+    assert said.count("Reporter.world_seen failed; the job is not affected") == 1
 
 
 def children(pid):

@@ -317,7 +317,7 @@ class Agent:
         await self._snapshots.close()
         await self._session.last_words(LAST_WORDS)
         await self._beside.cancel()
-        with observing("Closing what watches the workers"):
+        with observing("Closing the watchdogs"):
             await self._query_socket.close()
             self._hangs.close()
             await self._inspector.close()
@@ -350,7 +350,7 @@ class Agent:
         if self._page is not None:
             with observing("Closing the dashboard"):
                 await self._page.close()
-                logger.info("%s shows this job again", self._page.again(self._run_dir))
+                logger.info("to see this job again: %s", self._page.again(self._run_dir))
 
     def _outcome(self) -> Outcome:
         state = self._state
@@ -407,7 +407,7 @@ class Agent:
         if not self._state.leaving:
             self._reporter.world_seen(world)
         if world.phase == "running":
-            with observing("Observing the new world"):
+            with observing("Reporting the new world"):
                 self._sampling.turn_to(world.generation, world.count)
                 self._shipper.turn_to(world.count, world.host)
                 if self._stragglers is not None:
@@ -503,7 +503,7 @@ class Agent:
 
     @property
     def _crew(self) -> InProcessState:
-        assert isinstance(self._state, InProcessState), "asked before the workers were resident"
+        assert isinstance(self._state, InProcessState), "the workers are not resident"
         return self._state
 
     # --- commands --------------------------------------------------------------------------------

@@ -24,15 +24,18 @@ _LINE = 200
 
 #: What a signal says beyond its name, where that is certain enough to be of help.
 _SIGNAL_WORDS = {
-    "SIGABRT": "it called abort(), often a failed check in C++ code",
+    "SIGABRT": "it called abort(); often a failed check in C++ code",
     "SIGBUS": "bus error, often a full /dev/shm or disk behind mapped memory",
     "SIGFPE": "arithmetic error in native code",
-    "SIGILL": "the processor does not know an instruction",
+    "SIGILL": "illegal instruction, often a binary built for another CPU",
     "SIGSEGV": "segmentation fault in native code",
 }
 
 #: How shells report the end of what they ran.
-_SHELL_WORDS = {126: "a shell found a program it cannot execute", 127: "a shell found no program"}
+_SHELL_WORDS = {
+    126: "the shell could not execute the command",
+    127: "the shell did not find the command",
+}
 
 
 _ENTRY_FLAGS = {"script": (), "module": ("-m",), "program": ("--no-python",)}
@@ -70,7 +73,7 @@ def exit_words(exitcode: int) -> str:
         return _signal_words(signal_name(-exitcode))
     words = _SHELL_WORDS.get(exitcode, "")
     if 128 < exitcode <= 192:
-        words = f"a shell's word for {signal_name(exitcode - 128)}"
+        words = f"a shell's code for {signal_name(exitcode - 128)}"
     return f"exit code {exitcode} ({words})" if words else f"exit code {exitcode}"
 
 
@@ -92,14 +95,14 @@ def beginning(begins: orders.Begins, *, best_step: int, resident: bool) -> str:
     )
     if best_step > 0:
         return (
-            f"All copies of the state were lost: training begins again at step 0 (generation "
+            f"All copies of the training state were lost: training restarts at step 0 (generation "
             f"{begins.generation}). It had reached step {best_step}.{advice}"
         )
     if begins.stored:
         return ""
     holders = "workers" if resident else "nodes"
     return (
-        f"No checkpoint directory: if all {holders} are lost at once, training begins again at "
+        f"No checkpoint directory is set: if all {holders} are lost at once, training restarts at "
         f"step 0.{advice}"
     )
 
@@ -145,11 +148,11 @@ def failures_block(title: str, cause: Failure | None, others: Sequence[Failure])
     causes = [one for one in others if one.by_itself]
     fell = [one for one in others if not one.by_itself]
     if causes:
-        lines += ["Failed by themselves, too:", *_others(causes)]
+        lines += ["Failed independently:", *_others(causes)]
     if fell:
-        lines += ["Fell because of it:" if cause else "Failures:", *_others(fell)]
+        lines += ["Failed as a consequence:" if cause else "Failures:", *_others(fell)]
     elif cause is not None:
-        lines += ["Nothing else fell because of it."]
+        lines += ["Nothing else failed as a consequence."]
     return "\n".join(["", *lines, border])
 
 

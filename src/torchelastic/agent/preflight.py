@@ -34,7 +34,7 @@ async def until_passed(
         how, output = problem
         seconds = pause(failures)
         shown = "".join(f"\n  {line}" for line in output[-SHOWN:])
-        again = f"this node does not take part; the next check is in {seconds:g} s"
+        again = f"this node stays out of training; the next check is in {seconds:g} s"
         said = f" Last lines of its output:{shown}" if shown else " It printed nothing."
         on_failure(how, f"The --preflight check {how}: {again}.{said}")
         await asyncio.sleep(seconds)

@@ -127,7 +127,7 @@ class Snapshots:
         try:
             said = messages.from_json(message)
         except ValueError as error:
-            logger.debug("a worker sent something unreadable: %s", error)
+            logger.debug("ignored an invalid message from a worker: %s", error)
             return
         match said:
             case (
@@ -228,7 +228,7 @@ class Snapshots:
                 try:
                     return await replicator.fetch_freshest(SHARED, peer)
                 except (TransferError, NoRoom) as error:
-                    logger.debug("no state from %s ahead of the workers: %s", peer, error)
+                    logger.debug("could not prefetch the state from %s: %s", peer, error)
 
     async def _note_sealed(self) -> None:
         """All that has been heard until now at once: steps may be short, and workers many."""
@@ -367,10 +367,10 @@ class _Holder:
         try:
             version = await self._replicator.give(piece, self._peer)
         except TransferError as error:
-            logger.debug("no copy of %s at %s: %s", piece, self._peer, error)
+            logger.debug("could not copy %s to %s: %s", piece, self._peer, error)
             self._in_vain += 1
             if self._in_vain == PATIENCE:
-                self._say_once(f"Copies of snapshots do not reach {self._peer}: {error}")
+                self._say_once(f"Cannot copy snapshots to {self._peer}: {error}")
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._news.wait(), TRY_AGAIN)
             self._news.set()

@@ -31,7 +31,7 @@ class Cgroup:
         """A new one below this process's own; None where that is not allowed."""
         home = own_directory()
         if home is None:
-            logger.debug("no cgroup for the workers: this process is in none of version 2")
+            logger.debug("no cgroup for the workers: this process is in no version 2 cgroup")
             return None
         made = cls(os.path.join(home, f"{prefix_of(os.getpid())}{os.urandom(4).hex()}"))
         try:
@@ -103,7 +103,7 @@ class Cgroup:
             if not os.path.exists(self.path):
                 return True
             if time.monotonic() > deadline:
-                logger.warning("a process in %s does not die", self.path)
+                logger.warning("a process in %s did not die after SIGKILL", self.path)
                 return False
             time.sleep(0.001)
 

@@ -16,7 +16,7 @@ PR_SET_PDEATHSIG = 1
 def main() -> None:
     owner, *command = sys.argv[1:]
     if ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        sys.exit("the kernel does not tie a process to its parent")
+        sys.exit("prctl(PR_SET_PDEATHSIG) failed: the kernel cannot tie this process to its parent")
     # Died before the call: the signal would never come.
     if os.getppid() == int(owner):
         os.execv(command[0], command)

@@ -56,7 +56,7 @@ def signal_thread(pid: int, thread: int, signum: int) -> None:
     """
     number = _TGKILL.get(os.uname().machine)
     if number is None:
-        raise OSError(errno.ENOSYS, "No number of tgkill is known for this machine")
+        raise OSError(errno.ENOSYS, "The tgkill system call number of this machine is not known")
     if _libc.syscall(ctypes.c_long(number), pid, thread, int(signum)) != 0:
         failed = ctypes.get_errno()
         raise OSError(failed, os.strerror(failed))

@@ -59,8 +59,8 @@ def refusal(
         return None
     return (
         f"No room for {what}: they need {in_words(needed)} of memory, and "
-        f"{in_words(tightest.left)} of the {in_words(tightest.most)} of {tightest.place} are left; "
-        f"give the node more memory, or keep less state, or {otherwise}."
+        f"{in_words(tightest.left)} of the {in_words(tightest.most)} of {tightest.place} are free; "
+        f"give the node more memory, keep less state, or {otherwise}."
     )
 
 

@@ -300,7 +300,7 @@ async def test_a_node_that_takes_no_copy_is_tried_again_and_told_of_once(monkeyp
         await a.write(own(0), (0, 1))
         while not a.said:
             await asyncio.sleep(0.005)
-        assert a.said[0].startswith(f"Copies of snapshots do not reach {b.peer}: No room")
+        assert a.said[0].startswith(f"Cannot copy snapshots to {b.peer}: No room")
         monkeypatch.setattr(memory_limit, "limits", enough)
         await b.holds(own(0), (0, 1), True)
         assert len(a.said) == 1

@@ -284,7 +284,7 @@ def _report_missing(state: InProcessState, world: World, local_rank: int, rank: 
         local_rank=local_rank,
         pid=0,
         exitcode=1,
-        message="lost a peer: the worker had ended before it could enter the world",
+        message="lost a peer: the worker exited before it could enter the world",
     )
     if died_of:
         failure = replace(died_of[-1], generation=world.generation, rank=rank)
@@ -417,7 +417,7 @@ def _succeeded(state: InProcessState, event: WorkerSucceeded) -> Step:
         local_rank=event.local_rank,
         pid=0,
         exitcode=0,
-        message="the worker ended (exit code 0) before the training was done",
+        message="the worker exited (exit code 0) before the training was done",
     )
     return _failed(state, WorkerFailed(failure))
 
@@ -534,7 +534,7 @@ def _lease_lost(state: InProcessState, event: LeaseLost) -> Step:
     commands: list[Command] = []
     for local_rank in state.having(Status.TRAINING):
         worker = state.workers[local_rank]
-        order = orders.Over(worker.generation, "this node was given up by the others")
+        order = orders.Over(worker.generation, "the other nodes declared this node lost")
         state = _with(state, local_rank, replace(worker, stopping=worker.generation))
         commands.append(Tell(local_rank, order))
     state, more = _when_stopped(replace(state, rejoin=True))

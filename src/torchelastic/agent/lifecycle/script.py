@@ -345,7 +345,7 @@ def _gone_home(state: ScriptState) -> WorkerFailed:
         local_rank=ended,
         pid=0,
         exitcode=0,
-        message="the worker has ended without calling torchelastic.train, which others wait in",
+        message="the worker exited without calling torchelastic.train while others wait in it",
         fatal=True,
     )
     return WorkerFailed(failure)

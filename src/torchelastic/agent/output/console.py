@@ -142,7 +142,7 @@ class Console(logging.Handler):
                 self._weight += len(rest)
                 return True
         if self._lost:
-            said, self._lost = f"({self._lost} lines are left out: nobody read them.)\n", 0
+            said, self._lost = f"({self._lost} lines omitted: stderr was not read.)\n", 0
             self._behind.append(said.encode())
             self._weight += len(said)
             return True

@@ -106,7 +106,7 @@ def _end_of(path: Path) -> bytes:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
             return file.read(TAIL)
     except OSError as error:
-        log.debug("%s is not read: %s", path, error)
+        log.debug("cannot read %s: %s", path, error)
         return b""
 
 
@@ -151,7 +151,7 @@ class NodeLogs:
             if directory is None:
                 raise
             log.warning(
-                "Generation %d has no log files: %s cannot be made (%s).",
+                "Generation %d has no log files: cannot create %s (%s).",
                 generation,
                 error.filename or directory,
                 error.strerror,
@@ -177,7 +177,7 @@ class NodeLogs:
             try:
                 shutil.rmtree(self._run_dir.parent)
             except OSError as error:
-                log.warning("%s is left behind (%s).", self._run_dir.parent, error.strerror)
+                log.warning("Could not delete %s (%s).", self._run_dir.parent, error.strerror)
 
     def _attempt_dir(self, generation: int) -> Path | None:
         return self._run_dir / f"attempt_{generation}" if has_files(self._config) else None

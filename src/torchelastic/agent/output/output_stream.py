@@ -73,7 +73,7 @@ class OutputStream:
         except BlockingIOError:
             self._wait()
         except OSError as error:
-            log.info("Nobody reads our %s any more (%s).", self._name, error.strerror)
+            log.info("The agent's %s was closed by its reader (%s).", self._name, error.strerror)
             self.close()
             return
         else:

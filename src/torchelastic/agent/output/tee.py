@@ -157,7 +157,7 @@ class Backlog:
 
     def _note_what_is_missing(self, file: int) -> None:
         if self._missing:
-            note = b"\n(%d bytes are missing here: there was no room for them.)\n" % self._missing
+            note = b"\n(%d bytes are missing here: the disk was full.)\n" % self._missing
             if (written := os.write(file, note)) < len(note):
                 self._written += written
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -167,7 +167,7 @@ class Backlog:
     def _warn(self, error: OSError) -> None:
         if not self._warned:  # a disk may be full for weeks
             self._warned = True
-            log.warning("Output is missing in %s: %s.", self._path, error.strerror)
+            log.warning("Worker output is missing in %s: %s.", self._path, error.strerror)
 
 
 class LineFile:
@@ -187,7 +187,7 @@ class LineFile:
             os.write(self._file, prefix + line + b"\n")
         except OSError as error:
             self._writable = False
-            log.warning("%s ends here: it cannot be written (%s).", self._path, error.strerror)
+            log.warning("%s ends here: cannot write to it (%s).", self._path, error.strerror)
 
     def close(self) -> None:
         os.close(self._file)

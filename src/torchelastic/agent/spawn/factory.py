@@ -91,8 +91,8 @@ class ProcessFactory:
         how = await self.zygote.killed() if self.zygote is not None else ""
         if how and self.replaced == MOST_ZYGOTES:
             logger.warning(
-                "The zygote was killed %d times (the last: %s). Workers of this node start as "
-                "plain processes from now on, not warm.",
+                "The zygote was killed %d times (the last: %s). New workers on this "
+                "node start as plain processes (slower).",
                 MOST_ZYGOTES + 1,
                 how,
             )

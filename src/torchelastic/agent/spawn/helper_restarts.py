@@ -27,7 +27,7 @@ from torchelastic.side_tasks import pause
 #: A store host that ends sooner after its first store is restarted with a growing pause, and ends
 #: the node when that has happened too often in a row (`side_tasks.RESTARTABLE`).
 STEADY = 10.0
-STORE_LOST = "the process that held the workers' store has ended"
+STORE_LOST = "the workers' store host exited"
 
 
 @dataclass

@@ -85,7 +85,7 @@ class StoreHost:
         answer = await self._ask("open", ANSWER if self._held else FIRST_ANSWER)
         if not answer.isdecimal():
             self._kill()
-            raise SpawnError(f"The process that holds the workers' stores answered {answer!r}.")
+            raise SpawnError(f"The store host sent an invalid answer: {answer!r}.")
         port = int(answer)
         self._held.add(port)
         self.lost.discard(port)
@@ -112,21 +112,20 @@ class StoreHost:
         answer = b""
         async with self._lock:
             if self._reader is None or self._writer is None:
-                raise SpawnError("The process that holds the workers' stores is not running.")
+                raise SpawnError("The store host is not running.")
             try:
                 self._writer.write(f"{request}\n".encode())
                 answer = await asyncio.wait_for(self._reader.readline(), limit)
             except asyncio.TimeoutError:
                 self._kill()
                 raise SpawnError(
-                    "The process that holds the workers' stores has not answered for "
-                    f"{limit:g} s and is killed."
+                    f"The store host has not answered for {limit:g} s and is killed."
                 ) from None
             except ConnectionError:
                 pass
         if not answer.endswith(b"\n"):  # it was killed, maybe in the middle of a number
             self._kill()
-            raise SpawnError("The process that holds the workers' stores has ended.")
+            raise SpawnError("The store host has ended.")
         return answer.decode().strip()
 
     def _kill(self) -> None:

@@ -166,7 +166,7 @@ class Zygote:
             try:
                 socket.send_fds(self._control, [json.dumps(message).encode()], sent)
             except OSError as error:
-                logger.debug("the zygote does not listen: %s", error)
+                logger.debug("cannot send to the zygote: %s", error)
         while True:
             try:
                 answer = await asyncio.wait_for(self._receive(), ANSWER_LIMIT)
@@ -222,7 +222,7 @@ class Zygote:
         """Wait for the end of the process: `exit code 1`, `killed by SIGKILL`."""
         exitcode = await self._exitcode()
         if exitcode == -signal.SIGPROF:
-            return "its Python does not import sitecustomize, by which we start"
+            return "its Python does not import sitecustomize, which torchelastic needs to start"
         return exit_words(exitcode)
 
     async def killed(self) -> str:
@@ -282,13 +282,13 @@ class Zygote:
 def unlike(spawn: WorkerSpawn, env: Mapping[str, str]) -> str:
     """Why a worker cannot be a copy of a process that imported torch in `env`; empty if it can."""
     if spawn.entry.kind == "program":
-        return f"{spawn.entry.target} is no Python program"
+        return f"{spawn.entry.target} is not a Python program"
     for name in sorted(env.keys() | spawn.env.keys()):
         ours = name.startswith("TORCHELASTIC_")
         if not ours and name.startswith(IMPORT_TIME) and env.get(name) != spawn.env.get(name):
-            return f"{name} acts when torch is imported, and is not what the zygote had"
+            return f"{name} takes effect when torch is imported, and the zygote had another value"
     if spawn.cpus is not None and "OMP_NUM_THREADS" not in spawn.env:
-        return "without OMP_NUM_THREADS its CPUs decide, when torch is imported, how many threads"
+        return "without OMP_NUM_THREADS, its CPUs set the thread count when torch is imported"
     return ""
 
 

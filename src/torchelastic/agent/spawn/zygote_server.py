@@ -296,7 +296,7 @@ def unfit_to_fork() -> str:
     threads = linux.thread_names()
     if len(threads) > 1:
         return (
-            f"an imported module has started threads, which a fork loses: {len(threads)} of them "
+            f"an imported module has started threads, which do not survive a fork: {len(threads)} "
             f"({', '.join(sorted(set(threads)))})"
         )
     if sys.modules["torch"].cuda.is_initialized() or _devices():
@@ -338,7 +338,7 @@ def fork_orphan(announce: Callable[[int], None] = lambda pid: None) -> int:
         ours.close()  # `between` may go
         os.waitpid(between, 0)
     if not pid:
-        raise OSError("there can be no more processes")
+        raise OSError("no more processes can be created")
     return pid
 
 

@@ -41,7 +41,7 @@ class Offset:
 
     def at(self, mono: float) -> float:
         """An event's time by the leader's clock; what came later is not made earlier."""
-        assert self._least is not None, "asked before anything was heard"
+        assert self._least is not None, "no message has been timed yet"
         self._latest = max(self._latest, mono + self._least)
         return self._latest
 

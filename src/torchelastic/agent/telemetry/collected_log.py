@@ -40,9 +40,7 @@ class CollectedLog:
         except OSError as error:
             self.dropped += 1
             if self.dropped == 1:
-                log.warning(
-                    "Gathered events are lost: %s cannot be written (%s).", self.path, error
-                )
+                log.warning("Collected events are lost: cannot write %s (%s).", self.path, error)
 
     def close(self) -> None:
         self._file.close()

@@ -115,7 +115,7 @@ class LogCollector:
     def admit(self, link: Link, hello: frames.Hello) -> None:
         """Take a connection from the reception."""
         if self._closing or len(self._visitors) >= MOST_VISITORS:
-            link.send(frames.Refusal("This agent gathers no more events."))
+            link.send(frames.Refusal("This agent accepts no more event connections."))
             link.close()
             return
         visitor = _Visitor(link)
@@ -139,11 +139,11 @@ class LogCollector:
 
     def _check(self, visitor: _Visitor, upto: float, lines: bytes) -> None:
         if not visitor.node or visitor.waits:
-            raise WireError("An agent tells its events out of turn.")
+            raise WireError("An agent sent events out of turn.")
         if len(lines) > BATCH + LONGEST_LINE or not lines.endswith(b"\n"):
-            raise WireError("What an agent tells is no lines, or too many at a time.")
+            raise WireError("An agent sent an invalid or oversized batch of events.")
         if not math.isfinite(upto):
-            raise WireError("What an agent tells has no time.")
+            raise WireError("An agent sent events without a time.")
 
     def _answer(self, visitor: _Visitor, upto: float, at: float) -> None:
         visitor.waits = False
@@ -164,7 +164,7 @@ class LogCollector:
         """Have lines written; done when they are, or when they cannot be."""
         self._has[node] = max(self.upto(node), upto)
         for listener in self._listeners:
-            with observing("Listening to gathered events"):
+            with observing("Processing collected events"):
                 listener(lines)
         portion = _Portion(lines, asyncio.get_running_loop().create_future())
         self._portions.append(portion)
@@ -194,7 +194,7 @@ class LogCollector:
 
     def _wrote(self, writing: asyncio.Task[None]) -> None:
         if not writing.cancelled() and (bug := writing.exception()) is not None:
-            logger.error("Gathered events could not be written.", exc_info=bug)
+            logger.error("Could not write collected events.", exc_info=bug)
 
     async def close(self) -> None:
         """Write what is here, and take nothing more."""

@@ -68,7 +68,7 @@ class DashboardProcess:
                 pid = start_program(command, env=env, streams=streams, prepare=_prepare)
             except SpawnError as error:
                 ours.close()
-                logger.warning("no dashboard: %s The job goes on.", error)
+                logger.warning("Could not start the dashboard: %s The job goes on.", error)
                 return set()
         ours.setblocking(False)
         self._channel, self._pidfd = ours, os.pidfd_open(pid)
@@ -95,7 +95,7 @@ class DashboardProcess:
         if "error" in told:
             say(f"no dashboard at {self._config.dashboard}: {told['error']}; the job goes on")
         else:
-            say(f"the dashboard has ended: {exit_words(self._ended.result())}; the job goes on")
+            say(f"the dashboard exited: {exit_words(self._ended.result())}; the job goes on")
 
     async def close(self) -> None:
         """End it, after it has shown how the job ended to those who look."""

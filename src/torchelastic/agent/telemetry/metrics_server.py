@@ -63,7 +63,7 @@ class MetricsServer:
         try:
             self._metrics.feed(record)
         except Exception:  # a mistake in the counting must not end the job that is counted
-            logger.exception("The metrics are wrong from now on, and are told no more.")
+            logger.exception("Counting metrics failed; metrics are no longer served.")
             self._metrics = None
 
     async def open(self, background: Background, say: Callable[[str], None]) -> None:
@@ -110,9 +110,9 @@ class MetricsServer:
             try:
                 await asyncio.wait_for(self._answer(connection), PATIENCE)
             except (OSError, asyncio.TimeoutError) as error:
-                logger.debug("a scraper is gone: %r", error)
+                logger.debug("a scraper disconnected: %r", error)
             except Exception:  # told here: nobody waits for this task
-                logger.exception("A scraper could not be answered.")
+                logger.exception("Could not answer a scraper.")
 
     async def _answer(self, connection: socket.socket) -> None:
         head = await http_socket.receive_head(connection)
@@ -146,8 +146,8 @@ def _load_token(config: LaunchConfig) -> bytes | None:
         if not loopback_addresses(parse_endpoint(config.metrics_address)[0]):
             raise ConfigError(
                 f"--metrics-address {config.metrics_address} can be reached from other machines: "
-                "give --metrics-token-file, a file with what scrapers have to show, or a loopback "
-                "address."
+                "give --metrics-token-file, a file with the token scrapers must send, or a "
+                "loopback address."
             )
         return None
     return read_secret(path, "--metrics-token-file").reveal()

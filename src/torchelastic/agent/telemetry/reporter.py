@@ -47,7 +47,7 @@ def set_up_log(name: str = "") -> Console:
     level = logging.getLevelName(wanted)
     logger.setLevel(level if isinstance(level, int) else logging.INFO)
     if not isinstance(level, int):
-        logger.warning("LOGLEVEL=%s is no level of logging: using INFO", wanted)
+        logger.warning("LOGLEVEL=%s is not a valid log level; using INFO", wanted)
     return handler
 
 
@@ -165,7 +165,7 @@ class Reporter:
         self.name = name
         if self._config.max_nodes > 1:
             set_up_log(name)
-        where = "hosting the rendezvous now" if backend.is_host else "joined anew"
+        where = "hosting the rendezvous now" if backend.is_host else "rejoined"
         logger.info("%s at %s", where, backend.endpoint)
         self._log.emit(events.Note(text=f"{where} as {name} at {backend.endpoint}"))
 
@@ -180,8 +180,8 @@ class Reporter:
             logger.warning("%s This node stops its workers and looks for another host.", store_lost)
             self._log.emit(events.LeaseLost(reason=store_lost))
             return
-        reason = f"no keep-alive has reached the rendezvous for {self._config.lease:g} s"
-        logger.warning("%s: this node counts as failed there and stops its workers", reason)
+        reason = f"no keep-alive reached the rendezvous for {self._config.lease:g} s"
+        logger.warning("%s: the others treat this node as failed; it stops its workers", reason)
         self._log.emit(events.LeaseLost(reason=reason))
 
     def say(self, sentence: str) -> None:
@@ -271,7 +271,7 @@ class Reporter:
         is_full = world.count >= self._config.max_nodes
         if is_full or self.name in world.spares or world.spare_count > len(world.spares):
             return "; this node waits as a spare"
-        return "; this node is a newcomer and warms up for a later world"
+        return "; this node joined late and warms up for a later world"
 
     def _waits(self, world: World) -> None:
         if self._config.min_nodes == 1 and not world.count:
@@ -305,7 +305,9 @@ class Reporter:
         self._log.emit(started, generation=generation)
 
     def standby_started(self, local_rank: int, pid: int, seconds: float) -> None:
-        logger.info("worker %d starts (pid %d), to enter a later world", local_rank, pid)
+        logger.info(
+            "local rank %d: worker started (pid %d), on standby for a later world", local_rank, pid
+        )
         started = events.StandbyStarted(local_rank=local_rank, worker_pid=pid, seconds=seconds)
         self._log.emit(started)
 
@@ -329,7 +331,7 @@ class Reporter:
     def hang(self, generation: int, hang: events.Hang) -> None:
         # Where nobody waits, as at the end of a timer, who is killed is all there is to say.
         if any(row["waiting"] for row in hang.ranks):
-            logger.warning("workers stand still: %s", hang.text)
+            logger.warning("workers are hung: %s", hang.text)
         self._log.emit(hang, generation=generation)
 
     def stragglers(self, generation: int, found: Sequence[events.Straggler]) -> None:
@@ -346,8 +348,8 @@ class Reporter:
         self, generation: int, rank: int, local_rank: int, reason: str, stack: str
     ) -> None:
         """A worker that is in no world yet has a generation below 0."""
-        where = f"; it was here:\n{stack}" if stack else ""
-        logger.warning("rank %d (local rank %d) is killed: %s%s", rank, local_rank, reason, where)
+        where = f"; its stack:\n{stack}" if stack else ""
+        logger.warning("killed rank %d (local rank %d): %s%s", rank, local_rank, reason, where)
         killed = events.WorkerKilled(rank=rank, local_rank=local_rank, reason=reason, stack=stack)
         self._log.emit(killed, generation=generation if generation >= 0 else None)
 
@@ -390,7 +392,7 @@ class Reporter:
         found = await asyncio.to_thread(_goodput_of, collected) if leads else None
         alone = found is None and self._config.max_nodes > 1
         told = words.goodput(self._goodput.at() if found is None else found)
-        logger.info("%s%s", told, " (by the events of this node)" if alone else "")
+        logger.info("%s%s", told, " (from this node's events only)" if alone else "")
 
 
 def _goodput_of(collected: Path) -> Goodput | None:
@@ -399,7 +401,7 @@ def _goodput_of(collected: Path) -> Goodput | None:
     try:
         records = read_files([collected], thin=True)
     except OSError as error:
-        logger.debug("the gathered story cannot be read: %s", error)
+        logger.debug("cannot read the collected events: %s", error)
         return None
     for record in records:
         fold.feed(record)

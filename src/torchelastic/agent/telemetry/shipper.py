@@ -108,7 +108,7 @@ class RemoteSink:
         frame = self._link.next_frame()
         done, _ = await asyncio.wait({frame}, timeout=PATIENCE)
         if not done:
-            raise TimeoutError("The leader takes nothing.")
+            raise TimeoutError("The leader does not accept events.")
         answer = frames.parse(frame.result(), ANSWERS)
         assert isinstance(answer, Heard)
         return answer
@@ -232,7 +232,7 @@ class LogShipper:
             node = str((await self._stored(LEADER_KEY)).get("node", ""))
             member = await self._stored(MEMBER_PREFIX + node) if node else {}
         except RendezvousError as error:
-            logger.debug("who leads cannot be found out: %s", error)
+            logger.debug("cannot find the leader: %s", error)
             return None
         leader = Leader(node, str(member.get("peer", "")), str(member.get("name", "")))
         return leader if leader.peer else None
@@ -266,7 +266,7 @@ class LogShipper:
             finally:
                 link.abort()
         except _UNHEARD as error:
-            logger.debug("the leader at %s is told nothing: %r", peer, error)
+            logger.debug("cannot ship events to the leader at %s: %r", peer, error)
         except Exception as error:  # `_look` begins again
             with observing("Shipping events to the leader"):
                 raise error
@@ -277,7 +277,7 @@ class LogShipper:
         link, answer = await knock(place, purpose=frames.EVENTS, timeout=CALL)
         if not isinstance(answer, frames.Welcome):
             link.abort()
-            raise ConnectionError("it is not what it should be")
+            raise ConnectionError("the peer did not answer as a torchelastic agent")
         return link
 
     async def _tell(self, ear: Sink, *, leads: bool) -> None:
@@ -336,13 +336,13 @@ def _some(records: Iterator[Record]) -> list[Record]:
     try:
         return list(islice(records, RECENT))
     except OSError as error:
-        logger.debug("what is in the file only is not told: %s", error)
+        logger.debug("cannot read older events to ship: %s", error)
         return []
 
 
 def _ended(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (bug := task.exception()) is not None:
-        logger.error("Events are not told to the leader any more.", exc_info=bug)
+        logger.error("Shipping events to the leader has stopped.", exc_info=bug)
 
 
 async def _first_of(seconds: float | None, *waited_for: Awaitable[object]) -> None:

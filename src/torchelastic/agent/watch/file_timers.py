@@ -39,7 +39,8 @@ class FileTimers:
             self._pipe = open_pipe(path)
         except OSError as error:
             raise ConfigError(
-                f"{self.VARIABLE}={path} cannot be a pipe ({error.strerror}): name another file."
+                f"{self.VARIABLE}={path} cannot be used as a named pipe ({error.strerror}): "
+                "choose another path."
             ) from error
 
     @classmethod
@@ -83,7 +84,7 @@ class FileTimers:
         for line in lines:
             asked = parse(line)
             if asked is None:
-                logger.debug("%s has something unreadable", self.path)
+                logger.debug("%s: ignored an unreadable request", self.path)
             else:
                 self._note(asked, wall, now)
 

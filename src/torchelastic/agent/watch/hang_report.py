@@ -42,7 +42,7 @@ class HangReport:
         try:
             return await self._look()
         except Exception:
-            logger.exception("What the ranks do could not be looked at.")
+            logger.exception("Could not find out what the ranks are doing.")
             return Found()
 
     async def found(self, generation: int) -> Found:

@@ -106,7 +106,7 @@ def verdict(doing: Doing, stack: str, missing: str) -> str:
     if doing == "silent":
         does = f"it does not answer{f', in {at}' if at else ''}"
     else:
-        does = f"it is in {at}" if at else "it does something of its own"
+        does = f"it is in {at}" if at else "it is busy outside any collective"
     return f"{does}; {missing}" if missing else does
 
 
@@ -272,11 +272,11 @@ class HangWatchdog:
         return limit_for(pace, self.limit, frozen=True) or PATIENCE
 
     def _say_waiting(self, local_rank: int, doing: Doing, pid: int) -> bool:
-        step = self._copy(local_rank).step
-        wake = f" To wake it: kill -CONT {pid}." if doing == "frozen" else ""
+        step, limit = self._copy(local_rank).step, self._patience(local_rank)
+        wake = f" To resume it: kill -CONT {pid}." if doing == "frozen" else ""
         self.say(
-            f"Rank {self.workers.rank(local_rank)} is {doing} and alone has the state after "
-            f"{step} steps: the job waits for it, at most {self._patience(local_rank):g} s.{wake}"
+            f"Rank {self.workers.rank(local_rank)} is {doing} and has the only copy of the state "
+            f"after {step} steps: the job waits for it, at most {limit:g} s.{wake}"
         )
         return True
 

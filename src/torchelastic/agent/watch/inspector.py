@@ -212,12 +212,12 @@ class Inspector:
     async def _ask(self, peer: str, question: Message) -> tuple[Message, bytes]:
         """The answer, and what follows it."""
         if self._backend is None or not peer:
-            raise ConnectionError("it cannot be reached")
+            raise ConnectionError("the agent has no known address")
         place = Endpoint.at(peer, self._job, self._backend.credentials)
         link, answer = await knock(place, purpose=frames.DOINGS, timeout=THERE)
         try:
             if not isinstance(answer, frames.Welcome):
-                raise ConnectionError("it is not what it should be")
+                raise ConnectionError("the peer did not answer as a torchelastic agent")
             link.send(question)
             head, _, lines = (await link.next_frame()).partition(b"\n")
             return frames.parse(head, TOLD), lines
@@ -229,7 +229,7 @@ class Inspector:
     def _admit(self, link: Link, hello: frames.Hello) -> None:
         """Take a connection from the reception."""
         if len(self._visitors) >= MOST_VISITORS:
-            link.send(frames.Refusal("This agent is asked by too many at once."))
+            link.send(frames.Refusal("Too many agents are querying this agent at once."))
             link.close()
             return
         self._visitors.add(link)
@@ -268,7 +268,7 @@ def lines_of(doings: Iterable[Doing]) -> bytes:
     """One line each; without stacks where that would be too much."""
     lines = [json.dumps(doing.to_json()).encode() for doing in doings]
     if sum(map(len, lines)) > ANSWER:
-        short = [replace(doing, stack="left out: too long") for doing in doings]
+        short = [replace(doing, stack="omitted: too long") for doing in doings]
         lines = [json.dumps(doing.to_json()).encode() for doing in short]
     return b"\n".join(lines)
 
@@ -278,7 +278,7 @@ def _left_out(world: World) -> int:
 
 
 def _hear_no_more(payload: bytes) -> None:
-    raise WireError("It asks again before it is answered.")
+    raise WireError("A second query came before the answer to the first.")
 
 
 async def _outcomes(tasks: Iterable[asyncio.Task[T]], seconds: float) -> list[T | None]:
@@ -297,7 +297,7 @@ def _outcome(task: asyncio.Task[T]) -> T | None:
     if task.cancelled():
         return None
     if (error := task.exception()) is not None:
-        logger.debug("what %s does cannot be told: %r", task.get_name(), error)
+        logger.debug("cannot tell what %s is doing: %r", task.get_name(), error)
         return None
     return task.result()
 
@@ -315,8 +315,8 @@ def from_json(data: dict[str, object]) -> Found:
     """Raises `ValueError` for what is none."""
     doings, unheard, generation = data.get("doings"), data.get("unheard"), data.get("generation")
     if not isinstance(doings, Sequence) or not isinstance(unheard, Sequence):
-        raise ValueError("What the ranks do cannot be read.")
+        raise ValueError("The answer has no list of ranks.")
     if not isinstance(generation, int):
-        raise ValueError("What the ranks do is of no generation.")
+        raise ValueError("The answer has no generation.")
     found = tuple(Doing.from_json(one) for one in doings)
     return Found(generation, found, tuple(str(name) for name in unheard))

@@ -46,7 +46,7 @@ class QuerySocket:
         try:
             listening = _bound(self._path)
         except OSError as error:
-            logger.warning("`torchelastic stacks` cannot ask this agent (%s).", error)
+            logger.warning("`torchelastic stacks` cannot reach this agent (%s).", error)
             return
         self._server = await asyncio.start_unix_server(self._hear, sock=listening, limit=1024)
 
@@ -68,7 +68,7 @@ class QuerySocket:
             if len(self._visitors) <= _GUESTS and _is_ours(writer.get_extra_info("socket")):
                 await self._answer(reader, writer)
         except (OSError, ValueError, asyncio.TimeoutError) as error:
-            logger.debug("somebody has asked in vain: %r", error)
+            logger.debug("a query failed: %r", error)
         finally:
             self._visitors.discard(task)
             writer.close()
@@ -122,4 +122,4 @@ def ask(directory: Path) -> Found:
     try:
         return from_json(json.loads(line))
     except ValueError as error:
-        raise OSError(f"its answer cannot be read: {error}") from None
+        raise OSError(f"cannot parse its answer: {error}") from None

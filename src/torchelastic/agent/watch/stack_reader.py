@@ -78,7 +78,7 @@ async def stack_of(pid: int | None, helpers: set[int]) -> str:
             is_read = await running is not None
         return os.pread(memory, STACK_BYTES, 0).decode(errors="replace") if is_read else ""
     except SpawnError as error:
-        logger.warning("%s Mend or remove it.", error)
+        logger.warning("%s Repair or remove it.", error)
         return ""
     finally:
         os.close(memory)
@@ -181,7 +181,7 @@ async def written_stack(pid: int, memory: int) -> str:
         try:
             linux.signal_thread(pid, pid, stack_dump.SIGNAL)
         except OSError as error:
-            logger.debug("process %d cannot be asked for its stack: %r", pid, error)
+            logger.debug("cannot ask process %d for its stack: %r", pid, error)
             return ""
 
     def is_written() -> bool:

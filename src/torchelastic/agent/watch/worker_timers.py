@@ -74,7 +74,7 @@ class Timers:
         signum: Any = message.get("signal")
         known = message.get("type") == MESSAGE and _may_be_sent(signum)
         if pid is None or not known or not linux.is_memory(descriptor):
-            logger.debug("worker %d handed over something unreadable", local_rank)
+            logger.debug("worker %d sent an invalid timer table", local_rank)
             os.close(descriptor)
             return
         self.ended(local_rank)

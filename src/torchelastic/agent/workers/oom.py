@@ -34,7 +34,7 @@ _RECORDS = 20_000
 _SAID = (
     (
         re.compile(r"([\w.]*\.)?OutOfMemoryError\b|RuntimeError: .*(CUDA|HIP) out of memory"),
-        "out of memory on the device: it had no room for an allocation",
+        "out of memory on the device: an allocation failed",
     ),
     (
         re.compile(
@@ -43,7 +43,7 @@ _SAID = (
             r"|OSError: \[Errno 12\]"
             r"|(RuntimeError: )?std::bad_alloc"
         ),
-        "out of memory: an allocation in main memory was refused",
+        "out of memory: an allocation in main memory failed",
     ),
 )
 
@@ -68,7 +68,7 @@ def memory_hint(facts: Facts) -> str:
     """What the facts say about memory; empty where they say nothing.
 
     >>> memory_hint(Facts(exitcode=-9, in_container=1, limit=2 << 30))
-    "out of memory: the kernel killed it (limit 2.0 GiB; the container's count of such kills rose)"
+    "out of memory: the kernel killed it (limit 2.0 GiB; the container's oom_kill count rose)"
     """
     if _CHILD_KILLED in facts.message:
         return _of_kill(facts, "a process it had started")
@@ -83,14 +83,14 @@ def memory_hint(facts: Facts) -> str:
 def _of_kill(facts: Facts, whom: str) -> str:
     limit = f"limit {_size(facts.limit)}; " if facts.limit is not None else ""
     if facts.named and whom == "it":
-        return f"out of memory: the kernel killed it ({limit}its log names the process)"
+        return f"out of memory: the kernel killed it ({limit}the kernel log names the process)"
     if facts.in_container:
-        count = "the container's count of such kills rose"
+        count = "the container's oom_kill count rose"
         return f"out of memory: the kernel killed {whom} ({limit}{count})"
     if facts.on_machine and facts.in_container is None:
         return (
-            "perhaps out of memory: the kernel has killed a process of this machine for want of "
-            "it meanwhile, which may have been another one"
+            "perhaps out of memory: the kernel killed a process on this machine to free memory, "
+            "but it may have been a different one"
         )
     return ""
 
@@ -99,8 +99,8 @@ def _of_somebody(facts: Facts) -> str:
     """Of a kill that the kernel does not count: for whatever reason, which may be memory still."""
     if facts.in_container == 0 or facts.on_machine == 0:
         return (
-            "somebody sent SIGKILL: the kernel counts no kill for want of memory; a guard of "
-            "memory such as systemd-oomd is not counted either"
+            "the kernel reports no out-of-memory kill; a user, the scheduler or systemd-oomd may "
+            "have sent SIGKILL"
         )
     return ""
 
@@ -234,7 +234,7 @@ class _KernelLog:
             self._descriptor = os.open(path, flags)
             os.lseek(self._descriptor, 0, os.SEEK_END)
         except OSError as error:  # most users may not read it
-            logger.debug("the kernel's log is not read: %s", error)
+            logger.debug("cannot read the kernel log: %s", error)
             self.close()
 
     def names(self, pid: int) -> bool:
@@ -257,7 +257,7 @@ class _KernelLog:
             except BrokenPipeError:
                 continue  # older ones have been overwritten: the next read has what is there
             except OSError as error:
-                logger.debug("the kernel's log is not read any more: %s", error)
+                logger.debug("stopped reading the kernel log: %s", error)
                 self.close()
                 return
             if not record:

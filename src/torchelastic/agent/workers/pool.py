@@ -229,7 +229,7 @@ class WorkerPool:
                 opened.started()
         except (SpawnError, OSError) as error:
             local_rank = next(iter(ranks))
-            self.fail(local_rank, f"workers could not be started: {error}")
+            self.fail(local_rank, f"could not start the workers: {error}")
             return None
 
     def _spawn(
@@ -347,7 +347,7 @@ class WorkerPool:
         try:
             report = orders.from_json(message)
         except ValueError as error:  # no worker's garbage ends the agent
-            logger.debug("worker %d sent something unreadable: %s", local_rank, error)
+            logger.debug("ignored an invalid message from worker %d: %s", local_rank, error)
             return
         if isinstance(report, orders.Stopped | orders.Finished | orders.Erred | orders.PeerLost):
             self._out_of(local_rank, report.generation)
@@ -422,7 +422,7 @@ class WorkerPool:
         elif failure is not None:
             self._tell_event(script.WorkerFailed(failure))
         self.look()
-        with observing("Closing what a worker that ended has shown"):
+        with observing("Closing the memory of a worker that exited"):
             self.timers.ended(exit.local_rank)
             self._metric_tables.ended(exit.local_rank)
         self._reporter.worker_exited(rank, exit, generation)

@@ -166,7 +166,7 @@ class Supervisor:
 
     def _say_plain(self, reason: str) -> None:
         if not self._said_plain:
-            logger.warning("Workers start as plain processes, not warm: %s.", reason)
+            logger.warning("Workers start as plain processes (slower): %s.", reason)
         self._said_plain = True
 
     # --- speaking --------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class Supervisor:
         except ConnectionError:
             return  # it has ended, which is told elsewhere
         except OSError as error:  # it does not read any more; if it hangs, that is noticed
-            logger.warning("worker %d does not hear: %s", local_rank, error)
+            logger.warning("cannot send to worker %d: %s", local_rank, error)
 
     def kill(self, local_rank: int) -> None:
         """One worker's process group, at once."""
@@ -261,7 +261,7 @@ class Supervisor:
         try:
             self._take(local_rank, message, fds)
         except Exception:
-            logger.exception("A message of worker %d could not be handled.", local_rank)
+            logger.exception("Could not handle a message from worker %d.", local_rank)
 
     def _take(self, local_rank: int, message: dict[str, Any] | None, fds: list[int]) -> None:
         if message is not None and fds and self._on_handed is not None:
@@ -269,7 +269,7 @@ class Supervisor:
             return
         _close_all(fds)  # nobody has asked for it
         if message is None:
-            logger.debug("worker %d sent something unreadable", local_rank)
+            logger.debug("ignored an invalid message from worker %d", local_rank)
         else:
             self._on_message(local_rank, message)
 
@@ -310,7 +310,7 @@ class Supervisor:
             if self._workers and signum != SIGKILL:
                 ranks = ", ".join(map(str, self.alive))
                 after = f"{timeout:g} s after {_asking(signum)}"
-                logger.info("killing local ranks that have not ended %s: %s", after, ranks)
+                logger.info("killing local ranks that have not exited %s: %s", after, ranks)
         self.signal(SIGKILL)
         for cgroup in self._cgroups:
             cgroup.kill()
@@ -335,7 +335,9 @@ class Supervisor:
                 await asyncio.wait_for(self._none_left.wait(), PATIENCE)
             except asyncio.TimeoutError:
                 pids = sorted(worker.pid for worker in self._workers.values())
-                logger.warning("Killed, but still there: pids %s. Waiting for the kernel.", pids)
+                logger.warning(
+                    "Killed with SIGKILL but still alive: pids %s. Waiting for the kernel.", pids
+                )
 
     async def _kill_strays(self) -> None:
         """What workers have left behind is ours now: kill our children until none comes back."""
@@ -366,7 +368,7 @@ class Supervisor:
 
 def _asking(signum: int) -> str:
     """How workers were asked to end: by a signal, or, with 0, by an order beforehand."""
-    return signal_name(signum) if signum else "they were told to go"
+    return signal_name(signum) if signum else "they were told to leave"
 
 
 def _close_all(descriptors: Iterable[int]) -> None:

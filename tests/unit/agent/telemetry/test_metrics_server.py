@@ -149,7 +149,7 @@ async def test_a_mistake_in_the_counting_does_not_end_the_job(tmp_path, caplog, 
         it.log.emit(Note("one"))
         it.log.emit(Note("two"))
         assert b" 200 " in await it.ask()
-    assert caplog.text.count("told no more") == 1
+    assert caplog.text.count("no longer served") == 1
 
 
 def test_other_machines_need_a_token_and_this_one_needs_none():

@@ -384,7 +384,7 @@ async def test_only_so_many_are_listened_to(tmp_path, monkeypatch):
     monkeypatch.setattr(gathering_module, "MOST_VISITORS", 1)
     async with nodes(tmp_path, "a") as (_, a):
         link = await call(a)
-        with pytest.raises(RendezvousRefused, match="no more events"):
+        with pytest.raises(RendezvousRefused, match="no more event connections"):
             await call(a)
         link.abort()
         await until(lambda: not a.collector._visitors)

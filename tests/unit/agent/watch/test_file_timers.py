@@ -101,5 +101,7 @@ def test_it_is_there_when_the_environment_says_so(tmp_path):
     assert it.path == tmp_path / "timers"
     asyncio.run(closed(it))
     nowhere = {"TORCHELASTIC_TIMER_FILE": str(tmp_path / "no" / "where")}
-    with pytest.raises(ConfigError, match=r"cannot be a pipe .*: name another file"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be used as a named pipe .*: choose another path"
+    ):
         FileTimers.wanted(enabled | nowhere, tmp_path)

@@ -215,7 +215,7 @@ async def test_who_says_nothing_is_counted(monkeypatch):
     monkeypatch.setattr(inspector, "MOST_VISITORS", 2)
     async with nodes([0]) as (_, a):
         first, second = await guest(a), await guest(a)
-        with pytest.raises(RendezvousRefused, match="too many at once"):
+        with pytest.raises(RendezvousRefused, match="Too many agents"):
             await guest(a)
         first.abort()
         while len(a.doings._visitors) == 2:
