@@ -1,7 +1,7 @@
-"""What people read when something went wrong. Pure: facts in, text out.
+"""Text about failures, for people. Pure: facts in, text out.
 
-The last block keeps the labels of torch's `ChildFailedError`, which users and their tools look for;
-what it names is the first failure of the whole job, on every node the same.
+The last block keeps the labels of torch's `ChildFailedError`, which users and their tools look for.
+It names the first failure of the whole job, the same on every node.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _WIDTH = 60
 #: A list of a thousand nodes or failures helps nobody.
 _NAMES_SHOWN = 8
 _FAILURES_SHOWN = 16
-#: Longer error messages are cut where they have to fit in a line.
-_LINE = 200
+#: Characters of an error message that are shown in one line.
+_LINE_LENGTH = 200
 
-#: What a signal says beyond its name, where that is certain enough to be of help.
+#: The usual cause of a signal, where it is certain enough to help.
 _SIGNAL_WORDS = {
     "SIGABRT": "it called abort(); often a failed check in C++ code",
     "SIGBUS": "bus error, often a full /dev/shm or disk behind mapped memory",
@@ -31,7 +31,7 @@ _SIGNAL_WORDS = {
     "SIGSEGV": "segmentation fault in native code",
 }
 
-#: How shells report the end of what they ran.
+#: Exit codes by which shells report errors of their own.
 _SHELL_WORDS = {
     126: "the shell could not execute the command",
     127: "the shell did not find the command",
@@ -42,7 +42,7 @@ _ENTRY_FLAGS = {"script": (), "module": ("-m",), "program": ("--no-python",)}
 
 
 def command_for_others(config: LaunchConfig, entry: Entry) -> str:
-    """The command that other nodes of the job need; empty where there are none, or no command."""
+    """The command that starts the other nodes; empty for one node or a Python function."""
     if config.max_nodes == 1 or entry.kind not in _ENTRY_FLAGS:
         return ""
     least, most = config.min_nodes, config.max_nodes
@@ -64,7 +64,7 @@ def command_for_others(config: LaunchConfig, entry: Entry) -> str:
 
 
 def exit_words(exitcode: int) -> str:
-    """What an exit code says, as `subprocess` has it: minus the number of a signal.
+    """Describe an exit code as `subprocess` has it: a negative number is a signal.
 
     >>> exit_words(-9), exit_words(3)
     ('killed by SIGKILL', 'exit code 3')
@@ -78,10 +78,10 @@ def exit_words(exitcode: int) -> str:
 
 
 def beginning(begins: orders.Begins, *, best_step: int, resident: bool) -> str:
-    """What people must know of a training that begins at step 0; empty: nothing.
+    """The warning about a training that starts at step 0; empty: none.
 
-    `best_step` is the furthest that the job has been. Workers inside `train` hold the state
-    themselves; that of a script is held by the agents.
+    `best_step` is the furthest step of the job. Workers inside `train` hold the state
+    themselves; for a script the agents hold it.
     """
     if begins.step > 0:
         return ""
@@ -108,7 +108,7 @@ def beginning(begins: orders.Begins, *, best_step: int, resident: bool) -> str:
 
 
 def with_hint(words: str, hint: str) -> str:
-    """What an exit says, with what has been found out about it if that is certain.
+    """Add the hint to the description of an exit, if it is certain.
 
     >>> with_hint("killed by SIGKILL", "out of memory: the kernel killed it (limit 2.0 GiB; ...)")
     'killed by SIGKILL: out of memory'
@@ -133,13 +133,13 @@ def world_sentence(world: World) -> str:
 
 
 def job_failed(world: World, *, name: str = "job") -> str:
-    """The last words of a job that ended by a failure."""
+    """The final block of a job that failed."""
     title = f"{name} FAILED in generation {world.generation}: {ending(world)}"
     return failures_block(title, world.cause, world.consequences)
 
 
 def failures_block(title: str, cause: Failure | None, others: Sequence[Failure]) -> str:
-    """The first failure in full, the others in a line each."""
+    """The first failure in full, the others in one line each."""
     border, section = "=" * _WIDTH, "-" * _WIDTH
     lines = [border, title, section]
     if cause is not None:
@@ -163,13 +163,13 @@ def one_line(text: str) -> str:
     'boom …'
     """
     first, _, rest = text.strip().partition("\n")
-    if len(first) > _LINE:
-        return first[: _LINE - 1] + "…"
+    if len(first) > _LINE_LENGTH:
+        return first[: _LINE_LENGTH - 1] + "…"
     return f"{first} …" if rest else first
 
 
 def ending(world: World) -> str:
-    """Why it was not restarted: the reason, without the failure that is shown in full below."""
+    """Why the job was not restarted, without the failure that is shown below."""
     cause = world.cause.sentence() if world.cause is not None else ""
     return one_line(world.reason.removeprefix(cause).removeprefix("; ") or "a worker failed")
 
@@ -209,7 +209,7 @@ def _others(failures: Sequence[Failure]) -> list[str]:
 
 
 def listed(names: Sequence[str], count: int) -> str:
-    """`node-a, node-b and 4,080 more`: the first of so many names."""
+    """`node-a, node-b and 4,080 more`: the first few of `count` names."""
     shown = names[:_NAMES_SHOWN]
     more = count - len(shown)
     return ", ".join(shown) + (f" and {more:,} more" if more > 0 else "")

@@ -101,7 +101,7 @@ def test_a_node_that_looks_for_the_others_for_a_while_says_so(tmp_path, said, mo
             await asyncio.sleep(0)
         await asyncio.sleep(0)
 
-    monkeypatch.setattr("torchelastic.agent.telemetry.reporter.JOINING", 0.0)
+    monkeypatch.setattr("torchelastic.agent.telemetry.reporter.JOINING_QUIET", 0.0)
     reporter = narrator_of(tmp_path, generation=-1)
     asyncio.run(look())
     expected = f"looking for job {reporter._config.run_id} at 127.0.0.1:1, for 1 h more"

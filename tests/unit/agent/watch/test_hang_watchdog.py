@@ -147,9 +147,9 @@ class Workers:
 def watch(workers, *, limit=0.1, until):
     @in_loop
     async def main():
-        crew = SimpleNamespace(having=lambda *_: () if workers.killed else (0,))
+        state = SimpleNamespace(having=lambda *_: () if workers.killed else (0,))
         report = HangReport(workers.look, lambda generation, event: workers.told.append(event))
-        task = asyncio.create_task(HangWatchdog(workers, report, limit).run(lambda: crew))
+        task = asyncio.create_task(HangWatchdog(workers, report, limit).run(lambda: state))
         while not until() and not task.done():
             await asyncio.sleep(0.002)
         task.cancel()
