@@ -297,7 +297,7 @@ class Agent:
         replace = self._session.replace_slow if config.replace_stragglers else None
         watch = StragglerWatch(config.straggler_threshold, self._reporter.stragglers, replace)
         if config.max_nodes > 1:
-            self._collector.listen(watch.heard)
+            self._collector.listen(watch.take_lines)
         else:
             watch.follow(self._events)
         return watch

@@ -76,7 +76,7 @@ class Supervisor:
         #: owner adds it at once, before anything else is awaited.
         self.exempt: set[int] = set(linux.children())
         if zygote is not None:
-            self.exempt -= zygote.blanks()  # it is asked each time
+            self.exempt -= zygote.preforks()  # it is asked each time
         self._zygote: Zygote | None = None
         self._cgroup = cgroup
         if zygote is not None:
@@ -350,7 +350,7 @@ class Supervisor:
 
     def _helpers(self) -> set[int]:
         """Children of ours that are neither workers nor strays."""
-        return self.exempt | (self._zygote.blanks() if self._zygote is not None else set())
+        return self.exempt | (self._zygote.preforks() if self._zygote is not None else set())
 
     def kill_everything(self) -> None:
         """At once and without the event loop: for an agent whose guard is gone."""
