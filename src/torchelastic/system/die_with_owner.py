@@ -1,6 +1,6 @@
-"""`python leash.py OWNER PROGRAM ARGS…`: become a program that dies with its owner.
+"""`python die_with_owner.py OWNER PROGRAM ARGS…`: become a program that dies with its owner.
 
-Run as a file of its own, and so quick to start: it imports nothing of torchelastic. The owner is
+It is run as a file and imports nothing of torchelastic, so that it starts quickly. The owner is
 the thread that started it, which the kernel looks at: whatever ends that, SIGKILL included, ends
 the program.
 """

@@ -71,7 +71,7 @@ def test_a_reader_that_waits_gets_everything_in_its_order(pipe):
 
 def test_what_nobody_reads_is_bounded_and_its_end_is_not_waited_for(pipe, monkeypatch):
     read_end, write_end = pipe
-    monkeypatch.setattr(console, "MOST", 10_000)
+    monkeypatch.setattr(console, "MOST_BYTES", 10_000)
     words = Console(write_end)
     for _ in range(100):
         words.say("x" * 999)
