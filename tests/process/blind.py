@@ -22,8 +22,8 @@ OBSERVERS = (
     (metrics_server.MetricsServer, "open"),
     (reporter.Reporter, "_world_runs"),
     (reporter.Reporter, "_waits"),
-    (dashboard_process.Page, "start"),
-    (dashboard_process.Page, "close"),
+    (dashboard_process.DashboardProcess, "start"),
+    (dashboard_process.DashboardProcess, "close"),
     (progress_sampler.ProgressSampler, "look"),
     (progress_sampler.ProgressSampler, "turn_to"),
     (progress_sampler.ProgressSampler, "run"),
@@ -35,7 +35,7 @@ OBSERVERS = (
     (worker_timers.Timers, "watch"),
     (worker_timers.Timers, "ended"),
     (waiting_line.WaitingLine, "run"),
-    (pool.Workers, "_last_lines"),
+    (pool.WorkerPool, "_last_lines"),
 )
 
 

@@ -2,7 +2,7 @@
 
 Memory of a memfd counts against the cgroup of the process that allocates it. At the limit the
 kernel kills instead of refusing, so this checks first. A cgroup's limit includes all groups below
-it, so the parents are checked, too. Memory that the kernel can drop at once (inactive file cache) is free.
+it, so the parents are checked, too. Inactive file cache, which the kernel can drop, is free.
 """
 
 from __future__ import annotations
