@@ -71,7 +71,7 @@ LAST_EVENTS = 1.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the job ended on this node."""
+    """The end of the job on this node."""
 
     exitcode: int
     reason: str

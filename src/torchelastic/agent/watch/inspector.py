@@ -1,4 +1,4 @@
-"""What every rank of the world is doing: this node's workers, and those of the other agents.
+"""The inspector: finds out what every rank of the world does, here and on other nodes.
 
     agent                                   every other agent of the world
     which generation                   ->

@@ -297,7 +297,7 @@ class WorkerPool:
         return status_page.read_first_step(descriptor) if descriptor is not None else -1
 
     def doing(self, local_rank: int, generation: int) -> Doing | None:
-        """What a worker is doing, without its stack; None if it is not in this world."""
+        """Return what a worker is doing, without its stack; None if it is not in this world."""
         own, rank = self._places.get(local_rank, (-1, -1))
         if own != generation:
             return None
